@@ -1,0 +1,95 @@
+"""What can be swapped below the fault-tolerant group: one generation's data plane.
+
+A transport joins the same-position ranks of all members of one generation. It is opened once, used by one thread (the
+training thread), may be revoked from any thread at any time, and is never used again after that. It knows nothing of steps,
+votes or membership.
+
+Contract of every implementation:
+
+* `sum_into` and `copy_into` never write their sources. A result has a defined value only after the call has returned; after
+  an exception its bytes are unspecified, and **no thread, kernel or socket of the transport writes into it any more**.
+* Every call returns, or raises, within its deadline, and within milliseconds after `revoke`.
+* The outcome of a failed call may differ from member to member. Callers must not act on it (DESIGN: decide, then commit).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Probe = Callable[[str], None]
+"""Called at named instants inside an operation (`"begin"`, `"sent"`, `"middle"`, `"end"`); fault injection only."""
+
+
+class TransportError(Exception):
+    """An operation of one generation did not complete. The input is unchanged; ask for a new generation."""
+
+
+class Revoked(TransportError):
+    """The transport was retired, usually because a newer generation exists."""
+
+
+class PeerLost(TransportError):
+    """A member's end of the connection is gone."""
+
+    def __init__(self, peer: int, detail: str) -> None:
+        super().__init__(f"replica {peer}: {detail}")
+        self.peer = peer
+
+
+class DeadlineExceeded(TransportError):
+    """An operation waited longer than its deadline."""
+
+    def __init__(self, peers: Sequence[int], deadline_s: float) -> None:
+        super().__init__(f"no progress from replicas {sorted(peers)} within {deadline_s:g} s")
+        self.peers = tuple(sorted(peers))
+        self.deadline_s = deadline_s
+
+
+class Transport(Protocol):
+    """The data plane of one generation, between the same-position ranks of its members."""
+
+    generation: int
+    members: tuple[int, ...]
+    """Replica ids, ascending."""
+    me: int
+    """This rank's replica id."""
+
+    def sum_into(
+        self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, deadline_s: float, probe: Probe | None = None
+    ) -> None:
+        """Sum each source over all members, in ascending order of replica id, into the result at the same index.
+
+        `sources[i]` and `results[i]` are contiguous, of equal dtype, device and number of elements, and do not overlap.
+        All members pass the same `tag`, which is not used twice in a transport's life. Bit-identical on all members.
+        """
+
+    def copy_into(
+        self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int, deadline_s: float
+    ) -> None:
+        """Copy the tensors of member `source` into those of `targets`. Members that are neither return at once."""
+
+    def revoke(self) -> None:
+        """Make every pending and future call raise `Revoked`. Any thread, any time, any number of times."""
+
+    def close(self) -> None:
+        """Release sockets, communicators and scratch. Implies `revoke`; bounded time."""
+
+
+class Endpoint(Protocol):
+    """A rank's stable address on the data plane, from which each generation's transport is opened."""
+
+    address: str
+    """Opaque to everyone but the same kind of endpoint; handed to the peers by the control plane."""
+
+    def open(self, generation: int, me: int, addresses: Mapping[int, str], *, deadline_s: float) -> Transport:
+        """Prepare the transport of `generation` among `addresses` (replica id -> address, `me` included).
+
+        Returns without waiting for peers; connections are made on first use, under that call's deadline.
+        """
+
+    def close(self) -> None:
+        """Stop listening."""

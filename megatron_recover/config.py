@@ -1,0 +1,72 @@
+"""Settings of the trainer and the context that the launcher hands to each rank. The only module that reads the environment.
+
+`RecoverConfig` is the one definition of the trainer's resilience flags: its fields are the `--recover-*` arguments of the
+Megatron argument group (field ``min_replicas`` is ``--recover-min-replicas``), checked by `RecoverConfig.check`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import msgspec
+
+CONTEXT_VARIABLE = "MEGATRON_RECOVER_CONTEXT"
+
+
+class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Resilience settings of a run; equal on every rank."""
+
+    min_replicas: int = 1
+    """Train on while at least this many replicas live; below it, save a checkpoint and exit with code 10."""
+    determinism: Literal["fast", "exact"] = "fast"
+    """`exact`: gradients are accumulated on a grid in fp64, so that parameters are bit-identical to the failure-free
+    run's whoever computed what. `fast`: all replicas bit-identical to each other, close to the failure-free run."""
+    transport: Literal["auto", "direct", "gloo", "nccl"] = "auto"
+    """Data plane between replicas; `auto` is direct sockets on CPU and NCCL on CUDA."""
+    bucket_elements: int = 40_000_000
+    """Target size of a reduction bucket in elements; buckets end at parameter boundaries."""
+    stall_timeout_s: float = 120.0
+    """A wait for another replica longer than this asks for a new generation; a replica that does not follow is fenced."""
+    follow_timeout_s: float = 10.0
+    """A member that has not entered an announced generation after this long is fenced (killed)."""
+    digest_interval: int = 1
+    """Write the digest of the parameters to the trace every so many steps (0: never)."""
+
+    def check(self) -> None:
+        """Raise ValueError naming the flag and the remedy for values that cannot work."""
+        if self.min_replicas < 1:
+            raise ValueError(f"--recover-min-replicas is {self.min_replicas}; it must be at least 1")
+        if self.bucket_elements < 1:
+            raise ValueError(f"--recover-bucket-elements is {self.bucket_elements}; it must be at least 1")
+        for name in ("stall_timeout_s", "follow_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"--recover-{name.replace('_', '-')} is {getattr(self, name)}; it must be above 0 seconds")
+        if self.digest_interval < 0:
+            raise ValueError(f"--recover-digest-interval is {self.digest_interval}; it must be 0 (never) or more")
+
+
+class RankContext(msgspec.Struct, frozen=True, kw_only=True):
+    """What the launcher tells one rank process about its place; absent when a script runs under plain torchrun."""
+
+    replica: int
+    rank: int
+    """Position inside the replica, 0..num_ranks-1; rank 0 is the replica's leader."""
+    num_ranks: int
+    num_replicas: int
+    """At the start of the run."""
+    coordinator: str
+    """`host:port` of the coordinator's control socket."""
+    leader: str
+    """`host:port` on which this replica's leader accepts its ranks (the leader binds it)."""
+    run_dir: str
+    started_at: float
+    """`time.monotonic()` of the launcher at the start of the run: zero of the trace's clock."""
+    faults: tuple[str, ...] = ()
+    """Faults for this rank, each as JSON of `faults.Fault`."""
+
+
+def rank_context() -> RankContext | None:
+    """The context of this process, or None outside `megatron-recover run`."""
+    text = os.environ.get(CONTEXT_VARIABLE)
+    return msgspec.json.decode(text, type=RankContext) if text else None

@@ -1,0 +1,274 @@
+"""The words of the protocol: frozen values that machines take in, keep and give out.
+
+Nothing here knows torch, a clock, a socket or a thread. Every value is immutable and hashable, so a state of the protocol
+can be compared, stored in a set by the explorer, and sent over a wire as it is.
+
+Words (docs/architecture.md has all of them):
+
+step
+    One unit that is committed as a whole: a training step or one evaluation step. Steps are numbered 0, 1, 2, ... from the
+    start of the run by every replica alike; `Work.label` ties a number to Megatron's iteration.
+bucket
+    A fixed slice of one stage's gradient buffer, numbered 0..B-1 over all stages of the replica; the last one is the
+    *ledger* (tokens, losses and seconds per microbatch id, held by the last stage).
+version
+    The generation that produced a bucket's result. Within one step and generation a bucket is reduced at most once, so
+    (step, bucket, version) names one result for all time.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+ReplicaId = int
+"""Names a replica for the whole run; never used again after the replica is lost."""
+Generation = int
+"""The agreed membership number, from 1; strictly increasing."""
+BucketId = int
+Version = int
+MicrobatchId = int
+
+
+class Value(msgspec.Struct, frozen=True, tag=True):
+    """Base of every protocol value: immutable, hashable, and told apart by its class name on the wire."""
+
+
+class Shape(Value, frozen=True):
+    """What every replica of a run looks like; equal in all of them, or the run does not start."""
+
+    num_ranks: int
+    """Ranks of one replica (TP x PP x CP x lanes)."""
+    bucket_ranks: tuple[tuple[int, ...], ...]
+    """For each bucket the ranks (0..num_ranks-1) that hold it: those of its stage."""
+
+
+class Work(Value, frozen=True):
+    """What one step consists of; the same on every replica."""
+
+    label: str
+    """Which Megatron iteration this is, e.g. ``train 17`` or ``evaluate 20/3``."""
+    num_microbatches: int
+    """M: the ids are 0..M-1."""
+    buckets: tuple[BucketId, ...]
+    """Buckets that this step reduces (all for training, only the ledger for evaluation)."""
+
+
+class Compute(Value, frozen=True):
+    """One pass of the schedule over some microbatches."""
+
+    microbatches: tuple[MicrobatchId, ...]
+    into: tuple[BucketId, ...]
+    """Buckets that take the gradient; that of the others goes to a dump, since they are decided or hold it already."""
+
+
+class Transfer(Value, frozen=True):
+    """A decided bucket goes from a replica that holds it to those that lack it."""
+
+    bucket: BucketId
+    version: Version
+    source: ReplicaId
+    targets: tuple[ReplicaId, ...]
+
+
+class Held(Value, frozen=True):
+    """A rank holds the complete result of a bucket."""
+
+    bucket: BucketId
+    version: Version
+    checksum: int
+    """Of the result's bytes on this rank."""
+
+
+class BucketVersion(Value, frozen=True):
+    """A bucket that is complete on all ranks of its stage in one replica."""
+
+    bucket: BucketId
+    version: Version
+    checksums: tuple[int, ...]
+    """One per rank of the bucket, in the order of `Shape.bucket_ranks`."""
+
+
+class Record(Value, frozen=True):
+    """What a step commits. Two replicas that commit a step commit equal records."""
+
+    step: int
+    label: str
+    versions: tuple[BucketVersion, ...]
+    requests: tuple[str, ...] = ()
+    """Sorted union of the voters' requests (`Vote.requests`): exit, checkpoint, joins."""
+
+
+class Vote(Value, frozen=True):
+    """One replica is ready to commit `record` (whose `requests` are its own) in `generation`."""
+
+    replica: ReplicaId
+    generation: Generation
+    record: Record
+
+
+class Status(Value, frozen=True):
+    """What a replica tells all members on entering a generation, after all its ranks promised."""
+
+    replica: ReplicaId
+    generation: Generation
+    step: int
+    """The step that it has not committed yet."""
+    work: Work | None
+    """The step's work, or None if this replica has not begun it."""
+    contributions: tuple[tuple[MicrobatchId, ...], ...]
+    """Per bucket of the shape the ids that its local gradient holds or will hold (dealt to it, being computed)."""
+    complete: tuple[BucketVersion, ...]
+    """Buckets of this step that it holds complete."""
+    committed: Record | None
+    """The record of `step - 1`, for members that have not committed it."""
+
+
+# --- Orders: from a replica's leader to its ranks, obeyed in the order in which they were given ---------------------------
+
+
+class Promise(Value, frozen=True):
+    """Enter a generation: retire every older transport, register no result of an older generation, then acknowledge."""
+
+    generation: Generation
+    roster: tuple[ReplicaId, ...]
+
+
+class Plan(Value, frozen=True):
+    """What a replica does next for a step: its transfers, its passes, then its reductions.
+
+    Transfers and reductions cross replicas and end early when a newer generation comes. Passes (and reductions over lanes)
+    stay inside the replica and are always carried out in full, because all ranks of a replica must run the same
+    collectives in the same order.
+    """
+
+    step: int
+    generation: Generation
+    roster: tuple[ReplicaId, ...]
+    work: Work
+    quotas: tuple[int, ...]
+    """Microbatches of this step held by or dealt to each member, in the order of `roster`."""
+    transfers: tuple[Transfer, ...]
+    computes: tuple[Compute, ...]
+    reduces: tuple[BucketId, ...]
+    """Buckets to reduce in this generation, in this order."""
+
+
+class Apply(Value, frozen=True):
+    """The step is committed: make the results the gradient and run the optimizer."""
+
+    record: Record
+    generation: Generation
+
+
+class Stop(Value, frozen=True):
+    """End this replica: the run cannot go on."""
+
+    exit_code: int
+    reason: str
+
+
+Order = Promise | Plan | Apply | Stop
+
+
+# --- Reports: from a rank to its leader, in order ------------------------------------------------------------------------
+
+
+class Begun(Value, frozen=True):
+    """The rank's training loop has arrived at a step. Only the leader's own (rank 0) is needed to go on."""
+
+    rank: int
+    step: int
+    work: Work
+    requests: tuple[str, ...] = ()
+
+
+class Promised(Value, frozen=True):
+    """The rank retired everything older than `generation`. Results that it holds were reported before."""
+
+    rank: int
+    generation: Generation
+
+
+class Holds(Value, frozen=True):
+    """The rank holds these results complete (reduced or fetched)."""
+
+    rank: int
+    step: int
+    held: tuple[Held, ...]
+
+
+class Blocked(Value, frozen=True):
+    """A reduction or transfer of `generation` failed or waited too long on this rank."""
+
+    rank: int
+    generation: Generation
+    reason: str
+    suspects: tuple[ReplicaId, ...] = ()
+
+
+class Raised(Value, frozen=True):
+    """Computing a microbatch raised (NaN check, out of memory, ...); the process is about to end."""
+
+    rank: int
+    step: int
+    label: str
+    microbatch: MicrobatchId | None
+    error: str
+
+
+Report = Begun | Promised | Holds | Blocked | Raised
+
+
+# --- Membership ----------------------------------------------------------------------------------------------------------
+
+
+class LossKind(enum.Enum):
+    """Why a replica left the roster."""
+
+    PROCESS_ENDED = "process ended"
+    EXCEPTION = "exception"
+    SUSPECTED = "suspected"
+    DIVERGED = "diverged"
+
+
+class Loss(Value, frozen=True):
+    """One lost replica and why."""
+
+    replica: ReplicaId
+    kind: LossKind
+    detail: str = ""
+
+
+class NewGeneration(Value, frozen=True):
+    """The coordinator's decision: from now on these replicas, and no others, are the job."""
+
+    generation: Generation
+    roster: tuple[ReplicaId, ...]
+    losses: tuple[Loss, ...] = ()
+    """Replicas lost since the previous generation."""
+    reason: str = ""
+    requests: tuple[str, ...] = ()
+    """Requests that every member adds to its votes from now on (e.g. exit because too few replicas are left)."""
+
+
+class ExitCode(enum.IntEnum):
+    """How a run ends (docs/guarantees.md)."""
+
+    OK = 0
+    FAILED = 1
+    """A defect or an error in the training script on every replica."""
+    BAD_INPUT = 2
+    TOO_FEW_REPLICAS = 10
+    """Fewer than `--recover-min-replicas` are left; a durable checkpoint was saved if any replica lives."""
+    POISONED_MICROBATCH = 11
+    """Computing one microbatch has ended two replicas; it is named."""
+    DIVERGED = 12
+    """Replicas disagree on results and no majority can say who is right."""
+    NO_REPLICA_LEFT = 13
+    """All replicas died; resume from the last durable checkpoint."""
+    INVARIANT_VIOLATED = 14
+    """The checker, or a check inside the run, found a broken invariant."""
+    INTERRUPTED = 15
+    """A signal or time limit ended the run at a common step, with a checkpoint."""
