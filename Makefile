@@ -1,0 +1,34 @@
+# `make demo` and `make test` set everything up by themselves; PYTHON=/path/to/python3.12 names an interpreter.
+PY := .venv/bin/python
+export OMP_NUM_THREADS := 1
+
+.PHONY: help setup demo test lint explore gpu-test bench clean
+
+help:            ## list the targets
+	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup:           ## make .venv (fast when it exists)
+	@PYTHON="$(PYTHON)" scripts/setup.sh
+
+demo: setup      ## train on real text, kill real processes, prove that nothing was lost
+	@$(PY) -m megatron_recover demo
+
+test: setup lint ## everything that CI runs
+	@$(PY) -m pytest -q
+
+lint: setup      ## ruff, mypy --strict on the pure parts, the layer rule
+	@$(PY) -m ruff check megatron_recover patches scripts tests benchmarks setup.py
+	@$(PY) -m mypy
+	@.venv/bin/lint-imports --no-cache
+
+explore: setup   ## explore the protocol's states at the larger size (long)
+	@$(PY) -m megatron_recover.sim.explorer --config full
+
+gpu-test: setup  ## the CUDA and NCCL part; says why where there is no GPU
+	@$(PY) -m pytest -q tests/gpu
+
+bench: setup     ## all benchmarks: a table, and bench.json
+	@$(PY) -m benchmarks.run
+
+clean:           ## remove .venv and caches, not run directories
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""The seams: one TOML file each, saying what of Megatron is replaced, why, and which upstream names that relies on."""
