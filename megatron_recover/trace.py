@@ -1,0 +1,440 @@
+"""The event log of a run: the type of every event, how one is written and how a log is read.
+
+All processes of a run append to one `events.jsonl`, one JSON object a line. This module decides what an event looks like
+and nothing else: it never judges a history (`observe.check` does) and never formats one for people.
+
+Event names are the class names in snake case, so use the module as the namespace: ``log.record(trace.Committed(...))``.
+docs/architecture.md, section Trace, lists who writes which event.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from megatron_recover.core.values import LossKind, Record
+
+EVENTS_FILE = "events.jsonl"
+"""Name of the log inside a run directory."""
+
+_START_OF_EVENT = b'{"event":"'
+
+
+def _snake_case(class_name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", class_name).lower()
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_snake_case, forbid_unknown_fields=True):
+    """What every event carries."""
+
+    v: Literal[1] = 1
+    """Version of the format. Any other is refused: a field of the same name may mean something else there."""
+    t: float = 0.0
+    """Seconds since the start of the run (CLOCK_MONOTONIC of the launcher's host); set by `EventLog.record`."""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the objects inside events."""
+
+
+class Layout(Part, frozen=True, kw_only=True):
+    """How the model of one replica is spread over its ranks: tp x pp x cp x lanes of them."""
+
+    tp: int
+    pp: int
+    cp: int = 1
+    lanes: int = 1
+    """Data-parallel size inside the replica."""
+    vpp: int = 1
+    """Model chunks per pipeline stage."""
+
+
+class Lost(Part, frozen=True, kw_only=True):
+    """A replica that left the roster, and why."""
+
+    replica: int
+    kind: LossKind
+    detail: str = ""
+
+
+class Result(Part, frozen=True, kw_only=True):
+    """The version of a bucket that a step commits."""
+
+    bucket: int
+    version: int
+    checksums: tuple[int, ...]
+    """One per rank of the bucket, in the order of `Joined.bucket_ranks`."""
+
+
+class Decided(Part, frozen=True, kw_only=True):
+    """A bucket that needs no reduction any more because `source` holds it complete."""
+
+    bucket: int
+    version: int
+    source: int
+
+
+class Transfer(Part, frozen=True, kw_only=True):
+    """A decided bucket goes from `source` to `targets` (replicas)."""
+
+    bucket: int
+    version: int
+    source: int
+    targets: tuple[int, ...]
+
+
+class Pass(Part, frozen=True, kw_only=True):
+    """One run of the schedule: these microbatches, their gradient kept for these buckets only."""
+
+    microbatches: tuple[int, ...]
+    into: tuple[int, ...]
+
+
+# --- The run and its membership ------------------------------------------------------------------------------------------
+
+
+class RunStarted(Event, frozen=True, kw_only=True):
+    """Launcher: the first event of a run."""
+
+    replicas: int
+    """Number of replicas at the start; they are 0..replicas-1."""
+    shape: Layout
+    determinism: str
+    seed: int
+    argv: tuple[str, ...]
+    min_replicas: int = 1
+
+
+class Joined(Event, frozen=True, kw_only=True):
+    """Leader: its replica is ready for the first generation."""
+
+    replica: int
+    fingerprint: str
+    """Of everything that must be equal on all replicas."""
+    bucket_ranks: tuple[tuple[int, ...], ...]
+    """For each bucket the ranks inside the replica that hold it; the last bucket is the ledger."""
+
+
+class Generation(Event, frozen=True, kw_only=True):
+    """Coordinator: from now on these replicas are the job."""
+
+    generation: int
+    roster: tuple[int, ...]
+    losses: tuple[Lost, ...] = ()
+    """Since the previous generation."""
+    reason: str = ""
+
+
+class Entered(Event, frozen=True, kw_only=True):
+    """Leader: all ranks of its replica have promised never to commit in an older generation."""
+
+    replica: int
+    generation: int
+    seconds: float
+    """Since the generation was announced to this leader."""
+
+
+class Stopping(Event, frozen=True, kw_only=True):
+    """Coordinator: the run cannot go on."""
+
+    exit_code: int
+    reason: str
+
+
+class RunFinished(Event, frozen=True, kw_only=True):
+    """Launcher: the last event of a run."""
+
+    exit_code: int
+
+
+# --- The protocol of a step ----------------------------------------------------------------------------------------------
+
+
+class Status(Event, frozen=True, kw_only=True):
+    """Leader: what its replica told all members on entering a generation."""
+
+    replica: int
+    generation: int
+    step: int
+    """The step that it has not committed yet."""
+    work: bool
+    """Whether it has begun that step."""
+    contributions: tuple[tuple[int, ...], ...]
+    """Per bucket the microbatches that its local gradient holds or will hold."""
+    complete: tuple[tuple[int, int], ...]
+    """(bucket, version) that it holds complete."""
+    committed: int | None
+    """The last step that it has committed."""
+
+
+class Plan(Event, frozen=True, kw_only=True):
+    """Leader: what its replica does next for a step."""
+
+    replica: int
+    generation: int
+    step: int
+    label: str
+    """Megatron's name for the step, e.g. ``train 17`` or ``evaluate 20/3``."""
+    num_microbatches: int
+    """M: the step's microbatches are 0..M-1."""
+    roster: tuple[int, ...]
+    quotas: tuple[int, ...]
+    """Microbatches held by or dealt to each member, in the order of `roster`."""
+    transfers: tuple[Transfer, ...] = ()
+    computes: tuple[Pass, ...] = ()
+    """Of this replica."""
+    reduces: tuple[int, ...] = ()
+    """Buckets to reduce in this generation."""
+    decided: tuple[Decided, ...] = ()
+
+
+class MicrobatchStarted(Event, frozen=True, kw_only=True):
+    """Rank: a forward begins."""
+
+    replica: int
+    rank: int
+    generation: int
+    """Of the plan that dealt the microbatch."""
+    step: int
+    microbatch: int
+    chunk: int = 0
+    """Model chunk of this stage (0 without virtual pipelining)."""
+
+
+class MicrobatchFinished(Event, frozen=True, kw_only=True):
+    """Rank: a backward is done, its gradient is in the local gradient of the buckets `into`."""
+
+    replica: int
+    rank: int
+    generation: int
+    step: int
+    microbatch: int
+    chunk: int = 0
+    seconds: float
+    """Forward and backward together, on this rank."""
+    into: tuple[int, ...]
+    """Buckets of this rank that took the gradient; that of the others went to a dump."""
+
+
+class Reduced(Event, frozen=True, kw_only=True):
+    """Rank: the sum over the replicas of a bucket is complete here."""
+
+    replica: int
+    rank: int
+    generation: int
+    step: int
+    bucket: int
+    version: int
+    """The generation that produced it."""
+    checksum: int
+    """Of the result's bytes on this rank."""
+    provenance: Literal["ones"] | tuple[int, ...]
+    """How often each microbatch 0..M-1 is in the sum: "ones", or the counts where they are not all one."""
+
+
+class Transferred(Event, frozen=True, kw_only=True):
+    """Rank: a decided bucket has arrived from the same-position rank of `source`."""
+
+    replica: int
+    rank: int
+    generation: int
+    step: int
+    bucket: int
+    version: int
+    source: int
+    checksum: int
+
+
+class ReductionFailed(Event, frozen=True, kw_only=True):
+    """Rank: a sum or transfer over the replicas did not complete; no gradient changed."""
+
+    replica: int
+    rank: int
+    generation: int
+    step: int
+    reason: str
+    bucket: int | None = None
+
+
+class Voted(Event, frozen=True, kw_only=True):
+    """Leader: its replica is ready to commit a record."""
+
+    replica: int
+    generation: int
+    step: int
+    digest: str
+    """`record_digest` of the record."""
+
+
+class Committed(Event, frozen=True, kw_only=True):
+    """Leader: the step is committed."""
+
+    replica: int
+    generation: int
+    """In which this replica committed it."""
+    step: int
+    label: str
+    digest: str
+    """`record_digest` of the record: equal to the votes' digest."""
+    adopted: bool
+    """True: taken over from a member that had committed it in an older generation; False: by a full set of votes."""
+    versions: tuple[Result, ...]
+    requests: tuple[str, ...] = ()
+
+
+class Applied(Event, frozen=True, kw_only=True):
+    """Rank: the optimizer has run on the committed gradient."""
+
+    replica: int
+    rank: int
+    generation: int
+    step: int
+    label: str
+    parameter_digest: str | None = None
+    """Of all parameters of this rank; None where not due (`--recover-digest-interval`) or nothing was trained."""
+    replicated_digest: str | None = None
+    """Of those parameters that every tensor-parallel rank of the stage must hold alike; None like the above."""
+    loss: float | None = None
+    """Mean over the step's microbatches, on the last stage of the writer; None elsewhere."""
+
+
+# --- Faults and recovery -------------------------------------------------------------------------------------------------
+
+
+class Fault(Event, frozen=True, kw_only=True):
+    """Rank, just before it carries an injected fault out."""
+
+    replica: int
+    rank: int
+    point: str
+    kind: str
+    """kill, stop or raise."""
+    step: int | None = None
+    generation: int | None = None
+    microbatch: int | None = None
+    bucket: int | None = None
+
+
+class Failure(Event, frozen=True, kw_only=True):
+    """Agent: a rank's process has ended or does not answer."""
+
+    replica: int
+    rank: int
+    cause: str
+    """Signal name or exit code."""
+
+
+class Fenced(Event, frozen=True, kw_only=True):
+    """Agent: these ranks of a broken replica are confirmed dead."""
+
+    replica: int
+    ranks: tuple[int, ...]
+
+
+Phase = Literal["detect", "agree", "redeal", "recompute", "reduce", "commit"]
+"""Phases of a recovery, in their order."""
+
+
+class Recovery(Event, frozen=True, kw_only=True):
+    """Leader: one phase of a recovery has ended."""
+
+    replica: int
+    generation: int
+    step: int
+    phase: Phase
+    seconds: float
+
+
+class Checkpoint(Event, frozen=True, kw_only=True):
+    """Writer: progress of a durable checkpoint."""
+
+    replica: int
+    rank: int
+    iteration: int
+    phase: Literal["started", "finished", "removed_partial"]
+
+
+AnyEvent = (
+    RunStarted | Joined | Generation | Entered | Stopping | RunFinished | Status | Plan | MicrobatchStarted | MicrobatchFinished
+    | Reduced | Transferred | ReductionFailed | Voted | Committed | Applied | Fault | Failure | Fenced | Recovery | Checkpoint
+)  # fmt: skip
+
+
+def record_digest(record: Record) -> str:
+    """Name the content of a commit record in 16 hexadecimal digits.
+
+    Requests are left out: every vote carries its voter's own, so they are the only part in which equal votes differ.
+    """
+    content = msgspec.msgpack.encode(msgspec.structs.replace(record, requests=()))
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+class EventLog:
+    """Appends events to a file that other processes append to at the same time.
+
+    Each event is one `write` of a whole line to a descriptor opened with O_APPEND: lines of several threads and processes
+    never mix, and an event that was recorded survives the end of its process, SIGKILL included. Nothing is synced to disk: a
+    power failure may lose the newest events, never a running job's.
+    """
+
+    def __init__(self, path: str | Path, started_at: float) -> None:
+        """`started_at`: `time.monotonic()` of the launcher at the start of the run, zero of the log's clock."""
+        self._path = str(path)
+        self._started_at = started_at
+        self._encode = msgspec.json.Encoder().encode
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def record(self, event: Event) -> None:
+        """Stamp the event with the time and append it. Raises OSError when it cannot be written in full."""
+        seconds = round(time.monotonic() - self._started_at, 6)
+        line = self._encode(msgspec.structs.replace(event, t=seconds)) + b"\n"
+        if os.write(self._file, line) != len(line):
+            raise OSError(errno.ENOSPC, "the event log took only a part of a line; is the disk full?", self._path)
+
+    def close(self) -> None:
+        """Release the descriptor; the log cannot be used after it."""
+        os.close(self._file)
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class TraceError(ValueError):
+    """A log that cannot be read; the message names file, line and field."""
+
+
+def read(path: str | Path, on_cut: Callable[[int, str], None] | None = None) -> Iterator[tuple[int, AnyEvent]]:
+    """Yield (line number from 1, event) of a log in the order of the file.
+
+    A process that is killed while it writes can leave the beginning of a line: at the end of the file, or with the next
+    process's event right behind it. Such a fragment is no event; `on_cut(line, fragment)` is told. Everything else that is
+    not an event of this version raises `TraceError`.
+    """
+    decode = msgspec.json.Decoder(AnyEvent).decode
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            start = line.rfind(_START_OF_EVENT)
+            fragment = line[: max(start, 0)] if line.endswith(b"\n") else line
+            if fragment:
+                if not fragment.startswith(_START_OF_EVENT[: len(fragment)]):
+                    raise TraceError(f"{path}:{number}: not an event: {line[:60]!r}")
+                if on_cut is not None:
+                    on_cut(number, fragment.decode(errors="replace"))
+                if not line.endswith(b"\n"):
+                    return
+            try:
+                event = decode(line[max(start, 0) :])
+            except msgspec.DecodeError as error:  # ValidationError included; its message names the field
+                raise TraceError(f"{path}:{number}: {error}") from error
+            yield number, event
