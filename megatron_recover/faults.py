@@ -1,0 +1,150 @@
+"""Fault points: named instants of a rank's life at which a test or a chaos run may end it.
+
+This module decides what a fault is and carries it out in its own process; it never decides which faults a run gets
+(`cluster.chaos`) and never writes the trace itself. Code that has fault points keeps `FaultInjector | None` and asks
+``if faults is not None: faults.at(...)``, so that a run without faults pays one comparison.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+
+class FaultPoint(enum.Enum):
+    """Where a fault can strike. docs/chaos.md says which rank passes each, and with which step, microbatch and bucket."""
+
+    START_UP = "start_up"
+    """Before the rank joins; it has no step."""
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BEFORE_REDUCE = "before_reduce"
+    REDUCE = "reduce"
+    """Inside the sum of a bucket over the replicas."""
+    BEFORE_VOTE = "before_vote"
+    IN_VOTE = "in_vote"
+    """Leader: some members have been sent the vote, the others have not."""
+    AFTER_VOTE = "after_vote"
+    OPTIMIZER = "optimizer"
+    EVALUATE = "evaluate"
+    CHECKPOINT = "checkpoint"
+    CHECKPOINT_TRACKER = "checkpoint_tracker"
+    """Between writing a checkpoint's data and naming it in the tracker."""
+    PROMISE = "promise"
+    """A newer generation is known and not yet acknowledged."""
+    STATUS = "status"
+    """Leader: some members have been sent the status, the others have not."""
+    RECOMPUTE = "recompute"
+    """Forward of a microbatch that was dealt again."""
+    TRANSFER = "transfer"
+    SECOND_REDUCE = "second_reduce"
+    """Inside a reduction of a step that has lost a replica."""
+
+
+class FaultKind(enum.Enum):
+    """What is done to the rank."""
+
+    KILL = "kill"
+    """SIGKILL: nothing of it runs any more."""
+    STOP = "stop"
+    """SIGSTOP: it keeps its sockets open and answers nothing."""
+    RAISE = "raise"
+    """A Python exception, as a NaN check or a lack of memory would raise."""
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One fault: who, where, when. Fields that are None match anything."""
+
+    replica: int
+    rank: int
+    point: FaultPoint
+    kind: FaultKind = FaultKind.KILL
+    step: int | None = None
+    microbatch: int | None = None
+    bucket: int | None = None
+    occurrence: int = 1
+    """Strike at the n-th passage that matches everything above, counted from 1 in this process."""
+
+    def check(self) -> None:
+        """Raise ValueError for numbers that can never match."""
+        for name in ("replica", "rank", "step", "microbatch", "bucket"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is {value}; it must be 0 or more")
+        if self.occurrence < 1:
+            raise ValueError(f"occurrence is {self.occurrence}; passages are counted from 1")
+
+    def matches(self, point: FaultPoint, step: int | None, microbatch: int | None, bucket: int | None) -> bool:
+        """Whether a passage of `point` counts for this fault (occurrence aside)."""
+        return (
+            self.point is point
+            and self.step in (None, step)
+            and self.microbatch in (None, microbatch)
+            and self.bucket in (None, bucket)
+        )
+
+
+class _Armed:
+    """A fault and how many matching passages are left until it strikes."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+        self.num_left = fault.occurrence
+
+
+class InjectedFault(Exception):
+    """What a fault of kind `raise` raises."""
+
+
+class FaultInjector:
+    """Carries out the faults of one rank. Any thread may pass a fault point."""
+
+    def __init__(self, faults: Sequence[Fault], *, replica: int, rank: int, record: Callable[..., None]) -> None:
+        """Keep those `faults` that are meant for this rank.
+
+        `record(replica=, rank=, point=, kind=, step=, microbatch=, bucket=)` (the fields of `trace.Fault`) is called just
+        before a fault is carried out and has to be durable when it returns.
+        """
+        self._replica, self._rank, self._record = replica, rank, record
+        self._armed = [_Armed(fault) for fault in faults if (fault.replica, fault.rank) == (replica, rank)]
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, texts: Sequence[str], *, replica: int, rank: int, record: Callable[..., None]) -> FaultInjector | None:
+        """The injector for `RankContext.faults`, or None when there are none."""
+        faults = [msgspec.json.decode(text, type=Fault) for text in texts]
+        return cls(faults, replica=replica, rank=rank, record=record) if faults else None
+
+    def at(
+        self, point: FaultPoint, *, step: int | None = None, microbatch: int | None = None, bucket: int | None = None
+    ) -> None:
+        """Pass a fault point: return, or be killed, stopped, or raise `InjectedFault`, once per fault."""
+        with self._lock:
+            due = self._take(point, step, microbatch, bucket)
+        if due is None:
+            return
+        self._record(
+            replica=self._replica, rank=self._rank, point=point.value, kind=due.kind.value,
+            step=step, microbatch=microbatch, bucket=bucket,
+        )  # fmt: skip
+        if due.kind is FaultKind.RAISE:
+            raise InjectedFault(f"injected at {point.value} (step {step}, microbatch {microbatch}, bucket {bucket})")
+        os.kill(os.getpid(), signal.SIGKILL if due.kind is FaultKind.KILL else signal.SIGSTOP)
+
+    def _take(self, point: FaultPoint, step: int | None, microbatch: int | None, bucket: int | None) -> Fault | None:
+        """Count the passage for every fault that it matches; the first whose turn has come is used up and returned."""
+        due = None
+        for armed in self._armed:
+            if armed.fault.matches(point, step, microbatch, bucket):
+                armed.num_left -= 1
+                if armed.num_left <= 0 and due is None:
+                    due = armed
+        if due is None:
+            return None
+        self._armed.remove(due)
+        return due.fault
