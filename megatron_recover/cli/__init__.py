@@ -1,0 +1,62 @@
+"""The command line: finds the verb and hands the rest to it.
+
+Nothing heavy is imported here: a verb's module, and with it torch, is imported when the verb runs. `--help` stays instant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megatron_recover import __version__
+
+VERBS: Mapping[str, str] = MappingProxyType({
+    "run": "train with replicas that survive the death of any of them",
+    "demo": "train on real text, kill real processes, prove that nothing was lost",
+    "check": "verify the invariants of a finished run from its trace",
+    "report": "rebuild summary.json and the loss plot of a run from its trace",
+    "data": "turn text files into a data set that Megatron reads",
+})  # fmt: skip
+"""Each verb and what it does; verb V is `megatron_recover.cli.V.main(argv) -> exit code`."""
+
+_EXAMPLES = """\
+examples:
+  megatron-recover demo
+  megatron-recover run --replicas 3 --run-dir runs/a -- scripts/pretrain_gpt.py --tensor-model-parallel-size 1 ...
+  megatron-recover check runs/a --against runs/undisturbed
+
+'megatron-recover VERB --help' tells more. Exit codes: 0 fine, 2 bad input, 14 broken invariant; all are in docs/guarantees.md.
+"""
+
+
+def usage() -> str:
+    """The text of `megatron-recover --help`."""
+    verbs = "\n".join(f"  {verb:<8} {what}" for verb, what in VERBS.items())
+    return (
+        "usage: megatron-recover VERB ...\n\n"
+        "Megatron-Core pre-training in which a dying process costs only the microbatches that it held.\n\n"
+        f"verbs:\n{verbs}\n\n{_EXAMPLES}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb; returns the exit code of the process (argparse's own exits pass through)."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage(), end="")
+        return 0 if arguments else 2
+    verb, rest = arguments[0], arguments[1:]
+    if verb == "--version":
+        print(f"megatron-recover {__version__}")
+        return 0
+    if verb not in VERBS:
+        close = difflib.get_close_matches(verb, VERBS, n=1)
+        remedy = f"did you mean '{close[0]}'?" if close else f"verbs are {', '.join(VERBS)}"
+        print(f"megatron-recover: unknown verb '{verb}'; {remedy}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"megatron_recover.cli.{verb}")
+    code: int = module.main(rest)
+    return code

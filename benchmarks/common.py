@@ -1,0 +1,58 @@
+"""One row of the benchmark table, and how a row is made from repeated measurements.
+
+A benchmark is a module of this package with a function `rows() -> Iterable[Row]`; `benchmarks.run` finds it, runs it and joins
+the rows of all into one table and `bench.json`.
+"""
+
+from __future__ import annotations
+
+import operator
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import msgspec
+
+COMPARISONS: Mapping[str, Callable[[float, float], bool]] = MappingProxyType({
+    "<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt, "==": operator.eq,
+})  # fmt: skip
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One measured quantity."""
+
+    name: str
+    value: float
+    """The number to quote: the median over the runs unless the name says otherwise (e.g. "worst")."""
+    unit: str
+    baseline: str = ""
+    """What it is measured against, in words: `unmodified Megatron DP under torchrun`."""
+    runs: int
+    min: float
+    median: float
+    max: float
+    goal: str = ""
+    """A comparison with a number, e.g. ``<= 2``; empty where nothing was promised."""
+    met: bool | None = None
+    """Whether `value` meets the goal; None without a goal."""
+
+
+def row(name: str, values: Sequence[float], unit: str, *, baseline: str = "", goal: str = "", value: float | None = None) -> Row:
+    """Summarise one quantity measured in several runs.
+
+    `value` replaces the median as the number to quote. Raises ValueError for no values or a goal that is no comparison.
+    """
+    if not values:
+        raise ValueError(f"benchmark {name!r} measured nothing")
+    median = statistics.median(values)
+    quoted = median if value is None else value
+    met = None
+    if goal:
+        comparison, _, limit = goal.partition(" ")
+        if comparison not in COMPARISONS:
+            raise ValueError(f"benchmark {name!r}: goal {goal!r} must be one of {', '.join(COMPARISONS)} and a number")
+        met = COMPARISONS[comparison](quoted, float(limit))
+    return Row(
+        name=name, value=quoted, unit=unit, baseline=baseline, runs=len(values), min=min(values), median=median,
+        max=max(values), goal=goal, met=met,
+    )  # fmt: skip

@@ -1,0 +1,72 @@
+"""`make bench`: runs every benchmark of this package and joins their rows into a table and `bench.json`.
+
+    python -m benchmarks.run [--only NAME ...] [--out bench.json]
+
+Ratios are taken inside one run of one machine; absolute times are printed for orientation only. The exit code is 1 when a
+benchmark failed to run; a missed goal is reported, not hidden and not fatal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+import benchmarks
+from benchmarks.common import Row
+
+
+def modules() -> list[str]:
+    """Names of the benchmark modules: all modules of this package that have a function `rows`."""
+    names = sorted(info.name for info in pkgutil.iter_modules(benchmarks.__path__) if info.name not in ("common", "run"))
+    return [name for name in names if hasattr(importlib.import_module(f"benchmarks.{name}"), "rows")]
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows for people."""
+    result = Table("benchmark", "value", "unit", "min", "median", "max", "runs", "goal", "met", "against", title="benchmarks")
+    for row in rows:
+        numbers = [f"{number:.4g}" for number in (row.min, row.median, row.max)]
+        met = "" if row.met is None else "yes" if row.met else "NO"
+        result.add_row(row.name, f"{row.value:.4g}", row.unit, *numbers, str(row.runs), row.goal, met, row.baseline)
+    return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmarks; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Run the benchmarks.")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="run these modules only")
+    parser.add_argument("--out", type=Path, default=Path("bench.json"), help="where the rows go (default: bench.json)")
+    arguments = parser.parse_args(argv)
+    known = modules()
+    chosen = arguments.only or known
+    if unknown := sorted(set(chosen) - set(known)):
+        parser.error(f"--only: no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
+
+    rows: list[Row] = []
+    failed: list[str] = []
+    for name in chosen:
+        started = time.monotonic()
+        try:
+            rows.extend(importlib.import_module(f"benchmarks.{name}").rows())
+        except Exception:
+            traceback.print_exc()  # one broken benchmark must not take the others' numbers away; the exit code tells
+            failed.append(name)
+        print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
+    arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
+    Console().print(table(rows))
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
