@@ -160,6 +160,8 @@ class Apply(Value, frozen=True):
 
     record: Record
     generation: Generation
+    roster: tuple[ReplicaId, ...] = ()
+    """Members of `generation`."""
 
 
 class Stop(Value, frozen=True):
@@ -218,7 +220,13 @@ class Raised(Value, frozen=True):
     error: str
 
 
-Report = Begun | Promised | Holds | Blocked | Raised
+class Ended(Value, frozen=True):
+    """The rank's training loop is over; its control thread goes on obeying orders until `Stop`."""
+
+    rank: int
+
+
+Report = Begun | Promised | Holds | Blocked | Raised | Ended
 
 
 # --- Membership ----------------------------------------------------------------------------------------------------------
@@ -251,6 +259,63 @@ class NewGeneration(Value, frozen=True):
     reason: str = ""
     requests: tuple[str, ...] = ()
     """Requests that every member adds to its votes from now on (e.g. exit because too few replicas are left)."""
+
+
+# --- From a replica's leader to the coordinator --------------------------------------------------------------------------
+
+
+class Hello(Value, frozen=True):
+    """A replica is ready to join. `fingerprint` (shape, configuration, initial weights) is equal in all, or the run ends."""
+
+    replica: ReplicaId
+    fingerprint: str
+    step: int = 0
+
+
+class Entered(Value, frozen=True):
+    """All ranks of a replica promised `generation`; the replica has not committed `step` yet."""
+
+    replica: ReplicaId
+    generation: Generation
+    step: int
+
+
+class Requested(Value, frozen=True):
+    """A replica cannot go on in `generation`: a broken link, a lost message, an expired wait."""
+
+    replica: ReplicaId
+    generation: Generation
+    reason: str
+    suspects: tuple[ReplicaId, ...] = ()
+
+
+class Failing(Value, frozen=True):
+    """Computing a microbatch raised in a replica, which is about to end."""
+
+    replica: ReplicaId
+    label: str
+    microbatch: MicrobatchId | None
+    error: str
+
+
+class Diverged(Value, frozen=True):
+    """Members disagree on what `step` is; `minority` are those that a strict majority outvotes, empty on a tie."""
+
+    replica: ReplicaId
+    generation: Generation
+    step: int
+    minority: tuple[ReplicaId, ...]
+    reason: str
+
+
+class Finished(Value, frozen=True):
+    """The training loop of a replica is over. It goes on answering until it is told to stop: others may need its status."""
+
+    replica: ReplicaId
+    exit_code: int
+
+
+ToCoordinator = Hello | Entered | Requested | Failing | Diverged | Finished
 
 
 class ExitCode(enum.IntEnum):
