@@ -1,0 +1,188 @@
+"""What Megatron-Core 0.19 needs to train on CPU with gloo. Used only where CUDA is absent; the one place that pretends.
+
+Megatron asks `torch.cuda` for a device to allocate on, a stream to wait for and a random state to keep. On a machine
+without CUDA each of these has an obvious CPU answer. `enable_cpu` puts those answers under the names in `TORCH_CUDA`,
+`TORCH` and `MEGATRON` below, and nowhere else. It never claims that CUDA is available (`torch.cuda.is_available` keeps
+saying no), so code that can tell stays on its own CPU path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+CPU: Final = torch.device("cpu")
+
+
+class NoStream:
+    """A CUDA stream where everything is synchronous: whatever it would wait for has already happened."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.cuda_stream = 0
+
+    def wait_stream(self, _: NoStream) -> None:
+        """Nothing is pending on a CPU."""
+
+    def synchronize(self) -> None:
+        """Nothing is pending on a CPU."""
+
+
+class Properties:
+    """The device properties that Megatron reads. Below capability 10 it insists on CUDA's CUDA_DEVICE_MAX_CONNECTIONS."""
+
+    major = 10
+    minor = 0
+    name = "cpu"
+
+    @property
+    def total_memory(self) -> int:
+        """The machine's memory in bytes."""
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _random_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> Tensor:
+    """The CPU generator's state, which Megatron's tracker stores where it would store the GPU's."""
+    return torch.default_generator.get_state()
+
+
+def _set_random_state(new_state: Tensor, device: object = -1, graph_safe: bool = False) -> None:
+    torch.default_generator.set_state(new_state)
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A tensor factory that takes ``device="cuda"`` for the CPU."""
+
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _stay(tensor: Tensor, *_: object, **__: object) -> Tensor:
+    return tensor
+
+
+def _type_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.type`, whose names Megatron's optimizers compare with those of CUDA tensors."""
+
+    @functools.wraps(original)
+    def type_of(tensor: Tensor, dtype: Any = None, non_blocking: bool = False) -> Any:
+        if dtype is not None:
+            return original(tensor, dtype, non_blocking)
+        return original(tensor).replace("torch.", "torch.cuda.", 1)
+
+    return type_of
+
+
+def _keep_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Model configurations whose stages keep an output until it has been sent.
+
+    With virtual stages Megatron frees an output's memory once it is handed to the send. On a stream that is after the send;
+    gloo still reads it and sends whatever took the memory's place.
+    """
+
+    @functools.wraps(original)
+    def config_from(*args: Any, **kwargs: Any) -> Any:
+        config = original(*args, **kwargs)
+        config.deallocate_pipeline_outputs = False
+        return config
+
+    return config_from
+
+
+TORCH_CUDA: Final[dict[str, Callable[..., Any]]] = {
+    "current_device": lambda: CPU,
+    "device_count": lambda: 1,
+    "set_device": lambda device: None,
+    "synchronize": lambda device=None: None,
+    "get_device_properties": lambda device=None: Properties(),
+    "get_device_capability": lambda device=None: (Properties.major, Properties.minor),
+    "get_rng_state": _random_state,
+    "set_rng_state": _set_random_state,
+    "manual_seed": _seed,
+    "Stream": NoStream,
+    "current_stream": lambda device=None: NoStream(),
+    "stream": lambda stream: contextlib.nullcontext(),
+}
+"""Names in `torch.cuda` and what they are on a CPU."""
+
+TORCH: Final[dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
+    **dict.fromkeys(("tensor", "zeros", "ones", "empty", "full", "rand", "randn", "arange"), _on_cpu),
+    "Tensor.cuda": lambda original: _stay,
+    "Tensor.type": _type_name,
+}
+"""Names in `torch` and what wraps them."""
+
+MEGATRON: Final[dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
+    # Forgetting these two gives silently wrong dropout: the tracker would fork a generator that nothing draws from.
+    "megatron.core.tensor_parallel.random:_get_cuda_rng_state": lambda original: _random_state,
+    "megatron.core.tensor_parallel.random:_set_cuda_rng_state": lambda original: _set_random_state,
+    # The wheel has the compiled index builder, but not the Makefile that this would run.
+    "megatron.core.datasets.utils:compile_helpers": lambda original: lambda: None,
+    "megatron.training.argument_utils:core_transformer_config_from_args": _keep_outputs,
+    "megatron.training.training:initialize_megatron": lambda original: functools.partial(original, allow_no_cuda=True),
+}
+"""Names in Megatron and what wraps them."""
+
+FLAGS: Final[dict[str, Any]] = {
+    "distributed_backend": "gloo",
+    "transformer_impl": "local",
+    "use_cpu_initialization": True,
+    "attention_backend": "unfused",
+    "masked_softmax_fusion": False,
+    "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "no_persist_layer_norm": True,
+}
+"""Megatron's arguments that need another default on a CPU; what the user types still wins."""
+
+
+def enable_cpu() -> None:
+    """Let Megatron run in this process without CUDA. Idempotent; must come before Megatron's arguments are parsed.
+
+    Raises RuntimeError where CUDA is present: on such a machine these answers would be wrong.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError("CUDA is available; the CPU substitutes must not be installed")
+    if torch.cuda.current_device is TORCH_CUDA["current_device"]:
+        return
+    for name, value in TORCH_CUDA.items():
+        setattr(torch.cuda, name, value)
+    for name, wrap in TORCH.items():
+        owner, attribute = (torch.Tensor, name.removeprefix("Tensor.")) if name.startswith("Tensor.") else (torch, name)
+        setattr(owner, attribute, wrap(getattr(owner, attribute)))
+    for name, wrap in MEGATRON.items():
+        module, _, attribute = name.partition(":")
+        target = importlib.import_module(module)
+        setattr(target, attribute, wrap(getattr(target, attribute)))
+    # The tracker warns when the CPU's random state moves while it forks the GPU's. Here they are the same generator.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+    # Megatron compiles small fusions at import. Compiling them for a CPU costs minutes and gains nothing.
+    torch.compiler.set_stance("force_eager")
+
+
+def set_cpu_defaults(parser: argparse.ArgumentParser) -> None:
+    """Give Megatron's parser the defaults of `FLAGS`, so that a user types model flags only."""
+    attention = next(action for action in parser._actions if action.dest == "attention_backend")
+    convert = attention.type if callable(attention.type) else str
+    parser.set_defaults(**{**FLAGS, "attention_backend": convert(FLAGS["attention_backend"])})

@@ -1,0 +1,168 @@
+"""Pre-train a GPT with Megatron: same flags as upstream's script of this name, on CUDA or, where there is none, on CPU.
+
+    megatron-recover run --replicas 3 -- scripts/pretrain_gpt.py <Megatron flags>     survives dying processes
+    torchrun --nproc-per-node 2 scripts/pretrain_gpt.py <Megatron flags>              plain Megatron
+
+To make a training script of your own recoverable, change what this one does differently from upstream's: parse the
+arguments with `recover.parse_arguments` and train with `recover.pretrain`.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megatron_recover import megatron as recover
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable, Iterator, Sequence
+
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.models.gpt import GPTModel
+    from torch import Tensor
+
+FIELDS = ("attention_mask", "labels", "loss_mask", "position_ids", "tokens")
+
+
+def batch_of(data_iterator: Iterator[dict[str, Tensor]], args: Namespace, vp_stage: int | None) -> dict[str, Tensor | None]:
+    """The next microbatch on every rank of the stage: TP rank 0 reads, the others are sent what their stage needs."""
+    from megatron.core import mpu
+    from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+    from megatron.training.utils import is_first_or_last_pipeline_stage
+
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(FIELDS)
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    batch: dict[str, Tensor | None] = {}
+    if tp_rank == 0:
+        sample = next(data_iterator)
+        batch = {name: sample[name].cuda(non_blocking=True) if name in sample else None for name in FIELDS}
+        batch |= dict.fromkeys(("cu_seqlens", "cu_seqlens_padded", "hybrid_cp_group", "local_cp_size", "max_seqlen"))
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    return get_batch_on_this_cp_rank(
+        batch,
+        is_hybrid_cp=False,
+        cp_group=mpu.get_context_parallel_group(),
+        hybrid_cp_group_func=None,
+        use_per_sequence_balancing=False,
+    )
+
+
+def loss_of(loss_mask: Tensor, output_tensor: Tensor, *, check_for_nan: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Summed loss of a microbatch (scalar), its number of tokens (scalar), and both for the report (2 elements)."""
+    import torch
+
+    losses, mask = output_tensor.view(-1).float(), loss_mask.view(-1).float()
+    loss, num_tokens = torch.sum(losses * mask), mask.sum().to(torch.int)
+    if check_for_nan and not torch.isfinite(loss):
+        raise FloatingPointError(f"the loss of a microbatch is {loss.item()}")
+    return loss, num_tokens.detach().clone(), {"lm loss": torch.cat([loss.detach().view(1), num_tokens.view(1)])}
+
+
+def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: GPTModel) -> tuple[Tensor, Callable[..., object]]:
+    """Forward of one microbatch through this stage's part of the model: its output, and what turns the output into a loss."""
+    from megatron.core.utils import get_attr_wrapped_model
+    from megatron.training import get_args, get_timers
+
+    args, timers = get_args(), get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = batch_of(data_iterator, args, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(loss_of, batch["loss_mask"], check_for_nan=args.check_for_nan_in_loss_and_grad)
+
+
+def dataset_config(args: Namespace) -> GPTDatasetConfig:
+    """What upstream's dataset builder has to know, from Megatron's arguments."""
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    sequences = None
+    if args.per_dataset_sequences_path is not None:
+        with open(args.per_dataset_sequences_path) as file:
+            sequences = json.load(file)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        sequences_per_dataset=sequences,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+    )
+
+
+def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> Sequence[GPTDataset | None]:
+    """Training, validation and test set with at least so many samples each, on the ranks that read data."""
+    from megatron.core import mpu
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+    from megatron.training import get_args
+    from megatron.training.utils import is_first_or_last_pipeline_stage
+
+    def reads_data() -> bool:
+        return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+
+    args = get_args()
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(dataset, num_samples, reads_data, dataset_config(args)).build()
+
+
+def main() -> None:
+    """Parse Megatron's arguments and train."""
+    args = recover.parse_arguments(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+
+    from megatron.core.enums import ModelType
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
+    datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+    recover.pretrain(
+        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        datasets_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+    )
+
+
+if __name__ == "__main__":
+    main()
