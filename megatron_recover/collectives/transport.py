@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Probe = Callable[[str], None]
-"""Called at named instants inside an operation (`"begin"`, `"sent"`, `"middle"`, `"end"`); fault injection only."""
+"""Called at named instants inside an operation (`"begin"`, `"sent"`, `"middle"`, `"end"`; each once); fault injection only."""
+
+
+def no_probe(instant: str) -> None:
+    """Nobody watches."""
 
 
 class TransportError(Exception):
@@ -93,3 +97,21 @@ class Endpoint(Protocol):
 
     def close(self) -> None:
         """Stop listening."""
+
+
+def check_operands(sources: Sequence[Tensor], results: Sequence[Tensor] = (), *, device: str) -> None:
+    """Raise ValueError unless all tensors are contiguous, on `device`, and each result fits its source without overlap."""
+    for tensor in (*sources, *results):
+        if tensor.device.type != device or not tensor.is_contiguous():
+            layout = "contiguous" if tensor.is_contiguous() else "strided"
+            raise ValueError(f"this transport takes contiguous tensors on {device}, not a {layout} one on {tensor.device}")
+    if not results:
+        return
+    if len(sources) != len(results):
+        raise ValueError(f"{len(sources)} sources but {len(results)} results")
+    for source, result in zip(sources, results, strict=True):
+        if source.dtype != result.dtype or source.numel() != result.numel():
+            raise ValueError(f"a source of {source.numel()} {source.dtype} but a result of {result.numel()} {result.dtype}")
+        first, other, num_bytes = source.data_ptr(), result.data_ptr(), source.numel() * source.element_size()
+        if num_bytes and abs(first - other) < num_bytes:
+            raise ValueError("a source overlaps its result; reductions are out of place")

@@ -1,0 +1,346 @@
+"""Direct reduction over TCP: everyone sends shard j to its owner j, who adds in canonical order and sends the sum to all.
+
+Every member talks to every other one, so a death is seen first hand by all survivors and there is no far neighbour that hangs.
+As many bytes as a ring, in two hops instead of 2(n - 1).
+
+One thread does everything: the caller's, inside the call, with non-blocking sockets and `poll`. Bytes go straight from the
+source and straight into the result. So when a call has returned or raised, nothing can write to anybody's memory any more:
+there is nothing else that runs. `revoke` only sets a flag, wakes the poll and shuts the sockets down; it touches no memory and
+closes no descriptor.
+
+What fences generations: a connection belongs to one generation, said in its first message and refused unless it is the
+acceptor's own; an older transport is retired when a newer one is opened; each frame repeats generation and tag.
+
+A member whose call failed does not shut its sockets down, so that the others blame the culprit and not the first that noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from megatron_recover.collectives.connection import HELLO, MAGIC, WELCOME, Connection, connect, read_towards
+from megatron_recover.collectives.exchange import CopyExchange, Exchange, SumExchange
+from megatron_recover.collectives.transport import (
+    DeadlineExceeded,
+    PeerLost,
+    Probe,
+    Revoked,
+    TransportError,
+    check_operands,
+    no_probe,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_WAITING = 1024
+"""Connections that an endpoint keeps before their hello is complete, or before their generation is opened."""
+
+
+class DirectEndpoint:
+    """A rank's TCP listener on `host`, port chosen by the kernel. Address: ``host:port/token``.
+
+    The token keeps out strangers and those who mean an earlier owner of the port. Connections wait in the kernel until a
+    transport of this endpoint is inside a call; there is no accepting thread. In forked children all sockets are closed at
+    once: a data loader's worker must not keep a dead rank's connections open.
+    """
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=MAX_WAITING)
+        self._listener.setblocking(False)
+        self._token = secrets.token_bytes(16)
+        self.address = f"{host}:{self._listener.getsockname()[1]}/{self._token.hex()}"
+        self._lock = threading.Lock()
+        self._current: DirectTransport | None = None
+        self._generation = 0
+        self._greeting: dict[socket.socket, bytearray] = {}
+        self._parked: dict[tuple[int, int], socket.socket] = {}
+        self._closed = False
+        endpoint = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: (alive := endpoint()) and alive._abandon())
+
+    def open(self, generation: int, me: int, addresses: Mapping[int, str], *, deadline_s: float) -> DirectTransport:
+        """The transport of `generation`; retires the previous one. `deadline_s` is unused: peers connect in the first call.
+
+        Raises Revoked unless `generation` is newer than all that were opened before.
+        """
+        with self._lock:
+            if self._closed or generation <= self._generation:
+                reason = "the endpoint is closed" if self._closed else f"it is in generation {self._generation}"
+                raise Revoked(f"cannot open generation {generation}: {reason}")
+            previous, self._generation = self._current, generation
+            self._current = transport = DirectTransport(self, generation, me, addresses)
+        if previous is not None:
+            previous.close()
+        return transport
+
+    def close(self) -> None:
+        """Stop listening and retire the current transport."""
+        with self._lock:
+            self._closed = True
+            current, self._current = self._current, None
+            self._close_sockets()
+        if current is not None:
+            current.close()
+
+    def greet(self, me: int) -> tuple[int, ...]:
+        """Accept whoever has arrived and read the hellos, without waiting. The descriptors on which more may come."""
+        with self._lock:
+            if self._closed:
+                raise Revoked("the endpoint is closed")
+            while (sock := self._accept()) is not None:
+                sock.setblocking(False)
+                self._greeting[sock] = bytearray()
+                if len(self._greeting) > MAX_WAITING:
+                    oldest = next(iter(self._greeting))
+                    del self._greeting[oldest]
+                    oldest.close()
+            for sock, hello in list(self._greeting.items()):
+                if read_towards(sock, hello, HELLO.size):
+                    del self._greeting[sock]
+                    self._admit(sock, bytes(hello), me)
+            return (self._listener.fileno(), *(sock.fileno() for sock in self._greeting))
+
+    def take(self, generation: int) -> tuple[dict[int, socket.socket], dict[int, int]]:
+        """The connections that arrived for `generation`, by peer; and the peers that were seen in a newer one."""
+        with self._lock:
+            arrived = {peer: self._parked.pop((g, peer)) for g, peer in list(self._parked) if g == generation}
+            for stale in [key for key in self._parked if key[0] < generation]:
+                self._parked.pop(stale).close()
+            return arrived, {peer: newer for newer, peer in self._parked}
+
+    def _accept(self) -> socket.socket | None:
+        try:
+            return self._listener.accept()[0]
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise TransportError(f"cannot accept a member's connection: {error.strerror}; raise `ulimit -n`") from error
+            return None  # that connection died in the queue; poll reports the next one
+
+    def _admit(self, sock: socket.socket, hello: bytes, me: int) -> None:
+        """Park a connection of the current or a newer generation; refuse an older one, a second one and a stranger's."""
+        if len(hello) < HELLO.size:
+            sock.close()
+            return
+        magic, token, generation, peer, target = HELLO.unpack(hello)
+        known = magic == MAGIC and secrets.compare_digest(token, self._token) and target == me
+        room = len(self._parked) < MAX_WAITING and (generation, peer) not in self._parked
+        if known and generation >= self._generation and room:
+            self._parked[generation, peer] = sock
+            return
+        if known:
+            with contextlib.suppress(OSError):  # the reason is a courtesy; closing says no as well
+                sock.send(WELCOME.pack(MAGIC, self._generation))
+        sock.close()
+
+    def _close_sockets(self) -> None:
+        for sock in (self._listener, *self._greeting, *self._parked.values()):
+            sock.close()
+        self._greeting.clear()
+        self._parked.clear()
+
+    def _abandon(self) -> None:
+        """In a forked child: close its copies of the sockets. The locks are new: another thread may have held the old ones."""
+        self._lock = threading.Lock()
+        self._closed = True
+        current, self._current = self._current, None
+        self._close_sockets()
+        if current is not None:
+            current.abandon()
+
+
+class DirectTransport:
+    """One generation among `addresses`. Only `revoke` and `close` may be called by other threads than the caller's."""
+
+    def __init__(self, endpoint: DirectEndpoint, generation: int, me: int, addresses: Mapping[int, str]) -> None:
+        self.generation = generation
+        self.members = tuple(sorted(addresses))
+        self.me = me
+        self._endpoint = endpoint
+        self._addresses = dict(addresses)
+        self._connections: dict[int, Connection] = {}
+        self._scratch: dict[int, Tensor] = {}
+        self._arrivals: tuple[int, ...] = ()
+        self._failure = ""
+        self._revoked = False
+        self._retired = False
+        self._released = False
+        self._lock = threading.Lock()
+        self._calling = threading.Lock()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def sum_into(
+        self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, deadline_s: float, probe: Probe | None = None
+    ) -> None:
+        """See `Transport.sum_into`: CPU tensors, added in ascending order of replica id (`shards.add_in_order`).
+
+        `deadline_s` bounds the time without any progress, connecting included.
+        """
+        check_operands(sources, results, device="cpu")
+        probe = probe or no_probe
+        with self._call():
+            probe("begin")
+            exchange = SumExchange(self.generation, tag, self.members, self.me, sources, results, self._scratch, probe)
+            self._run(exchange, [member for member in self.members if member != self.me], deadline_s)
+            exchange.finish()
+
+    def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int, deadline_s: float) -> None:
+        """See `Transport.copy_into`: CPU tensors; `deadline_s` bounds the time without progress."""
+        check_operands(tensors, device="cpu")
+        if not {source, *targets} <= set(self.members):
+            raise ValueError(f"copy from {source} to {list(targets)}, but the members are {list(self.members)}")
+        sending = self.me == source
+        peers = [target for target in targets if target != source] if sending else [source] if self.me in targets else []
+        with self._call():
+            self._run(CopyExchange(self.generation, tag, peers, tensors, sending=sending), peers, deadline_s)
+
+    def revoke(self) -> None:
+        """See `Transport.revoke`. Sockets are shut down, so that the peers notice even while this rank computes."""
+        with self._lock:
+            if not self._revoked:
+                self._revoked = True
+                os.eventfd_write(self._wake, 1)
+                for connection in self._connections.values():
+                    connection.shut_down()
+
+    def close(self) -> None:
+        """See `Transport.close`. If another thread is inside a call, that call is revoked and releases the sockets itself."""
+        self._retired = True
+        self.revoke()
+        if self._calling.acquire(blocking=False):
+            self._release()
+            self._calling.release()
+
+    def abandon(self) -> None:
+        """In a forked child: close its copies of the sockets, without telling the peers."""
+        self._lock, self._calling = threading.Lock(), threading.Lock()
+        self._revoked = True
+        self._release()
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        if not self._calling.acquire(blocking=False):
+            raise RuntimeError("a transport is used by one thread at a time")
+        try:
+            self._check()
+            if self._failure:
+                raise TransportError(f"generation {self.generation} is broken: {self._failure}")
+            yield
+        except TransportError as error:
+            self._failure = self._failure or str(error)
+            self._check()  # after a revoke the sockets' errors are its consequence
+            raise
+        except BaseException as error:
+            self._failure = self._failure or repr(error)  # frames were left half sent
+            raise
+        finally:
+            self._calling.release()
+            if self._retired:
+                self.close()
+
+    def _check(self) -> None:
+        if self._revoked:
+            raise Revoked(f"generation {self.generation} was revoked")
+
+    def _release(self) -> None:
+        with self._lock:
+            if not self._released:
+                self._released = True
+                os.close(self._wake)
+                for connection in self._connections.values():
+                    connection.sock.close()
+                self._scratch.clear()
+
+    def _run(self, exchange: Exchange, peers: Sequence[int], deadline_s: float) -> None:
+        """Connect to `peers`, the higher id to the lower, then move bytes until the exchange is complete."""
+        for peer in peers:
+            if peer not in self._connections and peer < self.me:
+                self._add(connect(self._addresses[peer], self.generation, self.me, peer))
+        progressed_at = time.monotonic()
+        while not exchange.complete():
+            self._check()
+            self._adopt(peers)
+            moved = [self._advance(peer, exchange) for peer in peers]
+            now = time.monotonic()
+            if any(moved):
+                progressed_at = now
+            elif now - progressed_at >= deadline_s:
+                raise DeadlineExceeded(self._suspects(exchange, peers), deadline_s)
+            else:
+                self._wait(exchange, peers, progressed_at + deadline_s - now)
+
+    def _advance(self, peer: int, exchange: Exchange) -> bool:
+        """Send and receive what is possible without waiting; whether anything moved."""
+        connection = self._connections.get(peer)
+        try:
+            if connection is None or not (connection.ready or connection.handshake()):
+                return False
+            moved = bool(exchange.outgoing[peer]) and connection.send(exchange.outgoing[peer])
+            return (exchange.wants(peer) and exchange.receive(peer, connection)) or moved
+        except OSError as error:
+            raise PeerLost(peer, error.strerror or str(error)) from error
+
+    def _wait(self, exchange: Exchange, peers: Sequence[int], timeout_s: float) -> None:
+        """Sleep until a socket may move, a peer arrives, somebody revokes, or the time is over."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        for descriptor in self._arrivals:
+            poll.register(descriptor, select.POLLIN)
+        idle: dict[int, int] = {}
+        for peer in peers:
+            if (connection := self._connections.get(peer)) is not None:
+                mask = connection.poll_mask(sending=bool(exchange.outgoing[peer]), receiving=exchange.wants(peer))
+                poll.register(connection.sock, mask)
+                if not mask:
+                    idle[connection.sock.fileno()] = peer
+        for descriptor, _ in poll.poll(timeout_s * 1000):
+            if descriptor in idle:
+                # Nothing was asked of it, so this is a reset: the peer gave up, since it can not be done before us.
+                raise PeerLost(idle[descriptor], "connection reset")
+
+    def _adopt(self, peers: Sequence[int]) -> None:
+        """Welcome the peers that have connected to this generation."""
+        self._arrivals = ()
+        if all(peer in self._connections for peer in peers):
+            return
+        self._arrivals = self._endpoint.greet(self.me)
+        arrived, newer = self._endpoint.take(self.generation)
+        for peer, sock in arrived.items():
+            if peer in self._connections or peer not in self.members or peer < self.me:
+                sock.close()
+                continue
+            self._add(Connection(peer, sock, self.generation))
+            with contextlib.suppress(OSError):  # a peer that is gone already is found by the first read
+                sock.send(WELCOME.pack(MAGIC, self.generation))
+        for peer in peers:
+            if peer not in self._connections and peer in newer:
+                raise PeerLost(peer, f"is already in generation {newer[peer]}")
+
+    def _add(self, connection: Connection) -> None:
+        with self._lock:
+            self._connections[connection.peer] = connection
+            if self._revoked:
+                connection.shut_down()
+
+    def _suspects(self, exchange: Exchange, peers: Sequence[int]) -> list[int]:
+        """Who keeps this member waiting: never connected, owes its own data, does not take ours; else all that owe."""
+        connected = [peer for peer in peers if peer in self._connections and self._connections[peer].ready]
+        return (
+            [peer for peer in peers if peer not in connected]
+            or [peer for peer in connected if exchange.waits_for(peer)]
+            or [peer for peer in connected if exchange.outgoing[peer]]
+            or [peer for peer in connected if exchange.wants(peer)]
+        )

@@ -1,0 +1,72 @@
+"""Who adds which elements, and in which order: the arithmetic of a direct reduction, free of sockets.
+
+A tensor above `small_bytes` is cut into one contiguous shard per member; the member at position j of the roster owns shard j:
+it adds everyone's shard j and hands the sum out. A shard travels in segments, so that scratch stays small and adding overlaps
+with receiving. A smaller tensor is added whole by everyone (a *shared* segment): one message each way instead of two.
+
+Every element is added in ascending order of replica id whoever adds it, so the result has the same bits on all members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Segment(NamedTuple):
+    """Elements `start` to `stop` (exclusive) of one tensor of an operation, flattened."""
+
+    tensor: int
+    start: int
+    stop: int
+    shared: bool
+    """Added by every member for itself; its sum is not sent."""
+
+
+def shard_bounds(num_elements: int, num_members: int) -> list[int]:
+    """The num_members + 1 borders of shards that differ by at most one element; the first shards are the longer ones."""
+    base, longer = divmod(num_elements, num_members)
+    return [position * base + min(position, longer) for position in range(num_members + 1)]
+
+
+def segments_by_owner(
+    sizes: Sequence[tuple[int, int]], num_members: int, *, segment_bytes: int, small_bytes: int
+) -> list[list[Segment]]:
+    """For each position of the roster the segments that it adds, in the order in which they travel.
+
+    `sizes` holds (number of elements, bytes of an element) per tensor. A pure function: all members compute the same.
+    """
+    owners: list[list[Segment]] = [[] for _ in range(num_members)]
+    for tensor, (num_elements, element_bytes) in enumerate(sizes):
+        small = num_elements * element_bytes <= small_bytes
+        bounds = shard_bounds(num_elements, num_members)
+        length = max(1, segment_bytes // element_bytes)
+        for position, segments in enumerate(owners):
+            first, last = (0, num_elements) if small else (bounds[position], bounds[position + 1])
+            step = max(1, num_elements) if small else length
+            segments.extend(Segment(tensor, at, min(at + step, last), small) for at in range(first, last, step))
+    return owners
+
+
+def add_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Write the sum of `parts`, added from first to last, to `out` (equal shape and dtype, no overlap with a part).
+
+    fp64, fp32 and integers add in their own dtype. bf16 and fp16 add in fp32 and round once at the end, so that the error
+    does not grow with the number of members.
+    """
+    if len(parts) == 1:
+        out.copy_(parts[0])
+    elif out.dtype in (torch.bfloat16, torch.float16):
+        total = torch.add(parts[0].float(), parts[1])
+        for part in parts[2:]:
+            total.add_(part)
+        out.copy_(total)
+    else:
+        torch.add(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            out.add_(part)
