@@ -17,17 +17,29 @@ Caller's contract
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from megatron_recover.core.policy import EXIT, TOO_FEW, all_finished, most_suspected, nobody_left, poisoned
 from megatron_recover.core.values import (
+    Diverged,
+    Entered,
+    ExitCode,
     Failing,
     Finished,
     Generation,
     Hello,
     Loss,
+    LossKind,
     NewGeneration,
     ReplicaId,
+    Requested,
     ToCoordinator,
     Value,
 )
+from megatron_recover.core.vote import unite
 
 
 class Policy(Value, frozen=True):
@@ -105,7 +117,7 @@ class Fence(Value, frozen=True):
 
 
 class Arm(Value, frozen=True):
-    """Start a timer. `seconds` names the setting: `follow_timeout_s` or `grace_s`."""
+    """Start a timer. `seconds` names the setting: `start_timeout_s`, `follow_timeout_s` or `grace_s`."""
 
     timer: str
     seconds: str
@@ -119,3 +131,184 @@ class EndJob(Value, frozen=True):
 
 
 Effect = Announce | Fence | Arm | EndJob
+
+
+# --- The machine ---------------------------------------------------------------------------------------------------------
+
+Step = tuple[CoordinatorState, tuple[Effect, ...]]
+
+
+def step(state: CoordinatorState, message: Input) -> Step:
+    """Take one input. Once the job is over nothing has an effect any more."""
+    if state.over:
+        return state, ()
+    return TABLE[type(message)](state, message)
+
+
+def _on_hello(state: CoordinatorState, hello: Hello) -> Step:
+    known = {item.replica for item in state.hellos} | {loss.replica for loss in state.losses}
+    if hello.replica in known or state.generation:
+        return state, ()
+    first = not state.hellos
+    state = replace(state, hellos=tuple(sorted((*state.hellos, hello), key=lambda item: item.replica)))
+    arm = (Arm("start", "start_timeout_s"),) if first else ()
+    state, effects = _start_when_complete(state)
+    return state, arm + effects
+
+
+def _start_when_complete(state: CoordinatorState) -> Step:
+    """Generation 1, when every replica has said hello or is gone."""
+    if len(state.hellos) + len(state.losses) < state.policy.num_replicas:
+        return state, ()
+    if not state.hellos:
+        return _end(state, *nobody_left(state.failing, state.losses))
+    first = state.hellos[0]
+    for other in state.hellos[1:]:
+        if (other.fingerprint, other.step) != (first.fingerprint, first.step):
+            return _end(
+                state,
+                ExitCode.FAILED,
+                f"replicas {first.replica} and {other.replica} do not start alike: fingerprints {first.fingerprint} at step "
+                f"{first.step}, and {other.fingerprint} at step {other.step}; use the same script, flags, seed and checkpoint",
+            )
+    if len(state.hellos) < state.policy.min_replicas:
+        detail = f"{len(state.hellos)} of {state.policy.num_replicas} replicas started, {state.policy.min_replicas} are needed"
+        return _end(state, ExitCode.TOO_FEW_REPLICAS, detail)
+    return _announce(replace(state, roster=tuple(item.replica for item in state.hellos)), state.losses, "start")
+
+
+def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> Step:
+    """Make the next generation, or end the job if nobody is left to be in it."""
+    if not state.roster:
+        return _end(state, *nobody_left(state.failing, state.losses))
+    if {item.replica for item in state.finished} >= set(state.roster):
+        return _finish(state)
+    if len(state.roster) < state.policy.min_replicas:
+        state = replace(state, requests=unite((state.requests, (TOO_FEW,))))
+    generation = state.generation + 1
+    state = replace(state, generation=generation, entered=(), reason="")
+    new = NewGeneration(generation, state.roster, losses, reason, state.requests)
+    return state, (Announce(new), Arm(f"follow {generation}", "follow_timeout_s"))
+
+
+def _on_lost(state: CoordinatorState, lost: Lost) -> Step:
+    return _remove(state, (lost.loss,), lost.loss.kind.value)
+
+
+def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> Step:
+    """Take replicas out of the job for good, and fence what is left of them."""
+    gone = {loss.replica for loss in state.losses}
+    done = {item.replica for item in state.finished}
+    losses = tuple(loss for loss in losses if loss.replica not in gone)
+    if not losses:
+        return state, ()
+    fences: tuple[Effect, ...] = tuple(Fence(loss.replica) for loss in losses)
+    state = replace(
+        state,
+        losses=(*state.losses, *losses),
+        hellos=tuple(item for item in state.hellos if item.replica not in {loss.replica for loss in losses}),
+        suspects=(),
+        fruitless=0,
+    )
+    if not state.generation:
+        state, effects = _start_when_complete(state)
+        return state, fences + effects
+    state = replace(state, roster=tuple(r for r in state.roster if r not in {loss.replica for loss in losses}))
+    # A replica that had finished is no loss: it owes nothing. It only has to leave the roster.
+    state, effects = _announce(state, tuple(loss for loss in losses if loss.replica not in done), reason)
+    return state, fences + effects
+
+
+def _on_requested(state: CoordinatorState, request: Requested) -> Step:
+    if request.generation != state.generation or request.replica not in state.roster:
+        return state, ()
+    # Who cannot name a culprit may be it: a replica whose own links are broken sees every peer as healthy.
+    suspects = (*state.suspects, *(request.suspects or (request.replica,)))
+    if state.reason:
+        return replace(state, suspects=suspects), ()
+    reason = f"replica {request.replica}: {request.reason}"
+    return replace(state, suspects=suspects, reason=reason), (Arm(f"grace {state.generation}", "grace_s"),)
+
+
+def _on_expired(state: CoordinatorState, expired: Expired) -> Step:
+    if expired.timer == f"follow {state.generation}" and state.generation:
+        late = tuple(replica for replica in state.roster if replica not in state.entered)
+        detail = f"did not enter generation {state.generation}"
+        return _remove(state, tuple(Loss(replica, LossKind.SUSPECTED, detail) for replica in late), detail)
+    if expired.timer == f"grace {state.generation}" and state.reason:
+        return _same_roster(state)
+    if expired.timer == "start" and not state.generation:
+        here = {item.replica for item in state.hellos} | {loss.replica for loss in state.losses}
+        late = tuple(replica for replica in range(state.policy.num_replicas) if replica not in here)
+        return _remove(state, tuple(Loss(replica, LossKind.SUSPECTED, "did not start") for replica in late), "did not start")
+    return state, ()
+
+
+def _same_roster(state: CoordinatorState) -> Step:
+    """Nobody died, and yet a member cannot go on: try again, but not for ever with a member that everyone suspects (INV-9)."""
+    state = replace(state, fruitless=state.fruitless + 1)
+    culprit = most_suspected(state.suspects, state.roster)
+    if state.fruitless >= state.policy.max_fruitless and culprit is not None:
+        detail = f"suspected most in {state.fruitless} generations without a committed step; the last: {state.reason}"
+        return _remove(state, (Loss(culprit, LossKind.SUSPECTED, detail),), detail)
+    return _announce(state, (), state.reason)
+
+
+def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
+    if entered.generation != state.generation or entered.replica not in state.roster:
+        return state, ()
+    if entered.step > state.step:
+        state = replace(state, step=entered.step, fruitless=0, suspects=())
+    return replace(state, entered=tuple(sorted({*state.entered, entered.replica}))), ()
+
+
+def _on_failing(state: CoordinatorState, failing: Failing) -> Step:
+    state = replace(state, failing=(*state.failing, failing))
+    verdict = poisoned(state.failing)
+    return _end(state, *verdict) if verdict else (state, ())
+
+
+def _on_diverged(state: CoordinatorState, diverged: Diverged) -> Step:
+    if diverged.generation != state.generation or diverged.replica not in state.roster:
+        return state, ()
+    if not diverged.minority:
+        return _end(state, ExitCode.DIVERGED, diverged.reason)
+    losses = tuple(Loss(replica, LossKind.DIVERGED, diverged.reason) for replica in diverged.minority)
+    return _remove(state, losses, diverged.reason)
+
+
+def _on_finished(state: CoordinatorState, finished: Finished) -> Step:
+    if finished.replica in {item.replica for item in state.finished} or finished.replica not in state.roster:
+        return state, ()
+    state = replace(state, finished=(*state.finished, finished))
+    return _finish(state) if {item.replica for item in state.finished} >= set(state.roster) else (state, ())
+
+
+def _finish(state: CoordinatorState) -> Step:
+    return _end(state, *all_finished(state.finished))
+
+
+def _on_exit_asked(state: CoordinatorState, asked: ExitAsked) -> Step:
+    if not state.generation:
+        return _end(state, ExitCode.INTERRUPTED, f"{asked.reason} before training began")
+    request = EXIT + asked.reason
+    if request in state.requests:
+        return state, ()
+    return _announce(replace(state, requests=unite((state.requests, (request,)))), (), request)
+
+
+def _end(state: CoordinatorState, exit_code: int, reason: str) -> Step:
+    return replace(state, over=True), (EndJob(int(exit_code), reason),)
+
+
+TABLE: Mapping[type, Callable[[CoordinatorState, Any], Step]] = {
+    Hello: _on_hello,
+    Entered: _on_entered,
+    Requested: _on_requested,
+    Failing: _on_failing,
+    Diverged: _on_diverged,
+    Finished: _on_finished,
+    Lost: _on_lost,
+    Expired: _on_expired,
+    ExitAsked: _on_exit_asked,
+}

@@ -20,26 +20,39 @@ Caller's contract
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from megatron_recover.core.bucket import results
+from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import (
     Apply,
+    Begun,
+    Blocked,
     BucketId,
+    Ended,
     Generation,
     Held,
+    Holds,
     Order,
     Plan,
+    Promise,
+    Promised,
+    Raised,
     ReplicaId,
     Stop,
     Value,
     Work,
 )
-from megatron_recover.core.values import (
-    Report as ReportValue,
-)
+from megatron_recover.core.values import Report as ReportValue
 
 
 class RankState(Value, frozen=True):
-    """What a rank knows. Start with `RankState(rank, buckets)`."""
+    """What a rank knows. Start with `RankState(replica, rank, buckets)`."""
 
+    replica: ReplicaId
     rank: int
     buckets: tuple[BucketId, ...]
     """Buckets that this rank holds (those of its stage)."""
@@ -115,3 +128,113 @@ class Report(Value, frozen=True):
 
 
 Effect = Retire | Report
+
+
+# --- The machine ---------------------------------------------------------------------------------------------------------
+
+Step = tuple[RankState, tuple[Effect, ...]]
+
+
+def step(state: RankState, message: Input) -> Step:
+    """Take one input. Raises InvariantViolation if the leader's orders contradict what this rank holds."""
+    return TABLE[type(message)](state, message)
+
+
+def may_run(state: RankState, generation: Generation) -> bool:
+    """Whether an operation across the replicas of `generation` may begin or go on."""
+    return generation == state.promised and not (state.queue and isinstance(state.queue[0], Stop))
+
+
+def _on_promise(state: RankState, order: Promise) -> Step:
+    if order.generation <= state.promised:
+        return state, ()
+    state, effects = _flush(replace(state, promised=order.generation))
+    return state, (Retire(order.generation), *effects, Report(Promised(state.rank, order.generation)))
+
+
+def _on_order(state: RankState, order: Plan | Apply) -> Step:
+    if state.queue and isinstance(state.queue[0], Stop):
+        return state, ()
+    if isinstance(order, Apply):
+        _check_held(state, order)
+    return replace(state, queue=(*state.queue, order)), ()
+
+
+def _check_held(state: RankState, order: Apply) -> None:
+    """No half of a replica may apply: a record that names a result which is not here is a defect of the protocol (INV-2)."""
+    held = {item.bucket: item.version for item in state.held}
+    for item in order.record.versions:
+        if item.bucket in state.buckets and held.get(item.bucket) != item.version:
+            raise InvariantViolation(
+                f"INV-2: replica {state.replica} rank {state.rank} is to apply bucket {item.bucket} version {item.version} of step "
+                f"{order.record.step}, but holds version {held.get(item.bucket)}"
+            )
+
+
+def _on_stop(state: RankState, order: Stop) -> Step:
+    return replace(state, queue=(order,)), (Retire(state.promised + 1),)
+
+
+def _on_begin(state: RankState, begin: Begin) -> Step:
+    return state, (Report(Begun(state.rank, state.step, begin.work, begin.requests)),)
+
+
+def _on_take(state: RankState, _: Take) -> Step:
+    if not state.queue:
+        raise ValueError("there is no order to take: ask only when the queue is not empty")
+    order, *rest = state.queue
+    state = replace(state, queue=tuple(rest), taken=order)
+    if isinstance(order, Apply):
+        return replace(state, step=order.record.step + 1, held=(), unreported=()), ()
+    if isinstance(order, Plan):
+        replaced = results(order, state.replica)
+        return replace(state, held=tuple(item for item in state.held if item.bucket not in replaced)), ()
+    return state, ()
+
+
+def _on_completed(state: RankState, completed: Completed) -> Step:
+    plan, held = state.taken, completed.held
+    if not isinstance(plan, Plan) or not may_run(state, plan.generation):
+        return state, ()
+    expected = {bucket: version for bucket, version in results(plan, state.replica).items() if bucket in state.buckets}
+    if expected.get(held.bucket) != held.version or any(item.bucket == held.bucket for item in state.held):
+        return state, ()
+    items = tuple(sorted((*state.held, held), key=lambda item: item.bucket))
+    state = replace(state, held=items, unreported=(*state.unreported, held))
+    # One report a plan when nothing fails: the leader can do nothing with a part of them.
+    return _flush(state) if expected.keys() <= {item.bucket for item in items} else (state, ())
+
+
+def _flush(state: RankState) -> Step:
+    if not state.unreported:
+        return state, ()
+    return replace(state, unreported=()), (Report(Holds(state.rank, state.step, state.unreported)),)
+
+
+def _on_failed(state: RankState, failed: Failed) -> Step:
+    if not may_run(state, failed.generation):
+        return state, ()
+    return state, (Report(Blocked(state.rank, failed.generation, failed.reason, failed.suspects)),)
+
+
+def _on_raise(state: RankState, raised: Raise) -> Step:
+    label = state.taken.work.label if isinstance(state.taken, Plan) else f"step {state.step}"
+    return state, (Report(Raised(state.rank, state.step, label, raised.microbatch, raised.error)),)
+
+
+def _on_end(state: RankState, _: End) -> Step:
+    return state, (Report(Ended(state.rank)),)
+
+
+TABLE: Mapping[type, Callable[[RankState, Any], Step]] = {
+    Promise: _on_promise,
+    Plan: _on_order,
+    Apply: _on_order,
+    Stop: _on_stop,
+    Begin: _on_begin,
+    Take: _on_take,
+    Completed: _on_completed,
+    Failed: _on_failed,
+    Raise: _on_raise,
+    End: _on_end,
+}

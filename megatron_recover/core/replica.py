@@ -18,18 +18,39 @@ Caller's contract (docs/protocol.md has all of it)
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
+from megatron_recover.core.bucket import complete, results
+from megatron_recover.core.policy import exit_code
+from megatron_recover.core.recovery import fresh_plan, plan_of, recover
 from megatron_recover.core.values import (
+    Apply,
+    Begun,
+    Blocked,
     BucketId,
+    BucketVersion,
+    Diverged,
+    Ended,
+    Entered,
+    Failing,
+    Finished,
     Generation,
     Held,
+    Holds,
     MicrobatchId,
     NewGeneration,
     Order,
     Plan,
+    Promise,
+    Promised,
+    Raised,
     Record,
     ReplicaId,
     Report,
+    Requested,
     Shape,
     Status,
     Stop,
@@ -38,9 +59,8 @@ from megatron_recover.core.values import (
     Vote,
     Work,
 )
-from megatron_recover.core.values import (
-    ToCoordinator as CoordinatorMessage,
-)
+from megatron_recover.core.values import ToCoordinator as CoordinatorMessage
+from megatron_recover.core.vote import Disagreement, tally, unite
 
 
 class Phase(enum.Enum):
@@ -161,3 +181,354 @@ class Committed(Value, frozen=True):
 
 
 Effect = ToRanks | ToPeers | ToCoordinator | Decided | Committed
+
+# --- The machine ---------------------------------------------------------------------------------------------------------
+
+Step = tuple[ReplicaState, tuple[Effect, ...]]
+
+
+def step(state: ReplicaState, message: Input) -> Step:
+    """Take one input. What `TABLE` does not list for the state's phase is dropped: it is late, repeated or meaningless."""
+    row = TABLE[state.phase].get(type(message))
+    if row is None:
+        return state, ()
+    after, effects = row.handler(state, message)
+    if after.phase not in row.leads_to:
+        raise ValueError(f"{state.phase} leads to {after.phase} on {type(message).__name__}, which the table does not list")
+    return after, effects
+
+
+def waiting_for(state: ReplicaState) -> tuple[ReplicaId, ...]:
+    """Members whose status or vote this replica needs before it can go on."""
+    if state.phase is Phase.EXCHANGING:
+        here = {status.replica for status in state.statuses if status.generation == state.generation}
+    elif state.phase is Phase.VOTED:
+        here = {vote.replica for vote in state.votes if vote.record.step == state.step}
+    else:
+        return ()
+    return tuple(replica for replica in state.roster if replica not in here)
+
+
+def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
+    if new.generation <= state.generation or state.replica not in new.roster:
+        return state, ()
+    begun = state.work is not None
+    entered = replace(
+        state,
+        phase=Phase.PROMISING,
+        generation=new.generation,
+        roster=new.roster,
+        forced=unite((state.forced, new.requests)),
+        promised=(),
+        # A plan that waited for the training loop is dropped: nothing of it was computed, so nothing of it is held.
+        plan=state.plan if begun else None,
+        statuses=tuple(status for status in state.statuses if status.generation >= new.generation),
+        votes=(),
+        blocked=False,
+    )
+    return entered, (ToRanks(Promise(new.generation, new.roster)),)
+
+
+def _on_promised(state: ReplicaState, report: Promised) -> Step:
+    if report.generation != state.generation or report.rank in state.promised:
+        return state, ()
+    state = replace(state, promised=tuple(sorted((*state.promised, report.rank))))
+    if len(state.promised) < state.shape.num_ranks:
+        return state, ()
+    # Only now: a rank that has not promised could still register an old result behind the back of this status (INV-5).
+    status = Status(
+        state.replica,
+        state.generation,
+        state.step,
+        state.work,
+        state.contributions,
+        _complete(state),
+        state.committed,
+    )
+    state = replace(state, phase=Phase.EXCHANGING, statuses=_keep(state.statuses, status))
+    state, effects = _exchange(state)
+    entered = Entered(state.replica, state.generation, status.step)
+    return state, (ToCoordinator(entered), ToPeers(_peers(state), status), *effects)
+
+
+def _on_status(state: ReplicaState, status: Status) -> Step:
+    if status.generation < state.generation:
+        return state, ()
+    if status.generation == state.generation and state.phase not in (Phase.PROMISING, Phase.EXCHANGING):
+        return state, ()
+    state = replace(state, statuses=_keep(state.statuses, status))
+    return _exchange(state) if state.phase is Phase.EXCHANGING else (state, ())
+
+
+def _exchange(state: ReplicaState) -> Step:
+    """Make the common plan once all statuses of the generation are here."""
+    if waiting_for(state):
+        return state, ()
+    statuses = tuple(status for status in state.statuses if status.generation == state.generation)
+    recovery = recover(statuses)
+    if isinstance(recovery, Disagreement):
+        return _diverged(state, recovery)
+    state = replace(state, phase=Phase.IDLE, statuses=tuple(s for s in state.statuses if s.generation > state.generation))
+    effects: tuple[Effect, ...] = ()
+    if recovery.step > state.step:
+        if recovery.adopt is None:
+            raise ValueError(f"step {state.step} is committed elsewhere without a record")
+        state, effects = _commit(state, recovery.adopt, adopted=True)
+    if recovery.work is not None:
+        decided = tuple((item.bucket, item.version, item.source) for item in recovery.decisions)
+        dealt = tuple((microbatch, owner) for owner, microbatch, _ in recovery.dealt)
+        effects += (Decided(recovery.step, state.generation, decided, dealt, recovery.reason),)
+        state = replace(state, plan=plan_of(recovery, state.replica, state.generation, state.roster))
+    else:
+        state = replace(state, plan=None)
+    state, more = _start(state)
+    return state, effects + more
+
+
+def _on_begun(state: ReplicaState, report: Begun) -> Step:
+    if report.rank != 0 or report.step != state.step or state.work is not None:
+        return state, ()
+    state = replace(state, work=report.work, requests=report.requests)
+    return _start(state) if state.phase is Phase.IDLE else (state, ())
+
+
+def _start(state: ReplicaState) -> Step:
+    """Give the ranks their plan: the one that a recovery left, or a fresh one. Needs phase IDLE and the step begun."""
+    if state.work is None:
+        return state, ()
+    plan = state.plan or fresh_plan(state.replica, state.generation, state.roster, state.step, state.work)
+    if plan.work != state.work:
+        conflict = Disagreement((), f"replica {state.replica} begins {state.work}, others {plan.work}")
+        return _diverged(state, conflict)
+    contributions = [set(ids) for ids in state.contributions or ((),) * len(state.shape.bucket_ranks)]
+    for compute in plan.computes:
+        for bucket in compute.into:
+            contributions[bucket].update(compute.microbatches)
+    replaced = {*plan.reduces, *(item.bucket for item in plan.transfers if state.replica in item.targets)}
+    state = replace(
+        state,
+        phase=Phase.WORKING,
+        plan=plan,
+        contributions=tuple(tuple(sorted(ids)) for ids in contributions),
+        held=tuple(
+            tuple(item for item in items if item.bucket not in replaced)
+            for items in state.held or ((),) * state.shape.num_ranks
+        ),
+    )
+    state, effects = _vote(state)
+    return state, (ToRanks(plan), *effects)
+
+
+def _on_holds(state: ReplicaState, report: Holds) -> Step:
+    if state.plan is None or report.step != state.step or not state.held:
+        return state, ()
+    if state.phase is Phase.PROMISING and report.rank in state.promised:
+        return state, ()
+    expected = results(state.plan, state.replica)
+    fresh = {item.bucket: item for item in report.held if expected.get(item.bucket) == item.version}
+    merged = {item.bucket: item for item in state.held[report.rank]} | fresh
+    items = tuple(merged[bucket] for bucket in sorted(merged))
+    state = replace(state, held=(*state.held[: report.rank], items, *state.held[report.rank + 1 :]))
+    return _vote(state) if state.phase is Phase.WORKING else (state, ())
+
+
+def _vote(state: ReplicaState) -> Step:
+    """Vote once all ranks hold all results of the step."""
+    complete = _complete(state)
+    if state.work is None or len(complete) < len(state.work.buckets):
+        return state, ()
+    record = Record(state.step, state.work.label, complete, unite((state.requests, state.forced)))
+    vote = Vote(state.replica, state.generation, record)
+    state = replace(state, phase=Phase.VOTED, votes=_keep_vote(state.votes, vote))
+    state, effects = _count(state)
+    return state, (ToPeers(_peers(state), vote), *effects)
+
+
+def _on_vote(state: ReplicaState, vote: Vote) -> Step:
+    # A member votes only with this replica's status, so a vote of a generation that is not entered yet cannot exist. The
+    # next step's can: its voter had all votes for this one, of which this replica may still wait for another member's.
+    if vote.generation != state.generation or vote.record.step not in (state.step, state.step + 1):
+        return state, ()
+    if vote.replica not in state.roster:
+        return state, ()
+    state = replace(state, votes=_keep_vote(state.votes, vote))
+    return _count(state) if state.phase is Phase.VOTED else (state, ())
+
+
+def _count(state: ReplicaState) -> Step:
+    outcome = tally((vote for vote in state.votes if vote.record.step == state.step), state.roster)
+    if outcome is None:
+        return state, ()
+    if isinstance(outcome, Disagreement):
+        return _diverged(state, outcome)
+    return _commit(state, outcome, adopted=False)
+
+
+def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
+    """Commit the step; the next one has not begun yet."""
+    state = replace(
+        state,
+        phase=Phase.IDLE,
+        step=state.step + 1,
+        work=None,
+        requests=(),
+        contributions=(),
+        held=(),
+        plan=None,
+        votes=tuple(vote for vote in state.votes if vote.record.step > state.step),
+        committed=record,
+    )
+    apply = Apply(record, state.generation, state.roster)
+    return state, (Committed(record, state.generation, adopted), ToRanks(apply))
+
+
+def _diverged(state: ReplicaState, conflict: Disagreement) -> Step:
+    if state.blocked:
+        return state, ()
+    report = Diverged(state.replica, state.generation, state.step, conflict.minority, conflict.reason)
+    return replace(state, blocked=True), (ToCoordinator(report),)
+
+
+def _on_blocked(state: ReplicaState, report: Blocked) -> Step:
+    if report.generation != state.generation:
+        return state, ()
+    return _request(state, report.reason, report.suspects)
+
+
+def _on_link_lost(state: ReplicaState, lost: LinkLost) -> Step:
+    if lost.peer not in state.roster:
+        return state, ()
+    return _request(state, f"the link to the leader of replica {lost.peer} broke {lost.detail}".rstrip(), (lost.peer,))
+
+
+def _on_expired(state: ReplicaState, expired: Expired) -> Step:
+    missing = waiting_for(state)
+    if not missing or (expired.generation, expired.step) != (state.generation, state.step):
+        return state, ()
+    return _request(state, f"no {'status' if state.phase is Phase.EXCHANGING else 'vote'} of replicas {missing} came", missing)
+
+
+def _request(state: ReplicaState, reason: str, suspects: tuple[ReplicaId, ...]) -> Step:
+    """Ask for a newer generation, once a generation."""
+    if state.blocked:
+        return state, ()
+    return replace(state, blocked=True), (ToCoordinator(Requested(state.replica, state.generation, reason, suspects)),)
+
+
+def _on_raised(state: ReplicaState, report: Raised) -> Step:
+    return state, (ToCoordinator(Failing(state.replica, report.label, report.microbatch, report.error)),)
+
+
+def _on_ended(state: ReplicaState, report: Ended) -> Step:
+    if report.rank != 0 or state.ended:
+        return state, ()
+    code = exit_code(state.committed.requests if state.committed is not None else ())
+    return replace(state, ended=True), (ToCoordinator(Finished(state.replica, code)),)
+
+
+def _on_stop(state: ReplicaState, stop: Stop) -> Step:
+    return replace(state, phase=Phase.STOPPED), (ToRanks(stop),)
+
+
+# --- Small parts ---------------------------------------------------------------------------------------------------------
+
+
+def _peers(state: ReplicaState) -> tuple[ReplicaId, ...]:
+    return tuple(replica for replica in state.roster if replica != state.replica)
+
+
+def _complete(state: ReplicaState) -> tuple[BucketVersion, ...]:
+    if state.work is None or not state.held:
+        return ()
+    return complete(state.shape, state.held, state.work.buckets)
+
+
+def _keep(statuses: tuple[Status, ...], status: Status) -> tuple[Status, ...]:
+    """Keep the newest status of each replica: bounded, and a member that sent a newer one has promised to leave the old."""
+    newest = {item.replica: item for item in statuses}
+    known = newest.get(status.replica)
+    if known is None or known.generation < status.generation:
+        newest[status.replica] = status
+    return tuple(newest[replica] for replica in sorted(newest))
+
+
+def _keep_vote(votes: tuple[Vote, ...], vote: Vote) -> tuple[Vote, ...]:
+    """Keep the first vote of each replica for each step (at most two steps)."""
+    if any((item.replica, item.record.step) == (vote.replica, vote.record.step) for item in votes):
+        return votes
+    return tuple(sorted((*votes, vote), key=lambda item: (item.replica, item.record.step)))
+
+
+# --- The table -----------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """What an input does in a phase."""
+
+    handler: Callable[[ReplicaState, Any], Step]
+    leads_to: frozenset[Phase]
+    """Phases in which the state may be afterwards."""
+
+
+def _rows(phase: Phase, *extra: tuple[type, Callable[[ReplicaState, Any], Step], tuple[Phase, ...]]) -> dict[type, Row]:
+    """The rows of a phase: what every living phase answers, and `extra`."""
+    rows = {
+        NewGeneration: Row(_on_generation, frozenset({phase, Phase.PROMISING})),
+        Raised: Row(_on_raised, frozenset({phase})),
+        Ended: Row(_on_ended, frozenset({phase})),
+        Stop: Row(_on_stop, frozenset({Phase.STOPPED})),
+    }
+    for kind, handler, leads_to in extra:
+        rows[kind] = Row(handler, frozenset({phase, *leads_to}))
+    return rows
+
+
+# A full set of statuses, or of votes, can carry a replica far in one input: its own may be the last that was missing.
+_AFTER_EXCHANGE = (Phase.IDLE, Phase.WORKING, Phase.VOTED)
+
+TABLE: Mapping[Phase, Mapping[type, Row]] = {
+    Phase.JOINING: _rows(
+        Phase.JOINING,
+        (Status, _on_status, ()),
+        (Begun, _on_begun, ()),
+    ),
+    Phase.PROMISING: _rows(
+        Phase.PROMISING,
+        (Status, _on_status, ()),
+        (Begun, _on_begun, ()),
+        (Holds, _on_holds, ()),
+        (Promised, _on_promised, (Phase.EXCHANGING, *_AFTER_EXCHANGE)),
+        (LinkLost, _on_link_lost, ()),
+    ),
+    Phase.EXCHANGING: _rows(
+        Phase.EXCHANGING,
+        (Status, _on_status, _AFTER_EXCHANGE),
+        (Begun, _on_begun, ()),
+        (Vote, _on_vote, ()),
+        (LinkLost, _on_link_lost, ()),
+        (Expired, _on_expired, ()),
+    ),
+    Phase.IDLE: _rows(
+        Phase.IDLE,
+        (Status, _on_status, ()),
+        (Begun, _on_begun, (Phase.WORKING, Phase.VOTED)),
+        (Vote, _on_vote, ()),
+        (LinkLost, _on_link_lost, ()),
+    ),
+    Phase.WORKING: _rows(
+        Phase.WORKING,
+        (Status, _on_status, ()),
+        (Holds, _on_holds, (Phase.VOTED, Phase.IDLE)),
+        (Vote, _on_vote, ()),
+        (Blocked, _on_blocked, ()),
+        (LinkLost, _on_link_lost, ()),
+    ),
+    Phase.VOTED: _rows(
+        Phase.VOTED,
+        (Status, _on_status, ()),
+        (Vote, _on_vote, (Phase.IDLE,)),
+        (LinkLost, _on_link_lost, ()),
+        (Expired, _on_expired, ()),
+    ),
+    Phase.STOPPED: {},
+}

@@ -1,0 +1,58 @@
+"""Which buckets are complete in a replica, and which are decided among members.
+
+A bucket version is *complete* when all ranks of its stage in one replica hold it: mixing versions between those ranks would
+let parameters that they replicate drift apart. It is *decided* when a status exchange says that a member holds it complete;
+from then on nobody computes or reduces it again while a member holds it (INV-4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megatron_recover.core.values import BucketId, BucketVersion, Held, Plan, ReplicaId, Shape, Status, Value, Version
+
+
+class Decision(Value, frozen=True):
+    """A bucket that needs no reduction any more."""
+
+    bucket: BucketId
+    version: Version
+    holders: tuple[ReplicaId, ...]
+    """Members that hold it complete, ascending; not empty."""
+    source: ReplicaId
+    """The holder that sends it to those that lack it."""
+
+
+def complete(shape: Shape, held: Sequence[Sequence[Held]], buckets: Iterable[BucketId]) -> tuple[BucketVersion, ...]:
+    """Those of `buckets` that all their ranks hold in one version. `held[rank]` has the results of a rank."""
+    by_rank = [{item.bucket: item for item in items} for items in held]
+    found = []
+    for bucket in buckets:
+        items = [by_rank[rank].get(bucket) for rank in shape.bucket_ranks[bucket]] if by_rank else [None]
+        present = [item for item in items if item is not None]
+        if len(present) == len(items) and len({item.version for item in present}) == 1:
+            found.append(BucketVersion(bucket, present[0].version, tuple(item.checksum for item in present)))
+    return tuple(found)
+
+
+def results(plan: Plan, replica: ReplicaId) -> dict[BucketId, Version]:
+    """The results that a plan brings to a replica, with the version of each: its reductions and the transfers to it."""
+    brought = {item.bucket: item.version for item in plan.transfers if replica in item.targets}
+    return brought | dict.fromkeys(plan.reduces, plan.generation)
+
+
+def decide(statuses: Sequence[Status], buckets: Iterable[BucketId]) -> tuple[Decision, ...]:
+    """The decided ones of `buckets`, given the statuses of all members for the same step, by replica.
+
+    The highest version wins; members can hold different ones only if a holder was missing in between, which a roster that
+    never takes a lost replica back excludes. Sources are spread over the holders by bucket, so that one member's link is not
+    the bottleneck.
+    """
+    decisions = []
+    for bucket in buckets:
+        versions = {status.replica: item.version for status in statuses for item in status.complete if item.bucket == bucket}
+        if versions:
+            version = max(versions.values())
+            holders = tuple(sorted(replica for replica, held in versions.items() if held == version))
+            decisions.append(Decision(bucket, version, holders, holders[bucket % len(holders)]))
+    return tuple(decisions)

@@ -1,0 +1,2 @@
+class InvariantViolation(Exception):
+    pass

@@ -1,0 +1,62 @@
+"""What a loss leads to: the decisions of membership that are no protocol. Pure functions, each with its reason.
+
+`core/coordinator.py` asks them; it alone changes the roster.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from megatron_recover.core.values import ExitCode, Failing, Finished, Loss, ReplicaId
+
+EXIT = "exit: "
+"""Requests that begin with this end the training loop at the step whose record carries them."""
+TOO_FEW = EXIT + "too few replicas"
+
+
+def exit_code(requests: Sequence[str]) -> int:
+    """How a replica ends whose last record carries `requests`."""
+    if TOO_FEW in requests:
+        return ExitCode.TOO_FEW_REPLICAS
+    return ExitCode.INTERRUPTED if any(request.startswith(EXIT) for request in requests) else ExitCode.OK
+
+
+def poisoned(failing: Sequence[Failing]) -> tuple[int, str] | None:
+    """The end of a job in which computing one microbatch has ended two replicas (INV-9), or None."""
+    first: dict[tuple[str, int], Failing] = {}
+    for item in failing:
+        if item.microbatch is None:
+            continue
+        other = first.setdefault((item.label, item.microbatch), item)
+        if other.replica != item.replica:
+            return ExitCode.POISONED_MICROBATCH, (
+                f"computing microbatch {item.microbatch} of {item.label} ended replicas {other.replica} and {item.replica}, "
+                f"so it is not dealt a third time: {item.error}"
+            )
+    return None
+
+
+def nobody_left(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int, str]:
+    """The end of a job whose last replica is gone: a defect if every replica raised, else the replicas died."""
+    raised = {item.replica: item for item in failing}
+    if losses and all(loss.replica in raised for loss in losses):
+        last = raised[losses[-1].replica]
+        return (
+            ExitCode.FAILED,
+            f"training raised on every replica, at last on replica {last.replica} in {last.label}: {last.error}",
+        )
+    detail = "; ".join(f"replica {loss.replica}: {loss.kind.value} {loss.detail}".rstrip() for loss in losses)
+    return ExitCode.NO_REPLICA_LEFT, f"no replica is left ({detail}); resume from the last checkpoint"
+
+
+def all_finished(finished: Sequence[Finished]) -> tuple[int, str]:
+    """The end of a job whose members have all finished."""
+    code = max(item.exit_code for item in finished)
+    return code, "training finished" if code == ExitCode.OK else "training was asked to end and did"
+
+
+def most_suspected(suspects: Sequence[ReplicaId], roster: Sequence[ReplicaId]) -> ReplicaId | None:
+    """The member that was suspected most often, the highest id among equals (the lowest is the writer); None if none was."""
+    counts = Counter(suspect for suspect in suspects if suspect in roster)
+    return max(counts, key=lambda replica: (counts[replica], replica), default=None)

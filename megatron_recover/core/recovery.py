@@ -1,0 +1,124 @@
+"""What the members of a new generation do next: a pure function of all their statuses, so all come to the same plan.
+
+1. A member that has committed a step gives its record to those that have not (they voted for it, so they hold its results).
+2. A bucket that a member holds complete is decided and goes to those that lack it.
+3. An undecided bucket is withdrawn whole and reduced again. Ids that no member's local gradient of that bucket holds are dealt,
+   least loaded first, and computed into exactly the undecided buckets that miss them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_recover.core.bucket import Decision, decide
+from megatron_recover.core.quota import deal, even, share
+from megatron_recover.core.values import (
+    BucketId,
+    Compute,
+    Generation,
+    MicrobatchId,
+    Plan,
+    Record,
+    ReplicaId,
+    Status,
+    Transfer,
+    Value,
+    Work,
+)
+from megatron_recover.core.vote import Disagreement, disagreement
+
+
+class Recovery(Value, frozen=True):
+    """The common answer of a status exchange."""
+
+    step: int
+    """The step that nobody has committed."""
+    adopt: Record | None
+    """Record of `step - 1`, for members that have not committed it."""
+    work: Work | None
+    """Of `step`, or None if nobody has begun it: then everyone begins it afresh."""
+    decisions: tuple[Decision, ...]
+    reduces: tuple[BucketId, ...]
+    """Undecided buckets."""
+    dealt: tuple[tuple[ReplicaId, MicrobatchId, tuple[BucketId, ...]], ...]
+    """(who computes, which microbatch, into which buckets), by id."""
+    quotas: tuple[int, ...]
+    reason: str
+
+
+def fresh_plan(replica: ReplicaId, generation: Generation, roster: Sequence[ReplicaId], step: int, work: Work) -> Plan:
+    """The plan of a step that begins with nothing held by anyone."""
+    ids = share(work.num_microbatches, roster, replica)
+    computes = (Compute(ids, work.buckets),) if ids else ()
+    quotas = even(work.num_microbatches, len(roster))
+    return Plan(step, generation, tuple(roster), work, quotas, (), computes, work.buckets)
+
+
+def recover(statuses: Sequence[Status]) -> Recovery | Disagreement:
+    """The answer to the statuses of all members of one generation. Raises ValueError if their steps differ by more than one."""
+    ordered = sorted(statuses, key=lambda status: status.replica)
+    step = max(status.step for status in ordered)
+    if min(status.step for status in ordered) < step - 1:
+        raise ValueError(f"steps of members differ by more than one: {[(s.replica, s.step) for s in ordered]}")
+    current = [status for status in ordered if status.step == step]
+    conflict = disagreement({s.replica: s.work for s in current if s.work is not None}, f"what step {step} is") or disagreement(
+        {s.replica: s.committed for s in current}, f"the record of step {step - 1}"
+    )
+    if conflict is not None:
+        return conflict
+    behind = [status.replica for status in ordered if status.step < step]
+    adopt = current[0].committed if behind else None
+    reason = f"replicas {behind} adopt step {step - 1}; " if behind else ""
+    work = next((status.work for status in current if status.work is not None), None)
+    if work is None:
+        return Recovery(step, adopt, None, (), (), (), (), reason + f"nobody has begun step {step}")
+    held = {status.replica: status.contributions if status.step == step else () for status in ordered}
+    decisions = decide(current, work.buckets)
+    decided = {decision.bucket for decision in decisions}
+    reduces = tuple(bucket for bucket in work.buckets if bucket not in decided)
+    missing = _missing(held, reduces, work.num_microbatches)
+    loads = {replica: len({i for ids in contributions for i in ids}) for replica, contributions in held.items()}
+    owners = deal(missing, loads)
+    dealt = tuple((owners[microbatch], microbatch, missing[microbatch]) for microbatch in sorted(missing))
+    quotas = tuple(loads[r] + sum(owner == r for owner in owners.values()) for r in sorted(loads))
+    reason += f"buckets {sorted(decided)} decided, {list(reduces)} not; microbatches {sorted(missing)} held by no member"
+    return Recovery(step, adopt, work, decisions, reduces, dealt, quotas, reason)
+
+
+def _missing(
+    held: Mapping[ReplicaId, Sequence[Sequence[MicrobatchId]]], buckets: Sequence[BucketId], num_microbatches: int
+) -> dict[MicrobatchId, tuple[BucketId, ...]]:
+    """For each id that some bucket misses, the buckets that miss it."""
+    missing: dict[MicrobatchId, tuple[BucketId, ...]] = {}
+    for bucket in buckets:
+        present = {i for contributions in held.values() if contributions for i in contributions[bucket]}
+        for microbatch in range(num_microbatches):
+            if microbatch not in present:
+                missing[microbatch] = (*missing.get(microbatch, ()), bucket)
+    return missing
+
+
+def plan_of(recovery: Recovery, replica: ReplicaId, generation: Generation, roster: Sequence[ReplicaId]) -> Plan:
+    """The part of one member in a recovery whose `work` is known."""
+    if recovery.work is None:
+        raise ValueError("nobody has begun the step: it has no recovery plan")
+    transfers = []
+    for decision in recovery.decisions:
+        targets = tuple(member for member in roster if member not in decision.holders)
+        if targets:
+            transfers.append(Transfer(decision.bucket, decision.version, decision.source, targets))
+    passes: dict[tuple[BucketId, ...], list[MicrobatchId]] = {}
+    for owner, microbatch, into in recovery.dealt:
+        if owner == replica:
+            passes.setdefault(into, []).append(microbatch)
+    computes = tuple(Compute(tuple(ids), into) for into, ids in sorted(passes.items()))
+    return Plan(
+        recovery.step,
+        generation,
+        tuple(roster),
+        recovery.work,
+        recovery.quotas,
+        tuple(transfers),
+        computes,
+        recovery.reduces,
+    )
