@@ -472,7 +472,7 @@ class Row(NamedTuple):
 
 def _rows(phase: Phase, *extra: tuple[type, Callable[[ReplicaState, Any], Step], tuple[Phase, ...]]) -> dict[type, Row]:
     """The rows of a phase: what every living phase answers, and `extra`."""
-    rows = {
+    rows: dict[type, Row] = {
         NewGeneration: Row(_on_generation, frozenset({phase, Phase.PROMISING})),
         Raised: Row(_on_raised, frozenset({phase})),
         Ended: Row(_on_ended, frozenset({phase})),
