@@ -1,0 +1,199 @@
+"""The agent of a node: starts the ranks, sees at once when one ends, and can kill those of a replica for certain (fence).
+
+It decides nothing: what an end means and who is fenced is the coordinator's business.
+
+Note [Seeing a death]. The kernel frees a dead process's memory before it closes its sockets and tells its parent: up to
+0.1 s per GB. The flag PF_EXITING in /proc/PID/stat is set before all that, so it is what `poll` looks at; pidfd and the fork
+server's report are what confirms that nothing of the process can run any more.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from megatron_recover.cluster import forkserver
+
+_PF_EXITING = 0x4
+_FLAGS_FIELD, _EXIT_CODE_FIELD = 9, 52
+"""Of /proc/PID/stat, counted from 1 (proc(5))."""
+
+
+class End(msgspec.Struct, frozen=True):
+    """A rank's process has ended, or is certain to."""
+
+    replica: int
+    rank: int
+    status: int
+    """Exit code, or minus the signal."""
+
+    @property
+    def cause(self) -> str:
+        """`SIGKILL`, or `exit code 1`."""
+        if self.status < 0:
+            return signal.Signals(-self.status).name
+        return f"exit code {self.status}"
+
+
+class _Process:
+    def __init__(self, replica: int, rank: int, pid: int, pidfd: int) -> None:
+        self.replica, self.rank, self.pid, self.pidfd = replica, rank, pid, pidfd
+        try:
+            self.stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:  # reaped already; the fork server's report is on the way
+            self.stat = -1
+        self.reported = False
+        """Its end was handed out by `poll`."""
+        self.confirmed = False
+        """The fork server has reaped it and killed what was left of its group."""
+
+    def dying_status(self) -> int | None:
+        """How it is ending, once the kernel has begun to take it down; None while it lives."""
+        if self.stat < 0:
+            return None
+        try:
+            text = os.pread(self.stat, 4096, 0)
+        except ProcessLookupError:
+            return None  # reaped: the fork server's report says how it ended
+        # The second field, the command in parentheses, may contain anything.
+        fields = text[text.rindex(b")") + 2 :].split()
+        if not int(fields[_FLAGS_FIELD - 3]) & _PF_EXITING:
+            return None
+        return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE_FIELD - 3]))
+
+    def close(self) -> None:
+        if self.stat >= 0:
+            os.close(self.stat)
+        os.close(self.pidfd)
+
+
+class Agent:
+    """Owns one fork server and the ranks that it forked. Used by one thread."""
+
+    def __init__(self, *, preload: tuple[str, ...], environment: dict[str, str], log: Path) -> None:
+        """Start the fork server, which imports the modules `preload`; `environment` is all that it and the ranks get."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "megatron_recover.cluster.forkserver", str(theirs.fileno()), *preload]
+        with theirs, open(log, "ab") as output:
+            self._server = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                pass_fds=(theirs.fileno(),), start_new_session=True,
+            )  # fmt: skip
+        self._log = log
+        self._pending: deque[forkserver.Reply | None] = deque()
+        self._processes: dict[tuple[int, int], _Process] = {}
+        self._decode = msgspec.json.Decoder(forkserver.Reply).decode
+
+    def wait_ready(self, *, deadline_s: float) -> float:
+        """Wait until the modules are imported; the seconds that it took. Raises RuntimeError with the log's last line."""
+        if select.select([self._control], [], [], deadline_s)[0]:
+            packet = self._control.recv(forkserver.MAX_PACKET_BYTES)
+            if packet:
+                ready = self._decode(packet)
+                assert isinstance(ready, forkserver.Ready)
+                return ready.seconds
+            self._server.wait(timeout=10)
+        self.close()
+        lines = self._log.read_text(errors="replace").strip().splitlines() or ["no output"]
+        raise RuntimeError(f"the fork server did not start ({lines[-1]}); all of its output is in {self._log}")
+
+    def spawn(self, replica: int, rank: int, *, argv: tuple[str, ...], environment: dict[str, str], log: Path) -> int:
+        """Fork a rank that runs the script `argv` with its output in `log`; its pid."""
+        request = forkserver.Spawn(replica=replica, rank=rank, argv=argv, environment=environment)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            socket.send_fds(self._control, [msgspec.json.encode(request)], [output])
+        finally:
+            os.close(output)
+        while not isinstance(reply := self._receive(block=True), forkserver.Started):
+            self._pending.append(reply)
+        return reply.pid
+
+    def filenos(self) -> list[int]:
+        """Descriptors that become readable when `poll` has something to say (a dying process may be seen earlier)."""
+        return [self._control.fileno(), *(each.pidfd for each in self._processes.values() if not each.confirmed)]
+
+    def poll(self) -> list[End]:
+        """The ranks whose end is certain and was not reported yet.
+
+        A rank that ends with exit code 0 is reported when that is confirmed; everything else at the first sign.
+        """
+        ends = []
+        while (reply := self._receive(block=False)) is not None:
+            self._pending.append(reply)
+        while self._pending:
+            reply = self._pending.popleft()
+            if isinstance(reply, forkserver.Exited):
+                process = self._processes[reply.replica, reply.rank]
+                process.confirmed = True
+                if not process.reported:
+                    process.reported = True
+                    ends.append(End(process.replica, process.rank, reply.status))
+        for process in self._processes.values():
+            if not process.reported and (status := process.dying_status()):
+                process.reported = True
+                ends.append(End(process.replica, process.rank, status))
+        return ends
+
+    def fence(self, replica: int) -> tuple[int, ...]:
+        """Kill every rank of a replica that is not known to be dead; which they are. `is_fenced` says when it is done."""
+        living = [each for each in self._processes.values() if each.replica == replica and not each.confirmed]
+        for process in living:
+            try:
+                signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
+            except ProcessLookupError:
+                continue  # reaped, and its report is on the way
+        return tuple(each.rank for each in living)
+
+    def is_fenced(self, replica: int) -> bool:
+        """Whether no process of a replica is left."""
+        return all(each.confirmed for each in self._processes.values() if each.replica == replica)
+
+    def close(self, *, deadline_s: float = 10.0) -> None:
+        """Kill every rank and end the fork server. Raises RuntimeError when that can not be confirmed in time."""
+        for replica in {each.replica for each in self._processes.values()}:
+            self.fence(replica)
+        self._control.close()  # the server kills and reaps what is left, then ends
+        try:
+            self._server.wait(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            self._server.kill()  # its ranks get SIGKILL from the kernel
+            self._server.wait(timeout=deadline_s)
+        end = time.monotonic() + deadline_s
+        left = [each.pid for each in self._processes.values() if not _ended(each.pidfd, end)]
+        for process in self._processes.values():
+            process.close()
+        self._processes.clear()
+        if left:
+            raise RuntimeError(f"processes {left} did not end {deadline_s:g} s after SIGKILL")
+
+    def _receive(self, *, block: bool) -> forkserver.Reply | None:
+        """The next reply; starts are entered into the books here."""
+        flags = 0 if block else socket.MSG_DONTWAIT
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(self._control, forkserver.MAX_PACKET_BYTES, 1, flags)
+        except BlockingIOError:
+            return None
+        if not packet:
+            raise RuntimeError(f"the fork server has ended; its output is in {self._log}")
+        reply: forkserver.Reply = self._decode(packet)
+        if isinstance(reply, forkserver.Started):
+            [pidfd] = descriptors
+            self._processes[reply.replica, reply.rank] = _Process(reply.replica, reply.rank, reply.pid, pidfd)
+        return reply
+
+
+def _ended(pidfd: int, until: float) -> bool:
+    """Whether the process ends before the instant `until` of the monotonic clock."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(max(0.0, until - time.monotonic()) * 1000))

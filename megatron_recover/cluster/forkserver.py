@@ -1,0 +1,207 @@
+"""The fork server: one process that has imported torch and Megatron once and forks every rank from there.
+
+A forked rank is up in tens of milliseconds instead of the 5 CPU-seconds of a fresh interpreter, and shares the imported
+pages. The server starts ranks, waits for them and reports how they ended; it never decides who is started or killed, except
+that it kills what is left when a rank or the launcher is gone: nothing outlives either.
+
+Run by `cluster.agent.Agent` as ``python -m megatron_recover.cluster.forkserver FD MODULE...``; FD is a SOCK_SEQPACKET
+socket on which each packet is one JSON message, with descriptors attached where said.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import NoReturn
+
+import msgspec
+
+MAX_PACKET_BYTES = 2**17
+
+
+class Spawn(msgspec.Struct, frozen=True, tag=True):
+    """To the server, with one descriptor: where the rank's stdout and stderr go."""
+
+    replica: int
+    rank: int
+    argv: tuple[str, ...]
+    """The script and its arguments."""
+    environment: dict[str, str]
+    """Added to the server's own."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """From the server: the modules are imported."""
+
+    seconds: float
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """From the server, with one descriptor: the rank's pidfd, opened before the pid could be used again."""
+
+    replica: int
+    rank: int
+    pid: int
+
+
+class Exited(msgspec.Struct, frozen=True, tag=True):
+    """From the server: the rank and everything in its process group is dead and reaped."""
+
+    replica: int
+    rank: int
+    status: int
+    """Exit code, or minus the signal."""
+
+
+Reply = Ready | Started | Exited
+
+
+def set_parent_death_signal(number: int) -> None:
+    """Have the kernel send us `number` when the parent dies (0: nothing). Linux; prctl(2), PR_SET_PDEATHSIG."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(1, number, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+class _Server:
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ)
+        self._decode = msgspec.json.Decoder(Spawn).decode
+
+    def run(self) -> None:
+        """Serve until the launcher closes its end; then kill every rank."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is not self._control:
+                    self._reap(key)
+                elif not self._serve():
+                    self._kill_all()
+                    return
+
+    def _serve(self) -> bool:
+        packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 1)
+        if not packet:
+            return False
+        spawn = self._decode(packet)
+        [output] = descriptors
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            inherited = [key.fd for key in self._selector.get_map().values()]
+            self._selector.close()
+            _become_rank(spawn, output, inherited, server)
+        os.close(output)
+        pidfd = os.pidfd_open(pid)
+        self._selector.register(pidfd, selectors.EVENT_READ, (spawn.replica, spawn.rank, pid))
+        self._send(Started(replica=spawn.replica, rank=spawn.rank, pid=pid), [pidfd])
+        return True
+
+    def _reap(self, key: selectors.SelectorKey) -> None:
+        replica, rank, pid = key.data
+        # The zombie still owns the process group's id, so the group that is killed here is the rank's and no other.
+        os.waitid(os.P_PIDFD, key.fd, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ProcessLookupError):  # it died before it had made its group
+            os.killpg(pid, signal.SIGKILL)
+        _, raw = os.waitpid(pid, 0)
+        self._selector.unregister(key.fd)
+        os.close(key.fd)
+        self._send(Exited(replica=replica, rank=rank, status=os.waitstatus_to_exitcode(raw)), [])
+
+    def _send(self, reply: Reply, descriptors: list[int]) -> None:
+        try:
+            socket.send_fds(self._control, [msgspec.json.encode(reply)], descriptors)
+        except (BrokenPipeError, ConnectionResetError):
+            # The launcher is gone; the next select reads the end of the stream and ends us.
+            print("fork server: the launcher is gone", file=sys.stderr, flush=True)
+
+    def _kill_all(self) -> None:
+        ranks = [key for key in self._selector.get_map().values() if key.data is not None]
+        for key in ranks:
+            signal.pidfd_send_signal(key.fd, signal.SIGKILL)
+        for key in ranks:
+            self._reap(key)
+
+
+def _become_rank(spawn: Spawn, output: int, inherited: list[int], server: int) -> NoReturn:
+    """Turn the fresh fork into the rank and end the process with the script's exit code."""
+    status = 1
+    try:
+        os.setsid()
+        set_parent_death_signal(signal.SIGKILL)
+        if os.getppid() != server:  # it died before the kernel knew that we depend on it
+            os._exit(1)
+        for descriptor in inherited:
+            os.close(descriptor)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        os.close(output)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.update(spawn.environment)
+        gc.unfreeze()
+        gc.enable()
+        status = _run_script(spawn.argv)
+    finally:
+        # Not the interpreter's own way out: destructors of process groups whose peers are dead can block for ever.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _run_script(argv: tuple[str, ...]) -> int:
+    """Run the script as `python SCRIPT ...` would; its exit code."""
+    sys.argv = list(argv)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            if isinstance(stop.code, int):
+                return stop.code
+            print(stop.code, file=sys.stderr)
+            return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    # As the interpreter does at a good end: wait for threads that are no daemons, then the exit handlers.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    return 0
+
+
+def main() -> None:
+    """Import the modules named on the command line, then serve."""
+    # While importing nobody reads the control socket, so the kernel watches the launcher for us.
+    set_parent_death_signal(signal.SIGKILL)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    started = time.monotonic()
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    if threading.active_count() != 1:
+        print(f"fork server: threads started by imports: {threading.enumerate()}", file=sys.stderr, flush=True)
+    # A collection in a child would write to, and so copy, the pages it shares with the server.
+    gc.disable()
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server = _Server(control)
+    server._send(Ready(seconds=time.monotonic() - started), [])
+    set_parent_death_signal(0)
+    server.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+"""Rank 0's second role: it runs the replica's machine and connects it to the ranks, the other leaders and the coordinator.
+
+It carries out what `core.replica` decides, keeps the stall timer, and writes the leader's trace events. It decides nothing
+about the protocol and never touches a tensor. Everything here runs in the control thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from megatron_recover import trace
+from megatron_recover.collectives.loop import Loop
+from megatron_recover.collectives.timing import RecoveryClock
+from megatron_recover.collectives.wire import (
+    Announcement,
+    Enter,
+    Heard,
+    LeaderHello,
+    Link,
+    LinkClosed,
+    Message,
+    Peer,
+    PeerHello,
+    RankHello,
+    connect,
+    listen,
+)
+from megatron_recover.config import RankContext, RecoverConfig
+from megatron_recover.core import replica as machine
+from megatron_recover.core import values
+from megatron_recover.faults import FaultInjector, FaultPoint
+
+
+def digest(record: values.Record) -> str:
+    """Of a record without the voters' requests: equal where members vote or commit the same."""
+    bare = msgspec.structs.replace(record, requests=())
+    return hashlib.blake2b(msgspec.msgpack.encode(bare), digest_size=16).hexdigest()
+
+
+Deliver = Callable[[Message], None]
+"""Hands a message of the leader to its own rank."""
+
+_GOODBYE_S = 5.0
+
+
+class Leader:
+    """Drives one replica's machine."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        config: RecoverConfig,
+        own: RankHello,
+        *,
+        loop: Loop,
+        deliver: Deliver,
+        fail: Callable[[str], None],
+        record: Callable[[trace.Event], None],
+        faults: FaultInjector | None,
+    ) -> None:
+        """Bind the replica's address and link to the coordinator. `fail(reason)`: the replica cannot go on."""
+        self._context, self._config = context, config
+        self._loop, self._deliver, self._fail, self._record, self._faults = loop, deliver, fail, record, faults
+        self._state = machine.ReplicaState(context.replica, own.shape)
+        self._hellos: dict[int, RankHello] = {own.rank: own}
+        self._ranks: dict[int, Link] = {}
+        self._peers: dict[int, Peer] = {}
+        self._outgoing: dict[int, Link] = {}
+        self._incoming: dict[Link, int] = {}
+        self._decided: machine.Decided | None = None
+        self.clock = RecoveryClock(context.replica, record)
+        self._waiting: tuple[object, ...] = ()
+        self._listener: socket.socket = listen(context.leader)
+        loop.accept(self._listener, self._accept)
+        self._coordinator = connect(context.coordinator)
+        loop.watch(self._coordinator, self._from_coordinator, self._coordinator_lost)
+        self._join_when_complete()
+
+    def report(self, report: values.Report) -> None:
+        """A report of the leader's own rank."""
+        self._step(report)
+
+    def see_ranks_off(self) -> None:
+        """Give the ranks a moment to read their `Stop` and hang up: closing first could reset the link under it."""
+        until = time.monotonic() + _GOODBYE_S
+        while self._ranks and (left := until - time.monotonic()) > 0:
+            self._loop.run_once(left)
+
+    def close(self) -> None:
+        """Stop listening. The links belong to the loop."""
+        self._loop.forget_readable(self._listener.fileno())
+        self._listener.close()
+
+    # --- Joining -----------------------------------------------------------------------------------------------------
+
+    def _accept(self, link: Link) -> None:
+        self._loop.watch(link, self._introduced, lambda link, why: None)
+
+    def _introduced(self, link: Link, message: Message) -> None:
+        """The first message of a connection says whose it is."""
+        match message:
+            case RankHello(rank=rank) if rank not in self._hellos and 0 <= rank < self._context.num_ranks:
+                self._hellos[rank] = message
+                self._ranks[rank] = link
+                self._loop.watch(
+                    link,
+                    lambda link, message: self._from_rank(rank, link, message),
+                    lambda link, why: self._rank_lost(rank, why),
+                )
+                self._join_when_complete()
+            case PeerHello(replica=peer):
+                self._incoming[link] = peer
+                self._loop.watch(link, self._from_peer, self._peer_lost)
+            case _:
+                self._loop.drop(link)
+
+    def _join_when_complete(self) -> None:
+        if len(self._hellos) < self._context.num_ranks:
+            return
+        hellos = [self._hellos[rank] for rank in range(self._context.num_ranks)]
+        if any(hello.shape != hellos[0].shape for hello in hellos):
+            self._fail("the ranks of this replica do not agree on their buckets")
+            return
+        # Ranks differ (stages, shards); replicas do not: the replica's fingerprint covers those of its ranks in order.
+        fingerprint = hashlib.blake2b("\n".join(hello.fingerprint for hello in hellos).encode(), digest_size=16).hexdigest()
+        replica = self._context.replica
+        self._record(trace.Joined(replica=replica, fingerprint=fingerprint, bucket_ranks=hellos[0].shape.bucket_ranks))
+        peer = Peer(replica, self._context.leader, tuple(hello.data_address for hello in hellos))
+        self._loop.send(self._coordinator, LeaderHello(values.Hello(replica, fingerprint), peer))
+
+    # --- What arrives ------------------------------------------------------------------------------------------------
+
+    def _from_rank(self, rank: int, link: Link, message: Message) -> None:
+        match message:
+            case values.Begun() | values.Promised() | values.Holds() | values.Blocked() | values.Ended():
+                self._step(message)
+            case values.Raised():
+                self._step(message)
+                self._loop.send(link, Heard())
+            case _:
+                self._fail(f"rank {rank} of this replica sent a {type(message).__name__}")
+
+    def _rank_lost(self, rank: int, why: str) -> None:
+        """The agent kills what is left of a broken replica; only if it does not, this process ends by itself."""
+        self._ranks.pop(rank, None)
+        reason = f"rank {rank} of this replica is gone ({why})"
+        if self._state.phase is not machine.Phase.STOPPED:
+            self._loop.after(self._config.follow_timeout_s, lambda: self._fail(reason))
+
+    def _from_coordinator(self, link: Link, message: Message) -> None:
+        match message:
+            case Announcement(new=new):
+                self._peers = {peer.replica: peer for peer in message.peers}
+                for peer in self._outgoing.keys() - self._peers.keys():
+                    self._loop.drop(self._outgoing.pop(peer))
+                self.clock.announced(new.generation, message.noticed_s)
+                self._step(new)
+            case values.Stop():
+                self._step(message)
+            case _:
+                self._fail(f"the coordinator sent a {type(message).__name__}")
+
+    def _coordinator_lost(self, link: Link, why: str) -> None:
+        if self._state.phase is not machine.Phase.STOPPED:
+            self._fail(f"the coordinator is gone ({why}): nobody could fence a broken replica, so this one ends")
+
+    def _from_peer(self, link: Link, message: Message) -> None:
+        if isinstance(message, values.Status | values.Vote) and message.replica == self._incoming[link]:
+            self._step(message)
+        else:
+            self._peer_lost(link, f"sent a {type(message).__name__}")
+            self._loop.drop(link)
+
+    def _peer_lost(self, link: Link, why: str) -> None:
+        peer = self._incoming.pop(link, None)
+        if peer is not None:
+            self._step(machine.LinkLost(peer, why))
+
+    # --- The machine -------------------------------------------------------------------------------------------------
+
+    def _step(self, event: machine.Input) -> None:
+        self._state, effects = machine.step(self._state, event)
+        for effect in effects:
+            self._carry_out(effect)
+        if self._state.phase in (machine.Phase.IDLE, machine.Phase.WORKING):
+            self.clock.agreed(self._state.step, begun=self._state.phase is machine.Phase.WORKING)
+        self._watch_for_a_stall()
+
+    def _carry_out(self, effect: machine.Effect) -> None:
+        match effect:
+            case machine.ToRanks(order):
+                self._order(order)
+            case machine.ToPeers(peers, values.Status() as status):
+                self._record_status(status)
+                self._send_to_peers(peers, status, FaultPoint.STATUS)
+            case machine.ToPeers(peers, values.Vote() as vote):
+                self._vote(peers, vote)
+            case machine.ToCoordinator(message):
+                if isinstance(message, values.Entered):
+                    self._record(
+                        trace.Entered(
+                            replica=message.replica, generation=message.generation, seconds=self.clock.since_announced_s()
+                        )  # fmt: skip
+                    )
+                self._loop.send(self._coordinator, message)
+            case machine.Decided():
+                self._decided = effect
+            case machine.Committed(record, generation, adopted):
+                self._record_committed(record, generation, adopted)
+                self.clock.committed(generation, record.step)
+
+    def _order(self, order: values.Order) -> None:
+        if isinstance(order, values.Plan):
+            self._record_plan(order)
+        for rank in range(self._context.num_ranks):
+            message: Message = order
+            if isinstance(order, values.Promise):
+                known = tuple((peer, self._peers[peer].data_addresses[rank]) for peer in order.roster)
+                message = Enter(order, known)
+            if rank == self._context.rank:
+                self._deliver(message)
+            elif rank in self._ranks:
+                self._loop.send(self._ranks[rank], message)
+
+    def _vote(self, peers: tuple[int, ...], vote: values.Vote) -> None:
+        if self._faults is not None:
+            self._faults.at(FaultPoint.BEFORE_VOTE, step=vote.record.step)
+        self._record(
+            trace.Voted(
+                replica=vote.replica, generation=vote.generation, step=vote.record.step, digest=digest(vote.record)
+            )  # fmt: skip
+        )
+        self.clock.voted(vote.generation)
+        self._send_to_peers(peers, vote, FaultPoint.IN_VOTE)
+        if self._faults is not None:
+            self._faults.at(FaultPoint.AFTER_VOTE, step=vote.record.step)
+
+    def _send_to_peers(self, peers: tuple[int, ...], message: values.Status | values.Vote, point: FaultPoint) -> None:
+        """Send to all, passing the fault point behind the first: some have it then, the others do not."""
+        step = message.step if isinstance(message, values.Status) else message.record.step
+        for index, peer in enumerate(peers or (None,)):
+            if peer is not None:
+                self._send_to_peer(peer, message)
+            if index == 0 and self._faults is not None:
+                self._faults.at(point, step=step)
+
+    def _send_to_peer(self, peer: int, message: Message) -> None:
+        link = self._outgoing.get(peer)
+        try:
+            if link is None:
+                link = self._outgoing[peer] = connect(self._peers[peer].leader_address)
+                self._loop.watch(link, self._unexpected_answer, self._outgoing_lost)
+                self._loop.send(link, PeerHello(self._context.replica))
+        except LinkClosed as closed:
+            why = str(closed)
+            self._loop.post(lambda: self._step(machine.LinkLost(peer, why)))
+            return
+        self._loop.send(link, message)
+
+    def _unexpected_answer(self, link: Link, message: Message) -> None:
+        self._loop.drop(link)
+        self._outgoing_lost(link, f"sent a {type(message).__name__} on a link that is ours to write")
+
+    def _outgoing_lost(self, link: Link, why: str) -> None:
+        for peer, known in list(self._outgoing.items()):
+            if known is link:
+                del self._outgoing[peer]
+                self._step(machine.LinkLost(peer, why))
+
+    # --- Waits (INV-8) -----------------------------------------------------------------------------------------------
+
+    def _watch_for_a_stall(self) -> None:
+        """Ask for a new generation when what is waited for has not changed for the stall timeout."""
+        state = self._state
+        waiting = machine.waiting_for(state)
+        now = (waiting, state.generation, state.step) if waiting else ()
+        if now == self._waiting:
+            return
+        self._waiting = now
+        if now:
+            self._loop.after(self._config.stall_timeout_s, lambda: self._stalled(now))
+
+    def _stalled(self, waiting: tuple[object, ...]) -> None:
+        # Compared by identity: the same wait may have ended and begun again in the meantime.
+        if self._waiting is waiting:
+            self._waiting = ()
+            self._step(machine.Expired(self._state.generation, self._state.step))
+
+    # --- Trace -------------------------------------------------------------------------------------------------------
+
+    def _record_status(self, status: values.Status) -> None:
+        self._record(
+            trace.Status(
+                replica=status.replica,
+                generation=status.generation,
+                step=status.step,
+                work=status.work is not None,
+                contributions=status.contributions,
+                complete=tuple((each.bucket, each.version) for each in status.complete),
+                committed=status.committed.step if status.committed is not None else None,
+            )  # fmt: skip
+        )
+
+    def _record_plan(self, plan: values.Plan) -> None:
+        decided = self._decided
+        if decided is not None and (decided.step, decided.generation) != (plan.step, plan.generation):
+            decided = None
+        self._record(
+            trace.Plan(
+                replica=self._context.replica,
+                generation=plan.generation,
+                step=plan.step,
+                label=plan.work.label,
+                num_microbatches=plan.work.num_microbatches,
+                roster=plan.roster,
+                quotas=plan.quotas,
+                transfers=tuple(
+                    trace.Transfer(bucket=each.bucket, version=each.version, source=each.source, targets=each.targets)
+                    for each in plan.transfers
+                ),
+                computes=tuple(trace.Pass(microbatches=each.microbatches, into=each.into) for each in plan.computes),
+                reduces=plan.reduces,
+                decided=tuple(
+                    trace.Decided(bucket=bucket, version=version, source=source)
+                    for bucket, version, source in (decided.decided if decided is not None else ())
+                ),
+            )  # fmt: skip
+        )
+
+    def _record_committed(self, record: values.Record, generation: int, adopted: bool) -> None:
+        self._record(
+            trace.Committed(
+                replica=self._context.replica,
+                generation=generation,
+                step=record.step,
+                label=record.label,
+                digest=digest(record),
+                adopted=adopted,
+                requests=record.requests,
+                versions=tuple(
+                    trace.Result(bucket=each.bucket, version=each.version, checksums=each.checksums) for each in record.versions
+                ),
+            )  # fmt: skip
+        )

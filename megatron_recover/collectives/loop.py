@@ -1,0 +1,156 @@
+"""A small event loop for links: who has sent something, which timer ran out, what other threads asked for.
+
+One thread runs it. It knows how messages arrive, not what they mean, and has no state of the protocol. (asyncio would do the
+same with more: its transports buffer without telling, and its loop cannot be handed to `select`-style callers in slices.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import os
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+
+from megatron_recover.collectives.wire import Link, LinkClosed, Message
+
+OnMessage = Callable[[Link, Message], None]
+OnClosed = Callable[[Link, str], None]
+
+
+class Loop:
+    """Links, listeners, readable descriptors, timers and posted calls, served by `run_once` in one thread."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._links: dict[Link, tuple[OnMessage, OnClosed]] = {}
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timer_order = itertools.count()
+        self._posted: deque[Callable[[], None]] = deque()
+        self._waker, self._wake_here = socket.socketpair()
+        self._waker.setblocking(False)
+        self._wake_here.setblocking(False)
+        self._selector.register(self._wake_here, selectors.EVENT_READ, self._drain_wakes)
+
+    # --- From any thread ---------------------------------------------------------------------------------------------
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have the loop's thread make `call` soon; calls are made in the order in which they were posted."""
+        self._posted.append(call)
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of wakes already
+            self._waker.send(b"\0")
+
+    # --- From the loop's thread --------------------------------------------------------------------------------------
+
+    def watch(self, link: Link, on_message: OnMessage, on_closed: OnClosed) -> None:
+        """Serve a link, or serve it otherwise from now on.
+
+        `on_closed(link, why)` comes once, after the last message; the link is dropped by then.
+        """
+        if link not in self._links:
+            self._selector.register(link, self._interest(link), link)
+        self._links[link] = (on_message, on_closed)
+
+    def accept(self, listener: socket.socket, on_link: Callable[[Link], None]) -> None:
+        """Call `on_link` with a link for every connection that arrives."""
+
+        def arrived() -> None:
+            with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # gone again before we looked
+                on_link(Link(listener.accept()[0]))
+
+        self.watch_readable(listener.fileno(), arrived)
+
+    def watch_readable(self, fileno: int, call: Callable[[], None]) -> None:
+        """Make `call` whenever a descriptor is readable."""
+        self._selector.register(fileno, selectors.EVENT_READ, call)
+
+    def forget_readable(self, fileno: int) -> None:
+        """Undo `watch_readable` or `accept`, before the descriptor is closed."""
+        self._selector.unregister(fileno)
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        """Make `call` once, `seconds` from now."""
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._timer_order), call))
+
+    def send(self, link: Link, message: Message) -> None:
+        """Send without waiting. On a link that broke `on_closed` is called soon; on one that was dropped nothing happens."""
+        if link not in self._links:
+            return
+        try:
+            link.send(message)
+        except LinkClosed as closed:
+            why = str(closed)
+            self.post(lambda: self._closed(link, why))
+        else:
+            self._selector.modify(link, self._interest(link), link)
+
+    def drop(self, link: Link) -> None:
+        """Close a link without calling its `on_closed`. Dropping it twice is fine."""
+        if self._links.pop(link, None) is not None:
+            self._selector.unregister(link)
+            link.close()
+
+    def run_once(self, max_wait_s: float | None = None) -> None:
+        """Wait until something is due, at most `max_wait_s`, and serve it."""
+        wait = max_wait_s
+        if self._timers:
+            until_timer = max(0.0, self._timers[0][0] - time.monotonic())
+            wait = until_timer if wait is None else min(wait, until_timer)
+        for key, events in self._selector.select(0.0 if self._posted else wait):
+            if isinstance(key.data, Link):
+                self._serve(key.data, events)
+            else:
+                key.data()
+        for _ in range(len(self._posted)):
+            self._posted.popleft()()
+        while self._timers and self._timers[0][0] <= time.monotonic():
+            heapq.heappop(self._timers)[2]()
+
+    def close(self) -> None:
+        """Close every link and the loop's own descriptors (not those of `accept` and `watch_readable`)."""
+        for link in list(self._links):
+            self.drop(link)
+        self._selector.close()
+        self._waker.close()
+        self._wake_here.close()
+
+    def close_in_child(self) -> None:
+        """In a forked child: close the copies of our descriptors, so that a dead parent's connections end at once."""
+        descriptors = [*(key.fd for key in self._selector.get_map().values()), self._waker.fileno()]
+        self._selector.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    # --- Inside ------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _interest(link: Link) -> int:
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_write else 0)
+
+    def _drain_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_here.recv(4096):
+                continue
+
+    def _serve(self, link: Link, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE and link in self._links:
+                link.flush()
+                self._selector.modify(link, self._interest(link), link)
+            if events & selectors.EVENT_READ and link in self._links:
+                for message in link.receive():
+                    if link not in self._links:  # dropped while its messages were served
+                        return
+                    self._links[link][0](link, message)
+        except LinkClosed as closed:
+            self._closed(link, str(closed))
+
+    def _closed(self, link: Link, why: str) -> None:
+        if link in self._links:
+            on_closed = self._links[link][1]
+            self.drop(link)
+            on_closed(link, why)

@@ -1,0 +1,349 @@
+"""The member: what a rank's training thread sees of the rest of the job.
+
+It joins two threads. The control thread reads the links and answers `Promise` at once; the training thread begins steps and
+obeys orders. Both drive the machine of `core.rank` under one lock, which is also what makes `hold` and `Promise` exclude each
+other. The member decides nothing about the protocol and never looks into a tensor.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from megatron_recover import trace
+from megatron_recover.collectives.leader import Leader
+from megatron_recover.collectives.loop import Loop
+from megatron_recover.collectives.transport import DeadlineExceeded, Endpoint, PeerLost, Revoked, Transport
+from megatron_recover.collectives.wire import Enter, Heard, Link, LinkClosed, Message, RankHello, connect
+from megatron_recover.config import RankContext, RecoverConfig
+from megatron_recover.core import rank as machine
+from megatron_recover.core import values
+from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.values import Apply, ExitCode, Held, Plan, Shape, Stop, Work
+from megatron_recover.faults import FaultInjector, FaultPoint
+
+_START_UP_DEADLINE_S = 1800.0
+"""For a rank to find its leader: both load the model first, and loading takes what it takes."""
+_RETRY_S = 0.02
+_LAST_WORDS_DEADLINE_S = 5.0
+"""For a rank that raised to have its report on the way before it ends."""
+_OPEN_DEADLINE_S = 10.0
+
+
+class JobStopped(SystemExit):
+    """This replica has to end: the job is over, or can not go on here.
+
+    A `SystemExit`, so that no ``except Exception`` of a training script keeps a replica alive that has been told to end, and
+    so that the process ends with `exit_code` when nobody catches it.
+    """
+
+    def __init__(self, exit_code: int, reason: str) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class Member:
+    """A rank's membership in the job, from `join` to `close`."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        config: RecoverConfig,
+        endpoint: Endpoint,
+        *,
+        record: Callable[[trace.Event], None],
+        faults: FaultInjector | None = None,
+        end_process: Callable[[int], None] = os._exit,
+    ) -> None:
+        """`end_process(exit_code)` is called in the control thread when the training thread does not end as it has to."""
+        self.replica, self.rank, self.num_ranks = context.replica, context.rank, context.num_ranks
+        self.generation = 0
+        """Of the newest `Plan` or `Apply` that the training thread took; 0 before the first."""
+        self.roster: tuple[int, ...] = tuple(range(context.num_replicas))
+        """Members of `generation`, ascending."""
+        self._context, self._config, self._endpoint = context, config, endpoint
+        self._record, self._faults, self._end_process = record, faults, end_process
+        self._changed = threading.Condition(threading.RLock())
+        """Guards everything below; notified when the training thread may have something to do."""
+        self._state = machine.RankState(context.replica, context.rank, ())
+        self._addresses: dict[int, str] = {}
+        """Of the promised generation: replica -> data address of its rank at this one's position."""
+        self._transport: Transport | None = None
+        self._requests: list[str] = []
+        self._failure: JobStopped | None = None
+        self._heard = False
+        self._closed = False
+        self._outbox: deque[values.Report] = deque()
+        self._loop = Loop()
+        self._leader: Leader | None = None
+        self._uplink: Link | None = None
+        self._control = threading.Thread(target=self._run_control, name="recover-control", daemon=True)
+
+    def is_writer(self) -> bool:
+        """Whether this replica is the one that logs, saves and writes TensorBoard: the lowest of the roster."""
+        return self.replica == min(self.roster)
+
+    # --- The life of a training thread, in order -----------------------------------------------------------------------
+
+    def join(self, shape: Shape, fingerprint: str) -> None:
+        """Report this rank ready, once, when its buckets are known; wait until the job has its first generation.
+
+        `fingerprint` is of all that has to be equal in the same rank of every replica (configuration, initial weights, data).
+        Raises `JobStopped` when the job ends before it has begun.
+        """
+        if self._faults is not None:
+            self._faults.at(FaultPoint.START_UP)
+        buckets = tuple(bucket for bucket, ranks in enumerate(shape.bucket_ranks) if self.rank in ranks)
+        self._state = machine.RankState(self.replica, self.rank, buckets)
+        hello = RankHello(self.rank, shape, f"{shape} {fingerprint}", self._endpoint.address)
+        itself = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: member.close_in_child() if (member := itself()) is not None else None)
+        self._loop.post(lambda: self._introduce(hello))
+        self._control.start()
+        with self._changed:
+            self._wait_until(lambda: self._state.promised > 0 or self._stopped_by() is not None)
+            self._raise_if_stopped()
+
+    def begin(self, work: Work, requests: Sequence[str] = ()) -> int:
+        """Arrive at the next step; its number."""
+        with self._changed:
+            self._raise_if_stopped()
+            asked = tuple(sorted({*requests, *self._requests}))
+            self._requests.clear()
+            step = self._state.step
+            self._step(machine.Begin(work, asked))
+            return step
+
+    def next_order(self) -> Plan | Apply:
+        """Wait for what to do next. Raises `JobStopped`."""
+        with self._changed:
+            self._wait_until(lambda: bool(self._state.queue) or self._failure is not None)
+            if self._failure is not None:
+                raise self._failure
+            self._step(machine.Take())
+            order = self._state.taken
+            if isinstance(order, Stop):
+                raise JobStopped(order.exit_code, order.reason)
+            assert isinstance(order, Plan | Apply)
+            self.generation, self.roster = order.generation, order.roster
+        if isinstance(order, Plan) and self._leader is not None:
+            self._leader.clock.taken(order.generation)
+        return order
+
+    def transport(self, generation: int) -> Transport:
+        """The data plane of the plan that is being obeyed, when its passes are done. Raises `Revoked` when it is overtaken."""
+        with self._changed:
+            if not machine.may_run(self._state, generation):
+                raise Revoked(f"generation {self._state.promised} has been promised")
+            retired = None
+            if self._transport is None or self._transport.generation != generation:
+                retired = self._transport
+                self._transport = self._endpoint.open(
+                    generation, self.replica, self._addresses, deadline_s=_OPEN_DEADLINE_S
+                )  # fmt: skip
+            transport = self._transport
+        if retired is not None:
+            retired.close()
+        if self._leader is not None:
+            self._leader.clock.computed(generation)
+        return transport
+
+    def hold(self, held: Held) -> bool:
+        """A result is complete here. False, and nothing has happened, if a newer generation was promised."""
+        with self._changed:
+            self._step(machine.Completed(held))
+            return held in self._state.held
+
+    def blocked(self, generation: int, error: BaseException) -> None:
+        """A reduction or transfer of `generation` failed; the rest of its plan is left undone."""
+        suspects: tuple[int, ...] = ()
+        if isinstance(error, PeerLost):
+            suspects = (error.peer,)
+        elif isinstance(error, DeadlineExceeded):
+            suspects = error.peers
+        with self._changed:
+            self._step(machine.Failed(generation, f"{type(error).__name__}: {error}", suspects))
+
+    def raised(self, microbatch: int | None, error: BaseException) -> None:
+        """Computing `microbatch` (None: something else) raised; returns when the coordinator will know. Then end."""
+        if not self._control.is_alive():
+            return
+        with self._changed:
+            self._step(machine.Raise(microbatch, f"{type(error).__name__}: {error}"))
+            self._changed.wait_for(lambda: self._heard or self._failure is not None, _LAST_WORDS_DEADLINE_S)
+
+    def request(self, request: str) -> None:
+        """Have `request` ("exit: SIGTERM", ...) ride in this replica's next vote. Any thread."""
+        with self._changed:
+            self._requests.append(request)
+
+    def close(self) -> None:
+        """End a training loop that is over: answer the others until the whole job ends, then close everything.
+
+        Raises `JobStopped` when the job does not end well, or this replica loses touch with it.
+        """
+        with self._changed:
+            if self._closed:
+                return
+            if self._control.is_alive():
+                self._step(machine.End())
+                self._wait_until(lambda: self._stopped_by() is not None)
+            stopped = self._stopped_by()
+            self._closed = True
+            transport, self._transport = self._transport, None
+        self._loop.post(lambda: None)
+        if self._control.is_alive():
+            self._control.join()
+        if transport is not None:
+            transport.close()
+        self._endpoint.close()
+        if stopped is not None and stopped.exit_code != ExitCode.OK:
+            raise stopped
+
+    def close_in_child(self) -> None:
+        """In a forked child (data loader, asynchronous save): close the copies of our sockets.
+
+        Called by the interpreter after every fork. While a child holds them, the connections of a dead rank stay open.
+        """
+        self._loop.close_in_child()
+
+    # --- Waiting, under the lock ---------------------------------------------------------------------------------------
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        # No deadline of its own: the leader's stall timer, the coordinator's follow timer and the agent's eye on every
+        # process end each wait for another party; the control thread ends it when the leader is lost (INV-8).
+        self._changed.wait_for(condition)
+
+    def _stopped_by(self) -> JobStopped | None:
+        if self._failure is not None:
+            return self._failure
+        for order in (self._state.taken, *self._state.queue):
+            if isinstance(order, Stop):
+                return JobStopped(order.exit_code, order.reason)
+        return None
+
+    def _raise_if_stopped(self) -> None:
+        stopped = self._stopped_by()
+        if stopped is not None:
+            raise stopped
+
+    # --- The machine, under the lock -----------------------------------------------------------------------------------
+
+    def _step(self, event: machine.Input) -> None:
+        self._state, effects = machine.step(self._state, event)
+        for effect in effects:
+            match effect:
+                case machine.Retire(generation):
+                    if self._transport is not None and self._transport.generation < generation:
+                        self._transport.revoke()
+                case machine.Report(report):
+                    # Posted, never sent from here: a leader carries out all effects of one input before the next input.
+                    self._outbox.append(report)
+                    self._loop.post(self._send_reports)
+        self._changed.notify_all()
+
+    # --- Control thread ------------------------------------------------------------------------------------------------
+
+    def _run_control(self) -> None:
+        try:
+            while not self._closed:
+                self._loop.run_once()
+            if self._leader is not None:
+                self._leader.see_ranks_off()
+        except BaseException as error:
+            # Nothing may go unnoticed here: without this thread the rank neither promises nor hears of the job's end.
+            traceback.print_exc()
+            code = ExitCode.INVARIANT_VIOLATED if isinstance(error, InvariantViolation) else ExitCode.FAILED
+            self._fail(f"{type(error).__name__}: {error}", code)
+            while not self._closed:
+                self._loop.run_once()
+        finally:
+            if self._leader is not None:
+                self._leader.close()
+            self._loop.close()
+
+    def _introduce(self, hello: RankHello, waited_s: float = 0.0) -> None:
+        if self.rank == 0:
+            self._leader = Leader(
+                self._context, self._config, hello, loop=self._loop, deliver=self._deliver, fail=self._fail,
+                record=self._record, faults=self._faults,
+            )  # fmt: skip
+            return
+
+        def again(why: str) -> None:
+            if waited_s > _START_UP_DEADLINE_S:
+                self._fail(f"rank 0 of replica {self.replica} was not there after {waited_s:.0f} s ({why})")
+            else:
+                self._loop.after(_RETRY_S, lambda: self._introduce(hello, waited_s + _RETRY_S))
+
+        try:
+            self._uplink = connect(self._context.leader)
+        except LinkClosed as closed:
+            again(str(closed))
+            return
+        self._loop.watch(self._uplink, lambda link, message: self._deliver(message), lambda link, why: again(why))
+        self._loop.send(self._uplink, hello)
+
+    def _deliver(self, message: Message) -> None:
+        """An order of the leader."""
+        match message:
+            case Enter(promise, data_addresses):
+                if self._faults is not None:
+                    self._faults.at(FaultPoint.PROMISE, step=self._state.step)
+                with self._changed:
+                    if promise.generation > self._state.promised:
+                        self._addresses = dict(data_addresses)
+                    self._step(promise)
+                if self._uplink is not None:  # from here on a lost leader is no late start
+                    self._loop.watch(self._uplink, lambda link, message: self._deliver(message), self._leader_lost)
+            case Plan() | Apply() | Stop():
+                with self._changed:
+                    self._step(message)
+            case Heard():
+                with self._changed:
+                    self._heard = True
+                    self._changed.notify_all()
+            case _:
+                self._fail(f"the leader sent a {type(message).__name__}")
+
+    def _send_reports(self) -> None:
+        while self._outbox:
+            report = self._outbox.popleft()
+            is_follower = self._leader is None
+            if is_follower and self._faults is not None and isinstance(report, values.Holds):
+                self._faults.at(FaultPoint.BEFORE_VOTE, step=report.step)
+            if self._leader is not None:
+                self._leader.report(report)
+            elif self._uplink is not None:
+                self._loop.send(self._uplink, report)
+            if isinstance(report, values.Raised) and self._leader is not None:
+                self._deliver(Heard())
+            if is_follower and self._faults is not None and isinstance(report, values.Holds):
+                self._faults.at(FaultPoint.AFTER_VOTE, step=report.step)
+
+    def _leader_lost(self, link: Link, why: str) -> None:
+        if self._stopped_by() is None:
+            reason = f"rank 0 of replica {self.replica} is gone ({why})"
+            # The agent kills what is left of a broken replica; only if it does not, this process ends by itself.
+            self._loop.after(self._config.follow_timeout_s, lambda: self._fail(reason))
+
+    def _fail(self, reason: str, exit_code: int = ExitCode.FAILED) -> None:
+        """This rank cannot go on: tell the training thread, and end the process if that does not."""
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._failure = JobStopped(exit_code, reason)
+            if self._transport is not None:
+                self._transport.revoke()
+            self._changed.notify_all()
+        print(f"megatron-recover: replica {self.replica} rank {self.rank} ends: {reason}", file=sys.stderr, flush=True)
+        self._loop.after(self._config.follow_timeout_s, lambda: self._end_process(exit_code))

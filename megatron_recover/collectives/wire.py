@@ -1,0 +1,210 @@
+"""Framed messages of the control plane: what travels between ranks, leaders and the coordinator, and the link it travels on.
+
+A frame is a header (magic, format version, body length) and one msgpack body of the tagged union `Message`. This module
+decides how bytes become messages and refuses those that are not; it never acts on one, never blocks and never connects
+by itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+from collections import deque
+
+import msgspec
+
+from megatron_recover.core import values
+from megatron_recover.core.values import ReplicaId, Shape, Value
+
+FORMAT_VERSION = 1
+MAX_BODY_BYTES = 64 * 2**20
+"""A status carries the contributions of every bucket: far below this at any size we know of."""
+_HEADER = struct.Struct("!2sHI")
+_MAGIC = b"mr"
+_CHUNK_BYTES = 2**18
+
+
+class LinkClosed(Exception):
+    """The other end is gone, or what it sends is not ours; the link cannot be used any more."""
+
+
+# --- Messages that only the wire knows; the others are core values ---------------------------------------------------------
+
+
+class RankHello(Value, frozen=True):
+    """First message of a rank to its leader, when its buckets are known."""
+
+    rank: int
+    shape: Shape
+    fingerprint: str
+    data_address: str
+
+
+class Peer(Value, frozen=True):
+    """Where to find the ranks of one replica."""
+
+    replica: ReplicaId
+    leader_address: str
+    data_addresses: tuple[str, ...]
+    """By rank."""
+
+
+class LeaderHello(Value, frozen=True):
+    """First message of a leader to the coordinator, when all its ranks have said theirs."""
+
+    hello: values.Hello
+    peer: Peer
+
+
+class PeerHello(Value, frozen=True):
+    """First message of a leader to another leader."""
+
+    replica: ReplicaId
+
+
+class Announcement(Value, frozen=True):
+    """Coordinator to a leader: a new generation and where its members are."""
+
+    new: values.NewGeneration
+    peers: tuple[Peer, ...]
+    """In the order of the roster."""
+    noticed_s: float
+    """Seconds between the coordinator's first sign of the loss (or request) behind it and the sending."""
+
+
+class Enter(Value, frozen=True):
+    """Leader to a rank: the order to promise, and where the same-position ranks of the members are."""
+
+    promise: values.Promise
+    data_addresses: tuple[tuple[ReplicaId, str], ...]
+
+
+class Heard(Value, frozen=True):
+    """Leader to a rank: its `Raised` is on its way to the coordinator, the process may end now."""
+
+
+Message = (
+    RankHello | LeaderHello | PeerHello | Announcement | Enter | Heard
+    | values.Promise | values.Plan | values.Apply | values.Stop
+    | values.Begun | values.Promised | values.Holds | values.Blocked | values.Raised | values.Ended
+    | values.Vote | values.Status
+    | values.Hello | values.Entered | values.Requested | values.Failing | values.Diverged | values.Finished
+)  # fmt: skip
+
+
+class Link:
+    """One connected, non-blocking stream of messages. Used by one thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self._incoming = bytearray()
+        self._outgoing: deque[memoryview] = deque()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Message).decode
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether something is queued that the socket has not taken yet."""
+        return bool(self._outgoing)
+
+    def send(self, message: Message) -> None:
+        """Queue a message and hand the socket what it takes now. Raises `LinkClosed`."""
+        body = self._encode(message)
+        if len(body) > MAX_BODY_BYTES:
+            raise ValueError(f"a {type(message).__name__} of {len(body)} bytes exceeds the wire's {MAX_BODY_BYTES}")
+        self._outgoing.append(memoryview(_HEADER.pack(_MAGIC, FORMAT_VERSION, len(body)) + body))
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand the socket what it takes of the queue. Raises `LinkClosed`."""
+        try:
+            while self._outgoing:
+                taken = self._socket.send(self._outgoing[0])
+                if taken == len(self._outgoing[0]):
+                    self._outgoing.popleft()
+                else:
+                    self._outgoing[0] = self._outgoing[0][taken:]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise LinkClosed(str(error)) from error
+
+    def receive(self) -> list[Message]:
+        """Every complete message that has arrived.
+
+        Raises `LinkClosed` at the end of the stream or at a malformed frame, after the complete messages before it were
+        returned.
+        """
+        closed: LinkClosed | None = None
+        try:
+            while chunk := self._socket.recv(_CHUNK_BYTES):
+                self._incoming += chunk
+            closed = LinkClosed("closed by the other end")
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            closed = LinkClosed(str(error))
+        messages = self._complete()
+        if closed is not None and not messages:
+            raise closed
+        return messages
+
+    def close(self) -> None:
+        """Close the socket; what is queued is dropped."""
+        self._socket.close()
+
+    def _complete(self) -> list[Message]:
+        messages: list[Message] = []
+        start = 0
+        while len(self._incoming) - start >= _HEADER.size:
+            magic, version, num_bytes = _HEADER.unpack_from(self._incoming, start)
+            if magic != _MAGIC or version != FORMAT_VERSION or num_bytes > MAX_BODY_BYTES:
+                raise LinkClosed(f"not a frame of format {FORMAT_VERSION}: {magic!r}, format {version}, {num_bytes} bytes")
+            body = start + _HEADER.size
+            if len(self._incoming) < body + num_bytes:
+                break
+            try:
+                messages.append(self._decode(memoryview(self._incoming)[body : body + num_bytes]))
+            except msgspec.DecodeError as error:
+                raise LinkClosed(f"not a message: {error}") from error
+            start = body + num_bytes
+        del self._incoming[:start]
+        return messages
+
+
+def connect(address: str) -> Link:
+    """A link to `host:port`, at once: what is sent is queued until somebody answers, a refusal shows as `LinkClosed`."""
+    host, _, port = address.rpartition(":")
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    error = connection.connect_ex((host, int(port)))
+    if error not in (0, errno.EINPROGRESS):
+        connection.close()
+        raise LinkClosed(os.strerror(error))
+    return Link(connection)
+
+
+def listen(address: str) -> socket.socket:
+    """A non-blocking listening socket at `host:port`; port 0 lets the kernel choose (see `address_of`)."""
+    host, _, port = address.rpartition(":")
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # The launcher keeps the port bound (not listening) until we take it, so that nobody else gets it.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, int(port)))
+    listener.listen(socket.SOMAXCONN)
+    listener.setblocking(False)
+    return listener
+
+
+def address_of(bound: socket.socket) -> str:
+    """`host:port` of a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"{host}:{port}"
