@@ -37,7 +37,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `value` meets the goal; None without a goal."""
 
 
-def row(name: str, values: Sequence[float], unit: str, *, baseline: str = "", goal: str = "", value: float | None = None) -> Row:
+def row(
+    name: str, values: Sequence[float], unit: str, *, baseline: str = "", goal: str = "", value: float | None = None
+) -> Row:
     """Summarise one quantity measured in several runs.
 
     `value` replaces the median as the number to quote. Raises ValueError for no values or a goal that is no comparison.

@@ -3,6 +3,10 @@
 All processes of a run append to one `events.jsonl`, one JSON object a line. This module decides what an event looks like
 and nothing else: it never judges a history (`observe.check` does) and never formats one for people.
 
+Cause comes before effect: an event is recorded before its effect can be seen outside the thread that records it (before the
+vote is sent, before the result is held, before the fault strikes). So the order of the lines is an order in which the run can
+have happened, and the checker may rely on it.
+
 Event names are the class names in snake case, so use the module as the namespace: ``log.record(trace.Committed(...))``.
 docs/architecture.md, section Trace, lists who writes which event.
 """
@@ -210,7 +214,7 @@ class MicrobatchStarted(Event, frozen=True, kw_only=True):
 
 
 class MicrobatchFinished(Event, frozen=True, kw_only=True):
-    """Rank: a backward is done, its gradient is in the local gradient of the buckets `into`."""
+    """Rank: a backward is done (in evaluation the forward), its gradient is in the local gradient of the buckets `into`."""
 
     replica: int
     rank: int
@@ -221,11 +225,11 @@ class MicrobatchFinished(Event, frozen=True, kw_only=True):
     seconds: float
     """Forward and backward together, on this rank."""
     into: tuple[int, ...]
-    """Buckets of this rank that took the gradient; that of the others went to a dump."""
+    """Buckets of this rank and chunk that took the gradient, the ledger included; that of the others went to a dump."""
 
 
 class Reduced(Event, frozen=True, kw_only=True):
-    """Rank: the sum over the replicas of a bucket is complete here."""
+    """Rank: the sum over the replicas of a bucket is complete here, and is about to be held."""
 
     replica: int
     rank: int

@@ -1,0 +1,49 @@
+"""`megatron-recover check RUN_DIR`: prints the verdict of `observe.check`; exit code 14 when it is not in the run's favour."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from megatron_recover.core.values import ExitCode
+from megatron_recover.observe.check import Verdict, check, describe
+from megatron_recover.trace import TraceError
+
+
+def _json(verdict: Verdict) -> str:
+    content = {
+        "holds": verdict.holds,
+        "violations": [
+            {"invariant": one.invariant, "line": one.line, "message": one.message} for one in verdict.violations
+        ],
+        "problems": verdict.problems,
+        "summary": verdict.summary,
+    }  # fmt: skip
+    return msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
+
+
+def main(argv: list[str]) -> int:
+    """Judge one run directory."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-recover check",
+        description="Verify the invariants of a run from its trace alone, and compare it with a reference run.",
+        epilog=f"Exit code 0: all hold. {ExitCode.INVARIANT_VIOLATED:d}: one is broken, or two exact runs differ. "
+        f"{ExitCode.BAD_INPUT:d}: no readable trace.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a directory with events.jsonl, or such a file")
+    parser.add_argument("--against", type=Path, metavar="REF_DIR", help="compare losses and parameters with this run")
+    parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
+    arguments = parser.parse_args(argv)
+    try:
+        verdict = check(arguments.run_dir, arguments.against)
+    except FileNotFoundError as error:
+        print(f"megatron-recover check: no trace at {error.filename}; give the --run-dir of a run", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    except TraceError as error:
+        print(f"megatron-recover check: cannot read the trace: {error}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    print(_json(verdict) if arguments.json else describe(verdict))
+    return ExitCode.OK if verdict.holds else ExitCode.INVARIANT_VIOLATED

@@ -1,0 +1,122 @@
+"""`megatron-recover check`: the verdict on a run, from its trace and, against a reference, its parameter digests.
+
+It judges by `rules.RULES`; it changes nothing in the run directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from megatron_recover import trace
+from megatron_recover.observe.compare import Comparison, compare
+from megatron_recover.observe.history import History, Line
+from megatron_recover.observe.rules import RULES
+from megatron_recover.observe.summary import Summary, summarize
+
+SHOWN_VIOLATIONS = 20
+"""So many violations of one invariant are printed; the rest is counted."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A broken invariant and the line of the event that shows it."""
+
+    invariant: str
+    line: Line
+    message: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was looked at and what is wrong with it."""
+
+    history: History
+    summary: Summary
+    violations: tuple[Violation, ...]
+    problems: tuple[str, ...]
+    """Reasons for which the run does not count as proven although no invariant is broken."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether everything that was claimed is proven."""
+        return not self.violations and not self.problems
+
+
+def violations(history: History) -> tuple[Violation, ...]:
+    """All violations, by invariant and then by line."""
+    return tuple(Violation(number, line, message) for number, _, rule in RULES for line, message in sorted(rule(history)))
+
+
+def check(run_dir: Path, against: Path | None = None) -> Verdict:
+    """Judge a run directory. Raises FileNotFoundError or `trace.TraceError` where there is no readable trace."""
+    history = History.read(run_dir)
+    comparison = compare(run_dir, against) if against else None
+    summary = summarize(history, comparison)
+    return Verdict(history, summary, violations(history), tuple(_problems(history, summary, comparison, against)))
+
+
+def _problems(history: History, summary: Summary, comparison: Comparison | None, against: Path | None) -> Iterator[str]:
+    if not history.commits:
+        yield "no step was committed, so there is nothing to prove"
+    if comparison is None or against is None:
+        return
+    if comparison.loss_max_abs_diff is None:
+        yield f"losses cannot be compared: the run lacks steps that {against} has, or one of the two has none"
+    started = History.read(against).first(trace.RunStarted)
+    if summary.determinism == "exact" and started and started.determinism == "exact":
+        if comparison.param_bit_identical is False:
+            yield f"both runs are exact, but the parameters after the last step are not bit-identical to those of {against}"
+        if comparison.loss_max_abs_diff:
+            yield f"both runs are exact, but a loss differs from that of {against} by {comparison.loss_max_abs_diff:g}"
+    if comparison.param_bit_identical is None and comparison.param_max_rel_diff is None:
+        yield f"parameters cannot be compared with {against}: digests or shapes differ, and there are no common checkpoints"
+
+
+def describe(verdict: Verdict) -> str:
+    """The verdict for people, several lines."""
+    history, summary = verdict.history, verdict.summary
+    lines = [
+        f"{history.path}: {len(history.events)} events; {summary.steps} training and {summary.evaluation_steps} evaluation "
+        f"steps; {summary.generations} generations, {summary.replicas_start} -> {summary.replicas_end} replicas"
+    ]
+    for line, _ in history.cuts:
+        lines.append(f"  line {line} was cut short: its writer was killed in mid-write; that is no fault of the log")
+    if summary.exit_code is None:
+        lines.append("  no run_finished: the run still goes on, or its launcher was killed")
+    for number, name, _ in RULES:
+        broken = [violation for violation in verdict.violations if violation.invariant == number]
+        lines.append(f"{number} {name:<15} {f'BROKEN, {len(broken)} times' if broken else 'holds'}{_detail(number, summary)}")
+        for violation in broken[:SHOWN_VIOLATIONS]:
+            lines += [f"  line {violation.line}: {violation.message}", f"    {_text(history, violation.line)}"]
+        if len(broken) > SHOWN_VIOLATIONS:
+            lines.append(f"  and {len(broken) - SHOWN_VIOLATIONS} more")
+    if summary.reference is not None:
+        answers = {True: "bit-identical", False: "not bit-identical", None: "digests not comparable"}
+        identical = answers[summary.param_bit_identical]
+        lines.append(
+            f"against {summary.reference}: parameters {identical} (max relative difference {summary.param_max_rel_diff}), "
+            f"losses differ by at most {summary.loss_max_abs_diff}"
+        )
+    lines += [f"PROBLEM: {problem}" for problem in verdict.problems]
+    return "\n".join(lines)
+
+
+def _detail(number: str, summary: Summary) -> str:
+    if number == "INV-7":
+        return (
+            f"  (microbatches: {summary.microbatches_lost} lost, {summary.microbatches_redone} computed again, "
+            f"{summary.microbatches_wasted} wasted)"
+        )
+    if number == "INV-2" and summary.replicas_bit_identical is None:
+        return "  (parameters not compared: no digests of two replicas in the trace)"
+    return ""
+
+
+def _text(history: History, line: int) -> str:
+    """The event of a line, as it is in the file."""
+    event = next((event for number, event in history.events if number == line), None)
+    return msgspec.json.encode(event).decode() if event else ""

@@ -1,0 +1,108 @@
+"""How far a run is from a reference run: losses and parameters. It measures and does not judge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from megatron_recover import trace
+from megatron_recover.observe.history import History
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """A run against its reference; the fields are those of `summary.json`."""
+
+    reference: str
+    loss_max_abs_diff: float | None
+    """Over all steps of the reference, which the run must have too; None where a loss is missing."""
+    param_max_rel_diff: float | None
+    """Largest over the parameter tensors of max |a - b| / max |b|; None where neither digests nor checkpoints tell."""
+    param_bit_identical: bool | None
+    """By the parameter digests of the last step; None where a digest is missing or the shapes differ."""
+
+
+def compare(run_dir: Path, reference_dir: Path) -> Comparison:
+    """Compare two run directories by their traces, and by their final checkpoints where digests differ."""
+    run, reference = History.read(run_dir), History.read(reference_dir)
+    identical = _bit_identical(run, reference)
+    difference = 0.0 if identical else _parameter_difference(run, reference)
+    return Comparison(
+        reference=str(reference_dir),
+        loss_max_abs_diff=_loss_difference(run.losses(), reference.losses()),
+        param_max_rel_diff=difference,
+        param_bit_identical=identical,
+    )
+
+
+def _loss_difference(run: Mapping[str, float], reference: Mapping[str, float]) -> float | None:
+    if not reference or not run.keys() >= reference.keys():
+        return None
+    return max(abs(run[label] - loss) for label, loss in reference.items())
+
+
+def _last_digests(history: History) -> tuple[str | None, dict[int, str]]:
+    """Label of the newest step that changed parameters, and the digest of each rank position after it."""
+    trained = [event for _, event in history.of(trace.Applied) if event.parameter_digest is not None]
+    if not trained:
+        return None, {}
+    step = max(event.step for event in trained)
+    last = [event for event in trained if event.step == step]
+    return last[0].label, {event.rank: event.parameter_digest or "" for event in last}
+
+
+def _bit_identical(run: History, reference: History) -> bool | None:
+    shapes = [started.shape if (started := history.first(trace.RunStarted)) else None for history in (run, reference)]
+    mine, theirs = _last_digests(run), _last_digests(reference)
+    if shapes[0] != shapes[1] or not mine[1] or mine[1].keys() != theirs[1].keys():
+        return None
+    return mine == theirs
+
+
+def _parameter_difference(run: History, reference: History) -> float | None:
+    places = _newest_checkpoint(run), _newest_checkpoint(reference)
+    if places[0] is None or places[1] is None or places[0].name != places[1].name:
+        return None
+    largest = 0.0
+    theirs = dict(_tensors(places[1]))
+    for name, tensor in _tensors(places[0]):
+        scale = theirs[name].abs().max().item()
+        difference = (tensor - theirs[name]).abs().max().item()
+        largest = max(largest, difference / scale if scale else difference)
+    return largest
+
+
+def _newest_checkpoint(history: History) -> Path | None:
+    """Folder of the last checkpoint that the run finished, from `--save` of its command line."""
+    finished = [event.iteration for _, event in history.of(trace.Checkpoint) if event.phase == "finished"]
+    started = history.first(trace.RunStarted)
+    argv = started.argv if started else ()
+    if not finished or "--save" not in argv[:-1]:
+        return None
+    place = Path(argv[argv.index("--save") + 1]) / f"iter_{finished[-1]:07d}"
+    return place if place.is_dir() else None
+
+
+def _tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of each parameter in a Megatron checkpoint of format `torch_dist`, as float64; no optimizer state."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = FileSystemReader(checkpoint)
+    stored = reader.read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata) and not name.startswith(("optimizer.", "rng_state"))
+    }
+    load(state, storage_reader=reader, no_dist=True)
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and tensor.numel():
+            yield name, tensor.double()

@@ -1,0 +1,148 @@
+"""A run's trace as the checker and the summary look at it: read once, indexed by what the rules ask for.
+
+It decides nothing: no rule, no tolerance. Every index keeps the line of the event, so that a verdict can point at it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+
+from megatron_recover import trace
+
+Line = int
+Numbered = tuple[Line, trace.AnyEvent]
+
+
+def is_training(label: str) -> bool:
+    """Whether a step's label names a training step, not an evaluation."""
+    return label.startswith("train")
+
+
+class History:
+    """All events of a run in the order of their lines, and indexes over them. Treat it as frozen."""
+
+    def __init__(self, events: Iterable[Numbered], cuts: Iterable[tuple[Line, str]] = (), path: str = "") -> None:
+        self.events: tuple[Numbered, ...] = tuple(events)
+        self.cuts = tuple(cuts)
+        """(line, fragment) of events whose writer was killed in the middle of the write."""
+        self.path = path
+        self._by_type: dict[type, list[Numbered]] = defaultdict(list)
+        for line, event in self.events:
+            self._by_type[type(event)].append((line, event))
+
+    @classmethod
+    def read(cls, run_dir: str | Path) -> History:
+        """Read the trace of a run directory (or a trace file itself).
+
+        Raises FileNotFoundError where there is none and `trace.TraceError` for a line that is no event.
+        """
+        path = Path(run_dir)
+        path = path / trace.EVENTS_FILE if path.is_dir() else path
+        cuts: list[tuple[Line, str]] = []
+        events = list(trace.read(path, lambda line, fragment: cuts.append((line, fragment))))
+        return cls(events, cuts, str(path))
+
+    def of[E](self, kind: type[E]) -> list[tuple[Line, E]]:
+        """All events of one type."""
+        return self._by_type[kind]  # type: ignore[return-value]
+
+    def first[E](self, kind: type[E]) -> E | None:
+        """The first event of a type, if any."""
+        found = self.of(kind)
+        return found[0][1] if found else None
+
+    @cached_property
+    def generations(self) -> dict[int, trace.Generation]:
+        """The first announcement of each generation."""
+        found: dict[int, trace.Generation] = {}
+        for _, event in self.of(trace.Generation):
+            found.setdefault(event.generation, event)
+        return found
+
+    def roster(self, generation: int) -> tuple[int, ...]:
+        """Members of a generation; empty where it was never announced."""
+        event = self.generations.get(generation)
+        return event.roster if event else ()
+
+    @cached_property
+    def bucket_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """For each bucket the ranks that hold it."""
+        joined = self.first(trace.Joined)
+        return joined.bucket_ranks if joined else ()
+
+    def ranks_of(self, bucket: int) -> tuple[int, ...]:
+        """Ranks that hold a bucket; empty for a bucket that nobody announced."""
+        return self.bucket_ranks[bucket] if 0 <= bucket < len(self.bucket_ranks) else ()
+
+    @cached_property
+    def commits(self) -> dict[int, dict[int, tuple[Line, trace.Committed]]]:
+        """Step -> replica -> its first commit of the step."""
+        found: dict[int, dict[int, tuple[Line, trace.Committed]]] = defaultdict(dict)
+        for line, event in self.of(trace.Committed):
+            found[event.step].setdefault(event.replica, (line, event))
+        return dict(sorted(found.items()))
+
+    @cached_property
+    def records(self) -> dict[int, tuple[Line, trace.Committed]]:
+        """Step -> the first commit of it in the trace, which stands for its record."""
+        return {step: min(by_replica.values(), key=lambda one: one[0]) for step, by_replica in self.commits.items()}
+
+    @cached_property
+    def plans(self) -> dict[int, list[tuple[Line, trace.Plan]]]:
+        """Step -> plans of all replicas."""
+        found: dict[int, list[tuple[Line, trace.Plan]]] = defaultdict(list)
+        for line, event in self.of(trace.Plan):
+            found[event.step].append((line, event))
+        return found
+
+    def num_microbatches(self, step: int) -> int | None:
+        """M of a step."""
+        plans = self.plans.get(step)
+        return plans[0][1].num_microbatches if plans else None
+
+    @cached_property
+    def results(self) -> dict[tuple[int, int, int], list[tuple[Line, trace.Reduced | trace.Transferred]]]:
+        """(step, bucket, version) -> every time that a rank came to hold it, by a sum or a transfer."""
+        found: dict[tuple[int, int, int], list[tuple[Line, trace.Reduced | trace.Transferred]]] = defaultdict(list)
+        events: list[tuple[Line, trace.Reduced | trace.Transferred]] = [*self.of(trace.Reduced), *self.of(trace.Transferred)]
+        for line, event in events:
+            found[event.step, event.bucket, event.version].append((line, event))
+        return found
+
+    @cached_property
+    def held_since(self) -> dict[tuple[int, int, int, int, int], Line]:
+        """(step, bucket, version, replica, rank) -> line from which on this rank holds the result."""
+        found: dict[tuple[int, int, int, int, int], Line] = {}
+        for (step, bucket, version), events in self.results.items():
+            for line, event in events:
+                key = (step, bucket, version, event.replica, event.rank)
+                found[key] = min(line, found.get(key, line))
+        return found
+
+    @cached_property
+    def finished(self) -> dict[int, list[tuple[Line, trace.MicrobatchFinished]]]:
+        """Step -> finished microbatches of all ranks."""
+        found: dict[int, list[tuple[Line, trace.MicrobatchFinished]]] = defaultdict(list)
+        for line, event in self.of(trace.MicrobatchFinished):
+            found[event.step].append((line, event))
+        return found
+
+    @cached_property
+    def lost_at(self) -> dict[int, tuple[Line, trace.Generation]]:
+        """Replica -> the announcement of its loss."""
+        found: dict[int, tuple[Line, trace.Generation]] = {}
+        for line, event in self.of(trace.Generation):
+            for lost in event.losses:
+                found.setdefault(lost.replica, (line, event))
+        return found
+
+    def losses(self) -> dict[str, float]:
+        """Label of each step -> its loss, in the order of the steps."""
+        found: dict[int, tuple[str, float]] = {}
+        for _, event in self.of(trace.Applied):
+            if event.loss is not None:
+                found.setdefault(event.step, (event.label, event.loss))
+        return dict(found[step] for step in sorted(found))

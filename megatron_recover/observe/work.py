@@ -1,0 +1,106 @@
+"""What a run computed: which microbatches were lost, computed again, or computed for nothing.
+
+The words are those of docs/guarantees.md: *lost* microbatches were dealt to a replica that died or was fenced before every
+bucket that they go into was safe with others; *redone* ones were computed by another replica after that; *wasted* ones were
+finished by a replica that went on, and entered no committed bucket.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_recover.observe.history import History, Line
+
+
+@dataclass(frozen=True)
+class Redone:
+    """A microbatch computed by `replica` although an older plan had dealt it to somebody for a bucket that it went into."""
+
+    line: Line
+    replica: int
+    generation: int
+    step: int
+    microbatch: int
+    dealt_before_to: tuple[int, ...]
+
+
+class Work:
+    """Accounts of a history's microbatches, over all steps."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+
+    @cached_property
+    def lost(self) -> tuple[tuple[int, int, int, int], ...]:
+        """(generation that announces the loss, replica, step, microbatch), one for each lost microbatch."""
+        history = self._history
+        found = []
+        for replica, (_, announced) in history.lost_at.items():
+            planned = (step for step, plans in history.plans.items() if any(plan.replica == replica for _, plan in plans))
+            step = max(planned, default=None)
+            if step is None:
+                continue
+            record = history.records.get(step)
+            versions = {result.bucket: result.version for result in record[1].versions} if record else {}
+            for _, plan in history.plans[step]:
+                for one in plan.computes if plan.replica == replica else ():
+                    # Into a bucket whose committed version counts this replica, the gradient was not lost.
+                    if not versions or any(replica not in history.roster(versions.get(bucket, 0)) for bucket in one.into):
+                        found += [(announced.generation, replica, step, microbatch) for microbatch in one.microbatches]
+        return tuple(found)
+
+    @cached_property
+    def redone(self) -> tuple[Redone, ...]:
+        """Every backward on a first rank of a microbatch that an older plan had dealt already."""
+        history = self._history
+        found = []
+        for step, events in history.finished.items():
+            dealt: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+            for _, plan in history.plans.get(step, ()):
+                for one in plan.computes:
+                    for microbatch in one.microbatches:
+                        for bucket in one.into:
+                            dealt[microbatch, bucket].add((plan.generation, plan.replica))
+            into: dict[tuple[int, int, int], set[int]] = defaultdict(set)
+            lines: dict[tuple[int, int, int], Line] = {}
+            for line, event in events:
+                key = (event.replica, event.generation, event.microbatch)
+                into[key].update(event.into)
+                if event.rank == 0 and event.chunk == 0:
+                    lines[key] = line
+            for (replica, generation, microbatch), line in lines.items():
+                holders = {
+                    holder for bucket in into[replica, generation, microbatch] for when, holder in dealt[microbatch, bucket]
+                    if when < generation
+                }  # fmt: skip
+                if holders:
+                    found.append(Redone(line, replica, generation, step, microbatch, tuple(sorted(holders))))
+        return tuple(found)
+
+    @cached_property
+    def wasted(self) -> tuple[tuple[Line, int, int, int], ...]:
+        """(line, replica, step, microbatch) of finished backwards that entered no committed bucket.
+
+        Only replicas that committed the step themselves count: what a dying replica threw away is lost, not wasted.
+        """
+        history = self._history
+        found = []
+        for step, events in history.finished.items():
+            record = history.records.get(step)
+            if record is None:
+                continue
+            versions = {result.bucket: result.version for result in record[1].versions}
+            used: dict[tuple[int, int, int], tuple[Line, bool]] = {}
+            for line, event in events:
+                entered = any(
+                    event.generation <= versions.get(bucket, 0) and event.replica in history.roster(versions.get(bucket, 0))
+                    for bucket in event.into
+                )
+                key = (event.replica, event.generation, event.microbatch)
+                used[key] = (line, entered or used.get(key, (line, False))[1])
+            for (replica, _, microbatch), (line, entered) in used.items():
+                if not entered and replica in history.commits[step]:
+                    found.append((line, replica, step, microbatch))
+        return tuple(found)

@@ -1,0 +1,215 @@
+"""Valid traces made by hand: a small, orderly run of the protocol whose events tests then break one at a time.
+
+Two ranks a replica (TP1 x PP2), three buckets: 0 on rank 0; 1 and the ledger (2) on rank 1. Every event is placed where the
+real writers place it: before its effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from megatron_recover import trace
+from megatron_recover.core.values import LossKind
+
+BUCKET_RANKS = ((0,), (1,), (1,))
+BUCKETS = (0, 1, 2)
+
+
+class Run:
+    """Writes the events of a run step by step; `self.events` is the trace so far."""
+
+    def __init__(self, replicas: int = 3, microbatches: int = 6, determinism: str = "exact") -> None:
+        self.events: list[trace.Event] = []
+        self.roster = tuple(range(replicas))
+        self.generation = 1
+        self.step = 0
+        self.trained = 0
+        self.num_microbatches = microbatches
+        self.t = 0.0
+        self.add(
+            trace.RunStarted, replicas=replicas, shape=trace.Layout(tp=1, pp=2), determinism=determinism, seed=1, argv=("run",)
+        )
+        for replica in self.roster:
+            self.add(trace.Joined, replica=replica, fingerprint="f", bucket_ranks=BUCKET_RANKS)
+        self.add(trace.Generation, generation=1, roster=self.roster, reason="start")
+        for replica in self.roster:
+            self.add(trace.Entered, replica=replica, generation=1, seconds=0.001)
+
+    def add(self, event: type[trace.Event], /, **fields: object) -> None:
+        """Append one event; each takes a millisecond."""
+        self.t = round(self.t + 0.001, 6)
+        self.events.append(event(t=self.t, **fields))  # type: ignore[call-arg]
+
+    def deal(self, ids: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Spread ids over the roster, round robin."""
+        size = len(self.roster)
+        return {replica: tuple(ids[i::size]) for i, replica in enumerate(self.roster)}
+
+    def plan(self, dealt: dict[int, tuple[int, ...]], into: tuple[int, ...], transfers: tuple[trace.Transfer, ...] = ()) -> None:
+        """Plans of all members of the roster."""
+        for replica in self.roster:
+            ids = dealt.get(replica, ())
+            self.add(
+                trace.Plan, **self.where(replica), label=self.label, num_microbatches=self.num_microbatches, roster=self.roster,
+                quotas=tuple(len(dealt.get(one, ())) for one in self.roster), transfers=transfers,
+                computes=(trace.Pass(microbatches=ids, into=into),) if ids else (), reduces=into,
+            )  # fmt: skip
+
+    @property
+    def label(self) -> str:
+        return f"train {self.trained + 1}"
+
+    def where(self, replica: int) -> dict[str, int]:
+        """The fields that most events share."""
+        return {"replica": replica, "generation": self.generation, "step": self.step}
+
+    def compute(self, replica: int, ids: Sequence[int], into: tuple[int, ...]) -> None:
+        """Forward and backward of some microbatches on both stages of a replica."""
+        for microbatch in ids:
+            for rank in (0, 1):
+                self.add(trace.MicrobatchStarted, **self.where(replica), rank=rank, microbatch=microbatch)
+            for rank in (1, 0):
+                mine = tuple(bucket for bucket in into if rank in BUCKET_RANKS[bucket])
+                self.add(
+                    trace.MicrobatchFinished, **self.where(replica), rank=rank, microbatch=microbatch, seconds=0.002, into=mine
+                )
+
+    def checksum(self, bucket: int) -> int:
+        """Exact sums: the same whoever computed what."""
+        return 1000 * self.step + bucket
+
+    def reduce(self, buckets: Sequence[int]) -> None:
+        """All members hold the sums of these buckets."""
+        for bucket in buckets:
+            for replica in self.roster:
+                self.add(
+                    trace.Reduced, **self.where(replica), rank=BUCKET_RANKS[bucket][0], bucket=bucket, version=self.generation,
+                    checksum=self.checksum(bucket), provenance="ones",
+                )  # fmt: skip
+
+    def commit(self, versions: dict[int, int], loss: float | None = None) -> None:
+        """Votes, commits and applies of all members."""
+        digest = f"digest {self.step}"
+        results = tuple(
+            trace.Result(bucket=bucket, version=versions[bucket], checksums=(self.checksum(bucket),)) for bucket in BUCKETS
+        )
+        for replica in self.roster:
+            self.add(trace.Voted, **self.where(replica), digest=digest)
+        for replica in self.roster:
+            self.add(
+                trace.Committed, **self.where(replica), label=self.label, digest=digest, adopted=False, versions=results
+            )
+            for rank in (0, 1):
+                writer = replica == self.roster[0] and rank == 1
+                self.add(
+                    trace.Applied, **self.where(replica), rank=rank, label=self.label, parameter_digest=f"p{self.step}.{rank}",
+                    loss=(5.0 - 0.1 * self.trained if loss is None else loss) if writer else None,
+                )  # fmt: skip
+        self.step += 1
+        self.trained += 1
+
+    def quiet_step(self) -> None:
+        """A step in which nothing fails."""
+        dealt = self.deal(range(self.num_microbatches))
+        self.plan(dealt, BUCKETS)
+        for replica, ids in dealt.items():
+            self.compute(replica, ids, BUCKETS)
+        self.reduce(BUCKETS)
+        self.commit(dict.fromkeys(BUCKETS, self.generation))
+
+    def lose(self, victim: int, rank: int, point: str, **fault: int) -> None:
+        """A rank is killed, the rest of its replica fenced, the next generation announced."""
+        self.add(trace.Fault, **self.where(victim), rank=rank, point=point, kind="kill", **fault)
+        self.add(trace.Failure, replica=victim, rank=rank, cause="SIGKILL")
+        self.add(trace.Fenced, replica=victim, ranks=(0, 1))
+        self.roster = tuple(one for one in self.roster if one != victim)
+        self.generation += 1
+        lost = trace.Lost(replica=victim, kind=LossKind.PROCESS_ENDED, detail="SIGKILL")
+        self.add(trace.Generation, generation=self.generation, roster=self.roster, losses=(lost,), reason="loss")
+
+    def statuses(self, held: dict[int, tuple[int, ...]], complete: Callable[[int], tuple[tuple[int, int], ...]]) -> None:
+        """All members enter the generation and say what they have: `complete(replica)`."""
+        for replica in self.roster:
+            self.add(trace.Entered, replica=replica, generation=self.generation, seconds=0.002)
+        for replica in self.roster:
+            self.add(
+                trace.Status, **self.where(replica), work=True, contributions=(held[replica],) * len(BUCKETS),
+                complete=complete(replica), committed=self.step - 1 if self.step else None,
+            )  # fmt: skip
+
+    def step_with_kill_in_backward(self, victim: int) -> None:
+        """`victim` ends when it has finished all but one of its microbatches; the others compute them again."""
+        dealt = self.deal(range(self.num_microbatches))
+        self.plan(dealt, BUCKETS)
+        for replica, ids in dealt.items():
+            self.compute(replica, ids[:-1] if replica == victim else ids, BUCKETS)
+        self.lose(victim, 1, "backward", microbatch=dealt[victim][-1])
+        self.statuses(dealt, lambda replica: ())
+        again = self.deal(dealt[victim])
+        self.plan(again, BUCKETS)
+        for replica, ids in again.items():
+            self.compute(replica, ids, BUCKETS)
+        self.reduce(BUCKETS)
+        self.commit(dict.fromkeys(BUCKETS, self.generation))
+
+    def step_with_kill_in_reduction(self, victim: int) -> None:
+        """Bucket 0 is complete on the first survivor only, bucket 1 and the ledger nowhere: one is sent, two are made again."""
+        dealt = self.deal(range(self.num_microbatches))
+        self.plan(dealt, BUCKETS)
+        for replica, ids in dealt.items():
+            self.compute(replica, ids, BUCKETS)
+        older, (holder, *_) = self.generation, (one for one in self.roster if one != victim)
+        self.add(
+            trace.Reduced, **self.where(holder), rank=0, bucket=0, version=older, checksum=self.checksum(0), provenance="ones"
+        )
+        self.lose(victim, 0, "reduce", bucket=1)
+        for replica in self.roster:
+            self.add(trace.ReductionFailed, replica=replica, generation=older, step=self.step, rank=1, reason="peer lost", bucket=1)
+        self.statuses(dealt, lambda replica: ((0, older),) if replica == holder else ())
+        targets = tuple(one for one in self.roster if one != holder)
+        sent = (trace.Transfer(bucket=0, version=older, source=holder, targets=targets),) if targets else ()
+        again = self.deal(dealt[victim])
+        self.plan(again, (1, 2), sent)
+        for replica, ids in again.items():
+            self.compute(replica, ids, (1, 2))
+        for replica in targets:
+            self.add(
+                trace.Transferred, **self.where(replica), rank=0, bucket=0, version=older, source=holder, checksum=self.checksum(0)
+            )
+        self.reduce((1, 2))
+        self.commit({0: older, 1: self.generation, 2: self.generation})
+
+    def finish(self, exit_code: int = 0) -> Run:
+        """The launcher's last word."""
+        self.add(trace.RunFinished, exit_code=exit_code)
+        return self
+
+
+def faulty_run(determinism: str = "exact") -> Run:
+    """3 -> 2 -> 1 replicas: one killed in a backward, one in a reduction, with quiet steps between."""
+    run = Run(determinism=determinism)
+    run.quiet_step()
+    run.step_with_kill_in_backward(2)
+    run.quiet_step()
+    run.step_with_kill_in_reduction(0)
+    run.quiet_step()
+    return run.finish()
+
+
+def quiet_run(steps: int = 5, determinism: str = "exact") -> Run:
+    """The same steps with nothing failing."""
+    run = Run(determinism=determinism)
+    for _ in range(steps):
+        run.quiet_step()
+    return run.finish()
+
+
+def write(run_dir: Path, events: Sequence[trace.Event]) -> Path:
+    """Write a trace as a run directory holds it; times stay as they are."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lines = b"".join(msgspec.json.encode(event) + b"\n" for event in events)
+    (run_dir / trace.EVENTS_FILE).write_bytes(lines)
+    return run_dir
