@@ -29,9 +29,8 @@ class Run:
         self.trained = 0
         self.num_microbatches = microbatches
         self.t = 0.0
-        self.add(
-            trace.RunStarted, replicas=replicas, shape=trace.Layout(tp=1, pp=2), determinism=determinism, seed=1, argv=("run",)
-        )
+        shape = trace.Layout(tp=1, pp=2)
+        self.add(trace.RunStarted, replicas=replicas, shape=shape, determinism=determinism, seed=1, argv=("run",))
         for replica in self.roster:
             self.add(trace.Joined, replica=replica, fingerprint="f", bucket_ranks=BUCKET_RANKS)
         self.add(trace.Generation, generation=1, roster=self.roster, reason="start")
@@ -48,7 +47,9 @@ class Run:
         size = len(self.roster)
         return {replica: tuple(ids[i::size]) for i, replica in enumerate(self.roster)}
 
-    def plan(self, dealt: dict[int, tuple[int, ...]], into: tuple[int, ...], transfers: tuple[trace.Transfer, ...] = ()) -> None:
+    def plan(
+        self, dealt: dict[int, tuple[int, ...]], into: tuple[int, ...], transfers: tuple[trace.Transfer, ...] = ()
+    ) -> None:
         """Plans of all members of the roster."""
         for replica in self.roster:
             ids = dealt.get(replica, ())
@@ -99,9 +100,7 @@ class Run:
         for replica in self.roster:
             self.add(trace.Voted, **self.where(replica), digest=digest)
         for replica in self.roster:
-            self.add(
-                trace.Committed, **self.where(replica), label=self.label, digest=digest, adopted=False, versions=results
-            )
+            self.add(trace.Committed, **self.where(replica), label=self.label, digest=digest, adopted=False, versions=results)
             for rank in (0, 1):
                 writer = replica == self.roster[0] and rank == 1
                 self.add(
@@ -162,12 +161,12 @@ class Run:
         for replica, ids in dealt.items():
             self.compute(replica, ids, BUCKETS)
         older, (holder, *_) = self.generation, (one for one in self.roster if one != victim)
-        self.add(
-            trace.Reduced, **self.where(holder), rank=0, bucket=0, version=older, checksum=self.checksum(0), provenance="ones"
-        )
+        checksum = self.checksum(0)
+        self.add(trace.Reduced, **self.where(holder), rank=0, bucket=0, version=older, checksum=checksum, provenance="ones")
         self.lose(victim, 0, "reduce", bucket=1)
         for replica in self.roster:
-            self.add(trace.ReductionFailed, replica=replica, generation=older, step=self.step, rank=1, reason="peer lost", bucket=1)
+            failed = {"replica": replica, "rank": 1, "generation": older, "step": self.step, "bucket": 1}
+            self.add(trace.ReductionFailed, **failed, reason="peer lost")
         self.statuses(dealt, lambda replica: ((0, older),) if replica == holder else ())
         targets = tuple(one for one in self.roster if one != holder)
         sent = (trace.Transfer(bucket=0, version=older, source=holder, targets=targets),) if targets else ()
@@ -176,9 +175,8 @@ class Run:
         for replica, ids in again.items():
             self.compute(replica, ids, (1, 2))
         for replica in targets:
-            self.add(
-                trace.Transferred, **self.where(replica), rank=0, bucket=0, version=older, source=holder, checksum=self.checksum(0)
-            )
+            result = {"rank": 0, "bucket": 0, "version": older, "source": holder, "checksum": checksum}
+            self.add(trace.Transferred, **self.where(replica), **result)
         self.reduce((1, 2))
         self.commit({0: older, 1: self.generation, 2: self.generation})
 

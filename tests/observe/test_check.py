@@ -1,0 +1,383 @@
+"""The checker: valid traces pass, and each way to break an invariant is found, with its number and its line.
+
+Each breakage changes one thing in a valid trace by hand, as a defect of the program would have written it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_recover import trace
+from megatron_recover.core.values import LossKind
+from megatron_recover.observe.check import check, describe, violations
+from megatron_recover.observe.history import History
+from tests.observe import traces
+
+Events = list[trace.Event]
+
+
+def _find(events: Events, kind: type[trace.Event], nth: int = 0, **fields: object) -> int:
+    """Index of the n-th event of a type with these fields."""
+    matching = [
+        i for i, event in enumerate(events)
+        if type(event) is kind and all(getattr(event, name) == value for name, value in fields.items())
+    ]  # fmt: skip
+    return matching[nth]
+
+
+def _edit(events: Events, kind: type[trace.Event], nth: int = 0, /, *, to: dict[str, object], **fields: object) -> int:
+    """Change fields of one event; returns its index."""
+    index = _find(events, kind, nth, **fields)
+    events[index] = msgspec.structs.replace(events[index], **to)
+    return index
+
+
+def _move(events: Events, start: int, to: int) -> int:
+    events.insert(to, events.pop(start))
+    return to
+
+
+def _broken(events: Events) -> dict[str, list[int]]:
+    """Invariant -> lines of its violations."""
+    found: dict[str, list[int]] = {}
+    for violation in violations(History(enumerate(events, start=1))):
+        found.setdefault(violation.invariant, []).append(violation.line)
+    return found
+
+
+# Each breakage of the faulty run (steps 0..4; generation 2 in step 1 lost replica 2, generation 3 in step 3 lost replica 0)
+# returns the index of the event that the verdict must name.
+
+
+def provenance_counts_a_microbatch_twice(events: Events) -> int:
+    return _edit(events, trace.Reduced, to={"provenance": (1, 1, 2, 1, 1, 0)}, step=2, bucket=1, replica=1)
+
+
+def a_dealt_microbatch_is_forgotten(events: Events) -> int:
+    del events[_find(events, trace.MicrobatchFinished, step=1, generation=2, rank=1)]
+    return _find(events, trace.Committed, step=1)
+
+
+def two_replicas_compute_the_same_microbatch(events: Events) -> int:
+    _edit(events, trace.MicrobatchFinished, to={"microbatch": 0}, step=0, microbatch=1, rank=0)
+    return _find(events, trace.Committed, step=0)
+
+
+def a_survivor_keeps_only_what_it_computed_last(events: Events) -> int:
+    """In-place reduction would do this: the local gradient of the first pass is gone."""
+    for _ in range(2):
+        _edit(events, trace.MicrobatchFinished, to={"into": ()}, step=1, generation=1, replica=0, rank=0, into=(0,))
+    return _find(events, trace.Committed, step=1)
+
+
+def a_rank_applies_a_step_twice(events: Events) -> int:
+    index = _find(events, trace.Applied, step=2, replica=1, rank=0)
+    events.insert(index + 1, events[index])
+    return index + 1
+
+
+def a_result_differs_between_replicas(events: Events) -> int:
+    return _edit(events, trace.Reduced, to={"checksum": 77}, step=2, bucket=0, replica=1)
+
+
+def a_transfer_arrives_damaged(events: Events) -> int:
+    run = traces.Run()
+    run.step_with_kill_in_reduction(0)
+    events[:] = run.finish().events
+    return _edit(events, trace.Transferred, to={"checksum": 77})
+
+
+def two_replicas_commit_different_records(events: Events) -> int:
+    return _edit(events, trace.Committed, to={"requests": ("exit",)}, step=2, replica=1)
+
+
+def a_commit_lacks_a_vote(events: Events) -> int:
+    del events[_find(events, trace.Voted, step=2, replica=1)]
+    return _find(events, trace.Committed, step=2, replica=0)
+
+
+def a_step_is_adopted_that_nobody_committed(events: Events) -> int:
+    return _edit(events, trace.Committed, to={"adopted": True}, step=2, replica=0)
+
+
+def a_replica_votes_before_it_holds_everything(events: Events) -> int:
+    vote = _find(events, trace.Voted, step=2, replica=0)
+    return _move(events, vote, _find(events, trace.Reduced, step=2, bucket=2, replica=0))
+
+
+def half_a_replica_applies_an_uncommitted_step(events: Events) -> int:
+    return _edit(events, trace.Applied, to={"step": 5}, step=4, replica=1, rank=1)
+
+
+def a_replica_skips_a_step(events: Events) -> int:
+    del events[_find(events, trace.Committed, step=2, replica=1)]
+    return _find(events, trace.Committed, step=3, replica=1)
+
+
+def parameters_drift_apart(events: Events) -> int:
+    return _edit(events, trace.Applied, to={"parameter_digest": "drift"}, step=2, replica=1, rank=0)
+
+
+def tensor_parallel_copies_drift_apart(events: Events) -> int:
+    layout = trace.Layout(tp=2, pp=1)
+    _edit(events, trace.RunStarted, to={"shape": layout})
+    for index, event in enumerate(events):
+        if isinstance(event, trace.Applied):
+            whole = event.step < 4 or event.rank == 0
+            events[index] = msgspec.structs.replace(event, replicated_digest="norm" if whole else "torn")
+    return _find(events, trace.Applied, step=4, rank=1)
+
+
+def an_exact_sum_changes_between_versions(events: Events) -> int:
+    """The second reduction of a bucket sees a local gradient that the first has changed."""
+    first = _find(events, trace.Reduced, step=1, bucket=0, version=2, replica=0)
+    spoilt = trace.Reduced(
+        t=0.0, replica=2, rank=0, generation=1, step=1, bucket=0, version=1, checksum=5, provenance="ones"
+    )  # fmt: skip
+    events.insert(_find(events, trace.Fault, step=1), spoilt)
+    return first + 1
+
+
+def a_rank_applies_before_the_commit(events: Events) -> int:
+    return _move(events, _find(events, trace.Applied, step=2, replica=0, rank=0), _find(events, trace.Voted, step=2))
+
+
+def a_decided_bucket_is_reduced_again(events: Events) -> int:
+    index = _find(events, trace.Reduced, step=3, bucket=1, version=3)
+    again = msgspec.structs.replace(events[index], bucket=0, rank=0, checksum=3000)
+    events.insert(index, again)
+    return index
+
+
+def a_decided_bucket_is_computed_into_again(events: Events) -> int:
+    return _edit(events, trace.MicrobatchFinished, to={"into": (0,)}, step=3, generation=3, rank=0)
+
+
+def a_plan_reduces_a_decided_bucket(events: Events) -> int:
+    return _edit(events, trace.Plan, to={"reduces": (0, 1, 2)}, step=3, generation=3)
+
+
+def another_version_than_the_decided_one_is_committed(events: Events) -> int:
+    index = _find(events, trace.Committed, step=3)
+    results = events[index].versions  # type: ignore[attr-defined]
+    moved = (msgspec.structs.replace(results[0], version=3), *results[1:])
+    return _edit(events, trace.Committed, to={"versions": moved}, step=3)
+
+
+def a_fenced_replica_goes_on(events: Events) -> int:
+    index = _find(events, trace.Voted, step=1)
+    events.insert(index, trace.Voted(replica=2, generation=1, step=1, digest="digest 1"))
+    return index
+
+
+def a_replica_outside_the_roster_commits(events: Events) -> int:
+    return _edit(events, trace.Committed, to={"replica": 2}, step=2, replica=1)
+
+
+def a_vote_of_an_older_generation_follows_the_promise(events: Events) -> int:
+    index = _find(events, trace.Status, generation=2)
+    events.insert(index, trace.Voted(replica=0, generation=1, step=1, digest="digest 1"))
+    return index
+
+
+def a_step_is_committed_in_an_older_generation(events: Events) -> int:
+    return _edit(events, trace.Committed, to={"generation": 1}, step=2, replica=1)
+
+
+def a_status_counts_a_result_that_came_after_the_promise(events: Events) -> int:
+    status = _find(events, trace.Status, generation=3)
+    result = _find(events, trace.Reduced, step=3, bucket=0)
+    _move(events, result, status)
+    return status - 1
+
+
+def one_generation_has_two_rosters(events: Events) -> int:
+    return _edit(events, trace.Plan, to={"roster": (0, 2)}, generation=2, replica=1)
+
+
+def a_generation_number_is_used_twice(events: Events) -> int:
+    return _edit(events, trace.Generation, to={"generation": 2}, generation=3)
+
+
+def a_lost_replica_returns(events: Events) -> int:
+    return _edit(events, trace.Generation, to={"roster": (1, 2)}, generation=3)
+
+
+def a_member_disappears_without_a_loss(events: Events) -> int:
+    return _edit(events, trace.Generation, to={"losses": ()}, generation=3)
+
+
+def a_partition_forms_its_own_generation(events: Events) -> int:
+    index = _find(events, trace.Voted, step=2)
+    events.insert(index, trace.Entered(replica=1, generation=9, seconds=0.1))
+    return index
+
+
+def the_latest_checkpoint_goes_back(events: Events) -> int:
+    for iteration in (4, 3):
+        events.insert(-1, trace.Checkpoint(replica=1, rank=0, iteration=iteration, phase="finished"))
+    return len(events) - 2
+
+
+def a_microbatch_of_a_survivor_is_computed_again(events: Events) -> int:
+    index = _find(events, trace.MicrobatchFinished, step=1, generation=2, rank=0)
+    for rank, into in ((0, (0,)), (1, (1, 2))):
+        events.insert(index + 1, msgspec.structs.replace(events[index], microbatch=0, rank=rank, into=into))
+    return index + 2
+
+
+def a_survivors_work_goes_nowhere(events: Events) -> int:
+    index = _find(events, trace.MicrobatchFinished, step=4, rank=0)
+    events.insert(index + 1, msgspec.structs.replace(events[index], microbatch=5, generation=2, replica=1, into=()))
+    return index + 1
+
+
+def a_member_never_enters_the_last_generation(events: Events) -> int:
+    run = traces.Run()
+    run.quiet_step()
+    run.plan(run.deal(range(6)), traces.BUCKETS)
+    run.lose(2, 1, "backward")
+    events[:] = run.finish(1).events
+    del events[_find(events, trace.Committed, step=0, replica=1)]
+    return _find(events, trace.Generation, generation=2)
+
+
+BREAKAGES: list[tuple[str, Callable[[Events], int]]] = [
+    ("INV-1", provenance_counts_a_microbatch_twice),
+    ("INV-1", a_dealt_microbatch_is_forgotten),
+    ("INV-1", two_replicas_compute_the_same_microbatch),
+    ("INV-1", a_survivor_keeps_only_what_it_computed_last),
+    ("INV-1", a_rank_applies_a_step_twice),
+    ("INV-2", a_result_differs_between_replicas),
+    ("INV-2", a_transfer_arrives_damaged),
+    ("INV-2", two_replicas_commit_different_records),
+    ("INV-2", a_commit_lacks_a_vote),
+    ("INV-2", a_step_is_adopted_that_nobody_committed),
+    ("INV-2", a_replica_votes_before_it_holds_everything),
+    ("INV-2", half_a_replica_applies_an_uncommitted_step),
+    ("INV-2", a_replica_skips_a_step),
+    ("INV-2", parameters_drift_apart),
+    ("INV-2", tensor_parallel_copies_drift_apart),
+    ("INV-3", an_exact_sum_changes_between_versions),
+    ("INV-3", a_rank_applies_before_the_commit),
+    ("INV-4", a_decided_bucket_is_reduced_again),
+    ("INV-4", a_decided_bucket_is_computed_into_again),
+    ("INV-4", a_plan_reduces_a_decided_bucket),
+    ("INV-4", another_version_than_the_decided_one_is_committed),
+    ("INV-5", a_fenced_replica_goes_on),
+    ("INV-5", a_replica_outside_the_roster_commits),
+    ("INV-5", a_vote_of_an_older_generation_follows_the_promise),
+    ("INV-5", a_step_is_committed_in_an_older_generation),
+    ("INV-5", a_status_counts_a_result_that_came_after_the_promise),
+    ("INV-6", one_generation_has_two_rosters),
+    ("INV-6", a_generation_number_is_used_twice),
+    ("INV-6", a_lost_replica_returns),
+    ("INV-6", a_member_disappears_without_a_loss),
+    ("INV-6", a_partition_forms_its_own_generation),
+    ("INV-6", the_latest_checkpoint_goes_back),
+    ("INV-7", a_microbatch_of_a_survivor_is_computed_again),
+    ("INV-7", a_survivors_work_goes_nowhere),
+    ("INV-8", a_member_never_enters_the_last_generation),
+]
+
+
+@pytest.mark.parametrize("determinism", ["exact", "fast"])
+def test_valid_traces_hold(determinism: str) -> None:
+    for run in (traces.quiet_run(determinism=determinism), traces.faulty_run(determinism)):
+        assert _broken(run.events) == {}
+
+
+@pytest.mark.parametrize(("invariant", "breakage"), BREAKAGES, ids=lambda value: getattr(value, "__name__", value))
+def test_each_breakage_is_found_and_named(invariant: str, breakage: Callable[[Events], int], tmp_path: Path) -> None:
+    events = list(traces.faulty_run().events)
+    line = breakage(events) + 1
+    broken = _broken(events)
+    assert line in broken.get(invariant, []), f"expected {invariant} at line {line}, found {broken}"
+
+    verdict = check(traces.write(tmp_path / "run", events))
+    text = describe(verdict)
+    print(text)
+    assert not verdict.holds
+    assert f"{invariant} " in text and "BROKEN" in text and f"line {line}: " in text
+    assert msgspec.json.encode(events[line - 1]).decode() in text, "the event itself is shown"
+
+
+def test_every_invariant_that_a_trace_can_show_is_broken_at_least_once() -> None:
+    assert {invariant for invariant, _ in BREAKAGES} == {f"INV-{number}" for number in range(1, 9)}
+
+
+def test_a_second_death_during_the_recovery_is_no_violation() -> None:
+    """Generation 2 is overtaken after its plan; replica 1 dies with what it was dealt, replica 0 computes all."""
+    run = traces.Run()
+    dealt = run.deal(range(6))
+    run.plan(dealt, traces.BUCKETS)
+    for replica, ids in dealt.items():
+        run.compute(replica, ids, traces.BUCKETS)
+    run.lose(2, 1, "before_reduce")
+    run.statuses(dealt, lambda replica: ())
+    again = run.deal(dealt[2])
+    run.plan(again, traces.BUCKETS)
+    run.compute(0, again[0], traces.BUCKETS)
+    run.lose(1, 0, "recompute", microbatch=again[1][0])
+    run.statuses({0: dealt[0] + again[0]}, lambda replica: ())
+    run.plan({0: dealt[1] + again[1]}, traces.BUCKETS)
+    run.compute(0, dealt[1] + again[1], traces.BUCKETS)
+    run.reduce(traces.BUCKETS)
+    run.commit(dict.fromkeys(traces.BUCKETS, 3))
+    assert _broken(run.finish().events) == {}
+
+
+def test_adopting_what_a_dead_member_committed_is_no_violation() -> None:
+    run = traces.Run()
+    run.quiet_step()
+    commit = run.events[_find(run.events, trace.Committed, replica=1)]
+    cut = _find(run.events, trace.Committed, replica=1)
+    del run.events[cut:]
+    run.step = 0
+    run.lose(0, 0, "optimizer")
+    run.statuses({1: (1, 4), 2: (2, 5)}, lambda replica: tuple((bucket, 1) for bucket in traces.BUCKETS))
+    for replica in run.roster:
+        run.add(
+            trace.Committed, **run.where(replica), label="train 1", digest="digest 0", adopted=True, versions=commit.versions,  # type: ignore[attr-defined]
+        )  # fmt: skip
+    run.step = run.trained = 1
+    run.quiet_step()
+    assert _broken(run.finish().events) == {}
+
+
+def test_a_replica_is_lost_although_its_process_lives() -> None:
+    run = traces.Run()
+    run.quiet_step()
+    run.roster, run.generation = (0, 1), 2
+    lost = trace.Lost(replica=2, kind=LossKind.SUSPECTED, detail="no answer for 10 s")
+    run.add(trace.Generation, generation=2, roster=(0, 1), losses=(lost,))
+    run.add(trace.Voted, replica=2, generation=1, step=1, digest="late, and without effect")
+    run.add(trace.Fenced, replica=2, ranks=(0, 1))
+    run.statuses({0: (), 1: ()}, lambda replica: ())
+    run.quiet_step()
+    assert _broken(run.finish().events) == {}
+
+
+def test_a_log_without_a_committed_step_proves_nothing(tmp_path: Path) -> None:
+    verdict = check(traces.write(tmp_path, traces.Run().finish(1).events))
+    assert not verdict.holds
+    assert "nothing to prove" in describe(verdict)
+
+
+def test_a_running_or_orphaned_run_is_said_to_be_one(tmp_path: Path) -> None:
+    verdict = check(traces.write(tmp_path, traces.faulty_run().events[:-1]))
+    assert verdict.holds
+    assert "no run_finished" in describe(verdict)
+
+
+def test_a_cut_line_is_told(tmp_path: Path) -> None:
+    run_dir = traces.write(tmp_path, traces.faulty_run().events)
+    with open(run_dir / trace.EVENTS_FILE, "ab") as file:
+        file.write(b'{"event":"vot')
+    verdict = check(run_dir)
+    assert verdict.holds
+    assert "was cut short" in describe(verdict)
