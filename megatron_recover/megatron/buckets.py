@@ -1,0 +1,157 @@
+"""Slices of upstream's gradient buffers: what a stage reduces, and where a pass puts its gradient.
+
+Decides the geometry: which elements belong to which bucket, the same on every replica. It never communicates across replicas.
+
+Note [Columns]
+    Upstream's distributed optimizer cuts each of its buckets into one shard a lane. Seen as a matrix with one row a lane, a
+    bucket of ours is a range of columns, so what a lane holds of it after the reduction over lanes lies inside the lane's
+    optimizer shard. With one lane a column range is simply a slice. The plain optimizer uses the same geometry and gathers the
+    rows of all lanes after the commit. Buckets cut parameters in two where it happens; `Region.only_into` copes with that.
+
+Note [Local gradient]
+    `Region.local` is upstream's own buffer: backward accumulates into it and nothing else writes it until the step is committed
+    (INV-3). A result is a separate tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_recover.core.values import BucketId
+
+
+class Bucket:
+    """Columns `start`..`stop` of a region."""
+
+    def __init__(self, region: Region, start: int, stop: int) -> None:
+        self.region = region
+        self.start, self.stop = start, stop
+        self.id: BucketId = -1
+        """Number over all stages of the replica; set by `number`."""
+
+    @property
+    def size(self) -> int:
+        """Elements of this rank's result."""
+        return self.stop - self.start
+
+    def slices(self) -> list[slice]:
+        """Its elements in the region, lane by lane; the last lane's may be short."""
+        width, end = self.region.width, self.region.local.numel()
+        return [
+            slice(min(lane * width + self.start, end), min(lane * width + self.stop, end))
+            for lane in range(self.region.num_lanes)
+        ]
+
+    def shard(self, source: Tensor) -> Tensor:
+        """Sum this lane's part over the lanes, out of place (a view of `source` where the lane is alone).
+
+        `source` has the region's layout (the local gradient, or its exact accumulator).
+        """
+        if self.region.num_lanes == 1:
+            return source[self.start : self.stop]
+        rows = source.new_zeros(self.region.num_lanes, self.size)
+        for row, part in zip(rows, self.slices(), strict=True):
+            row[: part.stop - part.start] = source[part]
+        mine = source.new_empty(self.size)
+        dist.reduce_scatter_tensor(mine, rows.view(-1), group=self.region.group)
+        return mine
+
+    def apply(self, result: Tensor) -> None:
+        """Make the result the gradient: scaled as upstream scales, rounded once, on the lanes that need it."""
+        local, scaled = self.region.local, result if self.region.scale == 1.0 else result * self.region.scale
+        parts = self.slices()
+        if self.region.num_lanes == 1 or self.region.sharded:
+            part = parts[self.region.lane]
+            local[part].copy_(scaled[: part.stop - part.start])
+            return
+        mine = scaled.to(local.dtype)
+        rows = mine.new_empty(self.region.num_lanes, self.size)
+        dist.all_gather_into_tensor(rows.view(-1), mine, group=self.region.group)
+        for row, part in zip(rows, parts, strict=True):
+            local[part] = row[: part.stop - part.start]
+
+
+class Region:
+    """One of upstream's own buckets (without overlap: a whole gradient buffer) and our buckets in it."""
+
+    def __init__(self, chunk: int, buffer: Any, upstream: Any, bucket_elements: int, sharded: bool) -> None:
+        self.chunk = chunk
+        self.local: Tensor = upstream.grad_data
+        self.params: dict[Any, tuple[int, int]] = upstream.param_to_index
+        self.group = buffer.data_parallel_group
+        self.num_lanes: int = self.group.size()
+        self.lane: int = self.group.rank()
+        self.scale: float = upstream.gradient_scaling_factor
+        self.sharded = sharded
+        """Each lane's optimizer needs its own shard of the gradient only (ZeRO-1)."""
+        self.width = math.ceil(self.local.numel() / self.num_lanes)
+        num = max(1, round(self.local.numel() / bucket_elements))
+        edges = [self.width * index // num for index in range(num + 1)]
+        self.buckets = [Bucket(self, start, stop) for start, stop in zip(edges, edges[1:], strict=False) if stop > start]
+
+    @contextlib.contextmanager
+    def only_into(self, into: Sequence[BucketId]) -> Iterator[None]:
+        """Inside, backward adds to the local gradient of the buckets `into` only; one small dump takes the rest."""
+        dump = self.local.new_empty(max(stop - start for start, stop in self.params.values()))
+        kept = [part for bucket in self.buckets if bucket.id in into for part in bucket.slices()]
+        redirected = []
+        for param, (start, stop) in self.params.items():
+            overlaps = [slice(max(part.start, start) - start, min(part.stop, stop) - start) for part in kept]
+            overlaps = [part for part in overlaps if part.start < part.stop]
+            if sum(part.stop - part.start for part in overlaps) == stop - start:
+                continue
+            target = torch.zeros_like(param.main_grad) if overlaps else dump[: stop - start].view(param.main_grad.shape)
+            redirected.append((param, param.main_grad, overlaps))
+            param.main_grad = target
+        yield
+        for param, main_grad, overlaps in redirected:
+            taken, param.main_grad = param.main_grad, main_grad
+            for part in overlaps:
+                main_grad.view(-1)[part] += taken.view(-1)[part]
+
+
+def find_regions(chunks: Sequence[Any], bucket_elements: int) -> list[Region]:
+    """The regions of this rank's model chunks (upstream's DDP modules), in upstream's order.
+
+    Raises ValueError for gradients that do not live in upstream's buffers.
+    """
+    regions = []
+    for chunk, model in enumerate(chunks):
+        for buffer in [*model.buffers, *model.expert_parallel_buffers]:
+            if buffer.extra_main_grads:
+                raise ValueError(
+                    "gradients kept outside the gradient buffer are not supported; drop the fp32 accumulation patterns"
+                )
+            sharded = bool(model.ddp_config.use_distributed_optimizer)
+            regions += [Region(chunk, buffer, upstream, bucket_elements, sharded) for upstream in buffer.buckets]
+    return regions
+
+
+def number(
+    regions: Sequence[Region], stage: int, layouts: Sequence[tuple[int, tuple[int, ...]]]
+) -> tuple[tuple[int, ...], ...]:
+    """Give the buckets of this rank's `stage` their numbers; return the ranks of each bucket (`Shape.bucket_ranks`).
+
+    `layouts[rank]` is (stage, element counts of its buckets) of each rank of the replica. Raises ValueError if ranks of one
+    stage differ. The ledger, on the last stage, is the last bucket.
+    """
+    bucket_ranks: list[tuple[int, ...]] = []
+    num_stages = 1 + max(rank_stage for rank_stage, _ in layouts)
+    for each in range(num_stages):
+        ranks = tuple(rank for rank, (rank_stage, _) in enumerate(layouts) if rank_stage == each)
+        sizes = {layouts[rank][1] for rank in ranks}
+        if len(sizes) > 1:
+            raise ValueError(f"ranks {ranks} of pipeline stage {each} have unlike gradient buffers: {sorted(sizes)}")
+        if each == stage:
+            for offset, bucket in enumerate(bucket for region in regions for bucket in region.buckets):
+                bucket.id = len(bucket_ranks) + offset
+        bucket_ranks += [ranks] * len(next(iter(sizes)))
+    last = tuple(rank for rank, (rank_stage, _) in enumerate(layouts) if rank_stage == num_stages - 1)
+    return (*bucket_ranks, last)

@@ -1,0 +1,318 @@
+"""The way of a step through Megatron: begin, obey the leader's orders, apply what was committed.
+
+Stands where Megatron calls its forward-backward function. Decides nothing about membership, shares or commitment (these come
+as orders); it only carries plans out and, on `Apply`, hands the committed gradient to upstream's own finalize, which is
+followed by upstream's own clip and optimizer.
+
+Note [Who calls what]
+    Megatron's training loop calls `CommitLoop.run` (through the seam `forward_backward`), which returns when the step is
+    committed: the gradient buffers hold the step's gradient, and on the last stage the loss dictionaries of all M microbatches
+    come back in the order of their ids, so everything after it (clip, optimizer, logging) is upstream's and sees a whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megatron_recover import trace
+from megatron_recover.config import RecoverConfig
+from megatron_recover.core.values import Apply, BucketId, Plan, Shape, Work
+from megatron_recover.faults import FaultInjector, FaultPoint
+from megatron_recover.megatron.checksum import checksum
+from megatron_recover.megatron.data import MicrobatchCursor
+from megatron_recover.megatron.ledger import count_tokens, read_losses
+from megatron_recover.megatron.reduction import Gather, ReducingMember, Reduction, gather_over_replica
+from megatron_recover.megatron.schedule import Schedule
+
+
+class Member(ReducingMember, Protocol):
+    """What of `collectives.member.Member` the commit loop needs; docs/architecture.md says what each does."""
+
+    generation: int
+    roster: tuple[int, ...]
+
+    def is_writer(self) -> bool: ...
+    def join(self, shape: Shape, fingerprint: str) -> None: ...
+    def begin(self, work: Work, requests: Sequence[str] = ()) -> int: ...
+    def next_order(self) -> Plan | Apply: ...
+    def raised(self, microbatch: int | None, error: BaseException) -> None: ...
+
+
+class _Microbatches:
+    """Listens to the passes of one step: puts the rank into each microbatch, and notes what came of it."""
+
+    def __init__(self, loop: CommitLoop, reduction: Reduction, step: int, forward_only: bool) -> None:
+        self._loop, self._reduction, self._step, self._forward_only = loop, reduction, step, forward_only
+        self.current: int | None = None
+        """The id being computed."""
+        self.generation = 0
+        self.into: tuple[BucketId, ...] = ()
+        self.again = False
+        """Whether the pass recomputes what another replica lost."""
+        self._since = 0.0
+        self._seconds: dict[tuple[int, int], float] = {}
+
+    def forward_begins(self, microbatch: int, chunk: int) -> None:
+        self.current = microbatch
+        self._loop.record(trace.MicrobatchStarted, self.generation, self._step, microbatch=microbatch, chunk=chunk)
+        point = FaultPoint.EVALUATE if self._forward_only else FaultPoint.RECOMPUTE if self.again else FaultPoint.FORWARD
+        self._loop.pass_fault(point, self._step, microbatch)
+        self._loop.enter_microbatch(microbatch, chunk)
+        self._since = time.perf_counter()
+
+    def forward_ended(self, microbatch: int, chunk: int, tokens: Tensor, losses: dict[str, Tensor] | None) -> None:
+        self._seconds[microbatch, chunk] = time.perf_counter() - self._since
+        if losses is not None and self._takes_ledger() and self._reduction.ledger is not None:
+            self._reduction.ledger.write(microbatch, tokens, losses)
+        if self._forward_only:
+            self._finish(microbatch, chunk, ())
+
+    def backward_begins(self, microbatch: int, chunk: int) -> None:
+        self.current = microbatch
+        self._loop.pass_fault(FaultPoint.BACKWARD, self._step, microbatch)
+        self._since = time.perf_counter()
+
+    def backward_ended(self, microbatch: int, chunk: int) -> None:
+        self._seconds[microbatch, chunk] += time.perf_counter() - self._since
+        self._finish(microbatch, chunk, self._reduction.count(microbatch, chunk, self.into))
+
+    def _takes_ledger(self) -> bool:
+        return self._reduction.is_last_stage and self._reduction.ledger_bucket in self.into
+
+    def _finish(self, microbatch: int, chunk: int, taken: tuple[BucketId, ...]) -> None:
+        seconds = self._seconds.pop((microbatch, chunk))
+        if self._takes_ledger() and self._reduction.ledger is not None:
+            self._reduction.ledger.add_seconds(microbatch, seconds)
+            if chunk == self._loop.num_chunks - 1:
+                self._reduction.count_ledger(microbatch)
+                taken = (*taken, self._reduction.ledger_bucket)
+        self._loop.record(
+            trace.MicrobatchFinished, self.generation, self._step, microbatch=microbatch, chunk=chunk,
+            seconds=round(seconds, 6), into=taken,
+        )  # fmt: skip
+        self.current = None
+
+
+class CommitLoop:
+    """One rank's steps. Created before Megatron builds its model; joins the run at its first step."""
+
+    def __init__(
+        self,
+        member: Member,
+        config: RecoverConfig,
+        originals: Mapping[str, Callable[..., Any]],
+        *,
+        cursor: MicrobatchCursor,
+        seed: Callable[[int, int, int], None],
+        iteration: Callable[[], int],
+        fingerprint: str,
+        log: trace.EventLog | None = None,
+        faults: FaultInjector | None = None,
+        gather: Gather = gather_over_replica,
+    ) -> None:
+        """`originals`: what Megatron has behind the seams of `replacements`. `seed(iteration, microbatch, chunk)` sets the
+        random state; `iteration()` is Megatron's current one, from 1; `fingerprint` goes to `Member.join`.
+        """
+        self._member, self._config, self._originals = member, config, originals
+        self._schedule = Schedule(originals["forward_step"], originals["backward_step"])
+        self._cursor, self._seed, self._iteration, self._fingerprint = cursor, seed, iteration, fingerprint
+        self._log, self._faults, self._gather = log, faults, gather
+        self._reduction: Reduction | None = None
+        self._chunks: list[Any] = []
+        self._num_evaluations = 0
+        self._applied: tuple[int, Apply, float | None] | None = None
+        """The step whose optimizer has not run yet."""
+        self._step = 0
+
+    # --- seams -----------------------------------------------------------------------------------------------------------
+
+    def replacements(self) -> dict[str, Any]:
+        """What stands behind each seam of the commit loop and of its schedule."""
+        return {
+            "forward_step": self._schedule.forward_step,
+            "backward_step": self._schedule.backward_step,
+            "forward_backward": self.choose_schedule,
+            "train_step": self.train_step,
+            "finish_grad_sync": gradient_is_reduced,
+        }
+
+    def choose_schedule(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """Seam `forward_backward`: what upstream chooses, run by this loop."""
+        return functools.partial(self.run, self._originals["forward_backward"](*args, **kwargs))
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Seam `train_step`: upstream's, after which the parameters that the optimizer has made are noted."""
+        with self._fault_in_optimizer():
+            outcome = self._originals["train_step"](*args, **kwargs)
+        self.stepped()
+        return outcome
+
+    @contextlib.contextmanager
+    def _fault_in_optimizer(self) -> Iterator[None]:
+        if (faults := self._faults) is None:
+            yield
+            return
+        # Inside the optimizer's own step: upstream has clipped the gradient and changed no parameter of this one yet.
+        hook = register_optimizer_step_pre_hook(lambda *_: faults.at(FaultPoint.OPTIMIZER, step=self._step))
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    # --- a step ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks of this stage."""
+        return len(self._chunks)
+
+    def join(self, chunks: Sequence[Any]) -> Reduction:
+        """Tell the run what this rank holds (once); blocks until the first generation."""
+        if self._reduction is None:
+            self._chunks = list(chunks)
+            self._reduction = Reduction(
+                chunks, stage=parallel_state.get_pipeline_model_parallel_rank(),
+                is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True), config=self._config,
+                member=self._member, gather=self._gather, log=self._log, faults=self._faults,
+            )  # fmt: skip
+            self._member.join(self._reduction.shape, self._fingerprint)
+        return self._reduction
+
+    def run(self, upstream: Callable[..., Any], **arguments: Any) -> list[dict[str, Tensor]]:
+        """Stands for one call of `upstream`, a forward-backward function: a whole step, shared by all replicas.
+
+        Returns the loss dictionaries of all ids in their order on the last stage, else an empty list. Raises ValueError for
+        `collect_non_loss_data`, which no replica has for the whole batch, and whatever `Member.next_order` raises.
+        """
+        if arguments.get("collect_non_loss_data"):
+            raise ValueError("process_non_loss_data_func is not supported: no replica sees the data of the whole batch")
+        chunks = arguments["model"] if isinstance(arguments["model"], list) else [arguments["model"]]
+        forward_only = bool(arguments.get("forward_only"))
+        num_microbatches = arguments["num_microbatches"]
+        reduction = self.join(chunks)
+        work = Work(self._label(forward_only), num_microbatches, reduction.buckets(forward_only))
+        self._cursor.begin(arguments["data_iterator"], num_microbatches)
+        self._step = step = self._member.begin(work)
+        reduction.begin(step, num_microbatches)
+        order = self._obey(upstream, arguments, reduction, _Microbatches(self, reduction, step, forward_only), work)
+        return self._apply(order, reduction, chunks, arguments)
+
+    def _obey(
+        self,
+        upstream: Callable[..., Any],
+        arguments: dict[str, Any],
+        reduction: Reduction,
+        microbatches: _Microbatches,
+        work: Work,
+    ) -> Apply:
+        while not isinstance(order := self._member.next_order(), Apply):
+            if order.work != work:
+                raise RuntimeError(f"ordered to work on {order.work} where Megatron is at {work}")
+            microbatches.generation = order.generation
+            try:
+                for compute in order.computes:
+                    microbatches.into = compute.into
+                    with reduction.collecting(compute.into):
+                        self._schedule.run_pass(
+                            upstream, arguments, compute.microbatches, divisor=work.num_microbatches, listener=microbatches
+                        )
+            except Exception as error:
+                self._member.raised(microbatches.current, error)
+                raise
+            microbatches.again = True
+            reduction.reduce(order)
+        return order
+
+    def _apply(
+        self, order: Apply, reduction: Reduction, chunks: list[Any], arguments: dict[str, Any]
+    ) -> list[dict[str, Tensor]]:
+        last = reduction.is_last_stage
+        losses = read_losses(reduction.committed_rows()) if last else []
+        self._applied = (self._step, order, _mean_loss(losses) if self._member.is_writer() else None)
+        if arguments.get("forward_only"):
+            self.stepped(digest=False)
+            return losses
+        reduction.apply(tuple(version.bucket for version in order.record.versions))
+        config = get_model_config(chunks[0])
+        tokens = None
+        if config.calculate_per_token_loss:
+            # Upstream takes the last stage's count to all stages and adds it up over the lanes: it wants this lane's.
+            device = chunks[0].buffers[0].grad_data.device
+            tokens = count_tokens(reduction.committed_rows()) if last else torch.zeros([], dtype=torch.int, device=device)
+        if config.finalize_model_grads_func is not None:
+            config.finalize_model_grads_func(
+                chunks, tokens, pg_collection=arguments.get("pg_collection"), force_all_reduce=arguments.get("force_all_reduce")
+            )
+        return losses
+
+    def stepped(self, digest: bool = True) -> None:
+        """The optimizer has run (or, after an evaluation, has nothing to do): write `applied`."""
+        if self._applied is None:
+            return
+        (step, order, loss), self._applied = self._applied, None
+        self._num_evaluations = 0 if digest else self._num_evaluations
+        interval = self._config.digest_interval
+        parameters = replicated = None
+        if self._log is not None and digest and interval and step % interval == 0:
+            everything = [parameter for chunk in self._chunks for parameter in chunk.parameters()]
+            parameters = f"{checksum(everything):016x}"
+            replicated = f"{checksum([each for each in everything if _is_replicated(each)]):016x}"
+        self.record(
+            trace.Applied, order.generation, step, label=order.record.label, parameter_digest=parameters,
+            replicated_digest=replicated, loss=loss,
+        )  # fmt: skip
+
+    # --- of a microbatch -------------------------------------------------------------------------------------------------
+
+    def enter_microbatch(self, microbatch: int, chunk: int) -> None:
+        """Put samples and random state at the beginning of a microbatch."""
+        self._cursor.microbatch = microbatch
+        self._seed(self._iteration(), microbatch, chunk)
+
+    def pass_fault(self, point: FaultPoint, step: int, microbatch: int) -> None:
+        """Pass a fault point of a microbatch."""
+        if self._faults is not None:
+            self._faults.at(point, step=step, microbatch=microbatch)
+
+    def record(self, event: Callable[..., trace.Event], generation: int, step: int, **fields: Any) -> None:
+        """Write an event of this rank."""
+        if self._log is not None:
+            member = self._member
+            self._log.record(event(replica=member.replica, rank=member.rank, generation=generation, step=step, **fields))
+
+    def _label(self, forward_only: bool) -> str:
+        if not forward_only:
+            return f"train {self._iteration()}"
+        self._num_evaluations += 1
+        return f"evaluate {self._iteration()}/{self._num_evaluations}"
+
+
+def gradient_is_reduced(chunk: Any, force_all_reduce: bool | None = False) -> None:
+    """Seam `finish_grad_sync`: upstream's finalize finds the gradient already summed over lanes and replicas."""
+    for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+        group.param_gather_dispatched = False
+        group.grad_reduce_finished = True
+
+
+def _is_replicated(parameter: Any) -> bool:
+    """Whether every tensor-parallel rank of the stage must hold the parameter alike."""
+    return not getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, "allreduce", True)
+
+
+def _mean_loss(losses: Sequence[dict[str, Tensor]]) -> float | None:
+    """The first reported loss over all microbatches, as upstream averages it: by tokens where it comes with a count."""
+    if not losses or not losses[0]:
+        return None
+    key = next(iter(losses[0]))
+    values = torch.stack([report[key].reshape(-1).double() for report in losses])
+    return float(values[:, 0].sum() / values[:, 1].sum()) if values.shape[1] == 2 else float(values.mean())

@@ -1,0 +1,303 @@
+"""From local gradients to results: buckets, their provenance, sums over lanes and over replicas.
+
+Decides when a result is complete on this rank. It never writes a local gradient (INV-3), never decides whether a step is
+committed, and never reports a result whose provenance is not one for every microbatch of the step (INV-1).
+
+Note [Tally]
+    Beside its elements a bucket carries one float64 tensor: how often each id is in its gradient, counted when a backward has
+    really finished, and at the end the bound of `exact`. It goes through the same sums as the gradient, over lanes and
+    replicas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_recover import trace
+from megatron_recover.collectives.transport import Probe, Revoked, Transport, TransportError
+from megatron_recover.config import RecoverConfig
+from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.values import BucketId, Held, Plan, Shape, Transfer
+from megatron_recover.faults import FaultInjector, FaultPoint
+from megatron_recover.megatron import exact
+from megatron_recover.megatron.buckets import Bucket, find_regions, number
+from megatron_recover.megatron.checksum import checksum
+from megatron_recover.megatron.ledger import NUM_COLUMNS, Ledger
+
+logger = logging.getLogger(__name__)
+
+
+class ReducingMember(Protocol):
+    """What of a rank's control endpoint (`collectives.member.Member`) a reduction needs."""
+
+    replica: int
+    rank: int
+
+    def transport(self, generation: int) -> Transport: ...
+    def hold(self, held: Held) -> bool: ...
+    def blocked(self, generation: int, error: BaseException) -> None: ...
+
+
+Gather = Callable[[Any], Sequence[Any]]
+"""Everyone's value, by rank inside the replica."""
+
+
+def gather_over_replica(value: Any) -> list[Any]:
+    """`Gather` over the replica's own world."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+class _Slot:
+    """A bucket of this rank: where its sum is taken from and where its result goes. `bucket` is None for the ledger."""
+
+    def __init__(self, number: BucketId, bucket: Bucket | None, result: Tensor) -> None:
+        self.id = number
+        self.bucket = bucket
+        self.result = result
+        self.tally = result.new_zeros(0)
+        """Of the local gradient; see Note [Tally]."""
+        self.total = result.new_zeros(0)
+        """The tally of the result."""
+        self.lanes = bucket.region.group if bucket is not None and bucket.region.num_lanes > 1 else None
+
+    @property
+    def num_lanes(self) -> int:
+        return self.bucket.region.num_lanes if self.lanes is not None and self.bucket is not None else 1
+
+
+class Reduction:
+    """The buckets of one rank, for the life of the rank.
+
+    Order of calls in a step: `begin`; any number of passes, each inside `collecting`, with `count` after every backward, and
+    of `reduce`; then `apply`, after which the local gradient is the step's.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        *,
+        stage: int,
+        is_last_stage: bool,
+        config: RecoverConfig,
+        member: ReducingMember,
+        gather: Gather = gather_over_replica,
+        log: trace.EventLog | None = None,
+        faults: FaultInjector | None = None,
+    ) -> None:
+        """`chunks`: upstream's DDP modules of this rank. Collective over the replica (`gather`)."""
+        self._config, self._member, self._log, self._faults = config, member, log, faults
+        self.regions = find_regions(chunks, config.bucket_elements)
+        local = [bucket for region in self.regions for bucket in region.buckets]
+        layouts = gather((stage, tuple(bucket.size for bucket in local)))
+        bucket_ranks = number(self.regions, stage, layouts)
+        self.shape = Shape(len(layouts), bucket_ranks)
+        self.ledger_bucket: BucketId = len(bucket_ranks) - 1
+        exactly = config.determinism == "exact"
+        self._accumulators = {
+            region: region.local.new_zeros(region.local.numel(), dtype=torch.float64) for region in self.regions if exactly
+        }
+        self._slots = [
+            _Slot(bucket.id, bucket, bucket.region.local.new_empty(bucket.size, dtype=torch.float64 if exactly else None))
+            for bucket in local
+        ]
+        self._exponents = {bucket.id: exact.FIRST_EXPONENT for bucket in local}
+        self.ledger: Ledger | None = None
+        """The step's rows on the last stage; None on other stages."""
+        self.is_last_stage = is_last_stage
+        self._device = self.regions[0].local.device if self.regions else torch.device("cpu")
+        self._step = 0
+        self._num_plans = 0
+
+    def buckets(self, forward_only: bool) -> tuple[BucketId, ...]:
+        """What a step reduces: every bucket of the replica, or for an evaluation only the ledger."""
+        return (self.ledger_bucket,) if forward_only else tuple(range(self.ledger_bucket + 1))
+
+    # --- a step ----------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, num_microbatches: int) -> None:
+        """Start a step: nothing is counted. Megatron has zeroed the local gradient."""
+        self._step, self._num_plans = step, 0
+        self._slots = [slot for slot in self._slots if slot.bucket is not None]
+        if self.is_last_stage:
+            self.ledger = Ledger(num_microbatches, self._device)
+            self._slots.append(_Slot(self.ledger_bucket, None, self.ledger.rows.new_empty(num_microbatches * NUM_COLUMNS)))
+        for slot in self._slots:
+            slot.tally = torch.zeros(num_microbatches + 1, dtype=torch.float64, device=self._device)
+            slot.total = torch.empty_like(slot.tally)
+        for accumulator in self._accumulators.values():
+            accumulator.zero_()
+
+    @contextlib.contextmanager
+    def collecting(self, into: Sequence[BucketId]) -> Iterator[None]:
+        """Around a pass: its gradient is added to the local gradient of the buckets `into`, and to no other."""
+        with contextlib.ExitStack() as stack:
+            for region in () if self._accumulators else self.regions:
+                if any(bucket.id not in into for bucket in region.buckets):
+                    stack.enter_context(region.only_into(into))
+            yield
+
+    def count(self, microbatch: int, chunk: int, into: Sequence[BucketId]) -> tuple[BucketId, ...]:
+        """A backward has finished: count the id in the buckets `into` of this chunk; those are returned."""
+        counted = []
+        for slot in self._slots:
+            if slot.bucket is not None and slot.bucket.region.chunk == chunk and slot.id in into:
+                slot.tally[microbatch] += 1
+                counted.append(slot.id)
+                if self._accumulators:
+                    self._fold(slot, slot.bucket, microbatch)
+        for region in self._accumulators:
+            if region.chunk == chunk:
+                region.local.zero_()
+        return tuple(counted)
+
+    def count_ledger(self, microbatch: int) -> None:
+        """The id's row of the ledger is complete."""
+        self._slots[-1].tally[microbatch] += 1
+
+    def _fold(self, slot: _Slot, bucket: Bucket, microbatch: int) -> None:
+        for part in bucket.slices():
+            gradient = bucket.region.local[part]
+            slot.tally[-1] += exact.magnitude(gradient)
+            exact.fold(self._accumulators[bucket.region][part], gradient, self._exponents[slot.id])
+
+    # --- reducing --------------------------------------------------------------------------------------------------------
+
+    def reduce(self, plan: Plan) -> None:
+        """Carry out the plan's sums over lanes (in full), then its transfers and sums over replicas (until one fails)."""
+        due = [slot for number in plan.reduces for slot in self._slots if slot.id == number]
+        self._num_plans += 1
+        if self._faults is not None:
+            self._faults.at(FaultPoint.BEFORE_REDUCE, step=self._step)
+        sources = [self._over_lanes(slot) for slot in due]
+        tallies = self._tally_over_lanes(due)
+        bucket: BucketId | None = None
+        try:
+            transport = self._member.transport(plan.generation)
+            for transfer in plan.transfers:
+                bucket = transfer.bucket
+                self._transfer(transport, transfer, plan.generation)
+            for slot, source, tally in zip(due, sources, tallies, strict=True):
+                bucket = slot.id
+                transport.sum_into(
+                    [source, tally], [slot.result, slot.total], tag=self._tag(slot.id, 0),
+                    deadline_s=self._config.stall_timeout_s, probe=self._probe(slot.id),
+                )  # fmt: skip
+                self._complete(slot, plan.generation)
+        except TransportError as error:
+            self._fail(plan.generation, bucket, error)
+
+    def _over_lanes(self, slot: _Slot) -> Tensor:
+        if slot.bucket is None:
+            assert self.ledger is not None
+            return self.ledger.rows.view(-1)
+        region = slot.bucket.region
+        return slot.bucket.shard(self._accumulators.get(region, region.local))
+
+    def _tally_over_lanes(self, due: Sequence[_Slot]) -> list[Tensor]:
+        """The tallies of `due`, summed over their lanes: one collective for all buckets of a group."""
+        tallies = [slot.tally for slot in due]
+        for group in dict.fromkeys(slot.lanes for slot in due if slot.lanes is not None):  # a set has no order
+            which = [index for index, slot in enumerate(due) if slot.lanes is group]
+            stacked = torch.stack([tallies[index] for index in which])
+            dist.all_reduce(stacked, group=group)
+            for index, row in zip(which, stacked, strict=True):
+                tallies[index] = row
+        return tallies
+
+    def _transfer(self, transport: Transport, transfer: Transfer, generation: int) -> None:
+        slot = next((slot for slot in self._slots if slot.id == transfer.bucket), None)
+        if slot is None:
+            return
+        if self._faults is not None:
+            self._faults.at(FaultPoint.TRANSFER, step=self._step, bucket=slot.id)
+        transport.copy_into(
+            [slot.result, slot.total], source=transfer.source, targets=transfer.targets, tag=self._tag(slot.id, 1),
+            deadline_s=self._config.stall_timeout_s,
+        )  # fmt: skip
+        if self._member.replica in transfer.targets:
+            value = checksum([slot.result])
+            self._check(slot)
+            self._record(
+                trace.Transferred, generation, bucket=slot.id, version=transfer.version, source=transfer.source, checksum=value
+            )
+            self._hold(Held(slot.id, transfer.version, value))
+
+    def _complete(self, slot: _Slot, generation: int) -> None:
+        value = checksum([slot.result])
+        counts = [round(count / slot.num_lanes, 3) for count in slot.total[:-1].tolist()]
+        provenance = "ones" if all(count == 1 for count in counts) else tuple(math.ceil(count) for count in counts)
+        self._record(trace.Reduced, generation, bucket=slot.id, version=generation, checksum=value, provenance=provenance)
+        self._check(slot)
+        self._hold(Held(slot.id, generation, value))
+
+    def _check(self, slot: _Slot) -> None:
+        wrong = [index for index, count in enumerate(slot.total[:-1].tolist()) if count != slot.num_lanes]
+        if wrong:
+            raise InvariantViolation(
+                f"INV-1: step {self._step}, bucket {slot.id}: microbatches {wrong} are not counted exactly once "
+                f"(counts {slot.total[:-1].tolist()}, {slot.num_lanes} lanes)"
+            )
+
+    def _hold(self, held: Held) -> None:
+        if not self._member.hold(held):
+            raise Revoked("a newer generation was promised while the result was on its way")
+
+    def _fail(self, generation: int, bucket: BucketId | None, error: TransportError) -> None:
+        self._record(trace.ReductionFailed, generation, reason=f"{type(error).__name__}: {error}", bucket=bucket)
+        if not isinstance(error, Revoked):
+            self._member.blocked(generation, error)
+
+    def _tag(self, bucket: BucketId, kind: int) -> int:
+        """Unique in a transport's life: a generation may last many steps, and has one sum and one transfer a bucket in each."""
+        return (self._step * 2 + kind) * (self.ledger_bucket + 1) + bucket
+
+    def _probe(self, bucket: BucketId) -> Probe | None:
+        faults = self._faults
+        if faults is None:
+            return None
+        point = FaultPoint.REDUCE if self._num_plans == 1 else FaultPoint.SECOND_REDUCE
+
+        def probe(instant: str) -> None:
+            if instant == "middle":
+                faults.at(point, step=self._step, bucket=bucket)
+
+        return probe
+
+    def _record(self, event: Callable[..., trace.Event], generation: int, **fields: Any) -> None:
+        if self._log is not None:
+            member = self._member
+            self._log.record(event(replica=member.replica, rank=member.rank, generation=generation, step=self._step, **fields))
+
+    # --- the committed step ----------------------------------------------------------------------------------------------
+
+    def apply(self, buckets: Sequence[BucketId]) -> None:
+        """The step is committed: the results of these buckets become the gradient (gathered over lanes that need all of it)."""
+        for slot in self._slots:
+            if slot.bucket is not None and slot.id in buckets:
+                slot.bucket.apply(slot.result)
+                if self._accumulators:
+                    self._next_grid(slot)
+
+    def committed_rows(self) -> Tensor:
+        """The ledger of all the step's ids; last stage only."""
+        return self._slots[-1].result.view(-1, NUM_COLUMNS)
+
+    def _next_grid(self, slot: _Slot) -> None:
+        bound, exponent = float(slot.total[-1]), self._exponents[slot.id]
+        if not exact.fits(bound, exponent):
+            logger.warning(
+                "step %d is not exact: the gradient of bucket %d outgrew its grid (bound %g, grid 2**%d); replicas are still "
+                "bit-identical, but the run may differ from one without failures", self._step, slot.id, bound, exponent,
+            )  # fmt: skip
+        if bound > 0 and math.isfinite(bound):
+            self._exponents[slot.id] = exact.grid_exponent(bound)

@@ -1,0 +1,206 @@
+"""Runs upstream's pipeline schedule over a list of microbatch ids instead of over a count.
+
+Decides which id each forward and backward of a pass belongs to, and which part of a pass the interleaved schedule can take.
+It never decides which ids a replica computes, never touches a gradient, and starts no gradient synchronisation.
+
+Note [Whose microbatch is it]
+    Every stage runs a pass's microbatches in the order of the list, so the k-th forward of a model chunk is ids[k]. The
+    tensor that a forward gives is the one that its backward gets; it carries the id across, whatever the schedule does in
+    between, and the order of the backwards is checked against the list.
+
+Note [Divisor]
+    `num_microbatches` means two things upstream: how long the schedule is, and what the losses are divided by
+    (`schedules.forward_step`). Here the first is the length of the list and the second is M, the step's number of
+    microbatches over all replicas, so that the sum over replicas is the gradient of the full batch.
+
+Note [Interleaved remainder]
+    The interleaved schedule takes whole groups of PP microbatches only. What is left of a pass after them, fewer than PP
+    microbatches at a time, runs through all chunks forwards, then through all chunks backwards (`Schedule._sweep`). Fewer
+    than PP in flight means that no send can wait for its own sender around the ring of stages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+_MICROBATCH = "recover_microbatch"
+"""Attribute of a forward's output tensor: (id, chunk). See Note [Whose microbatch is it]."""
+
+
+class Listener(Protocol):
+    """What a pass tells while it runs, on every stage; `chunk` is the model chunk of the stage."""
+
+    def forward_begins(self, microbatch: int, chunk: int) -> None:
+        """Before the forward reads its samples: set data cursor and random state."""
+
+    def forward_ended(self, microbatch: int, chunk: int, tokens: Tensor, losses: dict[str, Tensor] | None) -> None:
+        """`losses`: what the loss function reports, on the last stage's last chunk; None elsewhere."""
+
+    def backward_begins(self, microbatch: int, chunk: int) -> None:
+        """Before the backward."""
+
+    def backward_ended(self, microbatch: int, chunk: int) -> None:
+        """The gradient of the microbatch is in `main_grad` of the chunk's parameters."""
+
+
+class _Pass:
+    """One pass in progress: its ids, and how far each chunk is."""
+
+    def __init__(self, microbatches: Sequence[int], divisor: int, listener: Listener, num_chunks: int) -> None:
+        self.divisor = divisor
+        self.listener = listener
+        self._forwards: list[Iterator[int]] = [iter(microbatches) for _ in range(num_chunks)]
+        self._backwards: list[Iterator[int]] = [iter(microbatches) for _ in range(num_chunks)]
+
+    def next_forward(self, chunk: int) -> int:
+        return next(self._forwards[chunk])
+
+    def check_backward(self, microbatch: int, chunk: int) -> None:
+        expected = next(self._backwards[chunk], None)
+        if expected != microbatch:
+            raise RuntimeError(f"backward of microbatch {microbatch} on chunk {chunk} where {expected} was due")
+
+    def check_ended(self, forward_only: bool) -> None:
+        left = [*self._forwards, *([] if forward_only else self._backwards)]
+        if any(next(ids, None) is not None for ids in left):
+            raise RuntimeError("the schedule ended before all its microbatches were computed")
+
+
+class Schedule:
+    """Upstream's schedules, told which microbatch each forward and backward is.
+
+    `forward_step` and `backward_step` stand in `megatron.core.pipeline_parallel.schedules` for the functions of the same
+    names that the constructor is given (seams `forward_step`, `backward_step`). Outside of `run_pass` they are those.
+    """
+
+    def __init__(self, forward_step: Callable[..., Any], backward_step: Callable[..., Any]) -> None:
+        self._forward_step = forward_step
+        self._backward_step = backward_step
+        self._pass: _Pass | None = None
+
+    def forward_step(
+        self, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, input_tensor: Any,
+        forward_data_store: list[Any], config: Any, *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Upstream's `forward_step` with M for `num_microbatches`, for the pass's next id of this chunk."""
+        upstream = (forward_step_func, data_iterator, model), (input_tensor, forward_data_store, config, *args)
+        if self._pass is None:
+            return self._forward_step(*upstream[0], num_microbatches, *upstream[1], **kwargs)
+        chunk = kwargs.get("vp_stage") or 0
+        microbatch = self._pass.next_forward(chunk)
+        num_stored = len(forward_data_store)
+        self._pass.listener.forward_begins(microbatch, chunk)
+        output, tokens = self._forward_step(*upstream[0], self._pass.divisor, *upstream[1], **kwargs)
+        losses = forward_data_store[-1] if len(forward_data_store) > num_stored else None
+        self._pass.listener.forward_ended(microbatch, chunk, tokens, losses)
+        setattr(output[0] if isinstance(output, list) else output, _MICROBATCH, (microbatch, chunk))
+        return output, tokens
+
+    def backward_step(self, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, config: Any) -> Any:
+        """Upstream's `backward_step`, known by the id of its forward."""
+        if self._pass is None:
+            return self._backward_step(input_tensor, output_tensor, output_tensor_grad, config)
+        microbatch, chunk = getattr(output_tensor[0] if isinstance(output_tensor, list) else output_tensor, _MICROBATCH)
+        self._pass.check_backward(microbatch, chunk)
+        self._pass.listener.backward_begins(microbatch, chunk)
+        gradient = self._backward_step(input_tensor, output_tensor, output_tensor_grad, config)
+        self._pass.listener.backward_ended(microbatch, chunk)
+        return gradient
+
+    def run_pass(
+        self,
+        upstream: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        microbatches: Sequence[int],
+        *,
+        divisor: int,
+        listener: Listener,
+    ) -> None:
+        """Run forward and backward (or `forward_only`) of these ids, in this order.
+
+        `upstream` is one of its forward-backward functions, `arguments` are what Megatron called it with. No ids: nothing
+        runs, since upstream would compute one microbatch anyway. On return every listener call was made for every id.
+        """
+        if not microbatches:
+            return
+        chunks = arguments["model"] if isinstance(arguments["model"], list) else [arguments["model"]]
+        config = get_model_config(chunks[0])
+        self._pass = _Pass(microbatches, divisor, listener, len(chunks))
+        try:
+            with _no_synchronisation(config, chunks):
+                num_whole = _num_interleaved(len(microbatches), len(chunks), config)
+                if num_whole:
+                    upstream(**{**arguments, "num_microbatches": num_whole})
+                num_left = len(microbatches) - num_whole
+                while num_left:
+                    num_swept = min(num_left, config.pipeline_model_parallel_size - 1)
+                    self._sweep(arguments, num_swept, chunks, config)
+                    num_left -= num_swept
+            self._pass.check_ended(bool(arguments.get("forward_only")))
+        finally:
+            self._pass = None
+
+    def _sweep(self, arguments: Mapping[str, Any], num: int, chunks: list[Any], config: Any) -> None:
+        """All chunks forwards, then all chunks backwards, for `num` < PP microbatches. See Note [Interleaved remainder]."""
+        link = arguments.get("p2p_communicator") or P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), config)
+        cp_size = parallel_state.get_context_parallel_world_size()
+        shape = [arguments["seq_length"] // cp_size, arguments["micro_batch_size"], config.hidden_size]
+        if config.sequence_parallel:
+            shape[0] //= parallel_state.get_tensor_model_parallel_world_size()
+        first = [link.is_pp_first_stage and chunk == 0 for chunk in range(len(chunks))]
+        last = [link.is_pp_last_stage and chunk == len(chunks) - 1 for chunk in range(len(chunks))]
+        forward_only = bool(arguments.get("forward_only"))
+        kept: list[list[tuple[Any, Any]]] = [[] for _ in chunks]
+        for chunk, model in enumerate(chunks):
+            for index in range(num):
+                received = link.recv_forward(shape, first[chunk])
+                output, _ = schedules.forward_step(
+                    arguments["forward_step_func"], arguments["data_iterator"][chunk], model, num, received, [], config,
+                    cp_size, current_microbatch=index, vp_stage=chunk, is_last_stage=last[chunk],
+                )  # fmt: skip
+                link.send_forward(output, last[chunk])
+                if not forward_only:
+                    schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
+                    kept[chunk].append((received, output))
+        for chunk in reversed(range(len(chunks))):
+            for received, output in kept[chunk]:
+                gradient = link.recv_backward(shape, last[chunk])
+                link.send_backward(schedules.backward_step(received, output, gradient, config), first[chunk])
+
+
+def _num_interleaved(num: int, num_chunks: int, config: Any) -> int:
+    """How many of `num` microbatches upstream's schedule can take in one call (all, unless it is interleaved)."""
+    if num_chunks == 1:
+        return num
+    group = config.microbatch_group_size_per_vp_stage
+    if num >= group and (num % group == 0 or num % group >= config.pipeline_model_parallel_size):
+        return num
+    return num - num % group
+
+
+@contextlib.contextmanager
+def _no_synchronisation(config: Any, chunks: Sequence[Any]) -> Iterator[None]:
+    """Upstream neither reduces nor finalizes a gradient inside: that is done once a step, when it is committed.
+
+    The finalize function becomes an empty one rather than None, because upstream takes None for "not my business" and
+    leaves deferred weight gradients of the embedding uncomputed.
+    """
+    names = ("no_sync_func", "grad_sync_func", "finalize_model_grads_func")
+    saved = {name: getattr(config, name) for name in names}
+    config.no_sync_func = config.grad_sync_func = None
+    if config.finalize_model_grads_func is not None:
+        config.finalize_model_grads_func = lambda *_, **__: None
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: [setattr(config, name, value) for name, value in saved.items()])
+        for chunk in chunks:
+            if hasattr(chunk, "no_sync"):
+                stack.enter_context(chunk.no_sync())
+        yield

@@ -1,0 +1,378 @@
+"""A whole job in one process: every rank of every replica is a thread, with the real core, the real schedule and toy models.
+
+`Job` carries the effects of the real machines (`core.replica`, `core.rank`) between the threads, plays the coordinator, and
+kills a replica by ending its threads at a fault point. `MemoryTransport` is a data plane in shared memory. Everything else is
+the product's: `CommitLoop`, `Schedule`, `Reduction`, upstream's schedules and its gradient buffers.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+from torch import Tensor
+
+from megatron_recover.collectives.transport import PeerLost, Probe, Revoked
+from megatron_recover.core import rank as rank_machine
+from megatron_recover.core import replica as replica_machine
+from megatron_recover.core.values import Apply, Held, NewGeneration, Plan, Record, Shape, Stop, Work
+from megatron_recover.faults import FaultPoint
+
+DEADLINE_S = 30.0
+"""A wait longer than this is a hang: the test fails."""
+
+
+class Killed(BaseException):
+    """This thread's replica is dead. No `except Exception` of the code under test may see it."""
+
+
+class MemoryTransport:
+    """One generation's data plane between the same-position ranks of its members."""
+
+    def __init__(self, job: Job, generation: int, members: tuple[int, ...], me: int, position: int) -> None:
+        self.job, self.generation, self.members, self.me, self.position = job, generation, members, me, position
+
+    def sum_into(
+        self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, deadline_s: float, probe: Probe | None = None
+    ) -> None:
+        probe = probe or (lambda instant: None)
+        for result in results:
+            result.fill_(-7)  # what a failed operation leaves behind has no defined value
+        probe("begin")
+        posted = self._board(tag)
+        with self.job.changed:
+            assert self.me not in posted, f"tag {tag} is used twice"
+            posted[self.me] = [source.clone() for source in sources]
+            self.job.changed.notify_all()
+        probe("sent")
+        probe("middle")
+        self._wait(lambda: len(posted) == len(self.members))
+        for index, result in enumerate(results):
+            total = posted[self.members[0]][index].clone()
+            for member in self.members[1:]:
+                total += posted[member][index]
+            result.copy_(total)
+        probe("end")
+
+    def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int, deadline_s: float) -> None:
+        posted = self._board(tag)
+        if self.me == source:
+            with self.job.changed:
+                posted[source] = [tensor.clone() for tensor in tensors]
+                self.job.changed.notify_all()
+        elif self.me in targets:
+            self._wait(lambda: source in posted)
+            for tensor, value in zip(tensors, posted[source], strict=True):
+                tensor.copy_(value)
+
+    def _board(self, tag: int) -> dict[int, list[Tensor]]:
+        with self.job.changed:
+            return self.job.boards.setdefault((self.generation, self.position, tag), {})
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        """Until ready; or fail as sockets do: by a peer's death, by a newer generation, and not alike on all survivors."""
+        job = self.job
+        with job.changed:
+            job.wait_for(lambda: ready() or self._failure() is not None, self.me)
+            failure = self._failure()
+            if failure is not None and (not ready() or job.random.random() < 0.5):
+                raise failure
+
+    def _failure(self) -> Exception | None:
+        if self.job.promised(self.me, self.position) > self.generation:
+            return Revoked("a newer generation was promised")
+        lost = [member for member in self.members if member in self.job.dead]
+        return PeerLost(lost[0], "killed") if lost else None
+
+
+class LoopbackMember:
+    """`collectives.member.Member` over shared memory."""
+
+    def __init__(self, job: Job, replica: int, rank: int) -> None:
+        self.job, self.replica, self.rank, self.num_ranks = job, replica, rank, job.num_ranks
+        self.generation = 0
+        self.roster: tuple[int, ...] = tuple(range(job.num_replicas))
+
+    def is_writer(self) -> bool:
+        return self.replica == min(self.roster)
+
+    def join(self, shape: Shape, fingerprint: str) -> None:
+        self.job.join(self.replica, self.rank, shape)
+
+    def begin(self, work: Work, requests: Sequence[str] = ()) -> int:
+        job = self.job
+        with job.changed:
+            step = job.ranks[self.replica, self.rank].step
+            job.feed_rank(self.replica, self.rank, rank_machine.Begin(work, tuple(requests)))
+            return step
+
+    def next_order(self) -> Plan | Apply:
+        job, key = self.job, (self.replica, self.rank)
+        with job.changed:
+            job.wait_for(lambda: bool(job.ranks[key].queue), self.replica)
+            job.feed_rank(*key, rank_machine.Take())
+            order = job.ranks[key].taken
+            assert isinstance(order, Plan | Apply), order
+            self.generation, self.roster = order.generation, order.roster if isinstance(order, Plan) else self.roster
+        return order
+
+    def transport(self, generation: int) -> MemoryTransport:
+        with self.job.changed:
+            state = self.job.ranks[self.replica, self.rank]
+            if not rank_machine.may_run(state, generation):
+                raise Revoked("a newer generation was promised")
+            return MemoryTransport(self.job, generation, self.roster, self.replica, self.rank)
+
+    def hold(self, held: Held) -> bool:
+        job, key = self.job, (self.replica, self.rank)
+        with job.changed:
+            job.feed_rank(*key, rank_machine.Completed(held))
+            return held in job.ranks[key].held
+
+    def blocked(self, generation: int, error: BaseException) -> None:
+        with self.job.changed:
+            self.job.feed_rank(self.replica, self.rank, rank_machine.Failed(generation, str(error)))
+
+    def raised(self, microbatch: int | None, error: BaseException) -> None:
+        self.job.raised.append((microbatch, error))
+
+
+class Strike:
+    """A fault: end `replica` when its rank passes `point`. Stands for `faults.FaultInjector` in this process."""
+
+    def __init__(
+        self, replica: int, rank: int, point: FaultPoint, *, step: int, microbatch: int | None = None, bucket: int | None = None
+    ) -> None:
+        self.replica, self.rank, self.point = replica, rank, point
+        self.step, self.microbatch, self.bucket = step, microbatch, bucket
+        self.struck = False
+
+    def matches(self, replica: int, rank: int, point: FaultPoint, step: int | None, **where: int | None) -> bool:
+        return (
+            (self.replica, self.rank, self.point, self.step) == (replica, rank, point, step)
+            and self.microbatch in (None, where["microbatch"])
+            and self.bucket in (None, where["bucket"])
+        )
+
+    def __repr__(self) -> str:
+        where = f"microbatch {self.microbatch}" if self.microbatch is not None else f"bucket {self.bucket}"
+        return f"replica {self.replica} rank {self.rank} at {self.point.value}, step {self.step}, {where}"
+
+
+class _Injector:
+    """The fault injector of one rank."""
+
+    def __init__(self, job: Job, replica: int, rank: int) -> None:
+        self.job, self.replica, self.rank = job, replica, rank
+
+    def at(
+        self, point: FaultPoint, *, step: int | None = None, microbatch: int | None = None, bucket: int | None = None
+    ) -> None:
+        self.job.check_alive(self.replica)
+        for strike in self.job.strikes:
+            if not strike.struck and strike.matches(self.replica, self.rank, point, step, microbatch=microbatch, bucket=bucket):
+                strike.struck = True
+                self.job.kill(self.replica)
+                raise Killed
+
+
+class Job:
+    """All replicas, their machines and the messages between them, under one lock."""
+
+    def __init__(self, num_replicas: int, num_ranks: int, strikes: Sequence[Strike] = (), seed: int = 0) -> None:
+        self.num_replicas, self.num_ranks, self.strikes = num_replicas, num_ranks, list(strikes)
+        self.random = random.Random(seed)
+        self.changed = threading.Condition(threading.RLock())
+        self.boards: dict[tuple[int, int, int], dict[int, list[Tensor]]] = {}
+        self.ranks: dict[tuple[int, int], rank_machine.RankState] = {}
+        self.leaders: dict[int, replica_machine.ReplicaState] = {}
+        self.dead: set[int] = set()
+        self.roster = tuple(range(num_replicas))
+        self.generation = 0
+        self.records: dict[int, list[Record]] = {}
+        """What each replica committed, in order."""
+        self.raised: list[tuple[int | None, BaseException]] = []
+        self.errors: list[BaseException] = []
+        self._inbox: deque[tuple[str, Any, Any]] = deque()
+        self._pumping = False
+        self._gathered: dict[tuple[int, int], Any] = {}
+        self.wires: dict[Any, deque[Tensor]] = {}
+        """Activations and their gradients on the way between the stages of a replica."""
+
+    # --- threads ---------------------------------------------------------------------------------------------------------
+
+    def run(self, life: Callable[[LoopbackMember, _Injector], None]) -> None:
+        """Run `life` as every rank; returns when all have ended. Raises what the first failing rank raised."""
+
+        def thread(replica: int, rank: int) -> None:
+            try:
+                life(LoopbackMember(self, replica, rank), _Injector(self, replica, rank))
+            except Killed:
+                pass
+            except BaseException as error:
+                with self.changed:
+                    self.errors.append(error)
+                    self.changed.notify_all()
+
+        threads = [
+            threading.Thread(target=thread, args=(replica, rank), daemon=True, name=f"replica {replica} rank {rank}")
+            for replica in range(self.num_replicas)
+            for rank in range(self.num_ranks)
+        ]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(DEADLINE_S * 2)
+        if self.errors:
+            raise self.errors[0]
+        assert not any(each.is_alive() for each in threads), "a rank hangs"
+
+    def wait_for(self, ready: Callable[[], bool], replica: int) -> None:
+        """Wait under the lock. Raises Killed when the waiter's replica dies, AssertionError for a hang."""
+        done = self.changed.wait_for(lambda: replica in self.dead or bool(self.errors) or ready(), DEADLINE_S)
+        self.check_alive(replica)
+        if self.errors:
+            raise Killed
+        assert done, f"replica {replica} waits for ever: {self.leaders}"
+
+    def check_alive(self, replica: int) -> None:
+        if replica in self.dead:
+            raise Killed
+
+    def promised(self, replica: int, rank: int) -> int:
+        return self.ranks[replica, rank].promised
+
+    # --- the coordinator -------------------------------------------------------------------------------------------------
+
+    def join(self, replica: int, rank: int, shape: Shape) -> None:
+        with self.changed:
+            buckets = tuple(bucket for bucket, ranks in enumerate(shape.bucket_ranks) if rank in ranks)
+            self.ranks[replica, rank] = rank_machine.RankState(replica, rank, buckets)
+            self.leaders.setdefault(replica, replica_machine.ReplicaState(replica, shape))
+            if len(self.ranks) == self.num_replicas * self.num_ranks:
+                self._announce()
+            self.changed.notify_all()
+            self.wait_for(lambda: self.ranks[replica, rank].promised > 0, replica)
+
+    def gather(self, replica: int, rank: int, value: Any) -> list[Any]:
+        """All-gather inside a replica (once in its life)."""
+        with self.changed:
+            self._gathered[replica, rank] = value
+            self.changed.notify_all()
+            keys = [(replica, other) for other in range(self.num_ranks)]
+            self.wait_for(lambda: all(key in self._gathered for key in keys), replica)
+            return [self._gathered[key] for key in keys]
+
+    def kill(self, replica: int) -> None:
+        """SIGKILL to all ranks of a replica, and the coordinator's answer."""
+        with self.changed:
+            if replica in self.dead:
+                return
+            self.dead.add(replica)
+            self.roster = tuple(member for member in self.roster if member != replica)
+            if self.roster:
+                self._announce()
+            self.changed.notify_all()
+
+    def _announce(self) -> None:
+        self.generation += 1
+        for member in self.roster:
+            self._post("leader", member, NewGeneration(self.generation, self.roster))
+        self._pump()
+
+    # --- messages --------------------------------------------------------------------------------------------------------
+
+    def feed_rank(self, replica: int, rank: int, message: Any) -> None:
+        """An input of a rank's machine; under the lock."""
+        self.check_alive(replica)
+        self._step_rank((replica, rank), message)
+        self._pump()
+
+    def _post(self, kind: str, to: Any, message: Any) -> None:
+        self._inbox.append((kind, to, message))
+
+    def _pump(self) -> None:
+        if self._pumping:
+            return
+        self._pumping = True
+        try:
+            while self._inbox:
+                kind, to, message = self._inbox.popleft()
+                replica = to if kind == "leader" else to[0]
+                if replica in self.dead:
+                    continue
+                if kind == "leader":
+                    self._step_leader(replica, message)
+                else:
+                    self._step_rank(to, message)
+        finally:
+            self._pumping = False
+            self.changed.notify_all()
+
+    def _step_rank(self, key: tuple[int, int], message: Any) -> None:
+        self.ranks[key], effects = rank_machine.step(self.ranks[key], message)
+        for effect in effects:
+            if isinstance(effect, rank_machine.Report):
+                self._post("leader", key[0], effect.report)
+
+    def _step_leader(self, replica: int, message: Any) -> None:
+        self.leaders[replica], effects = replica_machine.step(self.leaders[replica], message)
+        for effect in effects:
+            match effect:
+                case replica_machine.ToRanks(order):
+                    assert not isinstance(order, Stop), order
+                    for rank in range(self.num_ranks):
+                        self._post("rank", (replica, rank), order)
+                case replica_machine.ToPeers(peers, sent):
+                    for peer in peers:
+                        self._post("leader", peer, sent)
+                case replica_machine.Committed(record):
+                    self.records.setdefault(replica, []).append(record)
+
+
+class Link:
+    """Upstream's `P2PCommunicator` for a stage that is a thread: what 1F1B and our own sweep call."""
+
+    def __init__(self, job: Job, replica: int, stage: int, num_stages: int, config: Any) -> None:
+        self.job, self.replica, self.config, self.wires = job, replica, config, job.wires
+        self.current_stage, self.total_stages = stage, num_stages
+        self.is_pp_first_stage, self.is_pp_last_stage = stage == 0, stage == num_stages - 1
+        self.virtual_pipeline_model_parallel_size = None
+
+    def _send(self, way: str, to: int, tensors: Any) -> None:
+        for tensor in tensors if isinstance(tensors, list) else [tensors]:
+            with self.job.changed:
+                self.wires.setdefault((self.replica, way, to % self.total_stages), deque()).append(tensor.detach().clone())
+                self.job.changed.notify_all()
+
+    def _receive(self, way: str) -> list[Tensor]:
+        with self.job.changed:
+            wire = self.wires.setdefault((self.replica, way, self.current_stage), deque())
+            self.job.wait_for(lambda: bool(wire), self.replica)
+            return [wire.popleft().requires_grad_()]
+
+    def recv_forward(self, shapes: Any, is_first_stage: bool) -> list[Tensor | None]:
+        return [None] if is_first_stage else self._receive("forward")
+
+    def recv_backward(self, shapes: Any, is_last_stage: bool) -> list[Tensor | None]:
+        return [None] if is_last_stage else self._receive("backward")
+
+    def send_forward(self, tensors: Any, is_last_stage: bool) -> None:
+        if not is_last_stage:
+            self._send("forward", self.current_stage + 1, tensors)
+
+    def send_backward(self, tensors: Any, is_first_stage: bool) -> None:
+        if not is_first_stage:
+            self._send("backward", self.current_stage - 1, tensors)
+
+    def send_forward_recv_backward(self, tensors: Any, shapes: Any, is_last_stage: bool) -> list[Tensor | None]:
+        self.send_forward(tensors, is_last_stage)
+        return self.recv_backward(shapes, is_last_stage)
+
+    def send_backward_recv_forward(self, tensors: Any, shapes: Any, is_first_stage: bool) -> list[Tensor | None]:
+        self.send_backward(tensors, is_first_stage)
+        return self.recv_forward(shapes, is_first_stage)

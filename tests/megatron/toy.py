@@ -1,0 +1,208 @@
+"""Toy models whose gradients are codes: microbatch i contributes 2**i to every element, times a number that names the element.
+
+So the sum of a step proves by itself which microbatches are in it, and how often: with M a power of two every number here is
+exact in fp32, and the gradient of a full batch is (2**M - 1) / M times the element's number.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_recover.config import RecoverConfig
+from megatron_recover.faults import FaultInjector
+from megatron_recover.megatron.commit import CommitLoop, gradient_is_reduced
+from megatron_recover.megatron.data import MicrobatchCursor, MicrobatchIterator
+from tests.megatron.loopback import Job, Link, LoopbackMember
+
+SIZES = (21, 16, 5)
+"""Elements of a stage's parameters; buckets of 16 elements cut them in two."""
+
+
+class Samples:
+    """Sample i of a step is the number 2**i."""
+
+    def __init__(self, num_microbatches: int) -> None:
+        self._num = num_microbatches
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"code": torch.tensor(2.0 ** (index % self._num)), "index": torch.tensor(index)}
+
+
+class Stage(MegatronModule):
+    """A pipeline stage that adds its coded sum to what the stage before it gave."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(size)) for size in SIZES)
+        self.model_type = ModelType.encoder_or_decoder
+        self.received: Tensor | None = None
+
+    def set_input_tensor(self, received: list[Tensor | None]) -> None:
+        self.received = received[0]
+
+    def forward(self, code: Tensor) -> Tensor:
+        value = sum((weight * names(weight.numel()) * code).sum() for weight in self.weights)
+        return value.reshape(1) if self.received is None else value.reshape(1) + self.received
+
+
+def names(size: int) -> Tensor:
+    """A number for each element, so that a gradient in the wrong place is seen."""
+    return 1.0 + torch.arange(size) % 7
+
+
+def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
+    """Upstream's contract: an output, and a function that makes (loss, tokens, report) of it."""
+    batch = next(iterator)
+    code = batch["code"].sum()
+
+    def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        tokens = torch.tensor(3, dtype=torch.int)
+        report = torch.cat([code.reshape(1), tokens.reshape(1).float()])
+        # The schedule divides by the tokens unless it is told that the whole step's are divided by.
+        scale = 1 if model.config.calculate_per_token_loss else 3
+        return output.sum() * scale, tokens, {"code": report, "index": batch["index"].double().reshape(1)}
+
+    return model(code), loss
+
+
+def model_config(num_stages: int = 1, **fields: Any) -> TransformerConfig:
+    config = TransformerConfig(
+        num_layers=num_stages, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True,
+        pipeline_model_parallel_size=num_stages, pipeline_dtype=torch.float32, **fields,
+    )  # fmt: skip
+    config.timers = None
+    return config
+
+
+def wrap(module: MegatronModule, **fields: Any) -> DistributedDataParallel:
+    """Upstream's DDP around a module: the gradient buffers that the product reduces."""
+    return DistributedDataParallel(module.config, DistributedDataParallelConfig(**fields), module)
+
+
+class Threads:
+    """Lets every thread of a process be a pipeline stage of its own: what upstream keeps once a process, kept once a thread.
+
+    `install` puts dispatchers where the product's seams stand in a real process.
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._originals = {
+            "forward_step": schedules.forward_step,
+            "backward_step": schedules.backward_step,
+            "rank": parallel_state.get_pipeline_model_parallel_rank,
+            "last": parallel_state.is_pipeline_last_stage,
+            "finish": DistributedDataParallel.finish_grad_sync,
+        }
+
+    @property
+    def originals(self) -> dict[str, Any]:
+        return {name: self._originals[name] for name in ("forward_step", "backward_step")}
+
+    def install(self) -> None:
+        local = self._local
+        schedules.forward_step = lambda *args, **kwargs: local.seams["forward_step"](*args, **kwargs)
+        schedules.backward_step = lambda *args, **kwargs: local.seams["backward_step"](*args, **kwargs)
+        parallel_state.get_pipeline_model_parallel_rank = lambda: local.stage
+        parallel_state.is_pipeline_last_stage = lambda *_, **__: local.is_last
+        DistributedDataParallel.finish_grad_sync = gradient_is_reduced
+
+    def remove(self) -> None:
+        schedules.forward_step, schedules.backward_step = self._originals["forward_step"], self._originals["backward_step"]
+        parallel_state.get_pipeline_model_parallel_rank = self._originals["rank"]
+        parallel_state.is_pipeline_last_stage = self._originals["last"]
+        DistributedDataParallel.finish_grad_sync = self._originals["finish"]
+
+    def enter(self, stage: int, num_stages: int, loop: CommitLoop) -> None:
+        self._local.stage, self._local.is_last, self._local.seams = stage, stage == num_stages - 1, loop.replacements()
+
+
+class Trainer:
+    """One rank's life: the toy's steps through the product's commit loop. Keeps what each step came to."""
+
+    def __init__(
+        self, job: Job, threads: Threads, member: LoopbackMember, faults: FaultInjector, config: RecoverConfig, *,
+        num_microbatches: int, **model_fields: Any,
+    ) -> None:  # fmt: skip
+        self.num_microbatches = num_microbatches
+        num_stages = job.num_ranks
+        self.config = model_config(num_stages, **model_fields)
+        self.config.finalize_model_grads_func = self._finalize if num_stages > 1 else finalize_model_grads
+        self.model = wrap(Stage(self.config))
+        self.cursor = MicrobatchCursor()
+        self.iteration = 0
+        self.link = Link(job, member.replica, member.rank, num_stages, self.config) if num_stages > 1 else None
+        self.loop = CommitLoop(
+            member, config, threads.originals, cursor=self.cursor, seed=lambda *_: None, iteration=lambda: self.iteration,
+            fingerprint="toy", faults=faults, gather=lambda layout: job.gather(member.replica, member.rank, layout),
+        )  # fmt: skip
+        threads.enter(member.rank, num_stages, self.loop)
+        self.iterator = self._samples()
+        self.validation = self._samples()
+        self.gradients: list[list[Tensor]] = []
+        """Per training step the gradient of each parameter, as the optimizer finds it."""
+        self.losses: list[list[dict[str, Tensor]]] = []
+        """What Megatron was given back, per step."""
+        self.tokens: list[int] = []
+
+    def _samples(self) -> MicrobatchIterator:
+        return MicrobatchIterator(
+            Samples(self.num_microbatches), self.cursor, consumed_samples=0, micro_batch_size=1, lane=0, num_lanes=1
+        )
+
+    def _finalize(self, chunks: list[Any], num_tokens: Tensor | None, **_: Any) -> None:
+        for chunk in chunks:
+            chunk.finish_grad_sync()
+        if num_tokens is not None:
+            self.tokens.append(int(num_tokens))
+
+    def step(self, forward_only: bool = False) -> None:
+        """Upstream's `train_step` in short: zero, forward-backward, optimizer (or an evaluation step)."""
+        if not forward_only:
+            self.iteration += 1
+            self.model.zero_grad_buffer()
+        upstream = (
+            schedules.forward_backward_pipelining_without_interleaving
+            if self.link
+            else schedules.forward_backward_no_pipelining
+        )
+        link = {"p2p_communicator": self.link, "pg_collection": schedules._build_default_pg_collection()} if self.link else {}
+        losses = self.loop.run(
+            upstream, forward_step_func=forward_step, data_iterator=self.validation if forward_only else self.iterator,
+            model=[self.model], num_microbatches=self.num_microbatches, seq_length=1, micro_batch_size=1,
+            forward_only=forward_only, **link,
+        )  # fmt: skip
+        self.losses.append(losses)
+        if not forward_only:
+            self.gradients.append([weight.main_grad.clone() for weight in self.model.module.weights])
+            with torch.no_grad():
+                for weight in self.model.module.weights:
+                    weight -= weight.main_grad * 0.5
+            self.loop.stepped()
+
+    def expected(self) -> list[Tensor]:
+        """The gradient of a full batch, exactly."""
+        code = (2.0**self.num_microbatches - 1) / self.num_microbatches
+        return [names(size) * code for size in SIZES]
+
+
+def start_world(rank: int = 0, num_ranks: int = 1, store: dist.Store | None = None, **parallel: int) -> None:
+    """This process's `torch.distributed` world and upstream's groups in it."""
+    dist.init_process_group("gloo", store=store or dist.HashStore(), rank=rank, world_size=num_ranks)
+    parallel_state.initialize_model_parallel(**parallel)
