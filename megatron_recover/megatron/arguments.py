@@ -1,0 +1,169 @@
+"""The `--recover-*` arguments, and which of Megatron's arguments are refused.
+
+Knows flags and nothing of torch or Megatron, so that the launcher can judge a command line before any worker starts
+(`preflight`) by the same rules that a worker then applies to its complete arguments.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import typing
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+
+import msgspec
+
+from megatron_recover.config import RecoverConfig
+
+_PREFIX = "recover_"
+
+
+def add_recover_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add the group of `--recover-*` flags, one per field of `RecoverConfig`; returns the parser."""
+    group = parser.add_argument_group("megatron-recover")
+    hints, helps = typing.get_type_hints(RecoverConfig), _field_docstrings()
+    for field in msgspec.structs.fields(RecoverConfig):
+        hint = hints[field.name]
+        choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else None
+        group.add_argument(
+            flag_of(field.name), dest=_PREFIX + field.name, type=str if choices else hint, choices=choices,
+            default=field.default, help=f"{helps[field.name]} (default: {field.default})".replace("%", "%%"),
+        )  # fmt: skip
+    return parser
+
+
+def recover_config(args: Namespace) -> RecoverConfig:
+    """The settings in parsed arguments. Raises ValueError for values that cannot work."""
+    settings = RecoverConfig(**{name: getattr(args, _PREFIX + name) for name in RecoverConfig.__struct_fields__})
+    settings.check()
+    return settings
+
+
+def flag_of(field: str) -> str:
+    """The flag of a field of `RecoverConfig`."""
+    return "--recover-" + field.replace("_", "-")
+
+
+def _field_docstrings() -> dict[str, str]:
+    """The string after each field of `RecoverConfig`: its help text, written once."""
+    [definition] = ast.parse(textwrap.dedent(inspect.getsource(RecoverConfig))).body
+    body = typing.cast(ast.ClassDef, definition).body
+    return {
+        typing.cast(ast.Name, field.target).id: " ".join(inspect.cleandoc(ast.literal_eval(text.value)).split())
+        for field, text in zip(body, body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """An argument of Megatron that a run with replicas does not take."""
+
+    flag: str
+    when: Callable[[Namespace], object]
+    """Whether the arguments ask for it (`lanes` is among them)."""
+    because: str
+    instead: str
+
+
+def _set(name: str) -> Callable[[Namespace], object]:
+    return lambda args: getattr(args, name)
+
+
+def _not(name: str, *accepted: object) -> Callable[[Namespace], object]:
+    return lambda args: getattr(args, name) not in (None, *accepted)
+
+
+_DROP = "leave it out"
+
+# Note [Reductions over data parallelism]
+# Megatron reduces some things that are no gradient over its data-parallel group. In a replica that group is the lanes: the
+# other replicas' share would be missing, silently. What is not carried per microbatch instead is refused.
+REFUSALS = (
+    # See Note [Reductions over data parallelism].
+    Refusal("--moe-router-enable-expert-bias", _set("moe_router_enable_expert_bias"),
+            "the bias is updated from token counts of one replica only", "use --moe-router-load-balancing-type aux_loss"),
+    Refusal("--moe-router-load-balancing-type",
+            lambda args: {"global_aux_loss", "quantile_balancing"} & {*_list(args.moe_router_load_balancing_type)},
+            "global_aux_loss and quantile_balancing sum over all samples, and a replica sees only its own",
+            "use aux_loss or seq_aux_loss"),
+    Refusal("--fp8-format", lambda args: args.fp8 and args.fp8_recipe == "delayed",
+            "delayed scaling keeps a history of maxima over all samples", "use --fp8-recipe tensorwise, blockwise or mxfp8"),
+    Refusal("--ddp-average-in-collective", lambda args: args.ddp_average_in_collective and args.lanes > 1,
+            "gradients are summed over lanes and replicas and divided once", _DROP),
+    # The schedule decides when gradients are reduced.
+    Refusal("--overlap-grad-reduce", _set("overlap_grad_reduce"),
+            "gradients are reduced when all of a step's are there", _DROP),
+    Refusal("--overlap-param-gather", _set("overlap_param_gather"), "it needs --overlap-grad-reduce", _DROP),
+    Refusal("--num-distributed-optimizer-instances", _not("num_distributed_optimizer_instances", 1),
+            "replicas are the instances", "use --lanes of megatron-recover run for the shards"),
+    Refusal("--use-megatron-fsdp", _set("use_megatron_fsdp"), "it reduces gradients itself", "use --use-distributed-optimizer"),
+    Refusal("--use-torch-fsdp2", _set("use_torch_fsdp2"), "it reduces gradients itself", "use --use-distributed-optimizer"),
+    Refusal("--save-wgrads-interval", _set("save_wgrads_interval"), "it replaces the gradient reduction", _DROP),
+    Refusal("--cuda-graph-impl", _not("cuda_graph_impl", "none"),
+            "a captured graph keeps communicators that a loss retires", "use none"),
+    Refusal("--enable-cuda-graph", _set("enable_cuda_graph"),
+            "a captured graph keeps communicators that a loss retires", _DROP),
+    Refusal("--external-cuda-graph", _set("external_cuda_graph"),
+            "a captured graph keeps communicators that a loss retires", _DROP),
+    Refusal("--optimizer-cuda-graph", _set("optimizer_cuda_graph"), "a captured graph replays one gradient buffer", _DROP),
+    # Who handles faults.
+    Refusal("--rerun-mode", _not("rerun_mode", "disabled"),
+            "it repeats a step behind the back of the other replicas", "use disabled"),
+    Refusal("--error-injection-rate", _set("error_injection_rate"),
+            "it needs the rerun mode", "use --chaos of megatron-recover run"),
+    Refusal("--inprocess-restart", _set("inprocess_restart"), "two systems would restart the same ranks", _DROP),
+    Refusal("--enable-ft-package", _set("enable_ft_package"), "two systems would watch the same ranks", _DROP),
+    Refusal("--log-straggler", _set("log_straggler"), "every replica would open the same port", _DROP),
+    Refusal("--adlr-autoresume", _set("adlr_autoresume"), "each replica would decide for itself when to stop", _DROP),
+    Refusal("--exit-signal-handler-for-training", _set("exit_signal_handler_for_training"),
+            "each replica would stop by itself", "send SIGTERM to megatron-recover run"),
+    # Which samples are read.
+    Refusal("--dataloader-type", _not("dataloader_type", "single"),
+            "a microbatch's samples must follow from its id", "use single"),
+    Refusal("--iterations-to-skip", _set("iterations_to_skip"), "a step that is skipped is not voted on", _DROP),
+    Refusal("--full-validation", _set("full_validation"), "its number of steps depends on the loader", "use --eval-iters"),
+    Refusal("--multiple-validation-sets", _set("multiple_validation_sets"), "it needs --full-validation", _DROP),
+    Refusal("--hybrid-context-parallel", _set("hybrid_context_parallel"), "it regroups the samples of a global batch", _DROP),
+    Refusal("--perform-rl-step", _set("perform_rl_step"), "only pre-training is supported", _DROP),
+    Refusal("--sft", _set("sft"), "only pre-training is supported", _DROP),
+    Refusal("--mtp-num-layers", _set("mtp_num_layers"), "its losses are not carried per microbatch", _DROP),
+    Refusal("--tensor-parallel-num-weight-shards", _not("tensor_parallel_num_weight_shards", 1),
+            "its ranks read samples of their own", _DROP),
+    # Who writes what.
+    Refusal("--async-save", _set("async_save"), "a take-over could not tell whether it has ended", _DROP),
+    Refusal("--non-persistent-save-interval", _set("non_persistent_save_interval"),
+            "every replica would write it", "use --save-interval"),
+    Refusal("--ckpt-format", _not("ckpt_format", "torch", "torch_dist"),
+            "only these formats were tried", "use torch_dist or torch"),
+    Refusal("--log-progress", _set("log_progress"),
+            "every replica would write the file", "read events.jsonl of the run directory"),
+    Refusal("--wandb-project", _set("wandb_project"), "every replica would log", "use --tensorboard-dir"),
+    Refusal("--yaml-cfg", _set("yaml_cfg"), "the launcher has to know the shape of the job", "use flags"),
+)  # fmt: skip
+
+
+def refusals(args: Namespace, *, lanes: int) -> list[str]:
+    """One line for every argument that is refused: the flag, why, and what to do. Empty if there is none."""
+    judged = Namespace(**{**vars(args), "lanes": lanes})
+    return [
+        f"{refusal.flag} is not supported with replicas: {refusal.because}; {refusal.instead}"
+        for refusal in REFUSALS
+        if refusal.when(judged)
+    ]
+
+
+def cpu_refusals(args: Namespace) -> list[str]:
+    """What is refused where there is no CUDA, because gloo or torch's CPU layers get it wrong."""
+    found = []
+    if args.sequence_parallel:
+        found.append("--sequence-parallel needs CUDA: torch's LayerNorm does not know it; leave it out on a CPU")
+    virtual = args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank
+    if virtual and not args.overlap_p2p_comm:
+        found.append("--no-overlap-p2p-communication with virtual stages mixes messages up on gloo; leave it out on a CPU")
+    return found
+
+
+def _list(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
