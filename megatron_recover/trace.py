@@ -14,7 +14,6 @@ docs/architecture.md, section Trace, lists who writes which event.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import time
@@ -24,7 +23,7 @@ from typing import Literal
 
 import msgspec
 
-from megatron_recover.core.values import LossKind, Record
+from megatron_recover.core.values import LossKind
 
 EVENTS_FILE = "events.jsonl"
 """Name of the log inside a run directory."""
@@ -275,7 +274,7 @@ class Voted(Event, frozen=True, kw_only=True):
     generation: int
     step: int
     digest: str
-    """`record_digest` of the record."""
+    """Of the record without the voters' requests, which are the only part in which equal votes differ."""
 
 
 class Committed(Event, frozen=True, kw_only=True):
@@ -287,7 +286,7 @@ class Committed(Event, frozen=True, kw_only=True):
     step: int
     label: str
     digest: str
-    """`record_digest` of the record: equal to the votes' digest."""
+    """Of the record without its requests: equal to that of the votes."""
     adopted: bool
     """True: taken over from a member that had committed it in an older generation; False: by a full set of votes."""
     versions: tuple[Result, ...]
@@ -370,15 +369,6 @@ AnyEvent = (
     RunStarted | Joined | Generation | Entered | Stopping | RunFinished | Status | Plan | MicrobatchStarted | MicrobatchFinished
     | Reduced | Transferred | ReductionFailed | Voted | Committed | Applied | Fault | Failure | Fenced | Recovery | Checkpoint
 )  # fmt: skip
-
-
-def record_digest(record: Record) -> str:
-    """Name the content of a commit record in 16 hexadecimal digits.
-
-    Requests are left out: every vote carries its voter's own, so they are the only part in which equal votes differ.
-    """
-    content = msgspec.msgpack.encode(msgspec.structs.replace(record, requests=()))
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 class EventLog:

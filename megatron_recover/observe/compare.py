@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,7 +103,9 @@ def _tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
         for name, entry in stored.items()
         if isinstance(entry, TensorStorageMetadata) and not name.startswith(("optimizer.", "rng_state"))
     }
-    load(state, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that no process group is there is intended
+        load(state, storage_reader=reader, no_dist=True)
     for name, tensor in state.items():
         if tensor.is_floating_point() and tensor.numel():
             yield name, tensor.double()

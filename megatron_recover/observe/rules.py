@@ -305,8 +305,8 @@ def least_work(history: History) -> Findings:
 
 def bounded_waits(history: History) -> Findings:
     """INV-8, as far as a trace tells: every member of the last generation enters it, unless it had nothing left to do."""
-    announced = history.of(trace.Generation)
-    if not announced or not history.of(trace.RunFinished) or history.of(trace.Stopping):
+    announced, ended = history.of(trace.Generation), history.first(trace.RunFinished)
+    if not announced or ended is None or any(event.exit_code for _, event in history.of(trace.Stopping)):
         return
     line, newest = announced[-1]
     entered = {event.replica for _, event in history.of(trace.Entered) if event.generation == newest.generation}

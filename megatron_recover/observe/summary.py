@@ -5,8 +5,8 @@ Everything here can be rebuilt from `events.jsonl` at any time; nothing is measu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -16,7 +16,6 @@ from megatron_recover.observe.history import History, is_training
 from megatron_recover.observe.work import Work
 
 SUMMARY_FILE = "summary.json"
-_Stamped = trace.Plan | trace.MicrobatchFinished | trace.Reduced | trace.Transferred | trace.Committed
 
 
 class FaultSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,29 +36,29 @@ class FaultSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecoverySummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What one new generation with losses cost. Seconds of a phase run from the end of the one before it on the slowest member.
+    """What one new generation cost.
 
-    A phase is None where it did not happen (nothing to recompute) or was overtaken by a newer generation.
+    Seconds of a phase are those of the slowest member (`trace.Recovery`). A phase is None where it did not happen: a newer
+    generation came first, or nobody had begun a step.
     """
 
     generation: int
     lost_replicas: tuple[int, ...]
+    reason: str
     step: int | None
     label: str | None
     detect_s: float | None
-    """From the injected fault (else from the agent's report of the failure) to the announcement of the generation."""
+    """To the announcement of the generation, from the injected fault if there was one, else from the first sign of a loss."""
     agree_s: float | None
-    """Until the last member's status."""
+    """Until every member's status is there."""
     redeal_s: float | None
-    """Until the last member's plan."""
+    """Until the new plan is obeyed; a pass that was under way is finished first."""
     recompute_s: float | None
-    """Until the last backward of a microbatch that was dealt again."""
+    """Until what was dealt again is computed."""
     reduce_s: float | None
-    """Until the last sum or transfer of this generation."""
+    """Until all results are held."""
     commit_s: float | None
-    """Until the last member committed the step."""
-    overtaken: bool
-    """A newer generation came before the step was committed."""
+    """Until all members have voted."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,38 +109,35 @@ def faults(history: History) -> tuple[FaultSummary, ...]:
     for _, event in history.of(trace.Failure):
         if event.replica not in explained:
             explained.add(event.replica)
-            found.append(FaultSummary(t=event.t, replica=event.replica, rank=event.rank, kind="external", cause=event.cause))
+            planned = [plan.step for _, plan in history.of(trace.Plan) if plan.replica == event.replica and plan.t <= event.t]
+            step = planned[-1] if planned else None
+            found.append(
+                FaultSummary(
+                    t=event.t, replica=event.replica, rank=event.rank, kind="external", cause=event.cause, step=step,
+                    label=_label(history, step),
+                )
+            )  # fmt: skip
     return tuple(sorted(found, key=lambda fault: fault.t))
 
 
-def _times(events: Sequence[tuple[int, _Stamped]], step: int | None, generation: int) -> list[float]:
-    return [event.t for _, event in events if event.step == step and event.generation == generation]
-
-
 def _recovery(history: History, announced: trace.Generation) -> RecoverySummary:
-    generation = announced.generation
     lost = tuple(one.replica for one in announced.losses)
-    causes = [event.t for _, event in history.of(trace.Fault) if event.replica in lost and event.t <= announced.t]
-    causes = causes or [event.t for _, event in history.of(trace.Failure) if event.replica in lost and event.t <= announced.t]
-    statuses = [event for _, event in history.of(trace.Status) if event.generation == generation]
-    step = min((event.step for event in statuses), default=None)
-    results: list[tuple[int, _Stamped]] = [*history.of(trace.Reduced), *history.of(trace.Transferred)]
-    ends: dict[str, list[float]] = {
-        "agree_s": [event.t for event in statuses],
-        "redeal_s": _times(history.of(trace.Plan), step, generation),
-        "recompute_s": _times(history.of(trace.MicrobatchFinished), step, generation),
-        "reduce_s": _times(results, step, generation),
-        "commit_s": _times(history.of(trace.Committed), step, generation),
-    }
-    seconds: dict[str, float | None] = {"detect_s": round(announced.t - max(causes), 6) if causes else None}
-    reached = announced.t
-    for phase, times in ends.items():
-        seconds[phase] = round(max(0.0, max(times) - reached), 6) if times else None
-        reached = max([reached, *times])
+    events = [event for _, event in history.of(trace.Recovery) if event.generation == announced.generation]
+    seconds: dict[str, float] = {}
+    for event in events:
+        seconds[event.phase] = max(event.seconds, seconds.get(event.phase, 0.0))
+    injected = [event.t for _, event in history.of(trace.Fault) if event.replica in lost and event.t <= announced.t]
+    if injected:
+        seconds["detect"] = round(announced.t - max(injected), 6)
+    step = events[0].step if events else None
     return RecoverySummary(
-        generation=generation, lost_replicas=lost, step=step, label=_label(history, step), overtaken=not ends["commit_s"],
-        **seconds,
-    )  # fmt: skip
+        generation=announced.generation,
+        lost_replicas=lost,
+        reason=announced.reason,
+        step=step,
+        label=_label(history, step),
+        **{f"{phase}_s": seconds.get(phase) for phase in get_args(trace.Phase)},
+    )
 
 
 def summarize(history: History, comparison: Comparison | None = None) -> Summary:
@@ -163,7 +159,7 @@ def summarize(history: History, comparison: Comparison | None = None) -> Summary
         exit_code=ended.exit_code if ended else None,
         seconds=history.events[-1][1].t if history.events else 0.0,
         faults=faults(history),
-        recoveries=tuple(_recovery(history, one) for one in history.generations.values() if one.losses),
+        recoveries=tuple(_recovery(history, one) for one in list(history.generations.values())[1:]),
         microbatches_lost=len(work.lost),
         microbatches_redone=len(work.redone),
         microbatches_wasted=len(work.wasted),

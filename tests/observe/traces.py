@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -139,6 +140,12 @@ class Run:
                 complete=complete(replica), committed=self.step - 1 if self.step else None,
             )  # fmt: skip
 
+    def recovered(self) -> None:
+        """What each leader's clock says about the phases of the newest generation: replica r takes r+1 times as long."""
+        for replica in self.roster:
+            for order, phase in enumerate(get_args(trace.Phase), start=1):
+                self.add(trace.Recovery, **self.where(replica), phase=phase, seconds=0.01 * order * (replica + 1))
+
     def step_with_kill_in_backward(self, victim: int) -> None:
         """`victim` ends when it has finished all but one of its microbatches; the others compute them again."""
         dealt = self.deal(range(self.num_microbatches))
@@ -152,6 +159,7 @@ class Run:
         for replica, ids in again.items():
             self.compute(replica, ids, BUCKETS)
         self.reduce(BUCKETS)
+        self.recovered()
         self.commit(dict.fromkeys(BUCKETS, self.generation))
 
     def step_with_kill_in_reduction(self, victim: int) -> None:
@@ -178,6 +186,7 @@ class Run:
             result = {"rank": 0, "bucket": 0, "version": older, "source": holder, "checksum": checksum}
             self.add(trace.Transferred, **self.where(replica), **result)
         self.reduce((1, 2))
+        self.recovered()
         self.commit({0: older, 1: self.generation, 2: self.generation})
 
     def finish(self, exit_code: int = 0) -> Run:

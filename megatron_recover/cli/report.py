@@ -1,0 +1,32 @@
+"""`megatron-recover report RUN_DIR`: rebuilds summary.json and loss.svg of a run from its trace."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_recover.core.values import ExitCode
+from megatron_recover.observe import plot, report, summary
+from megatron_recover.trace import TraceError
+
+
+def main(argv: list[str]) -> int:
+    """Write both files and say where they are."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-recover report",
+        description="Rebuild summary.json and the loss plot of a run directory from its trace.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a directory with events.jsonl")
+    parser.add_argument("--against", type=Path, metavar="REF_DIR", help="compare with this run, and draw its loss too")
+    arguments = parser.parse_args(argv)
+    try:
+        report.write(arguments.run_dir, arguments.against)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        print(f"megatron-recover report: no trace at {error.filename}; give the --run-dir of a run", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    except TraceError as error:
+        print(f"megatron-recover report: cannot read the trace: {error}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    print(f"wrote {arguments.run_dir / summary.SUMMARY_FILE} and {arguments.run_dir / plot.PLOT_FILE}")
+    return ExitCode.OK

@@ -1,0 +1,116 @@
+"""The loss plot of a run as SVG: its curve, the reference run's under it, every fault, and how many replicas were left.
+
+Drawing only: what is drawn comes from the trace as it is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_recover import trace
+from megatron_recover.observe.history import History, is_training
+from megatron_recover.observe.summary import FaultSummary, faults
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PLOT_FILE = "loss.svg"
+
+TEXTS = 8
+"""With more faults than this only their lines are drawn: texts would hide the curve."""
+
+_RUN, _REFERENCE, _FAULT, _GREY = "#1f5fa8", "#f2b441", "#b3261e", "#5f6368"
+
+
+def _iteration(label: str) -> int:
+    """Megatron's iteration in a training step's label (``train 17``)."""
+    return int(label.split()[1])
+
+
+def _curve(history: History) -> tuple[list[int], list[float]]:
+    points = [(_iteration(label), loss) for label, loss in history.losses().items() if is_training(label)]
+    return [iteration for iteration, _ in points], [loss for _, loss in points]
+
+
+def _members(history: History) -> tuple[list[int], list[int]]:
+    """Iteration -> number of replicas that committed it."""
+    sizes = {
+        _iteration(record.label): len(history.roster(record.generation))
+        for _, record in history.records.values()
+        if is_training(record.label)
+    }
+    return list(sizes), list(sizes.values())
+
+
+def _describe(fault: FaultSummary) -> str:
+    where = fault.point.replace("_", " ") if fault.point else fault.cause or ""
+    if fault.microbatch is not None:
+        where += f" of microbatch {fault.microbatch}"
+    if fault.bucket is not None:
+        where += f" of bucket {fault.bucket}"
+    return f"{fault.kind}: replica {fault.replica} rank {fault.rank}\n{where}"
+
+
+def _draw_faults(axes: Axes, below: Axes, history: History) -> None:
+    """A line at the step that each fault hit; texts on alternating heights so that neighbours stay readable."""
+    steps = [(fault, fault.label) for fault in faults(history) if fault.label is not None and is_training(fault.label)]
+    for number, (fault, label) in enumerate(steps):
+        at = _iteration(label)
+        for each in (axes, below):
+            each.axvline(at, color=_FAULT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+        if len(steps) > TEXTS:
+            continue
+        axes.annotate(
+            _describe(fault), xy=(at, 0.97 - 0.15 * (number % 3)), xycoords=("data", "axes fraction"), xytext=(5, 0),
+            textcoords="offset points", color=_FAULT, fontsize=8, va="top",
+            bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+        )  # fmt: skip
+
+
+def write(run_dir: str | Path, against: str | Path | None = None) -> Path:
+    """Draw `loss.svg` of a run directory from its trace; returns its path."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    history = History.read(run_dir)
+    style = {
+        "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": _GREY, "svg.hashsalt": "loss",
+        "svg.fonttype": "none", "xtick.color": _GREY, "ytick.color": _GREY, "axes.labelcolor": _GREY,
+    }  # fmt: skip
+    with pyplot.rc_context(style):
+        figure, (axes, below) = pyplot.subplots(
+            2, 1, sharex=True, figsize=(9, 4.8), height_ratios=(4, 1), layout="constrained"
+        )  # fmt: skip
+        if against is not None:
+            axes.plot(*_curve(History.read(against)), color=_REFERENCE, linewidth=6, alpha=0.8, label="undisturbed reference")
+        axes.plot(*_curve(history), color=_RUN, linewidth=1.8, marker="o", markersize=3, label="this run")
+        iterations, sizes = _members(history)
+        below.step(iterations, sizes, where="mid", color=_RUN, linewidth=1.8)
+        below.fill_between(iterations, sizes, step="mid", color=_RUN, alpha=0.15)
+        _draw_faults(axes, below, history)
+        axes.set_ylabel("loss")
+        axes.grid(axis="y", color="#e8eaed")
+        axes.set_axisbelow(True)
+        axes.legend(loc="lower left", frameon=False)
+        below.set(ylabel="replicas", xlabel="iteration", ylim=(0, max([*sizes, 1]) + 0.4))
+        below.yaxis.set_major_locator(MaxNLocator(integer=True))
+        below.xaxis.set_major_locator(MaxNLocator(integer=True))
+        figure.suptitle(_title(history), fontsize=10, x=0.01, ha="left")
+        place = Path(run_dir) / PLOT_FILE
+        figure.savefig(place, metadata={"Date": None})
+        pyplot.close(figure)
+    return place
+
+
+def _title(history: History) -> str:
+    started = history.first(trace.RunStarted)
+    steps = sum(is_training(record.label) for _, record in history.records.values())
+    if started is None:
+        return f"{steps} training steps"
+    shape = started.shape
+    what = f"TP{shape.tp} x PP{shape.pp}" + (f" x CP{shape.cp}" if shape.cp > 1 else "")
+    return f"{steps} training steps, {started.replicas} replicas of {what} at the start, determinism {started.determinism}"

@@ -1,0 +1,164 @@
+"""summary.json, the comparison with a reference run and the plot: numbers that a hand count of the trace confirms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from megatron_recover import trace
+from megatron_recover.observe import plot, report, summary
+from megatron_recover.observe.check import check, describe
+from megatron_recover.observe.compare import compare
+from megatron_recover.observe.history import History
+from megatron_recover.observe.work import Work
+from tests.observe import traces
+
+REQUIRED = {
+    "steps", "microbatches_per_step", "replicas_start", "replicas_end", "generations", "faults", "recoveries",
+    "microbatches_lost", "microbatches_redone", "microbatches_wasted", "replicas_bit_identical",
+}  # fmt: skip
+REQUIRED_AGAINST = {"loss_max_abs_diff", "param_max_rel_diff", "param_bit_identical"}
+
+
+def _history(run: traces.Run) -> History:
+    return History(enumerate(run.events, start=1))
+
+
+def test_the_summary_counts_what_a_hand_count_confirms(tmp_path: Path) -> None:
+    run_dir = traces.write(tmp_path / "run", traces.faulty_run().events)
+    reference = traces.write(tmp_path / "reference", traces.quiet_run().events)
+    summary.write(run_dir, reference)
+    content = json.loads((run_dir / summary.SUMMARY_FILE).read_text())
+    assert content.keys() >= REQUIRED | REQUIRED_AGAINST
+    assert (content["steps"], content["evaluation_steps"], content["microbatches_per_step"]) == (5, 0, 6)
+    assert (content["replicas_start"], content["replicas_end"], content["generations"]) == (3, 1, 3)
+    assert [(f["point"], f["replica"], f["rank"], f["label"]) for f in content["faults"]] == [
+        ("backward", 2, 1, "train 2"), ("reduce", 0, 0, "train 4"),
+    ]  # fmt: skip
+    # 6 microbatches: 2 each with three replicas, 3 each with two. Each loss costs the dead replica's share and nothing else.
+    assert (content["microbatches_lost"], content["microbatches_redone"], content["microbatches_wasted"]) == (5, 5, 0)
+    assert content["replicas_bit_identical"] is True
+    assert (content["loss_max_abs_diff"], content["param_max_rel_diff"], content["param_bit_identical"]) == (0.0, 0.0, True)
+
+
+def test_a_recovery_lists_every_phase_of_its_slowest_member(tmp_path: Path) -> None:
+    first, second = summary.summarize(_history(traces.faulty_run())).recoveries
+    assert (first.lost_replicas, second.lost_replicas) == ((2,), (0,))
+    # The traces' clocks give 0.01 s x phase x (replica + 1); replica 1 is the slowest survivor of both. An injected fault is
+    # two events, one millisecond each, before the announcement.
+    for one in (first, second):
+        phases = (one.agree_s, one.redeal_s, one.recompute_s, one.reduce_s, one.commit_s)
+        assert phases == pytest.approx((0.04, 0.06, 0.08, 0.1, 0.12))
+        assert one.detect_s == pytest.approx(0.003)
+
+
+def test_a_failure_that_nobody_injected_is_a_fault_from_outside() -> None:
+    run = traces.faulty_run()
+    events = [event for event in run.events if not isinstance(event, trace.Fault)]
+    found = summary.faults(History(enumerate(events, start=1)))
+    assert [(f.kind, f.replica, f.cause, f.label) for f in found] == [
+        ("external", 2, "SIGKILL", "train 2"), ("external", 0, "SIGKILL", "train 4"),
+    ]  # fmt: skip
+
+
+def test_what_a_decided_bucket_saved_was_not_lost() -> None:
+    """A replica that ends after its share is in a complete result of every bucket has lost nothing."""
+    run = traces.Run()
+    dealt = run.deal(range(6))
+    run.plan(dealt, traces.BUCKETS)
+    for replica, ids in dealt.items():
+        run.compute(replica, ids, traces.BUCKETS)
+    run.reduce(traces.BUCKETS)
+    run.lose(2, 0, "before_vote")
+    run.statuses(dealt, lambda replica: tuple((bucket, 1) for bucket in traces.BUCKETS))
+    run.plan({}, ())
+    run.commit(dict.fromkeys(traces.BUCKETS, 1))
+    work = Work(_history(run.finish()))
+    assert (len(work.lost), len(work.redone), len(work.wasted)) == (0, 0, 0)
+
+
+def test_replicas_that_drift_are_not_called_identical() -> None:
+    run = traces.quiet_run()
+    for index, event in enumerate(run.events):
+        if isinstance(event, trace.Applied) and event.replica == 1 and event.step == 3:
+            run.events[index] = msgspec.structs.replace(event, parameter_digest="other")
+    assert summary.summarize(_history(run)).replicas_bit_identical is False
+    alone = traces.Run(replicas=1)
+    alone.quiet_step()
+    assert summary.summarize(_history(alone)).replicas_bit_identical is None, "one replica proves no agreement"
+
+
+@pytest.mark.parametrize("determinism", ["exact", "fast"])
+def test_another_loss_is_measured_and_condemned_only_between_exact_runs(tmp_path: Path, determinism: str) -> None:
+    run, reference = traces.faulty_run(determinism), traces.quiet_run(determinism=determinism)
+    for index, event in enumerate(run.events):
+        if isinstance(event, trace.Applied) and event.loss is not None and event.step == 4:
+            run.events[index] = msgspec.structs.replace(event, loss=event.loss + 0.25)
+    mine, theirs = traces.write(tmp_path / "run", run.events), traces.write(tmp_path / "reference", reference.events)
+    verdict = check(mine, theirs)
+    assert verdict.summary.loss_max_abs_diff == pytest.approx(0.25)
+    assert verdict.holds == (determinism == "fast"), describe(verdict)
+
+
+def test_a_run_that_lacks_steps_of_its_reference_is_not_proven(tmp_path: Path) -> None:
+    mine = traces.write(tmp_path / "run", traces.quiet_run(steps=3).events)
+    theirs = traces.write(tmp_path / "reference", traces.quiet_run(steps=5).events)
+    verdict = check(mine, theirs)
+    assert not verdict.holds
+    assert "lacks steps" in describe(verdict)
+
+
+def _with_checkpoint(run: traces.Run, place: Path, weights: torch.Tensor) -> list[trace.Event]:
+    """A run whose last parameters are in a checkpoint as Megatron writes them, optimizer state included."""
+    save(
+        {"decoder.weight": weights, "optimizer.state": torch.rand(3)},
+        storage_writer=FileSystemWriter(place / "iter_0000005"),
+        no_dist=True,
+    )
+    finished = trace.Checkpoint(replica=0, rank=0, iteration=5, phase="finished")
+    events: list[trace.Event] = [*run.events[:-1], finished, run.events[-1]]
+    started = events[0]
+    assert isinstance(started, trace.RunStarted)
+    return [msgspec.structs.replace(started, argv=("--save", str(place), "--lr", "1")), *events[1:]]
+
+
+def test_parameters_that_differ_are_measured_from_the_checkpoints(tmp_path: Path) -> None:
+    weights = torch.tensor([4.0, -8.0, 2.0])
+    moved = weights + torch.tensor([0.0, 0.0, 0.5])
+    reference = traces.quiet_run(determinism="fast")
+    theirs = traces.write(tmp_path / "reference", _with_checkpoint(reference, tmp_path / "a", weights))
+    run = traces.faulty_run("fast")
+    for index, event in enumerate(run.events):
+        if isinstance(event, trace.Applied):
+            run.events[index] = msgspec.structs.replace(event, parameter_digest=f"other {event.step} {event.rank}")
+    mine = traces.write(tmp_path / "run", _with_checkpoint(run, tmp_path / "b", moved))
+    comparison = compare(mine, theirs)
+    assert comparison.param_bit_identical is False
+    assert comparison.param_max_rel_diff == pytest.approx(0.5 / 8.0)
+
+
+def test_the_plot_shows_both_curves_and_every_fault(tmp_path: Path) -> None:
+    run_dir = traces.write(tmp_path / "run", traces.faulty_run().events)
+    reference = traces.write(tmp_path / "reference", traces.quiet_run().events)
+    report.write(run_dir, reference)
+    svg = (run_dir / plot.PLOT_FILE).read_text()
+    ElementTree.fromstring(svg)
+    texts = [
+        "undisturbed reference", "this run", "kill: replica 2 rank 1", "backward of microbatch 5", "reduce of bucket 1",
+        "3 replicas of TP1 x PP2",
+    ]  # fmt: skip
+    assert [text for text in texts if text not in svg] == []
+    again = plot.write(run_dir, reference).read_text()
+    assert again == svg, "the same trace gives the same file"
+
+
+def test_the_plot_of_a_run_without_any_step_is_empty_but_there(tmp_path: Path) -> None:
+    report.write(traces.write(tmp_path, traces.Run().finish(1).events))
+    assert (tmp_path / plot.PLOT_FILE).exists()
