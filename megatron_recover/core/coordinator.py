@@ -280,7 +280,7 @@ def _on_diverged(state: CoordinatorState, diverged: Diverged) -> Step:
 def _on_finished(state: CoordinatorState, finished: Finished) -> Step:
     if finished.replica in {item.replica for item in state.finished} or finished.replica not in state.roster:
         return state, ()
-    state = replace(state, finished=(*state.finished, finished))
+    state = replace(state, finished=tuple(sorted((*state.finished, finished), key=lambda item: item.replica)))
     return _finish(state) if {item.replica for item in state.finished} >= set(state.roster) else (state, ())
 
 

@@ -1,2 +1,340 @@
+"""INV-1..9 over a history: a sequence of facts, each saying what one replica, rank or the coordinator did.
+
+`observe(history, fact) -> history` raises `InvariantViolation` at the first fact that breaks an invariant; `check(facts)` does
+it for a whole list. The explorer feeds what its simulated machines do, a trace checker what its events say; a field that a
+source cannot know is None. Facts come in an order in which they can have happened: cause before effect.
+
+- INV-1 exactly once: a result that counts has each microbatch exactly once (`Held.counts`, `Applied.counts`).
+- INV-2 agreement: one record a step, all ranks of a replica hold what it names, equal checksums and digests everywhere.
+- INV-3 no corruption: a local gradient that is read holds exactly what was planned into it (`Read`).
+- INV-4 decided once: no bucket is reduced while a member holds it complete in an older version.
+- INV-5 fencing: nothing of a generation older than the one that the replica entered has an effect.
+- INV-6 single history: generations are consecutive, one roster each, nobody comes back; commits have all members' votes.
+- INV-7 least work: nothing is dealt that a member holds.
+- INV-8 bounded waits, INV-9 progress: about what does *not* happen, so no single fact breaks them. The explorer raises them
+  at states in which nothing can happen any more; a driver's deadline does in production.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from megatron_recover.core.values import (
+    BucketId,
+    Entered,
+    Generation,
+    MicrobatchId,
+    Plan,
+    Record,
+    ReplicaId,
+    Shape,
+    Value,
+    Version,
+    Vote,
+)
+
+
 class InvariantViolation(Exception):
-    pass
+    """A broken invariant: `invariant` is its number in docs/guarantees.md."""
+
+    def __init__(self, invariant: int, detail: str) -> None:
+        super().__init__(f"INV-{invariant}: {detail}")
+        self.invariant = invariant
+
+
+# --- Facts; `values.Entered` is one too ----------------------------------------------------------------------------------
+
+
+class Formed(Value, frozen=True):
+    """The coordinator made a generation."""
+
+    generation: Generation
+    roster: tuple[ReplicaId, ...]
+
+
+class Planned(Value, frozen=True):
+    """A leader gave a plan to its ranks."""
+
+    replica: ReplicaId
+    plan: Plan
+
+
+class Read(Value, frozen=True):
+    """A rank handed its local gradient of a bucket to a reduction; `counts[i]` is how often microbatch i is in it."""
+
+    replica: ReplicaId
+    rank: int
+    step: int
+    bucket: BucketId
+    counts: tuple[int, ...]
+
+
+class Held(Value, frozen=True):
+    """A rank holds a result (reduced or fetched) that its plan of `generation` asked for."""
+
+    replica: ReplicaId
+    rank: int
+    generation: Generation
+    step: int
+    bucket: BucketId
+    version: Version
+    checksum: int
+    counts: tuple[int, ...] | None
+    """How often each microbatch is in it, if known."""
+
+
+class Voted(Value, frozen=True):
+    """A leader voted."""
+
+    vote: Vote
+
+
+class Committed(Value, frozen=True):
+    """A leader committed a step in `generation`, by votes or by adopting a member's record."""
+
+    replica: ReplicaId
+    generation: Generation
+    record: Record
+    adopted: bool
+
+
+class Applied(Value, frozen=True):
+    """A rank made the results of a step its gradient."""
+
+    replica: ReplicaId
+    rank: int
+    step: int
+    counts: tuple[tuple[BucketId, tuple[int, ...]], ...] | None
+    """Per bucket of the rank how often each microbatch is in the gradient, if known."""
+    digest: str | None
+    """Of the rank's parameters afterwards, if known."""
+
+
+Fact = Formed | Entered | Planned | Read | Held | Voted | Committed | Applied
+
+
+# --- What has to be remembered -------------------------------------------------------------------------------------------
+
+
+class StepHistory(Value, frozen=True):
+    """What is known of one step. Of members only: what a lost replica holds or was dealt matters to nobody any more."""
+
+    record: Record | None = None
+    """Without requests."""
+    dealt: frozenset[tuple[ReplicaId, BucketId, MicrobatchId]] = frozenset()
+    held: frozenset[tuple[ReplicaId, int, BucketId, Version]] = frozenset()
+    """(replica, rank, bucket, version)."""
+    checksums: frozenset[tuple[BucketId, Version, int, int]] = frozenset()
+    """(bucket, version, rank, checksum)."""
+    votes: frozenset[tuple[ReplicaId, Generation]] = frozenset()
+    """Who voted in which generation for the record that is, or would be, committed."""
+    digests: frozenset[tuple[int, str]] = frozenset()
+    """(rank, parameter digest)."""
+
+
+class History(Value, frozen=True):
+    """Everything that the invariants need to remember. Start with `History(shape)`."""
+
+    shape: Shape
+    rosters: tuple[tuple[ReplicaId, ...], ...] = ()
+    """`rosters[g - 1]` is that of generation g."""
+    entered: tuple[tuple[ReplicaId, Generation], ...] = ()
+    """Newest generation of each replica."""
+    committed: tuple[tuple[ReplicaId, int], ...] = ()
+    """How many steps each replica has committed."""
+    steps: tuple[tuple[int, StepHistory], ...] = ()
+
+
+def check(shape: Shape, facts: Iterable[Fact]) -> History:
+    """Observe all facts. Raises InvariantViolation with the position of the fact that breaks an invariant."""
+    history = History(shape)
+    for position, fact in enumerate(facts):
+        try:
+            history = observe(history, fact)
+        except InvariantViolation as violation:
+            violation.add_note(f"at fact {position}: {fact}")
+            raise
+    return history
+
+
+def observe(history: History, fact: Fact) -> History:
+    """Take one fact."""
+    return RULES[type(fact)](history, fact)
+
+
+def _on_formed(history: History, fact: Formed) -> History:
+    if fact.generation != len(history.rosters) + 1:
+        raise InvariantViolation(6, f"generation {fact.generation} follows generation {len(history.rosters)}")
+    if history.rosters and not set(fact.roster) <= set(history.rosters[-1]):
+        raise InvariantViolation(6, f"roster {fact.roster} has a replica that {history.rosters[-1]} had not")
+    members = set(fact.roster)
+    steps = {
+        number: replace(
+            step,
+            dealt=frozenset(item for item in step.dealt if item[0] in members),
+            held=frozenset(item for item in step.held if item[0] in members),
+            votes=frozenset(item for item in step.votes if item[0] in members),
+        )
+        for number, step in history.steps
+    }
+    return replace(history, rosters=(*history.rosters, fact.roster), steps=tuple(steps.items()))
+
+
+def _on_entered(history: History, fact: Entered) -> History:
+    if fact.generation <= dict(history.entered).get(fact.replica, 0):
+        raise InvariantViolation(5, f"replica {fact.replica} enters generation {fact.generation} after a newer one")
+    if fact.replica not in _roster(history, fact.generation):
+        raise InvariantViolation(6, f"replica {fact.replica} enters generation {fact.generation}, whose member it is not")
+    return replace(history, entered=_with(history.entered, fact.replica, fact.generation))
+
+
+def _on_planned(history: History, fact: Planned) -> History:
+    plan, replica = fact.plan, fact.replica
+    _fence(history, replica, plan.generation, "plans")
+    if replica not in history.rosters[-1]:
+        return history  # what a lost replica does is lost; it wastes nothing of the members
+    step = _step(history, plan.step)
+    for bucket in plan.reduces:
+        ranks = set(history.shape.bucket_ranks[bucket])
+        for member in plan.roster:
+            for version in {item[3] for item in step.held if item[0] == member and item[2] == bucket}:
+                here = {rank for holder, rank, b, v in step.held if (holder, b, v) == (member, bucket, version)}
+                if here >= ranks and version < plan.generation:
+                    detail = f"bucket {bucket} of step {plan.step}, which replica {member} holds in version {version}"
+                    raise InvariantViolation(4, f"replica {replica} reduces {detail}")
+    fresh = {(replica, bucket, i) for item in plan.computes for bucket in item.into for i in item.microbatches}
+    holders = {(bucket, i): member for member, bucket, i in step.dealt if member in plan.roster}
+    for _, bucket, i in sorted(fresh):
+        if (bucket, i) in holders:
+            detail = (
+                f"microbatch {i} of step {plan.step} for bucket {bucket}, whose gradient replica {holders[bucket, i]} holds"
+            )
+            raise InvariantViolation(7, f"replica {replica} computes {detail}")
+    return _at(history, plan.step, replace(step, dealt=step.dealt | fresh))
+
+
+def _on_read(history: History, fact: Read) -> History:
+    step = _step(history, fact.step)
+    if fact.replica not in history.rosters[-1]:
+        return history
+    dealt = {i for replica, bucket, i in step.dealt if (replica, bucket) == (fact.replica, fact.bucket)}
+    if fact.counts != tuple(int(i in dealt) for i in range(len(fact.counts))):
+        where = f"replica {fact.replica} rank {fact.rank}, bucket {fact.bucket} of step {fact.step}"
+        raise InvariantViolation(3, f"{where}: microbatches {sorted(dealt)} were dealt, the local gradient has {fact.counts}")
+    return history
+
+
+def _on_held(history: History, fact: Held) -> History:
+    _fence(history, fact.replica, fact.generation, f"takes a result of bucket {fact.bucket}")
+    what = f"replica {fact.replica} rank {fact.rank}: bucket {fact.bucket} version {fact.version} of step {fact.step}"
+    if fact.counts is not None and set(fact.counts) != {1}:
+        raise InvariantViolation(1, f"{what} counts its microbatches {fact.counts} times")
+    step = _step(history, fact.step)
+    for bucket, version, rank, checksum in step.checksums:
+        if (bucket, version, rank) == (fact.bucket, fact.version, fact.rank) and checksum != fact.checksum:
+            raise InvariantViolation(2, f"{what} has checksum {fact.checksum}, elsewhere {checksum}")
+    others = frozenset(item for item in step.held if item[:3] != (fact.replica, fact.rank, fact.bucket))
+    fresh = _current(history, fact.replica, {(fact.replica, fact.rank, fact.bucket, fact.version)})
+    checksums = step.checksums | {(fact.bucket, fact.version, fact.rank, fact.checksum)}
+    return _at(history, fact.step, replace(step, held=others | fresh, checksums=checksums))
+
+
+def _on_voted(history: History, fact: Voted) -> History:
+    vote = fact.vote
+    _fence(history, vote.replica, vote.generation, "votes")
+    step = _step(history, vote.record.step)
+    for item in vote.record.versions:
+        for rank in history.shape.bucket_ranks[item.bucket]:
+            held = (vote.replica, rank, item.bucket, item.version)
+            if vote.replica in history.rosters[-1] and held not in step.held:
+                detail = (
+                    f"replica {vote.replica} votes for bucket {item.bucket} version {item.version} of step {vote.record.step}"
+                )
+                raise InvariantViolation(2, f"{detail}, which its rank {rank} does not hold")
+    fresh = _current(history, vote.replica, {(vote.replica, vote.generation)})
+    return _at(history, vote.record.step, replace(step, votes=step.votes | fresh))
+
+
+def _on_committed(history: History, fact: Committed) -> History:
+    record = replace(fact.record, requests=())
+    who = f"replica {fact.replica} commits step {record.step} in generation {fact.generation}"
+    _fence(history, fact.replica, fact.generation, f"commits step {record.step}")
+    done = dict(history.committed).get(fact.replica, 0)
+    if record.step != done:
+        raise InvariantViolation(2, f"{who} after {done} steps")
+    step = _step(history, record.step)
+    if step.record is not None and step.record != record:
+        raise InvariantViolation(2, f"{who} as {record}, elsewhere it is {step.record}")
+    if fact.adopted and step.record is None:
+        raise InvariantViolation(2, f"{who} by adopting a record that nobody committed")
+    if not fact.adopted and fact.generation == len(history.rosters):
+        missing = [r for r in _roster(history, fact.generation) if (r, fact.generation) not in step.votes]
+        if missing:
+            raise InvariantViolation(6, f"{who} without the votes of replicas {missing}")
+    committed = _with(history.committed, fact.replica, done + 1)
+    history = replace(history, committed=committed)
+    step = replace(step, record=record)
+    if all(dict(committed).get(replica, 0) > record.step for replica in history.rosters[-1]):
+        # Nothing of the step can happen any more but that a lost replica commits or applies it.
+        step = StepHistory(record=record, digests=step.digests)
+    return _at(history, record.step, step)
+
+
+def _on_applied(history: History, fact: Applied) -> History:
+    who = f"replica {fact.replica} rank {fact.rank} applies step {fact.step}"
+    if fact.step >= dict(history.committed).get(fact.replica, 0):
+        raise InvariantViolation(2, f"{who}, which its replica has not committed")
+    for bucket, counts in fact.counts or ():
+        if set(counts) != {1}:
+            raise InvariantViolation(1, f"{who}: bucket {bucket} counts its microbatches {counts} times")
+    if fact.digest is None:
+        return history
+    step = _step(history, fact.step)
+    for rank, digest in step.digests:
+        if rank == fact.rank and digest != fact.digest:
+            raise InvariantViolation(2, f"{who}: its parameters are {fact.digest}, elsewhere {digest}")
+    return _at(history, fact.step, replace(step, digests=step.digests | {(fact.rank, fact.digest)}))
+
+
+def _roster(history: History, generation: Generation) -> tuple[ReplicaId, ...]:
+    if not 1 <= generation <= len(history.rosters):
+        raise InvariantViolation(6, f"generation {generation} was never made")
+    return history.rosters[generation - 1]
+
+
+def _fence(history: History, replica: ReplicaId, generation: Generation, deed: str) -> None:
+    entered = dict(history.entered).get(replica, 0)
+    if generation != entered:
+        raise InvariantViolation(5, f"replica {replica} {deed} in generation {generation}, but has entered {entered}")
+
+
+def _current[T](history: History, replica: ReplicaId, items: Iterable[T]) -> frozenset[T]:
+    """The items if the replica is a member of the newest generation, else nothing."""
+    return frozenset(items) if replica in history.rosters[-1] else frozenset()
+
+
+def _step(history: History, number: int) -> StepHistory:
+    return dict(history.steps).get(number, StepHistory())
+
+
+def _with[T](pairs: tuple[tuple[int, T], ...], key: int, value: T) -> tuple[tuple[int, T], ...]:
+    return tuple(sorted(({**dict(pairs), key: value}).items(), key=lambda pair: pair[0]))
+
+
+def _at(history: History, number: int, step: StepHistory) -> History:
+    return replace(history, steps=_with(history.steps, number, step))
+
+
+RULES: Mapping[type, Callable[[History, Any], History]] = {
+    Formed: _on_formed,
+    Entered: _on_entered,
+    Planned: _on_planned,
+    Read: _on_read,
+    Held: _on_held,
+    Voted: _on_voted,
+    Committed: _on_committed,
+    Applied: _on_applied,
+}

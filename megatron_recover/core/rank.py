@@ -166,8 +166,9 @@ def _check_held(state: RankState, order: Apply) -> None:
     for item in order.record.versions:
         if item.bucket in state.buckets and held.get(item.bucket) != item.version:
             raise InvariantViolation(
-                f"INV-2: replica {state.replica} rank {state.rank} is to apply bucket {item.bucket} version "
-                f"{item.version} of step {order.record.step}, but holds version {held.get(item.bucket)}"
+                2,
+                f"replica {state.replica} rank {state.rank} is to apply bucket {item.bucket} version "
+                f"{item.version} of step {order.record.step}, but holds version {held.get(item.bucket)}",
             )
 
 

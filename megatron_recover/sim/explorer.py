@@ -1,0 +1,542 @@
+"""Explores every behaviour of a small job: the core's own machines, every order of messages, every instant of a fault.
+
+    python -m megatron_recover.sim.explorer --config ci
+
+Breadth first from generation 1; a state in which an invariant breaks is printed with the shortest way to it, and the exit
+code is 1. A state in which nothing can happen any more must be one in which all members have finished (INV-8, INV-9).
+
+The network keeps every message that can still matter and delivers any of them to anyone at any time, again and again or
+never: lost, late, repeated and reordered messages are all in it, more than TCP allows. Scenarios with `links` have FIFO links
+instead, each message once, that break and lose what is on them: there a message that the machine drops is really gone.
+
+What is not tried twice (each is an order of independent steps, or an outcome that another covers)
+--------------------------------------------------------------------------------------------------
+* Inside a node: `sim/world.py`.
+* A vote or status that is only stored, because those of two or more other members are missing, is delivered at once. It has
+  no effect before the last one comes, a new generation discards it delivered or not, and the last one may still be lost.
+* A node that no new generation can reach (it is not in the newest roster; or it has entered the newest and no fault is left to
+  come) takes its steps at once: they only add messages, none disables another, and nobody has to receive what they send.
+* A crash is seen by the coordinator at once: until then the dead replica just does nothing, as any replica may at any time.
+  A fenced replica is never killed: being killed is doing nothing from then on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from megatron_recover.core import coordinator, invariants, replica
+from megatron_recover.core.values import (
+    Generation,
+    Hello,
+    Loss,
+    LossKind,
+    NewGeneration,
+    ReplicaId,
+    Shape,
+    Status,
+    ToCoordinator,
+    Value,
+    Vote,
+    Work,
+)
+from megatron_recover.sim.world import (
+    Begin,
+    CarryOut,
+    Complete,
+    Copy,
+    Counts,
+    Message,
+    Node,
+    Operation,
+    Part,
+    Simulator,
+    Stimulus,
+    add,
+    new_node,
+    pending,
+)
+
+
+class Scenario(Value, frozen=True):
+    """A job and the faults that may hit it, each at any instant."""
+
+    name: str
+    replicas: int = 3
+    microbatches: int = 3
+    bucket_ranks: tuple[tuple[int, ...], ...] = ((0,),)
+    num_ranks: int = 1
+    steps: int = 2
+    crashes: int = 0
+    suspicions: int = 0
+    """Replicas that are fenced although they live, and go on for a while."""
+    alarms: int = 0
+    """New generations without a loss: a broken link, a lost message, an expired wait."""
+    links: bool = False
+    """FIFO links that deliver once and may break, instead of the set of all messages."""
+
+
+CONFIGS: dict[str, tuple[Scenario, ...]] = {
+    "ci": (
+        Scenario("three replicas, 2 crashes and a false suspicion", crashes=2, suspicions=1),
+        Scenario("two buckets, one crash", bucket_ranks=((0,), (0,)), crashes=1),
+        Scenario("two buckets, one false suspicion", bucket_ranks=((0,), (0,)), suspicions=1),
+        Scenario("lost messages and a crash", crashes=1, alarms=1),
+        Scenario("two ranks share a bucket", replicas=2, microbatches=2, num_ranks=2, bucket_ranks=((0, 1),), alarms=1),
+        Scenario("links break, a replica dies", crashes=1, alarms=1, links=True),
+    ),
+    "full": (
+        Scenario("four replicas, two buckets, 2 crashes", replicas=4, microbatches=4, bucket_ranks=((0,), (0,)), crashes=2),
+    ),
+}
+
+
+class World(NamedTuple):
+    """A state of the whole job; components are numbered values, so that it is small and quick to compare."""
+
+    coordinator: int
+    nodes: tuple[int, ...]
+    """0: dead."""
+    messages: int
+    """Bit set of message numbers."""
+    history: int
+    crashes: int
+    suspicions: int
+    alarms: int
+    """Faults that may still come."""
+    links: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    """(source or -1 for the coordinator, destination, messages on the way)."""
+
+
+class Found(Value, frozen=True):
+    """A violation and the way to it."""
+
+    detail: str
+    lines: tuple[str, ...]
+
+
+class Report(Value, frozen=True):
+    """What an exploration covered."""
+
+    scenario: Scenario
+    states: int
+    transitions: int
+    ends: int
+    """Distinct states in which the job is over."""
+    found: Found | None
+
+
+class Table[T]:
+    """Numbers distinct values from 1."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self._values: list[T] = []
+        self._encode = msgspec.msgpack.Encoder(order="deterministic").encode
+
+    def number(self, value: T) -> int:
+        key = self._encode(value)
+        found = self._numbers.get(key)
+        if found is None:
+            self._values.append(value)
+            found = self._numbers[key] = len(self._values)
+        return found
+
+    def __getitem__(self, number: int) -> T:
+        return self._values[number - 1]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class Effect(NamedTuple):
+    """An `Outcome` in numbers."""
+
+    node: int
+    messages: tuple[int, ...]
+    reports: tuple[ToCoordinator, ...]
+    facts: tuple[invariants.Fact, ...]
+
+
+class Explorer:
+    """One exploration. All its tables only remember pure functions of their keys."""
+
+    def __init__(self, scenario: Scenario, simulator: Simulator | None = None) -> None:
+        self.scenario = scenario
+        self.simulator = simulator or Simulator()
+        self.shape = Shape(scenario.num_ranks, scenario.bucket_ranks)
+        self.nodes: Table[Node] = Table()
+        self.messages: Table[Message] = Table()
+        self.coordinators: Table[coordinator.CoordinatorState] = Table()
+        self.histories: Table[invariants.History] = Table()
+        self.effects: dict[tuple[int, Stimulus | int], Effect] = {}
+        self.needs: dict[tuple[int, int], bool] = {}
+        self.observed: dict[tuple[int, tuple[invariants.Fact, ...]], int] = {}
+        self.data: dict[tuple[object, ...], list[int]] = {}
+        """Numbers of the `Part`s and `Copy`s by everything but their content."""
+        self.transitions = 0
+        self.attempt = ""
+        """What is being tried, for the report of a violation."""
+
+    # --- one step ---
+
+    def initial(self) -> World:
+        """Generation 1 is announced, nobody has entered it."""
+        scenario = self.scenario
+        buckets = tuple(range(len(scenario.bucket_ranks)))
+        work = [Work(f"train {step}", scenario.microbatches, buckets) for step in range(scenario.steps)]
+        nodes = tuple(self.nodes.number(new_node(r, self.shape, work)) for r in range(scenario.replicas))
+        state = coordinator.CoordinatorState(coordinator.Policy(scenario.replicas))
+        world = World(
+            self.coordinators.number(state),
+            nodes,
+            0,
+            self.histories.number(invariants.History(self.shape)),
+            scenario.crashes,
+            scenario.suspicions,
+            scenario.alarms,
+        )
+        for number in range(scenario.replicas):
+            world = self.coordinate(world, Hello(number, "same"))
+        return world
+
+    def coordinate(self, world: World, message: coordinator.Input) -> World:
+        """Feed the coordinator; a grace ends at once, and a member that follows late is covered by false suspicions."""
+        state, effects = coordinator.step(self.coordinators[world.coordinator], message)
+        world = world._replace(coordinator=self.coordinators.number(state))
+        for effect in effects:
+            if isinstance(effect, coordinator.Announce):
+                new = effect.generation
+                world = self.observe(world, (invariants.Formed(new.generation, new.roster),))
+                world = self.post(world, -1, (self.messages.number(new),), new.roster)
+            elif isinstance(effect, coordinator.Arm) and effect.timer.startswith("grace"):
+                world = self.coordinate(world, coordinator.Expired(effect.timer))
+        return world
+
+    def observe(self, world: World, facts: tuple[invariants.Fact, ...]) -> World:
+        if not facts:
+            return world
+        key = (world.history, facts)
+        number = self.observed.get(key)
+        if number is None:
+            history = self.histories[world.history]
+            for fact in facts:
+                history = invariants.observe(history, fact)
+            number = self.observed[key] = self.histories.number(history)
+        return world._replace(history=number)
+
+    def post(self, world: World, source: int, messages: tuple[int, ...], to: tuple[ReplicaId, ...]) -> World:
+        """Put messages into the network."""
+        bits = world.messages
+        links = {(a, b): queue for a, b, queue in world.links}
+        for number in messages:
+            if self.scenario.links and not isinstance(self.messages[number], Part | Copy):
+                for destination in to:
+                    if destination != source:
+                        links[source, destination] = (*links.get((source, destination), ()), number)
+            else:
+                bits |= 1 << number
+        return world._replace(messages=bits, links=tuple((a, b, queue) for (a, b), queue in sorted(links.items()) if queue))
+
+    def stimulate(self, world: World, number: ReplicaId, stimulus: Stimulus | int) -> World:
+        """The world after a stimulus (or the message of that number) has reached a node."""
+        key = (world.nodes[number], stimulus)
+        effect = self.effects.get(key)
+        if effect is None:
+            what = self.messages[stimulus] if isinstance(stimulus, int) else stimulus
+            outcome = self.simulator.stimulate(self.nodes[world.nodes[number]], what)  # type: ignore[arg-type]
+            effect = self.effects[key] = Effect(
+                self.nodes.number(outcome.node),
+                tuple(self.message(message) for message in outcome.messages),
+                outcome.reports,
+                outcome.facts,
+            )
+        if effect.node == world.nodes[number] and not effect.messages and not effect.reports:
+            return world
+        self.transitions += 1
+        nodes = (*world.nodes[:number], effect.node, *world.nodes[number + 1 :])
+        world = self.observe(world._replace(nodes=nodes), effect.facts)
+        if effect.messages:
+            roster = self.nodes[effect.node].leader.roster
+            world = self.post(world, number, effect.messages, roster)
+        for report in effect.reports:
+            world = self.coordinate(world, report)
+        return world
+
+    # --- what can happen ---
+
+    def steps(self, world: World) -> Iterator[tuple[str, World]]:
+        """Every step of a live node: what happens, and the state after it."""
+        for number, name in enumerate(world.nodes):
+            if name:
+                for label, stimulus in self.stimuli(world, number):
+                    self.attempt = f"replica {number} {label}"
+                    after = self.stimulate(world, number, stimulus)
+                    if after != world:
+                        yield self.attempt, after
+
+    def faults(self, world: World) -> Iterator[tuple[str, World]]:
+        """Every fault that may still come."""
+        state = self.coordinators[world.coordinator]
+        for number in state.roster:
+            lost = coordinator.Lost(Loss(number, LossKind.PROCESS_ENDED))
+            if world.crashes:
+                nodes = (*world.nodes[:number], 0, *world.nodes[number + 1 :])
+                links = tuple(link for link in world.links if link[1] != number)
+                dead = world._replace(nodes=nodes, crashes=world.crashes - 1, links=links)
+                yield f"replica {number} dies", self.coordinate(dead, lost)
+            if world.suspicions:
+                fenced = self.coordinate(world._replace(suspicions=world.suspicions - 1), lost)
+                yield f"replica {number} is fenced, but lives", fenced
+        if world.alarms:
+            yield from self.alarm(world._replace(alarms=world.alarms - 1), state)
+
+    def stimuli(self, world: World, number: ReplicaId) -> Iterator[tuple[str, Stimulus | int]]:
+        """What can reach a node, the node's own steps included."""
+        node = self.nodes[world.nodes[number]]
+        if self.scenario.links:
+            for source, destination, queue in world.links:
+                if destination == number:
+                    yield f"receives from {source}: {self.messages[queue[0]]}", queue[0]
+        bits = world.messages
+        while bits:
+            low = bits & -bits
+            bits ^= low
+            message = self.messages[low.bit_length() - 1]
+            if not isinstance(message, Part | Copy):
+                yield f"receives {message}", low.bit_length() - 1
+        leader = node.leader
+        if leader.phase is not replica.Phase.JOINING and leader.work is None and not leader.ended:
+            yield f"begins step {leader.step}", Begin()
+        for position, one in enumerate(node.ranks):
+            if one.orders:
+                yield f"rank {position} carries out {one.orders[0]}", CarryOut(position)
+        for position, generation, step, operation, members in pending(node):
+            counts = self.delivered(world, position, generation, step, operation, members)
+            if counts is not None:
+                yield f"rank {position} completes {operation} of generation {generation}: {counts}", Complete(position, counts)
+
+    def alarm(self, world: World, state: coordinator.CoordinatorState) -> Iterator[tuple[str, World]]:
+        """A new generation is asked for although nobody died."""
+        if self.scenario.links:
+            for a, b in itertools.combinations(state.roster, 2):
+                links = tuple(link for link in world.links if {link[0], link[1]} != {a, b})
+                broken = world._replace(links=links)
+                after = self.stimulate(self.stimulate(broken, a, replica.LinkLost(b)), b, replica.LinkLost(a))
+                if after != broken:
+                    yield f"the link between {a} and {b} breaks", after
+            return
+        for number in state.roster:
+            # One of the members will do: who asks changes nothing but that it asks no more in this generation.
+            after = self.stimulate(world, number, replica.LinkLost(state.roster[0]))
+            if after.coordinator != world.coordinator:
+                yield f"replica {number} asks for a new generation", after
+                return
+
+    def message(self, message: Message) -> int:
+        number = self.messages.number(message)
+        if isinstance(message, Part | Copy):
+            numbers = self.data.setdefault(_address(message), [])
+            if number not in numbers:
+                numbers.append(number)
+        return number
+
+    def delivered(
+        self, world: World, position: int, generation: Generation, step: int, operation: Operation, members: tuple[int, ...]
+    ) -> Counts | None:
+        """What an operation would deliver, or None while somebody has not contributed."""
+        version = operation.version if operation.source is not None else 0
+        parts = []
+        for member in members if operation.source is None else (operation.source,):
+            numbers = self.data.get((member, position, generation, step, operation.bucket, version), ())
+            here = [number for number in numbers if world.messages >> number & 1]
+            if not here:
+                return None
+            part = self.messages[here[0]]
+            parts.append(part.counts if isinstance(part, Part | Copy) else ())
+        return add(parts)
+
+    # --- what need not be tried, what need not be kept ---
+
+    def settle(self, world: World, trail: list[str] | None = None) -> World:
+        """Take the steps whose order is of no consequence (the module's docstring says which), and drop useless messages."""
+        while True:
+            taken = self.harmless(world)
+            if taken is None:
+                return self.tidy(world)
+            label, world = taken
+            if trail is not None:
+                trail.append(label)
+
+    def harmless(self, world: World) -> tuple[str, World] | None:
+        state = self.coordinators[world.coordinator]
+        calm = not (world.crashes or world.suspicions or world.alarms)
+        for number, name in enumerate(world.nodes):
+            if not name or state.over:
+                continue
+            leader = self.nodes[name].leader
+            entered = leader.generation == state.generation and not any(one.orders for one in self.nodes[name].ranks)
+            member = number in state.roster
+            for label, stimulus in self.stimuli(world, number):
+                if not member or (calm and entered) or (isinstance(stimulus, int) and self.only_stored(leader, stimulus)):
+                    self.attempt = f"replica {number} {label}"
+                    after = self.stimulate(world, number, stimulus)
+                    if after != world:
+                        return self.attempt, after
+        return None
+
+    def only_stored(self, leader: replica.ReplicaState, number: int) -> bool:
+        """Whether a node would do nothing with a message but to keep it, whatever else it has got from the same member."""
+        message = self.messages[number]
+        if self.scenario.links:
+            return False
+        if isinstance(message, Vote):
+            step = message.record.step
+            here = {vote.replica for vote in leader.votes if vote.record.step == step}
+            fits = message.generation == leader.generation and leader.phase is not replica.Phase.PROMISING
+            fits = fits and step in (leader.step, leader.step + 1)
+        elif isinstance(message, Status):
+            here = {status.replica for status in leader.statuses if status.generation >= leader.generation}
+            fits = message.generation == leader.generation
+            fits = fits and leader.phase in (replica.Phase.PROMISING, replica.Phase.EXCHANGING)
+        else:
+            return False
+        missing = set(leader.roster) - here - {leader.replica}
+        return fits and message.replica in missing and len(missing) >= 2
+
+    def tidy(self, world: World) -> World:
+        """Drop the messages that can have no effect any more on anyone."""
+        state = self.coordinators[world.coordinator]
+        bits = kept = world.messages
+        while bits:
+            low = bits & -bits
+            bits ^= low
+            number = low.bit_length() - 1
+            for replica_id, name in enumerate(world.nodes):
+                if name and self.needed(number, name, replica_id in state.roster):
+                    break
+            else:
+                kept ^= low
+        return world if kept == world.messages else world._replace(messages=kept)
+
+    def needed(self, number: int, name: int, member: bool) -> bool:
+        key = (number, name if member else -name)
+        found = self.needs.get(key)
+        if found is None:
+            found = self.needs[key] = _needed(self.messages[number], self.nodes[name], member)
+        return found
+
+    # --- all of it ---
+
+    def run(self, limit: int = 50_000_000) -> Report:
+        """Explore every state. Raises MemoryError beyond `limit` states."""
+        came_from: dict[World, World | None] = {}
+        world = self.initial()
+        ends = 0
+        found = None
+        try:
+            waiting = deque([self.settle(world)])
+            came_from[waiting[0]] = None
+            while waiting:
+                world = waiting.popleft()
+                if self.over(world):
+                    ends += 1
+                    continue
+                steps = list(self.steps(world))
+                if not steps:
+                    self.attempt = "nothing can happen any more"
+                    raise invariants.InvariantViolation(9, "the job is not over, and nobody can take a step")
+                for _, after in itertools.chain(steps, self.faults(world)):
+                    after = self.settle(after)
+                    if after not in came_from:
+                        came_from[after] = world
+                        waiting.append(after)
+                if len(came_from) > limit:
+                    raise MemoryError(f"{self.scenario.name}: more than {limit} states")
+        except (invariants.InvariantViolation, ValueError) as error:
+            found = Found(str(error), (*self.way(world, came_from), self.attempt))
+        return Report(self.scenario, len(came_from), self.transitions, ends, found)
+
+    def way(self, world: World, came_from: Mapping[World, World | None]) -> list[str]:
+        """What happened from the beginning to a state."""
+        attempt = self.attempt
+        lines: list[str] = []
+        before = came_from.get(world)
+        while before is not None:
+            for label, after in itertools.chain(self.steps(before), self.faults(before)):
+                trail = [label]
+                if self.settle(after, trail) == world:
+                    lines = trail + lines
+                    break
+            world, before = before, came_from[before]
+        self.attempt = attempt
+        return lines
+
+    def over(self, world: World) -> bool:
+        """Whether the job has ended as it should: all members finished, or none is left."""
+        state = self.coordinators[world.coordinator]
+        if not state.over:
+            return False
+        if not set(state.roster) <= {item.replica for item in state.finished}:
+            raise invariants.InvariantViolation(9, "the job was stopped although members could go on")
+        return True
+
+
+def _address(message: Part | Copy) -> tuple[object, ...]:
+    version = message.version if isinstance(message, Copy) else 0
+    return message.replica, message.rank, message.generation, message.step, message.bucket, version
+
+
+def _needed(message: Message, node: Node, member: bool) -> bool:
+    """Whether a message can still have an effect on a node. `member`: of the newest roster, so that it may enter newer ones."""
+    leader = node.leader
+    newer = message.generation > leader.generation
+    if isinstance(message, NewGeneration):
+        return newer and member
+    if isinstance(message, Part | Copy):
+        if message.step < leader.step or message.rank >= len(node.ranks):
+            return False
+        return newer and member or node.ranks[message.rank].machine.promised <= message.generation <= leader.generation
+    if message.replica == leader.replica:
+        return False
+    if isinstance(message, Vote):
+        return newer and member or (message.generation == leader.generation and message.record.step >= leader.step)
+    exchanging = leader.phase in (replica.Phase.JOINING, replica.Phase.PROMISING, replica.Phase.EXCHANGING)
+    return newer and member or (message.generation == leader.generation and exchanging)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Explore the scenarios of a configuration; the exit code is 1 if one breaks an invariant."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_recover.sim.explorer", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--config", choices=sorted(CONFIGS), default="ci", help="which scenarios (default: ci)")
+    parser.add_argument("--only", default="", help="only scenarios whose name contains this")
+    options = parser.parse_args(arguments)
+    total = 0
+    for scenario in CONFIGS[options.config]:
+        if options.only not in scenario.name:
+            continue
+        began = time.monotonic()
+        report = Explorer(scenario).run()
+        total += report.states
+        seconds = time.monotonic() - began
+        print(
+            f"{scenario.name}: {report.states} states, {report.transitions} transitions, {report.ends} ends, {seconds:.1f} s",
+            flush=True,
+        )
+        if report.found is not None:
+            print("\n".join(report.found.lines))
+            print(f"VIOLATED {report.found.detail}")
+            return 1
+    print(f"no invariant broken in {total} states")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

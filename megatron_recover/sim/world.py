@@ -1,0 +1,358 @@
+"""A small world around the core's machines: ranks with data, reductions whose outcome differs from member to member, faults.
+
+A `Node` is one replica: its leader's machine, its ranks' machines, and what their memory holds. Data is a multiset of
+microbatch ids per bucket (`counts[i]` is how often microbatch i is in it), so that exactly-once is checked in the data.
+Everything is a pure function of frozen values, so outcomes can be remembered by (node, stimulus).
+
+What is simulated, and why it is enough
+---------------------------------------
+* Nodes interact by messages only. A rank that arrives at a reduction publishes its local gradient (`Part`); a rank whose
+  members have all published may complete, at any later time or never, independently of the others: that is all that a
+  transport promises (collectives/transport.py). Fetching a decided bucket is the same with `Copy`.
+* Inside a node only one thing is left to chance: when a rank other than the leader's carries out a `Promise`, since until
+  then it may still complete a reduction. Every other internal step (orders, reports, passes, publishing) follows at once.
+  Each of them is invisible outside its node until the next message, commutes with everything elsewhere, and is undone by
+  nothing but the loss of the whole node; and being early only adds behaviours: a published `Part` need not be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from msgspec.structs import replace
+
+from megatron_recover.core import invariants, rank, replica
+from megatron_recover.core.values import (
+    Apply,
+    BucketId,
+    Entered,
+    Generation,
+    Held,
+    NewGeneration,
+    Order,
+    Plan,
+    Promise,
+    ReplicaId,
+    Shape,
+    Status,
+    ToCoordinator,
+    Value,
+    Version,
+    Vote,
+    Work,
+)
+
+Counts = tuple[int, ...]
+
+
+class Part(Value, frozen=True):
+    """A rank's local gradient of a bucket, handed to the reduction of a generation."""
+
+    replica: ReplicaId
+    rank: int
+    generation: Generation
+    step: int
+    bucket: BucketId
+    counts: Counts
+
+
+class Copy(Value, frozen=True):
+    """A decided result on its way from a rank to the same-position ranks of other members."""
+
+    replica: ReplicaId
+    rank: int
+    generation: Generation
+    step: int
+    bucket: BucketId
+    version: Version
+    counts: Counts
+
+
+Message = NewGeneration | Status | Vote | Part | Copy
+
+
+class Operation(Value, frozen=True):
+    """What a rank's training thread has to do next across replicas."""
+
+    bucket: BucketId
+    version: Version
+    source: ReplicaId | None
+    """Fetch from this replica, or None: reduce."""
+    targets: tuple[ReplicaId, ...]
+
+
+class Rank(Value, frozen=True):
+    """A rank: its machine, its memory, and what its threads have yet to do."""
+
+    machine: rank.RankState
+    gradient: tuple[Counts, ...]
+    """Per bucket of the rank its local gradient."""
+    results: tuple[Counts, ...]
+    """Per bucket of the rank the memory of its result, () where unspecified."""
+    operations: tuple[Operation, ...] = ()
+    orders: tuple[Order, ...] = ()
+    """On their way from the leader."""
+
+
+class Node(Value, frozen=True):
+    """One replica."""
+
+    leader: replica.ReplicaState
+    ranks: tuple[Rank, ...]
+    work: tuple[Work, ...]
+    """The steps of the job."""
+
+
+# --- Stimuli: what can happen to a node ----------------------------------------------------------------------------------
+
+
+class Begin(Value, frozen=True):
+    """The training loop arrives at its next step, or at its end."""
+
+
+class CarryOut(Value, frozen=True):
+    """A rank carries out the next order on its way to it."""
+
+    rank: int
+
+
+class Complete(Value, frozen=True):
+    """The operation at which a rank is completes with this result."""
+
+    rank: int
+    counts: Counts
+
+
+Stimulus = NewGeneration | Status | Vote | replica.LinkLost | Begin | CarryOut | Complete
+
+
+class Outcome(Value, frozen=True):
+    """What a stimulus does."""
+
+    node: Node
+    messages: tuple[Status | Vote | Part | Copy, ...]
+    reports: tuple[ToCoordinator, ...]
+    facts: tuple[invariants.Fact, ...]
+
+
+def new_node(number: ReplicaId, shape: Shape, work: Sequence[Work]) -> Node:
+    """A replica that has joined and knows no generation."""
+    zeros = (0,) * work[0].num_microbatches
+    ranks = []
+    for position in range(shape.num_ranks):
+        buckets = tuple(bucket for bucket, holders in enumerate(shape.bucket_ranks) if position in holders)
+        machine = rank.RankState(number, position, buckets)
+        ranks.append(Rank(machine, (zeros,) * len(buckets), ((),) * len(buckets)))
+    return Node(replica.ReplicaState(number, shape), tuple(ranks), tuple(work))
+
+
+class Simulator:
+    """Carries out stimuli. The methods that tests override to plant a bug are the ones that model a rank's threads."""
+
+    def stimulate(self, node: Node, stimulus: Stimulus) -> Outcome:
+        """What `stimulus` does to `node`. Raises InvariantViolation or ValueError where the machines see a defect."""
+        run = _Run(self, node)
+        if isinstance(stimulus, Begin):
+            run.begin()
+        elif isinstance(stimulus, CarryOut):
+            run.carry_out(stimulus.rank)
+        elif isinstance(stimulus, Complete):
+            run.complete(stimulus.rank, stimulus.counts)
+        else:
+            run.lead(stimulus)
+        run.settle()
+        after = replace(node, leader=run.leader, ranks=tuple(run.ranks))
+        return Outcome(after, tuple(run.out), tuple(run.up), tuple(run.facts))
+
+    def local_gradient_after(self, before: Counts, result: Counts) -> Counts:
+        """The local gradient after a reduction that delivered `result`: untouched (INV-3)."""
+        return before
+
+    def applied(self, node: Rank, order: Apply, bucket: BucketId) -> Counts:
+        """What becomes the gradient of a bucket."""
+        return node.results[node.machine.buckets.index(bucket)]
+
+    def gains(self, plan: Plan, number: ReplicaId) -> list[tuple[tuple[int, ...], tuple[BucketId, ...]]]:
+        """(microbatches, buckets that take their gradient) of a plan's passes."""
+        return [(compute.microbatches, compute.into) for compute in plan.computes]
+
+
+class _Run:
+    """One stimulus being carried out; the only mutable thing here."""
+
+    def __init__(self, simulator: Simulator, node: Node) -> None:
+        self.simulator = simulator
+        self.work = node.work
+        self.leader = node.leader
+        self.ranks = list(node.ranks)
+        self.out: list[Status | Vote | Part | Copy] = []
+        self.up: list[ToCoordinator] = []
+        self.facts: list[invariants.Fact] = []
+
+    @property
+    def number(self) -> ReplicaId:
+        return self.leader.replica
+
+    # --- the leader ---
+
+    def lead(self, message: replica.Input) -> None:
+        self.leader, effects = replica.step(self.leader, message)
+        for effect in effects:
+            if isinstance(effect, replica.ToRanks):
+                if isinstance(effect.order, Plan):
+                    self.facts.append(invariants.Planned(self.number, effect.order))
+                self.ranks = [replace(one, orders=(*one.orders, effect.order)) for one in self.ranks]
+            elif isinstance(effect, replica.ToPeers):
+                if isinstance(effect.message, Vote):
+                    self.facts.append(invariants.Voted(effect.message))
+                self.out.append(effect.message)
+            elif isinstance(effect, replica.ToCoordinator):
+                if isinstance(effect.message, Entered):
+                    self.facts.append(effect.message)
+                self.up.append(effect.message)
+            elif isinstance(effect, replica.Committed):
+                fact = invariants.Committed(self.number, effect.generation, effect.record, effect.adopted)
+                self.facts.append(fact)
+
+    # --- ranks ---
+
+    def feed(self, position: int, message: rank.Input) -> None:
+        machine, effects = rank.step(self.ranks[position].machine, message)
+        self.ranks[position] = replace(self.ranks[position], machine=machine)
+        for effect in effects:
+            if isinstance(effect, rank.Retire):
+                # What runs across replicas fails at once; the training thread leaves the rest of its plan.
+                self.ranks[position] = replace(self.ranks[position], operations=())
+            else:
+                self.lead(effect.report)
+
+    def begin(self) -> None:
+        step = self.leader.step
+        for position in range(len(self.ranks)):
+            self.feed(position, rank.Begin(self.work[step]) if step < len(self.work) else rank.End())
+
+    def carry_out(self, position: int) -> None:
+        order, *rest = self.ranks[position].orders
+        self.ranks[position] = replace(self.ranks[position], orders=tuple(rest))
+        self.feed(position, order)
+
+    def complete(self, position: int, counts: Counts) -> None:
+        one = self.ranks[position]
+        operation, *rest = one.operations
+        index = one.machine.buckets.index(operation.bucket)
+        gradient = self.simulator.local_gradient_after(one.gradient[index], counts)
+        self.ranks[position] = replace(
+            one,
+            operations=tuple(rest),
+            results=_put(one.results, index, counts),
+            gradient=_put(one.gradient, index, gradient),
+        )
+        plan = one.machine.taken
+        if isinstance(plan, Plan):
+            result = Held(operation.bucket, operation.version, checksum(counts))
+            self.facts.append(invariants.Held(self.number, position, plan.generation, plan.step, *_fields(result), counts))
+            self.feed(position, rank.Completed(result))
+            self.advance(position)
+
+    def settle(self) -> None:
+        """Carry out everything inside the node that is not left to chance."""
+        busy = True
+        while busy:
+            busy = False
+            for position, one in enumerate(self.ranks):
+                if one.orders and (position == 0 or not isinstance(one.orders[0], Promise)):
+                    self.carry_out(position)
+                    busy = True
+                elif one.machine.queue and not one.operations:
+                    self.take(position)
+                    busy = True
+
+    def take(self, position: int) -> None:
+        self.feed(position, rank.Take())
+        one = self.ranks[position]
+        order = one.machine.taken
+        if isinstance(order, Plan):
+            self.start(position, order)
+        elif isinstance(order, Apply):
+            zeros = (0,) * len(one.gradient[0]) if one.gradient else ()
+            counts = tuple(
+                (item.bucket, self.simulator.applied(one, order, item.bucket))
+                for item in order.record.versions
+                if item.bucket in one.machine.buckets
+            )
+            versions = str([(item.bucket, item.version) for item in order.record.versions])
+            self.facts.append(invariants.Applied(self.number, position, order.record.step, counts, versions))
+            empty: tuple[Counts, ...] = ((),) * len(one.results)
+            self.ranks[position] = replace(one, gradient=(zeros,) * len(one.gradient), results=empty)
+
+    def start(self, position: int, plan: Plan) -> None:
+        """Run the passes of a plan in full, then begin what crosses replicas."""
+        one = self.ranks[position]
+        gradient = one.gradient
+        for microbatches, into in self.simulator.gains(plan, self.number):
+            for bucket in set(into) & set(one.machine.buckets):
+                index = one.machine.buckets.index(bucket)
+                gradient = _put(gradient, index, tuple(n + (i in microbatches) for i, n in enumerate(gradient[index])))
+        operations = [
+            Operation(item.bucket, item.version, item.source, item.targets)
+            for item in plan.transfers
+            if self.number in (item.source, *item.targets)
+        ] + [Operation(bucket, plan.generation, None, ()) for bucket in plan.reduces]
+        mine = tuple(item for item in operations if item.bucket in one.machine.buckets)
+        self.ranks[position] = replace(
+            one, gradient=gradient, operations=mine if rank.may_run(one.machine, plan.generation) else ()
+        )
+        self.advance(position)
+
+    def advance(self, position: int) -> None:
+        """Arrive at the next operation: send a copy and go on, or give up the old result and wait for the new one."""
+        one = self.ranks[position]
+        plan = one.machine.taken
+        while one.operations and isinstance(plan, Plan):
+            operation = one.operations[0]
+            index = one.machine.buckets.index(operation.bucket)
+            if operation.source == self.number:
+                self.out.append(Copy(self.number, position, plan.generation, plan.step, *_what(operation), one.results[index]))
+                one = replace(one, operations=one.operations[1:])
+                continue
+            if operation.source is None:
+                counts = one.gradient[index]
+                self.facts.append(invariants.Read(self.number, position, plan.step, operation.bucket, counts))
+                self.out.append(Part(self.number, position, plan.generation, plan.step, operation.bucket, counts))
+            one = replace(one, results=_put(one.results, index, ()))
+            break
+        self.ranks[position] = one
+
+
+def pending(node: Node) -> list[tuple[int, Generation, int, Operation, tuple[ReplicaId, ...]]]:
+    """(rank, generation, step, operation, members) of every operation that could complete."""
+    return [
+        (position, one.machine.taken.generation, one.machine.taken.step, one.operations[0], one.machine.taken.roster)
+        for position, one in enumerate(node.ranks)
+        if one.operations and isinstance(one.machine.taken, Plan)
+    ]
+
+
+def add(parts: Iterable[Counts]) -> Counts:
+    """The sum of multisets."""
+    return tuple(map(sum, zip(*parts, strict=True)))
+
+
+def checksum(counts: Counts) -> int:
+    """Stands for the checksum of a result's bytes."""
+    value = 0
+    for count in counts:
+        value = value * 10 + count
+    return value
+
+
+def _what(operation: Operation) -> tuple[BucketId, Version]:
+    return operation.bucket, operation.version
+
+
+def _fields(held: Held) -> tuple[BucketId, Version, int]:
+    return held.bucket, held.version, held.checksum
+
+
+def _put[T](items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
+    return (*items[:index], item, *items[index + 1 :])
