@@ -6,7 +6,7 @@ Drawing only: what is drawn comes from the trace as it is.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_recover import trace
 from megatron_recover.observe.history import History, is_training
@@ -77,7 +77,7 @@ def write(run_dir: str | Path, against: str | Path | None = None) -> Path:
     from matplotlib.ticker import MaxNLocator
 
     history = History.read(run_dir)
-    style = {
+    style: dict[Any, Any] = {
         "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": _GREY, "svg.hashsalt": "loss",
         "svg.fonttype": "none", "xtick.color": _GREY, "ytick.color": _GREY, "axes.labelcolor": _GREY,
     }  # fmt: skip

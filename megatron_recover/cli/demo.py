@@ -1,0 +1,237 @@
+"""`megatron-recover demo`: trains a model twice, kills real processes in the second run, and proves that it made no difference.
+
+Everything goes through the entry points that a user has: `data`, `run --chaos`, `check --against`. This module only chooses the
+run, and says in plain words what the checker found; it computes no number itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+import megatron_recover
+from megatron_recover.core.values import ExitCode
+from megatron_recover.observe import report
+from megatron_recover.observe.check import Verdict, check, describe
+from megatron_recover.observe.plot import PLOT_FILE
+from megatron_recover.observe.summary import SUMMARY_FILE, FaultSummary, Summary
+from megatron_recover.trace import TraceError
+
+REPLICAS, STEPS, MICROBATCHES, SEED = 3, 24, 12, 1234
+PRETRAIN = Path(megatron_recover.__file__).parents[1] / "scripts" / "pretrain_gpt.py"
+LIMIT_S = 600.0
+"""A run that takes longer is killed, and the demo has failed."""
+
+MODEL = (
+    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 64 --num-attention-heads 4 "
+    "--seq-length 64 --max-position-embeddings 64 --tokenizer-type NullTokenizer --vocab-size 257"
+)
+TRAINING = (
+    f"--micro-batch-size 1 --global-batch-size {MICROBATCHES} --train-iters {STEPS} --lr 3e-3 --min-lr 3e-4 "
+    f"--lr-decay-style cosine --lr-warmup-iters 2 --clip-grad 1.0 --weight-decay 0.01 --seed {SEED} --split 90,5,5 "
+    "--log-interval 1 --eval-interval 1000 --eval-iters 1 --recover-determinism exact --recover-bucket-elements 40000"
+)
+CHAOS = """\
+# Two deaths, of different pipeline stages (rank 0 is the first stage, rank 1 the second).
+[[fault]]  # the replica that writes logs dies while its first stage sums a bucket with the others: 3 -> 2 replicas
+replica = 0
+rank = 0
+point = "reduce"
+step = 8
+occurrence = 2
+
+[[fault]]  # a last stage dies in the backward of its third microbatch of the step: 2 -> 1 replicas
+replica = 2
+rank = 1
+point = "backward"
+step = 15
+occurrence = 3
+"""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One thing that the demo promises, and whether the evidence shows it."""
+
+    text: str
+    holds: bool
+    evidence: str
+
+
+def _kills(summary: Summary, point: str) -> list[FaultSummary]:
+    return [fault for fault in summary.faults if fault.kind == "kill" and fault.point == point]
+
+
+def claims(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
+    """What the two runs have to show, `faulty` having been checked against `reference`."""
+    summary, quiet = faulty.summary, reference.summary
+    backward, reduction = _kills(summary, "backward"), _kills(summary, "reduce")
+    stages = sorted({fault.rank for fault in (*backward, *reduction)})
+    broken = sorted({violation.invariant for violation in (*reference.violations, *faulty.violations)})
+    return (
+        Claim(
+            "Real processes were killed: in a backward and inside a reduction, of different pipeline stages",
+            bool(backward and reduction) and len(stages) > 1,
+            "; ".join(f"{one.label}: replica {one.replica} rank {one.rank} in {one.point}" for one in summary.faults) or "none",
+        ),
+        Claim(
+            "Training went on without a restart, down to one replica",
+            summary.exit_code == 0 and summary.replicas_end == 1 and summary.steps == quiet.steps >= 20,
+            f"{summary.steps} of {quiet.steps} steps, {summary.replicas_start} -> {summary.replicas_end} replicas, "
+            f"exit code {summary.exit_code}",
+        ),
+        Claim(
+            f"Every step was made from the same {summary.microbatches_per_step} microbatches, each counted exactly once",
+            not [one for one in faulty.violations if one.invariant == "INV-1"]
+            and summary.microbatches_per_step == quiet.microbatches_per_step,
+            "counted from what was computed and from what was summed (INV-1)",
+        ),
+        Claim(
+            "Only what the dead replicas held was computed again",
+            0 < summary.microbatches_redone <= summary.microbatches_lost and summary.microbatches_wasted == 0,
+            f"{summary.microbatches_lost} lost, {summary.microbatches_redone} computed again, "
+            f"{summary.microbatches_wasted} wasted",
+        ),
+        Claim(
+            "All replicas held bit-identical parameters after every step",
+            summary.replicas_bit_identical is True,
+            "parameter digests of every rank and step",
+        ),
+        Claim(
+            "The result is bit for bit that of the undisturbed run",
+            summary.param_bit_identical is True and summary.loss_max_abs_diff == 0.0,
+            f"largest difference of a parameter {summary.param_max_rel_diff}, of a loss {summary.loss_max_abs_diff}",
+        ),
+        Claim(
+            "No invariant is broken in either run",
+            reference.holds and faulty.holds,
+            f"broken: {', '.join(broken)}" if broken else "; ".join(faulty.problems) or "INV-1 to INV-8",
+        ),
+    )
+
+
+def story(summary: Summary) -> Iterator[str]:
+    """What happened at each fault, a sentence each."""
+    for fault in summary.faults:
+        what = fault.point.replace("_", " ") if fault.point else fault.cause
+        yield f"{fault.label}: replica {fault.replica} rank {fault.rank} was killed in {what}"
+        for one in summary.recoveries:
+            if fault.replica in one.lost_replicas:
+                phases = ("detect", "agree", "redeal", "recompute", "reduce", "commit")
+                took = [(phase, getattr(one, f"{phase}_s")) for phase in phases]
+                times = ", ".join(f"{phase} {1000 * seconds:.0f} ms" for phase, seconds in took if seconds is not None)
+                yield f"  generation {one.generation} finished that very step: {times}"
+
+
+class _Demo:
+    """The four stages of the demo, in a folder of their own."""
+
+    def __init__(self, folder: Path, say: TextIO) -> None:
+        self.folder, self._say = folder, say
+        self.data = folder / "data" / "python-stdlib"
+        self.reference, self.faulty = folder / "reference", folder / "faulty"
+
+    def tell(self, text: str) -> None:
+        print(text, file=self._say, flush=True)
+
+    def run(self) -> tuple[Verdict, Verdict]:
+        """Data, both runs, check; raises RuntimeError where a stage does not end as it should."""
+        model = "a GPT of 4 layers as 2 pipeline stages"
+        self.tell("1/4  the text of Python's standard library becomes a data set")
+        self._command("data", "--output", str(self.data))
+        self.tell(f"2/4  reference: {STEPS} steps of {model}, {REPLICAS} replicas, nothing fails")
+        self._train(self.reference)
+        self.tell("3/4  the same again, with kill -9 of two processes on the way")
+        chaos = self.folder / "chaos.toml"
+        chaos.write_text(CHAOS)
+        self._train(self.faulty, "--chaos", str(chaos))
+        self.tell("4/4  what do the two traces prove?")
+        return check(self.reference), check(self.faulty, self.reference)
+
+    def _train(self, run_dir: Path, *flags: str) -> None:
+        megatron = [*shlex.split(MODEL), *shlex.split(TRAINING), "--data-path", str(self.data)]
+        replicas = ["--replicas", str(REPLICAS), "--run-dir", str(run_dir)]
+        self._command("run", *replicas, *flags, "--", str(PRETRAIN), *megatron)
+
+    def _command(self, *arguments: str) -> None:
+        """Run one verb of ours in a process of its own; its output goes to a file and, indented, to the screen."""
+        command = [sys.executable, "-m", "megatron_recover", *arguments]
+        log = self.folder / f"{arguments[0]}.log"
+        with open(log, "a", encoding="utf-8") as file:
+            print(f"$ {shlex.join(command)}", file=file, flush=True)
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
+            watchdog = threading.Timer(LIMIT_S, process.kill)
+            watchdog.start()
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    file.write(line)
+                    self.tell(f"     {line.rstrip()}")
+            finally:
+                process.terminate()  # no effect on a process that has ended by itself
+                code = process.wait()
+                watchdog.cancel()
+        if code != ExitCode.OK:
+            raise RuntimeError(f"exit code {code} of: {shlex.join(command)}\nits output is in {log}")
+
+
+def _verdict(folder: Path, found: tuple[Claim, ...], reference: Verdict, faulty: Verdict, seconds: float) -> str:
+    """The last screen."""
+    lines = ["", *(f"     {line}" for line in story(faulty.summary)), ""]
+    for claim in found:
+        lines += [f"  [{'yes' if claim.holds else ' NO'}] {claim.text}", f"        {claim.evidence}"]
+    if not all(claim.holds for claim in found):
+        lines += ["", describe(reference), describe(faulty)]
+    lines += [
+        "",
+        f"  {'PROVEN' if all(claim.holds for claim in found) else 'NOT PROVEN'} in {seconds:.0f} s. See for yourself:",
+        f"    {folder / 'faulty' / PLOT_FILE}   both loss curves and the faults",
+        f"    {folder / 'faulty' / SUMMARY_FILE}   the numbers",
+        f"    megatron-recover check {folder / 'faulty'} --against {folder / 'reference'}",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    """Run the demo; 0 when every claim holds, 14 when one does not, 1 when a run failed, 2 on bad input."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-recover demo",
+        description="Train a small GPT on real text twice, once with kill -9 of real processes, and prove that the result is "
+        "bit for bit the same. CPU only, under 3 minutes on two cores.",
+    )
+    parser.add_argument("--json", action="store_true", help="print the verdict as JSON (progress goes to stderr)")
+    parser.add_argument("--run-dir", type=Path, metavar="D", help="folder for everything it makes (default: runs/demo-<time>)")
+    arguments = parser.parse_args(argv)
+    folder = arguments.run_dir or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+    if folder.exists() and any(folder.iterdir()):
+        print(f"megatron-recover demo: --run-dir {folder} is not empty; name a new folder", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    if not PRETRAIN.exists():
+        print(f"megatron-recover demo: {PRETRAIN} is missing; run the demo from a checkout of the repository", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    folder.mkdir(parents=True, exist_ok=True)
+
+    demo = _Demo(folder, sys.stderr if arguments.json else sys.stdout)
+    began = time.monotonic()
+    try:
+        reference, faulty = demo.run()
+    except (RuntimeError, OSError, TraceError) as error:
+        print(f"megatron-recover demo: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+    report.write(demo.faulty, demo.reference)
+    found, seconds = claims(reference, faulty), time.monotonic() - began
+    demo.tell(_verdict(folder, found, reference, faulty, seconds))
+    if arguments.json:
+        content = {"proven": all(one.holds for one in found), "claims": found, "seconds": seconds, "summary": faulty.summary}
+        print(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
+    return ExitCode.OK if all(claim.holds for claim in found) else ExitCode.INVARIANT_VIOLATED

@@ -1,0 +1,126 @@
+"""The demo's verdict: it claims what the traces prove, and fails when any of it is missing. The runs are prepared ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_recover import trace
+from megatron_recover.cli import demo
+from megatron_recover.core.values import ExitCode
+from tests.observe import traces
+
+Events = list[trace.Event]
+
+
+def _faulty(*, steps: int = 20) -> traces.Run:
+    run = traces.Run()
+    run.quiet_step()
+    run.step_with_kill_in_reduction(0)
+    run.quiet_step()
+    run.step_with_kill_in_backward(2)
+    while run.trained < steps:
+        run.quiet_step()
+    return run.finish()
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[[Events, Events], None]:
+    """Make the demo's training runs leave these traces."""
+
+    def prepare(reference: Events, faulty: Events) -> None:
+        def train(self: demo._Demo, run_dir: Path, *flags: str) -> None:
+            traces.write(run_dir, faulty if "--chaos" in flags else reference)
+
+        monkeypatch.setattr(demo._Demo, "_train", train)
+        monkeypatch.setattr(demo._Demo, "_command", lambda self, *arguments: None)
+
+    return prepare
+
+
+def test_the_demo_proves_what_the_traces_show(
+    prepared: Callable[[Events, Events], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(traces.quiet_run(20).events, _faulty().events)
+    assert demo.main(["--run-dir", str(tmp_path / "demo")]) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert "PROVEN" in text and "NOT PROVEN" not in text and " NO]" not in text
+    assert "train 2: replica 0 rank 0 was killed in reduce" in text
+    assert (tmp_path / "demo" / "faulty" / "loss.svg").exists()
+    assert json.loads((tmp_path / "demo" / "faulty" / "summary.json").read_text())["param_bit_identical"] is True
+
+
+def test_json_is_the_only_thing_on_stdout(
+    prepared: Callable[[Events, Events], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(traces.quiet_run(20).events, _faulty().events)
+    assert demo.main(["--json", "--run-dir", str(tmp_path / "demo")]) == ExitCode.OK
+    content = json.loads(capsys.readouterr().out)
+    assert content["proven"] is True
+    assert all(claim["holds"] for claim in content["claims"])
+    assert content["summary"]["microbatches_wasted"] == 0
+
+
+def _replace(events: Events, kind: type[trace.Event], to: dict[str, object], **fields: object) -> Events:
+    """Events with one changed: the last of its type with these fields."""
+    found = [
+        i for i, event in enumerate(events)
+        if type(event) is kind and all(getattr(event, name) == value for name, value in fields.items())
+    ]  # fmt: skip
+    return [msgspec.structs.replace(event, **to) if i == found[-1] else event for i, event in enumerate(events)]
+
+
+WASTED = trace.MicrobatchFinished(replica=1, rank=0, generation=2, step=19, microbatch=3, seconds=0.1, into=())
+FAILURES: list[tuple[str, Callable[[Events], Events]]] = [
+    ("Real processes were killed", lambda events: _replace(events, trace.Fault, {"point": "forward"}, point="backward")),
+    ("Real processes were killed", lambda events: _replace(events, trace.Fault, {"rank": 0}, point="backward")),
+    ("Training went on", lambda events: _replace(events, trace.RunFinished, {"exit_code": 10})),
+    ("Every step was made", lambda events: _replace(events, trace.Reduced, {"provenance": (2, 0, 1, 1, 1, 1)}, bucket=1)),
+    ("Only what the dead", lambda events: [*events[:-1], WASTED, events[-1]]),
+    ("All replicas held", lambda events: _replace(events, trace.Applied, {"parameter_digest": "x"}, replica=2, rank=1)),
+    ("The result is bit", lambda events: _replace(events, trace.Applied, {"parameter_digest": "x"}, rank=0)),
+    ("The result is bit", lambda events: _replace(events, trace.Applied, {"loss": 1.0}, rank=1)),
+    ("No invariant", lambda events: _replace(events, trace.Committed, {"digest": "x"})),
+]
+
+
+@pytest.mark.parametrize(("claim", "spoil"), FAILURES)
+def test_a_claim_without_its_evidence_fails_the_demo(
+    claim: str, spoil: Callable[[Events], Events], prepared: Callable[[Events, Events], None], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    prepared(traces.quiet_run(20).events, spoil(_faulty().events))
+    assert demo.main(["--json", "--run-dir", str(tmp_path / "demo")]) == ExitCode.INVARIANT_VIOLATED
+    content = json.loads(capsys.readouterr().out)
+    assert content["proven"] is False
+    assert [one["text"] for one in content["claims"] if not one["holds"] and one["text"].startswith(claim)], content["claims"]
+
+
+def test_too_few_steps_prove_nothing(prepared: Callable[[Events, Events], None], tmp_path: Path) -> None:
+    prepared(traces.quiet_run(8).events, _faulty(steps=8).events)
+    assert demo.main(["--run-dir", str(tmp_path / "demo")]) == ExitCode.INVARIANT_VIOLATED
+
+
+def test_a_used_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "precious").write_text("data")
+    assert demo.main(["--run-dir", str(tmp_path)]) == ExitCode.BAD_INPUT
+    assert "name a new folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_a_stage_that_fails_is_named_with_its_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "TRAINING", "--no-such-flag")
+    monkeypatch.setattr(demo._Demo, "_command", _only_training(demo._Demo._command))
+    assert demo.main(["--run-dir", str(tmp_path / "demo")]) == ExitCode.FAILED
+    error = capsys.readouterr().err
+    assert "--no-such-flag" in error and "its output is in" in error
+
+
+def _only_training(command: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, *arguments: command(self, *arguments) if arguments[0] == "run" else None
