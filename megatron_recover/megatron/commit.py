@@ -115,13 +115,13 @@ class CommitLoop:
         cursor: MicrobatchCursor,
         seed: Callable[[int, int, int], None],
         iteration: Callable[[], int],
-        fingerprint: str,
+        fingerprint: Callable[[], str],
         log: trace.EventLog | None = None,
         faults: FaultInjector | None = None,
         gather: Gather = gather_over_replica,
     ) -> None:
         """`originals`: what Megatron has behind the seams of `replacements`. `seed(iteration, microbatch, chunk)` sets the
-        random state; `iteration()` is Megatron's current one, from 1; `fingerprint` goes to `Member.join`.
+        random state; `iteration()` is Megatron's current one, from 1; `fingerprint()` goes to `Member.join`.
         """
         self._member, self._config, self._originals = member, config, originals
         self._schedule = Schedule(originals["forward_step"], originals["backward_step"])
@@ -185,7 +185,7 @@ class CommitLoop:
                 is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True), config=self._config,
                 member=self._member, gather=self._gather, log=self._log, faults=self._faults,
             )  # fmt: skip
-            self._member.join(self._reduction.shape, self._fingerprint)
+            self._member.join(self._reduction.shape, self._fingerprint())
         return self._reduction
 
     def run(self, upstream: Callable[..., Any], **arguments: Any) -> list[dict[str, Tensor]]:

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-
 from torch import Tensor
 
 from megatron_recover.collectives.transport import PeerLost, Probe, Revoked

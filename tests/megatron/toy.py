@@ -6,6 +6,7 @@ exact in fp32, and the gradient of a full batch is (2**M - 1) / M times the elem
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -32,16 +33,17 @@ SIZES = (21, 16, 5)
 
 
 class Samples:
-    """Sample i of a step is the number 2**i."""
+    """Sample i of a step of M is the number 2**i, or (`noisy`) a number with all its bits in use."""
 
-    def __init__(self, num_microbatches: int) -> None:
-        self._num = num_microbatches
+    def __init__(self, num_microbatches: int, noisy: bool = False) -> None:
+        self._num, self._noisy = num_microbatches, noisy
 
     def __len__(self) -> int:
         return 1 << 20
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"code": torch.tensor(2.0 ** (index % self._num)), "index": torch.tensor(index)}
+        code = torch.tensor(math.sin(index + 1.0)) if self._noisy else torch.tensor(2.0 ** (index % self._num))
+        return {"code": code, "index": torch.tensor(index)}
 
 
 class Stage(MegatronModule):
@@ -138,9 +140,9 @@ class Trainer:
 
     def __init__(
         self, job: Job, threads: Threads, member: LoopbackMember, faults: FaultInjector, config: RecoverConfig, *,
-        num_microbatches: int, **model_fields: Any,
+        num_microbatches: int, noisy: bool = False, log: Any = None, **model_fields: Any,
     ) -> None:  # fmt: skip
-        self.num_microbatches = num_microbatches
+        self.num_microbatches, self.noisy = num_microbatches, noisy
         num_stages = job.num_ranks
         self.config = model_config(num_stages, **model_fields)
         self.config.finalize_model_grads_func = self._finalize if num_stages > 1 else finalize_model_grads
@@ -150,7 +152,8 @@ class Trainer:
         self.link = Link(job, member.replica, member.rank, num_stages, self.config) if num_stages > 1 else None
         self.loop = CommitLoop(
             member, config, threads.originals, cursor=self.cursor, seed=lambda *_: None, iteration=lambda: self.iteration,
-            fingerprint="toy", faults=faults, gather=lambda layout: job.gather(member.replica, member.rank, layout),
+            fingerprint=lambda: "toy", log=log, faults=faults,
+            gather=lambda layout: job.gather(member.replica, member.rank, layout),
         )  # fmt: skip
         threads.enter(member.rank, num_stages, self.loop)
         self.iterator = self._samples()
@@ -163,7 +166,7 @@ class Trainer:
 
     def _samples(self) -> MicrobatchIterator:
         return MicrobatchIterator(
-            Samples(self.num_microbatches), self.cursor, consumed_samples=0, micro_batch_size=1, lane=0, num_lanes=1
+            Samples(self.num_microbatches, self.noisy), self.cursor, consumed_samples=0, micro_batch_size=1, lane=0, num_lanes=1
         )
 
     def _finalize(self, chunks: list[Any], num_tokens: Tensor | None, **_: Any) -> None:
