@@ -111,15 +111,20 @@ class Connection:
 
 def connect(address: str, generation: int, me: int, peer: int) -> Connection:
     """Begin to connect to ``host:port/token``; `Connection.handshake` completes it."""
-    place, _, token = address.rpartition("/")
-    host, _, port = place.rpartition(":")
+    token = bytes.fromhex(address.rpartition("/")[2])
+    return Connection(peer, dial(address, peer), generation, HELLO.pack(MAGIC, token, generation, me, peer))
+
+
+def dial(address: str, peer: int) -> socket.socket:
+    """A non-blocking socket on its way to ``host:port/token``. Raises PeerLost if nobody listens there."""
+    host, _, port = address.rpartition("/")[0].rpartition(":")
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setblocking(False)
     code = sock.connect_ex((host, int(port)))
     if code not in (0, *WOULD_BLOCK):
         sock.close()
         raise PeerLost(peer, os.strerror(code))
-    return Connection(peer, sock, generation, HELLO.pack(MAGIC, bytes.fromhex(token), generation, me, peer))
+    return sock
 
 
 def read_towards(sock: socket.socket, received: bytearray, size: int) -> bool:

@@ -11,6 +11,9 @@ closes no descriptor.
 What fences generations: a connection belongs to one generation, said in its first message and refused unless it is the
 acceptor's own; an older transport is retired when a newer one is opened; each frame repeats generation and tag.
 
+Of two members the higher id connects. While the lower one waits for that, it watches the other's listener with a connection
+that says nothing: its end or refusal tells that the process is gone before it ever connected.
+
 A member whose call failed does not shut its sockets down, so that the others blame the culprit and not the first that noticed.
 """
 
@@ -28,7 +31,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_recover.collectives.connection import HELLO, MAGIC, WELCOME, Connection, connect, read_towards
+from megatron_recover.collectives.connection import HELLO, MAGIC, WELCOME, Connection, connect, dial, read_towards
 from megatron_recover.collectives.exchange import CopyExchange, Exchange, SumExchange
 from megatron_recover.collectives.transport import (
     DeadlineExceeded,
@@ -172,6 +175,7 @@ class DirectTransport:
         self._endpoint = endpoint
         self._addresses = dict(addresses)
         self._connections: dict[int, Connection] = {}
+        self._watches: dict[int, socket.socket] = {}
         self._scratch: dict[int, Tensor] = {}
         self._arrivals: tuple[int, ...] = ()
         self._failure = ""
@@ -260,8 +264,8 @@ class DirectTransport:
             if not self._released:
                 self._released = True
                 os.close(self._wake)
-                for connection in self._connections.values():
-                    connection.sock.close()
+                for sock in (*self._watches.values(), *(connection.sock for connection in self._connections.values())):
+                    sock.close()
                 self._scratch.clear()
 
     def _run(self, exchange: Exchange, peers: Sequence[int], deadline_s: float) -> None:
@@ -300,8 +304,15 @@ class DirectTransport:
         for descriptor in self._arrivals:
             poll.register(descriptor, select.POLLIN)
         idle: dict[int, int] = {}
+        watched: dict[int, int] = {}
         for peer in peers:
-            if (connection := self._connections.get(peer)) is not None:
+            connection = self._connections.get(peer)
+            if connection is None:
+                if peer not in self._watches:
+                    self._watches[peer] = dial(self._addresses[peer], peer)
+                watched[self._watches[peer].fileno()] = peer
+                poll.register(self._watches[peer], select.POLLIN)
+            else:
                 mask = connection.poll_mask(sending=bool(exchange.outgoing[peer]), receiving=exchange.wants(peer))
                 poll.register(connection.sock, mask)
                 if not mask:
@@ -310,6 +321,9 @@ class DirectTransport:
             if descriptor in idle:
                 # Nothing was asked of it, so this is a reset: the peer gave up, since it can not be done before us.
                 raise PeerLost(idle[descriptor], "connection reset")
+            if descriptor in watched:
+                self._check()
+                raise PeerLost(watched[descriptor], "ended before it connected")
 
     def _adopt(self, peers: Sequence[int]) -> None:
         """Welcome the peers that have connected to this generation."""
@@ -323,6 +337,8 @@ class DirectTransport:
                 sock.close()
                 continue
             self._add(Connection(peer, sock, self.generation))
+            if (watch := self._watches.pop(peer, None)) is not None:
+                watch.close()
             with contextlib.suppress(OSError):  # a peer that is gone already is found by the first read
                 sock.send(WELCOME.pack(MAGIC, self.generation))
         for peer in peers:

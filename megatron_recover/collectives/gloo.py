@@ -63,8 +63,7 @@ class GlooEndpoint:
         if self._current is not None:
             self._current.close()
         self._generation = generation
-        store = self._store if addresses[min(addresses)] == self.address else None
-        self._current = GlooTransport(generation, me, addresses, host=self._host, store=store, deadline_s=deadline_s)
+        self._current = GlooTransport(generation, me, addresses, host=self._host, deadline_s=deadline_s)
         return self._current
 
     def close(self) -> None:
@@ -77,9 +76,7 @@ class GlooEndpoint:
 class GlooTransport:
     """One generation among `addresses`; its thread outlives it if gloo does not let go."""
 
-    def __init__(
-        self, generation: int, me: int, addresses: Mapping[int, str], *, host: str, store: Store | None, deadline_s: float
-    ) -> None:
+    def __init__(self, generation: int, me: int, addresses: Mapping[int, str], *, host: str, deadline_s: float) -> None:
         self.generation = generation
         self.members = tuple(sorted(addresses))
         self.me = me
@@ -90,11 +87,12 @@ class GlooTransport:
             meeting = addresses[self.members[0]]
 
             def build() -> ProcessGroupGloo:
-                joined = store if store is not None else _join(meeting, timeout)
+                # A client of its own, also in the process that serves: an abandoned builder holds its client's lock.
+                store = _join(meeting, timeout)
                 options = ProcessGroupGloo._Options()
                 options._timeout = timeout
                 options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-                return ProcessGroupGloo(PrefixStore(f"generation-{generation}", joined), rank, size, options)
+                return ProcessGroupGloo(PrefixStore(f"generation-{generation}", store), rank, size, options)
 
             # A daemon, so that an operation that gloo does not let go cannot keep the process from ending.
             name = f"gloo-generation-{generation}"
