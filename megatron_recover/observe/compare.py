@@ -86,7 +86,7 @@ def _newest_checkpoint(history: History) -> Path | None:
     if not finished or "--save" not in argv[:-1]:
         return None
     place = Path(argv[argv.index("--save") + 1]) / f"iter_{finished[-1]:07d}"
-    return place if place.is_dir() else None
+    return place if (place / ".metadata").is_file() else None
 
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
