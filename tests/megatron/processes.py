@@ -1,0 +1,341 @@
+"""One replica as real processes: a small GPT of upstream's, trained by upstream alone and through the commit loop.
+
+`run(shape, ...)` starts the ranks from a fork server that has imported Megatron already, and returns what each rank returned.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_recover.collectives.transport import Revoked
+from megatron_recover.config import RecoverConfig
+from megatron_recover.core.values import Apply, BucketVersion, Compute, Held, Plan, Record, Shape, Work
+
+DEADLINE_S = 120.0
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica's shape and the options under test."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    lanes: int = 1
+    ep: int = 1
+    num_experts: int | None = None
+    distributed_optimizer: bool = False
+    bf16: bool = False
+    per_token: bool = False
+    num_microbatches: int = 4
+    determinism: str = "fast"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp * self.lanes
+
+
+class Round(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan that a scripted leader gives: passes, and which of the buckets are reduced (`odd`, `even`, or all)."""
+
+    passes: tuple[tuple[int, ...], ...]
+    parity: int | None = None
+    """Only buckets with this remainder by two take the gradient and are reduced."""
+    revoked: bool = False
+    """A newer generation comes before the reduction."""
+
+
+class AloneTransport:
+    """The sum over a roster of one."""
+
+    def sum_into(self, sources: Sequence[Tensor], results: Sequence[Tensor], **_: Any) -> None:
+        for source, result in zip(sources, results, strict=True):
+            assert source.data_ptr() != result.data_ptr()
+            result.copy_(source)
+
+    def copy_into(self, tensors: Sequence[Tensor], **_: Any) -> None:
+        raise AssertionError("nobody to copy from")
+
+
+class ScriptedMember:
+    """A member whose leader orders the rounds of a script, then commits."""
+
+    replica, rank, generation, roster = 0, 0, 0, (0,)
+
+    def __init__(self, rounds: Sequence[Round]) -> None:
+        self.rank = dist.get_rank()
+        self._script = rounds
+        self.held: dict[int, Held] = {}
+
+    def is_writer(self) -> bool:
+        return True
+
+    def join(self, shape: Shape, fingerprint: str) -> None:
+        self.shape = shape
+
+    def begin(self, work: Work, requests: Sequence[str] = ()) -> int:
+        self.work, self._left = work, list(self._script)
+        self.held.clear()
+        return 0
+
+    def next_order(self) -> Plan | Apply:
+        if not self._left:
+            versions = tuple(BucketVersion(bucket, 1, ()) for bucket in self.work.buckets)
+            return Apply(Record(0, self.work.label, versions), self.generation)
+        self._round = self._left.pop(0)
+        self.generation += 1
+        into = tuple(bucket for bucket in self.work.buckets if self._round.parity in (None, bucket % 2))
+        computes = tuple(Compute(ids, into) for ids in self._round.passes)
+        return Plan(0, self.generation, (0,), self.work, (len(self.work.buckets),), (), computes, into)
+
+    def transport(self, generation: int) -> AloneTransport:
+        if self._round.revoked:
+            raise Revoked("a newer generation was promised")
+        return AloneTransport()
+
+    def hold(self, held: Held) -> bool:
+        self.held[held.bucket] = held
+        return True
+
+    def blocked(self, generation: int, error: BaseException) -> None:
+        raise error
+
+    def raised(self, microbatch: int | None, error: BaseException) -> None:
+        raise error
+
+
+class Tokens:
+    """Sample i is a text that only i has."""
+
+    seq_length, vocabulary = 16, 64
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index + 1)
+        text = torch.randint(self.vocabulary, (self.seq_length + 1,), generator=generator)
+        mask = torch.ones(self.seq_length)
+        mask[: index % 5] = 0.0  # unlike numbers of tokens
+        return {"tokens": text[:-1], "labels": text[1:], "loss_mask": mask}
+
+
+def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
+    """As upstream's pretrain_gpt.py: the sum of the losses, the number of tokens, and both for the log."""
+    batch = next(iterator)
+    positions = torch.arange(Tokens.seq_length).unsqueeze(0)
+    output = model(batch["tokens"], positions, None, labels=batch["labels"])
+
+    def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        total = torch.sum(output.float().view(-1) * batch["loss_mask"].view(-1))
+        tokens = batch["loss_mask"].sum().to(torch.int)
+        return total, tokens, {"lm loss": torch.cat([total.detach().reshape(1), tokens.float().reshape(1)])}
+
+    return output, loss
+
+
+class Training:
+    """A model, its optimizer and its data on one rank."""
+
+    def __init__(self, layout: Layout) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer.module import Float16Module
+        from megatron.training.training import wrap_model_chunks_with_ddp
+
+        from megatron_recover.megatron.data import MicrobatchCursor, MicrobatchIterator
+
+        self.layout = layout
+        dtype = torch.bfloat16 if layout.bf16 else torch.float32
+        torch.manual_seed(1234 + parallel_state.get_pipeline_model_parallel_rank())
+        model_parallel_cuda_manual_seed(1234)
+        moe = (
+            {}
+            if layout.num_experts is None
+            else {"moe_router_topk": 2, "moe_aux_loss_coeff": 0.1, "moe_ffn_hidden_size": 32, "add_bias_linear": False}
+        )
+        config = TransformerConfig(
+            num_layers=2 * layout.pp if layout.vpp else 2, hidden_size=32, num_attention_heads=2, use_cpu_initialization=True,
+            hidden_dropout=0.0, attention_dropout=0.0, tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp, virtual_pipeline_model_parallel_size=layout.vpp, pipeline_dtype=dtype,
+            params_dtype=dtype, bf16=layout.bf16, calculate_per_token_loss=layout.per_token, num_moe_experts=layout.num_experts,
+            expert_model_parallel_size=layout.ep, gradient_accumulation_fusion=False, masked_softmax_fusion=False,
+            persist_layer_norm=False, bias_dropout_fusion=False, overlap_p2p_comm=layout.vpp is not None,
+            batch_p2p_comm=layout.vpp is None, deallocate_pipeline_outputs=layout.vpp is None, **moe,
+        )  # fmt: skip
+        config.timers = None
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = None
+        spec = get_gpt_layer_local_spec(num_experts=layout.num_experts)
+        modules = []
+        for chunk in range(layout.vpp or 1):
+            vp_stage = chunk if layout.vpp else None
+            module = GPTModel(
+                config, spec, Tokens.vocabulary, Tokens.seq_length, vp_stage=vp_stage,
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            )  # fmt: skip
+            module.model_type = 1
+            modules.append(Float16Module(config, module) if layout.bf16 else module)
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=layout.distributed_optimizer
+        )
+        self.config = config
+        self.chunks = wrap_model_chunks_with_ddp(modules, config, ddp_config)
+        for chunk in self.chunks:
+            chunk.broadcast_params()
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(lr=0.01, bf16=layout.bf16, params_dtype=dtype, clip_grad=0.5,
+                            use_distributed_optimizer=layout.distributed_optimizer),
+            self.chunks,
+        )  # fmt: skip
+        self.cursor = MicrobatchCursor()
+        self.iterators = [
+            MicrobatchIterator(
+                Tokens(), self.cursor, consumed_samples=0, micro_batch_size=1,
+                lane=parallel_state.get_data_parallel_rank(), num_lanes=parallel_state.get_data_parallel_world_size(),
+            )
+            for _ in self.chunks
+        ]  # fmt: skip
+
+    def step(self, run: Callable[..., Any]) -> dict[str, Any]:
+        """Upstream's train step around `run`, which stands for its forward-backward function."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = run(
+            forward_step_func=forward_step, data_iterator=self.iterators, model=self.chunks,
+            num_microbatches=self.layout.num_microbatches, seq_length=Tokens.seq_length, micro_batch_size=1, forward_only=False,
+        )  # fmt: skip
+        success, norm, _ = self.optimizer.step()
+        return {
+            "losses": [report["lm loss"].clone() for report in losses],
+            "parameters": [parameter.detach().clone() for chunk in self.chunks for parameter in chunk.parameters()],
+            "norm": float(norm),
+            "success": success,
+        }
+
+
+def upstream_alone(layout: Layout) -> list[dict[str, Any]]:
+    """Two steps of upstream's own, on all microbatches in order."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    training = Training(layout)
+    steps = []
+    for _ in range(2):
+        training.cursor.begin(training.iterators, layout.num_microbatches)
+        training.iterators = [_InOrder(iterator, training.cursor) for iterator in training.iterators]
+        steps.append(training.step(get_forward_backward_func()))
+        training.iterators = [iterator.iterable for iterator in training.iterators]
+    return steps
+
+
+class _InOrder:
+    """A data iterator that moves on by itself, as upstream's do."""
+
+    def __init__(self, iterable: Any, cursor: Any) -> None:
+        self.iterable, self._cursor, self._next = iterable, cursor, 0
+
+    def __next__(self) -> Any:
+        self._cursor.microbatch, self._next = self._next, self._next + 1
+        return next(self.iterable)
+
+
+def recovered(layout: Layout, rounds: Sequence[Round]) -> list[dict[str, Any]]:
+    """Two steps through the commit loop; each by these rounds."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_recover.megatron import seams
+    from megatron_recover.megatron.commit import CommitLoop
+
+    ours = [seam for seam in seams.load() if "CommitLoop" in seam.replacement or "chedule" in seam.replacement]
+    ours += [seam for seam in seams.load() if seam.name == "finish_grad_sync"]
+    installation = seams.Installation(ours)
+    training = Training(layout)
+    member = ScriptedMember(rounds)
+    iteration = iter(range(1, 100))
+    loop = CommitLoop(
+        member, RecoverConfig(bucket_elements=3000, determinism=layout.determinism), installation.originals,
+        cursor=training.cursor, seed=lambda *_: None, iteration=lambda: next(iteration), fingerprint=lambda: "test",
+    )  # fmt: skip
+    installation.install(loop.replacements())
+    try:
+        steps = []
+        for _ in range(2):
+            upstream = get_forward_backward_func()
+            steps.append(training.step(lambda **arguments: loop.run(upstream, **arguments)))  # noqa: B023
+            mine = {bucket for bucket, ranks in enumerate(member.shape.bucket_ranks) if member.rank in ranks}
+            assert mine == member.held.keys(), "not all buckets of this rank were held"
+    finally:
+        installation.remove()
+    steps[0]["shape"] = member.shape
+    assert parallel_state.get_data_parallel_world_size() == layout.lanes
+    return steps
+
+
+def run(layout: Layout, *jobs: tuple[Callable[..., Any], tuple[Any, ...]]) -> list[list[Any]]:
+    """Do the jobs one after the other in each of the layout's ranks. Returns per job what each rank returned.
+
+    Raises AssertionError with a rank's traceback, or when a rank does not end in time.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.megatron.preload"])
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_rank, args=(layout, rank, folder, jobs), daemon=True) for rank in range(layout.num_ranks)
+        ]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + DEADLINE_S
+        while any(process.exitcode is None for process in ranks) and time.monotonic() < deadline:
+            ranks[0].join(0.05)
+            if any(process.exitcode for process in ranks):
+                break
+        late = [rank for rank, process in enumerate(ranks) if process.exitcode is None]
+        for process in ranks:
+            process.kill()
+            process.join()
+        errors = [path.read_text() for path in sorted(Path(folder).glob("error.*"))]
+        assert not errors and not late, f"ranks {late} did not end\n" + "\n".join(errors)
+        results = [pickle.loads((Path(folder) / f"result.{rank}").read_bytes()) for rank in range(layout.num_ranks)]
+    return [[result[index] for result in results] for index in range(len(jobs))]
+
+
+def _rank(layout: Layout, rank: int, folder: str, jobs: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
+    try:
+        from megatron.core import parallel_state
+
+        from megatron_recover.megatron.cpu import enable_cpu
+
+        logging.getLogger("megatron").setLevel(logging.ERROR)
+        torch.set_num_threads(1)
+        if not torch.cuda.is_available():
+            enable_cpu()
+        store = dist.FileStore(f"{folder}/store", layout.num_ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.num_ranks)
+        parallel_state.initialize_model_parallel(layout.tp, layout.pp, layout.vpp, expert_model_parallel_size=layout.ep)
+        results = [job(layout, *arguments) for job, arguments in jobs]
+        Path(f"{folder}/result.{rank}").write_bytes(pickle.dumps(results))
+        dist.barrier()
+    except BaseException:
+        Path(f"{folder}/error.{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        os._exit(1)

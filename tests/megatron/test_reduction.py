@@ -1,0 +1,103 @@
+"""A replica through the commit loop against upstream alone: the same model, data and optimizer, in real processes.
+
+One pass over all ids must give upstream's bits. Several passes, with a reduction that is lost in between or that leaves some
+buckets decided, add the same gradients in another order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.megatron.processes import Layout, Round, recovered, run, upstream_alone
+
+pytestmark = pytest.mark.timeout(180)
+
+AT_ONCE = (Round(passes=((0, 1, 2, 3),)),)
+AFTER_A_LOSS = (Round(passes=((0, 2),), revoked=True), Round(passes=((3,), (1,))))
+"""Other replicas' microbatches come to this one after its first reduction was lost."""
+INTO_SOME = (
+    Round(passes=((1, 0),), revoked=True),
+    Round(passes=((2, 3),), parity=1),
+    Round(passes=((2,), (3,)), parity=0),
+)
+"""Passes whose gradient goes into a part of the buckets only; these cut parameters in two."""
+
+LAYOUTS = {
+    "plain": Layout(),
+    "pp2": Layout(pp=2),
+    "pp2-per-token": Layout(pp=2, per_token=True),
+    "tp2-per-token": Layout(tp=2, per_token=True),
+    "tp2-bf16": Layout(tp=2, bf16=True),
+    "pp2-vpp2": Layout(pp=2, vpp=2),
+    "lanes2": Layout(lanes=2),
+    "lanes2-per-token": Layout(lanes=2, per_token=True),
+    "zero1": Layout(lanes=2, distributed_optimizer=True),
+    "zero1-bf16": Layout(lanes=2, distributed_optimizer=True, bf16=True),
+    "zero1-pp2": Layout(lanes=2, pp=2, distributed_optimizer=True),
+    "experts": Layout(num_experts=2),
+    "experts-over-lanes": Layout(lanes=2, ep=2, num_experts=2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_equals_upstream(layout: Layout) -> None:
+    reference, at_once, after_a_loss, into_some = run(
+        layout, (upstream_alone, ()), (recovered, (AT_ONCE,)), (recovered, (AFTER_A_LOSS,)), (recovered, (INTO_SOME,))
+    )
+    for rank in range(layout.num_ranks):
+        for step in range(2):
+            expected = reference[rank][step]
+            assert expected["success"] and expected["norm"] > 0
+            _assert_same(at_once[rank][step], expected)
+            _assert_close(after_a_loss[rank][step], expected)
+            _assert_close(into_some[rank][step], expected)
+    shapes = [at_once[rank][0]["shape"] for rank in range(layout.num_ranks)]
+    assert all(shape == shapes[0] for shape in shapes) and len(shapes[0].bucket_ranks) > 2 * layout.pp
+    for replicas in (after_a_loss, into_some):
+        _assert_lanes_agree(layout, replicas)
+
+
+@pytest.mark.parametrize("name", ["plain", "pp2", "lanes2", "zero1-pp2"])
+def test_exact_gives_the_same_bits_in_any_order(name: str) -> None:
+    layout = LAYOUTS[name].__class__(
+        **{field: getattr(LAYOUTS[name], field) for field in Layout.__struct_fields__} | {"determinism": "exact"}
+    )
+    reference, *others = run(
+        layout, (upstream_alone, ()), (recovered, (AT_ONCE,)), (recovered, (AFTER_A_LOSS,)), (recovered, (INTO_SOME,))
+    )
+    for rank in range(layout.num_ranks):
+        for step in range(2):
+            for other in others:
+                _assert_same(other[rank][step], others[0][rank][step])
+                _assert_close(other[rank][step], reference[rank][step])
+
+
+def _assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["norm"] == expected["norm"]
+    for key in ("parameters", "losses"):
+        assert len(found[key]) == len(expected[key])
+        for one, other in zip(found[key], expected[key], strict=True):
+            assert torch.equal(one, other), key
+
+
+def _assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+    assert len(found["losses"]) == len(expected["losses"])
+    for key in ("parameters", "losses"):
+        for one, other in zip(found[key], expected[key], strict=True):
+            torch.testing.assert_close(
+                one.float(), other.float(), rtol=1e-2 if one.dtype == torch.bfloat16 else 1e-4, atol=2e-5
+            )
+
+
+def _assert_lanes_agree(layout: Layout, ranks: list[list[dict[str, Any]]]) -> None:
+    """Lanes are tp-inner, then lanes, then pp (upstream's order); without experts they hold equal parameters."""
+    if layout.ep > 1:
+        return
+    for stage in range(layout.pp):
+        first, *rest = [ranks[(stage * layout.lanes + lane) * layout.tp][1]["parameters"] for lane in range(layout.lanes)]
+        for other in rest:
+            assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
