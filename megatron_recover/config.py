@@ -70,3 +70,8 @@ def rank_context() -> RankContext | None:
     """The context of this process, or None outside `megatron-recover run`."""
     text = os.environ.get(CONTEXT_VARIABLE)
     return msgspec.json.decode(text, type=RankContext) if text else None
+
+
+def inherited_environment() -> dict[str, str]:
+    """The environment of this process, to be handed on to those that it starts."""
+    return dict(os.environ)

@@ -26,6 +26,7 @@ from megatron_recover.cluster import forkserver
 _PF_EXITING = 0x4
 _FLAGS_FIELD, _EXIT_CODE_FIELD = 9, 52
 """Of /proc/PID/stat, counted from 1 (proc(5))."""
+_FORK_DEADLINE_S = 60.0
 
 
 class End(msgspec.Struct, frozen=True):
@@ -80,7 +81,7 @@ class Agent:
     """Owns one fork server and the ranks that it forked. Used by one thread."""
 
     def __init__(self, *, preload: tuple[str, ...], environment: dict[str, str], log: Path) -> None:
-        """Start the fork server, which imports the modules `preload`; `environment` is all that it and the ranks get."""
+        """Start the fork server, which imports the modules `preload` (see `is_ready`); `environment` is all that it and the ranks get."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "megatron_recover.cluster.forkserver", str(theirs.fileno()), *preload]
         with theirs, open(log, "ab") as output:
@@ -89,22 +90,17 @@ class Agent:
                 pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip
         self._log = log
-        self._pending: deque[forkserver.Reply | None] = deque()
+        self._pending: deque[forkserver.Reply] = deque()
         self._processes: dict[tuple[int, int], _Process] = {}
         self._decode = msgspec.json.Decoder(forkserver.Reply).decode
 
-    def wait_ready(self, *, deadline_s: float) -> float:
-        """Wait until the modules are imported; the seconds that it took. Raises RuntimeError with the log's last line."""
-        if select.select([self._control], [], [], deadline_s)[0]:
-            packet = self._control.recv(forkserver.MAX_PACKET_BYTES)
-            if packet:
-                ready = self._decode(packet)
-                assert isinstance(ready, forkserver.Ready)
-                return ready.seconds
-            self._server.wait(timeout=10)
-        self.close()
-        lines = self._log.read_text(errors="replace").strip().splitlines() or ["no output"]
-        raise RuntimeError(f"the fork server did not start ({lines[-1]}); all of its output is in {self._log}")
+    def is_ready(self) -> bool:
+        """Whether the modules are imported. Raises RuntimeError, with the log's last line, when they cannot be."""
+        try:
+            return isinstance(self._receive(), forkserver.Ready)
+        except RuntimeError as error:
+            lines = self._log.read_text(errors="replace").strip().splitlines() or ["no output"]
+            raise RuntimeError(f"{error}; it ends with: {lines[-1]}") from error
 
     def spawn(self, replica: int, rank: int, *, argv: tuple[str, ...], environment: dict[str, str], log: Path) -> int:
         """Fork a rank that runs the script `argv` with its output in `log`; its pid."""
@@ -114,13 +110,15 @@ class Agent:
             socket.send_fds(self._control, [msgspec.json.encode(request)], [output])
         finally:
             os.close(output)
-        while not isinstance(reply := self._receive(block=True), forkserver.Started):
+        while not isinstance(reply := self._receive(deadline_s=_FORK_DEADLINE_S), forkserver.Started):
+            if reply is None:
+                raise RuntimeError(f"the fork server did not start a rank within {_FORK_DEADLINE_S:g} s; see {self._log}")
             self._pending.append(reply)
         return reply.pid
 
-    def filenos(self) -> list[int]:
-        """Descriptors that become readable when `poll` has something to say (a dying process may be seen earlier)."""
-        return [self._control.fileno(), *(each.pidfd for each in self._processes.values() if not each.confirmed)]
+    def fileno(self) -> int:
+        """Readable when `poll` has something to say; a dying process may be seen earlier than that."""
+        return self._control.fileno()
 
     def poll(self) -> list[End]:
         """The ranks whose end is certain and was not reported yet.
@@ -128,7 +126,7 @@ class Agent:
         A rank that ends with exit code 0 is reported when that is confirmed; everything else at the first sign.
         """
         ends = []
-        while (reply := self._receive(block=False)) is not None:
+        while (reply := self._receive()) is not None:
             self._pending.append(reply)
         while self._pending:
             reply = self._pending.popleft()
@@ -158,6 +156,10 @@ class Agent:
         """Whether no process of a replica is left."""
         return all(each.confirmed for each in self._processes.values() if each.replica == replica)
 
+    def num_living(self) -> int:
+        """Ranks that are not confirmed dead."""
+        return sum(not each.confirmed for each in self._processes.values())
+
     def close(self, *, deadline_s: float = 10.0) -> None:
         """Kill every rank and end the fork server. Raises RuntimeError when that can not be confirmed in time."""
         for replica in {each.replica for each in self._processes.values()}:
@@ -176,13 +178,12 @@ class Agent:
         if left:
             raise RuntimeError(f"processes {left} did not end {deadline_s:g} s after SIGKILL")
 
-    def _receive(self, *, block: bool) -> forkserver.Reply | None:
-        """The next reply; starts are entered into the books here."""
-        flags = 0 if block else socket.MSG_DONTWAIT
-        try:
-            packet, descriptors, _, _ = socket.recv_fds(self._control, forkserver.MAX_PACKET_BYTES, 1, flags)
-        except BlockingIOError:
+    def _receive(self, *, deadline_s: float = 0.0) -> forkserver.Reply | None:
+        """The next reply, None if none comes in time; starts are entered into the books here."""
+        # Asked first: `recv_fds` does not hand its flags on, so it cannot be told not to wait.
+        if not select.select([self._control], [], [], deadline_s)[0]:
             return None
+        packet, descriptors, _, _ = socket.recv_fds(self._control, forkserver.MAX_PACKET_BYTES, 1)
         if not packet:
             raise RuntimeError(f"the fork server has ended; its output is in {self._log}")
         reply: forkserver.Reply = self._decode(packet)

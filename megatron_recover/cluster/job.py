@@ -1,0 +1,98 @@
+"""What a run consists of, and the folder and ports that it takes: everything that is settled before a process starts."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import msgspec
+
+from megatron_recover import __version__
+from megatron_recover.config import RecoverConfig
+from megatron_recover.faults import Fault
+from megatron_recover.trace import Layout
+
+LOGS = "logs"
+TRAIN_LOG = "train.log"
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One run as its user asked for it."""
+
+    argv: tuple[str, ...]
+    """The training script and its arguments."""
+    num_replicas: int
+    layout: Layout
+    """Of one replica."""
+    config: RecoverConfig
+    run_dir: Path
+    faults: tuple[Fault, ...] = ()
+    seed: int = 0
+    preload: tuple[str, ...] = ()
+    """Modules that every rank finds imported."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one replica."""
+        return self.layout.tp * self.layout.pp * self.layout.cp * self.layout.lanes
+
+    def log_of(self, replica: int, rank: int) -> Path:
+        """Where a rank's stdout and stderr go."""
+        return self.run_dir / LOGS / f"replica-{replica}-rank-{rank}.log"
+
+
+def create_run_dir(run_dir: Path | None) -> Path:
+    """Create the folder of a run, `runs/<time>` by default. Raises ValueError where one has been already."""
+    chosen = run_dir if run_dir is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    try:
+        chosen.mkdir(parents=True, exist_ok=True)
+        used = sorted(each.name for each in chosen.iterdir())
+    except OSError as error:
+        raise ValueError(f"--run-dir {chosen} cannot be used: {error.strerror}") from error
+    if used:
+        raise ValueError(f"--run-dir {chosen} is not empty (it has {used[0]}); every run needs a folder of its own")
+    (chosen / LOGS).mkdir()
+    return chosen.absolute()
+
+
+def write_description(job: Job) -> None:
+    """`run.json`: what was asked for, for people and for `megatron-recover` itself."""
+    description = {
+        "version": __version__,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": socket.gethostname(),
+        "argv": job.argv,
+        "replicas": job.num_replicas,
+        "layout": job.layout,
+        "recover": job.config,
+        "faults": job.faults,
+        "seed": job.seed,
+    }
+    text = msgspec.json.format(msgspec.json.encode(description), indent=2)
+    (job.run_dir / "run.json").write_bytes(text + b"\n")
+
+
+class Ports:
+    """Loopback ports that nobody else gets before the process for which they were taken listens on them.
+
+    A socket that is bound but does not listen keeps a port from everyone who lets the kernel choose, and does not hinder a
+    later listener that names it, since both set SO_REUSEADDR. So there is no clash to retry.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[socket.socket] = []
+
+    def take(self) -> int:
+        """A port that is free and stays so."""
+        kept = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        self._kept.append(kept)
+        port: int = kept.getsockname()[1]
+        return port
+
+    def close(self) -> None:
+        """Give all ports back."""
+        for kept in self._kept:
+            kept.close()

@@ -1,0 +1,228 @@
+"""The life of a run in the launcher's process: start all ranks, watch them, end with the job's exit code, leave nothing behind.
+
+It joins the agent (processes), the membership (decisions) and the console. What happens to the job is decided by the
+machines of the core; what is decided here is only how long a process that has been told to end may take.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import msgspec
+
+from megatron_recover import config as settings
+from megatron_recover import trace
+from megatron_recover.cluster.agent import Agent, End
+from megatron_recover.cluster.console import Console
+from megatron_recover.cluster.job import LOGS, Job, Ports, write_description
+from megatron_recover.cluster.membership import Membership
+from megatron_recover.collectives.loop import Loop
+from megatron_recover.config import CONTEXT_VARIABLE, RankContext
+from megatron_recover.core.coordinator import Policy
+from megatron_recover.core.values import ExitCode, Loss, LossKind
+
+_POLL_S = 0.02
+"""Between two looks at every rank's /proc entry: a death is known after half of it on average (Note [Seeing a death])."""
+_GRACE_S = 0.2
+"""How long a complaint of a leader waits for the agent to see a process end, which would explain it."""
+_IMPORT_DEADLINE_S = 600.0
+_START_DEADLINE_S = 900.0
+"""From the first replica that is ready to the last."""
+_END_DEADLINE_S = 60.0
+"""For the ranks to end by themselves after a job that ended well."""
+_STOP_DEADLINE_S = 10.0
+"""The same after one that did not."""
+
+
+class Launcher:
+    """One run. Everything happens in the thread that calls `run`."""
+
+    def __init__(self, job: Job, console: Console) -> None:
+        self._job, self._console = job, console
+        self._loop = Loop()
+        self._ports = Ports()
+        self._started_at = time.monotonic()
+        self._log = trace.EventLog(job.run_dir / trace.EVENTS_FILE, self._started_at)
+        self._fencing: set[int] = set()
+        self._ending: tuple[int, str] | None = None
+        self._end_by = 0.0
+        self._num_signals = 0
+        self._killed_by = 0
+        self._agent: Agent
+        self._membership: Membership
+
+    def run(self) -> int:
+        """Run the job to its end; its exit code (core.values.ExitCode, or 128 + signal when it was killed on request)."""
+        job = self._job
+        write_description(job)
+        self._log.record(
+            trace.RunStarted(
+                replicas=job.num_replicas,
+                shape=job.layout,
+                determinism=job.config.determinism,
+                seed=job.seed,
+                argv=job.argv,
+                min_replicas=job.config.min_replicas,
+            )  # fmt: skip
+        )
+        with self._signals():
+            exit_code = self._run()
+        self._log.record(trace.RunFinished(exit_code=exit_code))
+        self._log.close()
+        self._console.finished(exit_code, self._ending[1] if self._ending else "")
+        return exit_code
+
+    def _run(self) -> int:
+        job = self._job
+        environment = settings.inherited_environment() | _worker_defaults(settings.inherited_environment())
+        self._agent = Agent(preload=job.preload, environment=environment, log=job.run_dir / LOGS / "forkserver.log")
+        self._membership = Membership(
+            Policy(num_replicas=job.num_replicas, min_replicas=job.config.min_replicas),
+            loop=self._loop,
+            timers_s={
+                "follow_timeout_s": job.config.follow_timeout_s,
+                "grace_s": _GRACE_S,
+                "start_timeout_s": _START_DEADLINE_S,
+            },
+            record=self._log.record,
+            fence=self._fence,
+            on_end=self._end,
+        )
+        try:
+            self._console.says(
+                f"importing {', '.join(job.preload) or 'nothing'} once for {job.num_replicas * job.num_ranks} ranks"
+            )
+            if self._wait_for_imports():
+                self._spawn_all()
+                self._watch()
+        finally:
+            self._agent.close()
+            self._console.poll()
+            self._membership.close()
+            self._loop.close()
+            self._ports.close()
+        if self._killed_by:
+            return 128 + self._killed_by
+        assert self._ending is not None
+        return self._ending[0]
+
+    # --- Start -------------------------------------------------------------------------------------------------------
+
+    def _wait_for_imports(self) -> bool:
+        """False if a signal or an import error ended the wait."""
+        deadline = time.monotonic() + _IMPORT_DEADLINE_S
+        while not self._num_signals:
+            try:
+                if self._agent.is_ready():
+                    self._loop.watch_readable(self._agent.fileno(), lambda: None)
+                    return True
+            except RuntimeError as error:
+                self._end(ExitCode.FAILED, str(error))
+                return False
+            if time.monotonic() > deadline:
+                self._end(ExitCode.FAILED, f"importing took more than {_IMPORT_DEADLINE_S:.0f} s")
+                return False
+            self._loop.run_once(_POLL_S)
+        self._end(ExitCode.INTERRUPTED, "interrupted before training began")
+        return False
+
+    def _spawn_all(self) -> None:
+        job = self._job
+        for replica in range(job.num_replicas):
+            leader = f"127.0.0.1:{self._ports.take()}"
+            master_port = self._ports.take()
+            for rank in range(job.num_ranks):
+                mine = tuple(
+                    msgspec.json.encode(fault).decode()
+                    for fault in job.faults
+                    if (fault.replica, fault.rank) == (replica, rank)
+                )
+                context = RankContext(
+                    replica=replica, rank=rank, num_ranks=job.num_ranks, num_replicas=job.num_replicas,
+                    coordinator=self._membership.address, leader=leader, run_dir=str(job.run_dir),
+                    started_at=self._started_at, faults=mine,
+                )  # fmt: skip
+                # RANK and WORLD_SIZE are those of the replica's own world. LOCAL_RANK picks a device of this node, which
+                # the replicas share.
+                environment = {
+                    CONTEXT_VARIABLE: msgspec.json.encode(context).decode(),
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(job.num_ranks),
+                    "LOCAL_RANK": str(replica * job.num_ranks + rank),
+                    "LOCAL_WORLD_SIZE": str(job.num_replicas * job.num_ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(master_port),
+                }
+                self._agent.spawn(replica, rank, argv=job.argv, environment=environment, log=job.log_of(replica, rank))
+
+    # --- Watching ----------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not (self._ending is not None and self._is_over()) and not self._killed_by:
+            self._loop.run_once(_POLL_S)
+            ends = self._agent.poll()
+            if ends:
+                # What a dying rank has said arrived before its end was seen: it comes first.
+                self._loop.run_once(0.0)
+            for end in ends:
+                self._ended(end)
+            for replica in [each for each in self._fencing if self._agent.is_fenced(each)]:
+                self._fencing.discard(replica)
+                self._log.record(trace.Fenced(replica=replica, ranks=tuple(range(self._job.num_ranks))))
+            self._console.poll()
+
+    def _is_over(self) -> bool:
+        return self._agent.num_living() == 0 or time.monotonic() > self._end_by
+
+    def _ended(self, end: End) -> None:
+        if self._ending is not None or end.replica in self._fencing:
+            return  # as it was told
+        self._log.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
+        kind = LossKind.EXCEPTION if end.status > 0 else LossKind.PROCESS_ENDED
+        self._membership.lost(Loss(end.replica, kind, f"rank {end.rank}: {end.cause}"))
+
+    def _fence(self, replica: int) -> None:
+        self._fencing.add(replica)
+        self._agent.fence(replica)
+
+    def _end(self, exit_code: int, reason: str) -> None:
+        self._ending = (exit_code, reason)
+        self._end_by = time.monotonic() + (_END_DEADLINE_S if exit_code == ExitCode.OK else _STOP_DEADLINE_S)
+
+    # --- Signals -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first SIGINT or SIGTERM asks all replicas to save and end at the same step, the second kills them."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            self._loop.post(lambda: self._signalled(number))
+
+        before: list[tuple[int, Callable[..., object] | int | None]] = [
+            (number, signal.signal(number, handle)) for number in (signal.SIGINT, signal.SIGTERM)
+        ]
+        try:
+            yield
+        finally:
+            for number, handler in before:
+                signal.signal(number, handler)
+
+    def _signalled(self, number: int) -> None:
+        self._num_signals += 1
+        name = signal.Signals(number).name
+        if self._num_signals == 1:
+            self._console.says(f"{name}: all replicas save and end at the same step; once more to kill them")
+            self._membership.ask_exit(name)
+        else:
+            self._console.says(f"{name} again: killing everything")
+            self._killed_by = number
+            self._ending = (128 + number, f"killed on request ({name})")
+
+
+def _worker_defaults(environment: dict[str, str]) -> dict[str, str]:
+    """Settings that many ranks on one machine need, unless the user has his own."""
+    return {name: value for name, value in (("OMP_NUM_THREADS", "1"),) if name not in environment}

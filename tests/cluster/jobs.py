@@ -1,0 +1,119 @@
+"""Runs toy jobs (`toy.py`) through the real launcher, in a process of its own, and judges what they left behind.
+
+``python -m tests.cluster.jobs '<json>'`` is that process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from megatron_recover import trace
+from megatron_recover.cluster.console import Console
+from megatron_recover.cluster.job import Job, create_run_dir
+from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.config import RecoverConfig
+from megatron_recover.faults import Fault
+
+ROOT = Path(__file__).resolve().parents[2]
+TOY = Path(__file__).with_name("toy.py")
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A toy job."""
+
+    run_dir: str
+    replicas: int = 3
+    ranks: int = 2
+    steps: int = 4
+    microbatches: int = 7
+    config: RecoverConfig = RecoverConfig(stall_timeout_s=5.0, follow_timeout_s=2.0)
+    faults: tuple[Fault, ...] = ()
+    script: str = str(TOY)
+
+
+class Outcome:
+    """What a toy job left behind."""
+
+    def __init__(self, spec: Spec, exit_code: int, output: str) -> None:
+        self.spec, self.exit_code, self.output = spec, exit_code, output
+        self.events = [event for _, event in trace.read(Path(spec.run_dir) / trace.EVENTS_FILE)]
+
+    def of(self, kind: type) -> list:
+        """All events of a type, in order."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def roster(self) -> tuple[int, ...]:
+        """Of the newest generation."""
+        return self.of(trace.Generation)[-1].roster
+
+    def sums(self, replica: int, rank: int) -> list[dict]:
+        """What a rank applied, step by step."""
+        path = Path(self.spec.run_dir) / f"sums-{replica}-{rank}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def assert_exactly_once(self) -> None:
+        """INV-1 from the data: whatever anybody applied is the sum of all microbatches, each once."""
+        expected = 2.0**self.spec.microbatches - 1
+        for replica in range(self.spec.replicas):
+            for rank in range(self.spec.ranks):
+                for line in self.sums(replica, rank):
+                    for bucket, (low, high) in line["sums"].items():
+                        assert low == high == expected, f"replica {replica} rank {rank} step {line['step']} bucket {bucket}"
+
+    def assert_finished(self, survivors: Sequence[int], num_steps: int | None = None) -> None:
+        """INV-2: the survivors, and no others, applied all steps, alike."""
+        self.assert_exactly_once()
+        assert self.exit_code == 0, self.output
+        assert self.roster == tuple(survivors), self.output
+        steps = list(range(self.spec.steps if num_steps is None else num_steps))
+        for rank in range(self.spec.ranks):
+            lines = {replica: self.sums(replica, rank) for replica in survivors}
+            for replica in survivors:
+                assert [line["step"] for line in lines[replica]] == steps, self.output
+                assert lines[replica] == lines[survivors[0]]
+
+
+def command(spec: Spec) -> list[str]:
+    """The command line that runs a toy job."""
+    return [sys.executable, "-m", "tests.cluster.jobs", msgspec.json.encode(spec).decode()]
+
+
+def run(spec: Spec, deadline_s: float = 60.0) -> Outcome:
+    """Run a toy job to its end. On the deadline its launcher is killed, which ends all its processes, and the test fails."""
+    print(f"cd {ROOT} && {shlex.join(command(spec))}")
+    done = subprocess.run(
+        command(spec), cwd=ROOT, timeout=deadline_s, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    print(done.stdout)
+    return Outcome(spec, done.returncode, done.stdout)
+
+
+def main() -> int:
+    """Run the job in this process."""
+    spec = msgspec.json.decode(sys.argv[1], type=Spec)
+    settings = {
+        "steps": spec.steps,
+        "microbatches": spec.microbatches,
+        "config": msgspec.to_builtins(spec.config),
+    }
+    os.chdir(ROOT)
+    job = Job(
+        argv=(spec.script, json.dumps(settings)), num_replicas=spec.replicas, layout=trace.Layout(tp=1, pp=spec.ranks),
+        config=spec.config, run_dir=create_run_dir(Path(spec.run_dir)), faults=spec.faults,
+        preload=("torch", "megatron_recover.collectives.direct", "megatron_recover.collectives.member"),
+    )  # fmt: skip
+    return Launcher(job, Console(job)).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
