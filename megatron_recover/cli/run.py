@@ -1,0 +1,102 @@
+"""`megatron-recover run`: judges a command line, runs the job, and leaves a run directory with the evidence."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_recover.cluster import chaos
+from megatron_recover.cluster.console import Console
+from megatron_recover.cluster.job import Job, create_run_dir
+from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.core.values import ExitCode
+from megatron_recover.megatron.preflight import Preflight, preflight
+
+PRELOAD = (
+    "torch",
+    "megatron.training",
+    "megatron_recover.megatron.training",
+    "megatron_recover.megatron.commit",
+    "megatron_recover.megatron.checkpoint",
+)
+"""What every rank finds imported."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-recover run",
+        description="Train with replicas of the model; when a process dies, the others finish its microbatches in the same step.",
+        usage="megatron-recover run --replicas R [options] -- SCRIPT [Megatron flags]",
+        epilog="--global-batch-size is that of the whole job. Resilience flags of the trainer begin with --recover- and go "
+        "behind the script's name; exit codes are in docs/guarantees.md.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--replicas", type=int, required=True, metavar="R", help="complete copies of the model")
+    parser.add_argument("--lanes", type=int, default=1, metavar="L", help="data-parallel size inside each replica (default: 1)")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="new folder for trace and logs (default: runs/<time>)")
+    parser.add_argument(
+        "--chaos", metavar="FILE|rate=P,seed=N", help="inject faults: a TOML file of exact ones, or random ones (docs/chaos.md)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="print only how the run ends if it does not end well")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _job(arguments: argparse.Namespace) -> tuple[Job, str]:
+    """The job, and its chaos file (empty without chaos). Raises ValueError with everything that is wrong; creates the run dir."""
+    words = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
+    if not words:
+        raise ValueError("the training script is missing; write it behind --, for example: -- scripts/pretrain_gpt.py ...")
+    script, *flags = words
+    if not Path(script).is_file():
+        raise ValueError(f"there is no training script {script}; write its path behind --")
+    judged = preflight(flags, num_replicas=arguments.replicas, lanes=arguments.lanes)
+    faults, chaos_text = (), ""
+    if arguments.chaos is not None:
+        faults, chaos_text = chaos.faults_of(arguments.chaos, _target(arguments, judged, flags))
+    job = Job(
+        argv=(script, *flags), num_replicas=arguments.replicas, layout=judged.layout, config=judged.config,
+        run_dir=create_run_dir(arguments.run_dir), faults=faults, seed=judged.seed, preload=PRELOAD,
+    )  # fmt: skip
+    return job, chaos_text
+
+
+def _target(arguments: argparse.Namespace, judged: Preflight, flags: Sequence[str]) -> chaos.Target:
+    layout = judged.layout
+    steps = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    steps.add_argument("--train-iters", type=int)
+    return chaos.Target(
+        num_replicas=arguments.replicas,
+        num_ranks=layout.tp * layout.pp * layout.cp * layout.lanes,
+        num_microbatches=judged.num_microbatches,
+        num_steps=steps.parse_known_args(flags)[0].train_iters,
+        min_replicas=judged.config.min_replicas,
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Run a job to its end; its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        job, chaos_text = _job(arguments)
+    except ValueError as error:
+        for line in str(error).splitlines():
+            print(f"megatron-recover run: {line}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    if chaos_text:
+        (job.run_dir / chaos.CHAOS_FILE).write_text(chaos_text)
+        if not arguments.quiet and not Path(arguments.chaos).is_file():
+            print(chaos_text)
+    exit_code = Launcher(job, Console(job, quiet=arguments.quiet)).run()
+    _report(job.run_dir)
+    return exit_code
+
+
+def _report(run_dir: Path) -> None:
+    """`summary.json` and the loss plot, for whatever the run has got to."""
+    from megatron_recover.observe import plot, summary
+
+    summary.write(run_dir)
+    plot.write(run_dir)
