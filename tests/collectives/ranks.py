@@ -92,7 +92,7 @@ def rank_main(pipe: Connection, kind: str, me: int) -> None:
             case ("sum", num_bytes, tag, deadline_s, fault):
                 pipe.send(_sum(pipe, transports[-1], num_bytes, tag, deadline_s, fault, failed))
             case ("call", function, arguments):
-                pipe.send(function(transports[-1] if transports else endpoint, *arguments))
+                pipe.send(function(endpoint, me, *arguments))
             case ("end",):
                 endpoint.close()
                 pipe.close()
@@ -173,10 +173,10 @@ class Ranks:
     def outcomes(self, ranks: Iterable[int]) -> dict[int, Outcome]:
         return {rank: self.receive(rank) for rank in ranks}
 
-    def call(self, rank: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run `function(transport, *arguments)` in a rank."""
-        self.tell([rank], "call", function, arguments)
-        return self.receive(rank)
+    def call(self, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
+        """Run `function(endpoint, me, *arguments)` in all ranks at once; what they return."""
+        self.tell(self.processes, "call", function, arguments)
+        return {rank: self.receive(rank) for rank in self.processes}
 
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.processes[rank].pid, number)
