@@ -108,7 +108,7 @@ class ReplicaState(Value, frozen=True):
     statuses: tuple[Status, ...] = ()
     """Newest status of each member, own included, by replica."""
     votes: tuple[Vote, ...] = ()
-    """Votes for this step or the next, by (replica, step)."""
+    """Votes for this step, by replica."""
     committed: Record | None = None
     """Record of `step - 1`."""
     blocked: bool = False
@@ -203,7 +203,7 @@ def waiting_for(state: ReplicaState) -> tuple[ReplicaId, ...]:
     if state.phase is Phase.EXCHANGING:
         here = {status.replica for status in state.statuses if status.generation == state.generation}
     elif state.phase is Phase.VOTED:
-        here = {vote.replica for vote in state.votes if vote.record.step == state.step}
+        here = {vote.replica for vote in state.votes}
     else:
         return ()
     return tuple(replica for replica in state.roster if replica not in here)
@@ -345,18 +345,16 @@ def _vote(state: ReplicaState) -> Step:
 
 
 def _on_vote(state: ReplicaState, vote: Vote) -> Step:
-    # A member votes only with this replica's status, so a vote of a generation that is not entered yet cannot exist. The
-    # next step's can: its voter had all votes for this one, of which this replica may still wait for another member's.
-    if vote.generation != state.generation or vote.record.step not in (state.step, state.step + 1):
-        return state, ()
-    if vote.replica not in state.roster:
+    # Votes of a newer generation or of the next step cannot have been cast: the one needs this replica's status, the other
+    # its local gradient of that step, which it has only after committing this one.
+    if (vote.generation, vote.record.step) != (state.generation, state.step) or vote.replica not in state.roster:
         return state, ()
     state = replace(state, votes=_keep_vote(state.votes, vote))
     return _count(state) if state.phase is Phase.VOTED else (state, ())
 
 
 def _count(state: ReplicaState) -> Step:
-    outcome = tally((vote for vote in state.votes if vote.record.step == state.step), state.roster)
+    outcome = tally(state.votes, state.roster)
     if outcome is None:
         return state, ()
     if isinstance(outcome, Disagreement):
@@ -375,7 +373,7 @@ def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
         contributions=(),
         held=(),
         plan=None,
-        votes=tuple(vote for vote in state.votes if vote.record.step > state.step),
+        votes=(),
         committed=record,
     )
     apply = Apply(record, state.generation, state.roster)
@@ -453,10 +451,10 @@ def _keep(statuses: tuple[Status, ...], status: Status) -> tuple[Status, ...]:
 
 
 def _keep_vote(votes: tuple[Vote, ...], vote: Vote) -> tuple[Vote, ...]:
-    """Keep the first vote of each replica for each step (at most two steps)."""
-    if any((item.replica, item.record.step) == (vote.replica, vote.record.step) for item in votes):
+    """Keep the first vote of each replica."""
+    if vote.replica in {item.replica for item in votes}:
         return votes
-    return tuple(sorted((*votes, vote), key=lambda item: (item.replica, item.record.step)))
+    return tuple(sorted((*votes, vote), key=lambda item: item.replica))
 
 
 # --- The table -----------------------------------------------------------------------------------------------------------

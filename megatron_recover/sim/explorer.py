@@ -59,6 +59,7 @@ from megatron_recover.sim.world import (
     Part,
     Simulator,
     Stimulus,
+    TakeUp,
     add,
     new_node,
     pending,
@@ -81,6 +82,8 @@ class Scenario(Value, frozen=True):
     """New generations without a loss: a broken link, a lost message, an expired wait."""
     links: bool = False
     """FIFO links that deliver once and may break, instead of the set of all messages."""
+    slow: bool = False
+    """Training threads take an order at any later time instead of as soon as they can."""
 
 
 CONFIGS: dict[str, tuple[Scenario, ...]] = {
@@ -165,12 +168,16 @@ class Effect(NamedTuple):
     facts: tuple[invariants.Fact, ...]
 
 
+Attempt = str | tuple[ReplicaId, Stimulus | int]
+"""A fault in words, or what reached which replica."""
+
+
 class Explorer:
     """One exploration. All its tables only remember pure functions of their keys."""
 
     def __init__(self, scenario: Scenario, simulator: Simulator | None = None) -> None:
         self.scenario = scenario
-        self.simulator = simulator or Simulator()
+        self.simulator = simulator or Simulator(slow=scenario.slow)
         self.shape = Shape(scenario.num_ranks, scenario.bucket_ranks)
         self.nodes: Table[Node] = Table()
         self.messages: Table[Message] = Table()
@@ -182,7 +189,12 @@ class Explorer:
         self.data: dict[tuple[object, ...], list[int]] = {}
         """Numbers of the `Part`s and `Copy`s by everything but their content."""
         self.transitions = 0
-        self.attempt = ""
+        self.stored: dict[tuple[int, int], bool] = {}
+        self.data_bits = 0
+        """All `Part`s and `Copy`s."""
+        self.void: dict[int, int] = {}
+        """Per node the messages that are known to change nothing there."""
+        self.attempt: Attempt = "the job starts"
         """What is being tried, for the report of a violation."""
 
     # --- one step ---
@@ -272,17 +284,16 @@ class Explorer:
 
     # --- what can happen ---
 
-    def steps(self, world: World) -> Iterator[tuple[str, World]]:
+    def steps(self, world: World) -> Iterator[tuple[Attempt, World]]:
         """Every step of a live node: what happens, and the state after it."""
         for number, name in enumerate(world.nodes):
             if name:
-                for label, stimulus in self.stimuli(world, number):
-                    self.attempt = f"replica {number} {label}"
-                    after = self.stimulate(world, number, stimulus)
-                    if after != world:
+                for stimulus in self.stimuli(world, number):
+                    after = self.take(world, number, stimulus)
+                    if after is not None:
                         yield self.attempt, after
 
-    def faults(self, world: World) -> Iterator[tuple[str, World]]:
+    def faults(self, world: World) -> Iterator[tuple[Attempt, World]]:
         """Every fault that may still come."""
         state = self.coordinators[world.coordinator]
         for number in state.roster:
@@ -298,32 +309,42 @@ class Explorer:
         if world.alarms:
             yield from self.alarm(world._replace(alarms=world.alarms - 1), state)
 
-    def stimuli(self, world: World, number: ReplicaId) -> Iterator[tuple[str, Stimulus | int]]:
-        """What can reach a node, the node's own steps included."""
-        node = self.nodes[world.nodes[number]]
-        if self.scenario.links:
-            for source, destination, queue in world.links:
-                if destination == number:
-                    yield f"receives from {source}: {self.messages[queue[0]]}", queue[0]
-        bits = world.messages
-        while bits:
-            low = bits & -bits
-            bits ^= low
-            message = self.messages[low.bit_length() - 1]
-            if not isinstance(message, Part | Copy):
-                yield f"receives {message}", low.bit_length() - 1
+    def stimuli(self, world: World, number: ReplicaId) -> list[Stimulus | int]:
+        """What can reach a node: numbers of messages, and the node's own steps."""
+        name = world.nodes[number]
+        node = self.nodes[name]
+        found: list[Stimulus | int] = [queue[0] for _, destination, queue in world.links if destination == number]
+        found += _numbers(world.messages & ~self.data_bits & ~self.void.get(name, 0))
         leader = node.leader
         if leader.phase is not replica.Phase.JOINING and leader.work is None and not leader.ended:
-            yield f"begins step {leader.step}", Begin()
-        for position, one in enumerate(node.ranks):
-            if one.orders:
-                yield f"rank {position} carries out {one.orders[0]}", CarryOut(position)
+            found.append(Begin())
+        found += [CarryOut(position) for position, one in enumerate(node.ranks) if one.orders]
+        if self.simulator.slow:
+            found += [TakeUp(position) for position, one in enumerate(node.ranks) if one.can_take()]
         for position, generation, step, operation, members in pending(node):
             counts = self.delivered(world, position, generation, step, operation, members)
             if counts is not None:
-                yield f"rank {position} completes {operation} of generation {generation}: {counts}", Complete(position, counts)
+                found.append(Complete(position, counts))
+        return found
 
-    def alarm(self, world: World, state: coordinator.CoordinatorState) -> Iterator[tuple[str, World]]:
+    def take(self, world: World, number: ReplicaId, stimulus: Stimulus | int) -> World | None:
+        """The world after a stimulus, or None where it changes nothing."""
+        self.attempt = number, stimulus
+        if self.scenario.links and isinstance(stimulus, int):
+            return self.stimulate(_received(world, number, stimulus), number, stimulus)
+        after = self.stimulate(world, number, stimulus)
+        if after is not world:
+            return after
+        if isinstance(stimulus, int):
+            name = world.nodes[number]
+            self.void[name] = self.void.get(name, 0) | 1 << stimulus
+        return None
+
+    def tell(self, number: ReplicaId, stimulus: Stimulus | int) -> str:
+        """A line of the report of a violation."""
+        return f"replica {number}: {self.messages[stimulus] if isinstance(stimulus, int) else stimulus}"
+
+    def alarm(self, world: World, state: coordinator.CoordinatorState) -> Iterator[tuple[Attempt, World]]:
         """A new generation is asked for although nobody died."""
         if self.scenario.links:
             for a, b in itertools.combinations(state.roster, 2):
@@ -343,6 +364,7 @@ class Explorer:
     def message(self, message: Message) -> int:
         number = self.messages.number(message)
         if isinstance(message, Part | Copy):
+            self.data_bits |= 1 << number
             numbers = self.data.setdefault(_address(message), [])
             if number not in numbers:
                 numbers.append(number)
@@ -365,51 +387,44 @@ class Explorer:
 
     # --- what need not be tried, what need not be kept ---
 
-    def settle(self, world: World, trail: list[str] | None = None) -> World:
+    def settle(self, world: World, trail: list[Attempt] | None = None) -> World:
         """Take the steps whose order is of no consequence (the module's docstring says which), and drop useless messages."""
         while True:
-            taken = self.harmless(world)
-            if taken is None:
+            after = self.harmless(world)
+            if after is None:
                 return self.tidy(world)
-            label, world = taken
+            world = after
             if trail is not None:
-                trail.append(label)
+                trail.append(self.attempt)
 
-    def harmless(self, world: World) -> tuple[str, World] | None:
+    def harmless(self, world: World) -> World | None:
+        """The world after one step whose order is of no consequence, if there is one."""
         state = self.coordinators[world.coordinator]
         calm = not (world.crashes or world.suspicions or world.alarms)
         for number, name in enumerate(world.nodes):
             if not name or state.over:
                 continue
-            leader = self.nodes[name].leader
-            entered = leader.generation == state.generation and not any(one.orders for one in self.nodes[name].ranks)
-            member = number in state.roster
-            for label, stimulus in self.stimuli(world, number):
-                if not member or (calm and entered) or (isinstance(stimulus, int) and self.only_stored(leader, stimulus)):
-                    self.attempt = f"replica {number} {label}"
-                    after = self.stimulate(world, number, stimulus)
-                    if after != world:
-                        return self.attempt, after
+            node = self.nodes[name]
+            entered = node.leader.generation == state.generation and not any(one.orders for one in node.ranks)
+            if number not in state.roster or (calm and entered):
+                stimuli = self.stimuli(world, number)
+            else:
+                if self.scenario.links:
+                    continue
+                messages = _numbers(world.messages & ~self.data_bits & ~self.void.get(name, 0))
+                stimuli = [message for message in messages if self.only_stored(name, message)]
+            for stimulus in stimuli:
+                after = self.take(world, number, stimulus)
+                if after is not None:
+                    return after
         return None
 
-    def only_stored(self, leader: replica.ReplicaState, number: int) -> bool:
-        """Whether a node would do nothing with a message but to keep it, whatever else it has got from the same member."""
-        message = self.messages[number]
-        if self.scenario.links:
-            return False
-        if isinstance(message, Vote):
-            step = message.record.step
-            here = {vote.replica for vote in leader.votes if vote.record.step == step}
-            fits = message.generation == leader.generation and leader.phase is not replica.Phase.PROMISING
-            fits = fits and step in (leader.step, leader.step + 1)
-        elif isinstance(message, Status):
-            here = {status.replica for status in leader.statuses if status.generation >= leader.generation}
-            fits = message.generation == leader.generation
-            fits = fits and leader.phase in (replica.Phase.PROMISING, replica.Phase.EXCHANGING)
-        else:
-            return False
-        missing = set(leader.roster) - here - {leader.replica}
-        return fits and message.replica in missing and len(missing) >= 2
+    def only_stored(self, name: int, number: int) -> bool:
+        key = (name, number)
+        found = self.stored.get(key)
+        if found is None:
+            found = self.stored[key] = _only_stored(self.nodes[name].leader, self.messages[number])
+        return found
 
     def tidy(self, world: World) -> World:
         """Drop the messages that can have no effect any more on anyone."""
@@ -461,23 +476,21 @@ class Explorer:
                 if len(came_from) > limit:
                     raise MemoryError(f"{self.scenario.name}: more than {limit} states")
         except (invariants.InvariantViolation, ValueError) as error:
-            found = Found(str(error), (*self.way(world, came_from), self.attempt))
+            found = Found(str(error), self.way(world, came_from))
         return Report(self.scenario, len(came_from), self.transitions, ends, found)
 
-    def way(self, world: World, came_from: Mapping[World, World | None]) -> list[str]:
-        """What happened from the beginning to a state."""
-        attempt = self.attempt
-        lines: list[str] = []
+    def way(self, world: World, came_from: Mapping[World, World | None]) -> tuple[str, ...]:
+        """What happened from the beginning to a state, and what was tried there."""
+        attempts = [self.attempt]
         before = came_from.get(world)
         while before is not None:
-            for label, after in itertools.chain(self.steps(before), self.faults(before)):
-                trail = [label]
+            for attempt, after in itertools.chain(self.steps(before), self.faults(before)):
+                trail = [attempt]
                 if self.settle(after, trail) == world:
-                    lines = trail + lines
+                    attempts = trail + attempts
                     break
             world, before = before, came_from[before]
-        self.attempt = attempt
-        return lines
+        return tuple(item if isinstance(item, str) else self.tell(*item) for item in attempts)
 
     def over(self, world: World) -> bool:
         """Whether the job has ended as it should: all members finished, or none is left."""
@@ -487,6 +500,25 @@ class Explorer:
         if not set(state.roster) <= {item.replica for item in state.finished}:
             raise invariants.InvariantViolation(9, "the job was stopped although members could go on")
         return True
+
+
+def _numbers(bits: int) -> list[int]:
+    """The numbers in a bit set."""
+    numbers = []
+    while bits:
+        low = bits & -bits
+        bits ^= low
+        numbers.append(low.bit_length() - 1)
+    return numbers
+
+
+def _received(world: World, number: ReplicaId, message: int) -> World:
+    """The world without the first message of the link on which `message` came to a replica."""
+    links = list(world.links)
+    at = next(i for i, (_, to, queue) in enumerate(links) if to == number and queue[0] == message)
+    source, to, queue = links[at]
+    links[at : at + 1] = [(source, to, queue[1:])] if len(queue) > 1 else []
+    return world._replace(links=tuple(links))
 
 
 def _address(message: Part | Copy) -> tuple[object, ...]:
@@ -510,6 +542,22 @@ def _needed(message: Message, node: Node, member: bool) -> bool:
         return newer and member or (message.generation == leader.generation and message.record.step >= leader.step)
     exchanging = leader.phase in (replica.Phase.JOINING, replica.Phase.PROMISING, replica.Phase.EXCHANGING)
     return newer and member or (message.generation == leader.generation and exchanging)
+
+
+def _only_stored(leader: replica.ReplicaState, message: Message) -> bool:
+    """Whether a node would do nothing with a message but keep it: those of two or more members are missing."""
+    if isinstance(message, Vote):
+        here = {vote.replica for vote in leader.votes}
+        fits = (message.generation, message.record.step) == (leader.generation, leader.step)
+        fits = fits and leader.phase is not replica.Phase.PROMISING
+    elif isinstance(message, Status):
+        here = {status.replica for status in leader.statuses if status.generation >= leader.generation}
+        fits = message.generation == leader.generation
+        fits = fits and leader.phase in (replica.Phase.PROMISING, replica.Phase.EXCHANGING)
+    else:
+        return False
+    missing = set(leader.roster) - here - {leader.replica}
+    return fits and message.replica in missing and len(missing) >= 2
 
 
 def main(arguments: list[str] | None = None) -> int:

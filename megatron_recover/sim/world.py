@@ -25,6 +25,7 @@ from megatron_recover.core import invariants, rank, replica
 from megatron_recover.core.values import (
     Apply,
     BucketId,
+    Compute,
     Entered,
     Generation,
     Held,
@@ -93,6 +94,10 @@ class Rank(Value, frozen=True):
     orders: tuple[Order, ...] = ()
     """On their way from the leader."""
 
+    def can_take(self) -> bool:
+        """Whether the training thread is free and has an order to take."""
+        return bool(self.machine.queue) and not self.operations
+
 
 class Node(Value, frozen=True):
     """One replica."""
@@ -116,6 +121,12 @@ class CarryOut(Value, frozen=True):
     rank: int
 
 
+class TakeUp(Value, frozen=True):
+    """The training thread of a rank takes its next order; left to chance only where `Simulator.slow`."""
+
+    rank: int
+
+
 class Complete(Value, frozen=True):
     """The operation at which a rank is completes with this result."""
 
@@ -123,7 +134,7 @@ class Complete(Value, frozen=True):
     counts: Counts
 
 
-Stimulus = NewGeneration | Status | Vote | replica.LinkLost | Begin | CarryOut | Complete
+Stimulus = NewGeneration | Status | Vote | replica.LinkLost | Begin | CarryOut | TakeUp | Complete
 
 
 class Outcome(Value, frozen=True):
@@ -149,6 +160,10 @@ def new_node(number: ReplicaId, shape: Shape, work: Sequence[Work]) -> Node:
 class Simulator:
     """Carries out stimuli. The methods that tests override to plant a bug are the ones that model a rank's threads."""
 
+    def __init__(self, *, slow: bool = False) -> None:
+        self.slow = slow
+        """Training threads take an order at any later time instead of as soon as they can."""
+
     def stimulate(self, node: Node, stimulus: Stimulus) -> Outcome:
         """What `stimulus` does to `node`. Raises InvariantViolation or ValueError where the machines see a defect."""
         run = _Run(self, node)
@@ -156,6 +171,8 @@ class Simulator:
             run.begin()
         elif isinstance(stimulus, CarryOut):
             run.carry_out(stimulus.rank)
+        elif isinstance(stimulus, TakeUp):
+            run.take(stimulus.rank)
         elif isinstance(stimulus, Complete):
             run.complete(stimulus.rank, stimulus.counts)
         else:
@@ -172,9 +189,13 @@ class Simulator:
         """What becomes the gradient of a bucket."""
         return node.results[node.machine.buckets.index(bucket)]
 
-    def gains(self, plan: Plan, number: ReplicaId) -> list[tuple[tuple[int, ...], tuple[BucketId, ...]]]:
-        """(microbatches, buckets that take their gradient) of a plan's passes."""
-        return [(compute.microbatches, compute.into) for compute in plan.computes]
+    def passes(self, plan: Plan, machine: rank.RankState) -> tuple[Compute, ...]:
+        """The passes that a rank runs: all of them, whether or not the plan has been overtaken."""
+        return plan.computes
+
+    def retired(self, operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
+        """What is left of a rank's operations after `Retire`: they fail at once."""
+        return ()
 
 
 class _Run:
@@ -222,7 +243,8 @@ class _Run:
         for effect in effects:
             if isinstance(effect, rank.Retire):
                 # What runs across replicas fails at once; the training thread leaves the rest of its plan.
-                self.ranks[position] = replace(self.ranks[position], operations=())
+                left = self.simulator.retired(self.ranks[position].operations)
+                self.ranks[position] = replace(self.ranks[position], operations=left)
             else:
                 self.lead(effect.report)
 
@@ -263,7 +285,7 @@ class _Run:
                 if one.orders and (position == 0 or not isinstance(one.orders[0], Promise)):
                     self.carry_out(position)
                     busy = True
-                elif one.machine.queue and not one.operations:
+                elif one.can_take() and not self.simulator.slow:
                     self.take(position)
                     busy = True
 
@@ -289,10 +311,11 @@ class _Run:
         """Run the passes of a plan in full, then begin what crosses replicas."""
         one = self.ranks[position]
         gradient = one.gradient
-        for microbatches, into in self.simulator.gains(plan, self.number):
-            for bucket in set(into) & set(one.machine.buckets):
-                index = one.machine.buckets.index(bucket)
-                gradient = _put(gradient, index, tuple(n + (i in microbatches) for i, n in enumerate(gradient[index])))
+        for done in self.simulator.passes(plan, one.machine):
+            for index, bucket in enumerate(one.machine.buckets):
+                if bucket in done.into:
+                    counts = tuple(n + (i in done.microbatches) for i, n in enumerate(gradient[index]))
+                    gradient = _put(gradient, index, counts)
         operations = [
             Operation(item.bucket, item.version, item.source, item.targets)
             for item in plan.transfers

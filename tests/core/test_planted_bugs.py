@@ -1,0 +1,197 @@
+"""Each rule of the protocol, broken once: the explorer must find it and print the way to it.
+
+A bug is planted by replacing one function, in the machines or in the world around them, for the time of a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from megatron_recover.core import rank, recovery, replica
+from megatron_recover.core.values import Compute, Plan, Status, Vote
+from megatron_recover.sim.explorer import Explorer, Report, Scenario
+from megatron_recover.sim.world import Counts, Operation, Rank, Simulator, add
+
+TWO_BUCKETS = ((0,), (0,))
+SHARED = ((0, 1),)
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def explore(simulator: Simulator | None = None, **scenario: Any) -> Report:
+    return Explorer(Scenario("planted", **scenario), simulator).run(limit=500_000)
+
+
+def caught(report: Report, *invariants: int) -> None:
+    """The exploration found one of these invariants broken, and says how."""
+    assert report.found is not None, f"the bug was not found in {report.states} states"
+    print("\n".join(report.found.lines))
+    print(report.found.detail)
+    assert any(report.found.detail.startswith(f"INV-{number}:") for number in invariants), report.found.detail
+    assert len(report.found.lines) >= 2
+
+
+def handle(monkeypatch: pytest.MonkeyPatch, kind: type, handler: Callable[[replica.ReplicaState, Any], replica.Step]) -> None:
+    """Replace the handler of an input in every phase that has one; it may lead anywhere."""
+    for rows in replica.TABLE.values():
+        if kind in rows:
+            monkeypatch.setitem(rows, kind, replica.Row(handler, frozenset(replica.Phase)))  # type: ignore[arg-type]
+
+
+def test_a_replica_that_commits_without_votes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "tally", lambda votes, roster: next(iter(votes)).record)
+    caught(explore(crashes=1), 6)
+
+
+def test_a_replica_that_commits_in_a_generation_it_promised_to_leave_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, on_vote = replica._on_generation, replica._on_vote
+
+    def keep_votes(state: replica.ReplicaState, new: Any) -> replica.Step:
+        after, effects = original(state, new)
+        return replace(after, votes=state.votes), effects
+
+    def count_old(state: replica.ReplicaState, vote: Vote) -> replica.Step:
+        if vote.generation == state.generation - 1 and state.phase is replica.Phase.EXCHANGING:
+            votes = replica._keep_vote(state.votes, vote)
+            if {v.replica for v in votes if v.generation == vote.generation} >= {0, 1, 2}:
+                return replica._commit(state, vote.record, adopted=False)
+            return replace(state, votes=votes), ()
+        return on_vote(state, vote)
+
+    handle(monkeypatch, replica.NewGeneration, keep_votes)
+    handle(monkeypatch, Vote, count_old)
+    caught(explore(suspicions=1), 2, 5, 6, 9)
+
+
+def test_a_reduction_in_place_is_caught() -> None:
+    """It shows where one rank of a replica completed and another did not: the bucket is withdrawn and read once more."""
+
+    class InPlace(Simulator):
+        def local_gradient_after(self, before: Counts, result: Counts) -> Counts:
+            return result
+
+    caught(explore(InPlace(), replicas=2, microbatches=2, num_ranks=2, bucket_ranks=SHARED, alarms=1), 1, 3)
+
+
+def test_acting_on_the_local_outcome_of_a_reduction_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = recovery.plan_of
+
+    def selfish(found: recovery.Recovery, number: int, generation: int, roster: Any) -> Plan:
+        plan = original(found, number, generation, roster)
+        lacking = tuple(item.bucket for item in plan.transfers if number in item.targets)
+        return replace(plan, transfers=(), reduces=tuple(sorted((*plan.reduces, *lacking))))
+
+    monkeypatch.setattr(replica, "plan_of", selfish)
+    caught(explore(crashes=1), 4, 9)
+
+
+def test_counting_the_votes_of_an_older_generation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica._on_generation
+
+    def keep_votes(state: replica.ReplicaState, new: Any) -> replica.Step:
+        after, effects = original(state, new)
+        return replace(after, votes=state.votes), effects
+
+    handle(monkeypatch, replica.NewGeneration, keep_votes)
+    caught(explore(alarms=1), 6)
+
+
+def test_recomputing_a_decided_bucket_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "decide", lambda statuses, buckets: ())
+    caught(explore(crashes=1), 4)
+
+
+def test_half_a_replica_that_applies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica.complete
+
+    def any_rank(shape: Any, held: Any, buckets: Any) -> Any:
+        merged = {item.bucket: item for items in held for item in items}
+        return original(shape, [tuple(merged.values())] * shape.num_ranks, buckets)
+
+    monkeypatch.setattr(replica, "complete", any_rank)
+    caught(explore(replicas=2, microbatches=2, num_ranks=2, bucket_ranks=SHARED, alarms=1), 2)
+
+
+def test_a_status_before_all_ranks_promised_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica._on_promised
+
+    def at_once(state: replica.ReplicaState, report: Any) -> replica.Step:
+        if report.generation != state.generation or state.phase is not replica.Phase.PROMISING:
+            return state, ()
+        everyone = tuple(number for number in range(state.shape.num_ranks) if number != report.rank)
+        return original(replace(state, promised=everyone), report)
+
+    handle(monkeypatch, replica.Promised, at_once)
+    caught(explore(replicas=2, microbatches=2, num_ranks=2, bucket_ranks=SHARED, alarms=1), 5, 9)
+
+
+def test_tokens_summed_from_votes_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The votes are of the members; the ledger bucket may hold what a replica contributed that died since."""
+    original = replica._vote
+
+    def with_tokens(state: replica.ReplicaState) -> replica.Step:
+        tokens = "tokens " + " ".join(str(i) for i in (state.contributions or ((),))[-1])
+        return original(replace(state, requests=(tokens,)))
+
+    class FromVotes(Simulator):
+        def applied(self, node: Rank, order: Any, bucket: int) -> Counts:
+            tokens = [int(word) for request in order.record.requests for word in request.split()[1:]]
+            return tuple(tokens.count(i) for i in range(len(node.gradient[0])))
+
+    monkeypatch.setattr(replica, "_vote", with_tokens)
+    caught(explore(FromVotes(), crashes=1), 1)
+
+
+def test_dealing_a_lost_microbatch_to_everyone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = recovery.plan_of
+
+    def for_all(found: recovery.Recovery, number: int, generation: int, roster: Any) -> Plan:
+        return original(
+            replace(found, dealt=tuple((number, i, into) for _, i, into in found.dealt)), number, generation, roster
+        )
+
+    monkeypatch.setattr(replica, "plan_of", for_all)
+    caught(explore(crashes=1), 7)
+
+
+def test_a_recomputed_gradient_outside_the_dump_is_caught() -> None:
+    class NoDump(Simulator):
+        def passes(self, plan: Plan, machine: rank.RankState) -> tuple[Compute, ...]:
+            return tuple(replace(item, into=plan.work.buckets) for item in plan.computes)
+
+    caught(explore(NoDump(), bucket_ranks=TWO_BUCKETS, crashes=2), 1, 3)
+
+
+def test_skipping_the_passes_of_an_overtaken_plan_is_caught() -> None:
+    class Skips(Simulator):
+        def passes(self, plan: Plan, machine: rank.RankState) -> tuple[Compute, ...]:
+            return plan.computes if plan.generation == machine.promised else ()
+
+    caught(explore(Skips(slow=True), replicas=2, microbatches=2, alarms=1), 1, 3)
+
+
+def test_a_result_that_counts_after_the_promise_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(Simulator):
+        def retired(self, operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
+            return operations
+
+    monkeypatch.setattr(rank, "may_run", lambda state, generation: True)
+    caught(explore(Late(), replicas=2, microbatches=2, alarms=2), 5)
+
+
+def test_dropping_an_early_status_is_caught_on_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica._on_status
+
+    def strict(state: replica.ReplicaState, status: Status) -> replica.Step:
+        return original(state, status) if status.generation == state.generation else (state, ())
+
+    handle(monkeypatch, Status, strict)
+    caught(explore(crashes=1, links=True), 9)
+
+
+def test_the_sum_of_multisets_is_what_the_checks_rest_on() -> None:
+    assert add([(1, 0, 0), (0, 1, 1)]) == (1, 1, 1)
