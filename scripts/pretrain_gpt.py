@@ -3,8 +3,8 @@
     megatron-recover run --replicas 3 -- scripts/pretrain_gpt.py <Megatron flags>     survives dying processes
     torchrun --nproc-per-node 2 scripts/pretrain_gpt.py <Megatron flags>              plain Megatron
 
-To make a training script of your own recoverable, change what this one does differently from upstream's: parse the
-arguments with `recover.parse_arguments` and train with `recover.pretrain`.
+To make a training script of your own recoverable, call `megatron_recover.megatron.pretrain` where it parses the arguments and
+calls Megatron's `pretrain`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.models.gpt import GPTModel
+    from megatron.training.config.container import PretrainConfigContainer
     from torch import Tensor
 
 FIELDS = ("attention_mask", "labels", "loss_mask", "position_ids", "tokens")
@@ -148,19 +149,27 @@ def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = 
     return BlendedMegatronDatasetBuilder(dataset, num_samples, reads_data, dataset_config(args)).build()
 
 
-def main() -> None:
-    """Parse Megatron's arguments and train."""
-    args = recover.parse_arguments(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-
-    from megatron.core.enums import ModelType
+def configure(args: Namespace) -> PretrainConfigContainer:
+    """Upstream's configuration of model and training."""
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
+    for unsupported in ("fim_data", "spec"):
+        if getattr(args, unsupported):
+            raise ValueError(f"--{unsupported.replace('_', '-')} is not supported by this script; leave it out")
+    return pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+
+
+def main() -> None:
+    """Train."""
+    from megatron.core.enums import ModelType
 
     datasets_provider.is_distributed = True  # type: ignore[attr-defined]
     recover.pretrain(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        configure,
         datasets_provider,
         ModelType.encoder_or_decoder,
         forward_step,
+        args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
     )
 
 

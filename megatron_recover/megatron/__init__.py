@@ -1,5 +1,5 @@
-"""The bindings to Megatron. A training script needs two names: `parse_arguments` and `pretrain`."""
+"""The bindings to Megatron. A training script needs one name: `pretrain`."""
 
-from megatron_recover.megatron.training import parse_arguments, pretrain
+from megatron_recover.megatron.training import pretrain
 
-__all__ = ["parse_arguments", "pretrain"]
+__all__ = ["pretrain"]

@@ -1,15 +1,69 @@
-"""A rank's life: from Megatron's arguments to its exit code."""
+"""A rank's life: from Megatron's arguments to its exit code.
+
+`pretrain` is upstream's with the arguments parsed inside. Without a launcher (no `RankContext`) it is upstream's and nothing
+else, but for what a machine without CUDA needs. With one, it puts everything of ours in its place, lets upstream train, and
+sees to it that all replicas end together. Nothing about steps, membership or data is decided here.
+
+torch and Megatron are imported where they are needed, since the launcher imports this package to judge a command line.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+import os
+import sys
+import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from megatron_recover import trace
+from megatron_recover.config import RankContext, RecoverConfig, rank_context
+from megatron_recover.core import policy
+from megatron_recover.core.values import ExitCode
+from megatron_recover.faults import FaultInjector
+from megatron_recover.megatron.arguments import add_recover_arguments, cpu_refusals, recover_config, refusals
+
+if TYPE_CHECKING:
+    from megatron_recover.megatron.membership import RankMember
+
+Provider = Callable[[ArgumentParser], ArgumentParser]
 
 
-def parse_arguments(
-    extra_args_provider: Callable[[ArgumentParser], ArgumentParser] | None = None, args_defaults: dict[str, Any] | None = None
-) -> Namespace:
+def pretrain(
+    configure: Callable[[Namespace], Any],
+    datasets_provider: Callable[..., Any],
+    model_type: Any,
+    forward_step: Callable[..., Any],
+    *,
+    extra_args_provider: Provider | None = None,
+    args_defaults: dict[str, Any] | None = None,
+    **others: Any,
+) -> None:
+    """Parse Megatron's arguments and train, recoverably if `megatron-recover run` started this process.
+
+    `configure(args)` gives the configuration that upstream's `pretrain` takes; the following parameters and `others` are
+    upstream's. Bad arguments end the process with code 2 and a message; a recoverable job always ends the process, with the
+    code that docs/guarantees.md gives for how it ended.
+    """
+    context = rank_context()
+    if context is not None:
+        training = _Training(context)
+        sys.exit(
+            training.run(
+                configure, datasets_provider, model_type, forward_step, extra_args_provider, args_defaults or {}, others
+            )
+        )
+    args = _parse(extra_args_provider, args_defaults or {}, {})
+    from megatron.training import pretrain as upstream
+
+    upstream(configure(args), datasets_provider, model_type, forward_step, **others)
+
+
+def _parse(extra_args_provider: Provider | None, args_defaults: dict[str, Any], defaults: dict[str, Any]) -> Namespace:
+    """Megatron's own parsing and validation, with our flags, and with `defaults` in place of some of its own."""
     import torch
     from megatron.training.arguments import parse_and_validate_args
 
@@ -20,15 +74,185 @@ def parse_arguments(
         cpu.enable_cpu()
 
     def provide(parser: ArgumentParser) -> ArgumentParser:
+        add_recover_arguments(parser)
         if on_cpu:
             cpu.set_cpu_defaults(parser)
-        parser.set_defaults(rerun_mode="disabled")
-        return extra_args_provider(parser) if extra_args_provider else parser
+        # Upstream's default repeats steps when a result looks wrong, which needs an all-reduce over the world each step.
+        parser.set_defaults(rerun_mode="disabled", **defaults)
+        return extra_args_provider(parser) if extra_args_provider is not None else parser
 
-    return parse_and_validate_args(extra_args_provider=provide, args_defaults=args_defaults or {})
+    with bad_input_ends():
+        args = parse_and_validate_args(extra_args_provider=provide, args_defaults=args_defaults)
+        found = cpu_refusals(args) if on_cpu else []
+        if found:
+            raise ValueError("\n".join(found))
+    return args
 
 
-def pretrain(*args: Any, **kwargs: Any) -> None:
-    from megatron.training import pretrain as megatron_pretrain
+@contextlib.contextmanager
+def bad_input_ends() -> Iterator[None]:
+    """End the process with code 2 and one message when something inside does not accept what the user gave."""
+    try:
+        yield
+    except (ValueError, AssertionError) as error:
+        # Megatron asserts on its arguments, often without a word: then its source says what it wanted.
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        text = str(error) or f"{os.path.basename(place.filename)}:{place.lineno} wants: {place.line}"
+        print(f"bad arguments: {text}", file=sys.stderr, flush=True)
+        sys.exit(ExitCode.BAD_INPUT)
 
-    megatron_pretrain(*args, **kwargs)
+
+class _Training:
+    """Everything that one rank of a recoverable job is made of."""
+
+    def __init__(self, context: RankContext) -> None:
+        from megatron_recover.megatron import seams
+
+        self._context = context
+        self._log = trace.EventLog(os.path.join(context.run_dir, trace.EVENTS_FILE), context.started_at)
+        self._faults = FaultInjector.of(
+            context.faults,
+            replica=context.replica,
+            rank=context.rank,
+            record=lambda **fields: self._log.record(trace.Fault(**fields)),
+        )
+        with bad_input_ends():
+            self._installation = seams.Installation(seams.load())
+        self._member: RankMember | None = None
+
+    def run(
+        self,
+        configure: Callable[[Namespace], Any],
+        datasets_provider: Callable[..., Any],
+        model_type: Any,
+        forward_step: Callable[..., Any],
+        extra_args_provider: Provider | None,
+        args_defaults: dict[str, Any],
+        others: dict[str, Any],
+    ) -> int:
+        """Train to the end of the job; its exit code. Raises `JobStopped` and whatever the training raises."""
+        from megatron.training import pretrain as upstream
+
+        args, config = self._arguments(extra_args_provider, args_defaults)
+        if others.get("process_non_loss_data_func") is not None:
+            raise ValueError("process_non_loss_data_func is not supported: no replica sees the data of a whole batch")
+        member = self._member = self._join_membership(config)
+        checkpoints = self._install(args, config, member)
+        try:
+            upstream(configure(args), building_cache_once(datasets_provider, args), model_type, forward_step, **others)
+        except SystemExit as stop:  # Megatron's way to end early; `JobStopped` is one as well
+            if stop.code not in (None, 0):
+                raise
+        except BaseException as error:
+            member.raised(None, error)
+            raise
+        checkpoints.settle(member.meet)
+        member.close()
+        return policy.exit_code(sorted(member.requests))
+
+    # --- Setting up ------------------------------------------------------------------------------------------------------
+
+    def _arguments(
+        self, extra_args_provider: Provider | None, args_defaults: dict[str, Any]
+    ) -> tuple[Namespace, RecoverConfig]:
+        from megatron_recover.megatron.reporting import TensorBoardFactory
+
+        self._installation.install({"tensorboard": TensorBoardFactory(lambda: self._member).set_writer})
+        # One logger is one process of the job, which no replica is. A checkpoint must not depend on the number of lanes.
+        args = _parse(
+            extra_args_provider, args_defaults, {"enable_one_logger": False, "dist_ckpt_optim_fully_reshardable": True}
+        )
+        with bad_input_ends():
+            lanes = args.world_size // (
+                args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+            )
+            found = refusals(args, lanes=lanes)
+            if found:
+                raise ValueError("\n".join(found))
+            return args, recover_config(args)
+
+    def _join_membership(self, config: RecoverConfig) -> RankMember:
+        import torch
+
+        from megatron_recover.collectives.endpoints import open_endpoint
+        from megatron_recover.megatron.membership import RankMember
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with bad_input_ends():
+            endpoint = open_endpoint(config.transport, device=device)
+        return RankMember(self._context, config, endpoint, record=self._log.record, faults=self._faults)
+
+    def _install(self, args: Namespace, config: RecoverConfig, member: RankMember) -> Any:
+        from megatron.training import get_args
+
+        from megatron_recover.megatron.boundary import Boundary
+        from megatron_recover.megatron.checkpoint import Checkpoints, TrackerFile
+        from megatron_recover.megatron.commit import CommitLoop
+        from megatron_recover.megatron.data import Loaders, MicrobatchCursor
+        from megatron_recover.megatron.reporting import LogLine
+
+        originals = self._installation.originals
+        cursor = MicrobatchCursor()
+        checkpoints = Checkpoints(member, originals["save_checkpoint"], get_args, log=self._log, faults=self._faults)
+        boundary = Boundary(member, checkpoints, originals["exit"], get_args)
+        boundary.take_over(args)
+        loop = CommitLoop(
+            member, config, originals, cursor=cursor, seed=functools.partial(_seed, args),
+            iteration=lambda: args.curr_iteration + 1,
+            fingerprint=lambda: fingerprint(args), log=self._log, faults=self._faults,
+        )  # fmt: skip
+        self._installation.install(
+            {
+                **loop.replacements(),
+                "data_loader": Loaders(cursor, get_args).build,
+                "log_line": LogLine(member, self._context.num_replicas, originals["log_line"]).print_rank_last,
+                "save_checkpoint": checkpoints.save_checkpoint_and_time,
+                "tracker": TrackerFile(originals["tracker"], checkpoints.before_naming),
+                "exit": boundary.decide,
+            }
+        )
+        missing = self._installation.missing()
+        if missing:
+            raise RuntimeError(f"nothing was installed for {', '.join(missing)}")
+        return checkpoints
+
+
+def _seed(args: Namespace, iteration: int, microbatch: int, chunk: int) -> None:
+    """Put this rank's random state at the beginning of a microbatch."""
+    from megatron.core import parallel_state
+
+    from megatron_recover.megatron.randomness import seed_microbatch
+
+    seed_microbatch(
+        args.seed, iteration, microbatch, stage=parallel_state.get_pipeline_model_parallel_rank(), chunk=chunk,
+        tp=parallel_state.get_tensor_model_parallel_rank(), ep=parallel_state.get_expert_model_parallel_rank(),
+        expert_tp=parallel_state.get_expert_tensor_parallel_rank(), lane=parallel_state.get_data_parallel_rank(),
+    )  # fmt: skip
+
+
+_OF_ONE_RANK = frozenset({"rank", "local_rank"})
+
+
+def fingerprint(args: Namespace) -> str:
+    """What has to be equal on the same rank of all replicas: every argument, and the iteration that was loaded."""
+    content = sorted((name, repr(value)) for name, value in vars(args).items() if name not in _OF_ONE_RANK)
+    return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
+
+
+def building_cache_once(provider: Callable[..., Any], args: Namespace) -> Callable[..., Any]:
+    """The datasets provider, with one process of the whole job at a time in upstream's index building."""
+    import torch
+
+    from megatron_recover.megatron.data import building_cache, cache_directory
+
+    prefixes = [word for word in args.data_path or args.train_data_path or [] if os.path.isfile(f"{word}.idx")]
+    directory = cache_directory(args.data_cache_path, prefixes)
+
+    @functools.wraps(provider)
+    def provide(*values: Any, **others: Any) -> Any:
+        if directory is None or torch.distributed.get_rank() != 0:
+            return provider(*values, **others)
+        with building_cache(directory):
+            return provider(*values, **others)
+
+    return provide

@@ -1,0 +1,102 @@
+"""Who speaks for the job: log lines and TensorBoard come from one replica, and from the lowest live one when it dies.
+
+Decides only whether this replica speaks, step by step; what is said is Megatron's, plus generation, replicas and quotas.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any, Protocol
+
+_PER_DEVICE = re.compile(r"(throughput per GPU \(TFLOP/s/GPU\): )([\d.]+)")
+
+
+class Speaker(Protocol):
+    """What of the member is reported."""
+
+    generation: int
+    roster: tuple[int, ...]
+    quotas: tuple[int, ...]
+    """Microbatches of the last step per member, in the order of the roster."""
+
+    def is_writer(self) -> bool: ...
+
+
+class LogLine:
+    """Stands in for `print_rank_last` in Megatron's training loop (seam `log_line`)."""
+
+    def __init__(self, speaker: Speaker, num_replicas: int, original: Callable[[str], None]) -> None:
+        """`num_replicas` at the start of the run."""
+        self._speaker, self._num_replicas, self._original = speaker, num_replicas, original
+
+    def print_rank_last(self, message: str) -> None:
+        """Print on the last rank of the writer; an iteration's line ends with generation, replicas and quotas."""
+        speaker = self._speaker
+        if not speaker.is_writer():
+            return
+        if " iteration " in message and "consumed samples" in message:
+            # Megatron divides the job's throughput by the ranks that it knows: those of one replica.
+            num = len(speaker.roster)
+            message = _PER_DEVICE.sub(lambda found: f"{found[1]}{float(found[2]) / num:.1f}", message)
+            quotas = " ".join(map(str, speaker.quotas))
+            message += f" generation: {speaker.generation} | replicas: {num}/{self._num_replicas} | quotas: {quotas} |"
+        self._original(message)
+
+
+class TensorBoard:
+    """A `SummaryWriter` that writes while this replica is the writer, and does not exist before."""
+
+    def __init__(self, speaker: Speaker, create: Callable[[], Any]) -> None:
+        self._speaker, self._create = speaker, create
+        self._writer: Any = None
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._speaker.is_writer():
+                return None
+            if self._writer is None:
+                self._writer = self._create()
+            return getattr(self._writer, name)(*args, **kwargs)
+
+        return call
+
+    def add_scalar(self, tag: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """`SummaryWriter.add_scalar`, with Megatron's throughput per device made one of all replicas."""
+        self.__getattr__("add_scalar")(
+            tag, value / len(self._speaker.roster) if tag == "throughput" else value, *args, **kwargs
+        )
+
+
+class TensorBoardFactory:
+    """Stands in for `_set_tensorboard_writer` (seam `tensorboard`)."""
+
+    def __init__(self, speaker: Callable[[], Speaker]) -> None:
+        """`speaker()` is asked at the first value that is written: arguments are parsed before there is a member."""
+        self._speaker = speaker
+
+    def set_writer(self, args: Namespace) -> None:
+        """Give Megatron a writer on the last rank of every replica."""
+        from megatron.training import global_vars
+
+        if not args.tensorboard_dir or args.rank != args.world_size - 1:
+            return
+
+        def create() -> Any:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # Events are on disk seconds after they are written, not two minutes: the writer may be killed.
+            return SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size, flush_secs=5)
+
+        global_vars._GLOBAL_TENSORBOARD_WRITER = TensorBoard(_Late(self._speaker), create)
+
+
+class _Late:
+    """The speaker that there will be."""
+
+    def __init__(self, find: Callable[[], Speaker]) -> None:
+        self._find = find
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._find(), name)
