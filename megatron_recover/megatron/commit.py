@@ -226,6 +226,8 @@ class CommitLoop:
                         self._schedule.run_pass(
                             upstream, arguments, compute.microbatches, divisor=work.num_microbatches, listener=microbatches
                         )
+                    microbatches.current = compute.microbatches[0] if len(compute.microbatches) == 1 else None
+                    reduction.check_finite(compute.microbatches)
             except Exception as error:
                 self._member.raised(microbatches.current, error)
                 raise

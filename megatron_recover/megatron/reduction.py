@@ -64,9 +64,11 @@ class _Slot:
         self.id = number
         self.bucket = bucket
         self.result = result
-        self.tally = result.new_zeros(0)
-        """Of the local gradient; see Note [Tally]."""
-        self.total = result.new_zeros(0)
+        self.counts: list[float] = []
+        """How often each id is in the local gradient; see Note [Tally]."""
+        self.bound = 0.0
+        """Of the local gradient (`exact`)."""
+        self.total = result.new_empty(0)
         """The tally of the result."""
         self.lanes = bucket.region.group if bucket is not None and bucket.region.num_lanes > 1 else None
 
@@ -102,6 +104,7 @@ class Reduction:
         bucket_ranks = number(self.regions, stage, layouts)
         self.shape = Shape(len(layouts), bucket_ranks)
         self.ledger_bucket: BucketId = len(bucket_ranks) - 1
+        self._check_finite = any(chunk.ddp_config.check_for_nan_in_grad for chunk in chunks)
         exactly = config.determinism == "exact"
         self._accumulators = {
             region: region.local.new_zeros(region.local.numel(), dtype=torch.float64) for region in self.regions if exactly
@@ -132,8 +135,8 @@ class Reduction:
             self.ledger = Ledger(num_microbatches, self._device)
             self._slots.append(_Slot(self.ledger_bucket, None, self.ledger.rows.new_empty(num_microbatches * NUM_COLUMNS)))
         for slot in self._slots:
-            slot.tally = torch.zeros(num_microbatches + 1, dtype=torch.float64, device=self._device)
-            slot.total = torch.empty_like(slot.tally)
+            slot.counts, slot.bound = [0.0] * num_microbatches, 0.0
+            slot.total = torch.empty(num_microbatches + 1, dtype=torch.float64, device=self._device)
         for accumulator in self._accumulators.values():
             accumulator.zero_()
 
@@ -151,10 +154,10 @@ class Reduction:
         counted = []
         for slot in self._slots:
             if slot.bucket is not None and slot.bucket.region.chunk == chunk and slot.id in into:
-                slot.tally[microbatch] += 1
+                slot.counts[microbatch] += 1
                 counted.append(slot.id)
                 if self._accumulators:
-                    self._fold(slot, slot.bucket, microbatch)
+                    self._fold(slot, slot.bucket)
         for region in self._accumulators:
             if region.chunk == chunk:
                 region.local.zero_()
@@ -162,12 +165,19 @@ class Reduction:
 
     def count_ledger(self, microbatch: int) -> None:
         """The id's row of the ledger is complete."""
-        self._slots[-1].tally[microbatch] += 1
+        self._slots[-1].counts[microbatch] += 1
 
-    def _fold(self, slot: _Slot, bucket: Bucket, microbatch: int) -> None:
+    def check_finite(self, microbatches: Sequence[int]) -> None:
+        """A pass over these ids has ended: raise RuntimeError if its gradient is not finite and Megatron was told to check."""
+        for region in self.regions if self._check_finite else ():
+            local = self._accumulators.get(region, region.local)
+            if not torch.isfinite(torch.linalg.vector_norm(local, ord=math.inf)):
+                raise RuntimeError(f"the gradient of microbatches {list(microbatches)} has values that are not finite")
+
+    def _fold(self, slot: _Slot, bucket: Bucket) -> None:
         for part in bucket.slices():
             gradient = bucket.region.local[part]
-            slot.tally[-1] += exact.magnitude(gradient)
+            slot.bound += exact.magnitude(gradient)
             exact.fold(self._accumulators[bucket.region][part], gradient, self._exponents[slot.id])
 
     # --- reducing --------------------------------------------------------------------------------------------------------
@@ -205,7 +215,7 @@ class Reduction:
 
     def _tally_over_lanes(self, due: Sequence[_Slot]) -> list[Tensor]:
         """The tallies of `due`, summed over their lanes: one collective for all buckets of a group."""
-        tallies = [slot.tally for slot in due]
+        tallies = [torch.tensor([*slot.counts, slot.bound], dtype=torch.float64, device=self._device) for slot in due]
         for group in dict.fromkeys(slot.lanes for slot in due if slot.lanes is not None):  # a set has no order
             which = [index for index, slot in enumerate(due) if slot.lanes is group]
             stacked = torch.stack([tallies[index] for index in which])

@@ -66,7 +66,7 @@ class Run:
 
     def __init__(
         self, threads: Threads, num_replicas: int, num_ranks: int, strikes: list[Strike], *, num_microbatches: int = M,
-        seed: int = 0, noisy: bool = False, determinism: str = "fast", **model_fields: Any,
+        seed: int = 0, noisy: bool = False, determinism: str = "fast", broken: int | None = None, **model_fields: Any,
     ) -> None:  # fmt: skip
         self.job = Job(num_replicas, num_ranks, strikes, seed)
         self.log = Events()
@@ -76,8 +76,8 @@ class Run:
 
         def life(member: Any, faults: Any) -> None:
             trainer = Trainer(
-                self.job, threads, member, faults, config, num_microbatches=num_microbatches, noisy=noisy, log=self.log,
-                **model_fields,
+                self.job, threads, member, faults, config, num_microbatches=num_microbatches, noisy=noisy, broken=broken,
+                log=self.log, **model_fields,
             )  # fmt: skip
             self.trainers[member.replica, member.rank] = trainer
             for forward_only in (False, False, True, False):
@@ -194,6 +194,11 @@ def test_per_token_loss_divides_by_the_tokens_of_the_whole_step(threads: Threads
         for gradient in trainer.gradients:
             for found, expected in zip(gradient, trainer.expected(), strict=True):
                 torch.testing.assert_close(found, expected * M / (3 * M), rtol=1e-6, atol=0)
+
+
+def test_a_gradient_that_is_not_finite_names_its_microbatch(threads: Threads) -> None:
+    with pytest.raises(RuntimeError, match="gradient of microbatches .2. has values that are not finite"):
+        Run(threads, 4, 1, [], broken=2)
 
 
 def test_exact_is_bit_identical_whoever_computed_what(threads: Threads) -> None:

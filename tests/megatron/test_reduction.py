@@ -101,3 +101,9 @@ def _assert_lanes_agree(layout: Layout, ranks: list[list[dict[str, Any]]]) -> No
         first, *rest = [ranks[(stage * layout.lanes + lane) * layout.tp][1]["parameters"] for lane in range(layout.lanes)]
         for other in rest:
             assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("passes", [((0, 1, 3),), ((0, 1, 2, 3), (1,))], ids=["one is missing", "one is there twice"])
+def test_a_result_that_is_not_of_every_microbatch_once_is_never_held(passes: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(AssertionError, match="InvariantViolation: INV-1: step 0, bucket 0"):
+        run(Layout(lanes=2), (recovered, ((Round(passes=passes),),)))

@@ -35,15 +35,16 @@ SIZES = (21, 16, 5)
 class Samples:
     """Sample i of a step of M is the number 2**i, or (`noisy`) a number with all its bits in use."""
 
-    def __init__(self, num_microbatches: int, noisy: bool = False) -> None:
-        self._num, self._noisy = num_microbatches, noisy
+    def __init__(self, num_microbatches: int, noisy: bool = False, broken: int | None = None) -> None:
+        """`broken`: the id whose code is no number."""
+        self._num, self._noisy, self._broken = num_microbatches, noisy, broken
 
     def __len__(self) -> int:
         return 1 << 20
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         code = torch.tensor(math.sin(index + 1.0)) if self._noisy else torch.tensor(2.0 ** (index % self._num))
-        return {"code": code, "index": torch.tensor(index)}
+        return {"code": code * math.nan if index % self._num == self._broken else code, "index": torch.tensor(index)}
 
 
 class Stage(MegatronModule):
@@ -140,13 +141,13 @@ class Trainer:
 
     def __init__(
         self, job: Job, threads: Threads, member: LoopbackMember, faults: FaultInjector, config: RecoverConfig, *,
-        num_microbatches: int, noisy: bool = False, log: Any = None, **model_fields: Any,
+        num_microbatches: int, noisy: bool = False, broken: int | None = None, log: Any = None, **model_fields: Any,
     ) -> None:  # fmt: skip
-        self.num_microbatches, self.noisy = num_microbatches, noisy
+        self.num_microbatches, self.noisy, self.broken = num_microbatches, noisy, broken
         num_stages = job.num_ranks
         self.config = model_config(num_stages, **model_fields)
         self.config.finalize_model_grads_func = self._finalize if num_stages > 1 else finalize_model_grads
-        self.model = wrap(Stage(self.config))
+        self.model = wrap(Stage(self.config), check_for_nan_in_grad=broken is not None)
         self.cursor = MicrobatchCursor()
         self.iteration = 0
         self.link = Link(job, member.replica, member.rank, num_stages, self.config) if num_stages > 1 else None
@@ -166,7 +167,12 @@ class Trainer:
 
     def _samples(self) -> MicrobatchIterator:
         return MicrobatchIterator(
-            Samples(self.num_microbatches, self.noisy), self.cursor, consumed_samples=0, micro_batch_size=1, lane=0, num_lanes=1
+            Samples(self.num_microbatches, self.noisy, self.broken),
+            self.cursor,
+            consumed_samples=0,
+            micro_batch_size=1,
+            lane=0,
+            num_lanes=1,
         )
 
     def _finalize(self, chunks: list[Any], num_tokens: Tensor | None, **_: Any) -> None:

@@ -1,0 +1,151 @@
+"""What a pass tells about each forward and backward, and what it keeps away from upstream's schedule."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_recover.megatron.schedule import Schedule, _num_interleaved
+
+
+class Notes:
+    """A listener that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, int, int]] = []
+        self.losses: dict[int, Any] = {}
+
+    def forward_begins(self, microbatch: int, chunk: int) -> None:
+        self.lines.append(("F", microbatch, chunk))
+
+    def forward_ended(self, microbatch: int, chunk: int, tokens: torch.Tensor, losses: Any) -> None:
+        self.losses[microbatch] = losses
+
+    def backward_begins(self, microbatch: int, chunk: int) -> None:
+        self.lines.append(("b", microbatch, chunk))
+
+    def backward_ended(self, microbatch: int, chunk: int) -> None:
+        self.lines.append(("B", microbatch, chunk))
+
+
+class Upstream:
+    """Stands for Megatron: its two step functions, and schedules that call them through the seams."""
+
+    def __init__(self) -> None:
+        self.divisors: list[int] = []
+        self.seen: list[Any] = []
+        self.schedule = Schedule(self._forward, self._backward)
+        self.config = SimpleNamespace(
+            no_sync_func="theirs", grad_sync_func="theirs", finalize_model_grads_func=self._finalize,
+            pipeline_model_parallel_size=1, microbatch_group_size_per_vp_stage=1,
+        )  # fmt: skip
+        self.finalized = 0
+
+    def _finalize(self, *_: Any, **__: Any) -> None:
+        self.finalized += 1
+
+    def _forward(
+        self, func: Any, iterator: Any, model: Any, num: int, received: Any, store: list[Any], *_: Any, **__: Any
+    ) -> Any:
+        self.divisors.append(num)
+        store.append({"loss": torch.tensor(float(len(self.divisors)))})
+        return torch.zeros(1), torch.tensor(2)
+
+    def _backward(self, received: Any, output: Any, gradient: Any, config: Any) -> None:
+        self.seen.append(output)
+
+    def one_after_the_other(self, *, num_microbatches: int, config: Any, **_: Any) -> None:
+        assert config.no_sync_func is None and config.grad_sync_func is None
+        store: list[Any] = []
+        for _ in range(num_microbatches):
+            output, _ = self.schedule.forward_step(None, None, None, num_microbatches, None, store, config, 1)
+            self.schedule.backward_step(None, output, None, config)
+        config.finalize_model_grads_func([None], None)
+
+    def warmed_up(self, *, num_microbatches: int, config: Any, **_: Any) -> None:
+        """All forwards first, like a first stage."""
+        outputs = [
+            self.schedule.forward_step(None, None, None, num_microbatches, None, [], config, 1)[0]
+            for _ in range(num_microbatches)
+        ]
+        for output in outputs:
+            self.schedule.backward_step(None, [output], None, config)
+
+    def in_wrong_order(self, *, num_microbatches: int, config: Any, **_: Any) -> None:
+        outputs = [
+            self.schedule.forward_step(None, None, None, num_microbatches, None, [], config, 1)[0]
+            for _ in range(num_microbatches)
+        ]
+        for output in reversed(outputs):
+            self.schedule.backward_step(None, output, None, config)
+
+    def too_few(self, *, num_microbatches: int, config: Any, **_: Any) -> None:
+        self.one_after_the_other(num_microbatches=num_microbatches - 1, config=config)
+
+    def arguments(self) -> dict[str, Any]:
+        model = SimpleNamespace(config=self.config)
+        return {"model": [model], "config": self.config, "num_microbatches": 99}
+
+
+def test_ids_divisor_and_losses() -> None:
+    upstream, notes = Upstream(), Notes()
+    upstream.schedule.run_pass(upstream.one_after_the_other, upstream.arguments(), (5, 2), divisor=12, listener=notes)
+    assert notes.lines == [("F", 5, 0), ("b", 5, 0), ("B", 5, 0), ("F", 2, 0), ("b", 2, 0), ("B", 2, 0)]
+    assert upstream.divisors == [12, 12]
+    assert {microbatch: float(losses["loss"]) for microbatch, losses in notes.losses.items()} == {5: 1.0, 2: 2.0}
+
+
+def test_a_backward_belongs_to_its_forward() -> None:
+    upstream, notes = Upstream(), Notes()
+    upstream.schedule.run_pass(upstream.warmed_up, upstream.arguments(), (7, 1, 3), divisor=8, listener=notes)
+    assert [line[:2] for line in notes.lines if line[0] != "b"] == [("F", 7), ("F", 1), ("F", 3), ("B", 7), ("B", 1), ("B", 3)]
+
+
+def test_synchronisation_is_upstreams_again_after_a_pass() -> None:
+    upstream = Upstream()
+    upstream.schedule.run_pass(upstream.one_after_the_other, upstream.arguments(), (0,), divisor=8, listener=Notes())
+    assert upstream.finalized == 0
+    assert upstream.config.no_sync_func == upstream.config.grad_sync_func == "theirs"
+    assert upstream.config.finalize_model_grads_func == upstream._finalize
+
+
+def test_no_ids_run_nothing() -> None:
+    upstream = Upstream()
+    upstream.schedule.run_pass(upstream.one_after_the_other, upstream.arguments(), (), divisor=8, listener=Notes())
+    assert upstream.divisors == []
+
+
+def test_outside_of_a_pass_the_seams_are_upstreams_functions() -> None:
+    upstream = Upstream()
+    upstream.warmed_up(num_microbatches=3, config=upstream.config)
+    assert upstream.divisors == [3, 3, 3] and len(upstream.seen) == 3
+
+
+@pytest.mark.parametrize("wrong", ["in_wrong_order", "too_few"])
+def test_a_schedule_that_does_something_else_is_refused(wrong: str) -> None:
+    upstream = Upstream()
+    with pytest.raises(RuntimeError, match="microbatch"):
+        upstream.schedule.run_pass(getattr(upstream, wrong), upstream.arguments(), (4, 6), divisor=8, listener=Notes())
+
+
+@pytest.mark.parametrize(
+    ("num", "pp", "group", "whole"),
+    [
+        (1, 2, 2, 0),
+        (2, 2, 2, 2),
+        (3, 2, 2, 2),
+        (7, 4, 4, 4),
+        (8, 4, 4, 8),
+        (5, 2, 4, 4),
+        (6, 2, 4, 6),
+        (3, 2, 4, 0),
+        (11, 2, 4, 11),
+    ],
+)
+def test_how_many_the_interleaved_schedule_takes(num: int, pp: int, group: int, whole: int) -> None:
+    config = SimpleNamespace(pipeline_model_parallel_size=pp, microbatch_group_size_per_vp_stage=group)
+    assert _num_interleaved(num, 2, config) == whole
+    assert _num_interleaved(num, 1, config) == num
