@@ -1,0 +1,234 @@
+"""NCCL as a data plane on CUDA: a communicator of its own per position and generation. **Not verified on a GPU.**
+
+Communicators are made with nccl4py, directly and nonblocking: torch's process group would bring a watchdog that ends the
+process, and communicators split from a parent do not inherit its abort. NCCL cannot be trusted to stop at once or to leave memory alone
+after an abort, so it reduces into scratch. The host waits for the kernels' event in small slices and looks at revocation,
+deadline and NCCL's asynchronous error in between; only after the event has come is scratch copied to the results, on the
+caller's stream. On failure a thread of its own takes communicator and scratch, aborts the one, and then drops the other:
+whatever NCCL still does, it does to memory that nobody else has.
+
+The unique id travels over a `direct` transport of the same generation, so rendezvous has that one's deadlines and fencing, and
+needs no store. NCCL finds a dead peer only where it uses sockets; elsewhere the agents do, and their news arrives as `revoke`.
+
+NCCL adds in an order of its own: the same bits on all members of a generation, not ascending replica ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_recover.collectives.direct import DirectEndpoint, DirectTransport
+from megatron_recover.collectives.transport import (
+    DeadlineExceeded,
+    Probe,
+    Revoked,
+    TransportError,
+    check_operands,
+    no_probe,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+UNIQUE_ID_BYTES = 128
+SUCCESS, IN_PROGRESS = 0, 7
+"""Of ncclResult_t."""
+SHORTEST_SLICE_S, LONGEST_SLICE_S = 20e-6, 1e-3
+"""Between two looks at an event: doubled each time, so that a small sum is not delayed and a large one costs no CPU."""
+
+
+class NcclEndpoint:
+    """A rank's rendezvous socket; communicators are on torch's current CUDA device. Address: that of a `DirectEndpoint`."""
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        """Raises ValueError where CUDA or nccl4py is missing."""
+        self._nccl = _load()
+        self._rendezvous = DirectEndpoint(host)
+        self.address = self._rendezvous.address
+        self._current: NcclTransport | None = None
+
+    def open(self, generation: int, me: int, addresses: Mapping[int, str], *, deadline_s: float) -> NcclTransport:
+        """The transport of `generation`; retires the previous one. The communicator is made in the first call."""
+        rendezvous = self._rendezvous.open(generation, me, addresses, deadline_s=deadline_s)
+        if self._current is not None:
+            self._current.close()
+        self._current = NcclTransport(self._nccl, rendezvous)
+        return self._current
+
+    def close(self) -> None:
+        """Stop listening and retire the current transport."""
+        if self._current is not None:
+            self._current.close()
+        self._rendezvous.close()
+
+
+class NcclTransport:
+    """One generation. Only `revoke` and `close` may be called by other threads than the caller's."""
+
+    def __init__(self, nccl: ModuleType, rendezvous: DirectTransport) -> None:
+        self.generation = rendezvous.generation
+        self.members = rendezvous.members
+        self.me = rendezvous.me
+        self._nccl = nccl
+        self._rendezvous = rendezvous
+        self._communicator: Any = None
+        self._in_use: list[Tensor] = []
+        """What NCCL may be reading or writing."""
+        self._deadline_s = self._ends_at = 0.0
+        """Of the current call."""
+        self._failure = ""
+        self._revoked = threading.Event()
+        self._calling = threading.Lock()
+
+    def sum_into(
+        self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, deadline_s: float, probe: Probe | None = None
+    ) -> None:
+        """See `Transport.sum_into`, except for the order of additions (above). `deadline_s` bounds the whole call."""
+        check_operands(sources, results, device="cuda")
+        probe = probe or no_probe
+        with self._call(deadline_s):
+            probe("begin")
+            summed = self._sum(sources, probe) if len(self.members) > 1 else sources
+            probe("middle")
+            self._check()
+            for scratch, result in zip(summed, results, strict=True):
+                result.copy_(scratch.view_as(result))
+            probe("end")
+
+    def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int, deadline_s: float) -> None:
+        """See `Transport.copy_into`. Through host memory and the rendezvous sockets.
+
+        A communicator can be made by all members together only, and not all take part in a copy. Copies repair what a fault
+        left; they are rare.
+        """
+        check_operands(tensors, device="cuda")
+        sending = self.me == source
+        if not sending and self.me not in targets:
+            return
+        with self._call(deadline_s):
+            host = [tensor.detach().cpu() if sending else torch.empty_like(tensor, device="cpu") for tensor in tensors]
+            self._rendezvous.copy_into(host, source=source, targets=targets, tag=tag, deadline_s=deadline_s)
+            self._check()
+            if not sending:
+                for tensor, copy in zip(tensors, host, strict=True):
+                    tensor.detach().copy_(copy)
+
+    def revoke(self) -> None:
+        """See `Transport.revoke`. The communicator is aborted by the call that is left, or here if there is none."""
+        self._revoked.set()
+        self._rendezvous.revoke()
+        if self._calling.acquire(blocking=False):
+            self._dispose()
+            self._calling.release()
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._rendezvous.close()
+        self.revoke()
+
+    @contextlib.contextmanager
+    def _call(self, deadline_s: float) -> Iterator[None]:
+        """One call. Whatever goes wrong in it, the communicator is given up."""
+        if not self._calling.acquire(blocking=False):
+            raise RuntimeError("a transport is used by one thread at a time")
+        self._deadline_s, self._ends_at = deadline_s, time.monotonic() + deadline_s
+        try:
+            self._check()
+            if self._failure:
+                raise TransportError(f"generation {self.generation} is broken: {self._failure}")
+            yield
+        except BaseException as error:
+            self._failure = self._failure or str(error) or repr(error)
+            self._dispose()
+            self._check()  # after a revoke other errors are its consequence
+            raise
+        finally:
+            self._calling.release()
+            if self._revoked.is_set():
+                self.revoke()  # it may have come while this call held the communicator
+
+    def _check(self) -> None:
+        if self._revoked.is_set():
+            raise Revoked(f"generation {self.generation} was revoked")
+
+    def _sum(self, sources: Sequence[Tensor], probe: Probe) -> list[Tensor]:
+        """The sums, complete, in new memory."""
+        if self._communicator is None:
+            self._connect()
+        summed = [torch.empty_like(source) for source in sources]
+        self._in_use = [*sources, *summed]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        for source, scratch in zip(sources, summed, strict=True):
+            if source.numel():
+                self._communicator.allreduce(source.detach(), scratch, self._nccl.SUM, stream=stream.cuda_stream)
+                self._wait(self._accepted)
+        done = torch.cuda.Event()
+        done.record(stream)
+        probe("sent")
+        self._wait(lambda: self._accepted() and done.query())
+        self._in_use = []
+        return summed
+
+    def _connect(self) -> None:
+        lowest, *others = self.members
+        unique_id = torch.zeros(UNIQUE_ID_BYTES, dtype=torch.uint8)
+        if self.me == lowest:
+            unique_id = torch.frombuffer(bytearray(bytes(self._nccl.get_unique_id())), dtype=torch.uint8)
+        self._rendezvous.copy_into([unique_id], source=lowest, targets=others, tag=-1, deadline_s=self._deadline_s)
+        self._communicator = self._nccl.Communicator.init(
+            len(self.members),
+            self.members.index(self.me),
+            self._nccl.UniqueId.from_bytes(unique_id.numpy().tobytes()),
+            self._nccl.NCCLConfig(blocking=False),
+        )
+        self._wait(self._accepted)
+
+    def _accepted(self) -> bool:
+        """Whether NCCL is ready for the next call. Raises TransportError for an asynchronous error."""
+        result = int(self._communicator.get_async_error())
+        if result not in (SUCCESS, IN_PROGRESS):
+            raise TransportError(f"NCCL: {self._communicator.get_last_error()} (result {result})")
+        return result == SUCCESS
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        slice_s = SHORTEST_SLICE_S
+        while True:
+            self._check()
+            if condition():
+                return
+            if time.monotonic() >= self._ends_at:
+                raise DeadlineExceeded([member for member in self.members if member != self.me], self._deadline_s)
+            self._revoked.wait(slice_s)
+            slice_s = min(2 * slice_s, LONGEST_SLICE_S)
+
+    def _dispose(self) -> None:
+        """Give communicator and memory to a thread that may take its time. The caller holds `_calling`."""
+        communicator, in_use = self._communicator, self._in_use
+        self._communicator, self._in_use = None, []
+        if communicator is not None:
+            # A daemon: an abort that hangs (it has, in NCCL 2.25) must not keep the process from ending.
+            threading.Thread(target=_abort, args=(communicator, in_use), name="nccl-abort", daemon=True).start()
+
+
+def _abort(communicator: Any, in_use: list[Tensor]) -> None:
+    """The tensors outlive the abort."""
+    communicator.abort()
+    in_use.clear()
+
+
+def _load() -> ModuleType:
+    if not torch.cuda.is_available():
+        raise ValueError("--recover-transport nccl needs a CUDA device and torch sees none; use direct or auto")
+    try:
+        import nccl.core as nccl
+    except ImportError as error:
+        raise ValueError(f"--recover-transport nccl needs nccl4py ({error}); pip install 'megatron-recover[gpu]'") from error
+    return nccl
