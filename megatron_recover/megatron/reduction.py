@@ -254,8 +254,9 @@ class Reduction:
         wrong = [index for index, count in enumerate(slot.total[:-1].tolist()) if count != slot.num_lanes]
         if wrong:
             raise InvariantViolation(
-                f"INV-1: step {self._step}, bucket {slot.id}: microbatches {wrong} are not counted exactly once "
-                f"(counts {slot.total[:-1].tolist()}, {slot.num_lanes} lanes)"
+                1,
+                f"step {self._step}, bucket {slot.id}: microbatches {wrong} are not counted exactly once "
+                f"(counts {slot.total[:-1].tolist()}, {slot.num_lanes} lanes)",
             )
 
     def _hold(self, held: Held) -> None:
