@@ -175,7 +175,8 @@ Attempt = str | tuple[ReplicaId, Stimulus | int]
 class Explorer:
     """One exploration. All its tables only remember pure functions of their keys."""
 
-    def __init__(self, scenario: Scenario, simulator: Simulator | None = None) -> None:
+    def __init__(self, scenario: Scenario, simulator: Simulator | None = None, *, reduced: bool = True) -> None:
+        """`reduced`: leave out what the module's docstring says need not be tried."""
         self.scenario = scenario
         self.simulator = simulator or Simulator(slow=scenario.slow)
         self.shape = Shape(scenario.num_ranks, scenario.bucket_ranks)
@@ -194,6 +195,10 @@ class Explorer:
         """All `Part`s and `Copy`s."""
         self.void: dict[int, int] = {}
         """Per node the messages that are known to change nothing there."""
+        self.newest: dict[tuple[Generation, tuple[ReplicaId, ...]], int] = {}
+        """Numbers of announcements."""
+        self.reduced = reduced
+        self.layered = reduced and not scenario.links
         self.attempt: Attempt = "the job starts"
         """What is being tried, for the report of a violation."""
 
@@ -226,6 +231,7 @@ class Explorer:
         for effect in effects:
             if isinstance(effect, coordinator.Announce):
                 new = effect.generation
+                self.newest[new.generation, new.roster] = self.messages.number(new)
                 world = self.observe(world, (invariants.Formed(new.generation, new.roster),))
                 world = self.post(world, -1, (self.messages.number(new),), new.roster)
             elif isinstance(effect, coordinator.Arm) and effect.timer.startswith("grace"):
@@ -313,6 +319,9 @@ class Explorer:
         """What can reach a node: numbers of messages, and the node's own steps."""
         name = world.nodes[number]
         node = self.nodes[name]
+        state = self.coordinators[world.coordinator]
+        if self.layered and node.leader.generation < state.generation and number in state.roster:
+            return [self.newest[state.generation, state.roster]]
         found: list[Stimulus | int] = [queue[0] for _, destination, queue in world.links if destination == number]
         found += _numbers(world.messages & ~self.data_bits & ~self.void.get(name, 0))
         leader = node.leader
@@ -390,7 +399,7 @@ class Explorer:
     def settle(self, world: World, trail: list[Attempt] | None = None) -> World:
         """Take the steps whose order is of no consequence (the module's docstring says which), and drop useless messages."""
         while True:
-            after = self.harmless(world)
+            after = self.harmless(world) if self.reduced else None
             if after is None:
                 return self.tidy(world)
             world = after
