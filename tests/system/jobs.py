@@ -1,0 +1,139 @@
+"""Runs real jobs for the system tests: `megatron-recover run` with the real `pretrain()`, real processes and real kills.
+
+Every job is small (a GPT of a few thousand parameters), has a hard deadline, and prints the one line that runs it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DEADLINE_S = 150.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """The shape and length of one training run."""
+
+    replicas: int = 2
+    tp: int = 1
+    pp: int = 1
+    lanes: int = 1
+    steps: int = 6
+    microbatches: int = 6
+    seed: int = 1234
+    determinism: str = "exact"
+    extra: tuple[str, ...] = ()
+    """Further Megatron flags."""
+    run_flags: tuple[str, ...] = ()
+    """Further flags of `megatron-recover run`."""
+    save_interval: int = 1000
+    eval_interval: int = 1000
+    train_iters: int | None = None
+    """`--train-iters` (length of the schedules); default: `steps`."""
+
+    def megatron_flags(self, data: pathlib.Path, save: pathlib.Path | None) -> list[str]:
+        """The Megatron part of the command line."""
+        layers = max(2, self.pp)
+        flags = (
+            f"--num-layers {layers} --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+            f" --micro-batch-size 1 --global-batch-size {self.microbatches * self.lanes}"
+            f" --train-iters {self.train_iters or self.steps} --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 1"
+            f" --clip-grad 1.0 --weight-decay 0.01 --seed {self.seed}"
+            f" --tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp}"
+            f" --tokenizer-type NullTokenizer --vocab-size 256 --split 90,5,5 --data-path {data}"
+            f" --log-interval 1 --eval-iters 2 --eval-interval {self.eval_interval}"
+            f" --recover-determinism {self.determinism} --recover-bucket-elements 8000"
+        )
+        if save is not None:
+            flags += f" --save {save} --load {save} --save-interval {self.save_interval}"
+        return [*shlex.split(flags), *self.extra]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a job ended and what it left."""
+
+    exit_code: int
+    output: str
+    run_dir: pathlib.Path
+    command: str
+
+    def events(self, kind: str) -> list[dict[str, object]]:
+        """All trace events of one type, in the order of the file."""
+        lines = (self.run_dir / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+    @property
+    def summary(self) -> dict[str, object]:
+        """The run's summary.json."""
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    def expect(self, exit_code: int = 0) -> Outcome:
+        """Fail the test, with the line that reproduces the run, unless it ended with `exit_code`."""
+        assert self.exit_code == exit_code, (
+            f"exit code {self.exit_code}, not {exit_code}; run it again with:\n{self.command}\n{self.output[-6000:]}"
+        )
+        return self
+
+
+def run_job(
+    job: Job, run_dir: pathlib.Path, data: pathlib.Path, *, chaos: str = "", save: pathlib.Path | None = None,
+    deadline_s: float = DEADLINE_S,
+) -> Outcome:
+    """Run a job to its end, in a process group of its own that is killed at the deadline (which fails the test)."""
+    command: list[str] = [
+        sys.executable, "-m", "megatron_recover", "run", "--replicas", str(job.replicas), "--run-dir", str(run_dir),
+    ]
+    if job.lanes > 1:
+        command += ["--lanes", str(job.lanes)]
+    if chaos:
+        chaos_file = run_dir.with_suffix(".chaos.toml")
+        chaos_file.write_text(chaos)
+        command += ["--chaos", str(chaos_file)]
+    command += [*job.run_flags, "--", str(ROOT / "scripts" / "pretrain_gpt.py"), *job.megatron_flags(data, save)]
+    line = shlex.join(command)
+    print(line)
+    return Outcome(*_run(command, deadline_s, line), run_dir, line)
+
+
+def _run(command: Sequence[str], deadline_s: float, line: str) -> tuple[int, str]:
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)
+        try:
+            output, _ = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+        raise AssertionError(f"no end after {deadline_s:g} s; run it again with:\n{line}\n{output[-6000:]}") from None
+    return process.returncode, output
+
+
+def check(run_dir: pathlib.Path, against: pathlib.Path | None = None) -> tuple[int, str]:
+    """`megatron-recover check`."""
+    command = [sys.executable, "-m", "megatron_recover", "check", str(run_dir)]
+    if against is not None:
+        command += ["--against", str(against)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+def text_data(folder: pathlib.Path) -> pathlib.Path:
+    """A small byte-level data set made from Python's own sources; returns the prefix for `--data-path`."""
+    prefix = folder / "text"
+    sources = sorted(pathlib.Path(json.__file__).parents[1].glob("[a-c]*.py"))
+    subprocess.run(
+        [sys.executable, "-m", "megatron_recover", "data", "--output", str(prefix), *map(str, sources)],
+        cwd=ROOT, check=True, capture_output=True, timeout=120,
+    )
+    return prefix

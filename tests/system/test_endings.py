@@ -1,0 +1,72 @@
+"""How real jobs end, save and go on: too few replicas, poisoned microbatches, signals, hung ranks, interrupted saves, resumption."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+
+import pytest
+
+from megatron_recover.core.values import ExitCode
+from tests.system.jobs import Job, check, run_job
+from tests.system.test_faults import chaos_text
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def tracker(save: pathlib.Path) -> int:
+    """The iteration that Megatron would load."""
+    return int((save / "latest_checkpointed_iteration.txt").read_text())
+
+
+def test_below_min_replicas_ends_with_a_checkpoint_that_resumes_to_the_same_parameters(
+    tmp_path: pathlib.Path, data: pathlib.Path, reference: Callable[[Job], pathlib.Path]
+) -> None:
+    job = Job(replicas=2, extra=("--recover-min-replicas", "2"))
+    save = tmp_path / "checkpoints"
+    first = run_job(job, tmp_path / "first", data, chaos=chaos_text("1 0 backward step=2"), save=save)
+    first.expect(ExitCode.TOO_FEW_REPLICAS)
+    # The step in which the replica died was finished by the survivor: nothing was lost.
+    assert tracker(save) == 3
+    again = dataclasses.replace(job, replicas=3, extra=())
+    second = run_job(again, tmp_path / "second", data, save=save).expect(0)
+    verdict, report = check(second.run_dir)
+    assert verdict == 0, report
+    whole = reference(dataclasses.replace(job, extra=()))
+    verdict, report = check(second.run_dir, whole)
+    assert verdict == 0, report
+
+
+def test_microbatch_that_raises_in_two_replicas_stops_the_job_and_is_named(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
+    job = Job(replicas=3)
+    faults = [f'{replica} 0 forward step=2 microbatch=3 kind="raise"'.replace('"', "") for replica in range(3)]
+    outcome = run_job(job, tmp_path / "run", data, chaos=chaos_text(*faults)).expect(ExitCode.POISONED_MICROBATCH)
+    assert "microbatch 3" in outcome.output and "train 3" in outcome.output
+    assert len(outcome.events("fault")) == 2, "the microbatch was dealt a third time"
+
+
+def test_stopped_rank_is_fenced_and_the_run_goes_on(
+    tmp_path: pathlib.Path, data: pathlib.Path, reference: Callable[[Job], pathlib.Path]
+) -> None:
+    job = Job(replicas=3, extra=("--recover-stall-timeout-s", "4", "--recover-follow-timeout-s", "3"))
+    outcome = run_job(job, tmp_path / "run", data, chaos=chaos_text("1 0 backward step=2 kind=stop")).expect(0)
+    assert outcome.summary["replicas_end"] == 2
+    verdict, report = check(outcome.run_dir, reference(dataclasses.replace(job, extra=())))
+    assert verdict == 0, report
+
+
+@pytest.mark.parametrize("point", ["checkpoint", "checkpoint_tracker"])
+def test_writer_killed_in_a_save_is_taken_over(
+    point: str, tmp_path: pathlib.Path, data: pathlib.Path, reference: Callable[[Job], pathlib.Path]
+) -> None:
+    job = Job(replicas=3, save_interval=2)
+    save = tmp_path / "checkpoints"
+    outcome = run_job(job, tmp_path / "run", data, chaos=chaos_text(f"0 0 {point} occurrence=2"), save=save).expect(0)
+    assert outcome.summary["replicas_end"] == 2
+    saves = [(event["replica"], event["iteration"], event["phase"]) for event in outcome.events("checkpoint")]
+    assert (0, 4, "started") in saves and (0, 4, "finished") not in saves, saves
+    assert (1, 5, "finished") in saves, f"the next writer did not save at once: {saves}"
+    assert tracker(save) == 6
+    verdict, report = check(outcome.run_dir, reference(dataclasses.replace(job, save_interval=1000)))
+    assert verdict == 0, report
