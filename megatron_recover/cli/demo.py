@@ -7,6 +7,7 @@ run, and says in plain words what the checker found; it computes no number itsel
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def claims(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
         Claim(
             "Real processes were killed: in a backward and inside a reduction, of different pipeline stages",
             bool(backward and reduction) and len(stages) > 1,
-            "; ".join(f"{one.label}: replica {one.replica} rank {one.rank} in {one.point}" for one in summary.faults) or "none",
+            "; ".join(f"{one.label}: replica {one.replica} rank {one.rank} {_place(one)}" for one in summary.faults) or "none",
         ),
         Claim(
             "Training went on without a restart, down to one replica",
@@ -120,17 +121,42 @@ def claims(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
     )
 
 
+_ITERATION = re.compile(
+    r"iteration\s+(\d+)/\s*(\d+) .* lm loss: (\S+) .* generation: (\d+) \| replicas: (\S+) \| quotas: ([\d ]+?) \|"
+)
+
+
+def short(line: str) -> str:
+    """A line of a run's output, Megatron's long line of an iteration cut down to what matters here."""
+    found = _ITERATION.search(line)
+    if found is None:
+        return line
+    iteration, last, loss, generation, replicas, quotas = found.groups()
+    return (
+        f"iteration {iteration:>2}/{last} | loss {float(loss):.4f} | generation {generation} | replicas {replicas} | "
+        f"microbatches {quotas}"
+    )
+
+
+def _place(fault: FaultSummary) -> str:
+    """Where a fault struck, in words."""
+    if fault.point == "reduce":
+        return f"inside the reduction of bucket {fault.bucket}"
+    if fault.point == "backward":
+        return f"in the backward of microbatch {fault.microbatch}"
+    return f"in {fault.point}" if fault.point else f"by {fault.cause}"
+
+
 def story(summary: Summary) -> Iterator[str]:
     """What happened at each fault, a sentence each."""
     for fault in summary.faults:
-        what = fault.point.replace("_", " ") if fault.point else fault.cause
-        yield f"{fault.label}: replica {fault.replica} rank {fault.rank} was killed in {what}"
+        yield f"{fault.label}: replica {fault.replica} rank {fault.rank} was killed {_place(fault)}"
         for one in summary.recoveries:
             if fault.replica in one.lost_replicas:
                 phases = ("detect", "agree", "redeal", "recompute", "reduce", "commit")
                 took = [(phase, getattr(one, f"{phase}_s")) for phase in phases]
                 times = ", ".join(f"{phase} {1000 * seconds:.0f} ms" for phase, seconds in took if seconds is not None)
-                yield f"  generation {one.generation} finished that very step: {times}"
+                yield f"  the others finished that very step in generation {one.generation}: {times}"
 
 
 class _Demo:
@@ -176,7 +202,7 @@ class _Demo:
                 assert process.stdout is not None
                 for line in process.stdout:
                     file.write(line)
-                    self.tell(f"     {line.rstrip()}")
+                    self.tell(f"     {short(line.rstrip())}")
             finally:
                 process.terminate()  # no effect on a process that has ended by itself
                 code = process.wait()

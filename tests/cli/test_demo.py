@@ -49,7 +49,7 @@ def test_the_demo_proves_what_the_traces_show(
     assert demo.main(["--run-dir", str(tmp_path / "demo")]) == ExitCode.OK
     text = capsys.readouterr().out
     assert "PROVEN" in text and "NOT PROVEN" not in text and " NO]" not in text
-    assert "train 2: replica 0 rank 0 was killed in reduce" in text
+    assert "train 2: replica 0 rank 0 was killed inside the reduction of bucket 1" in text
     assert (tmp_path / "demo" / "faulty" / "loss.svg").exists()
     assert json.loads((tmp_path / "demo" / "faulty" / "summary.json").read_text())["param_bit_identical"] is True
 
@@ -98,6 +98,16 @@ def test_a_claim_without_its_evidence_fails_the_demo(
     content = json.loads(capsys.readouterr().out)
     assert content["proven"] is False
     assert [one["text"] for one in content["claims"] if not one["holds"] and one["text"].startswith(claim)], content["claims"]
+
+
+def test_megatrons_line_is_cut_down_to_what_matters() -> None:
+    line = (
+        " [2026-11-21 10:53:46.2] iteration        9/      24 | consumed samples:          108 | elapsed time per iteration "
+        "(ms): 977.6 | learning rate: 2.379865E-03 | global batch size:    12 | lm loss: 4.366181E+00 | loss scale: 1.0 | "
+        "grad norm: 1.819 | number of skipped iterations:   0 | generation: 2 | replicas: 2/3 | quotas: 6 6 |"
+    )
+    assert demo.short(line) == "iteration  9/24 | loss 4.3662 | generation 2 | replicas 2/3 | microbatches 6 6"
+    assert demo.short("any other line") == "any other line"
 
 
 def test_too_few_steps_prove_nothing(prepared: Callable[[Events, Events], None], tmp_path: Path) -> None:

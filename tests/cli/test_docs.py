@@ -1,0 +1,49 @@
+"""What the documents say about flags, exit codes, files and commands is what the code has."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_recover.core.values import ExitCode
+from megatron_recover.faults import FaultPoint
+from megatron_recover.megatron.arguments import REFUSALS
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+
+
+def _text(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def test_every_refused_flag_is_listed_and_no_other() -> None:
+    section = _text("docs/supported.md").split("## Refused")[1].split("\nOn a CPU")[0]
+    listed = {
+        flag for row in section.splitlines() if row.startswith("| `--") for flag in re.findall(r"--[\w-]+", row.split("|")[1])
+    }
+    options = {"--fp8-recipe"}  # says when its neighbour is refused
+    assert listed - options == {refusal.flag for refusal in REFUSALS}
+
+
+def test_every_exit_code_is_explained() -> None:
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", _text("docs/guarantees.md"), re.MULTILINE)
+    assert {int(code): name for code, name in rows} == {int(code): code.name for code in ExitCode}
+
+
+def test_every_fault_point_is_listed() -> None:
+    section = _text("docs/architecture.md").split("## Fault points")[1]
+    assert [point.value for point in FaultPoint if point.value not in section] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_and_commands_that_a_document_names_exist(document: Path) -> None:
+    text = document.read_text()
+    paths = re.findall(r"`((?:tests|docs|scripts|patches|benchmarks|core|megatron|collectives|observe)/[\w/-]+\.\w+)`", text)
+    missing = [path for path in paths if not (ROOT / path).exists() and not (ROOT / "megatron_recover" / path).exists()]
+    links = [link for link in re.findall(r"\]\(([^)#:]+)[^)]*\)", text) if not (document.parent / link).exists()]
+    targets = re.findall(r"^([a-z-]+):", _text("Makefile"), re.MULTILINE)
+    commands = [name for name in re.findall(r"`make ([a-z-]+)`", text) if name not in targets]
+    assert (missing, links, commands) == ([], [], []), document.name
