@@ -27,7 +27,7 @@ PRELOAD = (
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-recover run",
-        description="Train with replicas of the model; when a process dies, the others finish its microbatches in the same step.",
+        description="Train with replicas of the model; when a process dies, the others finish its microbatches in that step.",
         usage="megatron-recover run --replicas R [options] -- SCRIPT [Megatron flags]",
         epilog="--global-batch-size is that of the whole job. Resilience flags of the trainer begin with --recover- and go "
         "behind the script's name; exit codes are in docs/guarantees.md.",
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _job(arguments: argparse.Namespace) -> tuple[Job, str]:
-    """The job, and its chaos file (empty without chaos). Raises ValueError with everything that is wrong; creates the run dir."""
+    """The job, with its new run directory, and its chaos file (empty without chaos). Raises ValueError."""
     words = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
     if not words:
         raise ValueError("the training script is missing; write it behind --, for example: -- scripts/pretrain_gpt.py ...")

@@ -81,7 +81,7 @@ class Agent:
     """Owns one fork server and the ranks that it forked. Used by one thread."""
 
     def __init__(self, *, preload: tuple[str, ...], environment: dict[str, str], log: Path) -> None:
-        """Start the fork server, which imports the modules `preload` (see `is_ready`); `environment` is all that it and the ranks get."""
+        """Start the fork server; it imports the modules `preload` (see `is_ready`) and has no environment but this one."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "megatron_recover.cluster.forkserver", str(theirs.fileno()), *preload]
         with theirs, open(log, "ab") as output:

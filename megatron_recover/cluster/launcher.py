@@ -182,6 +182,11 @@ class Launcher:
         if self._ending is not None or end.replica in self._fencing:
             return  # as it was told
         self._log.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
+        if end.status == ExitCode.BAD_INPUT and not self._membership.generation:
+            # What one rank refuses, all refuse: there is no point in waiting for the others.
+            lines = self._job.log_of(end.replica, end.rank).read_text(errors="replace").strip().splitlines()
+            self._end(ExitCode.BAD_INPUT, lines[-1] if lines else "the training script refused its arguments")
+            return
         kind = LossKind.EXCEPTION if end.status > 0 else LossKind.PROCESS_ENDED
         self._membership.lost(Loss(end.replica, kind, f"rank {end.rank}: {end.cause}"))
 
@@ -191,7 +196,8 @@ class Launcher:
 
     def _end(self, exit_code: int, reason: str) -> None:
         self._ending = (exit_code, reason)
-        self._end_by = time.monotonic() + (_END_DEADLINE_S if exit_code == ExitCode.OK else _STOP_DEADLINE_S)
+        began = self._membership.generation > 0
+        self._end_by = time.monotonic() + (_END_DEADLINE_S if exit_code == ExitCode.OK else _STOP_DEADLINE_S * began)
 
     # --- Signals -----------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ Deliver = Callable[[Message], None]
 """Hands a message of the leader to its own rank."""
 
 _GOODBYE_S = 5.0
+_AGREED = (machine.Phase.IDLE, machine.Phase.WORKING, machine.Phase.VOTED)
 
 
 class Leader:
@@ -69,6 +70,7 @@ class Leader:
         self._state = machine.ReplicaState(context.replica, own.shape)
         self._hellos: dict[int, RankHello] = {own.rank: own}
         self._ranks: dict[int, Link] = {}
+        self._ended: set[int] = set()
         self._peers: dict[int, Peer] = {}
         self._outgoing: dict[int, Link] = {}
         self._incoming: dict[Link, int] = {}
@@ -82,7 +84,13 @@ class Leader:
         self._join_when_complete()
 
     def report(self, report: values.Report) -> None:
-        """A report of the leader's own rank."""
+        """A report of one of this replica's ranks."""
+        if isinstance(report, values.Ended):
+            # The replica has ended when all its ranks have: the job's end must not find one that has not applied the last step.
+            self._ended.add(report.rank)
+            if len(self._ended) < self._context.num_ranks:
+                return
+            report = values.Ended(self._context.rank)
         self._step(report)
 
     def see_ranks_off(self) -> None:
@@ -138,9 +146,9 @@ class Leader:
     def _from_rank(self, rank: int, link: Link, message: Message) -> None:
         match message:
             case values.Begun() | values.Promised() | values.Holds() | values.Blocked() | values.Ended():
-                self._step(message)
+                self.report(message)
             case values.Raised():
-                self._step(message)
+                self.report(message)
                 self._loop.send(link, Heard())
             case _:
                 self._fail(f"rank {rank} of this replica sent a {type(message).__name__}")
@@ -185,10 +193,10 @@ class Leader:
 
     def _step(self, event: machine.Input) -> None:
         self._state, effects = machine.step(self._state, event)
+        if self._state.phase in _AGREED:  # noted before the ranks hear of it, who note what they do next
+            self.clock.agreed(self._state.step, begun=self._state.phase is not machine.Phase.IDLE)
         for effect in effects:
             self._carry_out(effect)
-        if self._state.phase in (machine.Phase.IDLE, machine.Phase.WORKING):
-            self.clock.agreed(self._state.step, begun=self._state.phase is machine.Phase.WORKING)
         self._watch_for_a_stall()
 
     def _carry_out(self, effect: machine.Effect) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_recover.core.values import ExitCode, Failing, Finished, Loss, ReplicaId
+from megatron_recover.core.values import ExitCode, Failing, Finished, Loss, LossKind, ReplicaId
 
 EXIT = "exit: "
 """Requests that begin with this end the training loop at the step whose record carries them."""
@@ -39,12 +39,11 @@ def poisoned(failing: Sequence[Failing]) -> tuple[int, str] | None:
 
 def nobody_left(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int, str]:
     """The end of a job whose last replica is gone: a defect if every replica raised, else the replicas died."""
-    raised = {item.replica: item for item in failing}
-    if losses and all(loss.replica in raised for loss in losses):
-        last = raised[losses[-1].replica]
-        return (
-            ExitCode.FAILED,
-            f"training raised on every replica, at last on replica {last.replica} in {last.label}: {last.error}",
+    raised = {item.replica: f"{item.label}: {item.error}" for item in failing}
+    if losses and all(loss.replica in raised or loss.kind is LossKind.EXCEPTION for loss in losses):
+        last = losses[-1]
+        return ExitCode.FAILED, (
+            f"training raised on every replica, at last on replica {last.replica} in {raised.get(last.replica, last.detail)}"
         )
     detail = "; ".join(f"replica {loss.replica}: {loss.kind.value} {loss.detail}".rstrip() for loss in losses)
     return ExitCode.NO_REPLICA_LEFT, f"no replica is left ({detail}); resume from the last checkpoint"

@@ -21,6 +21,7 @@ from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.config import RecoverConfig
 from megatron_recover.faults import Fault
+from megatron_recover.observe.check import check, describe
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = Path(__file__).with_name("toy.py")
@@ -36,6 +37,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     microbatches: int = 7
     config: RecoverConfig = RecoverConfig(stall_timeout_s=5.0, follow_timeout_s=2.0)
     faults: tuple[Fault, ...] = ()
+    dropped: tuple[tuple[int, int, int, int], ...] = ()
+    """(replica, rank, step, bucket) whose first reduction is made to fail there."""
     script: str = str(TOY)
 
 
@@ -80,6 +83,8 @@ class Outcome:
             for replica in survivors:
                 assert [line["step"] for line in lines[replica]] == steps, self.output
                 assert lines[replica] == lines[survivors[0]]
+        verdict = check(self.spec.run_dir)
+        assert verdict.holds, describe(verdict)
 
 
 def command(spec: Spec) -> list[str]:
@@ -105,6 +110,7 @@ def main() -> int:
         "steps": spec.steps,
         "microbatches": spec.microbatches,
         "config": msgspec.to_builtins(spec.config),
+        "dropped": spec.dropped,
     }
     os.chdir(ROOT)
     job = Job(

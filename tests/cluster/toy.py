@@ -27,10 +27,14 @@ ELEMENTS = 1000
 class Toy:
     """One rank's training loop."""
 
-    def __init__(self, num_steps: int, num_microbatches: int, config: RecoverConfig) -> None:
+    def __init__(
+        self, num_steps: int, num_microbatches: int, config: RecoverConfig, dropped: list[tuple[int, int, int, int]]
+    ) -> None:
+        """`dropped`: (replica, rank, step, bucket) whose first result is treated as if the reduction had failed."""
         context = rank_context()
         assert context is not None
         self.context = context
+        self.dropped = {tuple(each) for each in dropped}
         self.num_steps, self.num_microbatches, self.config = num_steps, num_microbatches, config
         self.log = trace.EventLog(f"{context.run_dir}/{trace.EVENTS_FILE}", context.started_at)
         self.faults = FaultInjector.of(
@@ -145,6 +149,10 @@ class Toy:
             into = self.empty(bucket)
             sources = (self.gradients[bucket], self.counts[bucket])
             transport.sum_into(sources, into, tag=6 * step + 3 + bucket, deadline_s=deadline_s, probe=probe)
+            here = (self.context.replica, self.context.rank, step, bucket)
+            if here in self.dropped:
+                self.dropped.discard(here)
+                raise TransportError("the test broke this reduction")
             self.results[bucket] = into
             checksum = self.checksum(bucket)
             counts = tuple(into[1].tolist())
@@ -169,4 +177,4 @@ class Toy:
 
 if __name__ == "__main__":
     settings = json.loads(sys.argv[1])
-    Toy(settings["steps"], settings["microbatches"], RecoverConfig(**settings["config"])).run()
+    Toy(settings["steps"], settings["microbatches"], RecoverConfig(**settings["config"]), settings["dropped"]).run()

@@ -1,0 +1,194 @@
+"""How toy jobs end: exit codes, signals, and that nothing is ever left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_recover import trace
+from megatron_recover.cluster.agent import Agent
+from megatron_recover.config import RecoverConfig
+from megatron_recover.core.values import ExitCode
+from megatron_recover.faults import Fault, FaultKind, FaultPoint
+from tests.cluster.jobs import ROOT, Outcome, Spec, command, run
+
+pytestmark = pytest.mark.timeout(90)
+
+FOR_EVER = 10_000_000
+
+
+def wait_for(condition, what: str, deadline_s: float = 40.0) -> None:  # noqa: ANN001
+    """Poll until `condition()`; fail the test after the deadline."""
+    until = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < until, f"not within {deadline_s:g} s: {what}"
+        time.sleep(0.01)
+
+
+class Running:
+    """A toy job that goes on until it is told to end, seen from outside."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.output = Path(spec.run_dir).with_suffix(".out")
+        with open(self.output, "wb") as output:
+            self.launcher = subprocess.Popen(
+                command(spec), cwd=ROOT, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        wait_for(lambda: self.num_applied() > 20, "training")
+        self.processes = psutil.Process(self.launcher.pid).children(recursive=True)
+
+    def num_applied(self) -> int:
+        path = Path(self.spec.run_dir) / "sums-0-0.jsonl"
+        return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+    def end(self, deadline_s: float = 30.0) -> Outcome:
+        try:
+            code = self.launcher.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            self.launcher.kill()
+            raise
+        return Outcome(self.spec, code, self.output.read_text())
+
+    def assert_nothing_left(self) -> None:
+        assert len(self.processes) == 1 + self.spec.replicas * self.spec.ranks
+        wait_for(lambda: not any(map(is_alive, self.processes)), "the end of all processes", 10.0)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def spec(tmp_path: Path, **fields) -> Spec:  # noqa: ANN003
+    return Spec(run_dir=str(tmp_path / "run"), **fields)
+
+
+def raises(replica: int, microbatch: int, point: FaultPoint = FaultPoint.FORWARD) -> Fault:
+    return Fault(replica=replica, rank=0, point=point, step=1, microbatch=microbatch, kind=FaultKind.RAISE)
+
+
+def test_an_exception_costs_one_replica(tmp_path: Path) -> None:
+    run(spec(tmp_path, faults=(raises(0, 0),))).assert_finished([1, 2])
+
+
+def test_a_microbatch_that_raises_twice_stops_the_job_and_is_named(tmp_path: Path) -> None:
+    again = tuple(raises(replica, 0, FaultPoint.RECOMPUTE) for replica in (1, 2))
+    outcome = run(spec(tmp_path, faults=(raises(0, 0), *again)))
+    assert outcome.exit_code == ExitCode.POISONED_MICROBATCH
+    assert "computing microbatch 0 of train 2" in outcome.output
+    assert len(outcome.of(trace.Fault)) == 2, "it was dealt a third time"
+    assert {len(outcome.sums(replica, 0)) for replica in range(3)} == {1}
+    outcome.assert_exactly_once()
+
+
+def test_below_min_replicas_the_step_is_finished_and_the_job_ends(tmp_path: Path) -> None:
+    config = RecoverConfig(min_replicas=3, stall_timeout_s=5.0, follow_timeout_s=2.0)
+    kill = Fault(replica=1, rank=1, point=FaultPoint.BACKWARD, step=2)
+    outcome = run(spec(tmp_path, steps=1000, config=config, faults=(kill,)))
+    assert outcome.exit_code == ExitCode.TOO_FEW_REPLICAS
+    outcome.assert_exactly_once()
+    lines = [outcome.sums(replica, rank) for replica in (0, 2) for rank in range(2)]
+    assert len({len(each) for each in lines}) == 1 and len(lines[0]) >= 3, "the survivors did not end at the same step"
+
+
+def test_all_replicas_die(tmp_path: Path) -> None:
+    faults = tuple(Fault(replica=replica, rank=0, point=FaultPoint.BACKWARD, step=1) for replica in range(3))
+    outcome = run(spec(tmp_path, faults=faults))
+    assert outcome.exit_code == ExitCode.NO_REPLICA_LEFT
+    assert "no replica is left" in outcome.output
+
+
+@pytest.mark.parametrize(("line", "code"), [("raise RuntimeError('a defect')", 1), ("import sys; sys.exit(2)", 2)])
+def test_a_script_that_fails_everywhere_at_start_up(tmp_path: Path, line: str, code: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"print('why')\n{line}\n")
+    outcome = run(spec(tmp_path, script=str(script)))
+    assert outcome.exit_code == code
+    assert ("a defect" if code == 1 else "why") in outcome.output
+
+
+def test_a_rank_that_ends_too_early_with_exit_code_0_is_a_loss(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    toy = str(ROOT / "tests" / "cluster" / "toy.py")
+    script.write_text(
+        "import os, runpy, sys\n"
+        "if '\"replica\":1,\"rank\":1' in os.environ['MEGATRON_RECOVER_CONTEXT']: sys.exit(0)\n"
+        f"runpy.run_path({toy!r}, run_name='__main__')\n"
+    )
+    run(spec(tmp_path, script=str(script))).assert_finished([0, 2])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_ends_all_replicas_at_the_same_step(tmp_path: Path, number: int) -> None:
+    job = Running(spec(tmp_path, steps=FOR_EVER))
+    job.launcher.send_signal(number)
+    outcome = job.end()
+    assert outcome.exit_code == ExitCode.INTERRUPTED, outcome.output
+    outcome.assert_exactly_once()
+    lengths = {len(outcome.sums(replica, rank)) for replica in range(3) for rank in range(2)}
+    assert len(lengths) == 1, f"the ranks ended at different steps: {lengths}"
+    job.assert_nothing_left()
+
+
+def test_a_second_signal_kills_everything(tmp_path: Path) -> None:
+    job = Running(spec(tmp_path, steps=FOR_EVER))
+    victim = next(each for each in job.processes if each.pid != job.processes[0].pid)
+    os.kill(victim.pid, signal.SIGSTOP)  # the common step of the first signal never comes
+    job.launcher.send_signal(signal.SIGINT)
+    wait_for(lambda: "SIGINT" in job.output.read_text(), "an answer to the first signal")
+    job.launcher.send_signal(signal.SIGINT)
+    assert job.end(15.0).exit_code == 128 + signal.SIGINT
+    job.assert_nothing_left()
+
+
+@pytest.mark.parametrize("whom", ["launcher", "fork server"])
+def test_nothing_is_left_when_a_parent_is_killed(tmp_path: Path, whom: str) -> None:
+    job = Running(spec(tmp_path, steps=FOR_EVER))
+    [server] = [each for each in job.processes if each.ppid() == job.launcher.pid]
+    os.kill(job.launcher.pid if whom == "launcher" else server.pid, signal.SIGKILL)
+    job.launcher.wait(30)
+    job.assert_nothing_left()
+
+
+def test_a_rank_killed_from_outside_is_seen_and_fenced(tmp_path: Path) -> None:
+    job = Running(spec(tmp_path, steps=FOR_EVER))
+    ranks = [each for each in job.processes if each.ppid() != job.launcher.pid]
+    ranks[3].kill()
+    wait_for(lambda: '"fenced"' in (Path(job.spec.run_dir) / "events.jsonl").read_text(), "the fence")
+    reached = job.num_applied()
+    wait_for(lambda: job.num_applied() > reached, "training to go on")
+    assert sum(map(is_alive, ranks)) == 4
+    job.launcher.send_signal(signal.SIGTERM)
+    outcome = job.end()
+    [failure] = outcome.of(trace.Failure)
+    assert failure.cause == "SIGKILL"
+    outcome.assert_exactly_once()
+
+
+def test_children_of_a_rank_die_with_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, subprocess\n"
+        f"child = subprocess.Popen(['sleep', '1000'])\nprint(child.pid, file=open({str(tmp_path / 'pid')!r}, 'w'), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    agent = Agent(preload=(), environment=dict(os.environ), log=tmp_path / "log")
+    try:
+        wait_for(agent.is_ready, "the fork server")
+        agent.spawn(0, 0, argv=(str(script),), environment={}, log=tmp_path / "rank.log")
+        ends = []
+        wait_for(lambda: ends.extend(agent.poll()) or (ends and agent.is_fenced(0)), "the end of the rank")
+        assert [(end.replica, end.rank, end.cause) for end in ends] == [(0, 0, "SIGKILL")]
+        child = int((tmp_path / "pid").read_text())
+        wait_for(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie", "the child's end", 5.0)
+    finally:
+        agent.close()
