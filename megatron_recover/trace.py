@@ -306,7 +306,7 @@ class Applied(Event, frozen=True, kw_only=True):
     replicated_digest: str | None = None
     """Of those parameters that every tensor-parallel rank of the stage must hold alike; None like the above."""
     loss: float | None = None
-    """Mean over the step's microbatches, on the last stage of the writer; None elsewhere."""
+    """Mean over the step's microbatches, on the last stage; None elsewhere."""
 
 
 # --- Faults and recovery -------------------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ class Member(ReducingMember, Protocol):
     generation: int
     roster: tuple[int, ...]
 
-    def is_writer(self) -> bool: ...
     def join(self, shape: Shape, fingerprint: str) -> None: ...
     def begin(self, work: Work, requests: Sequence[str] = ()) -> int: ...
     def next_order(self) -> Plan | Apply: ...
@@ -240,7 +239,7 @@ class CommitLoop:
     ) -> list[dict[str, Tensor]]:
         last = reduction.is_last_stage
         losses = read_losses(reduction.committed_rows()) if last else []
-        self._applied = (self._step, order, _mean_loss(losses) if self._member.is_writer() else None)
+        self._applied = (self._step, order, _mean_loss(losses))
         if arguments.get("forward_only"):
             self.stepped(digest=False)
             return losses
@@ -312,9 +311,15 @@ def _is_replicated(parameter: Any) -> bool:
 
 
 def _mean_loss(losses: Sequence[dict[str, Tensor]]) -> float | None:
-    """The first reported loss over all microbatches, as upstream averages it: by tokens where it comes with a count."""
+    """The first reported loss over all microbatches and lanes, as upstream averages it: by tokens where it comes with a count.
+
+    Collective over the lanes of the last stage; None on other stages.
+    """
     if not losses or not losses[0]:
         return None
-    key = next(iter(losses[0]))
-    values = torch.stack([report[key].reshape(-1).double() for report in losses])
-    return float(values[:, 0].sum() / values[:, 1].sum()) if values.shape[1] == 2 else float(values.mean())
+    values = torch.stack([report[next(iter(losses[0]))].reshape(-1).double() for report in losses])
+    total = torch.stack([values[:, 0].sum(), values[:, 1].sum() if values.shape[1] == 2 else values.new_tensor(len(losses))])
+    lanes = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if lanes.size() > 1:
+        torch.distributed.all_reduce(total, group=lanes)
+    return float(total[0] / total[1])
