@@ -509,7 +509,7 @@ TABLE: Mapping[Phase, Mapping[type, Row]] = {
     Phase.IDLE: _rows(
         Phase.IDLE,
         (Status, _on_status, ()),
-        (Begun, _on_begun, (Phase.WORKING, Phase.VOTED)),
+        (Begun, _on_begun, (Phase.WORKING,)),
         (Vote, _on_vote, ()),
         (LinkLost, _on_link_lost, ()),
     ),

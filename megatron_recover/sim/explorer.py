@@ -2,16 +2,20 @@
 
     python -m megatron_recover.sim.explorer --config ci
 
-Breadth first from generation 1; a state in which an invariant breaks is printed with the shortest way to it, and the exit
-code is 1. A state in which nothing can happen any more must be one in which all members have finished (INV-8, INV-9).
+Breadth first from the announcement of generation 1. Where an invariant breaks, the shortest way found to it is printed and
+the exit code is 1. A state in which nothing can happen any more must be one in which all members have finished (INV-8, INV-9).
 
 The network keeps every message that can still matter and delivers any of them to anyone at any time, again and again or
 never: lost, late, repeated and reordered messages are all in it, more than TCP allows. Scenarios with `links` have FIFO links
 instead, each message once, that break and lose what is on them: there a message that the machine drops is really gone.
 
-What is not tried twice (each is an order of independent steps, or an outcome that another covers)
---------------------------------------------------------------------------------------------------
+What is not tried twice (each is another order of independent steps, or covered by another outcome; `reduced=False` tries it
+all, and a test compares the two)
+----------------------------------------------------------------------------------------------------------------------------
 * Inside a node: `sim/world.py`.
+* Generations come in layers: once one is announced, members of older ones only enter it. What they did before entering
+  reads no message of the new generation, so it can as well have happened before the announcement. (Not with `links`: there
+  messages of a generation may arrive before its announcement.)
 * A vote or status that is only stored, because those of two or more other members are missing, is delivered at once. It has
   no effect before the last one comes, a new generation discards it delivered or not, and the last one may still be lost.
 * A node that no new generation can reach (it is not in the newest roster; or it has entered the newest and no fault is left to
@@ -47,12 +51,14 @@ from megatron_recover.core.values import (
     Vote,
     Work,
 )
+from megatron_recover.sim.scenario import CONFIGS, Scenario
 from megatron_recover.sim.world import (
     Begin,
     CarryOut,
     Complete,
     Copy,
     Counts,
+    Fail,
     Message,
     Node,
     Operation,
@@ -64,58 +70,6 @@ from megatron_recover.sim.world import (
     new_node,
     pending,
 )
-
-
-class Scenario(Value, frozen=True):
-    """A job and the faults that may hit it, each at any instant."""
-
-    name: str
-    replicas: int = 3
-    microbatches: int = 3
-    bucket_ranks: tuple[tuple[int, ...], ...] = ((0,),)
-    num_ranks: int = 1
-    steps: int = 2
-    crashes: int = 0
-    suspicions: int = 0
-    """Replicas that are fenced although they live, and go on for a while."""
-    alarms: int = 0
-    """New generations without a loss: a broken link, a lost message, an expired wait."""
-    links: bool = False
-    """FIFO links that deliver once and may break, instead of the set of all messages."""
-    slow: bool = False
-    """Training threads take an order at any later time instead of as soon as they can."""
-
-
-CONFIGS: dict[str, tuple[Scenario, ...]] = {
-    "ci": (
-        Scenario("three replicas, 2 crashes and a false suspicion", crashes=2, suspicions=1),
-        Scenario("two buckets, one crash", bucket_ranks=((0,), (0,)), crashes=1),
-        Scenario("two buckets, one false suspicion", bucket_ranks=((0,), (0,)), suspicions=1),
-        Scenario("lost messages and a crash", crashes=1, alarms=1),
-        Scenario("two ranks share a bucket", replicas=2, microbatches=2, num_ranks=2, bucket_ranks=((0, 1),), alarms=1),
-        Scenario("links break, a replica dies", crashes=1, alarms=1, links=True),
-    ),
-    "full": (
-        Scenario("four replicas, two buckets, 2 crashes", replicas=4, microbatches=4, bucket_ranks=((0,), (0,)), crashes=2),
-    ),
-}
-
-
-class World(NamedTuple):
-    """A state of the whole job; components are numbered values, so that it is small and quick to compare."""
-
-    coordinator: int
-    nodes: tuple[int, ...]
-    """0: dead."""
-    messages: int
-    """Bit set of message numbers."""
-    history: int
-    crashes: int
-    suspicions: int
-    alarms: int
-    """Faults that may still come."""
-    links: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
-    """(source or -1 for the coordinator, destination, messages on the way)."""
 
 
 class Found(Value, frozen=True):
@@ -134,6 +88,23 @@ class Report(Value, frozen=True):
     ends: int
     """Distinct states in which the job is over."""
     found: Found | None
+
+
+class World(NamedTuple):
+    """A state of the whole job; components are numbered values, so that it is small and quick to compare."""
+
+    coordinator: int
+    nodes: tuple[int, ...]
+    """0: dead."""
+    messages: int
+    """Bit set of message numbers."""
+    history: int
+    crashes: int
+    suspicions: int
+    alarms: int
+    """Faults that may still come."""
+    links: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    """(source or -1 for the coordinator, destination, messages on the way)."""
 
 
 class Table[T]:
@@ -363,6 +334,11 @@ class Explorer:
                 if after != broken:
                     yield f"the link between {a} and {b} breaks", after
             return
+        for number in state.roster:
+            for position, *_ in pending(self.nodes[world.nodes[number]]):
+                after = self.stimulate(world, number, Fail(position))
+                if after.coordinator != world.coordinator:
+                    yield f"an operation of replica {number} rank {position} fails", after
         for number in state.roster:
             # One of the members will do: who asks changes nothing but that it asks no more in this generation.
             after = self.stimulate(world, number, replica.LinkLost(state.roster[0]))

@@ -134,7 +134,13 @@ class Complete(Value, frozen=True):
     counts: Counts
 
 
-Stimulus = NewGeneration | Status | Vote | replica.LinkLost | Begin | CarryOut | TakeUp | Complete
+class Fail(Value, frozen=True):
+    """The operation at which a rank is fails there, whatever it does elsewhere."""
+
+    rank: int
+
+
+Stimulus = NewGeneration | Status | Vote | replica.LinkLost | Begin | CarryOut | TakeUp | Complete | Fail
 
 
 class Outcome(Value, frozen=True):
@@ -173,6 +179,8 @@ class Simulator:
             run.carry_out(stimulus.rank)
         elif isinstance(stimulus, TakeUp):
             run.take(stimulus.rank)
+        elif isinstance(stimulus, Fail):
+            run.fail(stimulus.rank)
         elif isinstance(stimulus, Complete):
             run.complete(stimulus.rank, stimulus.counts)
         else:
@@ -275,6 +283,12 @@ class _Run:
             self.facts.append(invariants.Held(self.number, position, plan.generation, plan.step, *_fields(result), counts))
             self.feed(position, rank.Completed(result))
             self.advance(position)
+
+    def fail(self, position: int) -> None:
+        one = self.ranks[position]
+        if isinstance(one.machine.taken, Plan):
+            self.ranks[position] = replace(one, operations=())
+            self.feed(position, rank.Failed(one.machine.taken.generation, "a connection broke"))
 
     def settle(self) -> None:
         """Carry out everything inside the node that is not left to chance."""

@@ -1,0 +1,57 @@
+"""What the explorer is asked to explore: sizes of a job and the faults that may hit it."""
+
+from __future__ import annotations
+
+from megatron_recover.core.values import Value
+
+
+class Scenario(Value, frozen=True):
+    """A job and the faults that may hit it, each at any instant."""
+
+    name: str
+    replicas: int = 3
+    microbatches: int = 3
+    bucket_ranks: tuple[tuple[int, ...], ...] = ((0,),)
+    num_ranks: int = 1
+    steps: int = 2
+    crashes: int = 0
+    suspicions: int = 0
+    """Replicas that are fenced although they live, and go on for a while."""
+    alarms: int = 0
+    """New generations without a loss: a broken link, a lost message, an expired wait."""
+    links: bool = False
+    """FIFO links that deliver once and may break, instead of the set of all messages."""
+    slow: bool = False
+    """Training threads take an order at any later time instead of as soon as they can."""
+
+
+ONE_RANK_TWO_BUCKETS = ((0,), (0,))
+TWO_RANKS_ONE_BUCKET = ((0, 1),)
+TWO_STAGES = ((0,), (1,))
+
+CONFIGS: dict[str, tuple[Scenario, ...]] = {
+    "ci": (
+        Scenario("3 replicas, 2 crashes and a false suspicion", crashes=2, suspicions=1),
+        Scenario("2 buckets, 2 crashes", bucket_ranks=ONE_RANK_TWO_BUCKETS, crashes=2),
+        Scenario("2 buckets, a crash and a false suspicion", bucket_ranks=ONE_RANK_TWO_BUCKETS, crashes=1, suspicions=1),
+        Scenario("2 buckets, a failed operation or lost message", bucket_ranks=ONE_RANK_TWO_BUCKETS, alarms=1),
+        Scenario("a failed operation or lost message, and a crash", crashes=1, alarms=1),
+        Scenario("slow training threads, a crash", crashes=1, slow=True),
+        Scenario("links that break", alarms=1, links=True),
+        Scenario("links and a crash", crashes=1, links=True),
+        Scenario("2 replicas, links that break and a crash", replicas=2, microbatches=2, crashes=1, alarms=1, links=True),
+        Scenario("2 ranks share a bucket, a crash", num_ranks=2, bucket_ranks=TWO_RANKS_ONE_BUCKET, crashes=1),
+        Scenario("2 ranks share a bucket, a false suspicion", num_ranks=2, bucket_ranks=TWO_RANKS_ONE_BUCKET, suspicions=1),
+        Scenario(
+            "2 ranks share a bucket, 2 failed operations or lost messages",
+            replicas=2, microbatches=2, num_ranks=2, bucket_ranks=TWO_RANKS_ONE_BUCKET, alarms=2,
+        ),
+        Scenario("2 pipeline stages, a crash", num_ranks=2, bucket_ranks=TWO_STAGES, crashes=1),
+    ),
+    "full": (
+        Scenario("4 replicas, 2 buckets, 2 crashes", replicas=4, microbatches=4, bucket_ranks=ONE_RANK_TWO_BUCKETS, crashes=2),
+        Scenario("2 buckets, 2 crashes and a false suspicion", bucket_ranks=ONE_RANK_TWO_BUCKETS, crashes=2, suspicions=1),
+        Scenario("links that break and a crash", crashes=1, alarms=1, links=True),
+        Scenario("2 stages, a crash and a false suspicion", num_ranks=2, bucket_ranks=TWO_STAGES, crashes=1, suspicions=1),
+    ),
+}  # fmt: skip
