@@ -96,7 +96,8 @@ class GlooTransport:
 
             # A daemon, so that an operation that gloo does not let go cannot keep the process from ending.
             name = f"gloo-generation-{generation}"
-            threading.Thread(target=_serve, args=(self._shared, build), name=name, daemon=True).start()
+            self.thread = threading.Thread(target=_serve, args=(self._shared, build), name=name, daemon=True)
+            self.thread.start()
 
     def sum_into(
         self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, deadline_s: float, probe: Probe | None = None

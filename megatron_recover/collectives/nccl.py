@@ -1,10 +1,10 @@
 """NCCL as a data plane on CUDA: a communicator of its own per position and generation. **Not verified on a GPU.**
 
 Communicators are made with nccl4py, directly and nonblocking: torch's process group would bring a watchdog that ends the
-process, and communicators split from a parent do not inherit its abort. NCCL cannot be trusted to stop at once or to leave memory alone
-after an abort, so it reduces into scratch. The host waits for the kernels' event in small slices and looks at revocation,
-deadline and NCCL's asynchronous error in between; only after the event has come is scratch copied to the results, on the
-caller's stream. On failure a thread of its own takes communicator and scratch, aborts the one, and then drops the other:
+process, and communicators split from a parent do not inherit its abort. NCCL cannot be trusted to stop at once or to leave
+memory alone after an abort, so it reduces into scratch. The host waits for the kernels' event in small slices and looks at
+revocation, deadline and NCCL's asynchronous error in between; only after the event has come is scratch copied to the results,
+on the caller's stream. On failure a thread of its own takes communicator and scratch, aborts the one, and then drops the other:
 whatever NCCL still does, it does to memory that nobody else has.
 
 The unique id travels over a `direct` transport of the same generation, so rendezvous has that one's deadlines and fencing, and

@@ -99,13 +99,13 @@ class Endpoint(Protocol):
         """Stop listening."""
 
 
-def check_operands(sources: Sequence[Tensor], results: Sequence[Tensor] = (), *, device: str) -> None:
+def check_operands(sources: Sequence[Tensor], results: Sequence[Tensor] | None = None, *, device: str) -> None:
     """Raise ValueError unless all tensors are contiguous, on `device`, and each result fits its source without overlap."""
-    for tensor in (*sources, *results):
+    for tensor in (*sources, *(results or ())):
         if tensor.device.type != device or not tensor.is_contiguous():
             layout = "contiguous" if tensor.is_contiguous() else "strided"
             raise ValueError(f"this transport takes contiguous tensors on {device}, not a {layout} one on {tensor.device}")
-    if not results:
+    if results is None:
         return
     if len(sources) != len(results):
         raise ValueError(f"{len(sources)} sources but {len(results)} results")

@@ -1,4 +1,4 @@
-"""What the NCCL transport decides, against an NCCL of a few lines of Python. Says nothing about NCCL or CUDA; tests/gpu does."""
+"""What the NCCL transport decides, against an NCCL of a few lines of Python. NCCL itself is the subject of tests/gpu."""
 
 from __future__ import annotations
 

@@ -1,0 +1,457 @@
+"""The direct transport in one process: order, fencing, revocation, and what it does to bad input and strangers.
+
+Each property that safety rests on is a function; the last tests plant the bug that it is there for, and see it fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_recover.collectives import direct, exchange
+from megatron_recover.collectives.connection import HELLO, MAGIC, WELCOME
+from megatron_recover.collectives.direct import DirectEndpoint, DirectTransport
+from megatron_recover.collectives.transport import DeadlineExceeded, PeerLost, Revoked, TransportError
+from tests.collectives.threads import at_once
+
+pytestmark = pytest.mark.timeout(60)
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
+
+
+@contextlib.contextmanager
+def endpoints(*replicas: int) -> Iterator[tuple[dict[int, DirectEndpoint], dict[int, str]]]:
+    made = {replica: DirectEndpoint() for replica in replicas}
+    try:
+        yield made, {replica: endpoint.address for replica, endpoint in made.items()}
+    finally:
+        for endpoint in made.values():
+            endpoint.close()
+
+
+def opened(made: dict[int, DirectEndpoint], addresses: dict[int, str], generation: int = 1) -> dict[int, DirectTransport]:
+    return {replica: made[replica].open(generation, replica, addresses, deadline_s=20) for replica in addresses}
+
+
+def sums(
+    transports: dict[int, DirectTransport], sources: dict[int, torch.Tensor], tag: int = 1, deadline_s: float = 20
+) -> tuple[dict[int, torch.Tensor], list[Any]]:
+    results = {replica: torch.empty_like(source) for replica, source in sources.items()}
+    outcomes = at_once(*[
+        lambda r=replica: transports[r].sum_into([sources[r]], [results[r]], tag=tag, deadline_s=deadline_s)
+        for replica in sources
+    ])  # fmt: skip
+    return results, outcomes
+
+
+def noise(replica: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(replica)
+    return (torch.randn(num_elements, generator=generator, dtype=torch.float64) * 10 ** (replica % 4)).to(dtype)
+
+
+def check_canonical_order(num_elements: int = 100_001) -> None:
+    """Floating point sums differ with their order in many of these elements: only ascending replica ids give these bits."""
+    replicas = (3, 1, 7)
+    with endpoints(*replicas) as (made, addresses):
+        sources = {replica: noise(replica, num_elements, torch.float32) for replica in replicas}
+        results, outcomes = sums(opened(made, addresses), sources)
+        assert outcomes == [None] * 3
+        expected = (sources[1] + sources[3]) + sources[7]
+        assert not torch.equal(expected, (sources[7] + sources[3]) + sources[1]), "the data would not show a wrong order"
+        for result in results.values():
+            assert torch.equal(result, expected)
+
+
+def check_inputs_stay(num_elements: int = 100_001) -> None:
+    with endpoints(0, 1) as (made, addresses):
+        sources = {replica: noise(replica, num_elements, torch.float32) for replica in (0, 1)}
+        kept = {replica: source.clone() for replica, source in sources.items()}
+        sums(opened(made, addresses), sources)
+        assert all(torch.equal(sources[replica], kept[replica]) for replica in kept)
+
+
+def check_nothing_written_after_a_revoke() -> None:
+    """One member is inside a sum and has received some of the other's data when it is revoked; then more data comes."""
+    with endpoints(0, 1) as (made, addresses):
+        transports = opened(made, addresses)
+        source, result = torch.ones(4_000_000), torch.zeros(4_000_000)
+        held, released = threading.Event(), threading.Event()
+
+        def probe(instant: str) -> None:
+            if instant == "middle":
+                held.set()
+                released.wait(20)
+
+        def first() -> None:
+            try:
+                transports[0].sum_into([source], [result], tag=1, deadline_s=20, probe=probe)
+            finally:
+                result.fill_(-1)
+
+        def revoke() -> None:
+            held.wait(20)
+            transports[0].revoke()
+            released.set()
+
+        other = torch.empty(4_000_000)
+        outcomes = at_once(
+            first, lambda: transports[1].sum_into([source], [other], tag=1, deadline_s=20), revoke
+        )
+        assert isinstance(outcomes[0], Revoked) and isinstance(outcomes[1], TransportError)
+        time.sleep(0.2)  # not a synchronisation: time for a late writer to show itself
+        untouched = bool((result == -1).all())  # apart from the assertion: pytest would print 4 million elements
+        assert untouched, "something wrote to the result after the call had raised"
+
+
+def check_older_generation_is_refused() -> None:
+    """Replica 1 was left behind in generation 1 and calls; replica 0 and 2 sum in generation 2, where 1 is a member too."""
+    with endpoints(0, 1, 2) as (made, addresses):
+        stale = made[1].open(1, 1, addresses, deadline_s=20)
+        current = {replica: made[replica].open(2, replica, addresses, deadline_s=20) for replica in (0, 2)}
+        ones = torch.ones(10)
+        outcomes = at_once(
+            lambda: stale.sum_into([ones * 100], [torch.empty(10)], tag=1, deadline_s=20),
+            *[lambda r=r: current[r].sum_into([ones], [torch.empty(10)], tag=1, deadline_s=1.5) for r in (0, 2)],
+        )
+        assert isinstance(outcomes[0], PeerLost) and "already in generation 2" in str(outcomes[0]), outcomes[0]
+        assert all(isinstance(outcome, DeadlineExceeded) and outcome.peers == (1,) for outcome in outcomes[1:]), outcomes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
+def test_sums_have_the_same_bits_everywhere(num_replicas: int, dtype: torch.dtype) -> None:
+    with endpoints(*range(num_replicas)) as (made, addresses):
+        transports = opened(made, addresses)
+        for tag, num_elements in enumerate((0, 1, 3, 8192, 8193, 300_007)):
+            sources = {replica: noise(replica, num_elements, dtype) for replica in range(num_replicas)}
+            results, outcomes = sums(transports, sources, tag)
+            assert outcomes == [None] * num_replicas
+            expected = sources[0].float() if dtype is torch.bfloat16 else sources[0]
+            for replica in range(1, num_replicas):
+                expected = expected + sources[replica]
+            assert all(torch.equal(result, expected.to(dtype)) for result in results.values())
+
+
+def test_order_is_canonical() -> None:
+    check_canonical_order()
+    check_canonical_order(100)  # small enough to be added by everyone
+
+
+def test_inputs_stay() -> None:
+    check_inputs_stay()
+
+
+def test_nothing_is_written_after_a_revoke() -> None:
+    check_nothing_written_after_a_revoke()
+
+
+def test_an_older_generation_is_refused() -> None:
+    check_older_generation_is_refused()
+
+
+def test_several_tensors_of_unlike_types_in_one_call() -> None:
+    with endpoints(0, 1, 2) as (made, addresses):
+        transports = opened(made, addresses)
+        layout = list(zip((5, 0, 70_000, 9), DTYPES, strict=True))
+        sources = {r: [torch.full((n,), 2**r).to(dtype) for n, dtype in layout] for r in range(3)}
+        results = {r: [torch.empty_like(source) for source in sources[r]] for r in range(3)}
+        calls = [lambda r=r: transports[r].sum_into(sources[r], results[r], tag=1, deadline_s=20) for r in range(3)]
+        assert at_once(*calls) == [None] * 3
+        assert all(bool((result == 7).all()) for r in range(3) for result in results[r])
+
+
+def test_copies_go_to_the_targets_only_and_twice_is_fine() -> None:
+    with endpoints(0, 1, 2, 3) as (made, addresses):
+        transports = opened(made, addresses)
+        tensors = {replica: [torch.full((300_000,), replica), torch.full((2,), replica)] for replica in range(4)}
+        for tag, (source, targets) in enumerate([(2, (0, 3)), (0, (1,))]):
+            calls = [
+                lambda r=r, tag=tag, source=source, targets=targets: transports[r].copy_into(
+                    tensors[r], source=source, targets=targets, tag=tag, deadline_s=20
+                )
+                for r in range(4)
+            ]
+            assert at_once(*calls) == [None] * 4
+        assert [int(tensors[replica][0].float().mean()) for replica in range(4)] == [2, 2, 2, 2]
+        sources = {replica: torch.ones(3) for replica in range(4)}
+        results, outcomes = sums(transports, sources, 5)
+        assert outcomes == [None] * 4 and all(bool((result == 4).all()) for result in results.values())
+
+
+def test_a_revoke_from_another_thread_ends_every_wait() -> None:
+    with endpoints(0, 1) as (made, addresses):
+        for generation, target in enumerate(("sum_into", "copy_into"), start=1):
+            transport = made[0].open(generation, 0, addresses, deadline_s=20)
+            begun = threading.Event()
+
+            def call(transport: DirectTransport = transport, target: str = target, begun: threading.Event = begun) -> None:
+                if target == "sum_into":
+                    transport.sum_into([torch.ones(9)], [torch.empty(9)], tag=1, deadline_s=20, probe=lambda _: begun.set())
+                else:
+                    begun.set()
+                    transport.copy_into([torch.ones(9)], source=1, targets=[0], tag=1, deadline_s=20)
+
+            def revoke(transport: DirectTransport = transport, begun: threading.Event = begun) -> float:
+                begun.wait(20)
+                transport.revoke()
+                return time.monotonic()
+
+            started = time.monotonic()
+            outcome, _ = at_once(call, revoke)
+            assert isinstance(outcome, Revoked)
+            assert time.monotonic() - started < 10
+            transport.revoke()
+            with pytest.raises(Revoked):
+                call()
+
+
+def test_the_peers_of_a_revoked_member_notice_while_it_computes() -> None:
+    with endpoints(0, 1) as (made, addresses):
+        transports = opened(made, addresses)
+        assert sums(transports, {0: torch.ones(1), 1: torch.ones(1)})[1] == [None, None]
+        transports[0].revoke()
+        (outcome,) = at_once(lambda: transports[1].sum_into([torch.ones(9)], [torch.empty(9)], tag=2, deadline_s=20))
+        assert isinstance(outcome, PeerLost) and outcome.peer == 0
+
+
+def test_a_newer_generation_retires_the_older_and_its_connections_wait_for_it() -> None:
+    with endpoints(0, 1) as (made, addresses):
+        older = opened(made, addresses)
+        assert sums(older, {0: torch.ones(1), 1: torch.ones(1)})[1] == [None, None]
+        ahead = made[1].open(5, 1, addresses, deadline_s=20)  # replica 1 learns of generation 5 first, and calls
+        result, late = torch.empty(3), torch.empty(3)
+
+        def follow() -> None:
+            with pytest.raises(TransportError):  # it is in the old generation and finds its peer gone
+                older[0].sum_into([torch.ones(3)], [late], tag=2, deadline_s=20)
+            made[0].open(5, 0, addresses, deadline_s=20).sum_into([torch.ones(3)], [late], tag=1, deadline_s=20)
+
+        outcomes = at_once(lambda: ahead.sum_into([torch.ones(3)], [result], tag=1, deadline_s=20), follow)
+        assert outcomes == [None, None] and result.tolist() == late.tolist() == [2.0] * 3
+        with pytest.raises(Revoked, match="generation 5"):
+            made[0].open(5, 0, addresses, deadline_s=20)
+        with pytest.raises(Revoked):
+            older[0].sum_into([torch.ones(3)], [late], tag=3, deadline_s=20)
+
+
+def test_a_member_that_is_gone_is_refused_at_once() -> None:
+    with endpoints(0, 1, 2) as (made, addresses):
+        made[1].close()
+        for me in (0, 2):
+            transport = made[me].open(1, me, addresses, deadline_s=20)
+            started = time.monotonic()
+            (outcome,) = at_once(
+                lambda transport=transport: transport.sum_into([torch.ones(3)], [torch.empty(3)], tag=1, deadline_s=20)
+            )
+            assert isinstance(outcome, PeerLost) and outcome.peer == 1
+            assert time.monotonic() - started < 10
+
+
+def test_members_that_call_differently_are_told_so_and_write_nothing_astray() -> None:
+    for other in (lambda t: t.sum_into([torch.ones(9)], [torch.empty(9)], tag=2, deadline_s=20),
+                  lambda t: t.sum_into([torch.ones(8)], [torch.empty(8)], tag=1, deadline_s=20)):  # fmt: skip
+        with endpoints(0, 1) as (made, addresses):
+            transports = opened(made, addresses)
+            outcomes = at_once(
+                lambda transports=transports: transports[0].sum_into([torch.ones(9)], [torch.empty(9)], tag=1, deadline_s=20),
+                lambda transports=transports, other=other: other(transports[1]),
+            )
+            assert any("expected" in str(outcome) for outcome in outcomes), outcomes
+            with pytest.raises(TransportError, match="is broken"):
+                transports[0].sum_into([torch.ones(9)], [torch.empty(9)], tag=3, deadline_s=20)
+
+
+def test_an_exception_out_of_a_probe_breaks_the_transport() -> None:
+    def probe(instant: str) -> None:
+        raise KeyError(instant)
+
+    with endpoints(0, 1) as (made, addresses):
+        transport = made[0].open(1, 0, addresses, deadline_s=20)
+        with pytest.raises(KeyError):
+            transport.sum_into([torch.ones(1)], [torch.empty(1)], tag=1, deadline_s=20, probe=probe)
+        with pytest.raises(TransportError, match="KeyError"):
+            transport.sum_into([torch.ones(1)], [torch.empty(1)], tag=2, deadline_s=20)
+
+
+@pytest.mark.parametrize("num_elements", [1, 300_000])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_each_probe_is_passed_once(num_replicas: int, num_elements: int) -> None:
+    with endpoints(*range(num_replicas)) as (made, addresses):
+        passed: dict[int, list[str]] = {replica: [] for replica in addresses}
+        calls = [
+            lambda r=r, transport=transport: transport.sum_into(
+                [torch.ones(num_elements)], [torch.empty(num_elements)], tag=1, deadline_s=20, probe=passed[r].append
+            )
+            for r, transport in opened(made, addresses).items()
+        ]
+        assert at_once(*calls) == [None] * num_replicas
+        for instants in passed.values():
+            assert sorted(instants) == ["begin", "end", "middle", "sent"]
+            assert (instants[0], instants[-1]) == ("begin", "end")
+
+
+@pytest.mark.parametrize(
+    "operands",
+    [
+        ([torch.ones(4)], []),
+        ([torch.ones(4)], [torch.ones(5)]),
+        ([torch.ones(4)], [torch.ones(4, dtype=torch.float64)]),
+        ([torch.ones(4, 4).t()], [torch.ones(4, 4)]),
+        ([torch.ones(4, device="meta")], [torch.ones(4, device="meta")]),
+    ],
+    ids=["count", "size", "dtype", "stride", "device"],
+)
+def test_operands_that_do_not_fit_are_refused(operands: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
+    with endpoints(0) as (made, addresses):
+        transport = made[0].open(1, 0, addresses, deadline_s=20)
+        with pytest.raises(ValueError, match="contiguous|but"):
+            transport.sum_into(*operands, tag=1, deadline_s=20)
+
+
+def test_a_reduction_in_place_is_refused() -> None:
+    with endpoints(0) as (made, addresses):
+        transport = made[0].open(1, 0, addresses, deadline_s=20)
+        buffer = torch.ones(10)
+        with pytest.raises(ValueError, match="out of place"):
+            transport.sum_into([buffer[:6]], [buffer[4:]], tag=1, deadline_s=20)
+
+
+def test_strangers_and_doubles_do_not_disturb() -> None:
+    """Silence, garbage, a wrong token, a future generation that never comes, a member that connects twice."""
+    with endpoints(0, 1) as (made, addresses):
+        transports = opened(made, addresses)
+        place, _, token = addresses[0].rpartition("/")
+        host, _, port = place.rpartition(":")
+        visitors = [socket.create_connection((host, int(port))) for _ in range(5)]
+        visitors[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
+        visitors[2].sendall(HELLO.pack(MAGIC, b"\0" * 16, 1, 1, 0))
+        visitors[3].sendall(HELLO.pack(MAGIC, bytes.fromhex(token), 9, 7, 0))
+        assert sums(transports, {0: torch.ones(5), 1: torch.ones(5)})[1] == [None, None]
+        visitors[4].sendall(HELLO.pack(MAGIC, bytes.fromhex(token), 0, 1, 0))
+        made[0].greet(0)
+        assert visitors[4].recv(WELCOME.size) == WELCOME.pack(MAGIC, 1), "an older generation is told which one is current"
+        assert visitors[4].recv(1) == b"" and visitors[2].recv(1) == b""
+        results, outcomes = sums(transports, {0: torch.ones(5), 1: torch.ones(5)}, 2)
+        assert outcomes == [None, None] and results[0].tolist() == [2.0] * 5
+        for visitor in visitors:
+            visitor.close()
+
+
+def descriptors() -> set[str]:
+    """What this process has open, e.g. ``7=socket:[1234]``."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found.add(f"{name}={os.readlink(f'/proc/self/fd/{name}')}")
+    return found
+
+
+def test_generations_leave_no_descriptors_behind() -> None:
+    with endpoints(0, 1) as (made, addresses):
+        assert sums(opened(made, addresses, 1), {0: torch.ones(5), 1: torch.ones(5)})[1] == [None, None]
+        before = len(descriptors())
+        for generation in range(2, 12):
+            assert sums(opened(made, addresses, generation), {0: torch.ones(5), 1: torch.ones(5)})[1] == [None, None]
+        assert len(descriptors()) == before
+
+
+def test_a_forked_child_holds_no_socket_of_its_parent() -> None:
+    others = sum("socket:" in name for name in descriptors())  # the test runner's
+    with endpoints(0, 1) as (made, addresses):
+        transports = opened(made, addresses)
+        assert sums(transports, {0: torch.ones(5), 1: torch.ones(5)})[1] == [None, None]
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:  # as a data loader's worker: it lives on, and must not keep the connections open
+            held = sum("socket:" in name for name in descriptors())
+            refused = 0
+            try:
+                transports[0].sum_into([torch.ones(1)], [torch.empty(1)], tag=9, deadline_s=5)
+            except Revoked:
+                refused = 1
+            os.write(write, bytes([held, refused]))
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert tuple(os.read(read, 2)) == (others, 1)
+        os.close(read)
+        os.close(write)
+        results, outcomes = sums(transports, {0: torch.ones(5), 1: torch.ones(5)}, 2)
+        assert outcomes == [None, None] and results[1].tolist() == [2.0] * 5
+
+
+# --- Planted bugs: each check above must see the one that it is there for --------------------------------------------------
+
+
+def plant_in_place(patch: pytest.MonkeyPatch) -> None:
+    original = exchange.SumExchange._add_up
+
+    def add_up(self: exchange.SumExchange, segment: Any) -> None:
+        original(self, segment)
+        at = slice(segment.start, segment.stop)
+        self._sources[segment.tensor][at] = self._results[segment.tensor][at]
+
+    patch.setattr(exchange.SumExchange, "_add_up", add_up)
+
+
+def plant_late_writer(patch: pytest.MonkeyPatch) -> None:
+    original = DirectTransport.sum_into
+
+    def sum_into(self: DirectTransport, sources: Any, results: Any, **options: Any) -> None:
+        try:
+            original(self, sources, results, **options)
+        except TransportError:
+            threading.Timer(0.05, results[0].zero_).start()
+            raise
+
+    patch.setattr(DirectTransport, "sum_into", sum_into)
+
+
+def plant_arrival_order(patch: pytest.MonkeyPatch) -> None:
+    original = exchange.add_in_order
+    patch.setattr(exchange, "add_in_order", lambda parts, out: original(list(reversed(parts)), out))
+
+
+def plant_stale_connection_accepted(patch: pytest.MonkeyPatch) -> None:
+    original = DirectEndpoint._admit
+
+    def admit(self: DirectEndpoint, sock: socket.socket, hello: bytes, me: int) -> None:
+        magic, token, generation, peer, target = HELLO.unpack(hello)
+        original(self, sock, HELLO.pack(magic, token, max(generation, self._generation), peer, target), me)
+
+    patch.setattr(DirectEndpoint, "_admit", admit)
+    patch.setattr(direct.Connection, "handshake", lambda self: _careless_handshake(self))
+
+
+def _careless_handshake(connection: Any) -> bool:
+    if connection._hello:
+        connection.sock.send(connection._hello)
+        connection._hello = b""
+    connection.ready = True
+    with contextlib.suppress(BlockingIOError):
+        connection.sock.recv(WELCOME.size)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("plant", "check"),
+    [
+        (plant_in_place, check_inputs_stay),
+        (plant_late_writer, check_nothing_written_after_a_revoke),
+        (plant_arrival_order, check_canonical_order),
+        (plant_stale_connection_accepted, check_older_generation_is_refused),
+    ],
+    ids=lambda value: value.__name__,
+)
+def test_a_planted_bug_is_seen(
+    plant: Callable[[pytest.MonkeyPatch], None], check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check()

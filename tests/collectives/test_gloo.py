@@ -1,0 +1,161 @@
+"""What only the gloo transport has to show: that it leaves gloo behind, and that nothing of it stays for ever."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_recover.collectives import gloo
+from megatron_recover.collectives.gloo import GlooEndpoint, GlooTransport
+from megatron_recover.collectives.transport import Endpoint, Revoked, TransportError
+from tests.collectives.ranks import ranks
+from tests.collectives.threads import at_once
+
+pytestmark = pytest.mark.timeout(120)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+
+
+def pair(generation: int, made: list[GlooEndpoint], deadline_s: float = 20) -> list[GlooTransport]:
+    addresses = {replica: endpoint.address for replica, endpoint in enumerate(made)}
+    return [endpoint.open(generation, replica, addresses, deadline_s=deadline_s) for replica, endpoint in enumerate(made)]
+
+
+def test_sums_and_copies_of_all_types_over_generations() -> None:
+    made = [GlooEndpoint() for _ in range(2)]
+    for generation in (1, 2, 5):
+        transports = pair(generation, made)
+        sources = [[torch.full((n,), 2**r).to(dtype) for n, dtype in zip((5, 0, 9, 3), DTYPES, strict=True)] for r in range(2)]
+        results = [[torch.empty_like(source) for source in sources[r]] for r in range(2)]
+        calls = [
+            lambda t=transport, s=source, r=result: t.sum_into(s, r, tag=1, deadline_s=20)
+            for transport, source, result in zip(transports, sources, results, strict=True)
+        ]
+        assert at_once(*calls) == [None, None]
+        assert all(bool((result == 3).all()) for r in range(2) for result in results[r])
+        kept = [torch.full((4,), 7.0 + r) for r in range(2)]
+        copies = [
+            lambda t=transport, k=tensor: t.copy_into([k], source=1, targets=[0], tag=2, deadline_s=20)
+            for transport, tensor in zip(transports, kept, strict=True)
+        ]
+        assert at_once(*copies) == [None, None] and kept[0].tolist() == [8.0] * 4
+    with pytest.raises(Revoked, match="generation 5"):
+        made[0].open(5, 0, {0: made[0].address}, deadline_s=20)
+    for endpoint in made:
+        endpoint.close()
+
+
+def abandon_and_wait_for_the_threads(endpoint: Endpoint, me: int, addresses: dict[int, str]) -> int:
+    """Wait for a member that is stopped, leave by revoke: the threads left behind end long before gloo's timeout."""
+    transport: Any = endpoint.open(1, me, addresses, deadline_s=60)
+    warm = torch.empty(1)
+    transport.sum_into([torch.ones(1)], [warm], tag=1, deadline_s=60)
+    timer = threading.Timer(0.5, transport.revoke)
+    timer.start()
+    result = torch.full((1 << 20,), -1.0)
+    with pytest.raises(Revoked):
+        transport.sum_into([torch.ones(1 << 20)], [result], tag=2, deadline_s=60)
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("gloo")]
+    assert left, "the operation was not left behind: this test shows nothing"
+    for thread in left:
+        thread.join(50)
+    assert bool((result == -1.0).all())
+    return sum(thread.is_alive() for thread in left)
+
+
+def stand_still(endpoint: Endpoint, me: int, addresses: dict[int, str]) -> None:
+    transport: Any = endpoint.open(1, me, addresses, deadline_s=60)
+    transport.sum_into([torch.ones(1)], [torch.empty(1)], tag=1, deadline_s=60)
+
+
+def test_threads_left_behind_end() -> None:
+    with ranks("gloo", 2) as run:
+        run.tell([0], "call", abandon_and_wait_for_the_threads, (run.addresses,))
+        run.tell([1], "call", stand_still, (run.addresses,))
+        run.receive(1)
+        run.signal(1, signal.SIGSTOP)
+        assert run.receive(0) == 0
+
+
+def check_an_operation_left_behind_writes_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Member 0 leaves a running sum; then member 1 comes, and gloo completes the sum in member 0's process after all."""
+    made = [GlooEndpoint() for _ in range(2)]
+    transports = pair(1, made)
+    assert at_once(*[
+        lambda t=t: t.sum_into([torch.ones(1)], [torch.empty(1)], tag=0, deadline_s=20) for t in transports
+    ]) == [None, None]  # fmt: skip
+    running = threading.Event()
+    original = GlooTransport._do
+
+    def do(self: GlooTransport, job: Callable[[Any], None], *arguments: Any) -> None:
+        def announced(group: Any) -> None:
+            running.set()
+            job(group)
+
+        original(self, announced, *arguments)
+
+    patch.setattr(GlooTransport, "_do", do)
+    patch.setattr(gloo, "_poison", lambda group: None)  # it would make gloo fail instead, mostly
+    result, late = torch.full((100,), -1.0), torch.empty(100)
+
+    def revoke() -> None:
+        running.wait(20)
+        transports[0].revoke()
+
+    outcome, _ = at_once(lambda: transports[0].sum_into([torch.ones(100)], [result], tag=1, deadline_s=20), revoke)
+    assert isinstance(outcome, Revoked)
+    result.fill_(-2.0)
+    assert at_once(lambda: transports[1].sum_into([torch.ones(100)], [late], tag=1, deadline_s=20)) == [None]
+    transports[0].thread.join(20)
+    values = result.unique().tolist()
+    for endpoint in made:
+        endpoint.close()
+    if values != [-2.0]:
+        raise WrittenLate(values)
+    assert late.tolist() == [2.0] * 100, "gloo did not complete what was left behind: this test shows nothing"
+
+
+class WrittenLate(Exception):
+    """An operation that was left behind wrote to its result."""
+
+
+def test_an_operation_left_behind_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_an_operation_left_behind_writes_nothing(monkeypatch)
+
+
+def test_a_planted_reduction_right_in_the_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sum_into(self: GlooTransport, sources: Any, results: Any, *, tag: int, deadline_s: float) -> None:
+        def reduce(group: Any) -> None:
+            for source, result in zip(sources, results, strict=True):
+                result.copy_(source)
+                group.allreduce([result]).wait()
+
+        self._do(reduce, deadline_s)
+
+    monkeypatch.setattr(GlooTransport, "sum_into", sum_into)
+    with pytest.raises(WrittenLate):
+        check_an_operation_left_behind_writes_nothing(monkeypatch)
+
+
+def test_an_abandoned_builder_does_not_block_the_next_generation() -> None:
+    """The member that serves the rendezvous waits for one that never comes; its next generation must not wait for that."""
+    made = [GlooEndpoint() for _ in range(2)]
+    never = GlooEndpoint()
+    alone = made[0].open(1, 0, {0: made[0].address, 9: never.address}, deadline_s=60)
+    with pytest.raises(TransportError):
+        alone.sum_into([torch.ones(1)], [torch.empty(1)], tag=1, deadline_s=0.5)
+    transports = pair(2, made)
+    results = [torch.empty(3) for _ in range(2)]
+    calls = [lambda r=r: transports[r].sum_into([torch.ones(3)], [results[r]], tag=1, deadline_s=20) for r in range(2)]
+    assert at_once(*calls) == [None, None] and results[0].tolist() == [2.0] * 3
+    for endpoint in (*made, never):
+        endpoint.close()
+
+
+def test_gloo_patience_is_finite() -> None:
+    """Without a bound of gloo's own, what is left behind could stay for ever."""
+    assert 1 <= gloo.PATIENCE < 10
