@@ -256,6 +256,22 @@ class CommitLoop:
             )
         return losses
 
+    def meet(self, round: int) -> None:
+        """Return when all live replicas have come here: a step that has no microbatches.
+
+        The ledger, empty as it is, is reduced all the same: the protocol relies on nobody being able to vote on a step before
+        everyone has committed the one before. Call it only after a step.
+        """
+        reduction = self._reduction
+        if reduction is None:
+            raise RuntimeError("replicas can meet only after a step")
+        self._step = self._member.begin(Work(f"end {round}", 0, reduction.buckets(forward_only=True)))
+        reduction.begin(self._step, 0)
+        while not isinstance(order := self._member.next_order(), Apply):
+            reduction.reduce(order)
+        self._applied = (self._step, order, None)
+        self.stepped(digest=False)
+
     def stepped(self, digest: bool = True) -> None:
         """The optimizer has run (or, after an evaluation, has nothing to do): write `applied`."""
         if self._applied is None:

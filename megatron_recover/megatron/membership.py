@@ -20,7 +20,8 @@ class RankMember(Member):
     _has_raised = False
 
     def begin(self, work: Work, requests: Sequence[str] = ()) -> int:
-        self.step = super().begin(work, requests)
+        # The newest record says how the job ended, so what was once committed rides in every later vote as well.
+        self.step = super().begin(work, (*requests, *self.requests))
         return self.step
 
     def next_order(self) -> Plan | Apply:
@@ -36,9 +37,3 @@ class RankMember(Member):
         if not self._has_raised:
             self._has_raised = True
             super().raised(microbatch, error)
-
-    def meet(self, round: int) -> None:
-        """Return when all live replicas have come here: a step without microbatches and buckets, committed like any other."""
-        self.begin(Work(f"end {round}", 0, ()))
-        while not isinstance(self.next_order(), Apply):
-            pass

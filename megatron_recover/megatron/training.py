@@ -27,6 +27,8 @@ from megatron_recover.faults import FaultInjector
 from megatron_recover.megatron.arguments import add_recover_arguments, cpu_refusals, recover_config, refusals
 
 if TYPE_CHECKING:
+    from megatron_recover.megatron.checkpoint import Checkpoints
+    from megatron_recover.megatron.commit import CommitLoop
     from megatron_recover.megatron.membership import RankMember
 
 Provider = Callable[[ArgumentParser], ArgumentParser]
@@ -137,7 +139,7 @@ class _Training:
         if others.get("process_non_loss_data_func") is not None:
             raise ValueError("process_non_loss_data_func is not supported: no replica sees the data of a whole batch")
         member = self._member = self._join_membership(config)
-        checkpoints = self._install(args, config, member)
+        checkpoints, loop = self._install(args, config, member)
         try:
             upstream(configure(args), building_cache_once(datasets_provider, args), model_type, forward_step, **others)
         except SystemExit as stop:  # Megatron's way to end early; `JobStopped` is one as well
@@ -146,7 +148,7 @@ class _Training:
         except BaseException as error:
             member.raised(None, error)
             raise
-        checkpoints.settle(member.meet)
+        checkpoints.settle(loop.meet)
         member.close()
         return policy.exit_code(sorted(member.requests))
 
@@ -182,7 +184,7 @@ class _Training:
             endpoint = open_endpoint(config.transport, device=device)
         return RankMember(self._context, config, endpoint, record=self._log.record, faults=self._faults)
 
-    def _install(self, args: Namespace, config: RecoverConfig, member: RankMember) -> Any:
+    def _install(self, args: Namespace, config: RecoverConfig, member: RankMember) -> tuple[Checkpoints, CommitLoop]:
         from megatron.training import get_args
 
         from megatron_recover.megatron.boundary import Boundary
@@ -214,7 +216,7 @@ class _Training:
         missing = self._installation.missing()
         if missing:
             raise RuntimeError(f"nothing was installed for {', '.join(missing)}")
-        return checkpoints
+        return checkpoints, loop
 
 
 def _seed(args: Namespace, iteration: int, microbatch: int, chunk: int) -> None:
