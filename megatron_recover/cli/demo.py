@@ -51,12 +51,12 @@ point = "reduce"
 step = 8
 occurrence = 2
 
-[[fault]]  # a last stage dies in the backward of its third microbatch of the step: 2 -> 1 replicas
+[[fault]]  # a last stage dies in the backward of its fifth microbatch of the step: 2 -> 1 replicas
 replica = 2
 rank = 1
 point = "backward"
 step = 15
-occurrence = 3
+occurrence = 5
 """
 
 
