@@ -1,0 +1,139 @@
+"""The transports against plain gloo: wall time of one sum over 2 to 4 processes at 0.25, 4 and 64 MB.
+
+    python -m benchmarks.transports [--json PATH]
+
+Plain gloo reduces in place and cannot lose a member; ours reduce out of place and can. All take turns in the same processes,
+so a ratio compares neighbours in time; the time of a sum is that of its slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from benchmarks.common import Row, row
+
+SIZES_BYTES = (1 << 18, 1 << 22, 1 << 26)
+NUM_RANKS = (2, 3, 4)
+DEADLINE_S = 120.0
+OURS = ("direct", "gloo")
+BASELINE = "plain gloo all_reduce, in place"
+
+
+def repetitions(size_bytes: int) -> int:
+    return 7 if size_bytes >= 1 << 26 else 21
+
+
+def rank_main(pipe: Connection, rank: int, num_ranks: int) -> None:
+    """One rank: sums when it is told to, answers with its seconds."""
+    import torch
+    from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+    from megatron_recover.collectives.endpoints import open_endpoint
+
+    torch.set_num_threads(1)
+    endpoints = {kind: open_endpoint(kind) for kind in OURS}
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    pipe.send(({kind: endpoint.address for kind, endpoint in endpoints.items()}, store.port if store is not None else 0))
+    everyone, port = pipe.recv()
+    if store is None:
+        store = TCPStore("127.0.0.1", port, is_master=False)
+    plain = ProcessGroupGloo(PrefixStore("plain", store), rank, num_ranks, timeout=timedelta(seconds=DEADLINE_S))
+    transports = {
+        kind: endpoint.open(1, rank, {peer: everyone[peer][kind] for peer in range(num_ranks)}, deadline_s=DEADLINE_S)
+        for kind, endpoint in endpoints.items()
+    }
+    source, result = torch.empty(0), torch.empty(0)
+    for tag in range(sys.maxsize):
+        match pipe.recv():
+            case ("size", size_bytes):
+                source = torch.full((size_bytes // 4,), 1e-3)
+                result = torch.empty_like(source)
+            case ("sum", kind):
+                plain.barrier().wait()
+                started = time.perf_counter()
+                if kind == "plain":
+                    plain.allreduce([source]).wait()
+                else:
+                    transports[kind].sum_into([source], [result], tag=tag, deadline_s=DEADLINE_S)
+                pipe.send(time.perf_counter() - started)
+            case ("end",):
+                return
+
+
+def measure(num_ranks: int) -> Iterator[tuple[int, dict[str, list[float]]]]:
+    """Size in bytes and seconds per repetition of each kind, the slowest rank's."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "megatron_recover.collectives.gloo"])
+    pipes: list[Connection] = []
+    processes: list[Any] = []
+    try:
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            processes.append(context.Process(target=rank_main, args=(theirs, rank, num_ranks), daemon=True))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        answers = [pipe.recv() for pipe in pipes]
+        tell(pipes, ([addresses for addresses, _ in answers], answers[0][1]))
+        for size_bytes in SIZES_BYTES:
+            tell(pipes, ("size", size_bytes))
+            seconds: dict[str, list[float]] = {kind: [] for kind in ("plain", *OURS)}
+            for repetition in range(repetitions(size_bytes) + 1):
+                for kind, values in seconds.items():
+                    tell(pipes, ("sum", kind))
+                    slowest = max(pipe.recv() for pipe in pipes)
+                    if repetition:  # the first one connects and touches fresh memory
+                        values.append(slowest)
+            yield size_bytes, seconds
+        tell(pipes, ("end",))
+    finally:
+        for process in processes:
+            process.join(5)
+            process.kill()
+
+
+def tell(pipes: Iterable[Connection], message: Any) -> None:
+    for pipe in pipes:
+        pipe.send(message)
+
+
+def rows() -> list[Row]:
+    """For each size and number of ranks: plain gloo's milliseconds, and the ratio of each of our transports to it."""
+    found: list[Row] = []
+    for num_ranks in NUM_RANKS:
+        for size_bytes, seconds in measure(num_ranks):
+            cell = f"{size_bytes / (1 << 20):g} MB, {num_ranks} ranks"
+            found.append(row(f"plain gloo, {cell}", [1e3 * value for value in seconds["plain"]], "ms"))
+            for kind in OURS:
+                ratios = [ours / plain for ours, plain in zip(seconds[kind], seconds["plain"], strict=True)]
+                found.append(row(f"{kind} transport / plain gloo, {cell}", ratios, "x", baseline=BASELINE))
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print the table, write the rows."""
+    from benchmarks.run import table
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.transports", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows as JSON")
+    arguments = parser.parse_args(argv)
+    measured = rows()
+    Console().print(table(measured))
+    if arguments.json:
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(measured), indent=2) + b"\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
