@@ -45,6 +45,10 @@ class End(msgspec.Struct, frozen=True):
         return f"exit code {self.status}"
 
 
+class AgentLost(RuntimeError):
+    """The fork server does not answer; the kernel kills the ranks of one that has ended."""
+
+
 class _Process:
     def __init__(self, replica: int, rank: int, pid: int, pidfd: int) -> None:
         self.replica, self.rank, self.pid, self.pidfd = replica, rank, pid, pidfd
@@ -95,12 +99,12 @@ class Agent:
         self._decode = msgspec.json.Decoder(forkserver.Reply).decode
 
     def is_ready(self) -> bool:
-        """Whether the modules are imported. Raises RuntimeError, with the log's last line, when they cannot be."""
+        """Whether the modules are imported. Raises `AgentLost`, with the log's last line, when they cannot be."""
         try:
             return isinstance(self._receive(), forkserver.Ready)
-        except RuntimeError as error:
+        except AgentLost as error:
             lines = self._log.read_text(errors="replace").strip().splitlines() or ["no output"]
-            raise RuntimeError(f"{error}; it ends with: {lines[-1]}") from error
+            raise AgentLost(f"{error}; it ends with: {lines[-1]}") from error
 
     def spawn(self, replica: int, rank: int, *, argv: tuple[str, ...], environment: dict[str, str], log: Path) -> int:
         """Fork a rank that runs the script `argv` with its output in `log`; its pid."""
@@ -112,7 +116,7 @@ class Agent:
             os.close(output)
         while not isinstance(reply := self._receive(deadline_s=_FORK_DEADLINE_S), forkserver.Started):
             if reply is None:
-                raise RuntimeError(f"the fork server did not start a rank within {_FORK_DEADLINE_S:g} s; see {self._log}")
+                raise AgentLost(f"the fork server did not start a rank within {_FORK_DEADLINE_S:g} s; see {self._log}")
             self._pending.append(reply)
         return reply.pid
 
@@ -185,7 +189,7 @@ class Agent:
             return None
         packet, descriptors, _, _ = socket.recv_fds(self._control, forkserver.MAX_PACKET_BYTES, 1)
         if not packet:
-            raise RuntimeError(f"the fork server has ended; its output is in {self._log}")
+            raise AgentLost(f"the fork server has ended; its output is in {self._log}")
         reply: forkserver.Reply = self._decode(packet)
         if isinstance(reply, forkserver.Started):
             [pidfd] = descriptors

@@ -16,7 +16,7 @@ import msgspec
 
 from megatron_recover import config as settings
 from megatron_recover import trace
-from megatron_recover.cluster.agent import Agent, End
+from megatron_recover.cluster.agent import Agent, AgentLost, End
 from megatron_recover.cluster.console import Console
 from megatron_recover.cluster.job import LOGS, Job, Ports, write_description
 from megatron_recover.cluster.membership import Membership
@@ -99,6 +99,8 @@ class Launcher:
             if self._wait_for_imports():
                 self._spawn_all()
                 self._watch()
+        except AgentLost as error:
+            self._end(ExitCode.FAILED, str(error))
         finally:
             self._agent.close()
             self._console.poll()
@@ -113,16 +115,12 @@ class Launcher:
     # --- Start -------------------------------------------------------------------------------------------------------
 
     def _wait_for_imports(self) -> bool:
-        """False if a signal or an import error ended the wait."""
+        """False if a signal or the deadline ended the wait. Raises `AgentLost` where an import fails."""
         deadline = time.monotonic() + _IMPORT_DEADLINE_S
         while not self._num_signals:
-            try:
-                if self._agent.is_ready():
-                    self._loop.watch_readable(self._agent.fileno(), lambda: None)
-                    return True
-            except RuntimeError as error:
-                self._end(ExitCode.FAILED, str(error))
-                return False
+            if self._agent.is_ready():
+                self._loop.watch_readable(self._agent.fileno(), lambda: None)
+                return True
             if time.monotonic() > deadline:
                 self._end(ExitCode.FAILED, f"importing took more than {_IMPORT_DEADLINE_S:.0f} s")
                 return False

@@ -155,8 +155,10 @@ def test_nothing_is_left_when_a_parent_is_killed(tmp_path: Path, whom: str) -> N
     job = Running(spec(tmp_path, steps=FOR_EVER))
     [server] = [each for each in job.processes if each.ppid() == job.launcher.pid]
     os.kill(job.launcher.pid if whom == "launcher" else server.pid, signal.SIGKILL)
-    job.launcher.wait(30)
+    code = job.launcher.wait(30)
     job.assert_nothing_left()
+    if whom == "fork server":
+        assert code == ExitCode.FAILED and "the fork server has ended" in job.output.read_text()
 
 
 def test_a_rank_killed_from_outside_is_seen_and_fenced(tmp_path: Path) -> None:
@@ -178,7 +180,8 @@ def test_children_of_a_rank_die_with_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, subprocess\n"
-        f"child = subprocess.Popen(['sleep', '1000'])\nprint(child.pid, file=open({str(tmp_path / 'pid')!r}, 'w'), flush=True)\n"
+        "child = subprocess.Popen(['sleep', '1000'])\n"
+        f"print(child.pid, file=open({str(tmp_path / 'pid')!r}, 'w'), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     agent = Agent(preload=(), environment=dict(os.environ), log=tmp_path / "log")

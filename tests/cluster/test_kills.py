@@ -37,7 +37,7 @@ IN_A_RECOVERY = (
     ("1 0 forward 1", "2 0 promise 1", "0 1 backward 3", "4 1 promise 3"),
     ("1 1 before_reduce 1", "0 0 status 1", "2 0 reduce 3 0", "3 0 status 3"),
     ("4 0 backward 1", "1 0 recompute 1", "2 1 forward 3", "0 1 recompute 3"),
-    ("0 1 reduce 1 2", "1 1 second_reduce 1", "2 0 after_vote 2", "3 0 backward 3"),
+    ("0 1 before_reduce 1", "1 1 second_reduce 1", "2 0 after_vote 2", "3 0 backward 3"),
     ("3 0 backward 1", "2 1 promise 1", "1 1 second_reduce 1", "0 0 in_vote 3"),
 )
 

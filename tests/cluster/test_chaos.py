@@ -1,0 +1,122 @@
+"""Chaos files say what is wrong with them and where; a rate and a seed are a file that can be replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_recover.cluster.chaos import Target, faults_of, parse, render
+from megatron_recover.faults import Fault, FaultInjector, FaultKind, FaultPoint, InjectedFault
+
+TARGET = Target(num_replicas=4, num_ranks=2, num_microbatches=8, num_steps=100)
+GOOD = """
+[[fault]]
+replica = 1
+rank = 0
+point = "backward"
+step = 3
+microbatch = 7
+
+[[fault]]
+replica = 2
+rank = 1
+point = "promise"
+kind = "stop"
+"""
+
+
+def test_a_file_and_its_rendering_mean_the_same() -> None:
+    faults = parse(GOOD, TARGET)
+    assert faults == (
+        Fault(replica=1, rank=0, point=FaultPoint.BACKWARD, step=3, microbatch=7),
+        Fault(replica=2, rank=1, point=FaultPoint.PROMISE, kind=FaultKind.STOP),
+    )
+    assert parse(render(faults, "why"), TARGET) == faults
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("microbatch = 7", "microbach = 7", "line 7: unknown key 'microbach'; did you mean 'microbatch'?"),
+        ('kind = "stop"', 'color = "red"', "line 13: unknown key 'color'; known are replica"),
+        ('point = "promise"', 'point = "promised"', "line 12: Invalid enum value 'promised'"),
+        ("rank = 1", "rank = 2", "line 11: rank is 2; this job has 0 to 1"),
+        ("replica = 2", "replica = 4", "line 10: replica is 4; this job has 0 to 3"),
+        ("microbatch = 7", "microbatch = 8", "line 7: microbatch is 8; this job has 0 to 7"),
+        ("step = 3", "step = -3", "line 2: step is -3; it must be 0 or more"),
+        ("step = 3", 'step = "three"', "line 6: Expected `int | null`, got `str`"),
+        ("rank = 0\n", "", "line 2: Object missing required field `rank`"),
+        ("[[fault]]\nreplica = 1", "rate = 1\n[[fault]]\nreplica = 1", "line 2: unknown key 'rate'"),
+        ("step = 3", "step = ", "not a TOML file"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_line(old: str, new: str, message: str) -> None:
+    assert old in GOOD
+    with pytest.raises(ValueError) as refusal:
+        parse(GOOD.replace(old, new, 1), TARGET)
+    assert message in str(refusal.value)
+
+
+def test_a_rate_is_reproduced_by_its_seed_and_by_its_file(tmp_path: Path) -> None:
+    faults, text = faults_of("rate=0.1,seed=7", TARGET)
+    assert faults and faults_of("rate=0.1,seed=7", TARGET)[0] == faults
+    assert faults_of("rate=0.1,seed=8", TARGET)[0] != faults
+    (tmp_path / "chaos.toml").write_text(text)
+    assert faults_of(str(tmp_path / "chaos.toml"), TARGET)[0] == faults
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_random_faults_leave_the_job_enough_replicas(seed: int) -> None:
+    target = Target(num_replicas=4, num_ranks=2, num_microbatches=8, num_steps=100, min_replicas=2)
+    faults, _ = faults_of(f"rate=0.5,seed={seed}", target)
+    hit = [fault.replica for fault in faults]
+    assert len(hit) == len(set(hit)) == 2
+    for fault in faults:
+        fault.check()
+        assert fault.step is not None and fault.step < 100 and fault.rank < 2
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("missing.toml", "there is no such file"),
+        ("rate=2,seed=1", "rate is 2.0; it is a probability"),
+        ("rate=0.1", "missing required field `seed`"),
+        ("rate=0.1,sed=7", "'sed' is unknown"),
+        ("rate=often,seed=7", "Expected `float`"),
+    ],
+)
+def test_a_wrong_argument_is_refused(argument: str, message: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        faults_of(argument, TARGET)
+    assert message in str(refusal.value) and argument in str(refusal.value)
+
+
+def test_a_rate_needs_a_number_of_steps() -> None:
+    target = Target(num_replicas=4, num_ranks=2, num_microbatches=8, num_steps=None)
+    with pytest.raises(ValueError, match="number of steps is not known"):
+        faults_of("rate=0.1,seed=7", target)
+    assert max(fault.step or 0 for fault in faults_of("rate=1,seed=7,steps=3", target)[0]) < 3
+
+
+def test_the_injector_strikes_once_at_the_nth_passage_and_records_before() -> None:
+    recorded: list[dict[str, object]] = []
+    faults = [
+        Fault(replica=0, rank=1, point=FaultPoint.FORWARD, kind=FaultKind.RAISE, step=2, occurrence=2),
+        Fault(replica=1, rank=1, point=FaultPoint.FORWARD, kind=FaultKind.RAISE),
+    ]
+    injector = FaultInjector(faults, replica=0, rank=1, record=lambda **fields: recorded.append(fields))
+    injector.at(FaultPoint.FORWARD, step=1, microbatch=0)
+    injector.at(FaultPoint.BACKWARD, step=2, microbatch=0)
+    injector.at(FaultPoint.FORWARD, step=2, microbatch=0)
+    assert recorded == []
+    with pytest.raises(InjectedFault, match="microbatch 4"):
+        injector.at(FaultPoint.FORWARD, step=2, microbatch=4)
+    assert [(each["point"], each["kind"], each["microbatch"]) for each in recorded] == [("forward", "raise", 4)]
+    injector.at(FaultPoint.FORWARD, step=2, microbatch=5)
+    assert len(recorded) == 1
+
+
+def test_without_faults_there_is_no_injector() -> None:
+    assert FaultInjector.of((), replica=0, rank=0, record=lambda **fields: None) is None

@@ -1,0 +1,411 @@
+"""The member against a leader, or a coordinator, that the test plays: what is held, revoked, acknowledged and given up, when."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from megatron_recover import trace
+from megatron_recover.collectives.loop import Loop
+from megatron_recover.collectives.member import JobStopped, Member
+from megatron_recover.collectives.transport import Revoked, TransportError
+from megatron_recover.collectives.wire import (
+    Announcement,
+    Enter,
+    Heard,
+    LeaderHello,
+    Link,
+    Message,
+    RankHello,
+    address_of,
+    listen,
+)
+from megatron_recover.config import RankContext, RecoverConfig
+from megatron_recover.core.values import (
+    Apply,
+    Begun,
+    Blocked,
+    BucketVersion,
+    Compute,
+    Ended,
+    Entered,
+    Failing,
+    Finished,
+    Held,
+    Holds,
+    NewGeneration,
+    Plan,
+    Promise,
+    Promised,
+    Raised,
+    Record,
+    Shape,
+    Stop,
+    Work,
+)
+
+pytestmark = pytest.mark.timeout(30)
+
+SHAPE = Shape(2, ((0,), (1,)))
+WORK = Work("train 1", 4, (0, 1))
+PLAN = Plan(0, 1, (0, 1), WORK, (2, 2), (), (Compute((2, 3), (0, 1)),), (0, 1))
+
+
+class FakeTransport:
+    def __init__(self, generation: int, seen: list[str]) -> None:
+        self.generation, self.seen = generation, seen
+
+    def revoke(self) -> None:
+        self.seen.append(f"revoke {self.generation}")
+
+    def close(self) -> None:
+        self.seen.append(f"close {self.generation}")
+
+
+class FakeEndpoint:
+    address = "fake:1"
+
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
+
+    def open(self, generation: int, me: int, addresses: Mapping[int, str], *, deadline_s: float) -> FakeTransport:
+        self.seen.append(f"open {generation} {me} {dict(addresses)}")
+        return FakeTransport(generation, self.seen)
+
+    def close(self) -> None:
+        self.seen.append("endpoint closed")
+
+
+class Partner:
+    """A listening end of the wire that the test plays, in the test's own thread."""
+
+    def __init__(self) -> None:
+        self.loop = Loop()
+        self.listener = listen("127.0.0.1:0")
+        self.address = address_of(self.listener)
+        self.received: list[Message] = []
+        self.closed = False
+        self.link: Link | None = None
+        self.loop.accept(self.listener, self._accepted)
+
+    def _accepted(self, link: Link) -> None:
+        self.link = link
+        self.loop.watch(link, lambda link, message: self.received.append(message), self._lost)
+
+    def _lost(self, link: Link, why: str) -> None:
+        self.closed = True
+
+    def send(self, *messages: Message) -> None:
+        assert self.link is not None
+        for message in messages:
+            self.loop.send(self.link, message)
+
+    def wait(self, condition: Callable[[], object]) -> None:
+        for _ in range(1000):
+            if condition():
+                return
+            self.loop.run_once(0.01)
+        raise AssertionError(f"waited in vain; received so far: {self.received}")
+
+    def expect(self, *messages: Message) -> None:
+        """Wait for exactly these messages, in this order."""
+        self.wait(lambda: len(self.received) >= len(messages))
+        assert tuple(self.received) == messages
+        self.received.clear()
+
+    def close(self) -> None:
+        self.loop.forget_readable(self.listener.fileno())
+        self.listener.close()
+        self.loop.close()
+
+
+@pytest.fixture
+def partner() -> Iterator[Partner]:
+    played = Partner()
+    yield played
+    played.close()
+
+
+class Follower:
+    """Rank 1 of replica 1, with the test as its leader."""
+
+    def __init__(self, leader: Partner, **config: float) -> None:
+        self.seen: list[str] = []
+        self.ended: list[int] = []
+        context = RankContext(
+            replica=1, rank=1, num_ranks=2, num_replicas=2, coordinator="", leader=leader.address, run_dir="", started_at=0.0
+        )  # fmt: skip
+        self.member = Member(
+            context, RecoverConfig(**config), FakeEndpoint(self.seen), record=lambda event: None,
+            end_process=lambda code: self.ended.append(int(code)),
+        )  # fmt: skip
+        self.leader = leader
+
+    def joined(self) -> Follower:
+        joining = threading.Thread(target=lambda: self.member.join(SHAPE, "print"))
+        joining.start()
+        self.leader.expect(RankHello(1, SHAPE, f"{SHAPE} print", "fake:1"))
+        self.leader.send(Enter(Promise(1, (0, 1)), ((0, "a"), (1, "b"))))
+        self.leader.expect(Promised(1, 1))
+        joining.join(10)
+        assert not joining.is_alive()
+        return self
+
+    def planned(self) -> Follower:
+        assert self.member.begin(WORK) == 0
+        self.leader.expect(Begun(1, 0, WORK))
+        self.leader.send(PLAN)
+        assert self.member.next_order() == PLAN
+        assert (self.member.generation, self.member.roster) == (1, (0, 1))
+        return self
+
+    def close(self) -> None:
+        self.leader.send(Stop(0, "over"))
+        with contextlib.suppress(JobStopped):  # what the test itself made of it
+            self.member.close()
+
+
+@pytest.fixture
+def follower(partner: Partner) -> Iterator[Follower]:
+    made = Follower(partner).joined().planned()
+    yield made
+    made.close()
+
+
+def test_a_step_without_failures_is_one_report_and_one_order(follower: Follower) -> None:
+    member = follower.member
+    member.transport(1)
+    member.transport(1)
+    assert follower.seen == ["open 1 1 {0: 'a', 1: 'b'}"]
+    assert member.hold(Held(1, 1, 99))
+    follower.leader.expect(Holds(1, 0, (Held(1, 1, 99),)))
+    record = Record(0, "train 1", (BucketVersion(0, 1, (5,)), BucketVersion(1, 1, (99,))))
+    follower.leader.send(Apply(record, 1, (0, 1)))
+    assert member.next_order() == Apply(record, 1, (0, 1))
+    assert member.begin(Work("train 2", 4, (0, 1))) == 1
+
+
+def test_a_promise_revokes_reports_what_is_held_and_then_acknowledges(partner: Partner) -> None:
+    two_buckets = Shape(2, ((0, 1), (1,)))
+    follower = Follower(partner)
+    joining = threading.Thread(target=lambda: follower.member.join(two_buckets, ""))
+    joining.start()
+    partner.wait(lambda: partner.received)
+    partner.received.clear()
+    partner.send(Enter(Promise(1, (0, 1)), ((0, "a"), (1, "b"))))
+    partner.expect(Promised(1, 1))
+    joining.join(10)
+    follower.planned()
+    follower.member.transport(1)
+    assert follower.member.hold(Held(0, 1, 7)), "one of the two results of the plan"
+    partner.send(Enter(Promise(2, (1,)), ((1, "b"),)))
+    partner.expect(Holds(1, 0, (Held(0, 1, 7),)), Promised(1, 2))
+    assert follower.seen[-1] == "revoke 1", "it acknowledged before the old transport was retired"
+    assert not follower.member.hold(Held(1, 1, 8)), "a result of an old generation was registered behind the promise"
+    with pytest.raises(Revoked):
+        follower.member.transport(1)
+    assert partner.received == []
+    follower.close()
+
+
+def test_an_old_promise_changes_nothing(follower: Follower) -> None:
+    follower.leader.send(Enter(Promise(3, (0, 1)), ((0, "new a"), (1, "b"))))
+    follower.leader.expect(Promised(1, 3))
+    follower.leader.send(Enter(Promise(2, (0, 1)), ((0, "old a"), (1, "b"))))
+    follower.leader.send(Plan(0, 3, (0, 1), WORK, (2, 2), (), (), (0, 1)))
+    follower.member.next_order()
+    follower.member.transport(3)
+    assert follower.seen[-1] == "open 3 1 {0: 'new a', 1: 'b'}"
+
+
+def test_a_failed_reduction_is_reported_once_and_not_when_it_was_revoked(follower: Follower) -> None:
+    follower.member.blocked(1, TransportError("a broken link"))
+    follower.leader.expect(Blocked(1, 1, "TransportError: a broken link"))
+    follower.leader.send(Enter(Promise(2, (0, 1)), ((0, "a"), (1, "b"))))
+    follower.leader.expect(Promised(1, 2))
+    follower.member.blocked(1, TransportError("late"))
+    assert follower.leader.received == []
+
+
+def test_last_words_are_on_their_way_before_the_process_ends(follower: Follower) -> None:
+    saying = threading.Thread(target=lambda: follower.member.raised(3, ValueError("nan")))
+    saying.start()
+    follower.leader.expect(Raised(1, 0, "train 1", 3, "ValueError: nan"))
+    assert saying.is_alive(), "it did not wait until its leader had passed the report on"
+    follower.leader.send(Heard())
+    saying.join(10)
+    assert not saying.is_alive()
+
+
+def test_requests_ride_with_the_next_step(partner: Partner) -> None:
+    follower = Follower(partner).joined()
+    follower.member.request("exit: SIGTERM")
+    follower.member.begin(WORK, ["checkpoint"])
+    partner.expect(Begun(1, 0, WORK, ("checkpoint", "exit: SIGTERM")))
+    follower.close()
+
+
+def test_the_end_waits_for_the_job(partner: Partner) -> None:
+    follower = Follower(partner).joined()
+    closing = threading.Thread(target=follower.member.close)
+    closing.start()
+    partner.expect(Ended(1))
+    partner.send(Enter(Promise(2, (0, 1)), ((0, "a"), (1, "b"))))
+    partner.expect(Promised(1, 2))
+    assert closing.is_alive(), "it left although another replica may need what it knows"
+    partner.send(Stop(0, "training finished"))
+    closing.join(10)
+    assert not closing.is_alive()
+    partner.wait(lambda: partner.closed)
+    assert follower.seen[-1] == "endpoint closed"
+
+
+def test_a_stop_is_raised_with_its_code_and_no_except_exception_holds_it_up(follower: Follower) -> None:
+    follower.leader.send(Stop(12, "replicas disagree"))
+    with pytest.raises(JobStopped, match="replicas disagree") as stopped:
+        follower.member.next_order()
+    assert (stopped.value.exit_code, stopped.value.code) == (12, 12)
+    assert not isinstance(stopped.value, Exception)
+
+
+def test_a_lost_leader_ends_the_rank_even_if_the_training_thread_is_stuck(partner: Partner) -> None:
+    follower = Follower(partner, follow_timeout_s=0.05).joined().planned()
+    follower.member.transport(1)
+    assert partner.link is not None
+    partner.loop.drop(partner.link)
+    with pytest.raises(JobStopped, match="rank 0 of replica 1 is gone"):
+        follower.member.next_order()
+    partner.wait(lambda: follower.ended)  # nobody closed the member: its process is ended from the control thread
+    assert follower.ended == [1] and follower.seen[-1] == "revoke 1"
+    with pytest.raises(JobStopped):
+        follower.member.close()
+
+
+def test_a_forked_child_has_none_of_our_sockets(follower: Follower) -> None:
+    ours = {os.fstat(number).st_ino for number in sockets()}
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        kept = ours & {os.fstat(number).st_ino for number in sockets()}
+        # The test's own ends (listener, link, loop) are in this process too; the member's are the rest.
+        os.write(writing, str(len(kept)).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    kept = int(os.read(reading, 10))
+    os.close(reading)
+    os.close(writing)
+    assert len(ours) - kept == 3, "the uplink and both ends of the waker"
+    follower.member.blocked(1, TransportError("still alive"))
+    follower.leader.expect(Blocked(1, 1, "TransportError: still alive"))
+
+
+def sockets() -> list[int]:
+    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    return [number for number in numbers if os.path.exists(f"/proc/self/fd/{number}") and is_socket(number)]
+
+
+def is_socket(number: int) -> bool:
+    return stat.S_ISSOCK(os.fstat(number).st_mode)
+
+
+# --- The leader, with the test as the coordinator --------------------------------------------------------------------------
+
+
+class Alone:
+    """The only rank of the only replica; the test is the coordinator."""
+
+    def __init__(self, coordinator: Partner, free: str) -> None:
+        self.events: list[trace.Event] = []
+        self.ended: list[int] = []
+        context = RankContext(
+            replica=0, rank=0, num_ranks=1, num_replicas=1, coordinator=coordinator.address, leader=free, run_dir="",
+            started_at=0.0,
+        )  # fmt: skip
+        self.member = Member(
+            context, RecoverConfig(follow_timeout_s=0.05), FakeEndpoint([]), record=self.events.append,
+            end_process=lambda code: self.ended.append(int(code)),
+        )  # fmt: skip
+        joining = threading.Thread(target=lambda: self.member.join(Shape(1, ((0,),)), "print"))
+        joining.start()
+        coordinator.wait(lambda: coordinator.received)
+        [hello] = coordinator.received
+        assert isinstance(hello, LeaderHello)
+        coordinator.received.clear()
+        coordinator.send(Announcement(NewGeneration(1, (0,)), (hello.peer,), 0.0))
+        coordinator.expect(Entered(0, 1, 0))
+        joining.join(10)
+        self.peer = hello.peer
+
+    def names(self) -> list[str]:
+        return [type(event).__name__ for event in self.events]
+
+
+@pytest.fixture
+def free() -> str:
+    listener = listen("127.0.0.1:0")
+    address = address_of(listener)
+    listener.close()
+    return address
+
+
+def test_a_leader_alone_commits_by_its_own_vote(partner: Partner, free: str) -> None:
+    alone = Alone(partner, free)
+    member = alone.member
+    assert member.begin(Work("train 1", 2, (0,))) == 0
+    plan = member.next_order()
+    assert isinstance(plan, Plan) and plan.computes == (Compute((0, 1), (0,)),)
+    member.transport(1)
+    assert member.hold(Held(0, 1, 9))
+    apply = member.next_order()
+    assert isinstance(apply, Apply) and apply.record.versions == (BucketVersion(0, 1, (9,)),)
+    assert alone.names() == ["Joined", "Entered", "Status", "Plan", "Voted", "Committed"]
+    closing = threading.Thread(target=member.close)
+    closing.start()
+    partner.expect(Finished(0, 0))
+    partner.send(Stop(0, "training finished"))
+    closing.join(10)
+    assert not closing.is_alive()
+
+
+def test_a_failing_computation_reaches_the_coordinator_before_raised_returns(partner: Partner, free: str) -> None:
+    alone = Alone(partner, free)
+    alone.member.begin(Work("train 1", 2, (0,)))
+    alone.member.next_order()
+    alone.member.raised(1, ValueError("nan"))
+    partner.expect(Failing(0, "train 1", 1, "ValueError: nan"))
+    partner.send(Stop(11, "poisoned"))
+    with pytest.raises(JobStopped, match="poisoned"):
+        alone.member.close()
+
+
+def test_a_lost_coordinator_ends_the_replica(partner: Partner, free: str) -> None:
+    alone = Alone(partner, free)
+    assert partner.link is not None
+    partner.loop.drop(partner.link)
+    with pytest.raises(JobStopped, match="the coordinator is gone"):
+        alone.member.begin(Work("train 1", 2, (0,)))
+        while True:
+            alone.member.next_order()
+    partner.wait(lambda: alone.ended)
+    with pytest.raises(JobStopped):
+        alone.member.close()
+
+
+def test_strangers_at_the_leaders_door_are_shown_out(partner: Partner, free: str, tmp_path: Path) -> None:
+    import socket
+
+    alone = Alone(partner, free)
+    host, _, port = free.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=5) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert stranger.recv(1) == b""
+    assert alone.member.begin(Work("train 1", 2, (0,))) == 0
+    assert isinstance(alone.member.next_order(), Plan)
+    partner.send(Stop(0, "over"))
+    alone.member.close()

@@ -1,0 +1,162 @@
+"""Frames survive any cutting of the byte stream; what is no frame, no message or too long ends the link and nothing else."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_recover.collectives.loop import Loop
+from megatron_recover.collectives.wire import (
+    FORMAT_VERSION,
+    MAX_BODY_BYTES,
+    Enter,
+    Link,
+    LinkClosed,
+    Message,
+    PeerHello,
+    RankHello,
+    address_of,
+    connect,
+    listen,
+)
+from megatron_recover.core.values import BucketVersion, Held, Holds, Promise, Record, Shape, Status, Vote, Work
+
+pytestmark = pytest.mark.timeout(30)
+
+MESSAGES: tuple[Message, ...] = (
+    RankHello(1, Shape(2, ((0,), (0, 1))), "fingerprint", "127.0.0.1:1/token"),
+    Enter(Promise(3, (0, 2)), ((0, "a:1"), (2, "b:2"))),
+    Holds(1, 7, (Held(0, 3, 2**32 - 1),)),
+    Vote(2, 3, Record(7, "train 8", (BucketVersion(0, 3, (1, 2)),), ("exit: SIGTERM",))),
+    Status(0, 3, 7, Work("train 8", 4, (0, 1)), ((0, 1), ()), (), None),
+)
+
+
+def pair() -> tuple[Link, socket.socket]:
+    ours, theirs = socket.socketpair()
+    return Link(ours), theirs
+
+
+def frames(*messages: Message) -> bytes:
+    link, theirs = pair()
+    for message in messages:
+        link.send(message)
+    link.close()
+    text = b""
+    while chunk := theirs.recv(2**16):
+        text += chunk
+    theirs.close()
+    return text
+
+
+@given(cuts=st.lists(st.integers(0, 600), max_size=12))
+def test_messages_arrive_equal_and_in_order_however_the_stream_is_cut(cuts: list[int]) -> None:
+    text, received = frames(*MESSAGES), []
+    link, theirs = pair()
+    borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    for start, end in zip(borders, borders[1:], strict=False):
+        theirs.sendall(text[start:end])
+        received += link.receive()
+    theirs.close()
+    link.close()
+    assert tuple(received) == MESSAGES
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("!2sHI", b"mr", FORMAT_VERSION + 1, 1) + b"\x80",
+        struct.pack("!2sHI", b"mr", FORMAT_VERSION, MAX_BODY_BYTES + 1),
+        struct.pack("!2sHI", b"mr", FORMAT_VERSION, 3) + b"\xc1\xc1\xc1",
+        struct.pack("!2sHI", b"mr", FORMAT_VERSION, 6) + b"\x81\xa4type",
+    ],
+    ids=["stranger", "other version", "too long", "no msgpack", "no message"],
+)
+def test_what_is_no_message_closes_the_link(text: bytes) -> None:
+    link, theirs = pair()
+    theirs.sendall(text)
+    with pytest.raises(LinkClosed):
+        link.receive()
+    theirs.close()
+    link.close()
+
+
+def test_complete_messages_come_before_the_end_of_the_stream() -> None:
+    link, theirs = pair()
+    theirs.sendall(frames(*MESSAGES) + b"mr")
+    theirs.close()
+    assert tuple(link.receive()) == MESSAGES
+    with pytest.raises(LinkClosed):
+        link.receive()
+    link.close()
+
+
+def test_sending_never_blocks_on_a_peer_that_does_not_read() -> None:
+    link, theirs = pair()
+    large = Enter(Promise(1, (0,)), tuple((number, "x" * 100) for number in range(20_000)))
+    for _ in range(3):
+        link.send(large)
+    assert link.wants_write
+    received = Link(theirs)
+    arrived: list[Message] = []
+    while len(arrived) < 3:
+        arrived += received.receive()
+        link.flush()
+    assert arrived == [large] * 3 and not link.wants_write
+    link.close()
+    received.close()
+
+
+def test_the_loop_tells_messages_then_the_end_and_forgets_the_link() -> None:
+    loop, seen = Loop(), []
+    listener = listen("127.0.0.1:0")
+    loop.accept(
+        listener,
+        lambda link: loop.watch(
+            link, lambda link, message: seen.append(message), lambda link, why: seen.append("closed")
+        ),  # fmt: skip
+    )
+    client = connect(address_of(listener))
+    loop.watch(client, lambda link, message: None, lambda link, why: None)
+    loop.send(client, PeerHello(3))
+    while len(seen) < 1:
+        loop.run_once(1.0)
+    loop.drop(client)
+    loop.send(client, PeerHello(4))
+    while len(seen) < 2:
+        loop.run_once(1.0)
+    assert seen == [PeerHello(3), "closed"]
+    loop.forget_readable(listener.fileno())
+    listener.close()
+    loop.close()
+
+
+def test_a_refused_connection_is_a_closed_link() -> None:
+    listener = listen("127.0.0.1:0")
+    address = address_of(listener)
+    listener.close()
+    loop, seen = Loop(), []
+    try:
+        loop.watch(connect(address), lambda link, message: None, lambda link, why: seen.append(why))
+        while not seen:
+            loop.run_once(1.0)
+    except LinkClosed as closed:
+        seen.append(str(closed))
+    assert "refused" in seen[0].lower()
+    loop.close()
+
+
+def test_timers_and_posted_calls_are_made_in_order() -> None:
+    loop, made = Loop(), []
+    loop.after(0.02, lambda: made.append("late"))
+    loop.after(0.0, lambda: made.append("early"))
+    loop.post(lambda: made.append("posted"))
+    while len(made) < 3:
+        loop.run_once(1.0)
+    assert made == ["posted", "early", "late"]
+    loop.close()
