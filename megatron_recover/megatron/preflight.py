@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 import msgspec
 
 from megatron_recover.config import RecoverConfig
+from megatron_recover.megatron import seams
 from megatron_recover.megatron.arguments import add_recover_arguments, flag_of, recover_config, refusals
 from megatron_recover.trace import Layout
 
@@ -117,6 +118,10 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
 
     Raises ValueError with one line per mistake, each with the offending flag and the remedy.
     """
+    declared = seams.load()
+    unsupported = seams.unsupported_version(declared)
+    if unsupported:
+        raise ValueError(seams.refusal(declared, unsupported))
     parser = _Parser(allow_abbrev=False, add_help=False)
     for flag, declaration in FLAGS.items():
         parser.add_argument(flag, **declaration)

@@ -71,18 +71,30 @@ def _folder() -> Traversable:
         return Path(__file__).resolve().parents[2] / "patches"
 
 
-def misfits(seams: Sequence[Seam]) -> list[str]:
-    """What does not fit the installed Megatron, one line each; empty if everything does."""
+def unsupported_version(seams: Sequence[Seam]) -> list[str]:
+    """Seams that were not checked against the installed version, one line each; needs no import of Megatron."""
     try:
         installed = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         return ["megatron-core is not installed"]
-    found = []
-    for seam in seams:
-        if not any(f"{installed}.".startswith(f"{version}.") for version in seam.versions):
-            found.append(f"{seam.name}: megatron-core is {installed}, checked were {', '.join(seam.versions)}")
-        found.extend(f"{seam.name}: {line}" for line in _misfits_of(seam))
-    return found
+    return [
+        f"{seam.name}: megatron-core is {installed}, checked were {', '.join(seam.versions)}"
+        for seam in seams
+        if not any(f"{installed}.".startswith(f"{version}.") for version in seam.versions)
+    ]
+
+
+def misfits(seams: Sequence[Seam]) -> list[str]:
+    """What does not fit the installed Megatron, one line each; empty if everything does. Imports what it looks at."""
+    return [*unsupported_version(seams), *(f"{seam.name}: {line}" for seam in seams for line in _misfits_of(seam))]
+
+
+def refusal(seams: Sequence[Seam], found: Sequence[str]) -> str:
+    """The message for a Megatron with these misfits."""
+    checked = sorted({version for seam in seams for version in seam.versions})
+    lines = "\n  ".join(found)
+    remedy = f"install megatron-core {' or '.join(checked)} (pip install 'megatron-core=={checked[-1]}.*')"
+    return f"the installed Megatron is not supported; {remedy}:\n  {lines}"
 
 
 def _misfits_of(seam: Seam) -> list[str]:
@@ -122,11 +134,7 @@ class Installation:
         """Look everything up; raises `UnsupportedMegatron` unless all seams fit."""
         found = misfits(seams)
         if found:
-            checked = sorted({version for seam in seams for version in seam.versions})
-            raise UnsupportedMegatron(
-                "this Megatron does not fit:\n  " + "\n  ".join(found)
-                + f"\nInstall megatron-core {' or '.join(checked)} (pip install 'megatron-core=={checked[-1]}.*')."
-            )  # fmt: skip
+            raise UnsupportedMegatron(refusal(seams, found))
         self._seams = {seam.name: seam for seam in seams}
         self.originals: Mapping[str, Any] = {seam.name: _look_up(seam.module, seam.target) for seam in seams}
         """What Megatron has behind each seam."""

@@ -1,0 +1,134 @@
+"""A command line is judged before any worker starts: what is wrong, with the flag and the remedy, and nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_recover.megatron.arguments import REFUSALS
+from megatron_recover.megatron.preflight import FLAGS, Preflight, preflight
+from megatron_recover.trace import Layout
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    for end in (".bin", ".idx"):
+        (tmp_path / f"text{end}").touch()
+    return str(tmp_path / "text")
+
+
+def judge(data: str, flags: str = "", *, replicas: int = 2, lanes: int = 1) -> Preflight:
+    base = f"--num-layers 4 --num-attention-heads 4 --micro-batch-size 2 --global-batch-size 16 --data-path {data} "
+    return preflight((base + flags).split(), num_replicas=replicas, lanes=lanes)
+
+
+def refused(data: str, flags: str, **shape: int) -> list[str]:
+    with pytest.raises(ValueError) as refusal:
+        judge(data, flags, **shape)
+    return str(refusal.value).splitlines()
+
+
+def test_layout_of_a_job(data: str) -> None:
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --seed 7"
+    found = judge(data, flags + " --recover-determinism exact", replicas=3, lanes=2)
+    assert found.layout == Layout(tp=2, pp=2, cp=1, lanes=2, vpp=2)
+    assert (found.config.determinism, found.seed, found.num_microbatches) == ("exact", 7, 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "shape", "expected"),
+    [
+        ("--global-batch-size 4", {"replicas": 3}, "--global-batch-size 4 is 2 microbatches"),
+        ("--global-batch-size 15", {}, "--global-batch-size 15 is not a multiple of --micro-batch-size 2"),
+        ("", {"lanes": 3}, "--global-batch-size 16 is not a multiple of --micro-batch-size 2 x --lanes 3"),
+        ("", {"replicas": 0}, "--replicas is 0"),
+        ("--micro-batch-size x", {}, "--micro-batch-size: invalid int value"),
+        ("--pipeline-model-parallel-size 3", {}, "--pipeline-model-parallel-size 3 does not divide --num-layers 4"),
+        ("--tensor-model-parallel-size 3", {}, "--tensor-model-parallel-size 3 does not divide --num-attention-heads 4"),
+        ("--tensor-model-parallel-size 0", {}, "--tensor-model-parallel-size is 0"),
+        ("--num-layers-per-virtual-pipeline-stage 1", {}, "needs --pipeline-model-parallel-size of at least 2"),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3", {}, "does not divide the 2 layers"),
+        ("--expert-model-parallel-size 2", {}, "--expert-model-parallel-size 2 does not divide"),
+        ("--eval-global-batch-size 5", {}, "--eval-global-batch-size 5 is not a multiple"),
+        ("--step-batch-size-schedule 0:2,10:16", {}, "--step-batch-size-schedule 2 is 1 microbatches"),
+        ("--data-path /nowhere/text", {}, "megatron-recover data --output /nowhere/text"),
+        ("--data-path 0.5 {data} 0.5 /nowhere/text", {}, "/nowhere/text.bin and /nowhere/text.idx not found"),
+        ("--data-path", {}, "--data-path is missing"),
+        ("--data-args-path /nowhere", {}, "--data-args-path /nowhere does not exist"),
+        ("--recover-min-replica 1", {}, "did you mean --recover-min-replicas?"),
+        ("--recover-min-replicas 3", {}, "--recover-min-replicas is 3, but the job starts with --replicas 2"),
+        ("--recover-stall-timeout-s 0", {}, "--recover-stall-timeout-s is 0"),
+        ("--recover-determinism sometimes", {}, "--recover-determinism: invalid choice"),
+    ],
+)
+def test_mistakes_are_named(flags: str, shape: dict[str, int], expected: str, data: str) -> None:
+    [line] = refused(data, flags.format(data=data), **shape)
+    assert expected in line
+
+
+def test_all_mistakes_at_once(data: str) -> None:
+    lines = refused(data, "--global-batch-size 2 --data-path /nowhere --overlap-grad-reduce --recover-min-replicas 9")
+    assert len(lines) == 4
+
+
+VALUES = {
+    "--moe-router-load-balancing-type": "global_aux_loss",
+    "--fp8-format": "hybrid",
+    "--num-distributed-optimizer-instances": "2",
+    "--cuda-graph-impl": "local",
+    "--rerun-mode": "validate_results",
+    "--dataloader-type": "cyclic",
+    "--ckpt-format": "fsdp_dtensor",
+    "--yaml-cfg": "job.yaml",
+    "--wandb-project": "mine",
+}
+"""Values that are refused, of flags that take one and for which 4 is none."""
+
+
+@pytest.mark.parametrize("flag", [refusal.flag for refusal in REFUSALS])
+def test_what_is_not_supported_is_refused_by_name(flag: str, data: str) -> None:
+    takes_value = FLAGS[flag].get("action") is None
+    argument = f"{flag} {VALUES.get(flag, '4')}" if takes_value else flag
+    [line] = refused(data, argument, lanes=2)
+    assert line.startswith(f"{flag} is not supported with replicas: ")
+    assert "; " in line
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--moe-router-load-balancing-type aux_loss seq_aux_loss",
+        "--fp8-format hybrid --fp8-recipe tensorwise",
+        "--ddp-average-in-collective",
+        "--rerun-mode disabled --dataloader-type single --ckpt-format torch --cuda-graph-impl none",
+        "--use-distributed-optimizer --calculate-per-token-loss --bf16 --log-throughput --swiglu",
+    ],
+)
+def test_what_is_supported_is_taken(flags: str, data: str) -> None:
+    judge(data, flags)
+
+
+def test_flags_are_declared_as_megatron_declares_them() -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    actions = {
+        option: action
+        for action in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions
+        for option in action.option_strings
+    }
+    parser = argparse.ArgumentParser()
+    for flag, declaration in FLAGS.items():
+        ours = parser.add_argument(flag, **declaration)
+        upstream = actions[flag]
+        assert (ours.dest, ours.nargs) == (upstream.dest, upstream.nargs), flag
+        if flag != "--rerun-mode":  # left alone it is ours: disabled
+            assert ours.default == upstream.default, flag
+
+
+def test_needs_no_torch() -> None:
+    code = "import sys, megatron_recover.megatron.preflight; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
