@@ -54,14 +54,15 @@ class Fault(NamedTuple):
     delay_s: float = 0.0
 
 
-def pattern(num_bytes: int) -> torch.Tensor:
-    return (torch.arange(num_bytes // 4) % 251 + 1).float()
+def pattern(num_bytes: int, device: str) -> torch.Tensor:
+    return (torch.arange(num_bytes // 4, device=device) % 251 + 1).float()
 
 
-def rank_main(pipe: Connection, kind: str, me: int) -> None:
+def rank_main(pipe: Connection, kind: str, me: int, device: str, environment: Mapping[str, str]) -> None:
     """Body of a rank process."""
+    os.environ.update(environment)
     torch.set_num_threads(1)
-    endpoint = open_endpoint(kind)
+    endpoint = open_endpoint(kind, device=device)
     pipe.send(endpoint.address)
     commands: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     transports: list[Transport] = []
@@ -90,7 +91,7 @@ def rank_main(pipe: Connection, kind: str, me: int) -> None:
                 if generation < promised[0]:  # the promise came first; looked at after the append, so that one of both sees it
                     transports[-1].revoke()
             case ("sum", num_bytes, tag, deadline_s, fault):
-                pipe.send(_sum(pipe, transports[-1], num_bytes, tag, deadline_s, fault, failed))
+                pipe.send(_sum(pipe, transports[-1], pattern(num_bytes, device), tag, deadline_s, fault, failed))
             case ("call", function, arguments):
                 pipe.send(function(endpoint, me, *arguments))
             case ("end",):
@@ -102,13 +103,12 @@ def rank_main(pipe: Connection, kind: str, me: int) -> None:
 def _sum(
     pipe: Connection,
     transport: Transport,
-    num_bytes: int,
+    base: torch.Tensor,
     tag: int,
     deadline_s: float,
     fault: Fault | None,
     failed: list[torch.Tensor],
 ) -> Outcome:
-    base = pattern(num_bytes)
     source, result = base * 2.0**transport.me, torch.full_like(base, CANARY)
 
     def probe(instant: str) -> None:
@@ -128,7 +128,7 @@ def _sum(
     total = float(sum(2**member for member in transport.members))
     outcome = Outcome(
         status, detail, peers, seconds, torch.equal(source, base * 2.0**transport.me), torch.equal(result, base * total),
-        zlib.crc32(result.numpy().tobytes()), all(bool((kept == CANARY).all()) for kept in failed),
+        zlib.crc32(result.cpu().numpy().tobytes()), all(bool((kept == CANARY).all()) for kept in failed),
     )  # fmt: skip
     if status != "done":
         failed.append(result.fill_(CANARY))
@@ -138,14 +138,15 @@ def _sum(
 class Ranks:
     """Some rank processes, one a replica; their test is launcher, agent and coordinator."""
 
-    def __init__(self, kind: str, num_ranks: int) -> None:
+    def __init__(self, kind: str, num_ranks: int, device: str, environment: Callable[[int], Mapping[str, str]]) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self.processes: dict[int, Any] = {}
         self._pipes: dict[int, Connection] = {}
         for rank in range(num_ranks):
             self._pipes[rank], theirs = context.Pipe()
-            self.processes[rank] = context.Process(target=rank_main, args=(theirs, kind, rank), daemon=True)
+            arguments = (theirs, kind, rank, device, environment(rank))
+            self.processes[rank] = context.Process(target=rank_main, args=arguments, daemon=True)
             self.processes[rank].start()
             theirs.close()
         self.addresses: dict[int, str] = {rank: self.receive(rank) for rank in range(num_ranks)}
@@ -192,9 +193,11 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks(kind: str, num_ranks: int) -> Iterator[Ranks]:
-    """Start ranks; whatever happens, none of them is left behind."""
-    started = Ranks(kind, num_ranks)
+def ranks(
+    kind: str, num_ranks: int, device: str = "cpu", environment: Callable[[int], Mapping[str, str]] = lambda rank: {}
+) -> Iterator[Ranks]:
+    """Start ranks, each with its `environment(rank)`; whatever happens, none of them is left behind."""
+    started = Ranks(kind, num_ranks, device, environment)
     try:
         yield started
     finally:

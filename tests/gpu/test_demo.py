@@ -1,0 +1,15 @@
+"""The demo on a GPU. None of this has run yet: docs say "not verified on a GPU" until it has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+
+def test_the_demo_holds_on_cuda() -> None:
+    result = subprocess.run([sys.executable, "-m", "megatron_recover", "demo"], capture_output=True, text=True, timeout=800)
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]

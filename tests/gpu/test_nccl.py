@@ -1,0 +1,98 @@
+"""NCCL with several ranks on one GPU: sums, the stable group, and the kill matrix.
+
+NCCL refuses two ranks on one device of one host, so each rank claims to be a host of its own; that forces NCCL's socket
+transport. None of this has run yet: docs say "not verified on a GPU" until it has.
+"""
+
+from __future__ import annotations
+
+import signal
+import zlib
+from collections.abc import Mapping
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_recover.collectives.group import FaultTolerantGroup
+from megatron_recover.collectives.transport import Endpoint
+from tests.collectives.ranks import Fault, ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+DEADLINE_S = 60.0
+MIB = 1 << 20
+
+
+def one_gpu(rank: int) -> Mapping[str, str]:
+    """NCCL settings under which several ranks share a device."""
+    return {
+        "NCCL_HOSTID": f"rank-{rank}",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_MAX_CTAS": "2",
+        "NCCL_NVLS_ENABLE": "0",
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_sums_over_generations(num_ranks: int) -> None:
+    with ranks("nccl", num_ranks, "cuda", one_gpu) as run:
+        for generation in (1, 2):
+            run.open(generation, range(num_ranks), DEADLINE_S)
+            for tag, size in enumerate((4, 1 << 10, 4 * MIB)):
+                run.sums(range(num_ranks), size, tag, DEADLINE_S)
+                outcomes = run.outcomes(range(num_ranks))
+                assert all(outcome.status == "done" and outcome.right for outcome in outcomes.values()), outcomes
+                assert len({outcome.checksum for outcome in outcomes.values()}) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+@pytest.mark.parametrize("instant", ["before", "sent", "end"])
+@pytest.mark.parametrize("size", [MIB // 4, 4 * MIB, 64 * MIB])
+@pytest.mark.parametrize("members", [2, 3])
+def test_survivors_go_on(members: int, size: int, instant: str, number: signal.Signals) -> None:
+    """As tests/collectives/test_kill_matrix.py; the communicator is warm, since making one together needs everyone."""
+    seed = zlib.crc32(f"{members} {size} {instant} {number}".encode())
+    print(f"seed {seed}")
+    victim = Random(seed).randrange(members)
+    survivors = [member for member in range(members) if member != victim]
+    with ranks("nccl", members, "cuda", one_gpu) as run:
+        run.open(1, range(members), DEADLINE_S)
+        run.sums(range(members), 4096, 1, DEADLINE_S)
+        assert all(outcome.right for outcome in run.outcomes(range(members)).values())
+        if instant == "before":
+            run.signal(victim, number)
+            run.sums(survivors, size, 2, DEADLINE_S)
+        else:
+            run.sums(range(members), size, 2, DEADLINE_S, {victim: Fault(instant, number)})
+            assert run.receive(victim) == f"{number.name} at {instant}"
+        if number == signal.SIGKILL:
+            run.await_end(victim)
+        run.tell(survivors, "promise", 2)
+        for outcome in run.outcomes(survivors).values():
+            assert outcome.source_intact and (outcome.status != "done" or outcome.right), outcome
+            assert outcome.status in {"done", "Revoked", "TransportError", "PeerLost"}, outcome
+        run.open(2, survivors, DEADLINE_S)
+        run.sums(survivors, size, 3, DEADLINE_S)
+        again = run.outcomes(survivors)
+        assert all(outcome.status == "done" and outcome.right for outcome in again.values()), again
+        assert all(outcome.canaries_intact and outcome.source_intact for outcome in again.values()), again
+
+
+def group_script(endpoint: Endpoint, me: int, addresses: dict[int, str]) -> float:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = FaultTolerantGroup(endpoint, me, name="replicas", deadline_s=DEADLINE_S, device="cuda")
+    group.grow(1, addresses)
+    group.register()
+    tensor = torch.full((1000,), 2.0**me, device="cuda")
+    dist.all_reduce(tensor, group=group)
+    dist.broadcast(tensor, group_src=0, group=group)
+    dist.barrier(group=group)
+    return float(tensor.mean().item())
+
+
+def test_the_group_over_nccl() -> None:
+    with ranks("nccl", 2, "cuda", one_gpu) as run:
+        assert run.call(group_script, run.addresses) == {0: 3.0, 1: 3.0}
