@@ -408,27 +408,40 @@ class TraceError(ValueError):
     """A log that cannot be read; the message names file, line and field."""
 
 
+_decode = msgspec.json.Decoder(AnyEvent).decode
+
+
+def parse(line: bytes) -> tuple[AnyEvent | None, str]:
+    """The event of one line of a log (with its newline, if it has one), and the fragment that stands before it or in its place.
+
+    A process that is killed while it writes can leave the beginning of a line: at the end of the file, or with the next
+    process's event right behind it. Such a fragment is no event and no error. Everything else that is not an event of this
+    version raises ValueError.
+    """
+    start = line.rfind(_START_OF_EVENT)
+    whole = line.endswith(b"\n")
+    fragment = line[: max(start, 0)] if whole else line
+    if not fragment.startswith(_START_OF_EVENT[: len(fragment)]):
+        raise ValueError(f"not an event: {line[:60]!r}")
+    try:
+        event = _decode(line[max(start, 0) :]) if whole else None
+    except msgspec.DecodeError as error:  # ValidationError included; its message names the field
+        raise ValueError(str(error)) from error
+    return event, fragment.decode(errors="replace")
+
+
 def read(path: str | Path, on_cut: Callable[[int, str], None] | None = None) -> Iterator[tuple[int, AnyEvent]]:
     """Yield (line number from 1, event) of a log in the order of the file.
 
-    A process that is killed while it writes can leave the beginning of a line: at the end of the file, or with the next
-    process's event right behind it. Such a fragment is no event; `on_cut(line, fragment)` is told. Everything else that is
-    not an event of this version raises `TraceError`.
+    `on_cut(line, fragment)` is told of every fragment (see `parse`). Raises `TraceError` for what is no event.
     """
-    decode = msgspec.json.Decoder(AnyEvent).decode
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
-            start = line.rfind(_START_OF_EVENT)
-            fragment = line[: max(start, 0)] if line.endswith(b"\n") else line
-            if fragment:
-                if not fragment.startswith(_START_OF_EVENT[: len(fragment)]):
-                    raise TraceError(f"{path}:{number}: not an event: {line[:60]!r}")
-                if on_cut is not None:
-                    on_cut(number, fragment.decode(errors="replace"))
-                if not line.endswith(b"\n"):
-                    return
             try:
-                event = decode(line[max(start, 0) :])
-            except msgspec.DecodeError as error:  # ValidationError included; its message names the field
+                event, fragment = parse(line)
+            except ValueError as error:
                 raise TraceError(f"{path}:{number}: {error}") from error
-            yield number, event
+            if fragment and on_cut is not None:
+                on_cut(number, fragment)
+            if event is not None:
+                yield number, event

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-import msgspec
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
@@ -59,7 +58,6 @@ class Console:
             self._live = Live(Text("starting"), console=self._rich, refresh_per_second=8, transient=True)
             self._live.start()
         self._events = _Tail(job.run_dir / trace.EVENTS_FILE)
-        self._decode = msgspec.json.Decoder(trace.AnyEvent).decode
         shown = sorted({0, job.num_ranks - 1})
         self._logs = {
             (replica, rank): _Tail(job.log_of(replica, rank)) for replica in range(job.num_replicas) for rank in shown
@@ -68,6 +66,7 @@ class Console:
         self._roster: tuple[int, ...] = tuple(range(job.num_replicas))
         self._generation = 0
         self._quotas: tuple[int, ...] = ()
+        self._labels: dict[int, str] = {}
         self._progress = "starting"
         self._last_iteration = 0
         self._last_poll = 0.0
@@ -88,7 +87,9 @@ class Console:
                 if replica == min(self._roster, default=replica):
                     self._show(line)
         for line in self._events.lines():
-            self._event(self._decode(line))
+            event, _ = trace.parse(f"{line}\n".encode())  # a killed rank may leave a line torn, and this must not end the run
+            if event is not None:
+                self._event(event)
         self._train_log.flush()
         if self._live is not None:
             quotas = " ".join(map(str, self._quotas))
@@ -135,17 +136,22 @@ class Console:
                     self.says(f"generation {event.generation}: replicas {_names(event.roster)} ({lost or event.reason})")
                 else:
                     self.says(f"generation {event.generation}: replicas {_names(event.roster)}")
-            case trace.Plan() if event.replica == min(event.roster):
-                self._quotas = event.quotas
+            case trace.Plan():
+                self._labels[event.step] = event.label
+                self._labels.pop(event.step - 2, None)  # members are at most one step apart
+                if event.replica == min(event.roster):
+                    self._quotas = event.quotas
             case trace.Fault():
                 where = "".join(
                     f" {name} {value}"
-                    for name, value in (("step", event.step), ("microbatch", event.microbatch), ("bucket", event.bucket))
+                    for name, value in (("microbatch", event.microbatch), ("bucket", event.bucket))
                     if value is not None
                 )
-                self.says(f"FAULT {event.kind} of replica {event.replica} rank {event.rank} at {event.point}{where}")
+                during = f" during {self._labels[event.step]}" if event.step in self._labels else ""
+                self.says(f"FAULT {event.kind} of replica {event.replica} rank {event.rank} at {event.point}{where}{during}")
             case trace.Recovery(phase="commit") if event.replica == min(self._roster, default=-1):
-                self.says(f"step {event.step} was finished without loss in generation {event.generation}")
+                label = self._labels.get(event.step, f"step {event.step}")
+                self.says(f"{label} was finished without loss in generation {event.generation}")
 
     def _show_ends_of_logs(self) -> None:
         """The last lines of what failed, so that nobody has to look for them."""
