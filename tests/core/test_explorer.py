@@ -1,0 +1,87 @@
+"""The exhaustive exploration itself: CI's scenarios hold, leaving steps out loses nothing, and a violation is reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_recover.core import recovery
+from megatron_recover.sim import explorer
+from megatron_recover.sim.explorer import Explorer, World
+from megatron_recover.sim.scenario import CONFIGS, Scenario
+
+SHARED = ((0, 1),)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("scenario", CONFIGS["ci"], ids=lambda scenario: scenario.name.replace(" ", "-"))
+def test_no_behaviour_of_a_small_job_breaks_an_invariant(scenario: Scenario) -> None:
+    report = Explorer(scenario).run()
+    print(f"{scenario.name}: {report.states} states, {report.transitions} transitions, {report.ends} ends")
+    assert report.found is None, "\n".join((*report.found.lines, report.found.detail))
+    assert report.ends > 1, "the exploration ended before the jobs did"
+
+
+class Outcomes(Explorer):
+    """Remembers how jobs ended: the rosters, and what every step was committed as."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.outcomes: set[object] = set()
+
+    def over(self, world: World) -> bool:
+        over = super().over(world)
+        if over:
+            history = self.histories[world.history]
+            self.outcomes.add((history.rosters, tuple((number, step.record) for number, step in history.steps)))
+        return over
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"crashes": 1},
+        {"suspicions": 1},
+        {"alarms": 1},
+        {"crashes": 1, "alarms": 1, "steps": 1},
+        {"crashes": 1, "slow": True, "steps": 1},
+        {"crashes": 1, "num_ranks": 2, "bucket_ranks": SHARED, "steps": 1},
+        {"alarms": 1, "num_ranks": 2, "bucket_ranks": SHARED, "steps": 1},
+        {"crashes": 1, "replicas": 3, "microbatches": 3, "steps": 1},
+        {"suspicions": 1, "replicas": 3, "microbatches": 3, "steps": 1},
+    ],
+    ids=str,
+)
+def test_what_the_explorer_leaves_out_changes_no_outcome(faults: dict[str, Any]) -> None:
+    scenario = Scenario("compare", **{"replicas": 2, "microbatches": 2, **faults})
+    reduced, complete = Outcomes(scenario), Outcomes(scenario, reduced=False)
+    few, many = reduced.run(), complete.run(limit=500_000)
+    assert few.found is None and many.found is None
+    assert few.states < many.states
+    assert reduced.outcomes == complete.outcomes
+
+
+def test_the_explorer_is_deterministic() -> None:
+    scenario = Scenario("twice", crashes=1)
+    assert Explorer(scenario).run() == Explorer(scenario).run()
+
+
+def test_a_violation_is_printed_with_the_way_to_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(recovery, "decide", lambda statuses, buckets: ())
+    assert explorer.main(["--config", "ci", "--only", "links and a crash"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("VIOLATED INV-4:")
+    assert any("dies" in line for line in lines)
+    assert any("NewGeneration" in line for line in lines)
+
+
+def test_the_exit_code_is_0_where_nothing_breaks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explorer.main(["--config", "ci", "--only", "links and a crash"]) == 0
+    assert "no invariant broken in 7795 states" in capsys.readouterr().out
+
+
+def test_more_states_than_the_limit_are_an_error() -> None:
+    with pytest.raises(MemoryError, match="more than 100 states"):
+        Explorer(Scenario("large", crashes=1)).run(limit=100)
