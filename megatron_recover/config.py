@@ -25,7 +25,7 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     transport: Literal["auto", "direct", "gloo", "nccl"] = "auto"
     """Data plane between replicas; `auto` is direct sockets on CPU and NCCL on CUDA."""
     bucket_elements: int = 40_000_000
-    """Target size of a reduction bucket in elements; buckets end at parameter boundaries."""
+    """Target size of a reduction bucket in elements."""
     stall_timeout_s: float = 120.0
     """A wait for another replica longer than this asks for a new generation; a replica that does not follow is fenced."""
     follow_timeout_s: float = 10.0

@@ -28,7 +28,7 @@ from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import Apply, BucketId, Plan, Shape, Work
 from megatron_recover.faults import FaultInjector, FaultPoint
-from megatron_recover.megatron.checksum import checksum
+from megatron_recover.megatron.checksum import checksum, combined
 from megatron_recover.megatron.data import MicrobatchCursor
 from megatron_recover.megatron.ledger import count_tokens, read_losses
 from megatron_recover.megatron.reduction import Gather, ReducingMember, Reduction, gather_over_replica
@@ -281,9 +281,11 @@ class CommitLoop:
         interval = self._config.digest_interval
         parameters = replicated = None
         if self._log is not None and digest and interval and step % interval == 0:
-            everything = [parameter for chunk in self._chunks for parameter in chunk.parameters()]
-            parameters = f"{checksum(everything):016x}"
-            replicated = f"{checksum([each for each in everything if _is_replicated(each)]):016x}"
+            each = [
+                (checksum(parameter), _is_replicated(parameter)) for chunk in self._chunks for parameter in chunk.parameters()
+            ]
+            parameters = f"{combined([value for value, _ in each]):016x}"
+            replicated = f"{combined([value for value, is_replicated in each if is_replicated]):016x}"
         self.record(
             trace.Applied, order.generation, step, label=order.record.label, parameter_digest=parameters,
             replicated_digest=replicated, loss=loss,

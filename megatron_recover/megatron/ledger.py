@@ -9,6 +9,7 @@ The description is the JSON of [[key, dtype, shape], ...] in the order of the lo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -22,7 +23,7 @@ _HEADER = 3
 _BYTES_A_NUMBER = 6
 """A float64 holds integers below 2**53 exactly."""
 
-_Description = list[tuple[str, str, tuple[int, ...]]]
+_Description = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 class Ledger:
@@ -32,27 +33,32 @@ class Ledger:
         self.rows = torch.zeros(num_microbatches, NUM_COLUMNS, dtype=torch.float64, device=device)
 
     def write(self, microbatch: int, tokens: Tensor, losses: dict[str, Tensor]) -> None:
-        """Fill the id's row. Raises ValueError for a report that does not fit or is no dictionary of small tensors."""
-        described = [(key, str(value.dtype).removeprefix("torch."), tuple(value.shape)) for key, value in losses.items()]
-        text = msgspec.json.encode(described)
-        values = [value.detach().reshape(-1).double() for value in losses.values()]
-        start = _HEADER + math.ceil(len(text) / _BYTES_A_NUMBER)
-        if start + sum(value.numel() for value in values) > NUM_COLUMNS:
+        """Fill the id's row. Raises ValueError for a report that does not fit."""
+        described = tuple((key, str(value.dtype).removeprefix("torch."), tuple(value.shape)) for key, value in losses.items())
+        head = _encode(described)
+        values = torch.cat([value.detach().reshape(-1).double() for value in losses.values()]) if losses else self.rows[0, :0]
+        stop = _HEADER - 1 + len(head) + values.numel()
+        if stop > NUM_COLUMNS:
             raise ValueError(
                 f"the loss function reports {sorted(losses)} for a microbatch: names and values of at most {NUM_COLUMNS} "
                 "numbers can be carried; report fewer or shorter ones"
             )
-        head = [int.from_bytes(text[at : at + _BYTES_A_NUMBER], "little") for at in range(0, len(text), _BYTES_A_NUMBER)]
         row = self.rows[microbatch]
-        row[0] = tokens.detach().double()
-        row[2] = len(text)
-        row[_HEADER:start] = torch.tensor(head, dtype=torch.float64)
-        if values:
-            row[start : start + sum(value.numel() for value in values)] = torch.cat(values)
+        row[0] = tokens.detach()
+        row[_HEADER - 1 : stop - values.numel()] = torch.tensor(head, dtype=torch.float64)
+        row[stop - values.numel() : stop] = values
 
     def add_seconds(self, microbatch: int, seconds: float) -> None:
         """Count compute time of the id on this rank."""
         self.rows[microbatch, 1] += seconds
+
+
+@functools.cache
+def _encode(described: _Description) -> tuple[float, ...]:
+    """A description's length in bytes and its bytes."""
+    text = msgspec.json.encode(described)
+    parts = [text[at : at + _BYTES_A_NUMBER] for at in range(0, len(text), _BYTES_A_NUMBER)]
+    return (len(text), *(int.from_bytes(part, "little") for part in parts))
 
 
 def read_losses(rows: Tensor) -> list[dict[str, Tensor]]:
@@ -75,8 +81,3 @@ def _read_row(row: Tensor, numbers: Sequence[float]) -> dict[str, Tensor]:
 def count_tokens(rows: Tensor) -> Tensor:
     """Tokens of all ids, as upstream counts them (a scalar of its integer type)."""
     return rows[:, 0].sum().to(torch.int)
-
-
-def count_seconds(rows: Tensor) -> list[float]:
-    """Compute seconds of each id on the last stage."""
-    return [float(seconds) for seconds in rows[:, 1]]

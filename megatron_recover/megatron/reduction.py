@@ -235,7 +235,7 @@ class Reduction:
             deadline_s=self._config.stall_timeout_s,
         )  # fmt: skip
         if self._member.replica in transfer.targets:
-            value = checksum([slot.result])
+            value = checksum(slot.result)
             self._check(slot)
             self._record(
                 trace.Transferred, generation, bucket=slot.id, version=transfer.version, source=transfer.source, checksum=value
@@ -243,7 +243,7 @@ class Reduction:
             self._hold(Held(slot.id, transfer.version, value))
 
     def _complete(self, slot: _Slot, generation: int) -> None:
-        value = checksum([slot.result])
+        value = checksum(slot.result)
         counts = [round(count / slot.num_lanes, 3) for count in slot.total[:-1].tolist()]
         provenance = "ones" if all(count == 1 for count in counts) else tuple(math.ceil(count) for count in counts)
         self._record(trace.Reduced, generation, bucket=slot.id, version=generation, checksum=value, provenance=provenance)

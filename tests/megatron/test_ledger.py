@@ -1,0 +1,60 @@
+"""Rows that say themselves what is in them, and checksums that see every change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_recover.megatron.checksum import checksum, combined
+from megatron_recover.megatron.ledger import Ledger, count_tokens, read_losses
+
+
+def report(value: float) -> dict[str, torch.Tensor]:
+    return {"lm loss": torch.tensor([value, 7.0]), "aux": torch.tensor(value / 3, dtype=torch.float64)}
+
+
+def test_a_replica_that_computed_nothing_reads_what_the_others_wrote() -> None:
+    mine, theirs = Ledger(4), Ledger(4)
+    for microbatch in (0, 3):
+        mine.write(microbatch, torch.tensor(10), report(1.5 + microbatch))
+        mine.add_seconds(microbatch, 0.25)
+        mine.add_seconds(microbatch, 0.5)
+    theirs.write(1, torch.tensor(11), report(0.1))
+    theirs.write(2, torch.tensor(12, dtype=torch.int), {"other": torch.tensor([1e-30], dtype=torch.float32)})
+    rows = mine.rows + theirs.rows + Ledger(4).rows
+    losses = read_losses(rows)
+    assert [set(each) for each in losses] == [{"lm loss", "aux"}, {"lm loss", "aux"}, {"other"}, {"lm loss", "aux"}]
+    for microbatch, expected in ((0, report(1.5)), (1, report(0.1)), (3, report(4.5))):
+        for key, value in expected.items():
+            found = losses[microbatch][key]
+            assert found.dtype == value.dtype and found.shape == value.shape and torch.equal(found, value)
+    assert torch.equal(losses[2]["other"], torch.tensor([1e-30]))
+    assert int(count_tokens(rows)) == 43 and count_tokens(rows).dtype == torch.int
+    assert rows[:, 1].tolist() == [0.75, 0, 0, 0.75]
+
+
+def test_a_report_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="a long name.*report fewer"):
+        Ledger(1).write(0, torch.tensor(1), {f"a long name {index}": torch.zeros(2) for index in range(20)})
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 16384, 16385, 3 * 16384 + 77])
+def test_a_checksum_sees_every_bit_and_place(size: int) -> None:
+    tensor = torch.randn(size + 1)[1:]  # starts off the 8-byte grid
+    before = checksum(tensor)
+    assert before == checksum(tensor.clone()) and 0 <= before < 2**63
+    for place in {0, size // 2, size - 1} & set(range(size)):
+        for bit in (0, 31):
+            changed = tensor.clone()
+            changed.view(torch.int32)[place] ^= torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32)
+            assert checksum(changed) != before
+    if size > 1:
+        swapped = tensor.clone()
+        swapped[0], swapped[-1] = tensor[-1], tensor[0]
+        assert checksum(swapped) != before
+    assert checksum(torch.cat([tensor, torch.zeros(1)])) != before
+
+
+def test_order_counts_among_tensors() -> None:
+    first, second = checksum(torch.ones(3)), checksum(torch.zeros(3))
+    assert combined([first, second]) != combined([second, first])
