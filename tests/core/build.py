@@ -55,7 +55,9 @@ def lead(state: replica.ReplicaState, *messages: replica.Input) -> tuple[replica
     return state, effects
 
 
-def working(number: int = 0, roster: Sequence[int] = (0, 1, 2), shape: Shape = SHAPE, work: Work = WORK) -> replica.ReplicaState:
+def working(
+    number: int = 0, roster: Sequence[int] = (0, 1, 2), shape: Shape = SHAPE, work: Work = WORK
+) -> replica.ReplicaState:
     """A replica that obeys the fresh plan of step 0 in generation 1."""
     state, _ = lead(
         replica.ReplicaState(number, shape),

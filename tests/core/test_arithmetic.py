@@ -80,7 +80,10 @@ def naive_tally(votes: list[Vote], roster: tuple[int, ...]) -> tuple[str, ...] |
 
 
 records = st.builds(
-    record, st.just(0), st.builds(complete, checksum=st.sampled_from([1, 1, 1, 2])), requests=st.sampled_from([(), ("a",), ("b",)])
+    record,
+    st.just(0),
+    st.builds(complete, checksum=st.sampled_from([1, 1, 1, 2])),
+    requests=st.sampled_from([(), ("a",), ("b",)]),
 )
 
 
@@ -212,6 +215,8 @@ def test_a_plan_needs_work() -> None:
 def test_an_id_goes_only_into_the_buckets_that_miss_it() -> None:
     """Id 2 was lost once before and recomputed for bucket 1 only; now the holder of bucket 0 is lost too."""
     work = Work("train 0", 3, (0, 1))
-    found = recovery.recover([status(0, work=work, contributions=((0,), (0, 2))), status(1, work=work, contributions=((1,), (1,)))])
+    found = recovery.recover(
+        [status(0, work=work, contributions=((0,), (0, 2))), status(1, work=work, contributions=((1,), (1,)))]
+    )
     assert isinstance(found, recovery.Recovery)
     assert found.dealt == ((1, 2, (0,)),)

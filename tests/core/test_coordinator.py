@@ -1,0 +1,273 @@
+"""The machine of membership: what each loss, request and timer leads to."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_recover.core import coordinator, policy
+from megatron_recover.core.coordinator import Announce, Arm, CoordinatorState, EndJob, ExitAsked, Expired, Fence, Lost, Policy
+from megatron_recover.core.values import (
+    Diverged,
+    Entered,
+    ExitCode,
+    Failing,
+    Finished,
+    Hello,
+    Loss,
+    LossKind,
+    NewGeneration,
+    Requested,
+)
+
+
+def feed(state: CoordinatorState, *messages: coordinator.Input) -> tuple[CoordinatorState, list[coordinator.Effect]]:
+    effects: list[coordinator.Effect] = []
+    for message in messages:
+        state, more = coordinator.step(state, message)
+        effects += more
+    return state, effects
+
+
+def started(num_replicas: int = 3, **settings: int) -> CoordinatorState:
+    state, _ = feed(CoordinatorState(Policy(num_replicas, **settings)), *(Hello(r, "same") for r in range(num_replicas)))
+    assert state.generation == 1
+    return state
+
+
+def died(replica: int) -> Lost:
+    return Lost(Loss(replica, LossKind.PROCESS_ENDED, "SIGKILL"))
+
+
+def announced(effects: list[coordinator.Effect]) -> NewGeneration:
+    (announce,) = (effect for effect in effects if isinstance(effect, Announce))
+    return announce.generation
+
+
+def ended(effects: list[coordinator.Effect]) -> EndJob:
+    (end,) = (effect for effect in effects if isinstance(effect, EndJob))
+    return end
+
+
+# --- Start ---------------------------------------------------------------------------------------------------------------
+
+
+def test_generation_1_waits_for_all_replicas() -> None:
+    state, effects = feed(CoordinatorState(Policy(2)), Hello(1, "same"), Hello(1, "same"))
+    assert effects == [Arm("start", "start_timeout_s")]
+    _, effects = feed(state, Hello(0, "same"))
+    assert effects == [Announce(NewGeneration(1, (0, 1), (), "start")), Arm("follow 1", "follow_timeout_s")]
+
+
+def test_a_replica_that_dies_before_it_joined_is_not_waited_for() -> None:
+    _, effects = feed(CoordinatorState(Policy(2)), died(0), Hello(1, "same"))
+    assert announced(effects).roster == (1,)
+    assert announced(effects).losses == (died(0).loss,)
+    assert Fence(0) in effects
+
+
+def test_a_replica_that_dies_after_its_hello_is_not_in_generation_1() -> None:
+    _, effects = feed(CoordinatorState(Policy(2)), Hello(0, "same"), died(0), Hello(1, "same"))
+    assert announced(effects).roster == (1,)
+
+
+def test_replicas_that_do_not_start_are_fenced() -> None:
+    _, effects = feed(CoordinatorState(Policy(3)), Hello(1, "same"), Expired("start"))
+    assert [effect for effect in effects if isinstance(effect, Fence)] == [Fence(0), Fence(2)]
+    assert announced(effects).roster == (1,)
+
+
+@pytest.mark.parametrize("other", [Hello(1, "other"), Hello(1, "same", 5)])
+def test_replicas_that_differ_do_not_start(other: Hello) -> None:
+    _, effects = feed(CoordinatorState(Policy(2)), Hello(0, "same"), other)
+    assert ended(effects).exit_code == ExitCode.FAILED
+    assert "replicas 0 and 1 do not start alike" in ended(effects).reason
+
+
+def test_too_few_replicas_do_not_start() -> None:
+    _, effects = feed(CoordinatorState(Policy(2, min_replicas=2)), died(0), Hello(1, "same"))
+    assert ended(effects).exit_code == ExitCode.TOO_FEW_REPLICAS
+
+
+def test_a_job_whose_replicas_all_die_at_the_start_ends() -> None:
+    _, effects = feed(CoordinatorState(Policy(2)), died(0), died(1))
+    assert ended(effects).exit_code == ExitCode.NO_REPLICA_LEFT
+
+
+# --- Losses --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_is_fenced_and_leads_to_a_new_generation_at_once() -> None:
+    state, effects = feed(started(), died(1))
+    assert effects[0] == Fence(1)
+    assert announced(effects) == NewGeneration(2, (0, 2), (died(1).loss,), "process ended")
+    assert feed(state, died(1)) == (state, [])
+
+
+def test_below_min_replicas_the_survivors_are_asked_to_end() -> None:
+    state, effects = feed(started(min_replicas=2), died(1))
+    assert announced(effects).requests == ()
+    state, effects = feed(state, died(0))
+    assert announced(effects).requests == (policy.TOO_FEW,)
+    _, effects = feed(state, Finished(2, policy.exit_code(announced(effects).requests)))
+    assert ended(effects).exit_code == ExitCode.TOO_FEW_REPLICAS
+
+
+def test_the_last_loss_ends_the_job() -> None:
+    _, effects = feed(started(), died(1), died(0), died(2))
+    assert ended(effects).exit_code == ExitCode.NO_REPLICA_LEFT
+    assert "replica 1: process ended SIGKILL" in ended(effects).reason
+
+
+def test_an_exception_on_every_replica_is_a_failure_not_a_loss_of_machines() -> None:
+    state = started(2)
+    _, effects = feed(state, Failing(0, "train 4", None, "KeyError"), died(0), Failing(1, "train 4", None, "KeyError"), died(1))
+    assert ended(effects) == EndJob(1, "training raised on every replica, at last on replica 1 in train 4: KeyError")
+
+
+def test_inv_9_a_microbatch_that_ends_two_replicas_ends_the_job() -> None:
+    state, effects = feed(started(), Failing(0, "train 4", 2, "NaN"), Failing(0, "train 4", 2, "NaN"), died(0))
+    assert announced(effects).roster == (1, 2)
+    _, effects = feed(state, Failing(1, "train 4", 2, "NaN"))
+    assert ended(effects).exit_code == ExitCode.POISONED_MICROBATCH
+    assert "microbatch 2 of train 4 ended replicas 0 and 1" in ended(effects).reason
+
+
+@pytest.mark.parametrize(
+    "second", [Failing(1, "train 4", 1, "NaN"), Failing(1, "train 5", 2, "NaN"), Failing(1, "train 4", None, "x")]
+)
+def test_different_failures_do_not_poison(second: Failing) -> None:
+    _, effects = feed(started(), Failing(0, "train 4", 2, "NaN"), died(0), second, died(1))
+    assert not any(isinstance(effect, EndJob) for effect in effects)
+
+
+def test_the_minority_that_diverges_is_fenced() -> None:
+    _, effects = feed(started(), Diverged(0, 1, 7, (2,), "checksums"), Diverged(1, 1, 7, (2,), "checksums"))
+    assert [effect for effect in effects if isinstance(effect, Fence)] == [Fence(2)]
+    assert announced(effects).losses == (Loss(2, LossKind.DIVERGED, "checksums"),)
+
+
+def test_a_tie_ends_the_job() -> None:
+    _, effects = feed(started(2), Diverged(0, 1, 7, (), "checksums"))
+    assert ended(effects) == EndJob(12, "checksums")
+
+
+# --- Requests and timers -------------------------------------------------------------------------------------------------
+
+
+def blocked(replica: int, generation: int, *suspects: int) -> Requested:
+    return Requested(replica, generation, "stuck", suspects)
+
+
+def test_a_blocked_member_waits_a_grace_for_news_of_a_death() -> None:
+    state, effects = feed(started(), blocked(0, 1, 2), blocked(1, 1, 2))
+    assert effects == [Arm("grace 1", "grace_s")]
+    _, effects = feed(state, died(2), Expired("grace 1"))
+    assert announced(effects).roster == (0, 1)
+
+
+def test_without_a_death_the_roster_stays() -> None:
+    _, effects = feed(started(), blocked(0, 1), Expired("grace 1"))
+    assert announced(effects) == NewGeneration(2, (0, 1, 2), (), "replica 0: stuck")
+
+
+def test_stale_requests_and_timers_do_nothing() -> None:
+    state, _ = feed(started(), died(1))
+    stale = [blocked(0, 1), Expired("grace 1"), Expired("grace 2"), Expired("follow 1"), Expired("start"), blocked(1, 2)]
+    assert feed(state, *stale, Entered(0, 1, 0), Entered(1, 2, 0), Diverged(0, 1, 0, (2,), "")) == (state, [])
+
+
+def test_a_member_that_does_not_follow_is_fenced() -> None:
+    state, _ = feed(started(), died(1), Entered(0, 2, 0))
+    _, effects = feed(state, Expired("follow 2"))
+    assert Fence(2) in effects and announced(effects).roster == (0,)
+    state, _ = feed(state, Entered(2, 2, 0))
+    assert feed(state, Expired("follow 2")) == (state, [])
+
+
+def test_inv_9_the_most_suspected_is_fenced_when_generations_bear_no_fruit() -> None:
+    state = started()
+    for generation in (1, 2):
+        state, effects = feed(state, blocked(0, generation, 1), blocked(2, generation, 1), Expired(f"grace {generation}"))
+        assert announced(effects).roster == (0, 1, 2)
+    _, effects = feed(state, blocked(0, 3, 1), blocked(1, 3, 0), Expired("grace 3"))
+    assert Fence(1) in effects and announced(effects).roster == (0, 2)
+
+
+def test_who_cannot_name_a_culprit_is_suspected_itself() -> None:
+    state = started(max_fruitless=1)
+    _, effects = feed(state, blocked(0, 1), Expired("grace 1"))
+    assert Fence(0) in effects
+
+
+def test_a_committed_step_forgives() -> None:
+    state = started(max_fruitless=2)
+    state, _ = feed(state, blocked(0, 1, 1), Expired("grace 1"), Entered(0, 2, 6), blocked(0, 2, 1))
+    _, effects = feed(state, Expired("grace 2"))
+    assert announced(effects).roster == (0, 1, 2)
+
+
+# --- The end -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_job_ends_when_all_members_finished() -> None:
+    state, effects = feed(started(), Finished(0, 0), died(1), Finished(2, 0))
+    assert ended(effects) == EndJob(0, "training finished")
+    assert feed(state, died(0), Hello(0, "same")) == (state, [])
+
+
+def test_a_finished_replica_is_no_loss() -> None:
+    state, effects = feed(started(min_replicas=1), Finished(0, 0), died(0))
+    assert announced(effects).losses == () and announced(effects).roster == (1, 2)
+    _, effects = feed(state, Finished(1, 0), Finished(2, 0))
+    assert ended(effects).exit_code == ExitCode.OK
+
+
+def test_an_asked_exit_reaches_all_members_and_gives_its_own_code() -> None:
+    state, effects = feed(started(), ExitAsked("SIGTERM"), ExitAsked("SIGTERM"))
+    assert announced(effects).requests == ("exit: SIGTERM",)
+    code = policy.exit_code(announced(effects).requests)
+    _, effects = feed(state, *(Finished(replica, code) for replica in range(3)))
+    assert ended(effects).exit_code == ExitCode.INTERRUPTED
+
+
+def test_an_exit_before_the_start_is_immediate() -> None:
+    _, effects = feed(CoordinatorState(Policy(2)), ExitAsked("SIGTERM"))
+    assert ended(effects) == EndJob(15, "SIGTERM before training began")
+
+
+replicas = st.integers(0, 3)
+generations = st.integers(0, 6)
+inputs = st.one_of(
+    st.builds(Hello, replicas, st.just("same")),
+    st.builds(lambda replica: Lost(Loss(replica, LossKind.PROCESS_ENDED)), replicas),
+    st.builds(Entered, replicas, generations, st.integers(0, 3)),
+    st.builds(Requested, replicas, generations, st.just("stuck"), st.lists(replicas, max_size=2).map(tuple)),
+    st.builds(lambda name, generation: Expired(f"{name} {generation}"), st.sampled_from(["grace", "follow"]), generations),
+    st.builds(Diverged, replicas, generations, st.just(0), st.lists(replicas, max_size=1).map(tuple), st.just("")),
+    st.builds(Failing, replicas, st.just("train 0"), st.sampled_from([None, 0, 1]), st.just("NaN")),
+    st.builds(Finished, replicas, st.just(0)),
+    st.just(ExitAsked("SIGTERM")),
+)
+
+
+@given(st.lists(inputs, max_size=40), st.integers(1, 3))
+def test_inv_6_there_is_one_history_of_rosters_whatever_comes(messages: list[coordinator.Input], min_replicas: int) -> None:
+    state, first = feed(CoordinatorState(Policy(4, min_replicas)), *(Hello(r, "same") for r in range(4)))
+    roster, generation = announced(first).roster, 1
+    for message in messages:
+        over = state.over
+        state, effects = coordinator.step(state, message)
+        assert not (over and effects), "something follows the end"
+        for effect in effects:
+            if isinstance(effect, Announce):
+                new = effect.generation
+                assert new.generation == generation + 1
+                assert new.roster and set(new.roster) <= set(roster)
+                assert Arm(f"follow {new.generation}", "follow_timeout_s") in effects, "a wait without an end (INV-8)"
+                assert len(new.roster) >= min_replicas or policy.TOO_FEW in new.requests
+                gone = set(roster) - set(new.roster)
+                assert {Fence(replica) for replica in gone} <= set(effects), "lost but not fenced"
+                roster, generation = new.roster, new.generation
+        assert state.roster == roster or state.over

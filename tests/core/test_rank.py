@@ -1,0 +1,170 @@
+"""The machine of one rank: which results count, what is reported, and in which order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_recover.core import rank
+from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.rank import Begin, Completed, End, Failed, Raise, RankState, Report, Retire, Take
+from megatron_recover.core.values import (
+    Apply,
+    Begun,
+    Blocked,
+    Compute,
+    Ended,
+    Held,
+    Holds,
+    Plan,
+    Promise,
+    Promised,
+    Raised,
+    Stop,
+    Transfer,
+    Work,
+)
+from tests.core.build import complete, record
+
+WORK = Work("train 0", 3, (0, 1))
+PLAN = Plan(0, 1, (0, 1), WORK, (2, 1), (), (Compute((0, 1), (0, 1)),), (0, 1))
+
+
+def feed(state: RankState, *messages: rank.Input) -> tuple[RankState, list[rank.Effect]]:
+    effects: list[rank.Effect] = []
+    for message in messages:
+        state, more = rank.step(state, message)
+        effects += more
+    return state, effects
+
+
+def at_plan(plan: Plan = PLAN) -> RankState:
+    state, _ = feed(RankState(0, 1, (0, 1)), Promise(1, (0, 1)), Begin(WORK), plan, Take())
+    assert state.taken == plan
+    return state
+
+
+def test_all_results_of_a_plan_are_one_report() -> None:
+    state, effects = feed(at_plan(), Completed(Held(0, 1, 5)))
+    assert effects == [] and state.held == (Held(0, 1, 5),)
+    _, effects = feed(state, Completed(Held(1, 1, 6)))
+    assert effects == [Report(Holds(1, 0, (Held(0, 1, 5), Held(1, 1, 6))))]
+
+
+def test_a_promise_retires_then_reports_then_acknowledges() -> None:
+    state, _ = feed(at_plan(), Completed(Held(0, 1, 5)))
+    state, effects = feed(state, Promise(2, (0,)))
+    assert effects == [Retire(2), Report(Holds(1, 0, (Held(0, 1, 5),))), Report(Promised(1, 2))]
+    assert feed(state, Promise(2, (0,)), Promise(1, (0, 1))) == (state, [])
+
+
+def test_inv_5_nothing_counts_or_runs_after_the_promise() -> None:
+    state, _ = feed(at_plan(), Promise(2, (0,)))
+    assert not rank.may_run(state, 1)
+    after, effects = feed(state, Completed(Held(0, 1, 5)), Failed(1, "revoked"))
+    assert after.held == () and effects == []
+
+
+@pytest.mark.parametrize("held", [Held(0, 2, 5), Held(7, 1, 5)])
+def test_a_result_that_the_plan_did_not_ask_for_does_not_count(held: Held) -> None:
+    assert feed(at_plan(), Completed(held))[0].held == ()
+
+
+def test_a_result_counts_once() -> None:
+    state, _ = feed(at_plan(), Completed(Held(0, 1, 5)))
+    assert feed(state, Completed(Held(0, 1, 6)))[0].held == (Held(0, 1, 5),)
+
+
+def test_a_failure_is_reported_with_its_suspects() -> None:
+    _, effects = feed(at_plan(), Failed(1, "no progress", (1,)))
+    assert effects == [Report(Blocked(1, 1, "no progress", (1,)))]
+
+
+def test_taking_a_plan_gives_up_what_it_replaces() -> None:
+    state, _ = feed(at_plan(), Completed(Held(0, 1, 5)), Promise(2, (0, 1)))
+    fetch = Plan(0, 2, (0, 1), WORK, (2, 1), (Transfer(0, 1, 1, (0,)),), (), (1,))
+    state, _ = feed(state, fetch)
+    assert state.held == (Held(0, 1, 5),), "not before the training thread gets there"
+    state, _ = feed(state, Take())
+    assert state.held == ()
+    state, effects = feed(state, Completed(Held(0, 1, 5)), Completed(Held(1, 2, 6)))
+    assert effects == [Report(Holds(1, 0, (Held(0, 1, 5), Held(1, 2, 6))))]
+
+
+def test_an_apply_ends_the_step() -> None:
+    state, _ = feed(at_plan(), Completed(Held(0, 1, 5)), Completed(Held(1, 1, 6)))
+    both = record(0, complete(0), complete(1))
+    state, effects = feed(state, Apply(both, 1, (0, 1)), Take())
+    assert (state.step, state.held, effects) == (1, (), [])
+
+
+def test_inv_2_applying_a_result_that_is_not_here_is_a_defect() -> None:
+    state, _ = feed(at_plan(), Completed(Held(0, 1, 5)))
+    with pytest.raises(InvariantViolation, match="INV-2.*bucket 1 version 1.*holds version None") as caught:
+        feed(state, Apply(record(0, complete(0), complete(1)), 1, (0, 1)))
+    assert caught.value.invariant == 2
+
+
+def test_buckets_of_other_stages_are_none_of_its_business() -> None:
+    state, _ = feed(RankState(0, 1, (1,)), Promise(1, (0, 1)), Begin(WORK), PLAN, Take(), Completed(Held(1, 1, 6)))
+    state, _ = feed(state, Apply(record(0, complete(0), complete(1)), 1, (0, 1)))
+    assert state.queue
+
+
+def test_orders_are_taken_in_their_order() -> None:
+    apply = Apply(record(0, complete(0), complete(1)), 1, (0, 1))
+    state, _ = feed(at_plan(), Completed(Held(0, 1, 5)), Completed(Held(1, 1, 6)), apply, PLAN, Take())
+    assert state.taken == apply
+    assert feed(state, Take())[0].taken == PLAN
+    with pytest.raises(ValueError, match="no order to take"):
+        feed(feed(state, Take())[0], Take())
+
+
+def test_a_stop_overtakes_everything_and_nothing_follows_it() -> None:
+    state, effects = feed(at_plan(), PLAN, Stop(11, "poisoned"))
+    assert effects == [Retire(2)] and state.queue == (Stop(11, "poisoned"),)
+    assert not rank.may_run(state, 1)
+    state, _ = feed(state, PLAN, Take())
+    assert state.taken == Stop(11, "poisoned") and state.queue == ()
+
+
+def test_the_training_thread_reports_where_it_is() -> None:
+    _, effects = feed(at_plan(), Begin(WORK, ("exit: SIGTERM",)), Raise(1, "NaN"), End())
+    assert effects == [
+        Report(Begun(1, 0, WORK, ("exit: SIGTERM",))),
+        Report(Raised(1, 0, "train 0", 1, "NaN")),
+        Report(Ended(1)),
+    ]
+
+
+inputs = st.one_of(
+    st.builds(Promise, st.integers(1, 4), st.just((0, 1))),
+    st.integers(1, 4).map(lambda generation: Plan(0, generation, (0, 1), WORK, (2, 1), (), (), (0, 1))),
+    st.just(Take()),
+    st.builds(lambda bucket, version: Completed(Held(bucket, version, 0)), st.integers(0, 1), st.integers(1, 4)),
+    st.builds(Failed, st.integers(1, 4), st.just("stuck")),
+)
+
+
+@given(st.lists(inputs, max_size=40))
+def test_inv_5_and_8_hold_for_any_order_of_inputs(messages: list[rank.Input]) -> None:
+    state = RankState(0, 0, (0, 1))
+    unreported: set[Held] = set()
+    for message in messages:
+        if isinstance(message, Take) and not state.queue:
+            continue
+        before = state
+        state, effects = rank.step(state, message)
+        assert state.promised >= before.promised
+        new = set(state.held) - set(before.held)
+        assert not new or isinstance(before.taken, Plan) and before.taken.generation == before.promised
+        unreported |= new
+        for index, effect in enumerate(effects):
+            if isinstance(effect, Report) and isinstance(effect.report, Holds):
+                unreported -= set(effect.report.held)
+            if isinstance(effect, Report) and isinstance(effect.report, Promised):
+                assert Retire(effect.report.generation) in effects[:index], "acknowledged before transports were retired"
+                assert not unreported, "acknowledged before its results were reported"
+            if isinstance(effect, Report) and isinstance(effect.report, Blocked):
+                assert effect.report.generation == state.promised

@@ -1,0 +1,283 @@
+"""The machine of one replica: what each input does at each moment, as sequences of inputs and effects."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from megatron_recover.core import replica
+from megatron_recover.core.replica import Committed, Decided, Expired, LinkLost, Phase, ToCoordinator, ToPeers, ToRanks
+from megatron_recover.core.values import (
+    Apply,
+    Begun,
+    Blocked,
+    Compute,
+    Diverged,
+    Ended,
+    Entered,
+    Failing,
+    Finished,
+    NewGeneration,
+    Plan,
+    Promise,
+    Promised,
+    Raised,
+    Requested,
+    Shape,
+    Stop,
+    Transfer,
+    Work,
+)
+from tests.core.build import SHAPE, WORK, complete, holds, lead, record, status, vote, working
+
+TWO_RANKS = Shape(2, ((0, 1),))
+
+
+def test_a_fault_free_step_is_one_order_and_one_vote() -> None:
+    state, effects = lead(replica.ReplicaState(1, SHAPE), NewGeneration(1, (0, 1, 2)))
+    assert effects == [ToRanks(Promise(1, (0, 1, 2)))]
+    state, effects = lead(state, Promised(0, 1))
+    own = status(1, generation=1, work=None)
+    assert effects == [ToCoordinator(Entered(1, 1, 0)), ToPeers((0, 2), own)]
+    state, effects = lead(state, status(0, generation=1, work=None), status(2, generation=1, work=None))
+    assert effects == [] and state.phase is Phase.IDLE
+    state, effects = lead(state, Begun(0, 0, WORK))
+    assert effects == [ToRanks(Plan(0, 1, (0, 1, 2), WORK, (1, 1, 1), (), (Compute((1,), (0,)),), (0,)))]
+    state, effects = lead(state, holds())
+    assert effects == [ToPeers((0, 2), vote(1))]
+    state, effects = lead(state, vote(0), vote(2))
+    assert effects == [Committed(record(), 1, False), ToRanks(Apply(record(), 1, (0, 1, 2)))]
+    assert (state.step, state.phase, state.work, state.committed) == (1, Phase.IDLE, None, record())
+
+
+def test_the_status_waits_for_the_promise_of_every_rank() -> None:
+    state, _ = lead(replica.ReplicaState(0, TWO_RANKS), NewGeneration(1, (0,)))
+    state, effects = lead(state, Promised(1, 1), Promised(1, 1), Promised(0, 0))
+    assert effects == [] and state.phase is Phase.PROMISING
+    _, effects = lead(state, Promised(0, 1))
+    assert [type(effect) for effect in effects] == [ToCoordinator, ToPeers]
+
+
+def test_a_result_that_was_reported_before_the_promise_counts() -> None:
+    state = working(shape=TWO_RANKS)
+    state, _ = lead(state, NewGeneration(2, (0, 1)), holds(rank=1), Promised(1, 2), holds(rank=0), Promised(0, 2))
+    (own,) = (item for item in state.statuses if item.replica == 0)
+    assert [(item.bucket, item.version) for item in own.complete] == [(0, 1)]
+
+
+def test_a_result_that_is_reported_after_the_promise_does_not() -> None:
+    state = working(shape=TWO_RANKS)
+    state, _ = lead(state, NewGeneration(2, (0, 1)), holds(rank=1), Promised(0, 2), holds(rank=0), Promised(1, 2))
+    (own,) = (item for item in state.statuses if item.replica == 0)
+    assert own.complete == ()
+
+
+def test_lost_microbatches_are_dealt_and_computed_into_undecided_buckets() -> None:
+    state = working()
+    state, effects = lead(state, NewGeneration(2, (0, 1)), Promised(0, 2), status(1, contributions=((1,),)))
+    decided, order = effects[-2:]
+    assert isinstance(decided, Decided) and decided.dealt == ((2, 0),) and "microbatches [2]" in decided.reason
+    assert order == ToRanks(Plan(0, 2, (0, 1), WORK, (2, 1), (), (Compute((2,), (0,)),), (0,)))
+    assert state.contributions == ((0, 2),)
+
+
+def test_a_decided_bucket_is_fetched_and_nothing_is_computed() -> None:
+    state = working()
+    _, effects = lead(state, NewGeneration(2, (0, 1)), Promised(0, 2), status(1, contributions=((1,),), complete=(complete(),)))
+    assert effects[-1] == ToRanks(Plan(0, 2, (0, 1), WORK, (1, 1), (Transfer(0, 1, 1, (0,)),), (), ()))
+
+
+def test_with_everything_decided_and_held_the_replica_votes_at_once() -> None:
+    state, _ = lead(working(), holds())
+    assert state.phase is Phase.VOTED
+    state, effects = lead(state, NewGeneration(2, (0, 1)), Promised(0, 2), status(1, complete=(complete(),)))
+    assert state.phase is Phase.VOTED
+    assert effects[-1] == ToPeers((1,), vote(0, generation=2))
+
+
+def test_a_member_that_is_behind_adopts_and_keeps_the_plan_until_it_begins() -> None:
+    state, _ = lead(working(), holds(), NewGeneration(2, (0, 1)), Promised(0, 2))
+    next_work = Work("train 1", 3, (0,))
+    ahead = status(1, step=1, work=next_work, contributions=((1,),), committed=record())
+    state, effects = lead(state, ahead)
+    assert effects[:2] == [Committed(record(), 2, True), ToRanks(Apply(record(), 2, (0, 1)))]
+    assert state.phase is Phase.IDLE and state.step == 1
+    state, effects = lead(state, Begun(0, 1, next_work))
+    assert effects == [ToRanks(Plan(1, 2, (0, 1), next_work, (2, 1), (), (Compute((0, 2), (0,)),), (0,)))]
+
+
+def test_a_plan_that_waits_is_dropped_when_a_newer_generation_comes() -> None:
+    waiting = status(1, work=WORK, contributions=((1,),))
+    state, _ = lead(replica.ReplicaState(0, SHAPE), NewGeneration(2, (0, 1)), Promised(0, 2), waiting)
+    assert state.plan is not None and state.phase is Phase.IDLE
+    state, _ = lead(state, NewGeneration(3, (0, 1)), Promised(0, 3))
+    assert state.plan is None
+    (own,) = (item for item in state.statuses if item.replica == 0)
+    assert own.work is None and own.contributions == ()
+
+
+def test_inv_5_votes_of_another_generation_or_step_are_dropped() -> None:
+    state, _ = lead(working(), holds())
+    same, effects = lead(state, vote(1, generation=2), vote(1, of=record(1)), vote(7))
+    assert effects == [] and same == state
+    entered, _ = lead(state, vote(1), NewGeneration(2, (0, 1, 2)))
+    after, effects = lead(entered, vote(1), vote(2))
+    assert effects == [] and after.step == 0
+
+
+def test_an_early_status_is_kept_for_the_generation_to_come() -> None:
+    state, effects = lead(working(), status(1, contributions=((1,),)))
+    assert effects == [] and state.phase is Phase.WORKING
+    state, _ = lead(state, NewGeneration(2, (0, 1)), Promised(0, 2))
+    assert state.phase is Phase.WORKING and state.generation == 2
+
+
+def test_requests_ride_in_the_vote_and_are_united() -> None:
+    state, _ = lead(
+        replica.ReplicaState(0, SHAPE), NewGeneration(1, (0, 1), requests=("exit: too few replicas",)), Promised(0, 1)
+    )
+    state, _ = lead(state, status(1, generation=1, work=None), Begun(0, 0, WORK, ("exit: SIGTERM",)))
+    state, effects = lead(state, holds())
+    both = ("exit: SIGTERM", "exit: too few replicas")
+    assert effects == [ToPeers((1,), vote(0, of=record(requests=both)))]
+    state, effects = lead(state, vote(1, of=record(requests=("checkpoint",))))
+    assert state.committed == record(requests=("checkpoint", *both))
+    _, effects = lead(state, Ended(0))
+    assert effects == [ToCoordinator(Finished(0, 10))]
+
+
+@pytest.mark.parametrize(("mine", "others", "minority"), [(7, (8, 8), (0,)), (7, (7, 8), (2,)), (7, (8, 9), ())])
+def test_differing_checksums_are_reported_and_not_committed(
+    mine: int, others: tuple[int, int], minority: tuple[int, ...]
+) -> None:
+    state, _ = lead(working(), holds(checksum=mine))
+    votes = [vote(number, of=record(0, complete(checksum=checksum))) for number, checksum in enumerate(others, start=1)]
+    state, effects = lead(state, *votes)
+    (effect,) = effects
+    assert isinstance(effect, ToCoordinator) and isinstance(effect.message, Diverged)
+    assert effect.message.minority == minority and state.step == 0
+
+
+@pytest.mark.parametrize(
+    ("event", "suspects"),
+    [
+        (Blocked(0, 1, "no progress", (2,)), (2,)),
+        (LinkLost(2, "reset"), (2,)),
+    ],
+)
+def test_whatever_blocks_asks_once_for_a_newer_generation(event: replica.Input, suspects: tuple[int, ...]) -> None:
+    state, effects = lead(working(), event, event, LinkLost(1))
+    (effect,) = effects
+    assert isinstance(effect, ToCoordinator) and isinstance(effect.message, Requested)
+    assert (effect.message.generation, effect.message.suspects) == (1, suspects)
+    assert not lead(state, NewGeneration(2, (0, 1)))[0].blocked
+
+
+def test_an_expired_wait_names_whom_it_waited_for() -> None:
+    state, _ = lead(working(), holds(), vote(1))
+    assert replica.waiting_for(state) == (2,)
+    assert lead(state, Expired(1, 1), Expired(2, 0))[1] == []
+    _, effects = lead(state, Expired(1, 0))
+    assert effects == [ToCoordinator(Requested(0, 1, "no vote of replicas (2,) came", (2,)))]
+    state, _ = lead(state, NewGeneration(2, (0, 1)), Promised(0, 2))
+    assert replica.waiting_for(state) == (1,)
+    assert replica.waiting_for(working()) == ()
+    assert lead(working(), Expired(1, 0))[1] == []
+
+
+def test_errors_of_older_generations_and_of_strangers_ask_for_nothing() -> None:
+    state = working(roster=(0, 1))
+    assert lead(state, Blocked(0, 0, "late"), LinkLost(9))[1] == []
+
+
+def test_a_computation_that_raises_is_reported_with_its_microbatch() -> None:
+    _, effects = lead(working(), Raised(0, 0, "train 0", 0, "NaN"))
+    assert effects == [ToCoordinator(Failing(0, "train 0", 0, "NaN"))]
+
+
+def test_a_replica_that_finished_goes_on_answering() -> None:
+    state, _ = lead(working(), holds(), vote(1), vote(2), Ended(0))
+    state, effects = lead(state, NewGeneration(2, (0, 1)), Promised(0, 2))
+    assert effects[-1] == ToPeers((1,), status(0, step=1, work=None, committed=record()))
+
+
+def test_stop_is_final() -> None:
+    state, effects = lead(working(), Stop(12, "diverged"))
+    assert effects == [ToRanks(Stop(12, "diverged"))]
+    after, effects = lead(state, NewGeneration(2, (0, 1)), vote(1), holds())
+    assert effects == [] and after == state
+
+
+def test_a_roster_of_one_commits_alone() -> None:
+    state = working(roster=(0,))
+    state, effects = lead(state, holds())
+    assert effects == [ToPeers((), vote(0)), Committed(record(), 1, False), ToRanks(Apply(record(), 1, (0,)))]
+
+
+def test_a_replica_outside_the_roster_does_not_enter() -> None:
+    state = working()
+    assert lead(state, NewGeneration(2, (1, 2)), NewGeneration(1, (0, 1, 2))) == (state, [])
+
+
+inputs = st.one_of(
+    st.builds(NewGeneration, st.integers(1, 4), st.sampled_from([(0, 1, 2), (0, 1), (0,), (1, 2)])),
+    st.builds(Promised, st.integers(0, 1), st.integers(0, 4)),
+    st.builds(
+        lambda number, generation, begun: status(number, generation=generation, work=WORK if begun else None),
+        st.integers(1, 2), st.integers(1, 4), st.booleans(),
+    ),
+    st.builds(lambda number, generation: vote(number, generation=generation), st.integers(1, 2), st.integers(1, 4)),
+    st.builds(Begun, st.integers(0, 1), st.integers(0, 1), st.just(WORK)),
+    st.builds(lambda rank, version: holds(version, rank=rank), st.integers(0, 1), st.integers(1, 4)),
+    st.builds(Blocked, st.integers(0, 1), st.integers(0, 4), st.just("stuck")),
+    st.builds(LinkLost, st.integers(0, 3)),
+    st.builds(Expired, st.integers(0, 4), st.integers(0, 1)),
+    st.builds(Raised, st.integers(0, 1), st.just(0), st.just("train 0"), st.none(), st.just("boom")),
+    st.builds(Ended, st.integers(0, 1)),
+)  # fmt: skip
+
+
+@given(st.lists(inputs, max_size=40))
+def test_no_order_of_inputs_upsets_the_machine(messages: list[replica.Input]) -> None:
+    """Whole table: every input in every phase, in any order; what comes out obeys the promise (INV-5)."""
+    state = replica.ReplicaState(0, TWO_RANKS)
+    for message in messages:
+        before = state
+        state, effects = replica.step(state, message)
+        assert state.generation >= before.generation and state.step >= before.step
+        assert replica.step(before, message) == (state, effects), "not deterministic"
+        for effect in effects:
+            if isinstance(effect, ToPeers):
+                assert effect.message.generation == state.generation
+                assert state.promised == (0, 1), "spoke to peers before all ranks promised"
+            if isinstance(effect, ToRanks) and isinstance(effect.order, Plan | Apply | Promise):
+                assert effect.order.generation == state.generation
+        if len(effects) and state.phase is Phase.PROMISING and before.phase is not Phase.PROMISING:
+            assert state.promised == ()
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_inputs_that_the_table_does_not_list_are_dropped(phase: Phase) -> None:
+    state = replace(working(), phase=phase)
+    listed = replica.TABLE[phase]
+    for message in (
+        status(1),
+        vote(1),
+        holds(),
+        Begun(0, 0, WORK),
+        Blocked(0, 1, ""),
+        Expired(1, 0),
+        Promised(0, 1),
+        LinkLost(1),
+    ):
+        if type(message) not in listed:
+            assert replica.step(state, message) == (state, ())
+
+
+def test_a_handler_that_leaves_its_row_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = replica.Row(replica._on_stop, frozenset({Phase.WORKING}))
+    monkeypatch.setitem(replica.TABLE[Phase.WORKING], Stop, row)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="table does not list"):
+        replica.step(working(), Stop(0, ""))
