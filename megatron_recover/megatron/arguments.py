@@ -129,7 +129,7 @@ REFUSALS = (
     Refusal("--perform-rl-step", _set("perform_rl_step"), "only pre-training is supported", _DROP),
     Refusal("--sft", _set("sft"), "only pre-training is supported", _DROP),
     Refusal("--mtp-num-layers", _set("mtp_num_layers"), "its losses are not carried per microbatch", _DROP),
-    Refusal("--tensor-parallel-num-weight-shards", _not("tensor_parallel_num_weight_shards", 1),
+    Refusal("--tensor-parallel-num-weight-shards", _not("gtp_weight_remat_size", 1),
             "its ranks read samples of their own", _DROP),
     # Who writes what.
     Refusal("--async-save", _set("async_save"), "a take-over could not tell whether it has ended", _DROP),
