@@ -202,7 +202,8 @@ class CommitLoop:
         work = Work(self._label(forward_only), num_microbatches, reduction.buckets(forward_only))
         self._cursor.begin(arguments["data_iterator"], num_microbatches)
         self._step = step = self._member.begin(work)
-        reduction.begin(step, num_microbatches)
+        exactly = self._config.determinism == "exact"
+        reduction.begin(step, num_microbatches, _gradient_scale(chunks[0], arguments) if exactly else 1.0)
         order = self._obey(upstream, arguments, reduction, _Microbatches(self, reduction, step, forward_only), work)
         return self._apply(order, reduction, chunks, arguments)
 
@@ -321,6 +322,17 @@ def gradient_is_reduced(chunk: Any, force_all_reduce: bool | None = False) -> No
     for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
         group.param_gather_dispatched = False
         group.grad_reduce_finished = True
+
+
+def _gradient_scale(chunk: Any, arguments: Mapping[str, Any]) -> float:
+    """How many times the gradient of a step's mean loss its sum over replicas and lanes is, within a factor of two."""
+    config = get_model_config(chunk)
+    scale = float(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+    if config.calculate_per_token_loss:
+        scale *= arguments["num_microbatches"] * arguments["micro_batch_size"] * arguments["seq_length"]
+    if config.grad_scale_func is not None:
+        scale *= float(config.grad_scale_func(torch.ones(1, device=chunk.buffers[0].grad_data.device)))
+    return scale
 
 
 def _is_replicated(parameter: Any) -> bool:

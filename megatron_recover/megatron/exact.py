@@ -6,10 +6,14 @@ they stay below 2**53 grid units, so any partition and any order of additions gi
 gradient's type once, when the step is applied.
 
 Note [Grid]
-    e is chosen per bucket from the previous committed step's `bound`: the sum over all its microbatches and lanes of their
-    largest magnitude, each rounded up to a power of two. Powers of two add up exactly too, so the bound, and with it the grid,
-    is the same whoever computed what. A step whose own bound outgrows the grid is still summed alike on all replicas, but may
-    differ from the failure-free run: it is reported as not exact.
+    The grid is a function of the run's settings alone, not of earlier gradients: a run that is resumed from a checkpoint has
+    the grid of the run that was not interrupted. A loss that is a mean has gradients of order one or less (their norm, over
+    all parameters, is a few units at the worst moments), and Adam adds 1e-8 to what it divides by: a grid of 2**-44 = 6e-14
+    that holds sums below 128 leaves room on both sides. Where losses are sums (per-token loss) or scaled, the grid is scaled
+    alike.
+
+    `bound` says whether it held: the sum over all microbatches and lanes of their largest magnitude. A step that outgrows
+    the grid is still summed alike on all replicas, but may differ from the failure-free run: it is reported as not exact.
 """
 
 from __future__ import annotations
@@ -20,17 +24,15 @@ import torch
 from torch import Tensor
 
 SIGNIFICAND_BITS = 52
-MARGIN_BITS = 6
-"""The gradient may grow this many powers of two from one step to the next and still be summed exactly."""
-FIRST_EXPONENT = -40
-"""Grid of the first step for gradients of order one: resolves 1e-12 and holds sums below 2048."""
+_EXPONENT = -44
+"""Of the grid for gradients of a mean loss."""
 _CHUNK = 1 << 18
 """Elements rounded at once; bounds the temporary to 2 MiB."""
 
 
-def grid_exponent(bound: float) -> int:
-    """e of the grid for a step whose bound is expected near `bound` > 0."""
-    return math.frexp(bound)[1] + MARGIN_BITS - SIGNIFICAND_BITS
+def grid_exponent(scale: float) -> int:
+    """e of the grid for gradients that are `scale` >= 1 times those of the mean loss of a step."""
+    return _EXPONENT + math.frexp(scale)[1] - 1
 
 
 def fits(bound: float, exponent: int) -> bool:
@@ -39,12 +41,8 @@ def fits(bound: float, exponent: int) -> bool:
 
 
 def magnitude(gradient: Tensor) -> float:
-    """Largest magnitude of the gradient, rounded up to a power of two (0 for zeros; NaN and infinity stay what they are)."""
-    largest = float(torch.linalg.vector_norm(gradient, ord=math.inf)) if gradient.numel() else 0.0
-    if largest == 0.0 or not math.isfinite(largest):
-        return largest
-    fraction, exponent = math.frexp(largest)
-    return math.ldexp(1.0, exponent - 1 if fraction == 0.5 else exponent)
+    """Largest magnitude of the gradient."""
+    return float(torch.linalg.vector_norm(gradient, ord=math.inf)) if gradient.numel() else 0.0
 
 
 def fold(total: Tensor, gradient: Tensor, exponent: int) -> None:

@@ -113,7 +113,7 @@ class Reduction:
             _Slot(bucket.id, bucket, bucket.region.local.new_empty(bucket.size, dtype=torch.float64 if exactly else None))
             for bucket in local
         ]
-        self._exponents = {bucket.id: exact.FIRST_EXPONENT for bucket in local}
+        self._exponent = exact.grid_exponent(1.0)
         self.ledger: Ledger | None = None
         """The step's rows on the last stage; None on other stages."""
         self.is_last_stage = is_last_stage
@@ -127,9 +127,12 @@ class Reduction:
 
     # --- a step ----------------------------------------------------------------------------------------------------------
 
-    def begin(self, step: int, num_microbatches: int) -> None:
-        """Start a step: nothing is counted. Megatron has zeroed the local gradient."""
-        self._step, self._num_plans = step, 0
+    def begin(self, step: int, num_microbatches: int, scale: float = 1.0) -> None:
+        """Start a step: nothing is counted. Megatron has zeroed the local gradient.
+
+        `scale`: how many times the mean loss's gradient the sum over replicas and lanes is (for the grid of `exact`).
+        """
+        self._step, self._num_plans, self._exponent = step, 0, exact.grid_exponent(scale)
         self._slots = [slot for slot in self._slots if slot.bucket is not None]
         if self.is_last_stage:
             self.ledger = Ledger(num_microbatches, self._device)
@@ -178,7 +181,7 @@ class Reduction:
         for part in bucket.slices():
             gradient = bucket.region.local[part]
             slot.bound += exact.magnitude(gradient)
-            exact.fold(self._accumulators[bucket.region][part], gradient, self._exponents[slot.id])
+            exact.fold(self._accumulators[bucket.region][part], gradient, self._exponent)
 
     # --- reducing --------------------------------------------------------------------------------------------------------
 
@@ -296,19 +299,12 @@ class Reduction:
         for slot in self._slots:
             if slot.bucket is not None and slot.id in buckets:
                 slot.bucket.apply(slot.result)
-                if self._accumulators:
-                    self._next_grid(slot)
+                if self._accumulators and not exact.fits(float(slot.total[-1]), self._exponent):
+                    logger.warning(
+                        "step %d is not exact: the gradient of bucket %d outgrew the grid of 2**%d; replicas are bit-identical "
+                        "all the same, but the run may differ from one without failures", self._step, slot.id, self._exponent,
+                    )  # fmt: skip
 
     def committed_rows(self) -> Tensor:
         """The ledger of all the step's ids; last stage only."""
         return self._slots[-1].result.view(-1, NUM_COLUMNS)
-
-    def _next_grid(self, slot: _Slot) -> None:
-        bound, exponent = float(slot.total[-1]), self._exponents[slot.id]
-        if not exact.fits(bound, exponent):
-            logger.warning(
-                "step %d is not exact: the gradient of bucket %d outgrew its grid (bound %g, grid 2**%d); replicas are still "
-                "bit-identical, but the run may differ from one without failures", self._step, slot.id, bound, exponent,
-            )  # fmt: skip
-        if bound > 0 and math.isfinite(bound):
-            self._exponents[slot.id] = exact.grid_exponent(bound)

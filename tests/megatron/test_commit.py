@@ -201,6 +201,14 @@ def test_a_gradient_that_is_not_finite_names_its_microbatch(threads: Threads) ->
         Run(threads, 4, 1, [], broken=2)
 
 
+@pytest.mark.parametrize(("num_microbatches", "outgrown"), [(4, False), (12, True)])
+def test_a_gradient_that_outgrows_the_grid_is_reported(
+    threads: Threads, caplog: pytest.LogCaptureFixture, num_microbatches: int, outgrown: bool
+) -> None:
+    Run(threads, 2, 1, [], determinism="exact", num_microbatches=num_microbatches)
+    assert ("is not exact: the gradient of bucket" in caplog.text) == outgrown
+
+
 def test_exact_is_bit_identical_whoever_computed_what(threads: Threads) -> None:
     reference = Run(threads, 1, 2, [], noisy=True, determinism="exact", num_microbatches=12)
     plain = Run(threads, 1, 2, [], noisy=True, num_microbatches=12)
