@@ -70,7 +70,6 @@ class Leader:
         self._state = machine.ReplicaState(context.replica, own.shape)
         self._hellos: dict[int, RankHello] = {own.rank: own}
         self._ranks: dict[int, Link] = {}
-        self._ended: set[int] = set()
         self._peers: dict[int, Peer] = {}
         self._outgoing: dict[int, Link] = {}
         self._incoming: dict[Link, int] = {}
@@ -85,12 +84,6 @@ class Leader:
 
     def report(self, report: values.Report) -> None:
         """A report of one of this replica's ranks."""
-        if isinstance(report, values.Ended):
-            # The replica has ended when all its ranks have: the job's end must not find one that has not applied the last step.
-            self._ended.add(report.rank)
-            if len(self._ended) < self._context.num_ranks:
-                return
-            report = values.Ended(self._context.rank)
         self._step(report)
 
     def see_ranks_off(self) -> None:

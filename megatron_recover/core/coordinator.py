@@ -214,6 +214,10 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
         state, effects = _start_when_complete(state)
         return state, fences + effects
     state = replace(state, roster=tuple(r for r in state.roster if r not in {loss.replica for loss in losses}))
+    verdict = poisoned(state.failing, state.losses)
+    if verdict:
+        state, effects = _end(state, *verdict)
+        return state, fences + effects
     # A replica that had finished is no loss: it owes nothing. It only has to leave the roster.
     state, effects = _announce(state, tuple(loss for loss in losses if loss.replica not in done), reason)
     return state, fences + effects
@@ -264,7 +268,7 @@ def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
 
 def _on_failing(state: CoordinatorState, failing: Failing) -> Step:
     state = replace(state, failing=(*state.failing, failing))
-    verdict = poisoned(state.failing)
+    verdict = poisoned(state.failing, state.losses)
     return _end(state, *verdict) if verdict else (state, ())
 
 

@@ -22,11 +22,15 @@ def exit_code(requests: Sequence[str]) -> int:
     return ExitCode.INTERRUPTED if any(request.startswith(EXIT) for request in requests) else ExitCode.OK
 
 
-def poisoned(failing: Sequence[Failing]) -> tuple[int, str] | None:
-    """The end of a job in which computing one microbatch has ended two replicas (INV-9), or None."""
+def poisoned(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int, str] | None:
+    """The end of a job in which computing one microbatch has ended two replicas (INV-9), or None.
+
+    A replica that a signal ended is not blamed on the microbatch at which its other ranks then raised.
+    """
+    ended = {loss.replica for loss in losses if loss.kind is not LossKind.PROCESS_ENDED}
     first: dict[tuple[str, int], Failing] = {}
     for item in failing:
-        if item.microbatch is None:
+        if item.microbatch is None or item.replica not in ended:
             continue
         other = first.setdefault((item.label, item.microbatch), item)
         if other.replica != item.replica:
@@ -40,7 +44,7 @@ def poisoned(failing: Sequence[Failing]) -> tuple[int, str] | None:
 def nobody_left(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int, str]:
     """The end of a job whose last replica is gone: a defect if every replica raised, else the replicas died."""
     raised = {item.replica: f"{item.label}: {item.error}" for item in failing}
-    if losses and all(loss.replica in raised or loss.kind is LossKind.EXCEPTION for loss in losses):
+    if losses and all(loss.kind is LossKind.EXCEPTION for loss in losses):
         last = losses[-1]
         return ExitCode.FAILED, (
             f"training raised on every replica, at last on replica {last.replica} in {raised.get(last.replica, last.detail)}"

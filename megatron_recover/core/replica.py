@@ -113,8 +113,8 @@ class ReplicaState(Value, frozen=True):
     """Record of `step - 1`."""
     blocked: bool = False
     """A newer generation was asked for."""
-    ended: bool = False
-    """The training loop is over."""
+    ended: tuple[int, ...] = ()
+    """Ranks whose training loop is over."""
 
 
 # --- Inputs: NewGeneration and Stop (coordinator), Report (ranks), Status and Vote (other leaders), and: -------------------
@@ -418,10 +418,14 @@ def _on_raised(state: ReplicaState, report: Raised) -> Step:
 
 
 def _on_ended(state: ReplicaState, report: Ended) -> Step:
-    if report.rank != 0 or state.ended:
+    if report.rank in state.ended:
+        return state, ()
+    state = replace(state, ended=tuple(sorted((*state.ended, report.rank))))
+    # All ranks, not only the leader's: the job's end must not find one that has not applied the last step.
+    if len(state.ended) < state.shape.num_ranks:
         return state, ()
     code = exit_code(state.committed.requests if state.committed is not None else ())
-    return replace(state, ended=True), (ToCoordinator(Finished(state.replica, code)),)
+    return state, (ToCoordinator(Finished(state.replica, code)),)
 
 
 def _on_stop(state: ReplicaState, stop: Stop) -> Step:

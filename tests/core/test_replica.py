@@ -203,6 +203,12 @@ def test_a_replica_that_finished_goes_on_answering() -> None:
     assert effects[-1] == ToPeers((1,), status(0, step=1, work=None, committed=record()))
 
 
+def test_a_replica_has_finished_when_all_its_ranks_have() -> None:
+    state, _ = lead(working(shape=TWO_RANKS), Ended(1), Ended(1))
+    _, effects = lead(state, Ended(0))
+    assert effects == [ToCoordinator(Finished(0, 0))]
+
+
 def test_stop_is_final() -> None:
     state, effects = lead(working(), Stop(12, "diverged"))
     assert effects == [ToRanks(Stop(12, "diverged"))]
