@@ -75,6 +75,11 @@ def _not(name: str, *accepted: object) -> Callable[[Namespace], object]:
     return lambda args: getattr(args, name) not in (None, *accepted)
 
 
+def _more_shards_than_ranks(args: Namespace) -> bool:
+    # Upstream sets the number to the tensor-parallel size where it is not given.
+    return (args.tensor_parallel_num_weight_shards or 1) > args.tensor_model_parallel_size
+
+
 _DROP = "leave it out"
 
 # Note [Reductions over data parallelism]
@@ -129,7 +134,7 @@ REFUSALS = (
     Refusal("--perform-rl-step", _set("perform_rl_step"), "only pre-training is supported", _DROP),
     Refusal("--sft", _set("sft"), "only pre-training is supported", _DROP),
     Refusal("--mtp-num-layers", _set("mtp_num_layers"), "its losses are not carried per microbatch", _DROP),
-    Refusal("--tensor-parallel-num-weight-shards", _not("gtp_weight_remat_size", 1),
+    Refusal("--tensor-parallel-num-weight-shards", _more_shards_than_ranks,
             "its ranks read samples of their own", _DROP),
     # Who writes what.
     Refusal("--async-save", _set("async_save"), "a take-over could not tell whether it has ended", _DROP),
