@@ -146,6 +146,7 @@ def step(state: CoordinatorState, message: Input) -> Step:
 
 
 def _on_hello(state: CoordinatorState, hello: Hello) -> Step:
+    """Note it; with the last replica that was missing, make generation 1."""
     known = {item.replica for item in state.hellos} | {loss.replica for loss in state.losses}
     if hello.replica in known or state.generation:
         return state, ()
@@ -192,6 +193,7 @@ def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) ->
 
 
 def _on_lost(state: CoordinatorState, lost: Lost) -> Step:
+    """Fence the replica and announce a generation without it, or end the job."""
     return _remove(state, (lost.loss,), lost.loss.kind.value)
 
 
@@ -224,6 +226,7 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
 
 
 def _on_requested(state: CoordinatorState, request: Requested) -> Step:
+    """Wait a short grace for news of a death, which explains most requests."""
     if request.generation != state.generation or request.replica not in state.roster:
         return state, ()
     # Who cannot name a culprit may be it: a replica whose own links are broken sees every peer as healthy.
@@ -235,6 +238,7 @@ def _on_requested(state: CoordinatorState, request: Requested) -> Step:
 
 
 def _on_expired(state: CoordinatorState, expired: Expired) -> Step:
+    """`start`: give up on who did not come. `follow`: fence who did not enter. `grace`: nobody died, try the roster again."""
     if expired.timer == f"follow {state.generation}" and state.generation:
         late = tuple(replica for replica in state.roster if replica not in state.entered)
         detail = f"did not enter generation {state.generation}"
@@ -259,6 +263,7 @@ def _same_roster(state: CoordinatorState) -> Step:
 
 
 def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
+    """Note it; a step further than before means that the last generations bore fruit."""
     if entered.generation != state.generation or entered.replica not in state.roster:
         return state, ()
     if entered.step > state.step:
@@ -267,12 +272,14 @@ def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
 
 
 def _on_failing(state: CoordinatorState, failing: Failing) -> Step:
+    """Note it; end the job if one microbatch has ended two replicas."""
     state = replace(state, failing=(*state.failing, failing))
     verdict = poisoned(state.failing, state.losses)
     return _end(state, *verdict) if verdict else (state, ())
 
 
 def _on_diverged(state: CoordinatorState, diverged: Diverged) -> Step:
+    """Fence the minority, or end the job if there is none."""
     if diverged.generation != state.generation or diverged.replica not in state.roster:
         return state, ()
     if not diverged.minority:
@@ -282,6 +289,7 @@ def _on_diverged(state: CoordinatorState, diverged: Diverged) -> Step:
 
 
 def _on_finished(state: CoordinatorState, finished: Finished) -> Step:
+    """Note it; end the job when all members have finished."""
     if finished.replica in {item.replica for item in state.finished} or finished.replica not in state.roster:
         return state, ()
     state = replace(state, finished=tuple(sorted((*state.finished, finished), key=lambda item: item.replica)))
@@ -293,6 +301,7 @@ def _finish(state: CoordinatorState) -> Step:
 
 
 def _on_exit_asked(state: CoordinatorState, asked: ExitAsked) -> Step:
+    """Announce a generation whose members all ask for the exit in their votes."""
     if not state.generation:
         return _end(state, ExitCode.INTERRUPTED, f"{asked.reason} before training began")
     request = EXIT + asked.reason

@@ -146,6 +146,7 @@ def may_run(state: RankState, generation: Generation) -> bool:
 
 
 def _on_promise(state: RankState, order: Promise) -> Step:
+    """Retire what is older, report what is held, acknowledge; in this order."""
     if order.generation <= state.promised:
         return state, ()
     state, effects = _flush(replace(state, promised=order.generation))
@@ -153,6 +154,7 @@ def _on_promise(state: RankState, order: Promise) -> Step:
 
 
 def _on_order(state: RankState, order: Plan | Apply) -> Step:
+    """Queue it for the training thread."""
     if state.queue and isinstance(state.queue[0], Stop):
         return state, ()
     if isinstance(order, Apply):
@@ -173,14 +175,17 @@ def _check_held(state: RankState, order: Apply) -> None:
 
 
 def _on_stop(state: RankState, order: Stop) -> Step:
+    """Put it before everything else and retire all transports."""
     return replace(state, queue=(order,)), (Retire(state.promised + 1),)
 
 
 def _on_begin(state: RankState, begin: Begin) -> Step:
+    """Tell the leader."""
     return state, (Report(Begun(state.rank, state.step, begin.work, begin.requests)),)
 
 
 def _on_take(state: RankState, _: Take) -> Step:
+    """Hand the next order to the training thread; a plan gives up the results that it replaces."""
     if not state.queue:
         raise ValueError("there is no order to take: ask only when the queue is not empty")
     order, *rest = state.queue
@@ -194,6 +199,7 @@ def _on_take(state: RankState, _: Take) -> Step:
 
 
 def _on_completed(state: RankState, completed: Completed) -> Step:
+    """Count the result if the plan asked for it and its generation is still the promised one; report all of a plan at once."""
     plan, held = state.taken, completed.held
     if not isinstance(plan, Plan) or not may_run(state, plan.generation):
         return state, ()
@@ -213,17 +219,20 @@ def _flush(state: RankState) -> Step:
 
 
 def _on_failed(state: RankState, failed: Failed) -> Step:
+    """Tell the leader, unless the generation is over anyway."""
     if not may_run(state, failed.generation):
         return state, ()
     return state, (Report(Blocked(state.rank, failed.generation, failed.reason, failed.suspects)),)
 
 
 def _on_raise(state: RankState, raised: Raise) -> Step:
+    """Tell the leader which microbatch of what."""
     label = state.taken.work.label if isinstance(state.taken, Plan) else f"step {state.step}"
     return state, (Report(Raised(state.rank, state.step, label, raised.microbatch, raised.error)),)
 
 
 def _on_end(state: RankState, _: End) -> Step:
+    """Tell the leader."""
     return state, (Report(Ended(state.rank)),)
 
 

@@ -79,6 +79,7 @@ class Phase(enum.Enum):
     VOTED = "voted"
     """All its ranks hold all results; waits for the vote of every member."""
     STOPPED = "stopped"
+    """Told to stop. Nothing follows."""
 
 
 class ReplicaState(Value, frozen=True):
@@ -210,6 +211,7 @@ def waiting_for(state: ReplicaState) -> tuple[ReplicaId, ...]:
 
 
 def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
+    """Leave the older generation for good: order the ranks to promise."""
     if new.generation <= state.generation or state.replica not in new.roster:
         return state, ()
     begun = state.work is not None
@@ -230,6 +232,7 @@ def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
 
 
 def _on_promised(state: ReplicaState, report: Promised) -> Step:
+    """When the last rank has promised: tell coordinator and members where this replica stands."""
     if report.generation != state.generation or report.rank in state.promised:
         return state, ()
     state = replace(state, promised=tuple(sorted((*state.promised, report.rank))))
@@ -252,6 +255,7 @@ def _on_promised(state: ReplicaState, report: Promised) -> Step:
 
 
 def _on_status(state: ReplicaState, status: Status) -> Step:
+    """Keep it; with the last one that was missing, make the common plan."""
     if status.generation < state.generation:
         return state, ()
     if status.generation == state.generation and state.phase not in (Phase.PROMISING, Phase.EXCHANGING):
@@ -286,6 +290,7 @@ def _exchange(state: ReplicaState) -> Step:
 
 
 def _on_begun(state: ReplicaState, report: Begun) -> Step:
+    """The training loop has arrived: order the plan that waits for it, or a fresh one."""
     if report.rank != 0 or report.step != state.step or state.work is not None:
         return state, ()
     state = replace(state, work=report.work, requests=report.requests)
@@ -320,6 +325,7 @@ def _start(state: ReplicaState) -> Step:
 
 
 def _on_holds(state: ReplicaState, report: Holds) -> Step:
+    """Note what the rank holds; vote when all ranks hold all results."""
     if state.plan is None or report.step != state.step or not state.held:
         return state, ()
     if state.phase is Phase.PROMISING and report.rank in state.promised:
@@ -345,6 +351,7 @@ def _vote(state: ReplicaState) -> Step:
 
 
 def _on_vote(state: ReplicaState, vote: Vote) -> Step:
+    """Keep it; commit when all members have voted for the same record."""
     # Votes of a newer generation or of the next step cannot have been cast: the one needs this replica's status, the other
     # its local gradient of that step, which it has only after committing this one.
     if (vote.generation, vote.record.step) != (state.generation, state.step) or vote.replica not in state.roster:
@@ -388,18 +395,21 @@ def _diverged(state: ReplicaState, conflict: Disagreement) -> Step:
 
 
 def _on_blocked(state: ReplicaState, report: Blocked) -> Step:
+    """Ask for a newer generation."""
     if report.generation != state.generation:
         return state, ()
     return _request(state, report.reason, report.suspects)
 
 
 def _on_link_lost(state: ReplicaState, lost: LinkLost) -> Step:
+    """Ask for a newer generation: what was on the link may be lost."""
     if lost.peer not in state.roster:
         return state, ()
     return _request(state, f"the link to the leader of replica {lost.peer} broke {lost.detail}".rstrip(), (lost.peer,))
 
 
 def _on_expired(state: ReplicaState, expired: Expired) -> Step:
+    """Ask for a newer generation, naming whom this replica still waits for."""
     missing = waiting_for(state)
     if not missing or (expired.generation, expired.step) != (state.generation, state.step):
         return state, ()
@@ -414,10 +424,12 @@ def _request(state: ReplicaState, reason: str, suspects: tuple[ReplicaId, ...]) 
 
 
 def _on_raised(state: ReplicaState, report: Raised) -> Step:
+    """Tell the coordinator which microbatch did it."""
     return state, (ToCoordinator(Failing(state.replica, report.label, report.microbatch, report.error)),)
 
 
 def _on_ended(state: ReplicaState, report: Ended) -> Step:
+    """When the last rank has ended: tell the coordinator that this replica has finished, and go on answering."""
     if report.rank in state.ended:
         return state, ()
     state = replace(state, ended=tuple(sorted((*state.ended, report.rank))))
@@ -429,6 +441,7 @@ def _on_ended(state: ReplicaState, report: Ended) -> Step:
 
 
 def _on_stop(state: ReplicaState, stop: Stop) -> Step:
+    """Order the ranks to stop; nothing follows."""
     return replace(state, phase=Phase.STOPPED), (ToRanks(stop),)
 
 

@@ -1,0 +1,79 @@
+"""Draws the machines' tables for docs/states.md, so that the picture cannot differ from the code.
+
+python -m megatron_recover.sim.diagram > docs/states.md
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_recover.core import coordinator, rank, replica
+
+
+def page() -> str:
+    """docs/states.md as it has to be."""
+    parts = [
+        "# States",
+        "Drawn from the tables of the machines by `python -m megatron_recover.sim.diagram > docs/states.md`; a test keeps it "
+        "current.\nInputs that a table does not list for a phase are dropped: they are late, repeated, or mean nothing there.",
+        "## One replica (`core/replica.py`)",
+        _phases(),
+        _replica_diagram(),
+        _handlers({kind: row.handler for rows in replica.TABLE.values() for kind, row in rows.items()}),
+        _replica_table(),
+        "## One rank (`core/rank.py`)",
+        "No phases: what matters is which generation is promised, and which order the training thread obeys.",
+        _handlers(rank.TABLE),
+        "## Membership (`core/coordinator.py`)",
+        "No phases but before generation 1, during the job, and over.",
+        _handlers(coordinator.TABLE),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _phases() -> str:
+    source = inspect.getsource(replica.Phase).splitlines()
+    docs = [line.strip().strip('"') for line in source if line.strip().startswith('"""')][1:]
+    lines = [f"- **{phase.value}**: {text}" for phase, text in zip(replica.Phase, docs, strict=True)]
+    return "\n".join(lines)
+
+
+def _replica_diagram() -> str:
+    """Edges that change the phase; what every phase answers alike is left out of the picture."""
+    edges: dict[tuple[str, str], list[str]] = {}
+    for phase, rows in replica.TABLE.items():
+        for kind, row in rows.items():
+            for after in sorted(row.leads_to - {phase}, key=lambda item: item.value):
+                edges.setdefault((phase.value, after.value), []).append(kind.__name__)
+    lines = [f"    {a} --> {b}: {', '.join(sorted(kinds))}" for (a, b), kinds in edges.items() if b != "stopped"]
+    return "\n".join(["```mermaid", "stateDiagram-v2", "    [*] --> joining", *lines, "```"])
+
+
+def _replica_table() -> str:
+    kinds = sorted({kind for rows in replica.TABLE.values() for kind in rows}, key=lambda kind: kind.__name__)
+    phases = list(replica.TABLE)
+    lines = ["| input | " + " | ".join(phase.value for phase in phases) + " |", "|---" * (len(phases) + 1) + "|"]
+    for kind in kinds:
+        cells = [_cell(phase, replica.TABLE[phase].get(kind)) for phase in phases]
+        lines.append(f"| `{kind.__name__}` | " + " | ".join(cells) + " |")
+    return "Where each input leads (`.`: stays, empty: dropped):\n\n" + "\n".join(lines)
+
+
+def _cell(phase: replica.Phase, row: replica.Row | None) -> str:
+    if row is None:
+        return ""
+    others = sorted(item.value for item in row.leads_to - {phase})
+    return ", ".join(["."] * (phase in row.leads_to) + others)
+
+
+def _handlers(table: Mapping[type, Callable[..., Any]]) -> str:
+    lines = ["| input | what it does |", "|---|---|"]
+    for kind, handler in table.items():
+        lines.append(f"| `{kind.__name__}` | {inspect.getdoc(handler)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,28 @@
+"""What docs say about the core is what the core says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_recover.core import coordinator, rank, replica
+from megatron_recover.sim.diagram import page
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_drawn_tables_are_current() -> None:
+    expected = page()
+    actual = (DOCS / "states.md").read_text()
+    assert actual == expected, "run: python -m megatron_recover.sim.diagram > docs/states.md"
+
+
+def test_every_handler_says_what_it_does() -> None:
+    rows = [row.handler for phase in replica.TABLE.values() for row in phase.values()]
+    for handler in [*rows, *rank.TABLE.values(), *coordinator.TABLE.values()]:
+        assert handler.__doc__, handler
+
+
+def test_every_timer_and_input_is_in_the_contract() -> None:
+    contract = (DOCS / "protocol.md").read_text()
+    for word in ("start_timeout_s", "follow_timeout_s", "grace_s", "LinkLost", "Expired", "waiting_for", "may_run", "Retire"):
+        assert word in contract
