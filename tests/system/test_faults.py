@@ -56,7 +56,7 @@ CASES = (
     Case(
         "before and inside the reduction, of different stages",
         Job(replicas=3, pp=2),
-        ("0 0 before_reduce step=1", "1 1 reduce step=3 bucket=1"),
+        ("0 0 before_reduce step=1", "1 1 reduce step=3 bucket=4"),
         1,
     ),
     Case(
@@ -87,10 +87,10 @@ CASES = (
     Case(
         "inside recovery: second reduction",
         Job(replicas=4, microbatches=8),
-        ("3 0 forward step=1", "2 0 second_reduce step=1", "1 0 reduce step=3 bucket=1"),
+        ("3 0 reduce step=1 bucket=0", "2 0 second_reduce step=1", "1 0 reduce step=3 bucket=1"),
         1,
     ),
-    Case("tensor and pipeline parallel", Job(replicas=2, tp=2, pp=2), ("1 2 reduce step=2 bucket=2",), 1),
+    Case("tensor and pipeline parallel", Job(replicas=2, tp=2, pp=2), ("1 2 reduce step=2 occurrence=2",), 1),
     Case("two lanes, plain optimizer", Job(replicas=2, lanes=2), ("0 1 backward step=2",), 1),
     Case(
         "two lanes, distributed optimizer, bf16",
