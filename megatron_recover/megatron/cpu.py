@@ -107,6 +107,49 @@ def _keep_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
     return config_from
 
 
+# Note [Adam of torch]
+# Without Transformer Engine and Apex the optimizer is torch's Adam, which counts its steps in a tensor per parameter. Loading
+# into Megatron's distributed optimizer trips over that count three times: it is asked for before there is any, looked for among
+# the tensors of a parameter although it is stored apart, and put back as one tensor that all parameters then increment.
+
+
+def _with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`DistributedOptimizer.sharded_state_dict`, with a state to load into. See Note [Adam of torch]."""
+
+    @functools.wraps(original)
+    def sharded_state_dict(self: Any, model_state: Any, is_loading: bool = False, *args: Any, **kwargs: Any) -> Any:
+        if is_loading and not self.optimizer.state:
+            for parameter in (each for group in self.optimizer.param_groups for each in group["params"]):
+                zeros = {name: torch.zeros_like(parameter) for name in self.optimizer_state_keys}
+                self.optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+        return original(self, model_state, is_loading, *args, **kwargs)
+
+    return sharded_state_dict
+
+
+def _without_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`DistributedOptimizer._set_main_param_and_optimizer_states`, told that the count is elsewhere."""
+
+    @functools.wraps(original)
+    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        original(self, model_param, {"step": None, **tensors})
+
+    return set_states
+
+
+def _with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`DistributedOptimizer.load_state_dict`, after which every parameter counts for itself."""
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        original(self, state_dict)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    return load_state_dict
+
+
 TORCH_CUDA: Final[dict[str, Callable[..., Any]]] = {
     "current_device": lambda: CPU,
     "device_count": lambda: 1,
@@ -130,6 +173,8 @@ TORCH: Final[dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
 }
 """Names in `torch` and what wraps them."""
 
+_ZERO: Final = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+
 MEGATRON: Final[dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
     # Forgetting these two gives silently wrong dropout: the tracker would fork a generator that nothing draws from.
     "megatron.core.tensor_parallel.random:_get_cuda_rng_state": lambda original: _random_state,
@@ -137,6 +182,9 @@ MEGATRON: Final[dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] =
     # The wheel has the compiled index builder, but not the Makefile that this would run.
     "megatron.core.datasets.utils:compile_helpers": lambda original: lambda: None,
     "megatron.training.argument_utils:core_transformer_config_from_args": _keep_outputs,
+    f"{_ZERO}.sharded_state_dict": _with_adam_state,
+    f"{_ZERO}._set_main_param_and_optimizer_states": _without_step,
+    f"{_ZERO}.load_state_dict": _with_own_steps,
     "megatron.training.training:initialize_megatron": lambda original: functools.partial(original, allow_no_cuda=True),
 }
 """Names in Megatron and what wraps them."""
@@ -172,8 +220,9 @@ def enable_cpu() -> None:
         owner, attribute = (torch.Tensor, name.removeprefix("Tensor.")) if name.startswith("Tensor.") else (torch, name)
         setattr(owner, attribute, wrap(getattr(owner, attribute)))
     for name, wrap in MEGATRON.items():
-        module, _, attribute = name.partition(":")
-        target = importlib.import_module(module)
+        module, _, path = name.partition(":")
+        *owners, attribute = path.split(".")
+        target = functools.reduce(getattr, owners, importlib.import_module(module))
         setattr(target, attribute, wrap(getattr(target, attribute)))
     # The tracker warns when the CPU's random state moves while it forks the GPU's. Here they are the same generator.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
