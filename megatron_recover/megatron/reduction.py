@@ -109,11 +109,13 @@ class Reduction:
         self._accumulators = {
             region: region.local.new_zeros(region.local.numel(), dtype=torch.float64) for region in self.regions if exactly
         }
-        self._slots = [
+        self._gradient_slots = [
             _Slot(bucket.id, bucket, bucket.region.local.new_empty(bucket.size, dtype=torch.float64 if exactly else None))
             for bucket in local
         ]
         self._exponent = exact.grid_exponent(1.0)
+        self._slots: list[_Slot] = []
+        """All buckets of this rank in the current step; on the last stage the last one is the ledger."""
         self.ledger: Ledger | None = None
         """The step's rows on the last stage; None on other stages."""
         self.is_last_stage = is_last_stage
@@ -133,7 +135,7 @@ class Reduction:
         `scale`: how many times the mean loss's gradient the sum over replicas and lanes is (for the grid of `exact`).
         """
         self._step, self._num_plans, self._exponent = step, 0, exact.grid_exponent(scale)
-        self._slots = [slot for slot in self._slots if slot.bucket is not None]
+        self._slots = list(self._gradient_slots)
         if self.is_last_stage:
             self.ledger = Ledger(num_microbatches, self._device)
             self._slots.append(_Slot(self.ledger_bucket, None, self.ledger.rows.new_empty(num_microbatches * NUM_COLUMNS)))
@@ -155,7 +157,7 @@ class Reduction:
     def count(self, microbatch: int, chunk: int, into: Sequence[BucketId]) -> tuple[BucketId, ...]:
         """A backward has finished: count the id in the buckets `into` of this chunk; those are returned."""
         counted = []
-        for slot in self._slots:
+        for slot in self._gradient_slots:
             if slot.bucket is not None and slot.bucket.region.chunk == chunk and slot.id in into:
                 slot.counts[microbatch] += 1
                 counted.append(slot.id)
@@ -247,8 +249,8 @@ class Reduction:
 
     def _complete(self, slot: _Slot, generation: int) -> None:
         value = checksum(slot.result)
-        counts = [round(count / slot.num_lanes, 3) for count in slot.total[:-1].tolist()]
-        provenance = "ones" if all(count == 1 for count in counts) else tuple(math.ceil(count) for count in counts)
+        counts = tuple(int(count) for count in slot.total[:-1].tolist())
+        provenance = "ones" if all(count == slot.num_lanes for count in counts) else counts
         self._record(trace.Reduced, generation, bucket=slot.id, version=generation, checksum=value, provenance=provenance)
         self._check(slot)
         self._hold(Held(slot.id, generation, value))
@@ -296,7 +298,7 @@ class Reduction:
 
     def apply(self, buckets: Sequence[BucketId]) -> None:
         """The step is committed: the results of these buckets become the gradient (gathered over lanes that need all of it)."""
-        for slot in self._slots:
+        for slot in self._gradient_slots:
             if slot.bucket is not None and slot.id in buckets:
                 slot.bucket.apply(slot.result)
                 if self._accumulators and not exact.fits(float(slot.total[-1]), self._exponent):
