@@ -86,7 +86,7 @@ class Outcome:
 
 def run_job(
     job: Job, run_dir: pathlib.Path, data: pathlib.Path, *, chaos: str = "", save: pathlib.Path | None = None,
-    deadline_s: float = DEADLINE_S,
+    deadline_s: float = DEADLINE_S, quiet: bool = False,
 ) -> Outcome:
     """Run a job to its end, in a process group of its own that is killed at the deadline (which fails the test)."""
     command: list[str] = [
@@ -100,7 +100,8 @@ def run_job(
         command += ["--chaos", str(chaos_file)]
     command += [*job.run_flags, "--", str(ROOT / "scripts" / "pretrain_gpt.py"), *job.megatron_flags(data, save)]
     line = shlex.join(command)
-    print(line)
+    if not quiet:
+        print(line)
     return Outcome(*_run(command, deadline_s, line), run_dir, line)
 
 
