@@ -6,8 +6,10 @@ scratch, and at the end destroys the group. The caller waits for that thread or 
 owns all that gloo may still write to, and ends when gloo lets go, no later than gloo's own timeout. The caller copies scratch
 to results itself, and only if nothing revoked the call before. That copy is what out of place costs here.
 
-Rendezvous: each endpoint serves a small store; a generation meets in that of its lowest member, under a prefix used once. It is
-no single point of failure: it is needed while a group is being built, and without its owner that generation is over anyway.
+Rendezvous: gloo wants a store; it gets one that swaps the members' entries over a `direct` transport of the same generation. So
+forming a group has that transport's fences and is ended by a revoke, and no member serves the others. (A TCPStore has neither,
+and looks up each peer's name at every connection: with a name server that drops a packet, 5 s in the middle of a recovery.)
+Transfers go over the same sockets: a wait for gloo's send or receive that ends early would close all connections of the group.
 
 Gloo adds in the order of its ring: the same bits on all members of a generation, but not in ascending order of replica id, and
 bf16 is rounded after each addition. Gloo's own sockets can not be closed in forked children. Prefer `direct`.
@@ -22,9 +24,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import ProcessGroupGloo, Store
 from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
 
+from megatron_recover.collectives.direct import DirectEndpoint, DirectTransport
 from megatron_recover.collectives.transport import (
     DeadlineExceeded,
     Probe,
@@ -39,16 +42,17 @@ if TYPE_CHECKING:
 
 PATIENCE = 2.0
 """Gloo's own timeout in deadlines: how long an abandoned operation may live on."""
+ENTRY_BYTES = 1024
+"""Room for what gloo swaps at rendezvous (178 bytes in torch 2.13) and its length."""
 
 
 class GlooEndpoint:
-    """A rank's rendezvous store. Address: ``host:port``."""
+    """A rank's place of rendezvous. Address: that of a `DirectEndpoint`."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        self._store: TCPStore | None = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._direct = DirectEndpoint(host)
         self._host = host
-        self.address = f"{host}:{self._store.port}"
-        self._generation = 0
+        self.address = self._direct.address
         self._current: GlooTransport | None = None
 
     def open(self, generation: int, me: int, addresses: Mapping[int, str], *, deadline_s: float) -> GlooTransport:
@@ -57,45 +61,39 @@ class GlooEndpoint:
         `deadline_s` is the longest that a call of this transport will wait. Raises Revoked unless `generation` is newer than
         all that were opened before.
         """
-        if self._store is None or generation <= self._generation:
-            reason = "the endpoint is closed" if self._store is None else f"it is in generation {self._generation}"
-            raise Revoked(f"cannot open generation {generation}: {reason}")
+        direct = self._direct.open(generation, me, addresses, deadline_s=deadline_s)
         if self._current is not None:
             self._current.close()
-        self._generation = generation
-        self._current = GlooTransport(generation, me, addresses, host=self._host, deadline_s=deadline_s)
+        self._current = GlooTransport(direct, host=self._host, deadline_s=deadline_s)
         return self._current
 
     def close(self) -> None:
-        """Stop serving rendezvous and retire the current transport."""
+        """Stop listening and retire the current transport."""
         if self._current is not None:
             self._current.close()
-        self._store = None
+        self._direct.close()
 
 
 class GlooTransport:
-    """One generation among `addresses`; its thread outlives it if gloo does not let go."""
+    """One generation; its thread outlives it if gloo does not let go."""
 
-    def __init__(self, generation: int, me: int, addresses: Mapping[int, str], *, host: str, deadline_s: float) -> None:
-        self.generation = generation
-        self.members = tuple(sorted(addresses))
-        self.me = me
+    def __init__(self, direct: DirectTransport, *, host: str, deadline_s: float) -> None:
+        self.generation = direct.generation
+        self.members = direct.members
+        self.me = direct.me
+        self._direct = direct
         self._shared = _Shared(threading.Condition())
         if len(self.members) > 1:
-            rank, size = self.members.index(me), len(self.members)
-            timeout = timedelta(seconds=PATIENCE * deadline_s)
-            meeting = addresses[self.members[0]]
 
             def build() -> ProcessGroupGloo:
-                # A client of its own, also in the process that serves: an abandoned builder holds its client's lock.
-                store = _join(meeting, timeout)
                 options = ProcessGroupGloo._Options()
-                options._timeout = timeout
+                options._timeout = timedelta(seconds=PATIENCE * deadline_s)
                 options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-                return ProcessGroupGloo(PrefixStore(f"generation-{generation}", store), rank, size, options)
+                meeting = _Meeting(direct, deadline_s)
+                return ProcessGroupGloo(meeting, self.members.index(self.me), len(self.members), options)
 
             # A daemon, so that an operation that gloo does not let go cannot keep the process from ending.
-            name = f"gloo-generation-{generation}"
+            name = f"gloo-generation-{self.generation}"
             self.thread = threading.Thread(target=_serve, args=(self._shared, build), name=name, daemon=True)
             self.thread.start()
 
@@ -126,32 +124,12 @@ class GlooTransport:
         probe("end")
 
     def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int, deadline_s: float) -> None:
-        """See `Transport.copy_into`. `deadline_s` bounds the whole call."""
+        """See `Transport.copy_into`; over the sockets of rendezvous, once the group is built."""
         check_operands(tensors, device="cpu")
-        if not {source, *targets} <= set(self.members):
-            raise ValueError(f"copy from {source} to {list(targets)}, but the members are {list(self.members)}")
         self._check()
-        if self.me == source:
-            flat = [tensor.detach().view(-1) for tensor in tensors if tensor.numel()]
-            ranks = [self.members.index(target) for target in targets if target != source]
-
-            def send(group: ProcessGroupGloo) -> None:
-                for work in [group.send([tensor], rank, index) for rank in ranks for index, tensor in enumerate(flat)]:
-                    work.wait()
-
-            if ranks:
-                self._do(send, deadline_s)
-        elif self.me in targets:
-            scratch = [torch.empty_like(tensor.detach().view(-1)) for tensor in tensors]
-            rank = self.members.index(source)
-
-            def receive(group: ProcessGroupGloo) -> None:
-                for work in [group.recv([part], rank, index) for index, part in enumerate(p for p in scratch if p.numel())]:
-                    work.wait()
-
-            self._do(receive, deadline_s)
-            for part, tensor in zip(scratch, tensors, strict=True):
-                tensor.detach().view(-1).copy_(part)
+        if len(self.members) > 1 and self.me in (source, *targets):
+            self._do(lambda group: None, deadline_s)
+            self._direct.copy_into(tensors, source=source, targets=targets, tag=tag, deadline_s=deadline_s)
 
     def revoke(self) -> None:
         """See `Transport.revoke`. The thread is left to itself; a blocked operation is made to fail where gloo allows it."""
@@ -159,11 +137,13 @@ class GlooTransport:
             first, self._shared.revoked = not self._shared.revoked, True
             group = self._shared.group if self._shared.job is not None else None
             self._shared.changed.notify_all()
+        self._direct.revoke()
         if first and group is not None:
             threading.Thread(target=_poison, args=(group,), name="gloo-poison", daemon=True).start()
 
     def close(self) -> None:
         """See `Transport.close`. Gloo's resources are released by the transport's thread, later if it is still blocked."""
+        self._direct.close()
         self.revoke()
 
     def _check(self) -> None:
@@ -216,7 +196,7 @@ def _serve(shared: _Shared, build: Callable[[], ProcessGroupGloo]) -> None:
             with shared.changed:
                 shared.job = None
                 shared.changed.notify_all()
-    except RuntimeError as error:  # gloo's and the store's errors; the caller raises it as a TransportError
+    except (RuntimeError, TransportError) as error:  # gloo's or the rendezvous'; the caller raises it as a TransportError
         with shared.changed:
             shared.failure = shared.failure or f"gloo: {str(error).splitlines()[0]}"
             shared.changed.notify_all()
@@ -225,9 +205,31 @@ def _serve(shared: _Shared, build: Callable[[], ProcessGroupGloo]) -> None:
         shared.group = shared.job = None
 
 
-def _join(address: str, timeout: timedelta) -> Store:
-    host, _, port = address.rpartition(":")
-    return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+class _Meeting(Store):
+    """The store through which gloo's constructor swaps addresses: each member sets one entry, then reads all by rank."""
+
+    def __init__(self, direct: DirectTransport, deadline_s: float) -> None:
+        super().__init__()
+        self._direct = direct
+        self._deadline_s = deadline_s
+        self._entries: list[bytes] = []
+
+    def set(self, key: str, value: bytes) -> None:
+        """Swap entries with all members: a sum in which each fills its own row."""
+        members = self._direct.members
+        mine = torch.zeros(len(members), ENTRY_BYTES, dtype=torch.uint8)
+        entry = len(value).to_bytes(2, "big") + value
+        mine[members.index(self._direct.me), : len(entry)] = torch.frombuffer(bytearray(entry), dtype=torch.uint8)
+        everyone = torch.empty_like(mine)
+        self._direct.sum_into([mine], [everyone], tag=-1, deadline_s=self._deadline_s)
+        rows = [row.numpy().tobytes() for row in everyone]
+        self._entries = [row[2 : 2 + int.from_bytes(row[:2], "big")] for row in rows]
+
+    def get(self, key: str) -> bytes:
+        return self._entries[int(key.rpartition("/")[2])]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Nothing to wait for: `set` returned with all entries."""
 
 
 def _poison(group: ProcessGroupGloo) -> None:

@@ -142,7 +142,7 @@ def test_a_planted_reduction_right_in_the_result_is_seen(monkeypatch: pytest.Mon
 
 
 def test_an_abandoned_builder_does_not_block_the_next_generation() -> None:
-    """The member that serves the rendezvous waits for one that never comes; its next generation must not wait for that."""
+    """A member waits for one that never comes; its next generation must not wait for that."""
     made = [GlooEndpoint() for _ in range(2)]
     never = GlooEndpoint()
     alone = made[0].open(1, 0, {0: made[0].address, 9: never.address}, deadline_s=60)

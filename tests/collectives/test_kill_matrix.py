@@ -87,6 +87,7 @@ def test_survivors_go_on(cell: tuple[str, int, int, str, signal.Signals]) -> Non
         run.open(2, survivors, DEADLINE_S)
         run.sums(survivors, size, 3, DEADLINE_S)
         again = run.outcomes(survivors)
+        print({survivor: f"again {outcome.seconds * 1e3:.0f} ms" for survivor, outcome in again.items()})
         assert {outcome.status for outcome in again.values()} == {"done"}, again
         assert all(outcome.right and outcome.source_intact and outcome.canaries_intact for outcome in again.values()), again
         assert len({outcome.checksum for outcome in again.values()}) == 1
