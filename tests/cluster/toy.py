@@ -18,6 +18,7 @@ from megatron_recover.collectives.direct import DirectEndpoint
 from megatron_recover.collectives.member import Member
 from megatron_recover.collectives.transport import Revoked, Transport, TransportError
 from megatron_recover.config import RecoverConfig, rank_context
+from megatron_recover.core.quota import share
 from megatron_recover.core.values import Apply, Compute, Held, Plan, Shape, Work
 from megatron_recover.faults import FaultInjector, FaultPoint
 
@@ -68,18 +69,19 @@ class Toy:
         self.gradients = {bucket: torch.zeros(ELEMENTS, dtype=torch.float64) for bucket in self.mine}
         self.counts = {bucket: torch.zeros(self.num_microbatches, dtype=torch.int64) for bucket in self.mine}
         self.results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        num_plans = 0
+        again = False
         while not isinstance(order := self.member.next_order(), Apply):
+            again = again or order.transfers != () or order.computes != self.fresh(order)
             for compute in order.computes:
-                self.compute(step, order.generation, compute, again=num_plans > 0)
-            num_plans += 1
+                self.compute(step, order.generation, compute, again=again)
             self.at(FaultPoint.BEFORE_REDUCE, step=step)
             try:
-                self.reduce(step, order, self.member.transport(order.generation), again=num_plans > 1)
+                self.reduce(step, order, self.member.transport(order.generation), again=again)
             except Revoked:
-                continue
+                pass
             except TransportError as error:
                 self.member.blocked(order.generation, error)
+            again = True
         self.at(FaultPoint.OPTIMIZER, step=step)
         applied = {}
         for bucket in self.mine:
@@ -100,6 +102,10 @@ class Toy:
             )
         )
         return order.record.requests
+
+    def fresh(self, plan: Plan) -> tuple[Compute, ...]:
+        """What a step begins with that nobody has begun before."""
+        return (Compute(share(self.num_microbatches, plan.roster, self.context.replica), plan.work.buckets),)
 
     def compute(self, step: int, generation: int, compute: Compute, *, again: bool) -> None:
         where = {"replica": self.context.replica, "rank": self.context.rank, "generation": generation, "step": step}
