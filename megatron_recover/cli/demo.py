@@ -7,8 +7,10 @@ run, and says in plain words what the checker found; it computes no number itsel
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -32,6 +34,8 @@ REPLICAS, STEPS, MICROBATCHES, SEED = 3, 24, 12, 1234
 PRETRAIN = Path(megatron_recover.__file__).parents[1] / "scripts" / "pretrain_gpt.py"
 LIMIT_S = 600.0
 """A run that takes longer is killed, and the demo has failed."""
+GRACE_S = 5.0
+"""For a run to end when the demo is interrupted."""
 
 MODEL = (
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 64 --num-attention-heads 4 "
@@ -203,12 +207,21 @@ class _Demo:
                 for line in process.stdout:
                     file.write(line)
                     self.tell(f"     {short(line.rstrip())}")
-            finally:
-                process.terminate()  # no effect on a process that has ended by itself
                 code = process.wait()
+            finally:
                 watchdog.cancel()
+                _end(process)
         if code != ExitCode.OK:
             raise RuntimeError(f"exit code {code} of: {shlex.join(command)}\nits output is in {log}")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Leave nothing behind: a run that is told twice kills its ranks, and ranks without their launcher end by themselves."""
+    for tell in (process.terminate, process.terminate, process.kill):
+        if process.poll() is None:
+            tell()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=GRACE_S)
 
 
 def _verdict(folder: Path, found: tuple[Claim, ...], reference: Verdict, faulty: Verdict, seconds: float) -> str:
@@ -229,7 +242,7 @@ def _verdict(folder: Path, found: tuple[Claim, ...], reference: Verdict, faulty:
 
 
 def main(argv: list[str]) -> int:
-    """Run the demo; 0 when every claim holds, 14 when one does not, 1 when a run failed, 2 on bad input."""
+    """Run the demo; 0: every claim holds, 14: one does not, 1: a run failed, 2: bad input, 15: interrupted."""
     parser = argparse.ArgumentParser(
         prog="megatron-recover demo",
         description="Train a small GPT on real text twice, once with kill -9 of real processes, and prove that the result is "
@@ -249,8 +262,12 @@ def main(argv: list[str]) -> int:
 
     demo = _Demo(folder, sys.stderr if arguments.json else sys.stdout)
     began = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a demo that is told to end takes its runs with it
     try:
         reference, faulty = demo.run()
+    except KeyboardInterrupt:
+        print(f"megatron-recover demo: interrupted; what it has got to is in {folder}", file=sys.stderr)
+        return ExitCode.INTERRUPTED
     except (RuntimeError, OSError, TraceError) as error:
         print(f"megatron-recover demo: {error}", file=sys.stderr)
         return ExitCode.FAILED

@@ -169,6 +169,8 @@ class Agent:
         for replica in {each.replica for each in self._processes.values()}:
             self.fence(replica)
         self._control.close()  # the server kills and reaps what is left, then ends
+        if not self._processes:
+            self._server.kill()  # it has nothing to reap, and may be importing for a long time
         try:
             self._server.wait(timeout=deadline_s)
         except subprocess.TimeoutExpired:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from megatron_recover import trace
@@ -130,6 +134,36 @@ def test_a_stage_that_fails_is_named_with_its_command(
     assert demo.main(["--run-dir", str(tmp_path / "demo")]) == ExitCode.FAILED
     error = capsys.readouterr().err
     assert "--no-such-flag" in error and "its output is in" in error
+
+
+@pytest.mark.timeout(400)
+def test_the_real_demo_proves_its_claims_in_less_than_three_minutes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_recover", "demo", "--json", "--run-dir", str(tmp_path / "demo")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=390)
+    assert done.returncode == ExitCode.OK, done.stderr[-6000:]
+    content = json.loads(done.stdout)
+    print(f"{content['seconds']:.0f} s")
+    assert content["proven"] is True
+    assert content["summary"]["steps"] >= 20
+    assert content["seconds"] < 180
+
+
+@pytest.mark.timeout(120)
+def test_an_interrupted_demo_leaves_nothing_running(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    command = [sys.executable, "-m", "megatron_recover", "demo", "--run-dir", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "importing torch" in line:  # the reference run's launcher is up
+            break
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == ExitCode.INTERRUPTED, error
+    assert "interrupted" in error and "Traceback" not in error
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert started and not alive
 
 
 def _only_training(command: Callable[..., None]) -> Callable[..., None]:
