@@ -77,7 +77,7 @@ def _not(name: str, *accepted: object) -> Callable[[Namespace], object]:
 
 def _more_shards_than_ranks(args: Namespace) -> bool:
     # Upstream sets the number to the tensor-parallel size where it is not given.
-    return (args.tensor_parallel_num_weight_shards or 1) > args.tensor_model_parallel_size
+    return (args.tensor_parallel_num_weight_shards or 1) > max(1, args.tensor_model_parallel_size)
 
 
 _DROP = "leave it out"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import struct
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
@@ -55,6 +56,8 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--data-args-path": _TEXT,
     "--per-split-data-args-path": _TEXT,
     "--mock-data": _ON,
+    "--split": _TEXT,
+    "--eval-iters": {"type": int, "default": 100},
     "--seed": {"type": int, "default": 1234},
     # What may be refused.
     "--moe-router-enable-expert-bias": _ON,
@@ -96,6 +99,12 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--yaml-cfg": _TEXT,
 }
 """Megatron's flags that are judged here, declared as Megatron declares them (a test compares the two)."""
+
+_INDEX_MAGIC: Final = b"MMIDIDX\x00\x00"
+_INDEX_HEADER: Final = struct.Struct("<9sQBQQ")
+"""Of an `.idx` file: magic, version, type of a token, number of sequences, number of documents."""
+_DEFAULT_SPLIT: Final = "969, 30, 1"
+"""Upstream's, where `--split` is missing."""
 
 
 class Preflight(msgspec.Struct, frozen=True):
@@ -280,7 +289,28 @@ def _data(args: Namespace) -> list[str]:
                     f"{flag} {prefix}: {' and '.join(prefix + end for end in missing)} not found; "
                     f"make them with 'megatron-recover data --output {prefix} PATH...'"
                 )
+            elif "://" not in prefix:
+                found += _splits(args, flag, prefix)
     return found
+
+
+def _splits(args: Namespace, flag: str, prefix: str) -> list[str]:
+    """Whether each split of one data set has something in it; upstream looks for a sample of an empty one for ever."""
+    with open(prefix + ".idx", "rb") as file:
+        header = file.read(_INDEX_HEADER.size)
+    if len(header) < _INDEX_HEADER.size or not header.startswith(_INDEX_MAGIC):
+        return [f"{flag} {prefix}: {prefix}.idx is no index of Megatron's; make it with 'megatron-recover data'"]
+    if flag != "--data-path":
+        return []  # one data set a split
+    num = _INDEX_HEADER.unpack(header)[3]
+    split = args.split or _DEFAULT_SPLIT
+    ratios = [float(ratio) for ratio in re.findall(r"[.0-9]+", split)]
+    ends = [sum(ratios[: index + 1]) / (sum(ratios) or 1) for index in range(len(ratios))]
+    return [
+        f"--split {split} leaves none of the {num} documents of {prefix} for {name}; give more documents, or it a share of 0"
+        for name, ratio, begin, end in zip(("training", "validation", "testing"), ratios, [0.0, *ends], ends, strict=False)
+        if ratio > 0 and round(begin * num) == round(end * num) and (name == "training" or args.eval_iters)
+    ]
 
 
 def _prefixes(words: Sequence[str]) -> list[str]:

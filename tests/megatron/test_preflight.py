@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_recover.cli.data import write_dataset
 from megatron_recover.megatron.arguments import REFUSALS
 from megatron_recover.megatron.preflight import FLAGS, Preflight, preflight
 from megatron_recover.trace import Layout
@@ -16,8 +18,8 @@ from megatron_recover.trace import Layout
 
 @pytest.fixture
 def data(tmp_path: Path) -> str:
-    for end in (".bin", ".idx"):
-        (tmp_path / f"text{end}").touch()
+    (tmp_path / "text.bin").touch()
+    (tmp_path / "text.idx").write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 1000, 1001))
     return str(tmp_path / "text")
 
 
@@ -58,6 +60,7 @@ def test_layout_of_a_job(data: str) -> None:
         ("--data-path /nowhere/text", {}, "megatron-recover data --output /nowhere/text"),
         ("--data-path 0.5 {data} 0.5 /nowhere/text", {}, "/nowhere/text.bin and /nowhere/text.idx not found"),
         ("--data-path", {}, "--data-path is missing"),
+        ("--split 9999,1,0", {}, "--split 9999,1,0 leaves none of the 1000 documents"),
         ("--data-args-path /nowhere", {}, "--data-args-path /nowhere does not exist"),
         ("--recover-min-replica 1", {}, "did you mean --recover-min-replicas?"),
         ("--recover-min-replicas 3", {}, "--recover-min-replicas is 3, but the job starts with --replicas 2"),
@@ -73,6 +76,22 @@ def test_mistakes_are_named(flags: str, shape: dict[str, int], expected: str, da
 def test_all_mistakes_at_once(data: str) -> None:
     lines = refused(data, "--global-batch-size 2 --data-path /nowhere --overlap-grad-reduce --recover-min-replicas 9")
     assert len(lines) == 4
+
+
+def test_index_must_be_one(data: str) -> None:
+    Path(f"{data}.idx").write_bytes(b"text")
+    assert "no index of Megatron's" in refused(data, "")[0]
+    Path(f"{data}.idx").unlink()
+    assert "text.idx not found" in refused(data, "")[0]
+
+
+def test_header_is_read_as_megatron_writes_it(tmp_path: Path) -> None:
+    """With 6 documents 90,5,5 leaves nothing to test on; without evaluation nobody asks for it."""
+    prefix = tmp_path / "json"
+    num_documents, _ = write_dataset(prefix, iter(sorted(Path(argparse.__file__).parent.glob("json/*.py"))))
+    [line] = refused(str(prefix), "--split 90,5,5")
+    assert f"none of the {num_documents} documents of {prefix} for testing" in line
+    judge(str(prefix), "--split 90,5,5 --eval-iters 0")
 
 
 VALUES = {
