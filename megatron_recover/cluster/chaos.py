@@ -60,9 +60,9 @@ def _fault(text: str, index: int, table: Mapping[str, object], target: Target) -
         fault = msgspec.convert(table, Fault)
         fault.check()
     except msgspec.ValidationError as error:
-        key = re.search(r"\$\.(\w+)", str(error))
-        line = _line_of_key(text, key[1], start) if key else start
-        choices = f"; points are {', '.join(point.value for point in FaultPoint)}" if key and key[1] == "point" else ""
+        field = re.search(r"\$\.(\w+)", str(error))
+        line = _line_of_key(text, field[1], start) if field else start
+        choices = f"; points are {', '.join(point.value for point in FaultPoint)}" if field and field[1] == "point" else ""
         raise ValueError(f"line {line}: {error}{choices}") from error
     except ValueError as error:
         raise ValueError(f"line {start}: {error}") from error

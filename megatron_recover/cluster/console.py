@@ -1,13 +1,15 @@
 """What a person sees of a run: Megatron's log lines of the writer, what happens to replicas, one live line on a terminal.
 
-It follows the ranks' log files and the trace, so a slow terminal can never hold a rank up. It decides nothing.
+It follows the ranks' log files and the trace in a thread of its own: a terminal that is slow, stopped or gone holds up neither
+a rank nor the launcher. It decides nothing.
 """
 
 from __future__ import annotations
 
+import queue
 import re
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
@@ -24,6 +26,7 @@ _ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*(\d+)\b")
 _LOSS = re.compile(r"\blm loss:\s*([-+.\dEe]+)")
 _WORTH_SHOWING = re.compile(r"\biteration\s+\d+\s*/|validation loss|saving checkpoint|saved checkpoint|loading checkpoint")
 _INTERVAL_S = 0.1
+_LAST_WORDS_DEADLINE_S = 5.0
 
 
 class _Tail:
@@ -50,37 +53,60 @@ class Console:
     """The output of `megatron-recover run`."""
 
     def __init__(self, job: Job, *, quiet: bool = False, stream: TextIO | None = None) -> None:
-        """`quiet`: only what ends the run; `stream`: stderr by default is not used, all goes to stdout."""
+        """`quiet`: only how the run ends, if it does not end well; `stream`: instead of stdout."""
         self._job, self._quiet = job, quiet
         self._rich = RichConsole(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._live: Live | None = None
-        if self._rich.is_terminal and not quiet:
-            self._live = Live(Text("starting"), console=self._rich, refresh_per_second=8, transient=True)
-            self._live.start()
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._over = threading.Event()
+        self._exit = (int(ExitCode.FAILED), "")
+        self._thread = threading.Thread(target=self._run, name="console", daemon=True)
         self._events = _Tail(job.run_dir / trace.EVENTS_FILE)
         shown = sorted({0, job.num_ranks - 1})
         self._logs = {
             (replica, rank): _Tail(job.log_of(replica, rank)) for replica in range(job.num_replicas) for rank in shown
         }
-        self._train_log = open(job.run_dir / TRAIN_LOG, "w", encoding="utf-8")  # noqa: SIM115 - closed by `finished`
         self._roster: tuple[int, ...] = tuple(range(job.num_replicas))
         self._generation = 0
         self._quotas: tuple[int, ...] = ()
         self._labels: dict[int, str] = {}
         self._progress = "starting"
-        self._last_iteration = 0
-        self._last_poll = 0.0
 
     def says(self, text: str) -> None:
-        """One line of ours."""
+        """One line of ours. Any thread; never blocks."""
         if not self._quiet:
-            self._rich.print(Text(f"megatron-recover: {text}"))
+            self._said.put(f"megatron-recover: {text}")
 
-    def poll(self, *, now: bool = False) -> None:
-        """Show what is new; cheap when called often."""
-        if not now and time.monotonic() - self._last_poll < _INTERVAL_S:
-            return
-        self._last_poll = time.monotonic()
+    def start(self) -> None:
+        """Follow the run from now on."""
+        self._thread.start()
+
+    def finished(self, exit_code: int, reason: str) -> None:
+        """The last words; waits for the terminal to take them, but not for ever."""
+        self._exit = (exit_code, reason)
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(_LAST_WORDS_DEADLINE_S)
+
+    # --- The console's thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with open(self._job.run_dir / TRAIN_LOG, "w", encoding="utf-8") as self._train_log:
+                if self._rich.is_terminal and not self._quiet:
+                    self._live = Live(Text("starting"), console=self._rich, refresh_per_second=8, transient=True)
+                    self._live.start()
+                while not self._over.wait(_INTERVAL_S):
+                    self._show_news()
+                self._show_news()
+                if self._live is not None:
+                    self._live.stop()
+            self._show_end(*self._exit)
+        except BrokenPipeError:
+            # Nobody reads what we print (`... | head`). The run goes on; its logs and its trace are written by others.
+            self._quiet = True
+
+    def _show_news(self) -> None:
         # Logs first: what the writer wrote while it was the writer is shown before a newer roster names another.
         for (replica, _), tail in self._logs.items():
             for line in tail.lines():
@@ -90,6 +116,8 @@ class Console:
             event, _ = trace.parse(f"{line}\n".encode())  # a killed rank may leave a line torn, and this must not end the run
             if event is not None:
                 self._event(event)
+        while not self._said.empty():
+            self._rich.print(Text(self._said.get()))
         self._train_log.flush()
         if self._live is not None:
             quotas = " ".join(map(str, self._quotas))
@@ -100,12 +128,7 @@ class Console:
                 )  # fmt: skip
             )
 
-    def finished(self, exit_code: int, reason: str) -> None:
-        """The last words."""
-        self.poll(now=True)
-        if self._live is not None:
-            self._live.stop()
-        self._train_log.close()
+    def _show_end(self, exit_code: int, reason: str) -> None:
         if exit_code == ExitCode.OK and self._quiet:
             return
         if exit_code not in (ExitCode.OK, ExitCode.INTERRUPTED):
@@ -114,8 +137,6 @@ class Console:
         self._rich.print(
             Text(f"megatron-recover: exit code {exit_code} ({name}): {reason}; everything is in {self._job.run_dir}")
         )
-
-    # --- Inside ------------------------------------------------------------------------------------------------------
 
     def _show(self, line: str) -> None:
         self._train_log.write(line + "\n")

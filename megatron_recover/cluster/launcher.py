@@ -69,6 +69,7 @@ class Launcher:
                 min_replicas=job.config.min_replicas,
             )  # fmt: skip
         )
+        self._console.start()
         with self._signals():
             exit_code = self._run()
         self._log.record(trace.RunFinished(exit_code=exit_code))
@@ -103,7 +104,6 @@ class Launcher:
             self._end(ExitCode.FAILED, str(error))
         finally:
             self._agent.close()
-            self._console.poll()
             self._membership.close()
             self._loop.close()
             self._ports.close()
@@ -171,7 +171,6 @@ class Launcher:
             for replica in [each for each in self._fencing if self._agent.is_fenced(each)]:
                 self._fencing.discard(replica)
                 self._log.record(trace.Fenced(replica=replica, ranks=tuple(range(self._job.num_ranks))))
-            self._console.poll()
 
     def _is_over(self) -> bool:
         return self._agent.num_living() == 0 or time.monotonic() > self._end_by
