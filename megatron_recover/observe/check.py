@@ -65,7 +65,7 @@ def _problems(history: History, summary: Summary, comparison: Comparison | None,
     if comparison is None or against is None:
         return
     if comparison.loss_max_abs_diff is None:
-        yield f"losses cannot be compared: the run lacks steps that {against} has, or one of the two has none"
+        yield f"losses cannot be compared: the run has no step in common with {against}"
     started = History.read(against).first(trace.RunStarted)
     if summary.determinism == "exact" and started and started.determinism == "exact":
         if comparison.param_bit_identical is False:
@@ -73,7 +73,7 @@ def _problems(history: History, summary: Summary, comparison: Comparison | None,
         if comparison.loss_max_abs_diff:
             yield f"both runs are exact, but a loss differs from that of {against} by {comparison.loss_max_abs_diff:g}"
     if comparison.param_bit_identical is None and comparison.param_max_rel_diff is None:
-        yield f"parameters cannot be compared with {against}: digests or shapes differ, and there are no common checkpoints"
+        yield f"parameters cannot be compared with {against}: shapes or last steps differ, and so do the last checkpoints"
 
 
 def describe(verdict: Verdict) -> str:

@@ -21,11 +21,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     reference: str
     loss_max_abs_diff: float | None
-    """Over all steps of the reference, which the run must have too; None where a loss is missing."""
+    """Over the steps that both have (a resumed run has only the later ones); None where there are none."""
     param_max_rel_diff: float | None
     """Largest over the parameter tensors of max |a - b| / max |b|; None where neither digests nor checkpoints tell."""
     param_bit_identical: bool | None
-    """By the parameter digests of the last step; None where a digest is missing or the shapes differ."""
+    """By the parameter digests of the last step; None where one is missing or shapes or last steps differ."""
 
 
 def compare(run_dir: Path, reference_dir: Path) -> Comparison:
@@ -42,9 +42,7 @@ def compare(run_dir: Path, reference_dir: Path) -> Comparison:
 
 
 def _loss_difference(run: Mapping[str, float], reference: Mapping[str, float]) -> float | None:
-    if not reference or not run.keys() >= reference.keys():
-        return None
-    return max(abs(run[label] - loss) for label, loss in reference.items())
+    return max((abs(run[label] - reference[label]) for label in run.keys() & reference.keys()), default=None)
 
 
 def _last_digests(history: History) -> tuple[str | None, dict[int, str]]:
@@ -59,8 +57,8 @@ def _last_digests(history: History) -> tuple[str | None, dict[int, str]]:
 
 def _bit_identical(run: History, reference: History) -> bool | None:
     shapes = [started.shape if (started := history.first(trace.RunStarted)) else None for history in (run, reference)]
-    mine, theirs = _last_digests(run), _last_digests(reference)
-    if shapes[0] != shapes[1] or not mine[1] or mine[1].keys() != theirs[1].keys():
+    (label, mine), (their_label, theirs) = _last_digests(run), _last_digests(reference)
+    if shapes[0] != shapes[1] or label != their_label or not mine or mine.keys() != theirs.keys():
         return None
     return mine == theirs
 

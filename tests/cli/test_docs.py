@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import FaultPoint
-from megatron_recover.megatron.arguments import REFUSALS
+from megatron_recover.megatron.arguments import REFUSALS, flag_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -26,6 +28,12 @@ def test_every_refused_flag_is_listed_and_no_other() -> None:
     }
     options = {"--fp8-recipe"}  # says when its neighbour is refused
     assert listed - options == {refusal.flag for refusal in REFUSALS}
+
+
+def test_every_recover_flag_is_listed_with_its_default() -> None:
+    rows = re.findall(r"^\| `(--recover-[\w-]+)` \| `?([\w.]+)`? \|", _text("README.md"), re.MULTILINE)
+    defaults = {flag_of(field.name): field.default for field in msgspec.structs.fields(RecoverConfig)}
+    assert dict(rows) == {flag: str(value).removesuffix(".0") for flag, value in defaults.items()}
 
 
 def test_every_exit_code_is_explained() -> None:

@@ -107,12 +107,26 @@ def test_another_loss_is_measured_and_condemned_only_between_exact_runs(tmp_path
     assert verdict.holds == (determinism == "fast"), describe(verdict)
 
 
-def test_a_run_that_lacks_steps_of_its_reference_is_not_proven(tmp_path: Path) -> None:
+def test_a_run_that_ends_before_its_reference_is_not_proven(tmp_path: Path) -> None:
     mine = traces.write(tmp_path / "run", traces.quiet_run(steps=3).events)
     theirs = traces.write(tmp_path / "reference", traces.quiet_run(steps=5).events)
     verdict = check(mine, theirs)
     assert not verdict.holds
-    assert "lacks steps" in describe(verdict)
+    assert "last steps differ" in describe(verdict)
+
+
+def test_a_resumed_run_is_compared_where_it_has_steps(tmp_path: Path) -> None:
+    run = traces.Run()
+    run.step = run.trained = 3
+    run.quiet_step()
+    run.quiet_step()
+    mine = traces.write(tmp_path / "run", run.finish().events)
+    theirs = traces.write(tmp_path / "reference", traces.quiet_run(steps=5).events)
+    verdict = check(mine, theirs)
+    assert verdict.holds, describe(verdict)
+    assert (verdict.summary.loss_max_abs_diff, verdict.summary.param_bit_identical) == (0.0, True)
+    other = traces.write(tmp_path / "other", traces.quiet_run(steps=2).events)
+    assert "no step in common" in describe(check(mine, other))
 
 
 def _with_checkpoint(run: traces.Run, place: Path, weights: torch.Tensor) -> list[trace.Event]:
