@@ -24,7 +24,7 @@ from megatron_recover.collectives.endpoints import open_endpoint
 from megatron_recover.collectives.transport import Transport, TransportError
 
 PRELOAD = ["pytest", "torch", "megatron_recover.collectives.direct", "megatron_recover.collectives.gloo", __name__]
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 """Until a rank that does not answer counts as hanging. Far above every deadline used, since the machine may be busy."""
 CANARY = -1234.5
 
