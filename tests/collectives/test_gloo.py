@@ -16,7 +16,7 @@ from megatron_recover.collectives.transport import Endpoint, Revoked, TransportE
 from tests.collectives.ranks import ranks
 from tests.collectives.threads import at_once
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 
 

@@ -93,7 +93,7 @@ def test_survivors_go_on(cell: tuple[str, int, int, str, signal.Signals]) -> Non
         assert len({outcome.checksum for outcome in again.values()}) == 1
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("size", [4 * KIB, 256 * KIB, 4 * MIB, 64 * MIB])
 @pytest.mark.parametrize("instant", ["before", "begin", "sent", "middle"])
 def test_every_survivor_sees_a_death_first_hand(instant: str, size: int) -> None:
@@ -112,7 +112,7 @@ def test_every_survivor_sees_a_death_first_hand(instant: str, size: int) -> None
             assert outcome.status in {"done", "PeerLost"} and outcome.peers in {(), (1,)}, outcome
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("size", [4 * KIB, 4 * MIB])
 @pytest.mark.parametrize("instant", ["before", "middle"])
 def test_a_standstill_ends_at_the_deadline_and_blames_the_right_one(instant: str, size: int) -> None:
@@ -136,7 +136,7 @@ def test_a_standstill_ends_at_the_deadline_and_blames_the_right_one(instant: str
             assert all(0.9 < outcome.seconds < 10 for outcome in outcomes.values())
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ["direct", "gloo"])
 def test_a_member_that_wakes_up_in_an_old_generation_changes_nothing(kind: str) -> None:
     with ranks(kind, 3) as run:
@@ -156,7 +156,7 @@ def test_a_member_that_wakes_up_in_an_old_generation_changes_nothing(kind: str) 
         assert all(outcome.right and outcome.canaries_intact and outcome.source_intact for outcome in again.values()), again
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ["direct", "gloo"])
 def test_deaths_while_a_generation_is_being_formed(kind: str) -> None:
     """A second and a third death, each before the next generation is complete; the last one goes on alone."""
