@@ -34,23 +34,20 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-import msgspec
-
 from megatron_recover.core import coordinator, invariants, replica
 from megatron_recover.core.values import (
     Generation,
     Hello,
     Loss,
     LossKind,
-    NewGeneration,
     ReplicaId,
     Shape,
-    Status,
     ToCoordinator,
     Value,
-    Vote,
     Work,
 )
+from megatron_recover.sim import network
+from megatron_recover.sim.network import Table, World
 from megatron_recover.sim.scenario import CONFIGS, Scenario
 from megatron_recover.sim.world import (
     Begin,
@@ -88,46 +85,6 @@ class Report(Value, frozen=True):
     ends: int
     """Distinct states in which the job is over."""
     found: Found | None
-
-
-class World(NamedTuple):
-    """A state of the whole job; components are numbered values, so that it is small and quick to compare."""
-
-    coordinator: int
-    nodes: tuple[int, ...]
-    """0: dead."""
-    messages: int
-    """Bit set of message numbers."""
-    history: int
-    crashes: int
-    suspicions: int
-    alarms: int
-    """Faults that may still come."""
-    links: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
-    """(source or -1 for the coordinator, destination, messages on the way)."""
-
-
-class Table[T]:
-    """Numbers distinct values from 1."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[bytes, int] = {}
-        self._values: list[T] = []
-        self._encode = msgspec.msgpack.Encoder(order="deterministic").encode
-
-    def number(self, value: T) -> int:
-        key = self._encode(value)
-        found = self._numbers.get(key)
-        if found is None:
-            self._values.append(value)
-            found = self._numbers[key] = len(self._values)
-        return found
-
-    def __getitem__(self, number: int) -> T:
-        return self._values[number - 1]
-
-    def __len__(self) -> int:
-        return len(self._values)
 
 
 class Effect(NamedTuple):
@@ -294,7 +251,7 @@ class Explorer:
         if self.layered and node.leader.generation < state.generation and number in state.roster:
             return [self.newest[state.generation, state.roster]]
         found: list[Stimulus | int] = [queue[0] for _, destination, queue in world.links if destination == number]
-        found += _numbers(world.messages & ~self.data_bits & ~self.void.get(name, 0))
+        found += network.numbers(world.messages & ~self.data_bits & ~self.void.get(name, 0))
         leader = node.leader
         if leader.phase is not replica.Phase.JOINING and leader.work is None and not leader.ended:
             found.append(Begin())
@@ -311,7 +268,7 @@ class Explorer:
         """The world after a stimulus, or None where it changes nothing."""
         self.attempt = number, stimulus
         if self.scenario.links and isinstance(stimulus, int):
-            return self.stimulate(_received(world, number, stimulus), number, stimulus)
+            return self.stimulate(network.received(world, number, stimulus), number, stimulus)
         after = self.stimulate(world, number, stimulus)
         if after is not world:
             return after
@@ -350,7 +307,7 @@ class Explorer:
         number = self.messages.number(message)
         if isinstance(message, Part | Copy):
             self.data_bits |= 1 << number
-            numbers = self.data.setdefault(_address(message), [])
+            numbers = self.data.setdefault(network.address(message), [])
             if number not in numbers:
                 numbers.append(number)
         return number
@@ -396,7 +353,7 @@ class Explorer:
             else:
                 if self.scenario.links:
                     continue
-                messages = _numbers(world.messages & ~self.data_bits & ~self.void.get(name, 0))
+                messages = network.numbers(world.messages & ~self.data_bits & ~self.void.get(name, 0))
                 stimuli = [message for message in messages if self.only_stored(name, message)]
             for stimulus in stimuli:
                 after = self.take(world, number, stimulus)
@@ -408,7 +365,7 @@ class Explorer:
         key = (name, number)
         found = self.stored.get(key)
         if found is None:
-            found = self.stored[key] = _only_stored(self.nodes[name].leader, self.messages[number])
+            found = self.stored[key] = network.only_stored(self.nodes[name].leader, self.messages[number])
         return found
 
     def tidy(self, world: World) -> World:
@@ -430,7 +387,7 @@ class Explorer:
         key = (number, name if member else -name)
         found = self.needs.get(key)
         if found is None:
-            found = self.needs[key] = _needed(self.messages[number], self.nodes[name], member)
+            found = self.needs[key] = network.needed(self.messages[number], self.nodes[name], member)
         return found
 
     # --- all of it ---
@@ -485,64 +442,6 @@ class Explorer:
         if not set(state.roster) <= {item.replica for item in state.finished}:
             raise invariants.InvariantViolation(9, "the job was stopped although members could go on")
         return True
-
-
-def _numbers(bits: int) -> list[int]:
-    """The numbers in a bit set."""
-    numbers = []
-    while bits:
-        low = bits & -bits
-        bits ^= low
-        numbers.append(low.bit_length() - 1)
-    return numbers
-
-
-def _received(world: World, number: ReplicaId, message: int) -> World:
-    """The world without the first message of the link on which `message` came to a replica."""
-    links = list(world.links)
-    at = next(i for i, (_, to, queue) in enumerate(links) if to == number and queue[0] == message)
-    source, to, queue = links[at]
-    links[at : at + 1] = [(source, to, queue[1:])] if len(queue) > 1 else []
-    return world._replace(links=tuple(links))
-
-
-def _address(message: Part | Copy) -> tuple[object, ...]:
-    version = message.version if isinstance(message, Copy) else 0
-    return message.replica, message.rank, message.generation, message.step, message.bucket, version
-
-
-def _needed(message: Message, node: Node, member: bool) -> bool:
-    """Whether a message can still have an effect on a node. `member`: of the newest roster, so that it may enter newer ones."""
-    leader = node.leader
-    newer = message.generation > leader.generation
-    if isinstance(message, NewGeneration):
-        return newer and member
-    if isinstance(message, Part | Copy):
-        if message.step < leader.step or message.rank >= len(node.ranks):
-            return False
-        return newer and member or node.ranks[message.rank].machine.promised <= message.generation <= leader.generation
-    if message.replica == leader.replica:
-        return False
-    if isinstance(message, Vote):
-        return newer and member or (message.generation == leader.generation and message.record.step >= leader.step)
-    exchanging = leader.phase in (replica.Phase.JOINING, replica.Phase.PROMISING, replica.Phase.EXCHANGING)
-    return newer and member or (message.generation == leader.generation and exchanging)
-
-
-def _only_stored(leader: replica.ReplicaState, message: Message) -> bool:
-    """Whether a node would do nothing with a message but keep it: those of two or more members are missing."""
-    if isinstance(message, Vote):
-        here = {vote.replica for vote in leader.votes}
-        fits = (message.generation, message.record.step) == (leader.generation, leader.step)
-        fits = fits and leader.phase is not replica.Phase.PROMISING
-    elif isinstance(message, Status):
-        here = {status.replica for status in leader.statuses if status.generation >= leader.generation}
-        fits = message.generation == leader.generation
-        fits = fits and leader.phase in (replica.Phase.PROMISING, replica.Phase.EXCHANGING)
-    else:
-        return False
-    missing = set(leader.roster) - here - {leader.replica}
-    return fits and message.replica in missing and len(missing) >= 2
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -51,7 +51,7 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
     "full": (
         Scenario("4 replicas, 2 buckets, 2 crashes", replicas=4, microbatches=4, bucket_ranks=ONE_RANK_TWO_BUCKETS, crashes=2),
         Scenario("2 buckets, 2 crashes and a false suspicion", bucket_ranks=ONE_RANK_TWO_BUCKETS, crashes=2, suspicions=1),
-        Scenario("links that break and a crash", crashes=1, alarms=1, links=True),
+        Scenario("2 replicas, links that break twice and a crash", replicas=2, microbatches=2, crashes=1, alarms=2, links=True),
         Scenario("2 stages, a crash and a false suspicion", num_ranks=2, bucket_ranks=TWO_STAGES, crashes=1, suspicions=1),
     ),
 }  # fmt: skip

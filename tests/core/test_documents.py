@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_recover.core import coordinator, rank, replica
 from megatron_recover.sim.diagram import page
+from megatron_recover.sim.scenario import CONFIGS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -20,6 +21,13 @@ def test_every_handler_says_what_it_does() -> None:
     rows = [row.handler for phase in replica.TABLE.values() for row in phase.values()]
     for handler in [*rows, *rank.TABLE.values(), *coordinator.TABLE.values()]:
         assert handler.__doc__, handler
+
+
+def test_every_explored_scenario_is_in_the_documents() -> None:
+    contract = (DOCS / "protocol.md").read_text()
+    for config, scenarios in CONFIGS.items():
+        for scenario in scenarios:
+            assert scenario.name.removeprefix("4 replicas, ") in contract, f"{config}: {scenario.name}"
 
 
 def test_every_timer_and_input_is_in_the_contract() -> None:

@@ -1,0 +1,109 @@
+"""A state of the whole job in small numbers, and what of its messages can still matter to whom."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from megatron_recover.core import replica
+from megatron_recover.core.values import NewGeneration, ReplicaId, Status, Vote
+from megatron_recover.sim.world import Copy, Message, Node, Part
+
+
+class World(NamedTuple):
+    """A state of the whole job; components are numbered values, so that it is small and quick to compare."""
+
+    coordinator: int
+    nodes: tuple[int, ...]
+    """0: dead."""
+    messages: int
+    """Bit set of message numbers."""
+    history: int
+    crashes: int
+    suspicions: int
+    alarms: int
+    """Faults that may still come."""
+    links: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    """(source or -1 for the coordinator, destination, messages on the way)."""
+
+
+class Table[T]:
+    """Numbers distinct values from 1."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self._values: list[T] = []
+        self._encode = msgspec.msgpack.Encoder(order="deterministic").encode
+
+    def number(self, value: T) -> int:
+        key = self._encode(value)
+        found = self._numbers.get(key)
+        if found is None:
+            self._values.append(value)
+            found = self._numbers[key] = len(self._values)
+        return found
+
+    def __getitem__(self, number: int) -> T:
+        return self._values[number - 1]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def numbers(bits: int) -> list[int]:
+    """The numbers in a bit set."""
+    numbers = []
+    while bits:
+        low = bits & -bits
+        bits ^= low
+        numbers.append(low.bit_length() - 1)
+    return numbers
+
+
+def received(world: World, number: ReplicaId, message: int) -> World:
+    """The world without the first message of the link on which `message` came to a replica."""
+    links = list(world.links)
+    at = next(i for i, (_, to, queue) in enumerate(links) if to == number and queue[0] == message)
+    source, to, queue = links[at]
+    links[at : at + 1] = [(source, to, queue[1:])] if len(queue) > 1 else []
+    return world._replace(links=tuple(links))
+
+
+def address(message: Part | Copy) -> tuple[object, ...]:
+    version = message.version if isinstance(message, Copy) else 0
+    return message.replica, message.rank, message.generation, message.step, message.bucket, version
+
+
+def needed(message: Message, node: Node, member: bool) -> bool:
+    """Whether a message can still have an effect on a node. `member`: of the newest roster, so that it may enter newer ones."""
+    leader = node.leader
+    newer = message.generation > leader.generation
+    if isinstance(message, NewGeneration):
+        return newer and member
+    if isinstance(message, Part | Copy):
+        if message.step < leader.step or message.rank >= len(node.ranks):
+            return False
+        return newer and member or node.ranks[message.rank].machine.promised <= message.generation <= leader.generation
+    if message.replica == leader.replica:
+        return False
+    if isinstance(message, Vote):
+        return newer and member or (message.generation == leader.generation and message.record.step >= leader.step)
+    exchanging = leader.phase in (replica.Phase.JOINING, replica.Phase.PROMISING, replica.Phase.EXCHANGING)
+    return newer and member or (message.generation == leader.generation and exchanging)
+
+
+def only_stored(leader: replica.ReplicaState, message: Message) -> bool:
+    """Whether a node would do nothing with a message but keep it: those of two or more members are missing."""
+    if isinstance(message, Vote):
+        here = {vote.replica for vote in leader.votes}
+        fits = (message.generation, message.record.step) == (leader.generation, leader.step)
+        fits = fits and leader.phase is not replica.Phase.PROMISING
+    elif isinstance(message, Status):
+        here = {status.replica for status in leader.statuses if status.generation >= leader.generation}
+        fits = message.generation == leader.generation
+        fits = fits and leader.phase in (replica.Phase.PROMISING, replica.Phase.EXCHANGING)
+    else:
+        return False
+    missing = set(leader.roster) - here - {leader.replica}
+    return fits and message.replica in missing and len(missing) >= 2
