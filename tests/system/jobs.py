@@ -48,7 +48,7 @@ class Job:
             f" --train-iters {self.train_iters or self.steps} --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 1"
             f" --clip-grad 1.0 --weight-decay 0.01 --seed {self.seed}"
             f" --tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp}"
-            f" --tokenizer-type NullTokenizer --vocab-size 256 --split 90,5,5 --data-path {data}"
+            f" --tokenizer-type NullTokenizer --vocab-size 257 --split 90,5,5 --data-path {data}"
             f" --log-interval 1 --eval-iters 2 --eval-interval {self.eval_interval}"
             f" --recover-determinism {self.determinism} --recover-bucket-elements 8000"
         )
