@@ -51,7 +51,6 @@ class Launcher:
         self._ending: tuple[int, str] | None = None
         self._end_by = 0.0
         self._num_signals = 0
-        self._killed_by = 0
         self._agent: Agent
         self._membership: Membership
 
@@ -107,8 +106,6 @@ class Launcher:
             self._membership.close()
             self._loop.close()
             self._ports.close()
-        if self._killed_by:
-            return 128 + self._killed_by
         assert self._ending is not None
         return self._ending[0]
 
@@ -160,7 +157,7 @@ class Launcher:
     # --- Watching ----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not (self._ending is not None and self._is_over()) and not self._killed_by:
+        while not (self._ending is not None and self._is_over()):
             self._loop.run_once(_POLL_S)
             ends = self._agent.poll()
             if ends:
@@ -222,8 +219,8 @@ class Launcher:
             self._membership.ask_exit(name)
         else:
             self._console.says(f"{name} again: killing everything")
-            self._killed_by = number
             self._ending = (128 + number, f"killed on request ({name})")
+            self._end_by = 0.0
 
 
 def _worker_defaults(environment: dict[str, str]) -> dict[str, str]:
