@@ -129,6 +129,6 @@ def test_signal_ends_all_replicas_at_one_iteration_with_a_checkpoint(flags: str,
 @pytest.mark.timeout(DEADLINE_S)
 def test_bad_argument_is_one_message(flags: str) -> None:
     """What only Megatron's own parser knows, in a worker."""
-    output = finish([sys.executable, SCRIPT, *flags.replace("--lr 1e-2", "").split()], expected=ExitCode.BAD_INPUT)
+    output = finish([sys.executable, SCRIPT, *f"{flags} --micro-batch-size 3".split()], expected=ExitCode.BAD_INPUT)
     assert "bad arguments: " in output
     assert "Traceback" not in output
