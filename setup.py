@@ -5,7 +5,7 @@ from setuptools import find_packages, setup
 setup(
     name="megatron-recover",
     version="0.1.0",
-    description="Megatron-Core pre-training that survives dying GPUs, processes and nodes without restart, rollback or a smaller batch",
+    description="Megatron-Core pre-training that survives dying processes without restart, rollback or a smaller batch",
     license="Apache-2.0",
     python_requires=">=3.12",
     packages=[*find_packages(include=["megatron_recover", "megatron_recover.*"]), "megatron_recover.patches"],

@@ -89,8 +89,8 @@ def measure(folder: pathlib.Path, data: pathlib.Path, point: str, index: int) ->
         *(condition.replace("=", " = ") for condition in conditions),
     ]))  # fmt: skip
     command = [
-        sys.executable, "-m", "megatron_recover", "run", "--replicas", str(REPLICAS), "--run-dir", str(run_dir), "--chaos", str(chaos),
-        "--", str(ROOT / "benchmarks" / "paced_pretrain.py"), *job.megatron_flags(data, None), "--paced-forward-s", str(PACE_S),
+        sys.executable, "-m", "megatron_recover", "run", "--replicas", str(REPLICAS), "--run-dir", str(run_dir),
+        "--chaos", str(chaos), "--", str(ROOT / "benchmarks" / "paced_pretrain.py"), *job.megatron_flags(data, None), "--paced-forward-s", str(PACE_S),
     ]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=180)
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
@@ -118,6 +118,6 @@ def rows() -> list[Row]:
         row("SIGKILL to survivors holding the new plan", to_plan, "ms", goal="< 150"),
         row("SIGKILL to survivors holding the new plan, worst", to_plan, "ms", value=max(to_plan)),
         row("failing step over ideal", [run.step_over_ideal for run in runs], "ratio", baseline=ideal, goal="<= 1.35"),
-        row("microbatches redone over lost", [run.redone / run.lost for run in runs], "ratio", baseline="microbatches lost", goal="== 1"),
+        row("microbatches redone over lost", [run.redone / run.lost for run in runs], "ratio", goal="== 1"),
         row("microbatches wasted", [float(run.wasted) for run in runs], "count", goal="== 0"),
     ]

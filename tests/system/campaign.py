@@ -23,8 +23,8 @@ from tests.system.jobs import Job, Outcome, check, run_job, text_data
 MAX_PROCESSES = 8
 RATE = 0.5
 HEADER = (
-    "| seed | job | faults (replica.rank at step: point) | replicas | lost | redone | wasted | worst recovery (ms) | seconds | verdict |"
-    "\n|---|---|---|---|---|---|---|---|---|---|"
+    "| seed | job | faults (replica.rank at step: point) | replicas | lost | redone | wasted | worst recovery (ms) | seconds "
+    "| verdict |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -111,7 +111,8 @@ def main() -> int:
                 num_failed += 1
                 keep.mkdir(parents=True, exist_ok=True)
                 shutil.move(outcome.run_dir, keep / f"run-{seed}")
-                print(f"run again with: python -m tests.system.campaign --runs 1 --seed {seed}\n{outcome.output[-3000:]}", flush=True)
+                again = f"python -m tests.system.campaign --runs 1 --seed {seed}"
+                print(f"run again with: {again}\n{outcome.output[-3000:]}", flush=True)
     print(f"{arguments.runs - num_failed} passed, {num_failed} failed")
     return 1 if num_failed else 0
 

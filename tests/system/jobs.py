@@ -43,7 +43,8 @@ class Job:
         """The Megatron part of the command line."""
         layers = max(2, self.pp)
         flags = (
-            f"--num-layers {layers} --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+            f"--num-layers {layers} --hidden-size 32 --num-attention-heads 4"
+            f" --seq-length 32 --max-position-embeddings 32"
             f" --micro-batch-size 1 --global-batch-size {self.microbatches * self.lanes}"
             f" --train-iters {self.train_iters or self.steps} --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 1"
             f" --clip-grad 1.0 --weight-decay 0.01 --seed {self.seed}"
@@ -106,7 +107,9 @@ def run_job(
 
 
 def _run(command: Sequence[str], deadline_s: float, line: str) -> tuple[int, str]:
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""How real jobs end, save and go on: too few replicas, poisoned microbatches, signals, hung ranks, interrupted saves, resumption."""
+"""How real jobs end, save and go on: too few replicas, poisoned microbatches, hung ranks, interrupted saves, resumption."""
 
 from __future__ import annotations
 

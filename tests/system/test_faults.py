@@ -77,7 +77,12 @@ CASES = (
         ("3 0 backward step=1", "2 0 promise step=1", "0 0 reduce step=3 bucket=0"),
         1,
     ),
-    Case("inside recovery: status", Job(replicas=4), ("3 0 backward step=1", "2 0 status step=1", "1 0 before_reduce step=3"), 1),
+    Case(
+        "inside recovery: status",
+        Job(replicas=4),
+        ("3 0 backward step=1", "2 0 status step=1", "1 0 before_reduce step=3"),
+        1,
+    ),
     Case(
         "inside recovery: recompute",
         Job(replicas=4, microbatches=8),
