@@ -23,6 +23,7 @@ from typing import TextIO
 import msgspec
 
 import megatron_recover
+from megatron_recover import trace
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe import report
 from megatron_recover.observe.check import Verdict, check, describe
@@ -83,10 +84,11 @@ def claims(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
     backward, reduction = _kills(summary, "backward"), _kills(summary, "reduce")
     stages = sorted({fault.rank for fault in (*backward, *reduction)})
     broken = sorted({violation.invariant for violation in (*reference.violations, *faulty.violations)})
+    killed = {event.replica for _, event in faulty.history.of(trace.Failure) if event.cause == "SIGKILL"}
     return (
         Claim(
             "Real processes were killed: in a backward and inside a reduction, of different pipeline stages",
-            bool(backward and reduction) and len(stages) > 1,
+            bool(backward and reduction) and len(stages) > 1 and killed >= {one.replica for one in (*backward, *reduction)},
             "; ".join(f"{one.label}: replica {one.replica} rank {one.rank} {_place(one)}" for one in summary.faults) or "none",
         ),
         Claim(

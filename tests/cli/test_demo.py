@@ -83,6 +83,7 @@ WASTED = trace.MicrobatchFinished(replica=1, rank=0, generation=2, step=19, micr
 FAILURES: list[tuple[str, Callable[[Events], Events]]] = [
     ("Real processes were killed", lambda events: _replace(events, trace.Fault, {"point": "forward"}, point="backward")),
     ("Real processes were killed", lambda events: _replace(events, trace.Fault, {"rank": 0}, point="backward")),
+    ("Real processes were killed", lambda events: _replace(events, trace.Failure, {"cause": "exit code 1"})),
     ("Training went on", lambda events: _replace(events, trace.RunFinished, {"exit_code": 10})),
     ("Every step was made", lambda events: _replace(events, trace.Reduced, {"provenance": (2, 0, 1, 1, 1, 1)}, bucket=1)),
     ("Only what the dead", lambda events: [*events[:-1], WASTED, events[-1]]),
