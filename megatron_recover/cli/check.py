@@ -30,8 +30,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="megatron-recover check",
         description="Verify the invariants of a run from its trace alone, and compare it with a reference run.",
-        epilog=f"Exit code 0: all hold. {ExitCode.INVARIANT_VIOLATED:d}: one is broken, or two exact runs differ. "
-        f"{ExitCode.BAD_INPUT:d}: no readable trace.",
+        epilog=f"Exit code 0: all hold. {ExitCode.INVARIANT_VIOLATED:d}: one is broken, two exact runs differ, or "
+        f"nothing was committed. {ExitCode.BAD_INPUT:d}: no readable trace.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a directory with events.jsonl, or such a file")
     parser.add_argument("--against", type=Path, metavar="REF_DIR", help="compare losses and parameters with this run")
