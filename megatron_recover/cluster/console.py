@@ -68,6 +68,8 @@ class Console:
         }
         self._roster: tuple[int, ...] = tuple(range(job.num_replicas))
         self._generation = 0
+        self._repairing = 0
+        """Newest generation that lost a replica, until the step in which it happened is committed."""
         self._quotas: tuple[int, ...] = ()
         self._labels: dict[int, str] = {}
         self._progress = "starting"
@@ -152,6 +154,7 @@ class Console:
         match event:
             case trace.Generation():
                 self._roster, self._generation = event.roster, event.generation
+                self._repairing = event.generation if event.losses else 0
                 if event.generation > 1 or event.losses:
                     lost = "; ".join(f"replica {loss.replica} lost: {loss.kind.value} {loss.detail}" for loss in event.losses)
                     self.says(f"generation {event.generation}: replicas {_names(event.roster)} ({lost or event.reason})")
@@ -170,7 +173,8 @@ class Console:
                 )
                 during = f" during {self._labels[event.step]}" if event.step in self._labels else ""
                 self.says(f"FAULT {event.kind} of replica {event.replica} rank {event.rank} at {event.point}{where}{during}")
-            case trace.Recovery(phase="commit") if event.replica == min(self._roster, default=-1):
+            case trace.Recovery(phase="commit", generation=generation) if generation == self._repairing:
+                self._repairing = 0  # told once, by whoever is first
                 label = self._labels.get(event.step, f"step {event.step}")
                 self.says(f"{label} was finished without loss in generation {event.generation}")
 
