@@ -12,6 +12,7 @@ from megatron_recover.cluster.console import Console
 from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.core.values import ExitCode
+from megatron_recover.faults import Fault
 from megatron_recover.megatron.preflight import Preflight, preflight
 
 PRELOAD = (
@@ -53,7 +54,8 @@ def _job(arguments: argparse.Namespace) -> tuple[Job, str]:
     if not Path(script).is_file():
         raise ValueError(f"there is no training script {script}; write its path behind --")
     judged = preflight(flags, num_replicas=arguments.replicas, lanes=arguments.lanes)
-    faults, chaos_text = (), ""
+    faults: tuple[Fault, ...] = ()
+    chaos_text = ""
     if arguments.chaos is not None:
         faults, chaos_text = chaos.faults_of(arguments.chaos, _target(arguments, judged, flags))
     job = Job(
