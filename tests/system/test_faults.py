@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Callable
 
 import pytest
@@ -55,9 +56,9 @@ CASES = (
     ),
     Case(
         "before and inside the reduction, of different stages",
-        Job(replicas=3, pp=2),
+        Job(replicas=4, pp=2),
         ("0 0 before_reduce step=1", "1 1 reduce step=3 bucket=4"),
-        1,
+        2,
     ),
     Case(
         "around the vote",
@@ -73,7 +74,7 @@ CASES = (
     ),
     Case(
         "inside recovery: promise",
-        Job(replicas=4),
+        Job(replicas=4, tp=2),
         ("3 0 backward step=1", "2 0 promise step=1", "0 0 reduce step=3 bucket=0"),
         1,
     ),
@@ -104,12 +105,12 @@ CASES = (
         1,
     ),
     Case("evaluation", Job(replicas=3, eval_interval=2), ("1 0 evaluate step=2", "0 0 evaluate step=7"), 1),
-    Case("start-up", Job(replicas=3), ("1 0 start_up",), 2),
+    Case("start-up", Job(replicas=2, pp=2), ("1 0 start_up",), 1),
     Case("two replicas in the same instant", Job(replicas=4), ("0 0 backward step=2", "2 0 backward step=2"), 2),
     Case(
         "per-token loss",
-        Job(replicas=3, pp=2, extra=("--calculate-per-token-loss",)),
-        ("0 1 backward step=2 microbatch=1", "2 0 reduce step=4"),
+        Job(replicas=2, tp=2, microbatches=5, extra=("--calculate-per-token-loss",)),
+        ("0 1 backward step=2 microbatch=1",),
         1,
     ),
 )
@@ -129,3 +130,18 @@ def test_job_ends_as_if_nothing_had_died(
     assert outcome.summary["microbatches_redone"] == outcome.summary["microbatches_lost"]
     verdict, report = check(outcome.run_dir, reference(case.job))
     assert verdict == 0, f"{outcome.command}\n{report}"
+
+
+@pytest.mark.timeout(300)
+def test_fast_runs_stay_close_to_the_undisturbed_one(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
+    job = Job(replicas=3, determinism="fast", steps=10)
+    undisturbed = run_job(job, tmp_path / "undisturbed", data, save=tmp_path / "a").expect(0)
+    faults = ("1 0 backward step=2 microbatch=3", "0 0 reduce step=6 bucket=1")
+    outcome = run_job(job, tmp_path / "run", data, chaos=chaos_text(*faults), save=tmp_path / "b").expect(0)
+    verdict, report = check(outcome.run_dir, undisturbed.run_dir)
+    assert verdict == 0, f"{outcome.command}\n{report}"
+    assert outcome.summary["replicas_bit_identical"] is True
+    difference = re.search(r"max relative difference ([0-9.e+-]+)", report)
+    assert difference is not None, report
+    # Gradients differ in the order of fp32 sums; ten steps of Adam carry that on. docs/guarantees.md quotes the figure.
+    assert float(difference.group(1)) < 1e-3, report
