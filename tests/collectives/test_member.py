@@ -1,4 +1,4 @@
-"""The member against a leader or a coordinator that the test plays: what is held, revoked, acknowledged and given up, and when."""
+"""The member against a leader or coordinator that the test plays: what is held, revoked, acknowledged, given up, and when."""
 
 from __future__ import annotations
 
