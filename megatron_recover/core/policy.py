@@ -42,7 +42,7 @@ def poisoned(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int, s
 
 
 def nobody_left(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int, str]:
-    """The end of a job whose last replica is gone: a defect if every replica raised, else the replicas died."""
+    """The end of a job whose last replica is gone: a defect if a check failed or every replica raised, else they died."""
     raised = {item.replica: f"{item.label}: {item.error}" for item in failing}
     if losses and all(loss.kind is LossKind.EXCEPTION for loss in losses):
         last = losses[-1]
@@ -50,6 +50,8 @@ def nobody_left(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int
             f"training raised on every replica, at last on replica {last.replica} in {raised.get(last.replica, last.detail)}"
         )
     detail = "; ".join(f"replica {loss.replica}: {loss.kind.value} {loss.detail}".rstrip() for loss in losses)
+    if any(loss.kind is LossKind.INVARIANT_VIOLATED for loss in losses):
+        return ExitCode.INVARIANT_VIOLATED, f"a check inside the run failed ({detail}); read the log of that rank"
     return ExitCode.NO_REPLICA_LEFT, f"no replica is left ({detail}); resume from the last checkpoint"
 
 

@@ -239,6 +239,8 @@ class LossKind(enum.Enum):
     EXCEPTION = "exception"
     SUSPECTED = "suspected"
     DIVERGED = "diverged"
+    INVARIANT_VIOLATED = "invariant violated"
+    """A check inside one of its ranks failed, and the rank ended itself rather than go on (exit code 14)."""
 
 
 class Loss(Value, frozen=True):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_recover import trace
 from megatron_recover.config import RankContext, RecoverConfig, rank_context
 from megatron_recover.core import policy
+from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import FaultInjector
 from megatron_recover.megatron.arguments import add_recover_arguments, cpu_refusals, recover_config, refusals
@@ -145,6 +146,10 @@ class _Training:
         except SystemExit as stop:  # Megatron's way to end early; `JobStopped` is one as well
             if stop.code not in (None, 0):
                 raise
+        except InvariantViolation as error:
+            traceback.print_exc()
+            member.raised(None, error)
+            return ExitCode.INVARIANT_VIOLATED
         except BaseException as error:
             member.raised(None, error)
             raise

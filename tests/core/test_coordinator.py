@@ -109,6 +109,12 @@ def test_a_loss_is_fenced_and_leads_to_a_new_generation_at_once() -> None:
     assert feed(state, died(1)) == (state, [])
 
 
+def test_a_job_that_ends_after_a_check_failed_says_so() -> None:
+    failed = Lost(Loss(0, LossKind.INVARIANT_VIOLATED, "exit code 14"))
+    _, effects = feed(CoordinatorState(Policy(2)), Hello(0, "same"), Hello(1, "same"), failed, died(1))
+    assert ended(effects).exit_code == ExitCode.INVARIANT_VIOLATED
+
+
 def test_below_min_replicas_the_survivors_are_asked_to_end() -> None:
     state, effects = feed(started(min_replicas=2), died(1))
     assert announced(effects).requests == ()
