@@ -176,7 +176,9 @@ class Reduction:
         """A pass over these ids has ended: raise RuntimeError if its gradient is not finite and Megatron was told to check."""
         for region in self.regions if self._check_finite else ():
             local = self._accumulators.get(region, region.local)
-            if not torch.isfinite(torch.linalg.vector_norm(local, ord=math.inf)):
+            # One value that is not finite makes the sum not finite. The largest magnitude settles whether it was only the sum
+            # that overflowed; on a CPU it takes 50 times as long.
+            if not torch.isfinite(local.sum()) and not torch.isfinite(torch.linalg.vector_norm(local, ord=math.inf)):
                 raise RuntimeError(f"the gradient of microbatches {list(microbatches)} has values that are not finite")
 
     def _fold(self, slot: _Slot, bucket: Bucket) -> None:
