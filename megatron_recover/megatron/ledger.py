@@ -35,18 +35,17 @@ class Ledger:
     def write(self, microbatch: int, tokens: Tensor, losses: dict[str, Tensor]) -> None:
         """Fill the id's row. Raises ValueError for a report that does not fit."""
         described = tuple((key, str(value.dtype).removeprefix("torch."), tuple(value.shape)) for key, value in losses.items())
-        head = _encode(described)
-        values = torch.cat([value.detach().reshape(-1).double() for value in losses.values()]) if losses else self.rows[0, :0]
-        stop = _HEADER - 1 + len(head) + values.numel()
-        if stop > NUM_COLUMNS:
+        head = _encode(described, self.rows.device)
+        values = [value.detach().reshape(-1).double() for value in losses.values()]
+        content = torch.cat([head, *values])
+        if _HEADER - 1 + content.numel() > NUM_COLUMNS:
             raise ValueError(
                 f"the loss function reports {sorted(losses)} for a microbatch: names and values of at most {NUM_COLUMNS} "
                 "numbers can be carried; report fewer or shorter ones"
             )
         row = self.rows[microbatch]
         row[0] = tokens.detach()
-        row[_HEADER - 1 : stop - values.numel()] = torch.tensor(head, dtype=torch.float64)
-        row[stop - values.numel() : stop] = values
+        row[_HEADER - 1 : _HEADER - 1 + content.numel()] = content
 
     def add_seconds(self, microbatch: int, seconds: float) -> None:
         """Count compute time of the id on this rank."""
@@ -54,28 +53,37 @@ class Ledger:
 
 
 @functools.cache
-def _encode(described: _Description) -> tuple[float, ...]:
+def _encode(described: _Description, device: torch.device) -> Tensor:
     """A description's length in bytes and its bytes."""
     text = msgspec.json.encode(described)
     parts = [text[at : at + _BYTES_A_NUMBER] for at in range(0, len(text), _BYTES_A_NUMBER)]
-    return (len(text), *(int.from_bytes(part, "little") for part in parts))
+    return torch.tensor([len(text), *(int.from_bytes(part, "little") for part in parts)], dtype=torch.float64, device=device)
 
 
 def read_losses(rows: Tensor) -> list[dict[str, Tensor]]:
-    """The loss dictionaries of all ids in their order, as the loss function made them (dtype, shape and device of the row)."""
-    return [_read_row(row, numbers) for row, numbers in zip(rows, rows.tolist(), strict=True)]
+    """The loss dictionaries of all ids in their order, as the loss function made them (dtype, shape and device of the rows)."""
+    heads = [tuple(numbers[_HEADER - 1 : _start(numbers)]) for numbers in rows.tolist()]
+    columns = {head: _columns(rows, head) for head in dict.fromkeys(heads)}  # one as a rule: all ids report alike
+    return [
+        {key: values[index].reshape(shape) for key, values, shape in columns[head]} for index, head in enumerate(heads)
+    ]
 
 
-def _read_row(row: Tensor, numbers: Sequence[float]) -> dict[str, Tensor]:
-    num_bytes = int(numbers[2])
-    at = _HEADER + math.ceil(num_bytes / _BYTES_A_NUMBER)
-    text = b"".join(int(number).to_bytes(_BYTES_A_NUMBER, "little") for number in numbers[_HEADER:at])[:num_bytes]
-    losses = {}
+def _columns(rows: Tensor, head: Sequence[float]) -> list[tuple[str, Tensor, tuple[int, ...]]]:
+    """What rows that begin with `head` report: key, the values in every row, shape."""
+    text = b"".join(int(number).to_bytes(_BYTES_A_NUMBER, "little") for number in head[1:])[: int(head[0])]
+    at = _HEADER - 1 + len(head)
+    columns = []
     for key, dtype, shape in msgspec.json.decode(text, type=_Description):
         size = math.prod(shape)
-        losses[key] = row[at : at + size].to(getattr(torch, dtype)).reshape(shape)
+        columns.append((key, rows[:, at : at + size].to(getattr(torch, dtype)), shape))
         at += size
-    return losses
+    return columns
+
+
+def _start(numbers: Sequence[float]) -> int:
+    """The first column of a row's values."""
+    return _HEADER + math.ceil(int(numbers[_HEADER - 1]) / _BYTES_A_NUMBER)
 
 
 def count_tokens(rows: Tensor) -> Tensor:
