@@ -30,6 +30,8 @@ class Job:
     microbatches: int = 6
     seed: int = 1234
     determinism: str = "exact"
+    bucket_elements: int = 8000
+    """Small, so that a small model has several buckets on every stage."""
     extra: tuple[str, ...] = ()
     """Further Megatron flags."""
     run_flags: tuple[str, ...] = ()
@@ -52,7 +54,7 @@ class Job:
             f" --tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp}"
             f" --tokenizer-type NullTokenizer --vocab-size 257 --split 90,5,5 --data-path {data}"
             f" --log-interval 1 --eval-iters 2 --eval-interval {self.eval_interval}"
-            f" --recover-determinism {self.determinism} --recover-bucket-elements 8000"
+            f" --recover-determinism {self.determinism} --recover-bucket-elements {self.bucket_elements}"
         )
         if save is not None:
             flags += f" --save {save} --load {save} --save-interval {self.save_interval}"

@@ -1,0 +1,82 @@
+"""Memory that recoverability adds: bytes a parameter and rank, over unmodified Megatron data parallelism.
+
+For each system, private memory of the ranks is taken at two sizes of the model in steady state; the slope between them is
+bytes a parameter, in which interpreter, imports and activations cancel. The promise is 4 bytes a parameter over the number of
+lanes (the result of the reduction, out of place) in `fast`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+import signal
+import subprocess
+import tempfile
+import time
+
+import psutil
+
+from benchmarks.common import Row, row
+from benchmarks.overhead import commands
+from tests.system.jobs import ROOT, Job, text_data
+
+ITERATION, DEADLINE_S, RUNS = 5, 240.0, 3
+SMALL, LARGE = 128, 640
+LAYERS, VOCABULARY, SEQUENCE = 4, 384, 32
+
+
+def num_parameters(hidden: int) -> int:
+    """Of the benchmark's GPT (tied embeddings)."""
+    block = 12 * hidden * hidden + 13 * hidden
+    return LAYERS * block + (VOCABULARY + SEQUENCE) * hidden + 2 * hidden
+
+
+def private_bytes(command: list[str], num_ranks: int) -> float:
+    """Mean private memory of the `num_ranks` largest processes at a logged iteration."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )  # fmt: skip
+    deadline = time.monotonic() + DEADLINE_S
+    sizes: list[int] = []
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            found = re.search(r"iteration\s+(\d+)/", line)
+            if found and int(found.group(1)) >= ITERATION:
+                children = psutil.Process(process.pid).children(recursive=True)
+                sizes = sorted((child.memory_full_info().uss for child in children), reverse=True)[:num_ranks]
+                break
+            if time.monotonic() > deadline:
+                break
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if len(sizes) != num_ranks:
+        raise RuntimeError(f"the run did not reach iteration {ITERATION}: {' '.join(command)}")
+    return sum(sizes) / num_ranks
+
+
+def rows() -> list[Row]:
+    """Added bytes a parameter."""
+    job = Job(replicas=2, microbatches=2, steps=10_000, determinism="fast", bucket_elements=40_000_000)
+    added = []
+    with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
+        folder = pathlib.Path(name)
+        data = text_data(folder)
+        for run in range(RUNS):
+            measured: dict[str, list[float]] = {"ours": [], "baseline": []}
+            for hidden in (SMALL, LARGE):
+                sized = dataclasses.replace(job, extra=("--hidden-size", str(hidden), "--num-layers", str(LAYERS)))
+                ours, baseline = commands(sized, data, folder, f"{run}-{hidden}")
+                measured["ours"].append(private_bytes(ours, job.replicas))
+                measured["baseline"].append(private_bytes(baseline, job.replicas))
+            size = num_parameters(LARGE) - num_parameters(SMALL)
+            slopes = {key: (large - small) / size for key, (small, large) in measured.items()}
+            added.append(slopes["ours"] - slopes["baseline"])
+    against = "unmodified Megatron data parallelism under torchrun"
+    return [row("memory added a parameter and rank (fast, one lane)", added, "bytes", baseline=against, goal="<= 5")]
