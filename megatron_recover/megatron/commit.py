@@ -128,6 +128,8 @@ class CommitLoop:
         self._log, self._faults, self._gather = log, faults, gather
         self._reduction: Reduction | None = None
         self._chunks: list[Any] = []
+        self._parameters: list[tuple[Tensor, bool]] = []
+        """Of all chunks, and whether tensor-parallel ranks must hold them alike; walking the modules anew is slow."""
         self._num_evaluations = 0
         self._applied: tuple[int, Apply, float | None] | None = None
         """The step whose optimizer has not run yet."""
@@ -179,6 +181,7 @@ class CommitLoop:
         """Tell the run what this rank holds (once); blocks until the first generation."""
         if self._reduction is None:
             self._chunks = list(chunks)
+            self._parameters = [(each, _is_replicated(each)) for chunk in chunks for each in chunk.parameters()]
             self._reduction = Reduction(
                 chunks, stage=parallel_state.get_pipeline_model_parallel_rank(),
                 is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True), config=self._config,
@@ -282,9 +285,7 @@ class CommitLoop:
         interval = self._config.digest_interval
         parameters = replicated = None
         if self._log is not None and digest and interval and step % interval == 0:
-            each = [
-                (checksum(parameter), _is_replicated(parameter)) for chunk in self._chunks for parameter in chunk.parameters()
-            ]
+            each = [(checksum(parameter), is_replicated) for parameter, is_replicated in self._parameters]
             parameters = f"{combined([value for value, _ in each]):016x}"
             replicated = f"{combined([value for value, is_replicated in each if is_replicated]):016x}"
         self.record(
@@ -347,7 +348,8 @@ def _mean_loss(losses: Sequence[dict[str, Tensor]]) -> float | None:
     """
     if not losses or not losses[0]:
         return None
-    values = torch.stack([report[next(iter(losses[0]))].reshape(-1).double() for report in losses])
+    key = next(iter(losses[0]))
+    values = torch.stack([report[key] for report in losses]).double().view(len(losses), -1)
     total = torch.stack([values[:, 0].sum(), values[:, 1].sum() if values.shape[1] == 2 else values.new_tensor(len(losses))])
     lanes = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if lanes.size() > 1:
