@@ -90,7 +90,12 @@ class GlooTransport:
                 options._timeout = timedelta(seconds=PATIENCE * deadline_s)
                 options._devices = [ProcessGroupGloo.create_device(hostname=host)]
                 meeting = _Meeting(direct, deadline_s)
-                return ProcessGroupGloo(meeting, self.members.index(self.me), len(self.members), options)
+                try:
+                    return ProcessGroupGloo(meeting, self.members.index(self.me), len(self.members), options)
+                except RuntimeError:
+                    if meeting.error is not None:  # says who did not come, which gloo's own error does not
+                        raise meeting.error from None
+                    raise
 
             # A daemon, so that an operation that gloo does not let go cannot keep the process from ending.
             name = f"gloo-generation-{self.generation}"
@@ -149,8 +154,8 @@ class GlooTransport:
     def _check(self) -> None:
         if self._shared.revoked:
             raise Revoked(f"generation {self.generation} was revoked")
-        if self._shared.failure:
-            raise TransportError(f"generation {self.generation} is broken: {self._shared.failure}")
+        if self._shared.error is not None:
+            raise self._shared.error
 
     def _do(self, job: Callable[[ProcessGroupGloo], None], deadline_s: float, begun: Callable[[], None] | None = None) -> None:
         """Have the thread run `job`, and wait for it or leave."""
@@ -161,11 +166,11 @@ class GlooTransport:
         if begun is not None:
             begun()
         with shared.changed:
-            shared.changed.wait_for(lambda: shared.job is None or shared.revoked or bool(shared.failure), deadline_s)
+            shared.changed.wait_for(lambda: shared.job is None or shared.revoked or shared.error is not None, deadline_s)
             self._check()
             if shared.job is not None:
-                shared.failure = f"waited {deadline_s:g} s"
-                raise DeadlineExceeded([member for member in self.members if member != self.me], deadline_s)
+                shared.error = DeadlineExceeded([member for member in self.members if member != self.me], deadline_s)
+                raise shared.error
 
 
 class _Shared:
@@ -176,7 +181,8 @@ class _Shared:
         self.group: ProcessGroupGloo | None = None
         self.job: Callable[[ProcessGroupGloo], None] | None = None
         """Handed in by the caller; None again when it is done."""
-        self.failure = ""
+        self.error: TransportError | None = None
+        """Why nothing works any more; every later call raises it."""
         self.revoked = False
 
 
@@ -198,7 +204,8 @@ def _serve(shared: _Shared, build: Callable[[], ProcessGroupGloo]) -> None:
                 shared.changed.notify_all()
     except (RuntimeError, TransportError) as error:  # gloo's or the rendezvous'; the caller raises it as a TransportError
         with shared.changed:
-            shared.failure = shared.failure or f"gloo: {str(error).splitlines()[0]}"
+            mine = error if isinstance(error, TransportError) else TransportError(f"gloo: {str(error).splitlines()[0]}")
+            shared.error = shared.error or mine
             shared.changed.notify_all()
             shared.changed.wait_for(lambda: shared.revoked)
     with shared.changed:
@@ -213,6 +220,8 @@ class _Meeting(Store):
         self._direct = direct
         self._deadline_s = deadline_s
         self._entries: list[bytes] = []
+        self.error: TransportError | None = None
+        """What went wrong in `set`; gloo's constructor makes a text of it."""
 
     def set(self, key: str, value: bytes) -> None:
         """Swap entries with all members: a sum in which each fills its own row."""
@@ -221,7 +230,11 @@ class _Meeting(Store):
         entry = len(value).to_bytes(2, "big") + value
         mine[members.index(self._direct.me), : len(entry)] = torch.frombuffer(bytearray(entry), dtype=torch.uint8)
         everyone = torch.empty_like(mine)
-        self._direct.sum_into([mine], [everyone], tag=-1, deadline_s=self._deadline_s)
+        try:
+            self._direct.sum_into([mine], [everyone], tag=-1, deadline_s=self._deadline_s)
+        except TransportError as error:
+            self.error = error
+            raise
         rows = [row.numpy().tobytes() for row in everyone]
         self._entries = [row[2 : 2 + int.from_bytes(row[:2], "big")] for row in rows]
 

@@ -32,7 +32,6 @@ _START_UP_DEADLINE_S = 1800.0
 _RETRY_S = 0.02
 _LAST_WORDS_DEADLINE_S = 5.0
 """For a rank that raised to have its report on the way before it ends."""
-_OPEN_DEADLINE_S = 10.0
 
 
 class JobStopped(SystemExit):
@@ -148,7 +147,7 @@ class Member:
             if self._transport is None or self._transport.generation != generation:
                 retired = self._transport
                 self._transport = self._endpoint.open(
-                    generation, self.replica, self._addresses, deadline_s=_OPEN_DEADLINE_S
+                    generation, self.replica, self._addresses, deadline_s=self._config.stall_timeout_s
                 )  # fmt: skip
             transport = self._transport
         if retired is not None:
