@@ -12,9 +12,9 @@ fi
 fits() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; }
 
 find_python() {
-    local candidates=("${PYTHON:-}" python3.12 python3.13 python3) root found
-    for found in "${candidates[@]}"; do
-        [ -n "$found" ] && command -v "$found" >/dev/null && fits "$found" && { command -v "$found"; return; }
+    local root found
+    for found in python3.12 python3.13 python3; do
+        command -v "$found" >/dev/null && fits "$found" && { command -v "$found"; return; }
     done
     if root=$(pyenv root 2>/dev/null); then
         for found in "$root"/versions/3.12.*/bin/python3.12 "$root"/versions/3.13.*/bin/python3.13; do
@@ -24,7 +24,15 @@ find_python() {
     return 1
 }
 
-if ! python=$(find_python); then
+if [ -n "${PYTHON:-}" ]; then
+    if ! python=$(command -v "$PYTHON"); then
+        echo "PYTHON=$PYTHON: there is no such program. Name a Python 3.12 or newer, or leave PYTHON out." >&2
+        exit 2
+    elif ! fits "$python"; then
+        echo "PYTHON=$PYTHON is $("$python" --version 2>&1). Name a Python 3.12 or newer, or leave PYTHON out." >&2
+        exit 2
+    fi
+elif ! python=$(find_python); then
     cat >&2 <<'MESSAGE'
 megatron-recover needs Python 3.12 or newer (megatron-core 0.19 does), and none was found on PATH or under pyenv.
 Install one and run make again, for example:
@@ -39,11 +47,19 @@ if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
     exit 2
 fi
 
-echo "Setting up .venv with $python (first time: about 2 minutes and 5 GB of disk) ..."
-[ -x .venv/bin/python ] && fits .venv/bin/python || "$python" -m venv --clear .venv
-if ! .venv/bin/python -m pip install -q --disable-pip-version-check -c requirements.lock -e '.[dev]' 2>.venv/pip.log; then
-    cat .venv/pip.log >&2
-    echo "Installing failed (above). With no network, point pip at a mirror (pip config set global.index-url ...) and run make again." >&2
+failed() {
+    [ -s .venv/pip.log ] && cat .venv/pip.log >&2
+    echo "Setting up .venv failed: $1. $(df -h --output=avail . | tail -1 | tr -d ' ') of disk are free here, 5 GB are needed." >&2
+    echo "If the packages cannot be reached, point pip at a mirror (pip config set global.index-url ...). Then run make again." >&2
     exit 2
+}
+trap 'echo "Set-up was interrupted; run make again to finish it." >&2; exit 130' INT TERM
+
+echo "Setting up .venv with $python (first time: about 2 minutes and 5 GB of disk) ..."
+# A half-made .venv (an interrupted set-up, a full disk) has no pip: make it anew.
+if ! { [ -x .venv/bin/python ] && fits .venv/bin/python && .venv/bin/python -m pip --version >/dev/null 2>&1; }; then
+    "$python" -m venv --clear .venv || failed "no virtual environment could be made"
 fi
+.venv/bin/python -m pip install -q --disable-pip-version-check -c requirements.lock -e '.[dev]' 2>.venv/pip.log ||
+    failed "a package could not be installed (pip's words are above)"
 echo "$wanted" >"$stamp"
