@@ -117,7 +117,7 @@ class Fence(Value, frozen=True):
 
 
 class Arm(Value, frozen=True):
-    """Start a timer. `seconds` names the setting: `start_timeout_s`, `follow_timeout_s` or `grace_s`."""
+    """Start a timer. `seconds` names the setting: `start_timeout_s`, `follow_timeout_s`, `finish_timeout_s` or `grace_s`."""
 
     timer: str
     seconds: str
@@ -238,13 +238,19 @@ def _on_requested(state: CoordinatorState, request: Requested) -> Step:
 
 
 def _on_expired(state: CoordinatorState, expired: Expired) -> Step:
-    """`start`: give up on who did not come. `follow`: fence who did not enter. `grace`: nobody died, try the roster again."""
+    """`start`, `follow`, `finish`: fence who did not come, enter, finish. `grace`: nobody died, try the roster again."""
     if expired.timer == f"follow {state.generation}" and state.generation:
         late = tuple(replica for replica in state.roster if replica not in state.entered)
         detail = f"did not enter generation {state.generation}"
         return _remove(state, tuple(Loss(replica, LossKind.SUSPECTED, detail) for replica in late), detail)
     if expired.timer == f"grace {state.generation}" and state.reason:
         return _same_roster(state)
+    done = {item.replica for item in state.finished}
+    # Of a member that is gone again the others may have heard nothing: they train on, and are not late.
+    if expired.timer in {f"finish {replica}" for replica in state.roster if replica in done}:
+        late = tuple(replica for replica in state.roster if replica not in done)
+        detail = f"did not finish after replica {expired.timer.removeprefix('finish ')} had"
+        return _remove(state, tuple(Loss(replica, LossKind.SUSPECTED, detail) for replica in late), detail)
     if expired.timer == "start" and not state.generation:
         here = {item.replica for item in state.hellos} | {loss.replica for loss in state.losses}
         late = tuple(replica for replica in range(state.policy.num_replicas) if replica not in here)
@@ -289,11 +295,13 @@ def _on_diverged(state: CoordinatorState, diverged: Diverged) -> Step:
 
 
 def _on_finished(state: CoordinatorState, finished: Finished) -> Step:
-    """Note it; end the job when all members have finished."""
+    """Note it; end the job when all members have finished, for which the others have only so long (INV-8)."""
     if finished.replica in {item.replica for item in state.finished} or finished.replica not in state.roster:
         return state, ()
     state = replace(state, finished=tuple(sorted((*state.finished, finished), key=lambda item: item.replica)))
-    return _finish(state) if {item.replica for item in state.finished} >= set(state.roster) else (state, ())
+    if {item.replica for item in state.finished} >= set(state.roster):
+        return _finish(state)
+    return state, (Arm(f"finish {finished.replica}", "finish_timeout_s"),)
 
 
 def _finish(state: CoordinatorState) -> Step:

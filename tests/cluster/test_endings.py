@@ -16,6 +16,7 @@ from megatron_recover.cluster.agent import Agent
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
+from megatron_recover.observe.check import check, describe
 from tests.cluster.jobs import ROOT, Outcome, Spec, command, run
 
 pytestmark = pytest.mark.timeout(90)
@@ -125,6 +126,18 @@ def test_a_rank_that_ends_too_early_with_exit_code_0_is_a_loss(tmp_path: Path) -
         f"runpy.run_path({toy!r}, run_name='__main__')\n"
     )
     run(spec(tmp_path, script=str(script))).assert_finished([0, 2])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_inv_8_a_rank_that_is_stopped_after_the_last_commit_does_not_hang_the_job(tmp_path: Path, rank: int) -> None:
+    stop = Fault(replica=1, rank=rank, point=FaultPoint.OPTIMIZER, step=3, kind=FaultKind.STOP)
+    job = spec(tmp_path, config=RecoverConfig(stall_timeout_s=2.0, follow_timeout_s=2.0), faults=(stop,))
+    outcome = run(job, deadline_s=40.0)
+    assert outcome.exit_code == 0, outcome.output
+    outcome.assert_exactly_once()
+    assert [event.replica for event in outcome.of(trace.Fenced)] == [1]
+    verdict = check(job.run_dir)
+    assert verdict.holds, describe(verdict)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

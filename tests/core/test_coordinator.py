@@ -244,6 +244,23 @@ def test_a_finished_replica_is_no_loss() -> None:
     assert ended(effects).exit_code == ExitCode.OK
 
 
+def test_inv_8_who_does_not_finish_after_another_is_fenced() -> None:
+    state, effects = feed(started(), Finished(0, 0))
+    assert effects == [Arm("finish 0", "finish_timeout_s")]
+    assert feed(state, Expired("finish 1")) == (state, [])
+    state, effects = feed(state, Finished(2, 0), Expired("finish 0"))
+    assert effects == [Arm("finish 2", "finish_timeout_s"), Fence(1), EndJob(0, "training finished")]
+    assert [(loss.replica, loss.kind) for loss in state.losses] == [(1, LossKind.SUSPECTED)]
+
+
+def test_who_finished_and_is_gone_hurries_nobody() -> None:
+    state, _ = feed(started(), Finished(0, 0), died(0))
+    assert feed(state, Expired("finish 0")) == (state, [])
+    state, _ = feed(started(), Finished(0, 0), Finished(1, 0), died(0))
+    _, effects = feed(state, Expired("finish 0"), Expired("finish 1"))
+    assert effects == [Fence(2), EndJob(0, "training finished")]
+
+
 def test_an_asked_exit_reaches_all_members_and_gives_its_own_code() -> None:
     state, effects = feed(started(), ExitAsked("SIGTERM"), ExitAsked("SIGTERM"))
     assert announced(effects).requests == ("exit: SIGTERM",)
@@ -264,7 +281,7 @@ inputs = st.one_of(
     st.builds(lambda replica: Lost(Loss(replica, LossKind.PROCESS_ENDED)), replicas),
     st.builds(Entered, replicas, generations, st.integers(0, 3)),
     st.builds(Requested, replicas, generations, st.just("stuck"), st.lists(replicas, max_size=2).map(tuple)),
-    st.builds(lambda name, generation: Expired(f"{name} {generation}"), st.sampled_from(["grace", "follow"]), generations),
+    st.builds(lambda name, number: Expired(f"{name} {number}"), st.sampled_from(["grace", "follow", "finish"]), generations),
     st.builds(Diverged, replicas, generations, st.just(0), st.lists(replicas, max_size=1).map(tuple), st.just("")),
     st.builds(Failing, replicas, st.just("train 0"), st.sampled_from([None, 0, 1]), st.just("NaN")),
     st.builds(Finished, replicas, st.just(0)),
