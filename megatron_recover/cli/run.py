@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,8 +92,21 @@ def main(argv: list[str]) -> int:
         (job.run_dir / chaos.CHAOS_FILE).write_text(chaos_text)
         if not arguments.quiet and not Path(arguments.chaos).is_file():
             print(chaos_text)
-    exit_code = Launcher(job, Console(job, quiet=arguments.quiet)).run()
-    _report(job.run_dir)
+    try:
+        exit_code = Launcher(job, Console(job, quiet=arguments.quiet)).run()
+        if exit_code == ExitCode.BAD_INPUT:
+            # Nothing was trained: the same command, corrected, shall find the folder free.
+            shutil.rmtree(job.run_dir)
+            print(f"megatron-recover run: nothing was trained, so {job.run_dir} was removed again", file=sys.stderr)
+        else:
+            _report(job.run_dir)
+    except OSError as error:
+        # The trace could not be written. All ranks are dead by now: the launcher leaves nothing behind, however it ends.
+        print(
+            f"megatron-recover run: --run-dir {job.run_dir}: {error.strerror}; the run has been ended. "
+            "Make room there, then resume from the last checkpoint.", file=sys.stderr,
+        )  # fmt: skip
+        return ExitCode.FAILED
     return exit_code
 
 
