@@ -14,7 +14,7 @@ import pytest
 from megatron_recover import trace
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.member import JobStopped, Member
-from megatron_recover.collectives.transport import Revoked, TransportError
+from megatron_recover.collectives.transport import DeadlineExceeded, Revoked, TransportError
 from megatron_recover.collectives.wire import (
     Announcement,
     Enter,
@@ -222,6 +222,22 @@ def test_an_old_promise_changes_nothing(follower: Follower) -> None:
     follower.member.next_order()
     follower.member.transport(3)
     assert follower.seen[-1] == "open 3 1 {0: 'new a', 1: 'b'}"
+
+
+def test_a_new_generation_gets_a_transport_of_its_own(follower: Follower) -> None:
+    follower.member.transport(1)
+    follower.leader.send(Enter(Promise(2, (0, 1)), ((0, "a"), (1, "b"))))
+    follower.leader.expect(Promised(1, 2))
+    follower.leader.send(Plan(0, 2, (0, 1), WORK, (2, 2), (), (), (0, 1)))
+    follower.member.next_order()
+    assert follower.member.transport(2).generation == 2
+    assert follower.seen[-3:] == ["revoke 1", "open 2 1 {0: 'a', 1: 'b'}", "close 1"]
+
+
+def test_who_was_waited_for_in_vain_is_suspected(follower: Follower) -> None:
+    late = DeadlineExceeded([0], 5.0)
+    follower.member.blocked(1, late)
+    follower.leader.expect(Blocked(1, 1, f"DeadlineExceeded: {late}", (0,)))
 
 
 def test_a_failed_reduction_is_reported_once_and_not_when_it_was_revoked(follower: Follower) -> None:
