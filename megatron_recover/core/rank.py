@@ -180,7 +180,9 @@ def _on_stop(state: RankState, order: Stop) -> Step:
 
 
 def _on_begin(state: RankState, begin: Begin) -> Step:
-    """Tell the leader."""
+    """Tell the leader; of a follower it wants to know requests only."""
+    if state.rank != 0 and not begin.requests:
+        return state, ()
     return state, (Report(Begun(state.rank, state.step, begin.work, begin.requests)),)
 
 

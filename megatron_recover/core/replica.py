@@ -95,9 +95,7 @@ class ReplicaState(Value, frozen=True):
     work: Work | None = None
     """The step's work once the training loop has begun it."""
     requests: tuple[str, ...] = ()
-    """This replica's own requests for the step's vote."""
-    forced: tuple[str, ...] = ()
-    """Requests that came with generations (`NewGeneration.requests`)."""
+    """What all its votes ask for from now on: requests of its ranks (`Begun`) and of generations (`NewGeneration`)."""
     promised: tuple[int, ...] = ()
     """Ranks that promised `generation`."""
     contributions: tuple[tuple[MicrobatchId, ...], ...] = ()
@@ -220,7 +218,7 @@ def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
         phase=Phase.PROMISING,
         generation=new.generation,
         roster=new.roster,
-        forced=unite((state.forced, new.requests)),
+        requests=unite((state.requests, new.requests)),
         promised=(),
         # A plan that waited for the training loop is dropped: nothing of it was computed, so nothing of it is held.
         plan=state.plan if begun else None,
@@ -290,10 +288,12 @@ def _exchange(state: ReplicaState) -> Step:
 
 
 def _on_begun(state: ReplicaState, report: Begun) -> Step:
-    """The training loop has arrived: order the plan that waits for it, or a fresh one."""
+    """Note its requests; the leader's own says that the training loop has arrived: order the waiting plan, or a fresh one."""
+    # A follower may be signalled alone and come late: its request then rides in the next vote.
+    state = replace(state, requests=unite((state.requests, report.requests)))
     if report.rank != 0 or report.step != state.step or state.work is not None:
         return state, ()
-    state = replace(state, work=report.work, requests=report.requests)
+    state = replace(state, work=report.work)
     return _start(state) if state.phase is Phase.IDLE else (state, ())
 
 
@@ -343,7 +343,7 @@ def _vote(state: ReplicaState) -> Step:
     complete = _complete(state)
     if state.work is None or len(complete) < len(state.work.buckets):
         return state, ()
-    record = Record(state.step, state.work.label, complete, unite((state.requests, state.forced)))
+    record = Record(state.step, state.work.label, complete, state.requests)
     vote = Vote(state.replica, state.generation, record)
     state = replace(state, phase=Phase.VOTED, votes=_keep_vote(state.votes, vote))
     state, effects = _count(state)
@@ -376,7 +376,6 @@ def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
         phase=Phase.IDLE,
         step=state.step + 1,
         work=None,
-        requests=(),
         contributions=(),
         held=(),
         plan=None,
@@ -489,6 +488,7 @@ def _rows(phase: Phase, *extra: tuple[type, Callable[[ReplicaState, Any], Step],
     """The rows of a phase: what every living phase answers, and `extra`."""
     rows: dict[type, Row] = {
         NewGeneration: Row(_on_generation, frozenset({phase, Phase.PROMISING})),
+        Begun: Row(_on_begun, frozenset({phase})),
         Raised: Row(_on_raised, frozenset({phase})),
         Ended: Row(_on_ended, frozenset({phase})),
         Stop: Row(_on_stop, frozenset({Phase.STOPPED})),
@@ -505,12 +505,10 @@ TABLE: Mapping[Phase, Mapping[type, Row]] = {
     Phase.JOINING: _rows(
         Phase.JOINING,
         (Status, _on_status, ()),
-        (Begun, _on_begun, ()),
     ),
     Phase.PROMISING: _rows(
         Phase.PROMISING,
         (Status, _on_status, ()),
-        (Begun, _on_begun, ()),
         (Holds, _on_holds, ()),
         (Promised, _on_promised, (Phase.EXCHANGING, *_AFTER_EXCHANGE)),
         (LinkLost, _on_link_lost, ()),
@@ -518,7 +516,6 @@ TABLE: Mapping[Phase, Mapping[type, Row]] = {
     Phase.EXCHANGING: _rows(
         Phase.EXCHANGING,
         (Status, _on_status, _AFTER_EXCHANGE),
-        (Begun, _on_begun, ()),
         (Vote, _on_vote, ()),
         (LinkLost, _on_link_lost, ()),
         (Expired, _on_expired, ()),

@@ -178,7 +178,7 @@ Order = Promise | Plan | Apply | Stop
 
 
 class Begun(Value, frozen=True):
-    """The rank's training loop has arrived at a step. Only the leader's own (rank 0) is needed to go on."""
+    """The rank's training loop has arrived at a step. The leader's own (rank 0) begins it; others only bring requests."""
 
     rank: int
     step: int

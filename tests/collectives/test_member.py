@@ -159,7 +159,6 @@ class Follower:
 
     def planned(self) -> Follower:
         assert self.member.begin(WORK) == 0
-        self.leader.expect(Begun(1, 0, WORK))
         self.leader.send(PLAN)
         assert self.member.next_order() == PLAN
         assert (self.member.generation, self.member.roster) == (1, (0, 1))

@@ -138,6 +138,11 @@ def test_the_training_thread_reports_where_it_is() -> None:
     ]
 
 
+def test_a_follower_has_nothing_to_say_on_arriving_but_its_requests() -> None:
+    assert feed(RankState(0, 1, (0,)), Begin(WORK))[1] == []
+    assert feed(RankState(0, 0, (0,)), Begin(WORK))[1] == [Report(Begun(0, 0, WORK))]
+
+
 inputs = st.one_of(
     st.builds(Promise, st.integers(1, 4), st.just((0, 1))),
     st.integers(1, 4).map(lambda generation: Plan(0, generation, (0, 1), WORK, (2, 1), (), (), (0, 1))),

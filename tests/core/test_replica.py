@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from megatron_recover.core import replica
+from megatron_recover.core import rank, replica
 from megatron_recover.core.replica import Committed, Decided, Expired, LinkLost, Phase, ToCoordinator, ToPeers, ToRanks
 from megatron_recover.core.values import (
     Apply,
@@ -146,6 +146,27 @@ def test_requests_ride_in_the_vote_and_are_united() -> None:
     assert state.committed == record(requests=("checkpoint", *both))
     _, effects = lead(state, Ended(0))
     assert effects == [ToCoordinator(Finished(0, 10))]
+
+
+def test_a_request_of_a_follower_is_committed_whenever_it_comes() -> None:
+    _, (asked,) = rank.step(rank.RankState(0, 1, (0,)), rank.Begin(WORK, ("exit: SIGTERM",)))
+    assert isinstance(asked, rank.Report)
+    for before, after in ([asked.report], []), ([], [asked.report]):
+        state, _ = lead(working(roster=(0, 1), shape=TWO_RANKS), *before, holds(rank=0), holds(rank=1), *after)
+        own = next(each for each in state.votes if each.replica == 0).record
+        assert own.requests == (("exit: SIGTERM",) if before else ())
+        state, effects = lead(state, replace(vote(1), record=replace(own, requests=())))
+        assert isinstance(effects[0], Committed) and effects[0].record.requests == own.requests
+        state, _ = lead(state, Begun(0, 1, Work("train 1", 3, (0,))), holds(rank=0, step=1), holds(rank=1, step=1))
+        assert next(each for each in state.votes if each.replica == 0).record.requests == ("exit: SIGTERM",)
+
+
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.STOPPED])
+@pytest.mark.parametrize("number", [0, 1])
+def test_no_request_is_lost_in_any_phase(phase: Phase, number: int) -> None:
+    before = replace(working(shape=TWO_RANKS), phase=phase)
+    state, effects = lead(before, Begun(number, 0, WORK, ("exit: SIGTERM",)))
+    assert effects == [] and state == replace(before, requests=("exit: SIGTERM",))
 
 
 @pytest.mark.parametrize(("mine", "others", "minority"), [(7, (8, 8), (0,)), (7, (7, 8), (2,)), (7, (8, 9), ())])
