@@ -78,7 +78,7 @@ class Held(Value, frozen=True):
     bucket: BucketId
     version: Version
     checksum: int
-    """Of the result's bytes on this rank."""
+    """Of the result's bytes on this rank, and of the parameters that the step starts from."""
 
 
 class BucketVersion(Value, frozen=True):
@@ -216,7 +216,8 @@ class Raised(Value, frozen=True):
     rank: int
     step: int
     label: str
-    microbatch: MicrobatchId | None
+    microbatches: tuple[MicrobatchId, ...]
+    """One of these: the one being computed, or all of a pass; empty if it was something else."""
     error: str
 
 
@@ -296,7 +297,8 @@ class Failing(Value, frozen=True):
 
     replica: ReplicaId
     label: str
-    microbatch: MicrobatchId | None
+    microbatches: tuple[MicrobatchId, ...]
+    """As in `Raised`."""
     error: str
 
 

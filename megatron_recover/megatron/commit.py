@@ -44,7 +44,7 @@ class Member(ReducingMember, Protocol):
     def join(self, shape: Shape, fingerprint: str) -> None: ...
     def begin(self, work: Work, requests: Sequence[str] = ()) -> int: ...
     def next_order(self) -> Plan | Apply: ...
-    def raised(self, microbatch: int | None, error: BaseException) -> None: ...
+    def raised(self, microbatches: Sequence[int], error: BaseException) -> None: ...
 
 
 class _Microbatches:
@@ -54,12 +54,18 @@ class _Microbatches:
         self._loop, self._reduction, self._step, self._forward_only = loop, reduction, step, forward_only
         self.current: int | None = None
         """The id being computed."""
+        self.of_pass: tuple[int, ...] = ()
+        """All ids of the pass."""
         self.generation = 0
         self.into: tuple[BucketId, ...] = ()
         self.again = False
         """Whether the pass recomputes what another replica lost."""
         self._since = 0.0
         self._seconds: dict[tuple[int, int], float] = {}
+
+    def suspects(self) -> tuple[int, ...]:
+        """The ids one of which an exception is about: only within a microbatch is it known which."""
+        return self.of_pass if self.current is None else (self.current,)
 
     def forward_begins(self, microbatch: int, chunk: int) -> None:
         self.current = microbatch
@@ -187,7 +193,8 @@ class CommitLoop:
                 is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True), config=self._config,
                 member=self._member, gather=self._gather, log=self._log, faults=self._faults,
             )  # fmt: skip
-            self._member.join(self._reduction.shape, self._fingerprint())
+            self._reduction.parameters = combined([checksum(parameter) for parameter, _ in self._parameters])
+            self._member.join(self._reduction.shape, f"{self._fingerprint()} {self._reduction.parameters:016x}")
         return self._reduction
 
     def run(self, upstream: Callable[..., Any], **arguments: Any) -> list[dict[str, Tensor]]:
@@ -224,15 +231,15 @@ class CommitLoop:
             microbatches.generation = order.generation
             try:
                 for compute in order.computes:
-                    microbatches.into = compute.into
+                    microbatches.into, microbatches.of_pass = compute.into, compute.microbatches
                     with reduction.collecting(compute.into):
                         self._schedule.run_pass(
                             upstream, arguments, compute.microbatches, divisor=work.num_microbatches, listener=microbatches
                         )
-                    microbatches.current = compute.microbatches[0] if len(compute.microbatches) == 1 else None
+                    microbatches.current = None
                     reduction.check_finite(compute.microbatches)
             except Exception as error:
-                self._member.raised(microbatches.current, error)
+                self._member.raised(microbatches.suspects(), error)
                 raise
             microbatches.again = True
             reduction.reduce(order)
@@ -286,7 +293,10 @@ class CommitLoop:
         parameters = replicated = None
         if self._log is not None and digest and interval and step % interval == 0:
             each = [(checksum(parameter), is_replicated) for parameter, is_replicated in self._parameters]
-            parameters = f"{combined([value for value, _ in each]):016x}"
+            value = combined([value for value, _ in each])
+            parameters = f"{value:016x}"
+            if self._reduction is not None:
+                self._reduction.parameters = value
             replicated = f"{combined([value for value, is_replicated in each if is_replicated]):016x}"
         self.record(
             trace.Applied, order.generation, step, label=order.record.label, parameter_digest=parameters,

@@ -29,7 +29,7 @@ from megatron_recover.core.values import BucketId, Held, Plan, Shape, Transfer
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron import exact
 from megatron_recover.megatron.buckets import Bucket, find_regions, number
-from megatron_recover.megatron.checksum import checksum
+from megatron_recover.megatron.checksum import checksum, combined
 from megatron_recover.megatron.ledger import NUM_COLUMNS, Ledger
 
 logger = logging.getLogger(__name__)
@@ -122,6 +122,9 @@ class Reduction:
         self._device = self.regions[0].local.device if self.regions else torch.device("cpu")
         self._step = 0
         self._num_plans = 0
+        self.parameters = 0
+        """Checksum of the parameters that the step starts from. It goes into every checksum that is voted on, so a replica
+        whose parameters have drifted is outvoted at its next step instead of training on."""
 
     def buckets(self, forward_only: bool) -> tuple[BucketId, ...]:
         """What a step reduces: every bucket of the replica, or for an evaluation only the ledger."""
@@ -242,7 +245,7 @@ class Reduction:
             deadline_s=self._config.stall_timeout_s,
         )  # fmt: skip
         if self._member.replica in transfer.targets:
-            value = checksum(slot.result)
+            value = self._checksum(slot)
             self._check(slot)
             self._record(
                 trace.Transferred, generation, bucket=slot.id, version=transfer.version, source=transfer.source, checksum=value
@@ -250,12 +253,15 @@ class Reduction:
             self._hold(Held(slot.id, transfer.version, value))
 
     def _complete(self, slot: _Slot, generation: int) -> None:
-        value = checksum(slot.result)
+        value = self._checksum(slot)
         counts = tuple(int(count) for count in slot.total[:-1].tolist())
         provenance = "ones" if all(count == slot.num_lanes for count in counts) else counts
         self._record(trace.Reduced, generation, bucket=slot.id, version=generation, checksum=value, provenance=provenance)
         self._check(slot)
         self._hold(Held(slot.id, generation, value))
+
+    def _checksum(self, slot: _Slot) -> int:
+        return combined((checksum(slot.result), self.parameters))
 
     def _check(self, slot: _Slot) -> None:
         wrong = [index for index, count in enumerate(slot.total[:-1].tolist()) if count != slot.num_lanes]

@@ -91,6 +91,7 @@ class Outcome:
 def run_job(
     job: Job, run_dir: pathlib.Path, data: pathlib.Path, *, chaos: str = "", save: pathlib.Path | None = None,
     deadline_s: float = DEADLINE_S, quiet: bool = False,
+    script: pathlib.Path = ROOT / "scripts" / "pretrain_gpt.py",
 ) -> Outcome:
     """Run a job to its end, in a process group of its own that is killed at the deadline (which fails the test)."""
     command: list[str] = [
@@ -102,7 +103,7 @@ def run_job(
         chaos_file = run_dir.with_suffix(".chaos.toml")
         chaos_file.write_text(chaos)
         command += ["--chaos", str(chaos_file)]
-    command += [*job.run_flags, "--", str(ROOT / "scripts" / "pretrain_gpt.py"), *job.megatron_flags(data, save)]
+    command += [*job.run_flags, "--", str(script), *job.megatron_flags(data, save)]
     line = shlex.join(command)
     if not quiet:
         print(line)

@@ -91,3 +91,28 @@ def test_writer_killed_in_a_save_is_taken_over(
     assert tracker(save) == 6
     verdict, report = check(outcome.run_dir, reference(dataclasses.replace(job, save_interval=1000)))
     assert verdict == 0, report
+
+
+def test_replica_whose_parameters_drift_is_outvoted_and_fenced(
+    tmp_path: pathlib.Path, data: pathlib.Path, reference: Callable[[Job], pathlib.Path]
+) -> None:
+    job = Job(replicas=3)
+    drifting = pathlib.Path(__file__).with_name("drifting_pretrain.py")
+    outcome = run_job(job, tmp_path / "run", data, script=drifting).expect(0)
+    losses_of = [loss for event in outcome.events("generation") for loss in event["losses"]]
+    assert [(loss["replica"], loss["kind"]) for loss in losses_of] == [(1, "diverged")]
+    found, undisturbed = digests(outcome.run_dir), digests(reference(job))
+    assert found[1, "train 3"] != found[0, "train 3"] == found[2, "train 3"] == undisturbed[0, "train 3"]
+    # It was outvoted in the very next step; the others end alike.
+    assert (1, "train 4") not in found
+    assert found[0, "train 6"] == found[2, "train 6"]
+
+
+def digests(run_dir: pathlib.Path) -> dict[tuple[int, str], str]:
+    """Parameter digest of rank 0 by replica and step."""
+    found = {}
+    for line in (run_dir / "events.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "applied" and event["rank"] == 0 and event["parameter_digest"]:
+            found[event["replica"], event["label"]] = event["parameter_digest"]
+    return found
