@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test lint explore gpu-test bench clean
+.PHONY: help setup demo test lint explore gpu-test campaign bench clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,10 +22,14 @@ lint: setup      ## ruff, mypy --strict on the pure parts, the layer rule
 	@.venv/bin/lint-imports --no-cache
 
 explore: setup   ## explore the protocol's states at the larger size (long)
+	@echo "Exploring the larger scenarios; each prints a line when it is done (several minutes) ..."
 	@$(PY) -m megatron_recover.sim.explorer --config full
 
 gpu-test: setup  ## the CUDA and NCCL part; says why where there is no GPU
 	@$(PY) -m pytest -q tests/gpu
+
+campaign: setup  ## RUNS real jobs with random shapes and faults from SEED on, each judged (default 100 from 1)
+	@$(PY) -m tests.system.campaign --runs $(or $(RUNS),100) --seed $(or $(SEED),1)
 
 bench: setup     ## all benchmarks: a table, and bench.json
 	@$(PY) -m benchmarks.run

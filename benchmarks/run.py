@@ -55,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     failed: list[str] = []
     for name in chosen:
         started = time.monotonic()
+        print(f"{name}: running, this takes minutes ...", file=sys.stderr, flush=True)
         try:
             rows.extend(importlib.import_module(f"benchmarks.{name}").rows())
         except Exception:
