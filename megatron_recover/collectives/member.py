@@ -172,12 +172,12 @@ class Member:
         with self._changed:
             self._step(machine.Failed(generation, f"{type(error).__name__}: {error}", suspects))
 
-    def raised(self, microbatch: int | None, error: BaseException) -> None:
-        """Computing `microbatch` (None: something else) raised; returns when the coordinator will know. Then end."""
+    def raised(self, microbatches: Sequence[int], error: BaseException) -> None:
+        """Computing one of `microbatches` (empty: something else) raised; returns when the coordinator will know. Then end."""
         if not self._control.is_alive():
             return
         with self._changed:
-            self._step(machine.Raise(microbatch, f"{type(error).__name__}: {error}"))
+            self._step(machine.Raise(tuple(microbatches), f"{type(error).__name__}: {error}"))
             self._changed.wait_for(lambda: self._heard or self._failure is not None, _LAST_WORDS_DEADLINE_S)
 
     def request(self, request: str) -> None:

@@ -72,7 +72,7 @@ class CoordinatorState(Value, frozen=True):
     """Highest uncommitted step reported."""
     requests: tuple[str, ...] = ()
     failing: tuple[Failing, ...] = ()
-    """Computations that raised, one per replica and microbatch."""
+    """Computations that raised."""
     finished: tuple[Finished, ...] = ()
     over: bool = False
 

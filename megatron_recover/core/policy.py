@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import combinations
 
 from megatron_recover.core.values import ExitCode, Failing, Finished, Loss, LossKind, ReplicaId
 
@@ -25,20 +26,24 @@ def exit_code(requests: Sequence[str]) -> int:
 def poisoned(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int, str] | None:
     """The end of a job in which computing one microbatch has ended two replicas (INV-9), or None.
 
-    A replica that a signal ended is not blamed on the microbatch at which its other ranks then raised.
+    A replica that a signal ended is not blamed on the microbatch at which its other ranks then raised. Where a replica knows
+    only the pass that raised (its gradient is not finite), the microbatch is in what both replicas computed: what
+    one replica was dealt first, another computes only after that one is lost.
     """
     ended = {loss.replica for loss in losses if loss.kind is not LossKind.PROCESS_ENDED}
-    first: dict[tuple[str, int], Failing] = {}
-    for item in failing:
-        if item.microbatch is None or item.replica not in ended:
-            continue
-        other = first.setdefault((item.label, item.microbatch), item)
-        if other.replica != item.replica:
-            return ExitCode.POISONED_MICROBATCH, (
-                f"computing microbatch {item.microbatch} of {item.label} ended replicas {other.replica} and {item.replica}, "
-                f"so it is not dealt a third time: {item.error}"
-            )
-    return None
+    pairs = [
+        (sorted({*one.microbatches} & {*other.microbatches}), one, other)
+        for one, other in combinations([item for item in failing if item.replica in ended], 2)
+        if one.label == other.label and one.replica != other.replica
+    ]
+    both, one, other = min((pair for pair in pairs if pair[0]), key=lambda pair: len(pair[0]), default=([], None, None))
+    if one is None or other is None:
+        return None
+    named = f"microbatch {both[0]}" if len(both) == 1 else f"one of microbatches {', '.join(map(str, both))}"
+    return ExitCode.POISONED_MICROBATCH, (
+        f"computing {named} of {one.label} ended replicas {one.replica} and {other.replica}, "
+        f"so it is not dealt a third time: {other.error}"
+    )
 
 
 def nobody_left(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int, str]:

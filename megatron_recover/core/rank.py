@@ -36,6 +36,7 @@ from megatron_recover.core.values import (
     Generation,
     Held,
     Holds,
+    MicrobatchId,
     Order,
     Plan,
     Promise,
@@ -101,7 +102,8 @@ class Failed(Value, frozen=True):
 class Raise(Value, frozen=True):
     """Computing a microbatch raised; the process is about to end."""
 
-    microbatch: int | None
+    microbatches: tuple[MicrobatchId, ...]
+    """As in `values.Raised`."""
     error: str
 
 
@@ -230,7 +232,7 @@ def _on_failed(state: RankState, failed: Failed) -> Step:
 def _on_raise(state: RankState, raised: Raise) -> Step:
     """Tell the leader which microbatch of what."""
     label = state.taken.work.label if isinstance(state.taken, Plan) else f"step {state.step}"
-    return state, (Report(Raised(state.rank, state.step, label, raised.microbatch, raised.error)),)
+    return state, (Report(Raised(state.rank, state.step, label, raised.microbatches, raised.error)),)
 
 
 def _on_end(state: RankState, _: End) -> Step:

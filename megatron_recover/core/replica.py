@@ -424,7 +424,7 @@ def _request(state: ReplicaState, reason: str, suspects: tuple[ReplicaId, ...]) 
 
 def _on_raised(state: ReplicaState, report: Raised) -> Step:
     """Tell the coordinator which microbatch did it."""
-    return state, (ToCoordinator(Failing(state.replica, report.label, report.microbatch, report.error)),)
+    return state, (ToCoordinator(Failing(state.replica, report.label, report.microbatches, report.error)),)
 
 
 def _on_ended(state: ReplicaState, report: Ended) -> Step:

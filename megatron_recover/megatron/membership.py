@@ -32,8 +32,8 @@ class RankMember(Member):
             self.quotas = order.quotas
         return order
 
-    def raised(self, microbatch: int | None, error: BaseException) -> None:
+    def raised(self, microbatches: Sequence[int], error: BaseException) -> None:
         # The first to report knows the microbatch; whoever sees the same exception pass by later does not.
         if not self._has_raised:
             self._has_raised = True
-            super().raised(microbatch, error)
+            super().raised(microbatches, error)

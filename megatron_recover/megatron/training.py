@@ -148,10 +148,10 @@ class _Training:
                 raise
         except InvariantViolation as error:
             traceback.print_exc()
-            member.raised(None, error)
+            member.raised((), error)
             return ExitCode.INVARIANT_VIOLATED
         except BaseException as error:
-            member.raised(None, error)
+            member.raised((), error)
             raise
         checkpoints.settle(loop.meet)
         member.close()

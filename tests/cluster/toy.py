@@ -116,7 +116,7 @@ class Toy:
                 self.log.record(trace.MicrobatchStarted(microbatch=microbatch, **where))
                 self.at(FaultPoint.BACKWARD, step=step, microbatch=microbatch)
             except Exception as error:
-                self.member.raised(microbatch, error)
+                self.member.raised((microbatch,), error)
                 raise
             for bucket in into:
                 self.gradients[bucket] += 2.0**microbatch

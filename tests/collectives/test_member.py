@@ -249,9 +249,9 @@ def test_a_failed_reduction_is_reported_once_and_not_when_it_was_revoked(followe
 
 
 def test_last_words_are_on_their_way_before_the_process_ends(follower: Follower) -> None:
-    saying = threading.Thread(target=lambda: follower.member.raised(3, ValueError("nan")))
+    saying = threading.Thread(target=lambda: follower.member.raised((3,), ValueError("nan")))
     saying.start()
-    follower.leader.expect(Raised(1, 0, "train 1", 3, "ValueError: nan"))
+    follower.leader.expect(Raised(1, 0, "train 1", (3,), "ValueError: nan"))
     assert saying.is_alive(), "it did not wait until its leader had passed the report on"
     follower.leader.send(Heard())
     saying.join(10)
@@ -392,8 +392,8 @@ def test_a_failing_computation_reaches_the_coordinator_before_raised_returns(par
     alone = Alone(partner, free)
     alone.member.begin(Work("train 1", 2, (0,)))
     alone.member.next_order()
-    alone.member.raised(1, ValueError("nan"))
-    partner.expect(Failing(0, "train 1", 1, "ValueError: nan"))
+    alone.member.raised((1,), ValueError("nan"))
+    partner.expect(Failing(0, "train 1", (1,), "ValueError: nan"))
     partner.send(Stop(11, "poisoned"))
     with pytest.raises(JobStopped, match="poisoned"):
         alone.member.close()

@@ -132,33 +132,40 @@ def test_the_last_loss_ends_the_job() -> None:
 
 def test_an_exception_on_every_replica_is_a_failure_not_a_loss_of_machines() -> None:
     state = started(2)
-    _, effects = feed(
-        state, Failing(0, "train 4", None, "KeyError"), raised(0), Failing(1, "train 4", None, "KeyError"), raised(1)
-    )
+    _, effects = feed(state, Failing(0, "train 4", (), "KeyError"), raised(0), Failing(1, "train 4", (), "KeyError"), raised(1))
     assert ended(effects) == EndJob(1, "training raised on every replica, at last on replica 1 in train 4: KeyError")
 
 
 def test_inv_9_a_microbatch_that_ends_two_replicas_ends_the_job() -> None:
-    state, effects = feed(started(), Failing(0, "train 4", 2, "NaN"), Failing(0, "train 4", 2, "NaN"), raised(0))
+    state, effects = feed(started(), Failing(0, "train 4", (2,), "NaN"), Failing(0, "train 4", (2,), "NaN"), raised(0))
     assert announced(effects).roster == (1, 2)
-    for last in ((Failing(1, "train 4", 2, "NaN"), raised(1)), (raised(1), Failing(1, "train 4", 2, "NaN"))):
+    for last in ((Failing(1, "train 4", (2,), "NaN"), raised(1)), (raised(1), Failing(1, "train 4", (2,), "NaN"))):
         _, effects = feed(state, *last)
         assert ended(effects).exit_code == ExitCode.POISONED_MICROBATCH
         assert "microbatch 2 of train 4 ended replicas 0 and 1" in ended(effects).reason
 
 
+def test_inv_9_a_microbatch_is_found_in_what_two_passes_that_raised_had_in_common() -> None:
+    first = [Failing(0, "train 4", (0, 1, 2), "NaN"), raised(0)]
+    _, effects = feed(started(), *first, Failing(1, "train 4", (2, 3, 4), "NaN"), raised(1))
+    assert ended(effects).exit_code == ExitCode.POISONED_MICROBATCH
+    assert "computing microbatch 2 of train 4 ended replicas 0 and 1, so" in ended(effects).reason
+    _, effects = feed(started(), *first, Failing(1, "train 4", (1, 2, 5), "NaN"), raised(1))
+    assert "computing one of microbatches 1, 2 of train 4 ended replicas 0 and 1, so" in ended(effects).reason
+
+
 def test_a_microbatch_is_not_blamed_for_a_kill() -> None:
     """The other ranks of a replica that a signal ended raise where they are: their sibling does not answer any more."""
-    broken = [Failing(0, "train 4", 2, "reset by peer"), died(0), Failing(1, "train 4", 2, "reset by peer"), died(1)]
+    broken = [Failing(0, "train 4", (2,), "reset by peer"), died(0), Failing(1, "train 4", (2,), "reset by peer"), died(1)]
     _, effects = feed(started(), *broken)
     assert not any(isinstance(effect, EndJob) for effect in effects)
 
 
 @pytest.mark.parametrize(
-    "second", [Failing(1, "train 4", 1, "NaN"), Failing(1, "train 5", 2, "NaN"), Failing(1, "train 4", None, "x")]
+    "second", [Failing(1, "train 4", (1,), "NaN"), Failing(1, "train 5", (2,), "NaN"), Failing(1, "train 4", (), "x")]
 )
 def test_different_failures_do_not_poison(second: Failing) -> None:
-    _, effects = feed(started(), Failing(0, "train 4", 2, "NaN"), raised(0), second, raised(1))
+    _, effects = feed(started(), Failing(0, "train 4", (2,), "NaN"), raised(0), second, raised(1))
     assert not any(isinstance(effect, EndJob) for effect in effects)
 
 
@@ -283,7 +290,7 @@ inputs = st.one_of(
     st.builds(Requested, replicas, generations, st.just("stuck"), st.lists(replicas, max_size=2).map(tuple)),
     st.builds(lambda name, number: Expired(f"{name} {number}"), st.sampled_from(["grace", "follow", "finish"]), generations),
     st.builds(Diverged, replicas, generations, st.just(0), st.lists(replicas, max_size=1).map(tuple), st.just("")),
-    st.builds(Failing, replicas, st.just("train 0"), st.sampled_from([None, 0, 1]), st.just("NaN")),
+    st.builds(Failing, replicas, st.just("train 0"), st.sampled_from([(), (0,), (0, 1)]), st.just("NaN")),
     st.builds(Finished, replicas, st.just(0)),
     st.just(ExitAsked("SIGTERM")),
 )

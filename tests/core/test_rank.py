@@ -130,10 +130,10 @@ def test_a_stop_overtakes_everything_and_nothing_follows_it() -> None:
 
 
 def test_the_training_thread_reports_where_it_is() -> None:
-    _, effects = feed(at_plan(), Begin(WORK, ("exit: SIGTERM",)), Raise(1, "NaN"), End())
+    _, effects = feed(at_plan(), Begin(WORK, ("exit: SIGTERM",)), Raise((1,), "NaN"), End())
     assert effects == [
         Report(Begun(1, 0, WORK, ("exit: SIGTERM",))),
-        Report(Raised(1, 0, "train 0", 1, "NaN")),
+        Report(Raised(1, 0, "train 0", (1,), "NaN")),
         Report(Ended(1)),
     ]
 

@@ -214,8 +214,8 @@ def test_errors_of_older_generations_and_of_strangers_ask_for_nothing() -> None:
 
 
 def test_a_computation_that_raises_is_reported_with_its_microbatch() -> None:
-    _, effects = lead(working(), Raised(0, 0, "train 0", 0, "NaN"))
-    assert effects == [ToCoordinator(Failing(0, "train 0", 0, "NaN"))]
+    _, effects = lead(working(), Raised(0, 0, "train 0", (0, 2), "NaN"))
+    assert effects == [ToCoordinator(Failing(0, "train 0", (0, 2), "NaN"))]
 
 
 def test_a_replica_that_finished_goes_on_answering() -> None:
@@ -261,7 +261,7 @@ inputs = st.one_of(
     st.builds(Blocked, st.integers(0, 1), st.integers(0, 4), st.just("stuck")),
     st.builds(LinkLost, st.integers(0, 3)),
     st.builds(Expired, st.integers(0, 4), st.integers(0, 1)),
-    st.builds(Raised, st.integers(0, 1), st.just(0), st.just("train 0"), st.none(), st.just("boom")),
+    st.builds(Raised, st.integers(0, 1), st.just(0), st.just("train 0"), st.just(()), st.just("boom")),
     st.builds(Ended, st.integers(0, 1)),
 )  # fmt: skip
 

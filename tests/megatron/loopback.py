@@ -136,8 +136,8 @@ class LoopbackMember:
         with self.job.changed:
             self.job.feed_rank(self.replica, self.rank, rank_machine.Failed(generation, str(error)))
 
-    def raised(self, microbatch: int | None, error: BaseException) -> None:
-        self.job.raised.append((microbatch, error))
+    def raised(self, microbatches: Sequence[int], error: BaseException) -> None:
+        self.job.raised.append((tuple(microbatches), error))
 
 
 class Strike:
@@ -194,7 +194,7 @@ class Job:
         self.generation = 0
         self.records: dict[int, list[Record]] = {}
         """What each replica committed, in order."""
-        self.raised: list[tuple[int | None, BaseException]] = []
+        self.raised: list[tuple[tuple[int, ...], BaseException]] = []
         self.errors: list[BaseException] = []
         self._inbox: deque[tuple[str, Any, Any]] = deque()
         self._pumping = False

@@ -113,7 +113,7 @@ class ScriptedMember:
     def blocked(self, generation: int, error: BaseException) -> None:
         raise error
 
-    def raised(self, microbatch: int | None, error: BaseException) -> None:
+    def raised(self, microbatches: Sequence[int], error: BaseException) -> None:
         raise error
 
 
