@@ -114,6 +114,8 @@ class RunStarted(Event, frozen=True, kw_only=True):
     seed: int
     argv: tuple[str, ...]
     min_replicas: int = 1
+    num_microbatches: int | None = None
+    """M of every training step as the command line asks for it; None where it changes from step to step."""
 
 
 class Joined(Event, frozen=True, kw_only=True):

@@ -62,6 +62,7 @@ def _job(arguments: argparse.Namespace) -> tuple[Job, str]:
     job = Job(
         argv=(script, *flags), num_replicas=arguments.replicas, layout=judged.layout, config=judged.config,
         run_dir=create_run_dir(arguments.run_dir), faults=faults, seed=judged.seed, preload=PRELOAD,
+        num_microbatches=None if judged.batch_changes else judged.num_microbatches,
     )  # fmt: skip
     return job, chaos_text
 

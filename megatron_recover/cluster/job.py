@@ -31,6 +31,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     preload: tuple[str, ...] = ()
     """Modules that every rank finds imported."""
+    num_microbatches: int | None = None
+    """M of every training step, as the command line asks for it; None where it is unknown or changes."""
 
     @property
     def num_ranks(self) -> int:

@@ -66,6 +66,7 @@ class Launcher:
                 seed=job.seed,
                 argv=job.argv,
                 min_replicas=job.config.min_replicas,
+                num_microbatches=job.num_microbatches,
             )  # fmt: skip
         )
         self._console.start()

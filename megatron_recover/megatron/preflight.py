@@ -115,6 +115,8 @@ class Preflight(msgspec.Struct, frozen=True):
     seed: int
     num_microbatches: int
     """M of the first training step."""
+    batch_changes: bool = False
+    """Whether later steps can have another M: a ramp-up or a schedule of the batch size."""
 
 
 class _Parser(ArgumentParser):
@@ -153,7 +155,8 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
     found += [*wrong, *too_few, *_data(args)]
     if found:
         raise ValueError("\n".join(found))
-    return Preflight(layout, settings, args.seed, num_microbatches)
+    batch_changes = args.rampup_batch_size is not None or args.step_batch_size_schedule is not None
+    return Preflight(layout, settings, args.seed, num_microbatches, batch_changes)
 
 
 def _unknown(others: Sequence[str]) -> list[str]:

@@ -6,7 +6,7 @@ It decides nothing: no rule, no tolerance. Every index keeps the line of the eve
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -14,6 +14,15 @@ from megatron_recover import trace
 
 Line = int
 Numbered = tuple[Line, trace.AnyEvent]
+Finding = tuple[Line, str]
+"""The line of the event that shows it, and what is wrong."""
+Findings = Iterator[Finding]
+
+
+def who(event: trace.AnyEvent) -> str:
+    """Who wrote an event."""
+    rank = getattr(event, "rank", None)
+    return f"replica {getattr(event, 'replica', '?')}" + (f" rank {rank}" if rank is not None else "")
 
 
 def is_training(label: str) -> bool:

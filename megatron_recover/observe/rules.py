@@ -11,18 +11,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 from megatron_recover import trace
-from megatron_recover.observe.history import History, Line
+from megatron_recover.observe import omissions
+from megatron_recover.observe.history import Findings, History, Line, who
 from megatron_recover.observe.work import Work
 
-Finding = tuple[Line, str]
-"""The line of the event that shows it, and what is wrong."""
-Findings = Iterator[Finding]
 Rule = Callable[[History], Findings]
-
-
-def _who(event: trace.AnyEvent) -> str:
-    rank = getattr(event, "rank", None)
-    return f"replica {getattr(event, 'replica', '?')}" + (f" rank {rank}" if rank is not None else "")
 
 
 def exactly_once(history: History) -> Findings:
@@ -36,11 +29,13 @@ def exactly_once(history: History) -> Findings:
             for message in _computed_once(history, step, result):
                 yield line, message
 
+    yield from omissions.every_microbatch(history)
+    yield from omissions.every_iteration(history)
     applied: set[tuple[int, int, int]] = set()
     for line, event in history.of(trace.Applied):
         key = (event.replica, event.rank, event.step)
         if key in applied:
-            yield line, f"{_who(event)} applied step {event.step} twice"
+            yield line, f"{who(event)} applied step {event.step} twice"
         applied.add(key)
 
 
@@ -70,6 +65,10 @@ def agreement(history: History) -> Findings:
     yield from _equal_records(history)
     yield from _backed_commits(history)
     yield from _equal_parameters(history)
+    yield from omissions.whole_records(history)
+    yield from omissions.committed_is_applied(history)
+    yield from omissions.equal_ranks(history)
+    yield from omissions.adopted_from_a_member(history)
 
 
 def _equal_results(history: History) -> Findings:
@@ -79,7 +78,7 @@ def _equal_results(history: History) -> Findings:
             other = first.setdefault(event.rank, event)
             if event.checksum != other.checksum:
                 what = f"step {step}, bucket {bucket} version {version}"
-                yield line, f"{what}: checksum {event.checksum} on {_who(event)}, {other.checksum} on {_who(other)}"
+                yield line, f"{what}: checksum {event.checksum} on {who(event)}, {other.checksum} on {who(other)}"
 
 
 def _equal_records(history: History) -> Findings:
@@ -101,7 +100,7 @@ def _equal_records(history: History) -> Findings:
                 expected = committed.get(held.rank)
                 if held.replica == event.replica and held.checksum != expected:
                     what = f"step {step} committed bucket {result.bucket} with checksum {expected}"
-                    yield at, f"{what}, but {_who(held)} holds {held.checksum}"
+                    yield at, f"{what}, but {who(held)} holds {held.checksum}"
 
 
 def _backed_commits(history: History) -> Findings:
@@ -120,7 +119,7 @@ def _backed_commits(history: History) -> Findings:
                 yield line, f"{what} without the vote of {sorted(missing)}"
             committed.add((event.step, event.digest))
         elif isinstance(event, trace.Applied) and event.replica not in history.commits.get(event.step, {}):
-            yield line, f"{_who(event)} applied step {event.step}, which its leader never committed"
+            yield line, f"{who(event)} applied step {event.step}, which its leader never committed"
 
 
 def _backed_vote(history: History, line: Line, vote: trace.Voted) -> Findings:
@@ -149,7 +148,7 @@ def _equal_parameters(history: History) -> Findings:
             first, other = seen.setdefault(key, (digest, event))
             if digest != first:
                 what = f"parameters differ after step {event.step} ({event.label})"
-                yield line, f"{what}: {digest} on {_who(event)}, {first} on {_who(other)}"
+                yield line, f"{what}: {digest} on {who(event)}, {first} on {who(other)}"
                 break
 
 
@@ -162,7 +161,7 @@ def no_corruption(history: History) -> Findings:
     for line, event in history.of(trace.Applied):
         commit = history.commits.get(event.step, {}).get(event.replica)
         if commit and commit[0] > line:
-            yield line, f"{_who(event)} applied step {event.step} before its leader committed it (line {commit[0]})"
+            yield line, f"{who(event)} applied step {event.step} before its leader committed it (line {commit[0]})"
     started = history.first(trace.RunStarted)
     if not started or started.determinism != "exact":
         return
@@ -198,7 +197,7 @@ def decided_once(history: History) -> Findings:
             continue
         held = decided.get((event.generation, event.step), {})
         for bucket in sorted(made & held.keys()):
-            what = f"{_who(event)} makes bucket {bucket} of step {event.step} again in generation {event.generation}"
+            what = f"{who(event)} makes bucket {bucket} of step {event.step} again in generation {event.generation}"
             yield line, f"{what}, though a member held version {held[bucket]} complete"
 
 
@@ -214,6 +213,7 @@ def _commits_decided(line: Line, commit: trace.Committed, decided: dict[int, int
 
 def fencing(history: History) -> Findings:
     """INV-5: nothing stamped with an older generation, and nothing of a replica outside the roster, changes any state."""
+    yield from omissions.promised(history)
     entered: dict[int, int] = {}
     fenced: dict[tuple[int, int], Line] = {}
     for line, event in history.events:
@@ -223,7 +223,7 @@ def fencing(history: History) -> Findings:
         if replica is None or isinstance(event, trace.Fenced | trace.Failure | trace.Fault):
             continue
         generation = getattr(event, "generation", None)
-        did = f"{_who(event)} wrote {type(event).__name__}"
+        did = f"{who(event)} wrote {type(event).__name__}"
         dead_since = fenced.get((replica, getattr(event, "rank", 0)))
         if dead_since is not None:
             yield line, f"{did} after it was fenced (line {dead_since})"
@@ -272,7 +272,7 @@ def single_history(history: History) -> Findings:
                 what = f"replica {event.replica} plans generation {event.generation} with roster {list(event.roster)}"
                 yield line, f"{what}; announced was {list(roster)}"
             if (event.label, event.num_microbatches) != (first.label, first.num_microbatches):
-                yield line, f"step {event.step} is {event.label!r} on {_who(event)} and {first.label!r} on {_who(first)}"
+                yield line, f"step {event.step} is {event.label!r} on {who(event)} and {first.label!r} on {who(first)}"
         elif isinstance(event, trace.Checkpoint) and event.phase == "finished":
             if event.iteration <= saved:
                 yield line, f"the checkpoint of iteration {event.iteration} became the latest after that of {saved}"
@@ -299,12 +299,22 @@ def least_work(history: History) -> Findings:
         for holder in set(again.dealt_before_to) & set(history.roster(again.generation)):
             what = f"replica {again.replica} computed microbatch {again.microbatch} of step {again.step} again"
             yield again.line, f"{what} in generation {again.generation}, though replica {holder} holds it"
+    had: set[tuple[int, ...]] = set()
+    for line, event in history.of(trace.MicrobatchFinished):
+        puts = {(event.replica, event.rank, event.step, event.microbatch, bucket) for bucket in event.into}
+        if puts & had:
+            yield line, f"{who(event)} computed microbatch {event.microbatch} of step {event.step} again, though it holds it"
+        had |= puts
     for line, replica, step, microbatch in work.wasted:
         yield line, f"replica {replica} computed microbatch {microbatch} of step {step}, which entered no committed bucket"
 
 
 def bounded_waits(history: History) -> Findings:
-    """INV-8, as far as a trace tells: every member of the last generation enters it, unless it had nothing left to do."""
+    """INV-8, as far as a trace tells: every member of the last generation enters it, unless it had nothing left to do.
+
+    And a run that says it has ended well has.
+    """
+    yield from omissions.honest_end(history)
     announced, ended = history.of(trace.Generation), history.first(trace.RunFinished)
     if not announced or ended is None or any(event.exit_code for _, event in history.of(trace.Stopping)):
         return

@@ -34,21 +34,33 @@ class Work:
 
     @cached_property
     def lost(self) -> tuple[tuple[int, int, int, int], ...]:
-        """(generation that announces the loss, replica, step, microbatch), one for each lost microbatch."""
+        """(generation that announces the loss, replica, step, microbatch), one for each lost microbatch.
+
+        A microbatch that was lost, dealt again and not computed again before that replica was lost, too, is lost once.
+        """
         history = self._history
-        found = []
-        for replica, (_, announced) in history.lost_at.items():
+        found: list[tuple[int, int, int, int]] = []
+        gone: set[tuple[int, int]] = set()
+        for replica, (_, announced) in sorted(history.lost_at.items(), key=lambda item: item[1][1].generation):
             planned = (step for step, plans in history.plans.items() if any(plan.replica == replica for _, plan in plans))
             step = max(planned, default=None)
             if step is None:
                 continue
             record = history.records.get(step)
             versions = {result.bucket: result.version for result in record[1].versions} if record else {}
+            finished = {
+                (event.generation, event.microbatch) for _, event in history.finished.get(step, ())
+                if (event.replica, event.rank, event.chunk) == (replica, 0, 0)
+            }  # fmt: skip
             for _, plan in history.plans[step]:
                 for one in plan.computes if plan.replica == replica else ():
                     # Into a bucket whose committed version counts this replica, the gradient was not lost.
-                    if not versions or any(replica not in history.roster(versions.get(bucket, 0)) for bucket in one.into):
-                        found += [(announced.generation, replica, step, microbatch) for microbatch in one.microbatches]
+                    if versions and all(replica in history.roster(versions.get(bucket, 0)) for bucket in one.into):
+                        continue
+                    for microbatch in one.microbatches:
+                        if (step, microbatch) not in gone or (plan.generation, microbatch) in finished:
+                            found.append((announced.generation, replica, step, microbatch))
+                        gone.add((step, microbatch))
         return tuple(found)
 
     @cached_property

@@ -230,6 +230,12 @@ def a_microbatch_of_a_survivor_is_computed_again(events: Events) -> int:
     return index + 2
 
 
+def a_rank_computes_what_it_holds_again(events: Events) -> int:
+    index = _find(events, trace.MicrobatchFinished, step=2)
+    events.insert(index + 1, events[index])
+    return index + 1
+
+
 def a_survivors_work_goes_nowhere(events: Events) -> int:
     index = _find(events, trace.MicrobatchFinished, step=4, rank=0)
     events.insert(index + 1, msgspec.structs.replace(events[index], microbatch=5, generation=2, replica=1, into=()))
@@ -244,6 +250,120 @@ def a_member_never_enters_the_last_generation(events: Events) -> int:
     events[:] = run.finish(1).events
     del events[_find(events, trace.Committed, step=0, replica=1)]
     return _find(events, trace.Generation, generation=2)
+
+
+# What is missing, or was changed everywhere alike.
+
+
+def _without(events: Events, kind: type[trace.Event], **fields: object) -> None:
+    """Remove all events of a type with these fields."""
+    events[:] = [
+        event for event in events
+        if type(event) is not kind or any(getattr(event, name) != value for name, value in fields.items())
+    ]  # fmt: skip
+
+
+def _everywhere(events: Events, kind: type[trace.Event], to: dict[str, object], **fields: object) -> None:
+    """Change fields of all events of a type with these fields; the order of the others stays."""
+    for index, event in enumerate(events):
+        if type(event) is kind and all(getattr(event, name) == value for name, value in fields.items()):
+            events[index] = msgspec.structs.replace(event, **to)
+
+
+def a_bucket_is_committed_by_nobody(events: Events) -> int:
+    record = events[_find(events, trace.Committed, step=2)]
+    for replica in (0, 1):
+        _edit(events, trace.Committed, to={"versions": record.versions[1:]}, step=2, replica=replica)  # type: ignore[attr-defined]
+    return _find(events, trace.Committed, step=2)
+
+
+def a_checksum_of_a_rank_is_missing(events: Events) -> int:
+    record = events[_find(events, trace.Committed, step=2)]
+    first, *others = record.versions  # type: ignore[attr-defined]
+    return _edit(events, trace.Committed, to={"versions": (msgspec.structs.replace(first, checksums=()), *others)}, step=2)
+
+
+def nobody_applies_a_step(events: Events) -> int:
+    _without(events, trace.Applied, step=2)
+    return _find(events, trace.MicrobatchStarted, step=3, replica=1, rank=0)
+
+
+def a_rank_never_applies_the_last_step(events: Events) -> int:
+    _without(events, trace.Applied, step=4, replica=1, rank=0)
+    return _find(events, trace.Committed, step=4, replica=1)
+
+
+def a_microbatch_is_dropped_everywhere(events: Events) -> int:
+    _everywhere(events, trace.Plan, {"num_microbatches": 5}, step=4)
+    _without(events, trace.MicrobatchStarted, step=4, microbatch=5)
+    _without(events, trace.MicrobatchFinished, step=4, microbatch=5)
+    return _find(events, trace.Plan, step=4)
+
+
+def an_iteration_is_trained_twice_and_the_next_never(events: Events) -> int:
+    for kind in (trace.Plan, trace.Committed, trace.Applied):
+        _everywhere(events, kind, {"label": "train 4"}, step=4)
+    return _find(events, trace.Committed, step=4)
+
+
+def a_step_is_committed_by_another_name_than_planned(events: Events) -> int:
+    _everywhere(events, trace.Plan, {"label": "train 5 of something else"}, step=4)
+    return _find(events, trace.Committed, step=4)
+
+
+def finished_microbatches_were_never_started(events: Events) -> int:
+    _without(events, trace.MicrobatchStarted, step=2)
+    return _find(events, trace.MicrobatchFinished, step=2)
+
+
+def a_digest_of_the_parameters_is_missing(events: Events) -> int:
+    return _edit(events, trace.Applied, to={"parameter_digest": None}, step=2, replica=1, rank=1)
+
+
+def the_loss_differs_between_replicas(events: Events) -> int:
+    return _edit(events, trace.Applied, to={"loss": 99.0}, step=2, replica=1, rank=1)
+
+
+def a_replica_made_otherwise_becomes_a_member(events: Events) -> int:
+    return _edit(events, trace.Joined, to={"fingerprint": "another"}, replica=1)
+
+
+def a_commit_says_that_it_was_adopted(events: Events) -> int:
+    return _edit(events, trace.Committed, to={"adopted": True}, step=2, replica=1)
+
+
+def a_member_acts_without_having_entered(events: Events) -> int:
+    _without(events, trace.Entered, generation=2, replica=1)
+    return _find(events, trace.Plan, generation=2, replica=1)
+
+
+def a_member_acts_without_a_status(events: Events) -> int:
+    _without(events, trace.Status, generation=2, replica=1)
+    return _find(events, trace.Plan, generation=2, replica=1)
+
+
+def a_run_ends_well_before_its_last_step_is_committed(events: Events) -> int:
+    for kind in (trace.Voted, trace.Committed, trace.Applied):
+        _without(events, kind, step=4)
+    return len(events) - 1
+
+
+def a_run_ends_well_although_a_survivor_lacks_the_last_step(events: Events) -> int:
+    run = traces.Run()
+    run.quiet_step()
+    events[:] = run.finish().events
+    for kind in (trace.Committed, trace.Applied):
+        _without(events, kind, replica=1)
+    return len(events) - 1
+
+
+def a_run_ends_well_though_it_was_stopping(events: Events) -> int:
+    events.insert(-1, trace.Stopping(exit_code=12, reason="replicas disagree"))
+    return len(events) - 1
+
+
+def a_run_ends_as_diverged_and_nothing_says_why(events: Events) -> int:
+    return _edit(events, trace.RunFinished, to={"exit_code": 12})
 
 
 BREAKAGES: list[tuple[str, Callable[[Events], int]]] = [
@@ -280,8 +400,27 @@ BREAKAGES: list[tuple[str, Callable[[Events], int]]] = [
     ("INV-6", a_partition_forms_its_own_generation),
     ("INV-6", the_latest_checkpoint_goes_back),
     ("INV-7", a_microbatch_of_a_survivor_is_computed_again),
+    ("INV-7", a_rank_computes_what_it_holds_again),
     ("INV-7", a_survivors_work_goes_nowhere),
     ("INV-8", a_member_never_enters_the_last_generation),
+    ("INV-2", a_bucket_is_committed_by_nobody),
+    ("INV-2", a_checksum_of_a_rank_is_missing),
+    ("INV-2", nobody_applies_a_step),
+    ("INV-2", a_rank_never_applies_the_last_step),
+    ("INV-1", a_microbatch_is_dropped_everywhere),
+    ("INV-1", an_iteration_is_trained_twice_and_the_next_never),
+    ("INV-1", a_step_is_committed_by_another_name_than_planned),
+    ("INV-1", finished_microbatches_were_never_started),
+    ("INV-2", a_digest_of_the_parameters_is_missing),
+    ("INV-2", the_loss_differs_between_replicas),
+    ("INV-2", a_replica_made_otherwise_becomes_a_member),
+    ("INV-2", a_commit_says_that_it_was_adopted),
+    ("INV-5", a_member_acts_without_having_entered),
+    ("INV-5", a_member_acts_without_a_status),
+    ("INV-8", a_run_ends_well_before_its_last_step_is_committed),
+    ("INV-8", a_run_ends_well_although_a_survivor_lacks_the_last_step),
+    ("INV-8", a_run_ends_well_though_it_was_stopping),
+    ("INV-8", a_run_ends_as_diverged_and_nothing_says_why),
 ]
 
 
@@ -331,22 +470,27 @@ def test_a_second_death_during_the_recovery_is_no_violation() -> None:
     assert _broken(run.finish().events) == {}
 
 
-def test_adopting_what_a_dead_member_committed_is_no_violation() -> None:
+def test_adopting_what_a_member_committed_before_a_death_is_no_violation() -> None:
+    """Replica 0 dies in the commit, of which replica 2 has heard nothing and replica 1 everything."""
     run = traces.Run()
     run.quiet_step()
-    commit = run.events[_find(run.events, trace.Committed, replica=1)]
-    cut = _find(run.events, trace.Committed, replica=1)
-    del run.events[cut:]
+    mine = [event for event in run.events if isinstance(event, trace.Committed | trace.Applied) and event.replica == 2]
+    run.events[:] = [event for event in run.events if event not in mine]
+    died = _find(run.events, trace.Applied, replica=0)
+    del run.events[died : died + 2]
     run.step = 0
     run.lose(0, 0, "optimizer")
-    run.statuses({1: (1, 4), 2: (2, 5)}, lambda replica: tuple((bucket, 1) for bucket in traces.BUCKETS))
-    for replica in run.roster:
-        run.add(
-            trace.Committed, **run.where(replica), label="train 1", digest="digest 0", adopted=True, versions=commit.versions,  # type: ignore[attr-defined]
-        )  # fmt: skip
+    run.statuses({2: (2, 5)}, lambda replica: ())
+    _edit(run.events, trace.Status, to={"step": 1, "committed": 0}, replica=1, generation=2)
+    for event in mine:
+        took = {"adopted": True} if isinstance(event, trace.Committed) else {}
+        run.events.append(msgspec.structs.replace(event, generation=2, **took))
     run.step = run.trained = 1
     run.quiet_step()
     assert _broken(run.finish().events) == {}
+
+    _edit(run.events, trace.Status, to={"step": 0, "committed": None}, replica=1, generation=2)
+    assert _broken(run.events) == {"INV-2": [_find(run.events, trace.Committed, adopted=True) + 1]}
 
 
 def test_a_replica_is_lost_although_its_process_lives() -> None:

@@ -31,12 +31,14 @@ class Run:
         self.num_microbatches = microbatches
         self.t = 0.0
         shape = trace.Layout(tp=1, pp=2)
-        self.add(trace.RunStarted, replicas=replicas, shape=shape, determinism=determinism, seed=1, argv=("run",))
+        self.add(
+            trace.RunStarted, replicas=replicas, shape=shape, determinism=determinism, seed=1, argv=("run",),
+            num_microbatches=microbatches,
+        )  # fmt: skip
         for replica in self.roster:
             self.add(trace.Joined, replica=replica, fingerprint="f", bucket_ranks=BUCKET_RANKS)
         self.add(trace.Generation, generation=1, roster=self.roster, reason="start")
-        for replica in self.roster:
-            self.add(trace.Entered, replica=replica, generation=1, seconds=0.001)
+        self.statuses({}, lambda replica: ())
 
     def add(self, event: type[trace.Event], /, **fields: object) -> None:
         """Append one event; each takes a millisecond."""
@@ -136,7 +138,7 @@ class Run:
             self.add(trace.Entered, replica=replica, generation=self.generation, seconds=0.002)
         for replica in self.roster:
             self.add(
-                trace.Status, **self.where(replica), work=True, contributions=(held[replica],) * len(BUCKETS),
+                trace.Status, **self.where(replica), work=bool(held), contributions=(held.get(replica, ()),) * len(BUCKETS),
                 complete=complete(replica), committed=self.step - 1 if self.step else None,
             )  # fmt: skip
 
