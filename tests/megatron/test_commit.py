@@ -201,6 +201,16 @@ def test_a_gradient_that_is_not_finite_names_its_microbatch(threads: Threads) ->
         Run(threads, 4, 1, [], broken=2)
 
 
+def test_inv_9_all_microbatches_of_a_pass_are_suspected_where_its_sum_is_not_finite(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(1, 1, [], 0)
+    monkeypatch.setattr("tests.megatron.test_commit.Job", lambda *_: job)
+    with pytest.raises(RuntimeError, match="values that are not finite"):
+        Run(threads, 1, 1, [], broken=2)
+    assert [microbatches for microbatches, _ in job.raised] == [tuple(range(M))]
+
+
 @pytest.mark.parametrize(("num_microbatches", "outgrown"), [(4, False), (12, True)])
 def test_a_gradient_that_outgrows_the_grid_is_reported(
     threads: Threads, caplog: pytest.LogCaptureFixture, num_microbatches: int, outgrown: bool
