@@ -165,12 +165,12 @@ def _start_when_complete(state: CoordinatorState) -> Step:
         return _end(state, *nobody_left(state.failing, state.losses))
     first = state.hellos[0]
     for other in state.hellos[1:]:
-        if (other.fingerprint, other.step) != (first.fingerprint, first.step):
+        if other.fingerprint != first.fingerprint:
             return _end(
                 state,
                 ExitCode.FAILED,
-                f"replicas {first.replica} and {other.replica} do not start alike: fingerprints {first.fingerprint} at step "
-                f"{first.step}, and {other.fingerprint} at step {other.step}; use the same script, flags, seed and checkpoint",
+                f"replicas {first.replica} and {other.replica} do not start alike: fingerprints {first.fingerprint} and "
+                f"{other.fingerprint}; use the same script, flags, seed and checkpoint",
             )
     if len(state.hellos) < state.policy.min_replicas:
         detail = f"{len(state.hellos)} of {state.policy.num_replicas} replicas started, {state.policy.min_replicas} are needed"

@@ -272,7 +272,6 @@ class Hello(Value, frozen=True):
 
     replica: ReplicaId
     fingerprint: str
-    step: int = 0
 
 
 class Entered(Value, frozen=True):
