@@ -27,7 +27,8 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     bucket_elements: int = 40_000_000
     """Target size of a reduction bucket in elements."""
     stall_timeout_s: float = 120.0
-    """A wait for another replica longer than this asks for a new generation; a replica that does not follow is fenced."""
+    """A wait for another replica longer than this asks for a new generation; a replica that does not follow is fenced.
+    A checkpoint save that takes longer than about three times this ends its writer: set it above the longest save."""
     follow_timeout_s: float = 10.0
     """A member that has not entered an announced generation after this long is fenced (killed)."""
     digest_interval: int = 1

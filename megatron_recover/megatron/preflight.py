@@ -63,7 +63,23 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--moe-router-enable-expert-bias": _ON,
     "--moe-router-load-balancing-type": {"nargs": "+", "default": "aux_loss"},
     "--fp8-format": {"dest": "fp8", "default": None},
-    "--fp8-recipe": {"default": "delayed"},
+    "--fp4-format": {"dest": "fp4", "default": None},
+    "--qk-clip": _ON,
+    "--log-max-attention-logit": _ON,
+    "--check-weight-hash-across-dp-replicas-interval": _INT,
+    "--defer-embedding-wgrad-compute": _ON,
+    "--overlap-moe-expert-parallel-comm": _ON,
+    "--moe-expert-rank-capacity-factor": {"type": float, "default": None},
+    "--skip-train": _ON,
+    "--save-dgrads-interval": _INT,
+    "--save-params-interval": _INT,
+    "--save-activations-interval": _INT,
+    "--save-tokens-per-expert-interval": _INT,
+    "--ckpt-convert-format": _TEXT,
+    "--moe-use-upcycling": _ON,
+    "--record-memory-history": _ON,
+    "--log-world-size-to-tensorboard": _ON,
+    "--log-energy": _ON,
     "--ddp-average-in-collective": _ON,
     "--overlap-grad-reduce": _ON,
     "--overlap-param-gather": _ON,
@@ -303,9 +319,10 @@ def _splits(args: Namespace, flag: str, prefix: str) -> list[str]:
         header = file.read(_INDEX_HEADER.size)
     if len(header) < _INDEX_HEADER.size or not header.startswith(_INDEX_MAGIC):
         return [f"{flag} {prefix}: {prefix}.idx is no index of Megatron's; make it with 'megatron-recover data'"]
-    if flag != "--data-path":
-        return []  # one data set a split
     num = _INDEX_HEADER.unpack(header)[3]
+    if flag != "--data-path":  # one data set a split
+        empty = not num and (flag == "--train-data-path" or args.eval_iters)
+        return [f"{flag} {prefix} has no documents; make it with 'megatron-recover data'"] if empty else []
     split = args.split or _DEFAULT_SPLIT
     ratios = [float(ratio) for ratio in re.findall(r"[.0-9]+", split)]
     ends = [sum(ratios[: index + 1]) / (sum(ratios) or 1) for index in range(len(ratios))]

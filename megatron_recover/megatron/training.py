@@ -137,8 +137,9 @@ class _Training:
         from megatron.training import pretrain as upstream
 
         args, config = self._arguments(extra_args_provider, args_defaults)
-        if others.get("process_non_loss_data_func") is not None:
-            raise ValueError("process_non_loss_data_func is not supported: no replica sees the data of a whole batch")
+        with bad_input_ends():
+            if others.get("process_non_loss_data_func") is not None:
+                raise ValueError("process_non_loss_data_func is not supported: no replica sees a whole batch; leave it out")
         member = self._member = self._join_membership(config)
         checkpoints, loop = self._install(args, config, member)
         try:

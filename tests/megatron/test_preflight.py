@@ -97,6 +97,8 @@ def test_header_is_read_as_megatron_writes_it(tmp_path: Path) -> None:
 VALUES = {
     "--moe-router-load-balancing-type": "global_aux_loss",
     "--fp8-format": "hybrid",
+    "--fp4-format": "e2m1",
+    "--ckpt-convert-format": "torch",
     "--num-distributed-optimizer-instances": "2",
     "--cuda-graph-impl": "local",
     "--rerun-mode": "validate_results",
@@ -121,7 +123,6 @@ def test_what_is_not_supported_is_refused_by_name(flag: str, data: str) -> None:
     "flags",
     [
         "--moe-router-load-balancing-type aux_loss seq_aux_loss",
-        "--fp8-format hybrid --fp8-recipe tensorwise",
         "--ddp-average-in-collective",
         "--rerun-mode disabled --dataloader-type single --ckpt-format torch --cuda-graph-impl none",
         "--use-distributed-optimizer --calculate-per-token-loss --bf16 --log-throughput --swiglu",
@@ -146,6 +147,28 @@ def test_flags_are_declared_as_megatron_declares_them() -> None:
         assert (ours.dest, ours.nargs) == (upstream.dest, upstream.nargs), flag
         if flag != "--rerun-mode":  # left alone it is ours: disabled
             assert ours.default == upstream.default, flag
+
+
+@pytest.mark.parametrize("words", ["{data} {small}", "0.5 {data} 0.5 {small}"])
+def test_every_data_set_of_a_blend_has_something_in_every_split(words: str, data: str, tmp_path: Path) -> None:
+    small = _index(tmp_path / "small", 1)
+    lines = refused(data, "--data-path " + words.format(data=data, small=small) + " --split 8,1,1")
+    assert lines and all(f"none of the 1 documents of {small}" in line for line in lines)
+
+
+def test_data_of_one_split_is_not_empty(data: str, tmp_path: Path) -> None:
+    empty = _index(tmp_path / "empty", 0)
+    flags = "--micro-batch-size 2 --global-batch-size 16 --train-data-path {} --valid-data-path {} --eval-iters {}"
+    for train, valid, evaluations in ((empty, data, 0), (data, empty, 1)):
+        with pytest.raises(ValueError, match=f"{empty} has no documents"):
+            preflight(flags.format(train, valid, evaluations).split(), num_replicas=2)
+    preflight(flags.format(data, empty, 0).split(), num_replicas=2)
+
+
+def _index(prefix: Path, num_documents: int) -> str:
+    prefix.with_suffix(".bin").touch()
+    prefix.with_suffix(".idx").write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, num_documents, num_documents + 1))
+    return str(prefix)
 
 
 def test_needs_no_torch() -> None:
