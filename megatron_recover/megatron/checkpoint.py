@@ -113,7 +113,8 @@ class Checkpoints:
     def make_up(self, iteration: int, *args: Any, **kwargs: Any) -> None:
         """At a step boundary: save now if this replica has become the writer and the checkpoint that is owed is not there."""
         if self._owed is not None and self._saver.is_writer():
-            if self._agree(self._named() < self._owed):
+            # Not "less than": the tracker of an older branch in the same folder may be ahead of what is owed.
+            if self._agree(self._named() != self._owed):
                 self._write(iteration, *args, **kwargs)
             self._owed = None
 
