@@ -8,7 +8,6 @@ This module decides what a fault is and carries it out in its own process; it ne
 from __future__ import annotations
 
 import enum
-import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -134,7 +133,8 @@ class FaultInjector:
         )  # fmt: skip
         if due.kind is FaultKind.RAISE:
             raise InjectedFault(f"injected at {point.value} (step {step}, microbatch {microbatch}, bucket {bucket})")
-        os.kill(os.getpid(), signal.SIGKILL if due.kind is FaultKind.KILL else signal.SIGSTOP)
+        # To this thread, which meets the signal before its next instruction; one sent to the process may let it run on a little.
+        signal.pthread_kill(threading.get_ident(), signal.SIGKILL if due.kind is FaultKind.KILL else signal.SIGSTOP)
 
     def _take(self, point: FaultPoint, step: int | None, microbatch: int | None, bucket: int | None) -> Fault | None:
         """Count the passage for every fault that it matches; the first whose turn has come is used up and returned."""
