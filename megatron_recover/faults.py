@@ -133,7 +133,7 @@ class FaultInjector:
         )  # fmt: skip
         if due.kind is FaultKind.RAISE:
             raise InjectedFault(f"injected at {point.value} (step {step}, microbatch {microbatch}, bucket {bucket})")
-        # To this thread, which meets the signal before its next instruction; one sent to the process may let it run on a little.
+        # To this thread, which meets it before its next instruction; one sent to the process may let it run on a little.
         signal.pthread_kill(threading.get_ident(), signal.SIGKILL if due.kind is FaultKind.KILL else signal.SIGSTOP)
 
     def _take(self, point: FaultPoint, step: int | None, microbatch: int | None, bucket: int | None) -> Fault | None:
