@@ -7,7 +7,9 @@ the rows of all into one table and `bench.json`.
 from __future__ import annotations
 
 import operator
+import signal
 import statistics
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -58,3 +60,13 @@ def row(
         name=name, value=quoted, unit=unit, baseline=baseline, runs=len(values), min=min(values), median=median,
         max=max(values), goal=goal, met=met,
     )  # fmt: skip
+
+
+def end(process: subprocess.Popen[str], patience_s: float = 30.0) -> None:
+    """Ask a job to end, and kill it if it does not within `patience_s`."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import re
-import signal
 import subprocess
 import tempfile
 import time
 
 import psutil
 
-from benchmarks.common import Row, row
+from benchmarks.common import Row, end, row
 from benchmarks.overhead import commands
 from tests.system.jobs import ROOT, Job, text_data
 
@@ -50,12 +49,7 @@ def private_bytes(command: list[str], num_ranks: int) -> float:
             if time.monotonic() > deadline:
                 break
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process)
     if len(sizes) != num_ranks:
         raise RuntimeError(f"the run did not reach iteration {ITERATION}: {' '.join(command)}")
     return sum(sizes) / num_ranks

@@ -18,7 +18,6 @@ import io
 import os
 import pathlib
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from typing import NamedTuple
 
 import psutil
 
-from benchmarks.common import Row, row
+from benchmarks.common import Row, end, row
 from tests.system.jobs import ROOT, Job, text_data
 
 ITERATION = re.compile(rb"iteration\s+(\d+)/")
@@ -104,12 +103,7 @@ class Side:
 
     def end(self) -> None:
         """Stop the job."""
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end(self._process)
 
 
 def measure(sides: Sequence[Side], steps: int, deadline_s: float) -> list[float]:
