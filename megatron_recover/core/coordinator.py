@@ -31,12 +31,12 @@ from megatron_recover.core.values import (
     Finished,
     Generation,
     Hello,
+    LeaderMessage,
     Loss,
     LossKind,
     NewGeneration,
     ReplicaId,
     Requested,
-    ToCoordinator,
     Value,
 )
 from megatron_recover.core.vote import unite
@@ -77,7 +77,7 @@ class CoordinatorState(Value, frozen=True):
     over: bool = False
 
 
-# --- Inputs: ToCoordinator messages of leaders, and: -------------------------------------------------------------------
+# --- Inputs: LeaderMessage messages of leaders, and: -------------------------------------------------------------------
 
 
 class Lost(Value, frozen=True):
@@ -98,7 +98,7 @@ class ExitAsked(Value, frozen=True):
     reason: str
 
 
-Input = ToCoordinator | Lost | Expired | ExitAsked
+Input = LeaderMessage | Lost | Expired | ExitAsked
 
 
 # --- Effects -------------------------------------------------------------------------------------------------------------

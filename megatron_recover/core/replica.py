@@ -40,6 +40,7 @@ from megatron_recover.core.values import (
     Generation,
     Held,
     Holds,
+    LeaderMessage,
     MicrobatchId,
     NewGeneration,
     Order,
@@ -59,7 +60,6 @@ from megatron_recover.core.values import (
     Vote,
     Work,
 )
-from megatron_recover.core.values import ToCoordinator as CoordinatorMessage
 from megatron_recover.core.vote import Disagreement, tally, unite
 
 
@@ -155,7 +155,7 @@ class ToPeers(Value, frozen=True):
 class ToCoordinator(Value, frozen=True):
     """Send to the coordinator."""
 
-    message: CoordinatorMessage
+    message: LeaderMessage
 
 
 class Decided(Value, frozen=True):

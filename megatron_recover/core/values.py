@@ -318,7 +318,7 @@ class Finished(Value, frozen=True):
     exit_code: int
 
 
-ToCoordinator = Hello | Entered | Requested | Failing | Diverged | Finished
+LeaderMessage = Hello | Entered | Requested | Failing | Diverged | Finished
 
 
 class ExitCode(enum.IntEnum):

@@ -38,11 +38,11 @@ from megatron_recover.core import coordinator, invariants, replica
 from megatron_recover.core.values import (
     Generation,
     Hello,
+    LeaderMessage,
     Loss,
     LossKind,
     ReplicaId,
     Shape,
-    ToCoordinator,
     Value,
     Work,
 )
@@ -92,7 +92,7 @@ class Effect(NamedTuple):
 
     node: int
     messages: tuple[int, ...]
-    reports: tuple[ToCoordinator, ...]
+    reports: tuple[LeaderMessage, ...]
     facts: tuple[invariants.Fact, ...]
 
 

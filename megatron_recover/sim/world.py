@@ -29,6 +29,7 @@ from megatron_recover.core.values import (
     Entered,
     Generation,
     Held,
+    LeaderMessage,
     NewGeneration,
     Order,
     Plan,
@@ -36,7 +37,6 @@ from megatron_recover.core.values import (
     ReplicaId,
     Shape,
     Status,
-    ToCoordinator,
     Value,
     Version,
     Vote,
@@ -148,7 +148,7 @@ class Outcome(Value, frozen=True):
 
     node: Node
     messages: tuple[Status | Vote | Part | Copy, ...]
-    reports: tuple[ToCoordinator, ...]
+    reports: tuple[LeaderMessage, ...]
     facts: tuple[invariants.Fact, ...]
 
 
@@ -215,7 +215,7 @@ class _Run:
         self.leader = node.leader
         self.ranks = list(node.ranks)
         self.out: list[Status | Vote | Part | Copy] = []
-        self.up: list[ToCoordinator] = []
+        self.up: list[LeaderMessage] = []
         self.facts: list[invariants.Fact] = []
 
     @property
