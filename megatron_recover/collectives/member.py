@@ -244,7 +244,7 @@ class Member:
                 case machine.Retire(generation):
                     if self._transport is not None and self._transport.generation < generation:
                         self._transport.revoke()
-                case machine.Report(report):
+                case machine.ToLeader(report):
                     # Posted, never sent from here: a leader carries out all effects of one input before the next input.
                     self._outbox.append(report)
                     self._loop.post(self._send_reports)

@@ -15,7 +15,7 @@ Caller's contract
 
 * A result counts iff it is in `state.held` after `Completed`; otherwise drop it (a newer generation was promised).
 * `Retire(g)`: revoke every transport of a generation below g. From its return on none of them writes any memory. It comes
-  before the acknowledgement `Report(Promised(g))`, and this order is what INV-5 and INV-8 rest on.
+  before the acknowledgement `ToLeader(Promised(g))`, and this order is what INV-5 and INV-8 rest on.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from megatron_recover.core.values import (
     Promised,
     Raised,
     ReplicaId,
+    Report,
     Stop,
     Value,
     Work,
 )
-from megatron_recover.core.values import Report as ReportValue
 
 
 class RankState(Value, frozen=True):
@@ -123,13 +123,13 @@ class Retire(Value, frozen=True):
     generation: Generation
 
 
-class Report(Value, frozen=True):
+class ToLeader(Value, frozen=True):
     """Send to the leader."""
 
-    report: ReportValue
+    report: Report
 
 
-Effect = Retire | Report
+Effect = Retire | ToLeader
 
 
 # --- The machine ---------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def _on_promise(state: RankState, order: Promise) -> Step:
     if order.generation <= state.promised:
         return state, ()
     state, effects = _flush(replace(state, promised=order.generation))
-    return state, (Retire(order.generation), *effects, Report(Promised(state.rank, order.generation)))
+    return state, (Retire(order.generation), *effects, ToLeader(Promised(state.rank, order.generation)))
 
 
 def _on_order(state: RankState, order: Plan | Apply) -> Step:
@@ -185,7 +185,7 @@ def _on_begin(state: RankState, begin: Begin) -> Step:
     """Tell the leader; of a follower it wants to know requests only."""
     if state.rank != 0 and not begin.requests:
         return state, ()
-    return state, (Report(Begun(state.rank, state.step, begin.work, begin.requests)),)
+    return state, (ToLeader(Begun(state.rank, state.step, begin.work, begin.requests)),)
 
 
 def _on_take(state: RankState, _: Take) -> Step:
@@ -219,25 +219,25 @@ def _on_completed(state: RankState, completed: Completed) -> Step:
 def _flush(state: RankState) -> Step:
     if not state.unreported:
         return state, ()
-    return replace(state, unreported=()), (Report(Holds(state.rank, state.step, state.unreported)),)
+    return replace(state, unreported=()), (ToLeader(Holds(state.rank, state.step, state.unreported)),)
 
 
 def _on_failed(state: RankState, failed: Failed) -> Step:
     """Tell the leader, unless the generation is over anyway."""
     if not may_run(state, failed.generation):
         return state, ()
-    return state, (Report(Blocked(state.rank, failed.generation, failed.reason, failed.suspects)),)
+    return state, (ToLeader(Blocked(state.rank, failed.generation, failed.reason, failed.suspects)),)
 
 
 def _on_raise(state: RankState, raised: Raise) -> Step:
     """Tell the leader which microbatch of what."""
     label = state.taken.work.label if isinstance(state.taken, Plan) else f"step {state.step}"
-    return state, (Report(Raised(state.rank, state.step, label, raised.microbatches, raised.error)),)
+    return state, (ToLeader(Raised(state.rank, state.step, label, raised.microbatches, raised.error)),)
 
 
 def _on_end(state: RankState, _: End) -> Step:
     """Tell the leader."""
-    return state, (Report(Ended(state.rank)),)
+    return state, (ToLeader(Ended(state.rank)),)
 
 
 TABLE: Mapping[type, Callable[[RankState, Any], Step]] = {

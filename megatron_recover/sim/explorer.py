@@ -76,7 +76,7 @@ class Found(Value, frozen=True):
     lines: tuple[str, ...]
 
 
-class Report(Value, frozen=True):
+class Exploration(Value, frozen=True):
     """What an exploration covered."""
 
     scenario: Scenario
@@ -392,7 +392,7 @@ class Explorer:
 
     # --- all of it ---
 
-    def run(self, limit: int = 50_000_000) -> Report:
+    def run(self, limit: int = 50_000_000) -> Exploration:
         """Explore every state. Raises MemoryError beyond `limit` states."""
         came_from: dict[World, World | None] = {}
         world = self.initial()
@@ -419,7 +419,7 @@ class Explorer:
                     raise MemoryError(f"{self.scenario.name}: more than {limit} states")
         except (invariants.InvariantViolation, ValueError) as error:
             found = Found(str(error), self.way(world, came_from))
-        return Report(self.scenario, len(came_from), self.transitions, ends, found)
+        return Exploration(self.scenario, len(came_from), self.transitions, ends, found)
 
     def way(self, world: World, came_from: Mapping[World, World | None]) -> tuple[str, ...]:
         """What happened from the beginning to a state, and what was tried there."""

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from megatron_recover.core import rank, recovery, replica
 from megatron_recover.core.values import Compute, Plan, Status, Vote
-from megatron_recover.sim.explorer import Explorer, Report, Scenario
+from megatron_recover.sim.explorer import Exploration, Explorer, Scenario
 from megatron_recover.sim.world import Counts, Operation, Rank, Simulator, add
 
 TWO_BUCKETS = ((0,), (0,))
@@ -22,11 +22,11 @@ SHARED = ((0, 1),)
 pytestmark = pytest.mark.timeout(120)
 
 
-def explore(simulator: Simulator | None = None, **scenario: Any) -> Report:
+def explore(simulator: Simulator | None = None, **scenario: Any) -> Exploration:
     return Explorer(Scenario("planted", **scenario), simulator).run(limit=500_000)
 
 
-def caught(report: Report, *invariants: int) -> None:
+def caught(report: Exploration, *invariants: int) -> None:
     """The exploration found one of these invariants broken, and says how."""
     assert report.found is not None, f"the bug was not found in {report.states} states"
     print("\n".join(report.found.lines))

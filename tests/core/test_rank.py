@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_recover.core import rank
 from megatron_recover.core.invariants import InvariantViolation
-from megatron_recover.core.rank import Begin, Completed, End, Failed, Raise, RankState, Report, Retire, Take
+from megatron_recover.core.rank import Begin, Completed, End, Failed, Raise, RankState, Retire, Take, ToLeader
 from megatron_recover.core.values import (
     Apply,
     Begun,
@@ -49,13 +49,13 @@ def test_all_results_of_a_plan_are_one_report() -> None:
     state, effects = feed(at_plan(), Completed(Held(0, 1, 5)))
     assert effects == [] and state.held == (Held(0, 1, 5),)
     _, effects = feed(state, Completed(Held(1, 1, 6)))
-    assert effects == [Report(Holds(1, 0, (Held(0, 1, 5), Held(1, 1, 6))))]
+    assert effects == [ToLeader(Holds(1, 0, (Held(0, 1, 5), Held(1, 1, 6))))]
 
 
 def test_a_promise_retires_then_reports_then_acknowledges() -> None:
     state, _ = feed(at_plan(), Completed(Held(0, 1, 5)))
     state, effects = feed(state, Promise(2, (0,)))
-    assert effects == [Retire(2), Report(Holds(1, 0, (Held(0, 1, 5),))), Report(Promised(1, 2))]
+    assert effects == [Retire(2), ToLeader(Holds(1, 0, (Held(0, 1, 5),))), ToLeader(Promised(1, 2))]
     assert feed(state, Promise(2, (0,)), Promise(1, (0, 1))) == (state, [])
 
 
@@ -78,7 +78,7 @@ def test_a_result_counts_once() -> None:
 
 def test_a_failure_is_reported_with_its_suspects() -> None:
     _, effects = feed(at_plan(), Failed(1, "no progress", (1,)))
-    assert effects == [Report(Blocked(1, 1, "no progress", (1,)))]
+    assert effects == [ToLeader(Blocked(1, 1, "no progress", (1,)))]
 
 
 def test_taking_a_plan_gives_up_what_it_replaces() -> None:
@@ -89,7 +89,7 @@ def test_taking_a_plan_gives_up_what_it_replaces() -> None:
     state, _ = feed(state, Take())
     assert state.held == ()
     state, effects = feed(state, Completed(Held(0, 1, 5)), Completed(Held(1, 2, 6)))
-    assert effects == [Report(Holds(1, 0, (Held(0, 1, 5), Held(1, 2, 6))))]
+    assert effects == [ToLeader(Holds(1, 0, (Held(0, 1, 5), Held(1, 2, 6))))]
 
 
 def test_an_apply_ends_the_step() -> None:
@@ -132,15 +132,15 @@ def test_a_stop_overtakes_everything_and_nothing_follows_it() -> None:
 def test_the_training_thread_reports_where_it_is() -> None:
     _, effects = feed(at_plan(), Begin(WORK, ("exit: SIGTERM",)), Raise((1,), "NaN"), End())
     assert effects == [
-        Report(Begun(1, 0, WORK, ("exit: SIGTERM",))),
-        Report(Raised(1, 0, "train 0", (1,), "NaN")),
-        Report(Ended(1)),
+        ToLeader(Begun(1, 0, WORK, ("exit: SIGTERM",))),
+        ToLeader(Raised(1, 0, "train 0", (1,), "NaN")),
+        ToLeader(Ended(1)),
     ]
 
 
 def test_a_follower_has_nothing_to_say_on_arriving_but_its_requests() -> None:
     assert feed(RankState(0, 1, (0,)), Begin(WORK))[1] == []
-    assert feed(RankState(0, 0, (0,)), Begin(WORK))[1] == [Report(Begun(0, 0, WORK))]
+    assert feed(RankState(0, 0, (0,)), Begin(WORK))[1] == [ToLeader(Begun(0, 0, WORK))]
 
 
 inputs = st.one_of(
@@ -166,10 +166,10 @@ def test_inv_5_and_8_hold_for_any_order_of_inputs(messages: list[rank.Input]) ->
         assert not new or isinstance(before.taken, Plan) and before.taken.generation == before.promised
         unreported |= new
         for index, effect in enumerate(effects):
-            if isinstance(effect, Report) and isinstance(effect.report, Holds):
+            if isinstance(effect, ToLeader) and isinstance(effect.report, Holds):
                 unreported -= set(effect.report.held)
-            if isinstance(effect, Report) and isinstance(effect.report, Promised):
+            if isinstance(effect, ToLeader) and isinstance(effect.report, Promised):
                 assert Retire(effect.report.generation) in effects[:index], "acknowledged before transports were retired"
                 assert not unreported, "acknowledged before its results were reported"
-            if isinstance(effect, Report) and isinstance(effect.report, Blocked):
+            if isinstance(effect, ToLeader) and isinstance(effect.report, Blocked):
                 assert effect.report.generation == state.promised

@@ -150,7 +150,7 @@ def test_requests_ride_in_the_vote_and_are_united() -> None:
 
 def test_a_request_of_a_follower_is_committed_whenever_it_comes() -> None:
     _, (asked,) = rank.step(rank.RankState(0, 1, (0,)), rank.Begin(WORK, ("exit: SIGTERM",)))
-    assert isinstance(asked, rank.Report)
+    assert isinstance(asked, rank.ToLeader)
     for before, after in ([asked.report], []), ([], [asked.report]):
         state, _ = lead(working(roster=(0, 1), shape=TWO_RANKS), *before, holds(rank=0), holds(rank=1), *after)
         own = next(each for each in state.votes if each.replica == 0).record

@@ -315,7 +315,7 @@ class Job:
     def _step_rank(self, key: tuple[int, int], message: Any) -> None:
         self.ranks[key], effects = rank_machine.step(self.ranks[key], message)
         for effect in effects:
-            if isinstance(effect, rank_machine.Report):
+            if isinstance(effect, rank_machine.ToLeader):
                 self._post("leader", key[0], effect.report)
 
     def _step_leader(self, replica: int, message: Any) -> None:
