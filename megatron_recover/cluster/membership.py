@@ -122,7 +122,7 @@ class Membership:
             self._loop.send(self._links[replica], message)
 
     def _arm(self, timer: str, seconds: float) -> None:
-        self._loop.after(seconds, lambda: self._step(machine.Expired(timer)))
+        self._loop.after(seconds, lambda: self._step(machine.TimerFired(timer)))
 
     def _end(self, exit_code: int, reason: str) -> None:
         if exit_code != values.ExitCode.OK:

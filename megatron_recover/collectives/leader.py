@@ -290,7 +290,7 @@ class Leader:
         # Compared by identity: the same wait may have ended and begun again in the meantime.
         if self._waiting is waiting:
             self._waiting = ()
-            self._step(machine.Expired(self._state.generation, self._state.step))
+            self._step(machine.WaitExpired(self._state.generation, self._state.step))
 
     # --- Trace -------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ Caller's contract
   itself is gone, the driver feeds `Lost(SUSPECTED)` for its replicas.
 * `Announce`: send `NewGeneration` to all leaders of its roster (with the addresses of all, which core does not know).
 * `Fence`: kill all ranks of the replica, for certain; never wait for it.
-* `Arm(timer, seconds)`: feed `Expired(timer)` once after the setting named `seconds`; timers are never disarmed (stale ones
+* `Arm(timer, seconds)`: feed `TimerFired(timer)` once after the setting named `seconds`; timers are never disarmed (stale ones
   are dropped by name).
 * `EndJob`: send `Stop(exit_code, reason)` to all leaders, end the run with that code. Nothing follows it.
 """
@@ -86,7 +86,7 @@ class Lost(Value, frozen=True):
     loss: Loss
 
 
-class Expired(Value, frozen=True):
+class TimerFired(Value, frozen=True):
     """A timer armed with `Arm` ran out."""
 
     timer: str
@@ -98,7 +98,7 @@ class ExitAsked(Value, frozen=True):
     reason: str
 
 
-Input = LeaderMessage | Lost | Expired | ExitAsked
+Input = LeaderMessage | Lost | TimerFired | ExitAsked
 
 
 # --- Effects -------------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def _on_requested(state: CoordinatorState, request: Requested) -> Step:
     return replace(state, suspects=suspects, reason=reason), (Arm(f"grace {state.generation}", "grace_s"),)
 
 
-def _on_expired(state: CoordinatorState, expired: Expired) -> Step:
+def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
     """`start`, `follow`, `finish`: fence who did not come, enter, finish. `grace`: nobody died, try the roster again."""
     if expired.timer == f"follow {state.generation}" and state.generation:
         late = tuple(replica for replica in state.roster if replica not in state.entered)
@@ -330,6 +330,6 @@ TABLE: Mapping[type, Callable[[CoordinatorState, Any], Step]] = {
     Diverged: _on_diverged,
     Finished: _on_finished,
     Lost: _on_lost,
-    Expired: _on_expired,
+    TimerFired: _on_expired,
     ExitAsked: _on_exit_asked,
 }

@@ -11,7 +11,7 @@ Caller's contract (docs/protocol.md has all of it)
   for a generation that the receiver has not heard of are fed as they come; the machine keeps the newest of each peer.
 * `ToCoordinator` goes to the coordinator.
 * While `waiting_for(state)` is not empty and neither it, nor `state.generation`, nor `state.step` changed for the stall
-  timeout: feed `Expired(generation, step)`.
+  timeout: feed `WaitExpired(generation, step)`.
 * `Decided`, `Committed`, and the messages themselves are what the trace is written from.
 """
 
@@ -126,14 +126,14 @@ class LinkLost(Value, frozen=True):
     detail: str = ""
 
 
-class Expired(Value, frozen=True):
+class WaitExpired(Value, frozen=True):
     """A wait took too long. Dropped unless the replica still waits in this generation and step."""
 
     generation: Generation
     step: int
 
 
-Input = NewGeneration | Stop | Report | Status | Vote | LinkLost | Expired
+Input = NewGeneration | Stop | Report | Status | Vote | LinkLost | WaitExpired
 
 
 # --- Effects -------------------------------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ def _on_link_lost(state: ReplicaState, lost: LinkLost) -> Step:
     return _request(state, f"the link to the leader of replica {lost.peer} broke {lost.detail}".rstrip(), (lost.peer,))
 
 
-def _on_expired(state: ReplicaState, expired: Expired) -> Step:
+def _on_expired(state: ReplicaState, expired: WaitExpired) -> Step:
     """Ask for a newer generation, naming whom this replica still waits for."""
     missing = waiting_for(state)
     if not missing or (expired.generation, expired.step) != (state.generation, state.step):
@@ -518,7 +518,7 @@ TABLE: Mapping[Phase, Mapping[type, Row]] = {
         (Status, _on_status, _AFTER_EXCHANGE),
         (Vote, _on_vote, ()),
         (LinkLost, _on_link_lost, ()),
-        (Expired, _on_expired, ()),
+        (WaitExpired, _on_expired, ()),
     ),
     Phase.IDLE: _rows(
         Phase.IDLE,
@@ -540,7 +540,7 @@ TABLE: Mapping[Phase, Mapping[type, Row]] = {
         (Status, _on_status, ()),
         (Vote, _on_vote, (Phase.IDLE,)),
         (LinkLost, _on_link_lost, ()),
-        (Expired, _on_expired, ()),
+        (WaitExpired, _on_expired, ()),
     ),
     Phase.STOPPED: {},
 }

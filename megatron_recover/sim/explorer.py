@@ -163,7 +163,7 @@ class Explorer:
                 world = self.observe(world, (invariants.Formed(new.generation, new.roster),))
                 world = self.post(world, -1, (self.messages.number(new),), new.roster)
             elif isinstance(effect, coordinator.Arm) and effect.timer.startswith("grace"):
-                world = self.coordinate(world, coordinator.Expired(effect.timer))
+                world = self.coordinate(world, coordinator.TimerFired(effect.timer))
         return world
 
     def observe(self, world: World, facts: tuple[invariants.Fact, ...]) -> World:

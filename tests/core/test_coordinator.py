@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_recover.core import coordinator, policy
-from megatron_recover.core.coordinator import Announce, Arm, CoordinatorState, EndJob, ExitAsked, Expired, Fence, Lost, Policy
+from megatron_recover.core.coordinator import (
+    Announce,
+    Arm,
+    CoordinatorState,
+    EndJob,
+    ExitAsked,
+    Fence,
+    Lost,
+    Policy,
+    TimerFired,
+)
 from megatron_recover.core.values import (
     Diverged,
     Entered,
@@ -77,7 +87,7 @@ def test_a_replica_that_dies_after_its_hello_is_not_in_generation_1() -> None:
 
 
 def test_replicas_that_do_not_start_are_fenced() -> None:
-    _, effects = feed(CoordinatorState(Policy(3)), Hello(1, "same"), Expired("start"))
+    _, effects = feed(CoordinatorState(Policy(3)), Hello(1, "same"), TimerFired("start"))
     assert [effect for effect in effects if isinstance(effect, Fence)] == [Fence(0), Fence(2)]
     assert announced(effects).roster == (1,)
 
@@ -189,48 +199,49 @@ def blocked(replica: int, generation: int, *suspects: int) -> Requested:
 def test_a_blocked_member_waits_a_grace_for_news_of_a_death() -> None:
     state, effects = feed(started(), blocked(0, 1, 2), blocked(1, 1, 2))
     assert effects == [Arm("grace 1", "grace_s")]
-    _, effects = feed(state, died(2), Expired("grace 1"))
+    _, effects = feed(state, died(2), TimerFired("grace 1"))
     assert announced(effects).roster == (0, 1)
 
 
 def test_without_a_death_the_roster_stays() -> None:
-    _, effects = feed(started(), blocked(0, 1), Expired("grace 1"))
+    _, effects = feed(started(), blocked(0, 1), TimerFired("grace 1"))
     assert announced(effects) == NewGeneration(2, (0, 1, 2), (), "replica 0: stuck")
 
 
 def test_stale_requests_and_timers_do_nothing() -> None:
     state, _ = feed(started(), died(1))
-    stale = [blocked(0, 1), Expired("grace 1"), Expired("grace 2"), Expired("follow 1"), Expired("start"), blocked(1, 2)]
+    timers = [TimerFired(name) for name in ("grace 1", "grace 2", "follow 1", "start")]
+    stale = [blocked(0, 1), *timers, blocked(1, 2)]
     assert feed(state, *stale, Entered(0, 1, 0), Entered(1, 2, 0), Diverged(0, 1, 0, (2,), "")) == (state, [])
 
 
 def test_a_member_that_does_not_follow_is_fenced() -> None:
     state, _ = feed(started(), died(1), Entered(0, 2, 0))
-    _, effects = feed(state, Expired("follow 2"))
+    _, effects = feed(state, TimerFired("follow 2"))
     assert Fence(2) in effects and announced(effects).roster == (0,)
     state, _ = feed(state, Entered(2, 2, 0))
-    assert feed(state, Expired("follow 2")) == (state, [])
+    assert feed(state, TimerFired("follow 2")) == (state, [])
 
 
 def test_inv_9_the_most_suspected_is_fenced_when_generations_bear_no_fruit() -> None:
     state = started()
     for generation in (1, 2):
-        state, effects = feed(state, blocked(0, generation, 1), blocked(2, generation, 1), Expired(f"grace {generation}"))
+        state, effects = feed(state, blocked(0, generation, 1), blocked(2, generation, 1), TimerFired(f"grace {generation}"))
         assert announced(effects).roster == (0, 1, 2)
-    _, effects = feed(state, blocked(0, 3, 1), blocked(1, 3, 0), Expired("grace 3"))
+    _, effects = feed(state, blocked(0, 3, 1), blocked(1, 3, 0), TimerFired("grace 3"))
     assert Fence(1) in effects and announced(effects).roster == (0, 2)
 
 
 def test_who_cannot_name_a_culprit_is_suspected_itself() -> None:
     state = started(max_fruitless=1)
-    _, effects = feed(state, blocked(0, 1), Expired("grace 1"))
+    _, effects = feed(state, blocked(0, 1), TimerFired("grace 1"))
     assert Fence(0) in effects
 
 
 def test_a_committed_step_forgives() -> None:
     state = started(max_fruitless=2)
-    state, _ = feed(state, blocked(0, 1, 1), Expired("grace 1"), Entered(0, 2, 6), blocked(0, 2, 1))
-    _, effects = feed(state, Expired("grace 2"))
+    state, _ = feed(state, blocked(0, 1, 1), TimerFired("grace 1"), Entered(0, 2, 6), blocked(0, 2, 1))
+    _, effects = feed(state, TimerFired("grace 2"))
     assert announced(effects).roster == (0, 1, 2)
 
 
@@ -253,17 +264,17 @@ def test_a_finished_replica_is_no_loss() -> None:
 def test_inv_8_who_does_not_finish_after_another_is_fenced() -> None:
     state, effects = feed(started(), Finished(0, 0))
     assert effects == [Arm("finish 0", "finish_timeout_s")]
-    assert feed(state, Expired("finish 1")) == (state, [])
-    state, effects = feed(state, Finished(2, 0), Expired("finish 0"))
+    assert feed(state, TimerFired("finish 1")) == (state, [])
+    state, effects = feed(state, Finished(2, 0), TimerFired("finish 0"))
     assert effects == [Arm("finish 2", "finish_timeout_s"), Fence(1), EndJob(0, "training finished")]
     assert [(loss.replica, loss.kind) for loss in state.losses] == [(1, LossKind.SUSPECTED)]
 
 
 def test_who_finished_and_is_gone_hurries_nobody() -> None:
     state, _ = feed(started(), Finished(0, 0), died(0))
-    assert feed(state, Expired("finish 0")) == (state, [])
+    assert feed(state, TimerFired("finish 0")) == (state, [])
     state, _ = feed(started(), Finished(0, 0), Finished(1, 0), died(0))
-    _, effects = feed(state, Expired("finish 0"), Expired("finish 1"))
+    _, effects = feed(state, TimerFired("finish 0"), TimerFired("finish 1"))
     assert effects == [Fence(2), EndJob(0, "training finished")]
 
 
@@ -287,7 +298,7 @@ inputs = st.one_of(
     st.builds(lambda replica: Lost(Loss(replica, LossKind.PROCESS_ENDED)), replicas),
     st.builds(Entered, replicas, generations, st.integers(0, 3)),
     st.builds(Requested, replicas, generations, st.just("stuck"), st.lists(replicas, max_size=2).map(tuple)),
-    st.builds(lambda name, number: Expired(f"{name} {number}"), st.sampled_from(["grace", "follow", "finish"]), generations),
+    st.builds(lambda name, number: TimerFired(f"{name} {number}"), st.sampled_from(["grace", "follow", "finish"]), generations),
     st.builds(Diverged, replicas, generations, st.just(0), st.lists(replicas, max_size=1).map(tuple), st.just("")),
     st.builds(Failing, replicas, st.just("train 0"), st.sampled_from([(), (0,), (0, 1)]), st.just("NaN")),
     st.builds(Finished, replicas, st.just(0)),

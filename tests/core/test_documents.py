@@ -32,5 +32,6 @@ def test_every_explored_scenario_is_in_the_documents() -> None:
 
 def test_every_timer_and_input_is_in_the_contract() -> None:
     contract = (DOCS / "protocol.md").read_text()
-    for word in ("start_timeout_s", "follow_timeout_s", "grace_s", "LinkLost", "Expired", "waiting_for", "may_run", "Retire"):
+    settings = ("start_timeout_s", "follow_timeout_s", "grace_s")
+    for word in (*settings, "LinkLost", "WaitExpired", "TimerFired", "waiting_for", "may_run", "Retire"):
         assert word in contract

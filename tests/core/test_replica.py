@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from megatron_recover.core import rank, replica
-from megatron_recover.core.replica import Committed, Decided, Expired, LinkLost, Phase, ToCoordinator, ToPeers, ToRanks
+from megatron_recover.core.replica import Committed, Decided, LinkLost, Phase, ToCoordinator, ToPeers, ToRanks, WaitExpired
 from megatron_recover.core.values import (
     Apply,
     Begun,
@@ -199,13 +199,13 @@ def test_whatever_blocks_asks_once_for_a_newer_generation(event: replica.Input, 
 def test_an_expired_wait_names_whom_it_waited_for() -> None:
     state, _ = lead(working(), holds(), vote(1))
     assert replica.waiting_for(state) == (2,)
-    assert lead(state, Expired(1, 1), Expired(2, 0))[1] == []
-    _, effects = lead(state, Expired(1, 0))
+    assert lead(state, WaitExpired(1, 1), WaitExpired(2, 0))[1] == []
+    _, effects = lead(state, WaitExpired(1, 0))
     assert effects == [ToCoordinator(Requested(0, 1, "no vote of replicas (2,) came", (2,)))]
     state, _ = lead(state, NewGeneration(2, (0, 1)), Promised(0, 2))
     assert replica.waiting_for(state) == (1,)
     assert replica.waiting_for(working()) == ()
-    assert lead(working(), Expired(1, 0))[1] == []
+    assert lead(working(), WaitExpired(1, 0))[1] == []
 
 
 def test_errors_of_older_generations_and_of_strangers_ask_for_nothing() -> None:
@@ -260,7 +260,7 @@ inputs = st.one_of(
     st.builds(lambda rank, version: holds(version, rank=rank), st.integers(0, 1), st.integers(1, 4)),
     st.builds(Blocked, st.integers(0, 1), st.integers(0, 4), st.just("stuck")),
     st.builds(LinkLost, st.integers(0, 3)),
-    st.builds(Expired, st.integers(0, 4), st.integers(0, 1)),
+    st.builds(WaitExpired, st.integers(0, 4), st.integers(0, 1)),
     st.builds(Raised, st.integers(0, 1), st.just(0), st.just("train 0"), st.just(()), st.just("boom")),
     st.builds(Ended, st.integers(0, 1)),
 )  # fmt: skip
@@ -295,7 +295,7 @@ def test_inputs_that_the_table_does_not_list_are_dropped(phase: Phase) -> None:
         holds(),
         Begun(0, 0, WORK),
         Blocked(0, 1, ""),
-        Expired(1, 0),
+        WaitExpired(1, 0),
         Promised(0, 1),
         LinkLost(1),
     ):
