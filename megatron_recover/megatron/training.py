@@ -30,7 +30,7 @@ from megatron_recover.megatron.arguments import add_recover_arguments, cpu_refus
 if TYPE_CHECKING:
     from megatron_recover.megatron.checkpoint import Checkpoints
     from megatron_recover.megatron.commit import CommitLoop
-    from megatron_recover.megatron.membership import RankMember
+    from megatron_recover.megatron.rank_member import RankMember
 
 Provider = Callable[[ArgumentParser], ArgumentParser]
 
@@ -140,7 +140,7 @@ class _Training:
         with bad_input_ends():
             if others.get("process_non_loss_data_func") is not None:
                 raise ValueError("process_non_loss_data_func is not supported: no replica sees a whole batch; leave it out")
-        member = self._member = self._join_membership(config)
+        member = self._member = self._create_member(config)
         checkpoints, loop = self._install(args, config, member)
         try:
             upstream(configure(args), building_cache_once(datasets_provider, args), model_type, forward_step, **others)
@@ -179,11 +179,11 @@ class _Training:
                 raise ValueError("\n".join(found))
             return args, recover_config(args)
 
-    def _join_membership(self, config: RecoverConfig) -> RankMember:
+    def _create_member(self, config: RecoverConfig) -> RankMember:
         import torch
 
         from megatron_recover.collectives.endpoints import open_endpoint
-        from megatron_recover.megatron.membership import RankMember
+        from megatron_recover.megatron.rank_member import RankMember
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         with bad_input_ends():
