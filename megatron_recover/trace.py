@@ -109,7 +109,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
 
     replicas: int
     """Number of replicas at the start; they are 0..replicas-1."""
-    shape: Layout
+    layout: Layout
     determinism: str
     seed: int
     argv: tuple[str, ...]

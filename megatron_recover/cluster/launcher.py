@@ -61,7 +61,7 @@ class Launcher:
         self._log.record(
             trace.RunStarted(
                 replicas=job.num_replicas,
-                shape=job.layout,
+                layout=job.layout,
                 determinism=job.config.determinism,
                 seed=job.seed,
                 argv=job.argv,

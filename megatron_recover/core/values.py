@@ -36,7 +36,7 @@ class Value(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shape(Value, frozen=True):
-    """What every replica of a run looks like; equal in all of them, or the run does not start."""
+    """What the protocol knows of a replica: its ranks and who holds which bucket; equal in all, or the run does not start."""
 
     num_ranks: int
     """Ranks of one replica (TP x PP x CP x lanes)."""

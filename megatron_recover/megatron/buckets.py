@@ -135,23 +135,23 @@ def find_regions(chunks: Sequence[Any], bucket_elements: int) -> list[Region]:
 
 
 def number(
-    regions: Sequence[Region], stage: int, layouts: Sequence[tuple[int, tuple[int, ...]]]
+    regions: Sequence[Region], stage: int, holdings: Sequence[tuple[int, tuple[int, ...]]]
 ) -> tuple[tuple[int, ...], ...]:
     """Give the buckets of this rank's `stage` their numbers; return the ranks of each bucket (`Shape.bucket_ranks`).
 
-    `layouts[rank]` is (stage, element counts of its buckets) of each rank of the replica. Raises ValueError if ranks of one
+    `holdings[rank]` is (stage, element counts of its buckets) of each rank of the replica. Raises ValueError if ranks of one
     stage differ. The ledger, on the last stage, is the last bucket.
     """
     bucket_ranks: list[tuple[int, ...]] = []
-    num_stages = 1 + max(rank_stage for rank_stage, _ in layouts)
+    num_stages = 1 + max(rank_stage for rank_stage, _ in holdings)
     for each in range(num_stages):
-        ranks = tuple(rank for rank, (rank_stage, _) in enumerate(layouts) if rank_stage == each)
-        sizes = {layouts[rank][1] for rank in ranks}
+        ranks = tuple(rank for rank, (rank_stage, _) in enumerate(holdings) if rank_stage == each)
+        sizes = {holdings[rank][1] for rank in ranks}
         if len(sizes) > 1:
             raise ValueError(f"ranks {ranks} of pipeline stage {each} have unlike gradient buffers: {sorted(sizes)}")
         if each == stage:
             for offset, bucket in enumerate(bucket for region in regions for bucket in region.buckets):
                 bucket.id = len(bucket_ranks) + offset
         bucket_ranks += [ranks] * len(next(iter(sizes)))
-    last = tuple(rank for rank, (rank_stage, _) in enumerate(layouts) if rank_stage == num_stages - 1)
+    last = tuple(rank for rank, (rank_stage, _) in enumerate(holdings) if rank_stage == num_stages - 1)
     return (*bucket_ranks, last)

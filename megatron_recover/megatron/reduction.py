@@ -100,9 +100,9 @@ class Reduction:
         self._config, self._member, self._log, self._faults = config, member, log, faults
         self.regions = find_regions(chunks, config.bucket_elements)
         local = [bucket for region in self.regions for bucket in region.buckets]
-        layouts = gather((stage, tuple(bucket.size for bucket in local)))
-        bucket_ranks = number(self.regions, stage, layouts)
-        self.shape = Shape(len(layouts), bucket_ranks)
+        holdings = gather((stage, tuple(bucket.size for bucket in local)))
+        bucket_ranks = number(self.regions, stage, holdings)
+        self.shape = Shape(len(holdings), bucket_ranks)
         self.ledger_bucket: BucketId = len(bucket_ranks) - 1
         self._check_finite = any(chunk.ddp_config.check_for_nan_in_grad for chunk in chunks)
         exactly = config.determinism == "exact"

@@ -73,7 +73,7 @@ def _problems(history: History, summary: Summary, comparison: Comparison | None,
         if comparison.loss_max_abs_diff:
             yield f"both runs are exact, but a loss differs from that of {against} by {comparison.loss_max_abs_diff:g}"
     if comparison.param_bit_identical is None and comparison.param_max_rel_diff is None:
-        yield f"parameters cannot be compared with {against}: shapes or last steps differ, and so do the last checkpoints"
+        yield f"parameters cannot be compared with {against}: layouts or last steps differ, and so do the last checkpoints"
 
 
 def describe(verdict: Verdict) -> str:

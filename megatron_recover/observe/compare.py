@@ -25,7 +25,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     param_max_rel_diff: float | None
     """Largest over the parameter tensors of max |a - b| / max |b|; None where neither digests nor checkpoints tell."""
     param_bit_identical: bool | None
-    """By the parameter digests of the last step; None where one is missing or shapes or last steps differ."""
+    """By the parameter digests of the last step; None where one is missing or layouts or last steps differ."""
 
 
 def compare(run_dir: Path, reference_dir: Path) -> Comparison:
@@ -56,9 +56,9 @@ def _last_digests(history: History) -> tuple[str | None, dict[int, str]]:
 
 
 def _bit_identical(run: History, reference: History) -> bool | None:
-    shapes = [started.shape if (started := history.first(trace.RunStarted)) else None for history in (run, reference)]
+    layouts = [started.layout if (started := history.first(trace.RunStarted)) else None for history in (run, reference)]
     (label, mine), (their_label, theirs) = _last_digests(run), _last_digests(reference)
-    if shapes[0] != shapes[1] or label != their_label or not mine or mine.keys() != theirs.keys():
+    if layouts[0] != layouts[1] or label != their_label or not mine or mine.keys() != theirs.keys():
         return None
     return mine == theirs
 

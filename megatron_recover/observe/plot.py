@@ -111,6 +111,6 @@ def _title(history: History) -> str:
     steps = sum(is_training(record.label) for _, record in history.records.values())
     if started is None:
         return f"{steps} training steps"
-    shape = started.shape
-    what = f"TP{shape.tp} x PP{shape.pp}" + (f" x CP{shape.cp}" if shape.cp > 1 else "")
+    layout = started.layout
+    what = f"TP{layout.tp} x PP{layout.pp}" + (f" x CP{layout.cp}" if layout.cp > 1 else "")
     return f"{steps} training steps, {started.replicas} replicas of {what} at the start, determinism {started.determinism}"

@@ -135,7 +135,7 @@ def _backed_vote(history: History, line: Line, vote: trace.Voted) -> Findings:
 
 def _equal_parameters(history: History) -> Findings:
     started = history.first(trace.RunStarted)
-    layout = started.shape if started else trace.Layout(tp=1, pp=1)
+    layout = started.layout if started else trace.Layout(tp=1, pp=1)
     seen: dict[tuple[object, ...], tuple[str, trace.Applied]] = {}
     for line, event in history.of(trace.Applied):
         stage = event.rank // (layout.tp * layout.cp * layout.lanes)  # Megatron's rank order: tp, cp, dp, pp from fast to slow

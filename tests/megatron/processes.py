@@ -1,6 +1,6 @@
 """One replica as real processes: a small GPT of upstream's, trained by upstream alone and through the commit loop.
 
-`run(shape, ...)` starts the ranks from a fork server that has imported Megatron already, and returns what each rank returned.
+`run(layout, ...)` starts the ranks from a fork server that has imported Megatron already, and returns what each rank returned.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEADLINE_S = 120.0
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica's shape and the options under test."""
+    """A replica's layout and the options under test."""
 
     tp: int = 1
     pp: int = 1

@@ -124,7 +124,7 @@ def parameters_drift_apart(events: Events) -> int:
 
 def tensor_parallel_copies_drift_apart(events: Events) -> int:
     layout = trace.Layout(tp=2, pp=1)
-    _edit(events, trace.RunStarted, to={"shape": layout})
+    _edit(events, trace.RunStarted, to={"layout": layout})
     for index, event in enumerate(events):
         if isinstance(event, trace.Applied):
             whole = event.step < 4 or event.rank == 0

@@ -30,9 +30,8 @@ class Run:
         self.trained = 0
         self.num_microbatches = microbatches
         self.t = 0.0
-        shape = trace.Layout(tp=1, pp=2)
         self.add(
-            trace.RunStarted, replicas=replicas, shape=shape, determinism=determinism, seed=1, argv=("run",),
+            trace.RunStarted, replicas=replicas, layout=trace.Layout(tp=1, pp=2), determinism=determinism, seed=1, argv=("run",),
             num_microbatches=microbatches,
         )  # fmt: skip
         for replica in self.roster:
