@@ -252,7 +252,7 @@ class CommitLoop:
         losses = read_losses(reduction.committed_rows()) if last else []
         self._applied = (self._step, order, _mean_loss(losses))
         if arguments.get("forward_only"):
-            self.stepped(digest=False)
+            self.stepped(trained=False)
             return losses
         reduction.apply(tuple(version.bucket for version in order.record.versions))
         config = get_model_config(chunks[0])
@@ -281,17 +281,17 @@ class CommitLoop:
         while not isinstance(order := self._member.next_order(), Apply):
             reduction.reduce(order)
         self._applied = (self._step, order, None)
-        self.stepped(digest=False)
+        self.stepped(trained=False)
 
-    def stepped(self, digest: bool = True) -> None:
+    def stepped(self, trained: bool = True) -> None:
         """The optimizer has run (or, after an evaluation, has nothing to do): write `applied`."""
         if self._applied is None:
             return
         (step, order, loss), self._applied = self._applied, None
-        self._num_evaluations = 0 if digest else self._num_evaluations
+        self._num_evaluations = 0 if trained else self._num_evaluations
         interval = self._config.digest_interval
         parameters = replicated = None
-        if self._log is not None and digest and interval and step % interval == 0:
+        if self._log is not None and trained and interval and step % interval == 0:
             each = [(checksum(parameter), is_replicated) for parameter, is_replicated in self._parameters]
             value = combined([value for value, _ in each])
             parameters = f"{value:016x}"
