@@ -154,7 +154,7 @@ class Trainer:
         self.loop = CommitLoop(
             member, config, threads.originals, cursor=self.cursor, seed=lambda *_: None, iteration=lambda: self.iteration,
             fingerprint=lambda: "toy", log=log, faults=faults,
-            gather=lambda layout: job.gather(member.replica, member.rank, layout),
+            gather=lambda holding: job.gather(member.replica, member.rank, holding),
         )  # fmt: skip
         threads.enter(member.rank, num_stages, self.loop)
         self.iterator = self._samples()

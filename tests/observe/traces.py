@@ -31,8 +31,8 @@ class Run:
         self.num_microbatches = microbatches
         self.t = 0.0
         self.add(
-            trace.RunStarted, replicas=replicas, layout=trace.Layout(tp=1, pp=2), determinism=determinism, seed=1, argv=("run",),
-            num_microbatches=microbatches,
+            trace.RunStarted, replicas=replicas, layout=trace.Layout(tp=1, pp=2), determinism=determinism, seed=1,
+            argv=("run",), num_microbatches=microbatches,
         )  # fmt: skip
         for replica in self.roster:
             self.add(trace.Joined, replica=replica, fingerprint="f", bucket_ranks=BUCKET_RANKS)
