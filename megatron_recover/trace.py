@@ -406,6 +406,18 @@ class EventLog:
         self.close()
 
 
+class Recorder:
+    """Records the events of one rank: each carries the rank's place. Without a log it records nothing."""
+
+    def __init__(self, log: EventLog | None, *, replica: int, rank: int) -> None:
+        self._log, self._replica, self._rank = log, replica, rank
+
+    def __call__(self, event: Callable[..., Event], **fields: object) -> None:
+        """Make the event of this rank with `fields`, and append it."""
+        if self._log is not None:
+            self._log.record(event(replica=self._replica, rank=self._rank, **fields))
+
+
 class TraceError(ValueError):
     """A log that cannot be read; the message names file, line and field."""
 

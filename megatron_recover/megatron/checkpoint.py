@@ -89,7 +89,8 @@ class Checkpoints:
     ) -> None:
         """`save_and_time` is Megatron's `save_checkpoint_and_time`."""
         self._saver, self._original, self._get_args = saver, save_and_time, get_args
-        self._log, self._faults = log, faults
+        self._faults = faults
+        self._record = trace.Recorder(log, replica=saver.replica, rank=saver.rank)
         self._owed: int | None = None
         """The newest iteration that another replica is or was to save. See Note [Owed]."""
         self._saved: int | None = None
@@ -146,13 +147,13 @@ class Checkpoints:
             if first:
                 for partial in sorted({iteration, self._owed if self._owed is not None else iteration}):
                     self._remove_partial(partial)
-                self._record(iteration, "started")
+                self._record(trace.Checkpoint, iteration=iteration, phase="started")
             torch.distributed.barrier()  # nobody writes into a folder that is being removed
             if self._faults is not None:
                 self._faults.at(FaultPoint.CHECKPOINT, step=self._saver.step)
             self._original(iteration, *args, **kwargs)
             if first:
-                self._record(iteration, "finished")
+                self._record(trace.Checkpoint, iteration=iteration, phase="finished")
         self._saved, self._owed = iteration, None
 
     def _remove_partial(self, iteration: int) -> None:
@@ -161,7 +162,7 @@ class Checkpoints:
         folder = get_checkpoint_name(self._get_args().save, iteration, return_base_dir=True)
         if os.path.isdir(folder) and self._named() != iteration:
             shutil.rmtree(folder)
-            self._record(iteration, "removed_partial")
+            self._record(trace.Checkpoint, iteration=iteration, phase="removed_partial")
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
@@ -197,9 +198,6 @@ class Checkpoints:
         answer = [mine]
         torch.distributed.broadcast_object_list(answer, src=0)
         return answer[0]
-
-    def _record(self, iteration: int, phase: Any) -> None:
-        self._log.record(trace.Checkpoint(replica=self._saver.replica, rank=self._saver.rank, iteration=iteration, phase=phase))
 
 
 def _sync_folder(folder: Path) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -26,11 +25,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.values import Apply, BucketId, Plan, Shape, Work
+from megatron_recover.core.values import Apply, Plan, Shape, Work
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.checksum import checksum, combined
 from megatron_recover.megatron.data import MicrobatchCursor
 from megatron_recover.megatron.ledger import count_tokens, read_losses
+from megatron_recover.megatron.microbatches import Microbatches
 from megatron_recover.megatron.reduction import Gather, ReducingMember, Reduction, gather_over_replica
 from megatron_recover.megatron.schedule import Schedule
 
@@ -45,67 +45,6 @@ class Member(ReducingMember, Protocol):
     def begin(self, work: Work, requests: Sequence[str] = ()) -> int: ...
     def next_order(self) -> Plan | Apply: ...
     def raised(self, microbatches: Sequence[int], error: BaseException) -> None: ...
-
-
-class _Microbatches:
-    """Listens to the passes of one step: puts the rank into each microbatch, and notes what came of it."""
-
-    def __init__(self, loop: CommitLoop, reduction: Reduction, step: int, forward_only: bool) -> None:
-        self._loop, self._reduction, self._step, self._forward_only = loop, reduction, step, forward_only
-        self.current: int | None = None
-        """The id being computed."""
-        self.of_pass: tuple[int, ...] = ()
-        """All ids of the pass."""
-        self.generation = 0
-        self.into: tuple[BucketId, ...] = ()
-        self.again = False
-        """Whether the pass recomputes what another replica lost."""
-        self._since = 0.0
-        self._seconds: dict[tuple[int, int], float] = {}
-
-    def suspects(self) -> tuple[int, ...]:
-        """The ids one of which an exception is about: only within a microbatch is it known which."""
-        return self.of_pass if self.current is None else (self.current,)
-
-    def forward_begins(self, microbatch: int, chunk: int) -> None:
-        self.current = microbatch
-        self._loop.record(trace.MicrobatchStarted, self.generation, self._step, microbatch=microbatch, chunk=chunk)
-        point = FaultPoint.EVALUATE if self._forward_only else FaultPoint.RECOMPUTE if self.again else FaultPoint.FORWARD
-        self._loop.pass_fault(point, self._step, microbatch)
-        self._loop.enter_microbatch(microbatch, chunk)
-        self._since = time.perf_counter()
-
-    def forward_ended(self, microbatch: int, chunk: int, tokens: Tensor, losses: dict[str, Tensor] | None) -> None:
-        self._seconds[microbatch, chunk] = time.perf_counter() - self._since
-        if losses is not None and self._takes_ledger() and self._reduction.ledger is not None:
-            self._reduction.ledger.write(microbatch, tokens, losses)
-        if self._forward_only:
-            self._finish(microbatch, chunk, ())
-
-    def backward_begins(self, microbatch: int, chunk: int) -> None:
-        self.current = microbatch
-        self._loop.pass_fault(FaultPoint.BACKWARD, self._step, microbatch)
-        self._since = time.perf_counter()
-
-    def backward_ended(self, microbatch: int, chunk: int) -> None:
-        self._seconds[microbatch, chunk] += time.perf_counter() - self._since
-        self._finish(microbatch, chunk, self._reduction.count(microbatch, chunk, self.into))
-
-    def _takes_ledger(self) -> bool:
-        return self._reduction.is_last_stage and self._reduction.ledger_bucket in self.into
-
-    def _finish(self, microbatch: int, chunk: int, taken: tuple[BucketId, ...]) -> None:
-        seconds = self._seconds.pop((microbatch, chunk))
-        if self._takes_ledger() and self._reduction.ledger is not None:
-            self._reduction.ledger.add_seconds(microbatch, seconds)
-            if chunk == self._loop.num_chunks - 1:
-                self._reduction.count_ledger(microbatch)
-                taken = (*taken, self._reduction.ledger_bucket)
-        self._loop.record(
-            trace.MicrobatchFinished, self.generation, self._step, microbatch=microbatch, chunk=chunk,
-            seconds=round(seconds, 6), into=taken,
-        )  # fmt: skip
-        self.current = None
 
 
 class CommitLoop:
@@ -131,7 +70,8 @@ class CommitLoop:
         self._member, self._config, self._originals = member, config, originals
         self._schedule = Schedule(originals["forward_step"], originals["backward_step"])
         self._cursor, self._seed, self._iteration, self._fingerprint = cursor, seed, iteration, fingerprint
-        self._log, self._faults, self._gather = log, faults, gather
+        self._faults, self._gather = faults, gather
+        self._record = trace.Recorder(log, replica=member.replica, rank=member.rank)
         self._reduction: Reduction | None = None
         self._chunks: list[Any] = []
         self._parameters: list[tuple[Tensor, bool]] = []
@@ -178,11 +118,6 @@ class CommitLoop:
 
     # --- a step ----------------------------------------------------------------------------------------------------------
 
-    @property
-    def num_chunks(self) -> int:
-        """Model chunks of this stage."""
-        return len(self._chunks)
-
     def join(self, chunks: Sequence[Any]) -> Reduction:
         """Tell the run what this rank holds (once); blocks until the first generation."""
         if self._reduction is None:
@@ -191,7 +126,7 @@ class CommitLoop:
             self._reduction = Reduction(
                 chunks, stage=parallel_state.get_pipeline_model_parallel_rank(),
                 is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True), config=self._config,
-                member=self._member, gather=self._gather, log=self._log, faults=self._faults,
+                member=self._member, gather=self._gather, record=self._record, faults=self._faults,
             )  # fmt: skip
             self._reduction.parameters = combined([checksum(parameter) for parameter, _ in self._parameters])
             self._member.join(self._reduction.shape, f"{self._fingerprint()} {self._reduction.parameters:016x}")
@@ -214,7 +149,11 @@ class CommitLoop:
         self._step = step = self._member.begin(work)
         exactly = self._config.determinism == "exact"
         reduction.begin(step, num_microbatches, _gradient_scale(chunks[0], arguments) if exactly else 1.0)
-        order = self._obey(upstream, arguments, reduction, _Microbatches(self, reduction, step, forward_only), work)
+        microbatches = Microbatches(
+            reduction, step, forward_only=forward_only, num_chunks=len(chunks), enter=self._enter_microbatch,
+            record=self._record, faults=self._faults,
+        )  # fmt: skip
+        order = self._obey(upstream, arguments, reduction, microbatches, work)
         return self._apply(order, reduction, chunks, arguments)
 
     def _obey(
@@ -222,26 +161,25 @@ class CommitLoop:
         upstream: Callable[..., Any],
         arguments: dict[str, Any],
         reduction: Reduction,
-        microbatches: _Microbatches,
+        microbatches: Microbatches,
         work: Work,
     ) -> Apply:
         while not isinstance(order := self._member.next_order(), Apply):
             if order.work != work:
                 raise RuntimeError(f"ordered to work on {order.work} where Megatron is at {work}")
-            microbatches.generation = order.generation
+            microbatches.begin_plan(order.generation)
             try:
                 for compute in order.computes:
-                    microbatches.into, microbatches.of_pass = compute.into, compute.microbatches
+                    microbatches.begin_pass(compute)
                     with reduction.collecting(compute.into):
                         self._schedule.run_pass(
                             upstream, arguments, compute.microbatches, divisor=work.num_microbatches, listener=microbatches
                         )
-                    microbatches.current = None
+                    microbatches.end_pass()
                     reduction.check_finite(compute.microbatches)
             except Exception as error:
                 self._member.raised(microbatches.suspects(), error)
                 raise
-            microbatches.again = True
             reduction.reduce(order)
         return order
 
@@ -291,35 +229,21 @@ class CommitLoop:
         self._num_evaluations = 0 if trained else self._num_evaluations
         interval = self._config.digest_interval
         parameters = replicated = None
-        if self._log is not None and trained and interval and step % interval == 0:
+        if trained and interval and step % interval == 0:
             each = [(checksum(parameter), is_replicated) for parameter, is_replicated in self._parameters]
             value = combined([value for value, _ in each])
             parameters = f"{value:016x}"
             if self._reduction is not None:
                 self._reduction.parameters = value
             replicated = f"{combined([value for value, is_replicated in each if is_replicated]):016x}"
-        self.record(
-            trace.Applied, order.generation, step, label=order.record.label, parameter_digest=parameters,
+        self._record(
+            trace.Applied, generation=order.generation, step=step, label=order.record.label, parameter_digest=parameters,
             replicated_digest=replicated, loss=loss,
         )  # fmt: skip
 
-    # --- of a microbatch -------------------------------------------------------------------------------------------------
-
-    def enter_microbatch(self, microbatch: int, chunk: int) -> None:
-        """Put samples and random state at the beginning of a microbatch."""
+    def _enter_microbatch(self, microbatch: int, chunk: int) -> None:
         self._cursor.microbatch = microbatch
         self._seed(self._iteration(), microbatch, chunk)
-
-    def pass_fault(self, point: FaultPoint, step: int, microbatch: int) -> None:
-        """Pass a fault point of a microbatch."""
-        if self._faults is not None:
-            self._faults.at(point, step=step, microbatch=microbatch)
-
-    def record(self, event: Callable[..., trace.Event], generation: int, step: int, **fields: Any) -> None:
-        """Write an event of this rank."""
-        if self._log is not None:
-            member = self._member
-            self._log.record(event(replica=member.replica, rank=member.rank, generation=generation, step=step, **fields))
 
     def _label(self, forward_only: bool) -> str:
         if not forward_only:

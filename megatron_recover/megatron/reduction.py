@@ -93,11 +93,12 @@ class Reduction:
         config: RecoverConfig,
         member: ReducingMember,
         gather: Gather = gather_over_replica,
-        log: trace.EventLog | None = None,
+        record: trace.Recorder | None = None,
         faults: FaultInjector | None = None,
     ) -> None:
         """`chunks`: upstream's DDP modules of this rank. Collective over the replica (`gather`)."""
-        self._config, self._member, self._log, self._faults = config, member, log, faults
+        self._config, self._member, self._faults = config, member, faults
+        self._record = record or trace.Recorder(None, replica=member.replica, rank=member.rank)
         self.regions = find_regions(chunks, config.bucket_elements)
         local = [bucket for region in self.regions for bucket in region.buckets]
         holdings = gather((stage, tuple(bucket.size for bucket in local)))
@@ -248,15 +249,19 @@ class Reduction:
             value = self._checksum(slot)
             self._check(slot)
             self._record(
-                trace.Transferred, generation, bucket=slot.id, version=transfer.version, source=transfer.source, checksum=value
-            )
+                trace.Transferred, generation=generation, step=self._step, bucket=slot.id, version=transfer.version,
+                source=transfer.source, checksum=value,
+            )  # fmt: skip
             self._hold(Held(slot.id, transfer.version, value))
 
     def _complete(self, slot: _Slot, generation: int) -> None:
         value = self._checksum(slot)
         counts = tuple(int(count) for count in slot.total[:-1].tolist())
         provenance = "ones" if all(count == slot.num_lanes for count in counts) else counts
-        self._record(trace.Reduced, generation, bucket=slot.id, version=generation, checksum=value, provenance=provenance)
+        self._record(
+            trace.Reduced, generation=generation, step=self._step, bucket=slot.id, version=generation, checksum=value,
+            provenance=provenance,
+        )  # fmt: skip
         self._check(slot)
         self._hold(Held(slot.id, generation, value))
 
@@ -277,7 +282,8 @@ class Reduction:
             raise Revoked("a newer generation was promised while the result was on its way")
 
     def _fail(self, generation: int, bucket: BucketId | None, error: TransportError) -> None:
-        self._record(trace.ReductionFailed, generation, reason=f"{type(error).__name__}: {error}", bucket=bucket)
+        reason = f"{type(error).__name__}: {error}"
+        self._record(trace.ReductionFailed, generation=generation, step=self._step, reason=reason, bucket=bucket)
         if not isinstance(error, Revoked):
             self._member.blocked(generation, error)
 
@@ -296,11 +302,6 @@ class Reduction:
                 faults.at(point, step=self._step, bucket=bucket)
 
         return probe
-
-    def _record(self, event: Callable[..., trace.Event], generation: int, **fields: Any) -> None:
-        if self._log is not None:
-            member = self._member
-            self._log.record(event(replica=member.replica, rank=member.rank, generation=generation, step=self._step, **fields))
 
     # --- the committed step ----------------------------------------------------------------------------------------------
 
