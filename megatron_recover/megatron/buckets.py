@@ -102,19 +102,22 @@ class Region:
         dump = self.local.new_empty(max(stop - start for start, stop in self.params.values()))
         kept = [part for bucket in self.buckets if bucket.id in into for part in bucket.slices()]
         redirected = []
-        for param, (start, stop) in self.params.items():
-            overlaps = [slice(max(part.start, start) - start, min(part.stop, stop) - start) for part in kept]
-            overlaps = [part for part in overlaps if part.start < part.stop]
-            if sum(part.stop - part.start for part in overlaps) == stop - start:
-                continue
-            target = torch.zeros_like(param.main_grad) if overlaps else dump[: stop - start].view(param.main_grad.shape)
-            redirected.append((param, param.main_grad, overlaps))
-            param.main_grad = target
-        yield
-        for param, main_grad, overlaps in redirected:
-            taken, param.main_grad = param.main_grad, main_grad
-            for part in overlaps:
-                main_grad.view(-1)[part] += taken.view(-1)[part]
+        try:
+            for param, (start, stop) in self.params.items():
+                overlaps = [slice(max(part.start, start) - start, min(part.stop, stop) - start) for part in kept]
+                overlaps = [part for part in overlaps if part.start < part.stop]
+                if sum(part.stop - part.start for part in overlaps) == stop - start:
+                    continue
+                target = torch.zeros_like(param.main_grad) if overlaps else dump[: stop - start].view(param.main_grad.shape)
+                redirected.append((param, param.main_grad, overlaps))
+                param.main_grad = target
+            yield
+            for param, main_grad, overlaps in redirected:
+                for part in overlaps:
+                    main_grad.view(-1)[part] += param.main_grad.view(-1)[part]
+        finally:
+            for param, main_grad, _ in redirected:
+                param.main_grad = main_grad
 
 
 def find_regions(chunks: Sequence[Any], bucket_elements: int) -> list[Region]:
