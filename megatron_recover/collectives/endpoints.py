@@ -1,10 +1,12 @@
-"""Which data plane a rank uses, by name. Imports the implementation only when it is asked for."""
+"""Which data plane a rank uses, by name. Imports a framework only when it is asked for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Literal
 
-from megatron_recover.collectives.transport import Endpoint
+from megatron_recover.collectives.direct import DirectEndpoint, DirectTransport
+from megatron_recover.collectives.transport import Endpoint, Transport
 
 TransportKind = Literal["auto", "direct", "gloo", "nccl"]
 
@@ -21,15 +23,42 @@ def open_endpoint(kind: TransportKind, *, device: str = "cpu", host: str = "127.
         remedy = "nccl" if on_cuda else "direct"
         raise ValueError(f"--recover-transport {chosen} does not move {device} tensors; use {remedy} or auto")
     if chosen == "direct":
-        from megatron_recover.collectives.direct import DirectEndpoint
-
         return DirectEndpoint(host)
     if chosen == "gloo":
-        from megatron_recover.collectives.gloo import GlooEndpoint
+        from megatron_recover.collectives.gloo import GlooTransport
 
-        return GlooEndpoint(host)
+        return RendezvousEndpoint(host, lambda direct, deadline_s: GlooTransport(direct, deadline_s, host=host))
     if chosen == "nccl":
-        from megatron_recover.collectives.nccl import NcclEndpoint
+        from megatron_recover.collectives import nccl
 
-        return NcclEndpoint(host)
+        binding = nccl.load()
+        return RendezvousEndpoint(host, lambda direct, deadline_s: nccl.NcclTransport(binding, direct))
     raise ValueError(f"--recover-transport is {kind!r}; choose auto, direct, gloo or nccl")
+
+
+class RendezvousEndpoint:
+    """The endpoint of a framework whose members meet over a `direct` transport of the same generation. Address: that one's."""
+
+    def __init__(self, host: str, transport: Callable[[DirectTransport, float], Transport]) -> None:
+        """`transport(direct, deadline_s)` makes the transport of the generation of `direct`, which it then owns."""
+        self._direct = DirectEndpoint(host)
+        self._transport = transport
+        self._current: Transport | None = None
+        self.address = self._direct.address
+
+    def open(self, generation: int, me: int, addresses: Mapping[int, str], *, deadline_s: float) -> Transport:
+        """The transport of `generation`; retires the previous one. `deadline_s` is the longest that one of its calls will wait.
+
+        Raises Revoked unless `generation` is newer than all that were opened before.
+        """
+        direct = self._direct.open(generation, me, addresses, deadline_s=deadline_s)
+        if self._current is not None:
+            self._current.close()
+        self._current = self._transport(direct, deadline_s)
+        return self._current
+
+    def close(self) -> None:
+        """Stop listening and retire the current transport."""
+        if self._current is not None:
+            self._current.close()
+        self._direct.close()

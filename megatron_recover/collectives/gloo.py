@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ import torch
 from torch.distributed import ProcessGroupGloo, Store
 from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
 
-from megatron_recover.collectives.direct import DirectEndpoint, DirectTransport
+from megatron_recover.collectives.direct import DirectTransport
 from megatron_recover.collectives.transport import (
     DeadlineExceeded,
     Probe,
@@ -46,38 +46,11 @@ ENTRY_BYTES = 1024
 """Room for what gloo swaps at rendezvous (178 bytes in torch 2.13) and its length."""
 
 
-class GlooEndpoint:
-    """A rank's place of rendezvous. Address: that of a `DirectEndpoint`."""
-
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        self._direct = DirectEndpoint(host)
-        self._host = host
-        self.address = self._direct.address
-        self._current: GlooTransport | None = None
-
-    def open(self, generation: int, me: int, addresses: Mapping[int, str], *, deadline_s: float) -> GlooTransport:
-        """The transport of `generation`; retires the previous one. Building begins at once, in the transport's thread.
-
-        `deadline_s` is the longest that a call of this transport will wait. Raises Revoked unless `generation` is newer than
-        all that were opened before.
-        """
-        direct = self._direct.open(generation, me, addresses, deadline_s=deadline_s)
-        if self._current is not None:
-            self._current.close()
-        self._current = GlooTransport(direct, host=self._host, deadline_s=deadline_s)
-        return self._current
-
-    def close(self) -> None:
-        """Stop listening and retire the current transport."""
-        if self._current is not None:
-            self._current.close()
-        self._direct.close()
-
-
 class GlooTransport:
     """One generation; its thread outlives it if gloo does not let go."""
 
-    def __init__(self, direct: DirectTransport, *, host: str, deadline_s: float) -> None:
+    def __init__(self, direct: DirectTransport, deadline_s: float, *, host: str) -> None:
+        """Building begins at once, in the transport's thread. `deadline_s` is the longest that a call will wait."""
         self.generation = direct.generation
         self.members = direct.members
         self.me = direct.me

@@ -18,13 +18,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_recover.collectives.direct import DirectEndpoint, DirectTransport
+from megatron_recover.collectives.direct import DirectTransport
 from megatron_recover.collectives.transport import (
     DeadlineExceeded,
     Probe,
@@ -44,35 +44,11 @@ SHORTEST_SLICE_S, LONGEST_SLICE_S = 20e-6, 1e-3
 """Between two looks at an event: doubled each time, so that a small sum is not delayed and a large one costs no CPU."""
 
 
-class NcclEndpoint:
-    """A rank's rendezvous socket; communicators are on torch's current CUDA device. Address: that of a `DirectEndpoint`."""
-
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        """Raises ValueError where CUDA or nccl4py is missing."""
-        self._nccl = _load()
-        self._rendezvous = DirectEndpoint(host)
-        self.address = self._rendezvous.address
-        self._current: NcclTransport | None = None
-
-    def open(self, generation: int, me: int, addresses: Mapping[int, str], *, deadline_s: float) -> NcclTransport:
-        """The transport of `generation`; retires the previous one. The communicator is made in the first call."""
-        rendezvous = self._rendezvous.open(generation, me, addresses, deadline_s=deadline_s)
-        if self._current is not None:
-            self._current.close()
-        self._current = NcclTransport(self._nccl, rendezvous)
-        return self._current
-
-    def close(self) -> None:
-        """Stop listening and retire the current transport."""
-        if self._current is not None:
-            self._current.close()
-        self._rendezvous.close()
-
-
 class NcclTransport:
-    """One generation. Only `revoke` and `close` may be called by other threads than the caller's."""
+    """One generation, on torch's current CUDA device. Only `revoke` and `close` may be called by other threads."""
 
     def __init__(self, nccl: ModuleType, rendezvous: DirectTransport) -> None:
+        """`nccl`: see `load`. The communicator is made in the first call."""
         self.generation = rendezvous.generation
         self.members = rendezvous.members
         self.me = rendezvous.me
@@ -224,7 +200,8 @@ def _abort(communicator: Any, in_use: list[Tensor]) -> None:
     in_use.clear()
 
 
-def _load() -> ModuleType:
+def load() -> ModuleType:
+    """The binding. Raises ValueError where CUDA or nccl4py is missing."""
     if not torch.cuda.is_available():
         raise ValueError("--recover-transport nccl needs a CUDA device and torch sees none; use direct or auto")
     try:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron_recover.collectives import gloo
-from megatron_recover.collectives.gloo import GlooEndpoint, GlooTransport
+from megatron_recover.collectives.endpoints import open_endpoint
+from megatron_recover.collectives.gloo import GlooTransport
 from megatron_recover.collectives.transport import Endpoint, Revoked, TransportError
 from tests.collectives.ranks import ranks
 from tests.collectives.threads import at_once
@@ -20,13 +21,13 @@ pytestmark = pytest.mark.timeout(200)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 
 
-def pair(generation: int, made: list[GlooEndpoint], deadline_s: float = 20) -> list[GlooTransport]:
+def pair(generation: int, made: list[Endpoint], deadline_s: float = 20) -> list[Any]:
     addresses = {replica: endpoint.address for replica, endpoint in enumerate(made)}
     return [endpoint.open(generation, replica, addresses, deadline_s=deadline_s) for replica, endpoint in enumerate(made)]
 
 
 def test_sums_and_copies_of_all_types_over_generations() -> None:
-    made = [GlooEndpoint() for _ in range(2)]
+    made = [open_endpoint("gloo") for _ in range(2)]
     for generation in (1, 2, 5):
         transports = pair(generation, made)
         sources = [[torch.full((n,), 2**r).to(dtype) for n, dtype in zip((5, 0, 9, 3), DTYPES, strict=True)] for r in range(2)]
@@ -83,7 +84,7 @@ def test_threads_left_behind_end() -> None:
 
 def check_an_operation_left_behind_writes_nothing(patch: pytest.MonkeyPatch) -> None:
     """Member 0 leaves a running sum; then member 1 comes, and gloo completes the sum in member 0's process after all."""
-    made = [GlooEndpoint() for _ in range(2)]
+    made = [open_endpoint("gloo") for _ in range(2)]
     transports = pair(1, made)
     assert at_once(*[
         lambda t=t: t.sum_into([torch.ones(1)], [torch.empty(1)], tag=0, deadline_s=20) for t in transports
@@ -143,8 +144,8 @@ def test_a_planted_reduction_right_in_the_result_is_seen(monkeypatch: pytest.Mon
 
 def test_an_abandoned_builder_does_not_block_the_next_generation() -> None:
     """A member waits for one that never comes; its next generation must not wait for that."""
-    made = [GlooEndpoint() for _ in range(2)]
-    never = GlooEndpoint()
+    made = [open_endpoint("gloo") for _ in range(2)]
+    never = open_endpoint("gloo")
     alone = made[0].open(1, 0, {0: made[0].address, 9: never.address}, deadline_s=60)
     with pytest.raises(TransportError):
         alone.sum_into([torch.ones(1)], [torch.empty(1)], tag=1, deadline_s=0.5)
