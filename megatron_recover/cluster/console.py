@@ -24,7 +24,9 @@ from megatron_recover.core.values import ExitCode
 
 _ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*(\d+)\b")
 _LOSS = re.compile(r"\blm loss:\s*([-+.\dEe]+)")
-_WORTH_SHOWING = re.compile(r"\biteration\s+\d+\s*/|validation loss|saving checkpoint|saved checkpoint|loading checkpoint")
+_WORTH_SHOWING = re.compile(
+    r"\biteration\s+\d+\s*/|validation loss|saving checkpoint|saved checkpoint|loading checkpoint|nothing was left to train"
+)
 _INTERVAL_S = 0.1
 _LAST_WORDS_DEADLINE_S = 5.0
 

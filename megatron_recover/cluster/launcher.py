@@ -184,6 +184,8 @@ class Launcher:
             self._end(ExitCode.BAD_INPUT, lines[-1] if lines else "the training script refused its arguments")
             return
         kind = LossKind.EXCEPTION if end.status > 0 else LossKind.PROCESS_ENDED
+        if end.status == ExitCode.OK and not self._membership.generation:
+            kind = LossKind.ENDED_EARLY
         if end.status == ExitCode.INVARIANT_VIOLATED:
             kind = LossKind.INVARIANT_VIOLATED
         self._membership.lost(Loss(end.replica, kind, f"rank {end.rank}: {end.cause}"))

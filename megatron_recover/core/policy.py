@@ -54,6 +54,11 @@ def nobody_left(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int
         return ExitCode.FAILED, (
             f"training raised on every replica, at last on replica {last.replica} in {raised.get(last.replica, last.detail)}"
         )
+    if losses and all(loss.kind is LossKind.ENDED_EARLY for loss in losses):
+        return ExitCode.FAILED, (
+            "the training script ended with exit code 0 on every replica before it had joined the run; does it call "
+            "megatron_recover.megatron.pretrain instead of Megatron's pretrain?"
+        )
     detail = "; ".join(f"replica {loss.replica}: {loss.kind.value} {loss.detail}".rstrip() for loss in losses)
     if any(loss.kind is LossKind.INVARIANT_VIOLATED for loss in losses):
         return ExitCode.INVARIANT_VIOLATED, f"a check inside the run failed ({detail}); read the log of that rank"

@@ -237,6 +237,8 @@ class LossKind(enum.Enum):
     """Why a replica left the roster."""
 
     PROCESS_ENDED = "process ended"
+    ENDED_EARLY = "ended early"
+    """A rank ended with exit code 0 before the first generation."""
     EXCEPTION = "exception"
     SUSPECTED = "suspected"
     DIVERGED = "diverged"

@@ -104,7 +104,7 @@ class Checkpoints:
 
     def save_checkpoint_and_time(self, iteration: int, *args: Any, **kwargs: Any) -> None:
         """Stands in for Megatron's (seam `save_checkpoint`): save if this replica is the writer, else remember what is owed."""
-        if iteration == self._saved:
+        if iteration == self._saved or self._is_what_was_loaded(iteration):
             return
         if self._saver.is_writer():
             self._write(iteration, *args, **kwargs)
@@ -182,6 +182,12 @@ class Checkpoints:
             yield
 
     # --- Shared by the ranks of a replica --------------------------------------------------------------------------------
+
+    def _is_what_was_loaded(self, iteration: int) -> bool:
+        """Whether nothing was trained since `iteration` was loaded from here: saving again could only damage it."""
+        args = self._get_args()
+        from_here = args.load is not None and os.path.realpath(args.load) == os.path.realpath(args.save)
+        return self._saver.step < 0 and from_here and self._agree(self._named() == iteration)
 
     def _named(self) -> int:
         """The iteration that the tracker names; -1 if there is none."""

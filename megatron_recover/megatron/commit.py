@@ -118,6 +118,11 @@ class CommitLoop:
 
     # --- a step ----------------------------------------------------------------------------------------------------------
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether the run knows of this rank."""
+        return self._reduction is not None
+
     def join(self, chunks: Sequence[Any]) -> Reduction:
         """Tell the run what this rank holds (once); blocks until the first generation."""
         if self._reduction is None:
@@ -209,11 +214,9 @@ class CommitLoop:
         """Return when all live replicas have come here: a step that has no microbatches.
 
         The ledger, empty as it is, is reduced all the same: the protocol relies on nobody being able to vote on a step before
-        everyone has committed the one before. Call it only after a step.
+        everyone has committed the one before. A rank that has had no step joins the run here, with nothing but the ledger.
         """
-        reduction = self._reduction
-        if reduction is None:
-            raise RuntimeError("replicas can meet only after a step")
+        reduction = self.join(())
         self._step = self._member.begin(Work(f"end {round}", 0, reduction.buckets(forward_only=True)))
         reduction.begin(self._step, 0)
         while not isinstance(order := self._member.next_order(), Apply):

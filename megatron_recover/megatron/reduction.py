@@ -120,7 +120,10 @@ class Reduction:
         self.ledger: Ledger | None = None
         """The step's rows on the last stage; None on other stages."""
         self.is_last_stage = is_last_stage
-        self._device = self.regions[0].local.device if self.regions else torch.device("cpu")
+        # Of the ledger too, and a transport between GPUs takes nothing else.
+        self._device = (
+            self.regions[0].local.device if self.regions else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        )
         self._step = 0
         self._num_plans = 0
         self.parameters = 0

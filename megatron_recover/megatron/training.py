@@ -135,6 +135,7 @@ class _Training:
     ) -> int:
         """Train to the end of the job; its exit code. Raises `JobStopped` and whatever the training raises."""
         from megatron.training import pretrain as upstream
+        from megatron.training import print_rank_0
 
         args, config = self._arguments(extra_args_provider, args_defaults)
         with bad_input_ends():
@@ -154,7 +155,11 @@ class _Training:
         except BaseException as error:
             member.raised((), error)
             raise
+        if args.iteration >= args.train_iters:
+            print_rank_0(f"nothing was left to train: the checkpoint is of iteration {args.iteration} of {args.train_iters}")
         checkpoints.settle(loop.meet)
+        if not loop.has_joined:  # nothing was left to evaluate or to save either: that is a good end too, for all together
+            loop.meet(0)
         member.close()
         return policy.exit_code(sorted(member.requests))
 

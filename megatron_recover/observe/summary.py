@@ -150,7 +150,7 @@ def summarize(history: History, comparison: Comparison | None = None) -> Summary
     curve = [loss for label, loss in history.losses().items() if is_training(label)]
     return Summary(
         steps=len(training),
-        evaluation_steps=len(records) - len(training),
+        evaluation_steps=sum(record.label.startswith("evaluate") for record in records),
         microbatches_per_step=history.num_microbatches(training[-1].step) if training else None,
         replicas_start=started.replicas if started else 0,
         replicas_end=len(newest.roster) if newest else 0,

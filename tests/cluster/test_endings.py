@@ -117,6 +117,14 @@ def test_a_script_that_fails_everywhere_at_start_up(tmp_path: Path, line: str, c
     assert ("a defect" if code == 1 else "why") in outcome.output
 
 
+def test_a_script_that_never_joins_is_told_what_it_should_call(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('trained alone')\n")
+    outcome = run(spec(tmp_path, script=str(script)))
+    assert outcome.exit_code == ExitCode.FAILED
+    assert "does it call megatron_recover.megatron.pretrain instead of Megatron's pretrain?" in outcome.output
+
+
 def test_a_rank_that_ends_too_early_with_exit_code_0_is_a_loss(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     toy = str(ROOT / "tests" / "cluster" / "toy.py")

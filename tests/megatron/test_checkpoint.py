@@ -79,7 +79,8 @@ class Replica:
         self.replica, self.rank, self.step = number, 0, 0
         self._writer, self._folder = writer, folder
         self.fail = False
-        self.checkpoints = Checkpoints(self, self.save, lambda: Namespace(save=str(folder)), log=log, faults=None)
+        self.get_args = lambda: Namespace(save=str(folder), load=str(folder))
+        self.checkpoints = Checkpoints(self, self.save, self.get_args, log=log, faults=None)
 
     def is_writer(self) -> bool:
         return self._writer() == self.replica
@@ -107,8 +108,8 @@ class Job:
     def __init__(self, folder: Path) -> None:
         self.folder, self.alive = folder / "ck", [0, 1]
         self._log = folder / "events.jsonl"
-        log = trace.EventLog(self._log, 0.0)
-        self.first, self.second = (Replica(number, self.folder, log, lambda: min(self.alive)) for number in (0, 1))
+        self.log = trace.EventLog(self._log, 0.0)
+        self.first, self.second = (Replica(number, self.folder, self.log, lambda: min(self.alive)) for number in (0, 1))
 
     def saves(self) -> dict[str, list[str]]:
         return {each.name: sorted(os.listdir(each)) for each in sorted(self.folder.glob("iter_*"))}
@@ -139,6 +140,19 @@ def test_one_replica_saves(job: Job) -> None:
     job.alive.remove(0)
     job.second.checkpoints.make_up(11)
     assert job.saves() == {"iter_0000010": ["by_0"]}, "nothing was owed"
+
+
+def test_what_was_loaded_is_not_saved_again_before_anything_was_trained(job: Job) -> None:
+    job.first.checkpoints.save_checkpoint_and_time(10)
+    for replica in (job.first, job.second):  # the same job, started again
+        replica.step = -1
+        replica.checkpoints = Checkpoints(replica, replica.save, replica.get_args, log=job.log, faults=None)
+        replica.checkpoints.save_checkpoint_and_time(10)
+        replica.checkpoints.settle(lambda number: pytest.fail("nothing is owed"))
+    assert job.phases() == [(0, 10, "started"), (0, 10, "finished")]
+    job.first.step = 0
+    with pytest.raises(FileExistsError):
+        job.first.checkpoints.save_checkpoint_and_time(10)
 
 
 def test_next_writer_removes_the_partial_one_and_saves_at_once(job: Job) -> None:

@@ -57,6 +57,19 @@ def test_below_min_replicas_ends_with_a_checkpoint_that_resumes_with_the_same_sa
         assert abs(loss - undisturbed[iteration]) < 1e-5
 
 
+@pytest.mark.parametrize("evaluations", [0, 4])
+def test_a_finished_job_that_is_started_again_ends_well(evaluations: int, tmp_path: pathlib.Path, data: pathlib.Path) -> None:
+    job = Job(replicas=2, steps=2, extra=("--eval-iters", str(evaluations // 2)))
+    save = tmp_path / "checkpoints"
+    run_job(job, tmp_path / "first", data, save=save).expect(0)
+    again = run_job(job, tmp_path / "again", data, save=save).expect(0)
+    assert "nothing was left to train: the checkpoint is of iteration 2 of 2" in again.output
+    assert (again.summary["steps"], again.summary["evaluation_steps"]) == (0, evaluations)
+    assert not again.events("checkpoint"), "the only checkpoint was written over"
+    verdict, report = check(again.run_dir)
+    assert verdict == 0, report
+
+
 def test_microbatch_that_raises_in_two_replicas_stops_the_job_and_is_named(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
     job = Job(replicas=3)
     # Replica 1 has microbatch 3; where it is computed again, it raises again.
