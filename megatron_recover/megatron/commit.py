@@ -36,7 +36,7 @@ from megatron_recover.megatron.schedule import Schedule
 
 
 class Member(ReducingMember, Protocol):
-    """What of `collectives.member.Member` the commit loop needs; docs/architecture.md says what each does."""
+    """What of `collectives.member.Member` the commit loop needs."""
 
     generation: int
     roster: tuple[int, ...]

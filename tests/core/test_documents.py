@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 from megatron_recover.core import coordinator, rank, replica
@@ -35,3 +36,11 @@ def test_every_timer_and_input_is_in_the_contract() -> None:
     settings = ("start_timeout_s", "follow_timeout_s", "grace_s")
     for word in (*settings, "LinkLost", "WaitExpired", "TimerFired", "waiting_for", "may_run", "Retire"):
         assert word in contract
+
+
+def test_the_layers_in_the_picture_are_those_that_import_linter_enforces() -> None:
+    settings = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (layers,) = [contract["layers"] for contract in settings["contracts"] if contract["type"] == "layers"]
+    picture = (DOCS / "architecture.md").read_text().split("```")[1].strip().splitlines()
+    drawn = [row.split("  ")[0].split(" | ") for row in picture]
+    assert drawn == [[name.rpartition(".")[2] for name in layer.split(" | ")] for layer in layers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -22,13 +23,22 @@ def _log(path: Path) -> trace.EventLog:
     return trace.EventLog(path, time.monotonic())
 
 
-def test_all_events_of_the_contract_exist() -> None:
-    """docs/architecture.md's table and the module name the same events."""
+COMMON = {"v", "t", "replica", "rank", "generation", "step"}
+
+
+def test_the_documented_events_are_those_that_there_are() -> None:
+    """docs/architecture.md's table: every event, who writes it (its docstring's first word), and all its fields."""
     text = (Path(trace.__file__).parents[1] / "docs" / "architecture.md").read_text()
     table = text[text.index("## Trace") : text.index("## Fault points")]
-    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
-    documented = {name.strip(" `") for row in rows for name in row.split(",")}
-    assert {kind.__struct_config__.tag for kind in typing.get_args(trace.AnyEvent)} == documented
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines() if row.startswith("| `")]
+    documented = {
+        event.strip("`"): (writer.split(",")[0], set(re.findall(r"`(\w+)`", fields))) for event, writer, fields in rows
+    }
+    actual = {}
+    for kind in typing.get_args(trace.AnyEvent):
+        writer = re.split("[:,]", kind.__doc__)[0].lower()
+        actual[kind.__struct_config__.tag] = (writer, set(kind.__struct_fields__) - COMMON)
+    assert documented == actual
 
 
 def test_events_read_back_as_they_were_recorded(tmp_path: Path) -> None:
