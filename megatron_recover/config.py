@@ -27,10 +27,12 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     bucket_elements: int = 40_000_000
     """Target size of a reduction bucket in elements."""
     stall_timeout_s: float = 120.0
-    """A wait for another replica longer than this asks for a new generation; a replica that does not follow is fenced.
-    A checkpoint save that takes longer than about three times this ends its writer: set it above the longest save."""
+    """A wait for another replica longer than this asks for a new generation; a replica that does not follow is fenced."""
     follow_timeout_s: float = 10.0
     """A member that has not entered an announced generation after this long is fenced (killed)."""
+    save_timeout_s: float = 1800.0
+    """While a replica saves a checkpoint the others wait for it, for so long; then it is suspected like any other that is
+    waited for. It also limits how long the last checkpoint of a run is tried again where it cannot be written."""
     digest_interval: int = 1
     """Write the digest of the parameters to the trace every so many steps (0: never)."""
 
@@ -40,7 +42,7 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"--recover-min-replicas is {self.min_replicas}; it must be at least 1")
         if self.bucket_elements < 1:
             raise ValueError(f"--recover-bucket-elements is {self.bucket_elements}; it must be at least 1")
-        for name in ("stall_timeout_s", "follow_timeout_s"):
+        for name in ("stall_timeout_s", "follow_timeout_s", "save_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--recover-{name.replace('_', '-')} is {getattr(self, name)}; it must be above 0 seconds")
         if self.digest_interval < 0:

@@ -87,6 +87,7 @@ class Launcher:
             timers_s={
                 "follow_timeout_s": job.config.follow_timeout_s,
                 "finish_timeout_s": job.config.stall_timeout_s,
+                "save_timeout_s": job.config.save_timeout_s,
                 "grace_s": _GRACE_S,
                 "start_timeout_s": _START_DEADLINE_S,
             },

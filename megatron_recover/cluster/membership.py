@@ -86,7 +86,7 @@ class Membership:
             case values.Requested() | values.Diverged() if message.replica == replica:
                 self._notice()
                 self._step(message)
-            case values.Entered() | values.Failing() | values.Finished() if message.replica == replica:
+            case values.Entered() | values.Busy() | values.Failing() | values.Finished() if message.replica == replica:
                 self._step(message)
             case _:
                 self._loop.drop(link)

@@ -7,13 +7,14 @@ other. The member decides nothing about the protocol and never looks into a tens
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from megatron_recover import trace
 from megatron_recover.collectives.leader import Leader
@@ -179,6 +180,16 @@ class Member:
         with self._changed:
             self._step(machine.Raise(tuple(microbatches), f"{type(error).__name__}: {error}"))
             self._changed.wait_for(lambda: self._heard or self._failure is not None, _LAST_WORDS_DEADLINE_S)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around a checkpoint save, on all ranks of the replica: meanwhile the others know why they have to wait for it."""
+        with self._changed:
+            self._step(machine.Save(over=False))
+        yield
+        # Not after an exception: the replica is about to end, and its end says more.
+        with self._changed:
+            self._step(machine.Save(over=True))
 
     def request(self, request: str) -> None:
         """Have `request` ("exit: SIGTERM", ...) ride in this replica's next vote. Any thread."""

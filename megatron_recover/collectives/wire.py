@@ -90,7 +90,7 @@ Message = (
     | values.Promise | values.Plan | values.Apply | values.Stop
     | values.Begun | values.Promised | values.Holds | values.Blocked | values.Raised | values.Ended
     | values.Vote | values.Status
-    | values.Hello | values.Entered | values.Requested | values.Failing | values.Diverged | values.Finished
+    | values.Hello | values.Entered | values.Requested | values.Busy | values.Failing | values.Diverged | values.Finished
 )  # fmt: skip
 
 

@@ -13,6 +13,13 @@ Caller's contract
 * `Arm(timer, seconds)`: feed `TimerFired(timer)` once after the setting named `seconds`; timers are never disarmed (stale ones
   are dropped by name).
 * `EndJob`: send `Stop(exit_code, reason)` to all leaders, end the run with that code. Nothing follows it.
+
+Note [Waiting for a save]
+    A replica that saves takes part in no step, so the others' waits for it expire and they ask for a new generation. The first
+    request of a save gets one, which shows that all members still answer: a process that is stopped or dead does not enter
+    it. Later requests are kept until the save is over, and lead to one more generation then. So a save costs two generations
+    at most, however long it takes, and the losses of replicas that end meanwhile one each; none counts as fruitless and
+    nobody is suspected. A save that takes longer than its limit is excused no more.
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ from msgspec.structs import replace
 
 from megatron_recover.core.policy import EXIT, TOO_FEW, all_finished, most_suspected, nobody_left, poisoned
 from megatron_recover.core.values import (
+    Busy,
     Diverged,
     Entered,
     ExitCode,
@@ -51,6 +59,16 @@ class Policy(Value, frozen=True):
     """Generations in a row without a loss and without a committed step, after which the most suspected replica is fenced."""
 
 
+class Save(Value, frozen=True):
+    """A replica that saves a checkpoint, and may take its time. See Note [Waiting for a save]."""
+
+    replica: ReplicaId
+    number: int
+    """Of this save in the run, from 1: names its timer."""
+    generation: Generation
+    """In which it began."""
+
+
 class CoordinatorState(Value, frozen=True):
     """What the coordinator knows. Start with `CoordinatorState(policy)`."""
 
@@ -73,6 +91,10 @@ class CoordinatorState(Value, frozen=True):
     requests: tuple[str, ...] = ()
     failing: tuple[Failing, ...] = ()
     """Computations that raised."""
+    saves: tuple[Save, ...] = ()
+    """Under way and within their time."""
+    num_saves: int = 0
+    """All that ever began."""
     finished: tuple[Finished, ...] = ()
     over: bool = False
 
@@ -117,7 +139,8 @@ class Fence(Value, frozen=True):
 
 
 class Arm(Value, frozen=True):
-    """Start a timer. `seconds` names the setting: `start_timeout_s`, `follow_timeout_s`, `finish_timeout_s` or `grace_s`."""
+    """Start a timer. `seconds` names the setting: `start_timeout_s`, `follow_timeout_s`, `finish_timeout_s`,
+    `save_timeout_s` or `grace_s`."""
 
     timer: str
     seconds: str
@@ -215,7 +238,12 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
     if not state.generation:
         state, effects = _start_when_complete(state)
         return state, fences + effects
-    state = replace(state, roster=tuple(r for r in state.roster if r not in {loss.replica for loss in losses}))
+    out = {loss.replica for loss in losses}
+    state = replace(
+        state,
+        roster=tuple(replica for replica in state.roster if replica not in out),
+        saves=tuple(save for save in state.saves if save.replica not in out),
+    )
     verdict = poisoned(state.failing, state.losses)
     if verdict:
         state, effects = _end(state, *verdict)
@@ -226,19 +254,44 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
 
 
 def _on_requested(state: CoordinatorState, request: Requested) -> Step:
-    """Wait a short grace for news of a death, which explains most requests."""
+    """Wait a short grace for news of a death, which explains most requests, or for the end of a save, which explains others."""
     if request.generation != state.generation or request.replica not in state.roster:
         return state, ()
-    # Who cannot name a culprit may be it: a replica whose own links are broken sees every peer as healthy.
-    suspects = (*state.suspects, *(request.suspects or (request.replica,)))
+    if not state.saves:
+        # Who cannot name a culprit may be it: a replica whose own links are broken sees every peer as healthy.
+        state = replace(state, suspects=(*state.suspects, *(request.suspects or (request.replica,))))
     if state.reason:
-        return replace(state, suspects=suspects), ()
-    reason = f"replica {request.replica}: {request.reason}"
-    return replace(state, suspects=suspects, reason=reason), (Arm(f"grace {state.generation}", "grace_s"),)
+        return state, ()
+    state = replace(state, reason=f"replica {request.replica}: {request.reason}")
+    if any(save.generation < state.generation for save in state.saves):
+        return state, ()  # everybody has entered a generation since: there is nothing to find out
+    return state, (Arm(f"grace {state.generation}", "grace_s"),)
+
+
+def _on_busy(state: CoordinatorState, busy: Busy) -> Step:
+    """A save begins: give it its time. It is over: go on with what was asked for meanwhile."""
+    if busy.replica not in state.roster:
+        return state, ()
+    others = tuple(save for save in state.saves if save.replica != busy.replica)
+    if busy.over:
+        return _saved(replace(state, saves=others)) if others != state.saves else (state, ())
+    number = state.num_saves + 1
+    state = replace(state, saves=(*others, Save(busy.replica, number, state.generation)), num_saves=number)
+    return state, (Arm(f"save {number}", "save_timeout_s"),)
+
+
+def _saved(state: CoordinatorState) -> Step:
+    """Nobody is blamed for having waited for a save that ended in time."""
+    return _announce(state, (), state.reason) if state.reason and not state.saves else (state, ())
 
 
 def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
-    """`start`, `follow`, `finish`: fence who did not come, enter, finish. `grace`: nobody died, try the roster again."""
+    """`start`, `follow`, `finish`: fence who did not. `save`: excuse it no more. `grace`: nobody died, try again."""
+    overdue = tuple(save for save in state.saves if expired.timer == f"save {save.number}")
+    if overdue:
+        left = tuple(save for save in state.saves if save not in overdue)
+        state = replace(state, saves=left, suspects=(*state.suspects, *(save.replica for save in overdue)))
+        return _same_roster(state) if state.reason and not left else (state, ())
     if expired.timer == f"follow {state.generation}" and state.generation:
         late = tuple(replica for replica in state.roster if replica not in state.entered)
         detail = f"did not enter generation {state.generation}"
@@ -260,6 +313,8 @@ def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
 
 def _same_roster(state: CoordinatorState) -> Step:
     """Nobody died, and yet a member cannot go on: try again, but not for ever with a member that everyone suspects (INV-9)."""
+    if state.saves:
+        return _announce(state, (), state.reason)
     state = replace(state, fruitless=state.fruitless + 1)
     culprit = most_suspected(state.suspects, state.roster)
     if state.fruitless >= state.policy.max_fruitless and culprit is not None:
@@ -326,6 +381,7 @@ TABLE: Mapping[type, Callable[[CoordinatorState, Any], Step]] = {
     Hello: _on_hello,
     Entered: _on_entered,
     Requested: _on_requested,
+    Busy: _on_busy,
     Failing: _on_failing,
     Diverged: _on_diverged,
     Finished: _on_finished,

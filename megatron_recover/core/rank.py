@@ -44,6 +44,7 @@ from megatron_recover.core.values import (
     Raised,
     ReplicaId,
     Report,
+    Saving,
     Stop,
     Value,
     Work,
@@ -107,11 +108,17 @@ class Raise(Value, frozen=True):
     error: str
 
 
+class Save(Value, frozen=True):
+    """The training thread begins a checkpoint save, or has ended it (`over`)."""
+
+    over: bool
+
+
 class End(Value, frozen=True):
     """The training loop is over."""
 
 
-Input = Order | Begin | Take | Completed | Failed | Raise | End
+Input = Order | Begin | Take | Completed | Failed | Raise | Save | End
 
 
 # --- Effects -------------------------------------------------------------------------------------------------------------
@@ -235,6 +242,11 @@ def _on_raise(state: RankState, raised: Raise) -> Step:
     return state, (ToLeader(Raised(state.rank, state.step, label, raised.microbatches, raised.error)),)
 
 
+def _on_save(state: RankState, save: Save) -> Step:
+    """Tell the leader, if this rank speaks for the replica."""
+    return state, (ToLeader(Saving(state.rank, save.over)),) if state.rank == 0 else ()
+
+
 def _on_end(state: RankState, _: End) -> Step:
     """Tell the leader."""
     return state, (ToLeader(Ended(state.rank)),)
@@ -250,5 +262,6 @@ TABLE: Mapping[type, Callable[[RankState, Any], Step]] = {
     Completed: _on_completed,
     Failed: _on_failed,
     Raise: _on_raise,
+    Save: _on_save,
     End: _on_end,
 }

@@ -32,6 +32,7 @@ from megatron_recover.core.values import (
     Blocked,
     BucketId,
     BucketVersion,
+    Busy,
     Diverged,
     Ended,
     Entered,
@@ -52,6 +53,7 @@ from megatron_recover.core.values import (
     ReplicaId,
     Report,
     Requested,
+    Saving,
     Shape,
     Status,
     Stop,
@@ -427,6 +429,11 @@ def _on_raised(state: ReplicaState, report: Raised) -> Step:
     return state, (ToCoordinator(Failing(state.replica, report.label, report.microbatches, report.error)),)
 
 
+def _on_saving(state: ReplicaState, report: Saving) -> Step:
+    """Tell the coordinator: for so long nobody can expect this replica to take part in a step."""
+    return state, (ToCoordinator(Busy(state.replica, report.over)),)
+
+
 def _on_ended(state: ReplicaState, report: Ended) -> Step:
     """When the last rank has ended: tell the coordinator that this replica has finished, and go on answering."""
     if report.rank in state.ended:
@@ -490,6 +497,7 @@ def _rows(phase: Phase, *extra: tuple[type, Callable[[ReplicaState, Any], Step],
         NewGeneration: Row(_on_generation, frozenset({phase, Phase.PROMISING})),
         Begun: Row(_on_begun, frozenset({phase})),
         Raised: Row(_on_raised, frozenset({phase})),
+        Saving: Row(_on_saving, frozenset({phase})),
         Ended: Row(_on_ended, frozenset({phase})),
         Stop: Row(_on_stop, frozenset({Phase.STOPPED})),
     }

@@ -227,7 +227,14 @@ class Ended(Value, frozen=True):
     rank: int
 
 
-Report = Begun | Promised | Holds | Blocked | Raised | Ended
+class Saving(Value, frozen=True):
+    """The rank's training thread begins, or has ended (`over`), a checkpoint save; only rank 0 says so."""
+
+    rank: int
+    over: bool
+
+
+Report = Begun | Promised | Holds | Blocked | Raised | Ended | Saving
 
 
 # --- Membership ----------------------------------------------------------------------------------------------------------
@@ -293,6 +300,13 @@ class Requested(Value, frozen=True):
     suspects: tuple[ReplicaId, ...] = ()
 
 
+class Busy(Value, frozen=True):
+    """A replica takes no part in any step until it says that this is `over`: it saves. It goes on promising and answering."""
+
+    replica: ReplicaId
+    over: bool
+
+
 class Failing(Value, frozen=True):
     """Computing a microbatch raised in a replica, which is about to end."""
 
@@ -320,7 +334,7 @@ class Finished(Value, frozen=True):
     exit_code: int
 
 
-LeaderMessage = Hello | Entered | Requested | Failing | Diverged | Finished
+LeaderMessage = Hello | Entered | Requested | Busy | Failing | Diverged | Finished
 
 
 class ExitCode(enum.IntEnum):

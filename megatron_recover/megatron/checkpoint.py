@@ -46,6 +46,8 @@ class Saver(Protocol):
 
     def is_writer(self) -> bool: ...
 
+    def saving(self) -> contextlib.AbstractContextManager[None]: ...
+
 
 class TrackerFile:
     """Stands in for `maybe_msc` in Megatron's checkpointing (seam `tracker`): the tracker is replaced, never overwritten."""
@@ -143,7 +145,7 @@ class Checkpoints:
         import torch
 
         first = torch.distributed.get_rank() == 0
-        with self._lock() if first else contextlib.nullcontext():
+        with self._saver.saving(), self._lock() if first else contextlib.nullcontext():
             if first:
                 for partial in sorted({iteration, self._owed if self._owed is not None else iteration}):
                     self._remove_partial(partial)

@@ -36,6 +36,7 @@ from typing import NamedTuple
 
 from megatron_recover.core import coordinator, invariants, replica
 from megatron_recover.core.values import (
+    Busy,
     Generation,
     Hello,
     LeaderMessage,
@@ -147,6 +148,7 @@ class Explorer:
             scenario.crashes,
             scenario.suspicions,
             scenario.alarms,
+            scenario.saves,
         )
         for number in range(scenario.replicas):
             world = self.coordinate(world, Hello(number, "same"))
@@ -226,6 +228,8 @@ class Explorer:
                     after = self.take(world, number, stimulus)
                     if after is not None:
                         yield self.attempt, after
+        for save in self.coordinators[world.coordinator].saves:
+            yield f"the save of replica {save.replica} is over", self.coordinate(world, Busy(save.replica, True))
 
     def faults(self, world: World) -> Iterator[tuple[Attempt, World]]:
         """Every fault that may still come."""
@@ -240,6 +244,9 @@ class Explorer:
             if world.suspicions:
                 fenced = self.coordinate(world._replace(suspicions=world.suspicions - 1), lost)
                 yield f"replica {number} is fenced, but lives", fenced
+            if world.saves:
+                saving = self.coordinate(world._replace(saves=world.saves - 1), Busy(number, False))
+                yield f"replica {number} begins to save", saving
         if world.alarms:
             yield from self.alarm(world._replace(alarms=world.alarms - 1), state)
 
@@ -342,7 +349,7 @@ class Explorer:
     def harmless(self, world: World) -> World | None:
         """The world after one step whose order is of no consequence, if there is one."""
         state = self.coordinators[world.coordinator]
-        calm = not (world.crashes or world.suspicions or world.alarms)
+        calm = not (world.crashes or world.suspicions or world.alarms or world.saves or state.saves)
         for number, name in enumerate(world.nodes):
             if not name or state.over:
                 continue

@@ -24,6 +24,8 @@ class World(NamedTuple):
     suspicions: int
     alarms: int
     """Faults that may still come."""
+    saves: int = 0
+    """That may still begin."""
     links: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     """(source or -1 for the coordinator, destination, messages on the way)."""
 

@@ -23,6 +23,8 @@ class Scenario(Value, frozen=True):
     """FIFO links that deliver once and may break, instead of the set of all messages."""
     slow: bool = False
     """Training threads take an order at any later time instead of as soon as they can."""
+    saves: int = 0
+    """Checkpoint saves of any replica, from any instant to any later one."""
 
 
 ONE_RANK_TWO_BUCKETS = ((0,), (0,))
@@ -45,6 +47,10 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario(
             "2 ranks share a bucket, 2 failed operations or lost messages",
             replicas=2, microbatches=2, num_ranks=2, bucket_ranks=TWO_RANKS_ONE_BUCKET, alarms=2,
+        ),
+        Scenario(
+            "2 replicas, a save, 2 failed operations or lost messages and a crash",
+            replicas=2, microbatches=2, steps=1, crashes=1, alarms=2, saves=1,
         ),
         Scenario("2 pipeline stages, a crash", num_ranks=2, bucket_ranks=TWO_STAGES, crashes=1),
     ),

@@ -19,6 +19,7 @@ from megatron_recover.core.coordinator import (
     TimerFired,
 )
 from megatron_recover.core.values import (
+    Busy,
     Diverged,
     Entered,
     ExitCode,
@@ -245,6 +246,62 @@ def test_a_committed_step_forgives() -> None:
     assert announced(effects).roster == (0, 1, 2)
 
 
+# --- Saves ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_save_costs_two_generations_at_most_and_nobody_is_suspected() -> None:
+    state, effects = feed(started(max_fruitless=1), Busy(0, False))
+    assert effects == [Arm("save 1", "save_timeout_s")]
+    state, effects = feed(state, blocked(1, 1, 0), blocked(2, 1, 0), TimerFired("grace 1"))
+    assert announced(effects).roster == (0, 1, 2), "the first request shows who still answers"
+    state, effects = feed(state, blocked(1, 2, 0), blocked(2, 2, 0))
+    assert effects == [], "the second waits for the end of the save"
+    state, effects = feed(state, Busy(0, True))
+    assert announced(effects) == NewGeneration(3, (0, 1, 2), (), "replica 1: stuck")
+    assert (state.fruitless, state.suspects, state.saves) == (0, (), ())
+    assert feed(state, TimerFired("save 1"), Busy(0, True)) == (state, [])
+
+
+def test_a_save_that_nobody_waited_for_costs_nothing() -> None:
+    state, effects = feed(started(), Busy(0, False), Busy(0, True))
+    assert effects == [Arm("save 1", "save_timeout_s")] and state.saves == ()
+
+
+def test_a_replica_that_dies_during_a_save_is_a_loss_at_once() -> None:
+    waiting = [Busy(0, False), blocked(1, 1, 0), TimerFired("grace 1"), blocked(1, 2, 0)]
+    state, effects = feed(started(), *waiting, died(2))
+    assert effects[-2:] == [
+        Announce(NewGeneration(3, (0, 1), (died(2).loss,), "process ended")),
+        Arm("follow 3", "follow_timeout_s"),
+    ]
+    state, effects = feed(state, blocked(1, 3, 0))
+    assert effects == [], "the save is still under way"
+    _, effects = feed(state, died(0))
+    assert announced(effects).roster == (1,)
+    _, effects = feed(state, died(0), blocked(1, 4, 1))
+    assert effects[-1] == Arm("grace 4", "grace_s"), "a dead replica saves nothing"
+
+
+def test_who_stops_in_a_save_does_not_follow_the_first_request() -> None:
+    state, _ = feed(started(), Busy(0, False), blocked(1, 1, 0), TimerFired("grace 1"), Entered(1, 2, 0), Entered(2, 2, 0))
+    _, effects = feed(state, TimerFired("follow 2"))
+    assert Fence(0) in effects and announced(effects).roster == (1, 2)
+
+
+def test_inv_8_a_save_that_takes_too_long_is_suspected_as_ever() -> None:
+    state, _ = feed(started(max_fruitless=2), Busy(0, False), blocked(1, 1, 0), TimerFired("grace 1"), blocked(1, 2, 0))
+    state, effects = feed(state, TimerFired("save 1"))
+    assert announced(effects).roster == (0, 1, 2) and state.fruitless == 1
+    _, effects = feed(state, blocked(1, 3, 0), TimerFired("grace 3"))
+    assert Fence(0) in effects and announced(effects).roster == (1, 2)
+
+
+def test_a_timer_of_an_older_save_does_not_end_the_excuse_of_the_next() -> None:
+    state, effects = feed(started(), Busy(0, False), Busy(0, True), Busy(0, False))
+    assert effects[-1] == Arm("save 2", "save_timeout_s")
+    assert feed(state, TimerFired("save 1")) == (state, [])
+
+
 # --- The end -------------------------------------------------------------------------------------------------------------
 
 
@@ -298,7 +355,10 @@ inputs = st.one_of(
     st.builds(lambda replica: Lost(Loss(replica, LossKind.PROCESS_ENDED)), replicas),
     st.builds(Entered, replicas, generations, st.integers(0, 3)),
     st.builds(Requested, replicas, generations, st.just("stuck"), st.lists(replicas, max_size=2).map(tuple)),
-    st.builds(lambda name, number: TimerFired(f"{name} {number}"), st.sampled_from(["grace", "follow", "finish"]), generations),
+    st.builds(
+        lambda name, number: TimerFired(f"{name} {number}"), st.sampled_from(["grace", "follow", "finish", "save"]), generations
+    ),
+    st.builds(Busy, replicas, st.booleans()),
     st.builds(Diverged, replicas, generations, st.just(0), st.lists(replicas, max_size=1).map(tuple), st.just("")),
     st.builds(Failing, replicas, st.just("train 0"), st.sampled_from([(), (0,), (0, 1)]), st.just("NaN")),
     st.builds(Finished, replicas, st.just(0)),
@@ -310,9 +370,11 @@ inputs = st.one_of(
 def test_inv_6_there_is_one_history_of_rosters_whatever_comes(messages: list[coordinator.Input], min_replicas: int) -> None:
     state, first = feed(CoordinatorState(Policy(4, min_replicas)), *(Hello(r, "same") for r in range(4)))
     roster, generation = announced(first).roster, 1
+    armed: set[str] = set()
     for message in messages:
         over = state.over
         state, effects = coordinator.step(state, message)
+        armed |= {effect.timer for effect in effects if isinstance(effect, Arm)}
         assert not (over and effects), "something follows the end"
         for effect in effects:
             if isinstance(effect, Announce):
@@ -324,4 +386,8 @@ def test_inv_6_there_is_one_history_of_rosters_whatever_comes(messages: list[coo
                 gone = set(roster) - set(new.roster)
                 assert {Fence(replica) for replica in gone} <= set(effects), "lost but not fenced"
                 roster, generation = new.roster, new.generation
+            if isinstance(effect, Arm) and effect.timer.startswith("save "):
+                assert state.saves[-1].number == int(effect.timer.removeprefix("save "))
+        if state.reason and f"grace {generation}" not in armed:
+            assert state.saves, "a request that waits for nothing (INV-8)"
         assert state.roster == roster or state.over

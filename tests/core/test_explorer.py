@@ -46,6 +46,7 @@ class Outcomes(Explorer):
         {"suspicions": 1},
         {"alarms": 1},
         {"crashes": 1, "alarms": 1, "steps": 1},
+        {"alarms": 1, "saves": 1, "steps": 1},
         {"crashes": 1, "slow": True, "steps": 1},
         {"crashes": 1, "num_ranks": 2, "bucket_ranks": SHARED, "steps": 1},
         {"alarms": 1, "num_ranks": 2, "bucket_ranks": SHARED, "steps": 1},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import rank, recovery, replica
+from megatron_recover.core import coordinator, rank, recovery, replica
 from megatron_recover.core.values import Compute, Plan, Status, Vote
 from megatron_recover.sim.explorer import Exploration, Explorer, Scenario
 from megatron_recover.sim.world import Counts, Operation, Rank, Simulator, add
@@ -191,6 +191,11 @@ def test_dropping_an_early_status_is_caught_on_links(monkeypatch: pytest.MonkeyP
 
     handle(monkeypatch, Status, strict)
     caught(explore(crashes=1, links=True), 9)
+
+
+def test_forgetting_what_was_asked_for_during_a_save_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "_saved", lambda state: (state, ()))
+    caught(explore(replicas=2, microbatches=2, steps=1, alarms=2, saves=1), 9)
 
 
 def test_the_sum_of_multisets_is_what_the_checks_rest_on() -> None:

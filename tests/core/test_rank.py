@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_recover.core import rank
 from megatron_recover.core.invariants import InvariantViolation
-from megatron_recover.core.rank import Begin, Completed, End, Failed, Raise, RankState, Retire, Take, ToLeader
+from megatron_recover.core.rank import Begin, Completed, End, Failed, Raise, RankState, Retire, Save, Take, ToLeader
 from megatron_recover.core.values import (
     Apply,
     Begun,
@@ -21,6 +21,7 @@ from megatron_recover.core.values import (
     Promise,
     Promised,
     Raised,
+    Saving,
     Stop,
     Transfer,
     Work,
@@ -136,6 +137,12 @@ def test_the_training_thread_reports_where_it_is() -> None:
         ToLeader(Raised(1, 0, "train 0", (1,), "NaN")),
         ToLeader(Ended(1)),
     ]
+
+
+def test_rank_0_says_that_its_replica_saves() -> None:
+    for rank_number, said in ((0, [ToLeader(Saving(0, False)), ToLeader(Saving(0, True))]), (1, [])):
+        state = RankState(0, rank_number, (0, 1))
+        assert feed(state, Save(over=False), Save(over=True)) == (state, said)
 
 
 def test_a_follower_has_nothing_to_say_on_arriving_but_its_requests() -> None:

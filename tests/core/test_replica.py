@@ -13,6 +13,7 @@ from megatron_recover.core.values import (
     Apply,
     Begun,
     Blocked,
+    Busy,
     Compute,
     Diverged,
     Ended,
@@ -25,6 +26,7 @@ from megatron_recover.core.values import (
     Promised,
     Raised,
     Requested,
+    Saving,
     Shape,
     Stop,
     Transfer,
@@ -218,6 +220,12 @@ def test_a_computation_that_raises_is_reported_with_its_microbatch() -> None:
     assert effects == [ToCoordinator(Failing(0, "train 0", (0, 2), "NaN"))]
 
 
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.STOPPED])
+def test_a_save_is_reported_in_every_phase(phase: Phase) -> None:
+    state = replace(working(), phase=phase)
+    assert lead(state, Saving(0, False)) == (state, [ToCoordinator(Busy(0, False))])
+
+
 def test_a_replica_that_finished_goes_on_answering() -> None:
     state, _ = lead(working(), holds(), vote(1), vote(2), Ended(0))
     state, effects = lead(state, NewGeneration(2, (0, 1)), Promised(0, 2))
@@ -263,6 +271,7 @@ inputs = st.one_of(
     st.builds(WaitExpired, st.integers(0, 4), st.integers(0, 1)),
     st.builds(Raised, st.integers(0, 1), st.just(0), st.just("train 0"), st.just(()), st.just("boom")),
     st.builds(Ended, st.integers(0, 1)),
+    st.builds(Saving, st.just(0), st.booleans()),
 )  # fmt: skip
 
 

@@ -106,6 +106,29 @@ def test_writer_killed_in_a_save_is_taken_over(
     assert verdict == 0, report
 
 
+@pytest.mark.parametrize("killed", [False, True], ids=["all live", "one is killed meanwhile"])
+def test_save_that_takes_many_stall_timeouts_costs_no_replica(
+    killed: bool, tmp_path: pathlib.Path, data: pathlib.Path, reference: Callable[[Job], pathlib.Path]
+) -> None:
+    # Replica 0 saves for five stall timeouts after step 1; the others are in step 2 and cannot end it.
+    job = Job(replicas=3, save_interval=2, steps=3, extra=("--recover-stall-timeout-s", "2"))
+    chaos = chaos_text("2 0 before_reduce step=2") if killed else ""
+    slow = pathlib.Path(__file__).with_name("slow_save_pretrain.py")
+    outcome = run_job(job, tmp_path / "run", data, chaos=chaos, save=tmp_path / "checkpoints", script=slow).expect(0)
+    assert outcome.summary["replicas_end"] == (2 if killed else 3)
+    assert tracker(tmp_path / "checkpoints") == 3
+    events = [json.loads(line) for line in (outcome.run_dir / "events.jsonl").read_text().splitlines()]
+    begun, over = (
+        next(index for index, event in enumerate(events) if (event.get("iteration"), event.get("phase")) == (2, phase))
+        for phase in ("started", "finished")
+    )
+    losses_of = [event["losses"] for event in events[begun:over] if event["event"] == "generation"]
+    assert len(losses_of) <= 2, f"a storm of generations while a replica saves: {losses_of}"
+    assert [loss["replica"] for lost in losses_of for loss in lost] == ([2] if killed else []), "not seen at once"
+    verdict, report = check(outcome.run_dir, reference(dataclasses.replace(job, save_interval=1000, extra=())))
+    assert verdict == 0, report
+
+
 def test_replica_whose_parameters_drift_is_outvoted_and_fenced(
     tmp_path: pathlib.Path, data: pathlib.Path, reference: Callable[[Job], pathlib.Path]
 ) -> None:

@@ -1,0 +1,36 @@
+"""`scripts/pretrain_gpt.py` on a slow disk: replica 0 takes `SECONDS` for every checkpoint that it saves."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import time
+from typing import Any
+
+from megatron_recover.config import rank_context
+
+SECONDS = 10.0
+
+
+def main() -> None:
+    """Train; save slowly."""
+    from megatron.training import training
+
+    script = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
+    spec = importlib.util.spec_from_file_location("pretrain_gpt", script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    context, upstream = rank_context(), training.save_checkpoint
+
+    def save_slowly(*args: Any, **kwargs: Any) -> None:
+        if context is not None and context.replica == 0:
+            time.sleep(SECONDS)
+        upstream(*args, **kwargs)
+
+    training.save_checkpoint = save_slowly
+    module.main()
+
+
+if __name__ == "__main__":
+    main()
