@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import shutil
@@ -72,9 +73,10 @@ def test_a_finished_job_that_is_started_again_ends_well(evaluations: int, tmp_pa
 
 def test_microbatch_that_raises_in_two_replicas_stops_the_job_and_is_named(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
     job = Job(replicas=3)
-    # Replica 1 has microbatch 3; where it is computed again, it raises again.
+    # Replica 1 has microbatch 3; whoever has it next raises again, be it that it has begun the step already or not.
     faults = ["1 0 forward step=2 microbatch=3 kind=raise"]
-    faults += [f"{replica} 0 recompute step=2 microbatch=3 kind=raise" for replica in (0, 2)]
+    for replica, point in itertools.product((0, 2), ("recompute", "forward")):
+        faults.append(f"{replica} 0 {point} step=2 microbatch=3 kind=raise")
     outcome = run_job(job, tmp_path / "run", data, chaos=chaos_text(*faults)).expect(ExitCode.POISONED_MICROBATCH)
     assert "microbatch 3" in outcome.output and "train 3" in outcome.output
     assert len(outcome.events("fault")) == 2, "the microbatch was dealt a third time"

@@ -47,6 +47,9 @@ def _fault(text: str) -> str:
 BF16 = ("--bf16",)
 ZERO1 = ("--use-distributed-optimizer",)
 
+# A replica may lag behind by one step, so what is to strike inside a recovery must not depend on how far it is. Promise and
+# status: the second of the run, whatever the step (the first is that of the first generation). Recomputing: a bucket other than
+# the first is reduced only after everyone has computed a share.
 CASES = (
     Case(
         "forward and backward, down to one replica",
@@ -75,25 +78,25 @@ CASES = (
     Case(
         "inside recovery: promise",
         Job(replicas=4, tp=2),
-        ("3 0 backward step=1", "2 0 promise step=1", "0 0 reduce step=3 bucket=0"),
+        ("3 0 backward step=1", "2 0 promise occurrence=2", "0 0 reduce step=3 bucket=0"),
         1,
     ),
     Case(
         "inside recovery: status",
         Job(replicas=4),
-        ("3 0 backward step=1", "2 0 status step=1", "1 0 before_reduce step=3"),
+        ("3 0 backward step=1", "2 0 status occurrence=2", "1 0 before_reduce step=3"),
         1,
     ),
     Case(
         "inside recovery: recompute",
         Job(replicas=4, microbatches=8),
-        ("3 0 reduce step=1 bucket=0", "0 0 recompute step=1", "1 0 reduce step=3 bucket=1"),
+        ("3 0 reduce step=1 bucket=1", "0 0 recompute step=1", "1 0 reduce step=3 bucket=1"),
         1,
     ),
     Case(
         "inside recovery: second reduction",
         Job(replicas=4, microbatches=8),
-        ("3 0 reduce step=1 bucket=0", "2 0 second_reduce step=1", "1 0 reduce step=3 bucket=1"),
+        ("3 0 reduce step=1 bucket=1", "2 0 second_reduce step=1", "1 0 reduce step=3 bucket=1"),
         1,
     ),
     Case("tensor and pipeline parallel", Job(replicas=2, tp=2, pp=2), ("1 2 reduce step=2 occurrence=2",), 1),
