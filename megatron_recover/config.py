@@ -67,6 +67,8 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     """`time.monotonic()` of the launcher at the start of the run: zero of the trace's clock."""
     faults: tuple[str, ...] = ()
     """Faults for this rank, each as JSON of `faults.Fault`."""
+    dry_run: bool = False
+    """Judge the arguments as this rank would and end, with code 0 or 2: the launcher asks before there is any rank."""
 
 
 def rank_context() -> RankContext | None:

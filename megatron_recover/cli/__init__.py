@@ -5,13 +5,13 @@ Nothing heavy is imported here: a verb's module, and with it torch, is imported 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from megatron_recover import __version__
+from megatron_recover.flags import did_you_mean
 
 VERBS: Mapping[str, str] = MappingProxyType({
     "run": "train with replicas that survive the death of any of them",
@@ -53,8 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"megatron-recover {__version__}")
         return 0
     if verb not in VERBS:
-        close = difflib.get_close_matches(verb, VERBS, n=1)
-        remedy = f"did you mean '{close[0]}'?" if close else f"verbs are {', '.join(VERBS)}"
+        remedy = did_you_mean(verb, VERBS, f"verbs are {', '.join(VERBS)}")
         print(f"megatron-recover: unknown verb '{verb}'; {remedy}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"megatron_recover.cli.{verb}")

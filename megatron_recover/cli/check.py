@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 import msgspec
 
 from megatron_recover.core.values import ExitCode
+from megatron_recover.flags import Parser
 from megatron_recover.observe.check import Verdict, check, describe
 from megatron_recover.trace import TraceError
 
@@ -27,7 +27,7 @@ def _json(verdict: Verdict) -> str:
 
 def main(argv: list[str]) -> int:
     """Judge one run directory."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="megatron-recover check",
         description="Verify the invariants of a run from its trace alone, and compare it with a reference run.",
         epilog=f"Exit code 0: all hold. {ExitCode.INVARIANT_VIOLATED:d}: one is broken, two exact runs differ, or "

@@ -6,12 +6,13 @@ Every file is one document: its bytes as tokens 0..255, then the end-of-document
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from megatron_recover.flags import Parser
 
 END_OF_DOCUMENT = 256
 VOCABULARY_SIZE = 257
@@ -66,7 +67,7 @@ def write_dataset(output: Path, files: Iterator[Path]) -> tuple[int, int]:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; 0, or 2 with a message on bad input."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="megatron-recover data", description="Turn text into a Megatron dataset, byte by byte, one document a file."
     )
     parser.add_argument(

@@ -6,7 +6,6 @@ run, and says in plain words what the checker found; it computes no number itsel
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import re
 import shlex
@@ -25,6 +24,7 @@ import msgspec
 import megatron_recover
 from megatron_recover import trace
 from megatron_recover.core.values import ExitCode
+from megatron_recover.flags import Parser
 from megatron_recover.observe import report
 from megatron_recover.observe.check import Verdict, check, describe
 from megatron_recover.observe.plot import PLOT_FILE
@@ -245,7 +245,7 @@ def _verdict(folder: Path, found: tuple[Claim, ...], reference: Verdict, faulty:
 
 def main(argv: list[str]) -> int:
     """Run the demo; 0: every claim holds, 14: one does not, 1: a run failed, 2: bad input, 15: interrupted."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="megatron-recover demo",
         description="Train a small GPT on real text twice, once with kill -9 of real processes, and prove that the result is "
         "bit for bit the same. CPU only, under 3 minutes on two cores.",

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from megatron_recover.core.values import ExitCode
+from megatron_recover.flags import Parser
 from megatron_recover.observe import plot, report, summary
 from megatron_recover.trace import TraceError
 
 
 def main(argv: list[str]) -> int:
     """Write both files and say where they are."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="megatron-recover report",
         description="Rebuild summary.json and the loss plot of a run directory from its trace.",
     )

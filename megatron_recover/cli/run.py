@@ -14,6 +14,7 @@ from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault
+from megatron_recover.flags import Parser
 from megatron_recover.megatron.preflight import Preflight, preflight
 
 PRELOAD = (
@@ -24,16 +25,16 @@ PRELOAD = (
     "megatron_recover.megatron.checkpoint",
 )
 """What every rank finds imported."""
+_NO_SCRIPT = "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="megatron-recover run",
         description="Train with replicas of the model; when a process dies, the others finish its microbatches in that step.",
         usage="megatron-recover run --replicas R [options] -- SCRIPT [Megatron flags]",
         epilog="--global-batch-size is that of the whole job. Resilience flags of the trainer begin with --recover- and go "
         "behind the script's name; exit codes are in docs/guarantees.md.",
-        allow_abbrev=False,
     )
     parser.add_argument("--replicas", type=int, required=True, metavar="R", help="complete copies of the model")
     parser.add_argument("--lanes", type=int, default=1, metavar="L", help="data-parallel size inside each replica (default: 1)")
@@ -42,16 +43,14 @@ def _parser() -> argparse.ArgumentParser:
         "--chaos", metavar="FILE|rate=P,seed=N", help="inject faults: a TOML file of exact ones, or random ones (docs/chaos.md)"
     )
     parser.add_argument("--quiet", action="store_true", help="print only how the run ends if it does not end well")
-    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 
-def _job(arguments: argparse.Namespace) -> tuple[Job, str]:
+def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, str]:
     """The job, with its new run directory, and its chaos file (empty without chaos). Raises ValueError."""
-    words = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
-    if not words:
-        raise ValueError("the training script is missing; write it behind --, for example: -- scripts/pretrain_gpt.py ...")
-    script, *flags = words
+    if not command:
+        raise ValueError(_NO_SCRIPT)
+    script, *flags = command
     if not Path(script).is_file():
         raise ValueError(f"there is no training script {script}; write its path behind --")
     judged = preflight(flags, num_replicas=arguments.replicas, lanes=arguments.lanes)
@@ -82,9 +81,13 @@ def _target(arguments: argparse.Namespace, judged: Preflight, flags: Sequence[st
 
 def main(argv: list[str]) -> int:
     """Run a job to its end; its exit code."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    if "--" not in argv and not {"-h", "--help"} & {*argv}:  # else every flag of Megatron's would be taken for one of ours
+        parser.error(_NO_SCRIPT)
+    end = argv.index("--") if "--" in argv else len(argv)
+    arguments = parser.parse_args(argv[:end])
     try:
-        job, chaos_text = _job(arguments)
+        job, chaos_text = _job(arguments, argv[end + 1 :])
     except ValueError as error:
         for line in str(error).splitlines():
             print(f"megatron-recover run: {line}", file=sys.stderr)

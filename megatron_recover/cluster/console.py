@@ -135,6 +135,10 @@ class Console:
     def _show_end(self, exit_code: int, reason: str) -> None:
         if exit_code == ExitCode.OK and self._quiet:
             return
+        if exit_code == ExitCode.BAD_INPUT:  # said as the preflight says it; nothing is left to look at
+            for line in reason.splitlines():
+                print(f"megatron-recover run: {line}", file=sys.stderr)
+            return
         if exit_code not in (ExitCode.OK, ExitCode.INTERRUPTED):
             self._show_ends_of_logs()
         name = ExitCode(exit_code).name.lower().replace("_", " ") if exit_code in list(ExitCode) else "killed"

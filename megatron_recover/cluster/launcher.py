@@ -1,4 +1,4 @@
-"""The life of a run in the launcher's process: start all ranks, watch them, end with the job's exit code, leave nothing behind.
+"""The life of a run in the launcher's process: dry run, start of all ranks, watch over them, exit code; nothing stays behind.
 
 It joins the agent (processes), the membership (decisions) and the console. What happens to the job is decided by the
 machines of the core; what is decided here is only how long a process that has been told to end may take.
@@ -6,10 +6,12 @@ machines of the core; what is decided here is only how long a process that has b
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 import msgspec
@@ -24,7 +26,10 @@ from megatron_recover.collectives.loop import Loop
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext
 from megatron_recover.core.coordinator import Policy
 from megatron_recover.core.values import ExitCode, Loss, LossKind
+from megatron_recover.megatron.arguments import BAD_ARGUMENTS
 
+_DRY_RUN = -1
+"""What the agent calls the process that judges the arguments: it belongs to no replica."""
 _POLL_S = 0.02
 """Between two looks at every rank's /proc entry: a death is known after half of it on average (Note [Seeing a death])."""
 _GRACE_S = 0.2
@@ -99,7 +104,7 @@ class Launcher:
             self._console.says(
                 f"importing {', '.join(job.preload) or 'nothing'} once for {job.num_replicas * job.num_ranks} ranks"
             )
-            if self._wait_for_imports():
+            if self._wait_for_imports() and self._dry_run():
                 self._spawn_all()
                 self._watch()
         except AgentLost as error:
@@ -128,34 +133,57 @@ class Launcher:
         self._end(ExitCode.INTERRUPTED, "interrupted before training began")
         return False
 
+    def _dry_run(self) -> bool:
+        """Whether the script, run once with its own parser and Megatron's, accepts its arguments; it ends before it trains."""
+        script, log = self._job.argv[0], self._job.run_dir / LOGS / "dry-run.log"
+        environment = self._environment(0, 0, leader="", master_port=0, dry_run=True)
+        self._agent.spawn(_DRY_RUN, 0, argv=self._job.argv, environment=environment, log=log)
+        deadline = time.monotonic() + _START_DEADLINE_S
+        while not self._num_signals:
+            for end in self._agent.poll():
+                if end.status == ExitCode.BAD_INPUT:
+                    self._end(ExitCode.BAD_INPUT, _refusal(log))
+                elif end.status:
+                    self._end(ExitCode.FAILED, f"{script} ended by {end.cause} before it trained; see {log}")
+                return end.status == ExitCode.OK
+            if time.monotonic() > deadline:
+                self._end(ExitCode.FAILED, f"{script} did not begin to train in {_START_DEADLINE_S:.0f} s; see {log}")
+                return False
+            self._loop.run_once(_POLL_S)
+        self._end(ExitCode.INTERRUPTED, "interrupted before training began")
+        return False
+
     def _spawn_all(self) -> None:
         job = self._job
         for replica in range(job.num_replicas):
             leader = f"127.0.0.1:{self._ports.take()}"
             master_port = self._ports.take()
             for rank in range(job.num_ranks):
-                mine = tuple(
-                    msgspec.json.encode(fault).decode()
-                    for fault in job.faults
-                    if (fault.replica, fault.rank) == (replica, rank)
-                )
-                context = RankContext(
-                    replica=replica, rank=rank, num_ranks=job.num_ranks, num_replicas=job.num_replicas,
-                    coordinator=self._membership.address, leader=leader, run_dir=str(job.run_dir),
-                    started_at=self._started_at, faults=mine,
-                )  # fmt: skip
-                # RANK and WORLD_SIZE are those of the replica's own world. LOCAL_RANK picks a device of this node, which
-                # the replicas share.
-                environment = {
-                    CONTEXT_VARIABLE: msgspec.json.encode(context).decode(),
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(job.num_ranks),
-                    "LOCAL_RANK": str(replica * job.num_ranks + rank),
-                    "LOCAL_WORLD_SIZE": str(job.num_replicas * job.num_ranks),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(master_port),
-                }
+                environment = self._environment(replica, rank, leader=leader, master_port=master_port)
                 self._agent.spawn(replica, rank, argv=job.argv, environment=environment, log=job.log_of(replica, rank))
+
+    def _environment(self, replica: int, rank: int, *, leader: str, master_port: int, dry_run: bool = False) -> dict[str, str]:
+        """What a rank's process finds in its environment beside what all inherit."""
+        job = self._job
+        mine = tuple(
+            msgspec.json.encode(fault).decode() for fault in job.faults if (fault.replica, fault.rank) == (replica, rank)
+        )
+        context = RankContext(
+            replica=replica, rank=rank, num_ranks=job.num_ranks, num_replicas=job.num_replicas,
+            coordinator=self._membership.address, leader=leader, run_dir=str(job.run_dir),
+            started_at=self._started_at, faults=() if dry_run else mine, dry_run=dry_run,
+        )  # fmt: skip
+        # RANK and WORLD_SIZE are those of the replica's own world. LOCAL_RANK picks a device of this node, which
+        # the replicas share.
+        return {
+            CONTEXT_VARIABLE: msgspec.json.encode(context).decode(),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(job.num_ranks),
+            "LOCAL_RANK": str(replica * job.num_ranks + rank),
+            "LOCAL_WORLD_SIZE": str(job.num_replicas * job.num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(master_port),
+        }
 
     # --- Watching ----------------------------------------------------------------------------------------------------
 
@@ -181,8 +209,7 @@ class Launcher:
         self._log.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
         if end.status == ExitCode.BAD_INPUT and not self._membership.generation:
             # What one rank refuses, all refuse: there is no point in waiting for the others.
-            lines = self._job.log_of(end.replica, end.rank).read_text(errors="replace").strip().splitlines()
-            self._end(ExitCode.BAD_INPUT, lines[-1] if lines else "the training script refused its arguments")
+            self._end(ExitCode.BAD_INPUT, _refusal(self._job.log_of(end.replica, end.rank)))
             return
         kind = LossKind.EXCEPTION if end.status > 0 else LossKind.PROCESS_ENDED
         if end.status == ExitCode.OK and not self._membership.generation:
@@ -228,6 +255,13 @@ class Launcher:
             self._console.says(f"{name} again: killing everything")
             self._ending = (128 + number, f"killed on request ({name})")
             self._end_by = 0.0
+
+
+def _refusal(log: Path) -> str:
+    """Why a process did not accept its arguments: what it says so of, else its last line, which is argparse's complaint."""
+    lines = log.read_text(errors="replace").strip().splitlines() or ["the training script refused its arguments"]
+    said = [line.removeprefix(BAD_ARGUMENTS) for line in lines if line.startswith(BAD_ARGUMENTS)]
+    return "\n".join(said) or re.sub(r"^\S+: error: (argument )?", "", lines[-1])
 
 
 def _worker_defaults(environment: dict[str, str]) -> dict[str, str]:

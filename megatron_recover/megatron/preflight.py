@@ -6,10 +6,7 @@ to Megatron's own parser. It decides nothing: it returns the layout of a replica
 
 from __future__ import annotations
 
-import difflib
-import os
 import re
-import struct
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
@@ -17,6 +14,8 @@ from typing import Any, Final, NoReturn
 import msgspec
 
 from megatron_recover.config import RecoverConfig
+from megatron_recover.flags import did_you_mean
+from megatron_recover.megatron import preflight_data as data
 from megatron_recover.megatron import seams
 from megatron_recover.megatron.arguments import add_recover_arguments, flag_of, recover_config, refusals
 from megatron_recover.trace import Layout
@@ -40,7 +39,11 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--account-for-embedding-in-pipeline-split": _ON,
     "--account-for-loss-in-pipeline-split": _ON,
     "--num-layers": _INT,
+    "--hidden-size": _INT,
     "--num-attention-heads": _INT,
+    "--kv-channels": _INT,
+    "--group-query-attention": _ON,
+    "--num-query-groups": _ONE,
     # Batch.
     "--micro-batch-size": _INT,
     "--global-batch-size": _INT,
@@ -116,12 +119,6 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """Megatron's flags that are judged here, declared as Megatron declares them (a test compares the two)."""
 
-_INDEX_MAGIC: Final = b"MMIDIDX\x00\x00"
-_INDEX_HEADER: Final = struct.Struct("<9sQBQQ")
-"""Of an `.idx` file: magic, version, type of a token, number of sequences, number of documents."""
-_DEFAULT_SPLIT: Final = "969, 30, 1"
-"""Upstream's, where `--split` is missing."""
-
 
 class Preflight(msgspec.Struct, frozen=True):
     """What the launcher learns from a command line that it may start."""
@@ -168,7 +165,7 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
         )
     layout, wrong = _layout(args, lanes)
     num_microbatches, too_few = _num_microbatches(args, num_replicas, lanes)
-    found += [*wrong, *too_few, *_data(args)]
+    found += [*wrong, *too_few, *data.mistakes(args)]
     if found:
         raise ValueError("\n".join(found))
     batch_changes = args.rampup_batch_size is not None or args.step_batch_size_schedule is not None
@@ -177,13 +174,8 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
 
 def _unknown(others: Sequence[str]) -> list[str]:
     known = [flag_of(name) for name in RecoverConfig.__struct_fields__]
-    found = []
-    for word in others:
-        flag = word.partition("=")[0]
-        if flag.startswith("--recover-"):
-            close = difflib.get_close_matches(flag, known, n=1)
-            found.append(f"{flag} is unknown; " + (f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"))
-    return found
+    mistyped = [flag for flag in (word.partition("=")[0] for word in others) if flag.startswith("--recover-")]
+    return [f"{flag} is unknown; " + did_you_mean(flag, known, f"there are {', '.join(known)}") for flag in mistyped]
 
 
 def _layout(args: Namespace, lanes: int) -> tuple[Layout, list[str]]:
@@ -199,10 +191,8 @@ def _layout(args: Namespace, lanes: int) -> tuple[Layout, list[str]]:
     ]
     if found:
         return Layout(tp=1, pp=1), found
-    heads, ep = args.num_attention_heads, args.expert_model_parallel_size
-    if heads is not None and heads % tp:
-        found.append(f"--tensor-model-parallel-size {tp} does not divide --num-attention-heads {heads}; change one of them")
-    if (tp * cp * lanes) % ep:
+    found, ep = _heads(args, tp), args.expert_model_parallel_size
+    if ep < 1 or (tp * cp * lanes) % ep:
         found.append(
             f"--expert-model-parallel-size {ep} does not divide TP x CP x lanes = {tp} x {cp} x {lanes}; "
             "experts are spread inside a replica: raise --lanes of megatron-recover run"
@@ -221,6 +211,27 @@ def _layout(args: Namespace, lanes: int) -> tuple[Layout, list[str]]:
     elif args.num_virtual_stages_per_pipeline_rank is not None:
         vpp = args.num_virtual_stages_per_pipeline_rank
     return Layout(tp=tp, pp=pp, cp=cp, lanes=lanes, vpp=vpp), found
+
+
+def _heads(args: Namespace, tp: int) -> list[str]:
+    """What is wrong with the attention heads: numbers that have to divide one another."""
+    heads, hidden, groups = args.num_attention_heads, args.hidden_size, args.num_query_groups
+    numbers = {"--num-attention-heads": heads, "--hidden-size": hidden, "--num-layers": args.num_layers}
+    found = [
+        f"{flag} is {number}; it must be at least 1" for flag, number in numbers.items() if number is not None and number < 1
+    ]
+    if found or heads is None:
+        return found
+    pairs = [("--tensor-model-parallel-size", tp, "--num-attention-heads", heads)]
+    if hidden is not None and args.kv_channels is None:  # else a head has the size that is given
+        pairs.append(("--num-attention-heads", heads, "--hidden-size", hidden))
+    if args.group_query_attention:
+        pairs.append(("--num-query-groups", groups, "--num-attention-heads", heads))
+    return [
+        f"{flag} {divisor} does not divide {whole_flag} {whole}; change one of them"
+        for flag, divisor, whole_flag, whole in pairs
+        if divisor < 1 or whole % divisor
+    ]
 
 
 def _num_chunks(args: Namespace, pp: int) -> tuple[int, list[str]]:
@@ -254,11 +265,12 @@ def _num_microbatches(args: Namespace, num_replicas: int, lanes: int) -> tuple[i
         first = re.match(r"\D*\d+\D+(\d+)", args.step_batch_size_schedule)
         batch, flag = (int(first.group(1)) if first else None), "--step-batch-size-schedule"
     elif args.rampup_batch_size is not None:
-        batch, flag = int(args.rampup_batch_size[0]), "--rampup-batch-size"
+        first_size = args.rampup_batch_size[0]
+        batch, flag = (int(first_size) if first_size.isdecimal() else None), "--rampup-batch-size"
     else:
         batch, flag = args.global_batch_size, "--global-batch-size"
     if batch is None:
-        return 0, [f"{flag} is missing; it is the batch of the whole job, split over the replicas"]
+        return 0, [f"{flag} is missing or no number; it is the batch of the whole job, split over the replicas"]
     num, found = _count(flag, batch, "--micro-batch-size", micro, num_replicas, lanes)
     evaluated, eval_micro = args.eval_global_batch_size, args.eval_micro_batch_size
     if evaluated is not None or eval_micro is not None:
@@ -281,63 +293,3 @@ def _count(flag: str, batch: int, micro_flag: str, micro: int, num_replicas: int
             f"raise it to at least {num_replicas * one}, or use fewer replicas"
         ]
     return batch // one, []
-
-
-def _data(args: Namespace) -> list[str]:
-    if args.mock_data:
-        return []
-    given = {
-        "--data-path": args.data_path,
-        "--train-data-path": args.train_data_path,
-        "--valid-data-path": args.valid_data_path,
-        "--test-data-path": args.test_data_path,
-    }
-    files = {"--data-args-path": args.data_args_path, "--per-split-data-args-path": args.per_split_data_args_path}
-    found = [
-        f"{flag} {path} does not exist; give a file that lists the data"
-        for flag, path in files.items()
-        if path is not None and not os.path.isfile(path)
-    ]
-    if not any(given.values()) and not any(files.values()):
-        found.append("--data-path is missing; make data with 'megatron-recover data --output PREFIX' and give that PREFIX")
-    for flag, words in given.items():
-        for prefix in _prefixes(words or []):
-            missing = [end for end in (".bin", ".idx") if "://" not in prefix and not os.path.isfile(prefix + end)]
-            if missing:
-                found.append(
-                    f"{flag} {prefix}: {' and '.join(prefix + end for end in missing)} not found; "
-                    f"make them with 'megatron-recover data --output {prefix} PATH...'"
-                )
-            elif "://" not in prefix:
-                found += _splits(args, flag, prefix)
-    return found
-
-
-def _splits(args: Namespace, flag: str, prefix: str) -> list[str]:
-    """Whether each split of one data set has something in it; upstream looks for a sample of an empty one for ever."""
-    with open(prefix + ".idx", "rb") as file:
-        header = file.read(_INDEX_HEADER.size)
-    if len(header) < _INDEX_HEADER.size or not header.startswith(_INDEX_MAGIC):
-        return [f"{flag} {prefix}: {prefix}.idx is no index of Megatron's; make it with 'megatron-recover data'"]
-    num = _INDEX_HEADER.unpack(header)[3]
-    if flag != "--data-path":  # one data set a split
-        empty = not num and (flag == "--train-data-path" or args.eval_iters)
-        return [f"{flag} {prefix} has no documents; make it with 'megatron-recover data'"] if empty else []
-    split = args.split or _DEFAULT_SPLIT
-    ratios = [float(ratio) for ratio in re.findall(r"[.0-9]+", split)]
-    ends = [sum(ratios[: index + 1]) / (sum(ratios) or 1) for index in range(len(ratios))]
-    return [
-        f"--split {split} leaves none of the {num} documents of {prefix} for {name}; give more documents, or it a share of 0"
-        for name, ratio, begin, end in zip(("training", "validation", "testing"), ratios, [0.0, *ends], ends, strict=False)
-        if ratio > 0 and round(begin * num) == round(end * num) and (name == "training" or args.eval_iters)
-    ]
-
-
-def _prefixes(words: Sequence[str]) -> list[str]:
-    """The data sets of a blend: every word, or every second one where the others are weights."""
-    weights = words[::2] if len(words) % 2 == 0 else []
-    return [*words[1::2]] if weights and all(_is_number(word) for word in weights) else [*words]
-
-
-def _is_number(word: str) -> bool:
-    return re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", word) is not None

@@ -19,15 +19,22 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_recover import trace
+from megatron_recover import flags, trace
 from megatron_recover.config import RankContext, RecoverConfig, rank_context
 from megatron_recover.core import policy
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import FaultInjector
-from megatron_recover.megatron.arguments import add_recover_arguments, cpu_refusals, recover_config, refusals
+from megatron_recover.megatron.arguments import (
+    BAD_ARGUMENTS,
+    add_recover_arguments,
+    cpu_refusals,
+    recover_config,
+    refusals,
+)
 
 if TYPE_CHECKING:
+    from megatron_recover.collectives.transport import Endpoint
     from megatron_recover.megatron.checkpoint import Checkpoints
     from megatron_recover.megatron.commit import CommitLoop
     from megatron_recover.megatron.rank_member import RankMember
@@ -82,7 +89,12 @@ def _parse(extra_args_provider: Provider | None, args_defaults: dict[str, Any], 
             cpu.set_cpu_defaults(parser)
         # Upstream's default repeats steps when a result looks wrong, which needs an all-reduce over the world each step.
         parser.set_defaults(rerun_mode="disabled", **defaults)
-        return extra_args_provider(parser) if extra_args_provider is not None else parser
+        if extra_args_provider is not None:
+            parser = extra_args_provider(parser)
+        unknown = flags.unknown(sys.argv[1:], parser)
+        if unknown:
+            raise ValueError("\n".join(unknown))
+        return parser
 
     with bad_input_ends():
         args = parse_and_validate_args(extra_args_provider=provide, args_defaults=args_defaults)
@@ -94,14 +106,14 @@ def _parse(extra_args_provider: Provider | None, args_defaults: dict[str, Any], 
 
 @contextlib.contextmanager
 def bad_input_ends() -> Iterator[None]:
-    """End the process with code 2 and one message when something inside does not accept what the user gave."""
+    """End the process with code 2 and one line a mistake when something inside does not accept what the user gave."""
     try:
         yield
-    except (ValueError, AssertionError) as error:
+    except (ValueError, AssertionError, OSError, ImportError) as error:
         # Megatron asserts on its arguments, often without a word: then its source says what it wanted.
         place = traceback.extract_tb(error.__traceback__)[-1]
         text = str(error) or f"{os.path.basename(place.filename)}:{place.lineno} wants: {place.line}"
-        print(f"bad arguments: {text}", file=sys.stderr, flush=True)
+        print(*(f"{BAD_ARGUMENTS}{line}" for line in text.splitlines()), sep="\n", file=sys.stderr, flush=True)
         sys.exit(ExitCode.BAD_INPUT)
 
 
@@ -133,7 +145,10 @@ class _Training:
         args_defaults: dict[str, Any],
         others: dict[str, Any],
     ) -> int:
-        """Train to the end of the job; its exit code. Raises `JobStopped` and whatever the training raises."""
+        """Train to the end of the job, or in a dry run to its beginning; the exit code.
+
+        Raises `JobStopped` and whatever the training raises.
+        """
         from megatron.training import pretrain as upstream
         from megatron.training import print_rank_0
 
@@ -141,6 +156,10 @@ class _Training:
         with bad_input_ends():
             if others.get("process_non_loss_data_func") is not None:
                 raise ValueError("process_non_loss_data_func is not supported: no replica sees a whole batch; leave it out")
+        if self._context.dry_run:
+            with bad_input_ends(), contextlib.closing(_endpoint(config)):
+                configure(args)
+            return ExitCode.OK
         member = self._member = self._create_member(config)
         checkpoints, loop = self._install(args, config, member)
         try:
@@ -185,14 +204,10 @@ class _Training:
             return args, recover_config(args)
 
     def _create_member(self, config: RecoverConfig) -> RankMember:
-        import torch
-
-        from megatron_recover.collectives.endpoints import open_endpoint
         from megatron_recover.megatron.rank_member import RankMember
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         with bad_input_ends():
-            endpoint = open_endpoint(config.transport, device=device)
+            endpoint = _endpoint(config)
         return RankMember(self._context, config, endpoint, record=self._log.record, faults=self._faults)
 
     def _install(self, args: Namespace, config: RecoverConfig, member: RankMember) -> tuple[Checkpoints, CommitLoop]:
@@ -228,6 +243,15 @@ class _Training:
         if missing:
             raise RuntimeError(f"nothing was installed for {', '.join(missing)}")
         return checkpoints, loop
+
+
+def _endpoint(config: RecoverConfig) -> Endpoint:
+    """This rank's address on the data plane. Raises ValueError where the transport does not serve the device."""
+    import torch
+
+    from megatron_recover.collectives.endpoints import open_endpoint
+
+    return open_endpoint(config.transport, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _seed(args: Namespace, iteration: int, microbatch: int, chunk: int) -> None:

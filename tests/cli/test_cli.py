@@ -48,7 +48,7 @@ def test_help_of_every_verb_imports_no_torch(verb: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
-        (["chekc", "runs/a"], "did you mean 'check'?"),
+        (["chekc", "runs/a"], "did you mean check?"),
         (["fly"], "verbs are run, demo, check, report, data"),
         (["check"], "RUN_DIR"),
         (["check", "/nowhere"], "give the --run-dir of a run"),

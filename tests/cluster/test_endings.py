@@ -125,6 +125,35 @@ def test_a_script_that_never_joins_is_told_what_it_should_call(tmp_path: Path) -
     assert "does it call megatron_recover.megatron.pretrain instead of Megatron's pretrain?" in outcome.output
 
 
+def test_what_the_dry_run_refuses_starts_no_rank(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "print('noise\\nbad arguments: the first is wrong\\nbad arguments: the second too\\nmore noise')\n"
+        "sys.exit(2 if '\"dry_run\":true' in os.environ['MEGATRON_RECOVER_CONTEXT'] else 1)\n"
+    )
+    outcome = run(spec(tmp_path, script=str(script)))
+    assert outcome.exit_code == ExitCode.BAD_INPUT
+    assert [line for line in outcome.output.splitlines() if line.startswith("megatron-recover run: ")] == [
+        "megatron-recover run: the first is wrong",
+        "megatron-recover run: the second too",
+    ]
+    assert [path.name for path in (tmp_path / "run" / "logs").glob("*.log") if path.name.startswith("replica")] == []
+
+
+def test_a_signal_ends_a_dry_run(tmp_path: Path) -> None:
+    script, begun = tmp_path / "script.py", tmp_path / "begun"
+    script.write_text(f"import signal\nopen({str(begun)!r}, 'w').close()\nwhile True: signal.pause()\n")
+    with open(tmp_path / "output", "wb") as output:
+        launcher = subprocess.Popen(command(spec(tmp_path, script=str(script))), cwd=ROOT, stdout=output, stderr=output)
+    try:
+        wait_for(begun.exists, "the dry run")
+        launcher.terminate()
+        assert launcher.wait(30) == ExitCode.INTERRUPTED
+    finally:
+        launcher.kill()
+
+
 def test_a_rank_that_ends_too_early_with_exit_code_0_is_a_loss(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     toy = str(ROOT / "tests" / "cluster" / "toy.py")

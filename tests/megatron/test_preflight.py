@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import struct
 import subprocess
 import sys
@@ -61,7 +62,19 @@ def test_layout_of_a_job(data: str) -> None:
         ("--data-path 0.5 {data} 0.5 /nowhere/text", {}, "/nowhere/text.bin and /nowhere/text.idx not found"),
         ("--data-path", {}, "--data-path is missing"),
         ("--split 9999,1,0", {}, "--split 9999,1,0 leaves none of the 1000 documents"),
-        ("--data-args-path /nowhere", {}, "--data-args-path /nowhere does not exist"),
+        ("--split 90,0,10", {}, "--split 90,0,10 has nothing for validation, and --eval-iters is 100; give it a share, or set"),
+        ("--split 0,5,5", {}, "--split 0,5,5 has nothing for training; give it a share"),
+        ("--split 90,5,5,5", {}, "--split 90,5,5,5 does not give the shares"),
+        ("--split 90,5,..", {}, "--split 90,5,.. does not give the shares"),
+        ("--split 90,5,5-", {}, "--split 90,5,5- does not give the shares"),
+        ("--split 0", {}, "--split 0 does not give the shares"),
+        ("--train-data-path {data}", {}, "--data-path and --train-data-path exclude each other"),
+        ("--data-args-path /nowhere", {}, "--data-args-path /nowhere cannot be read (No such file or directory)"),
+        ("--data-args-path /tmp", {}, "--data-args-path /tmp cannot be read (Is a directory)"),
+        ("--hidden-size 30", {}, "--num-attention-heads 4 does not divide --hidden-size 30; change one of them"),
+        ("--num-attention-heads 0", {}, "--num-attention-heads is 0; it must be at least 1"),
+        ("--group-query-attention --num-query-groups 3", {}, "--num-query-groups 3 does not divide --num-attention-heads 4"),
+        ("--rampup-batch-size few 2 100", {}, "--rampup-batch-size is missing or no number"),
         ("--recover-min-replica 1", {}, "did you mean --recover-min-replicas?"),
         ("--recover-min-replicas 3", {}, "--recover-min-replicas is 3, but the job starts with --replicas 2"),
         ("--recover-stall-timeout-s 0", {}, "--recover-stall-timeout-s is 0"),
@@ -163,6 +176,60 @@ def test_data_of_one_split_is_not_empty(data: str, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"{empty} has no documents"):
             preflight(flags.format(train, valid, evaluations).split(), num_replicas=2)
     preflight(flags.format(data, empty, 0).split(), num_replicas=2)
+
+
+PLAIN = "--micro-batch-size 2 --global-batch-size 16 "
+
+
+def _refused_data(flags: str) -> str:
+    with pytest.raises(ValueError) as refusal:
+        preflight((PLAIN + flags).split(), num_replicas=2)
+    return str(refusal.value)
+
+
+def test_a_list_of_data_is_opened(data: str, tmp_path: Path) -> None:
+    """Upstream looks for ever for a sample of an empty split, wherever its name stands."""
+    listed, small = tmp_path / "list", _index(tmp_path / "small", 1)
+    flag = f"--data-args-path {listed}"
+    for text, flags, expected in (
+        (f"0.5 {data}\n0.5 {small}\n", "--split 8,1,1", f"none of the 1 documents of {small} for "),
+        (data, "", f"--split is missing; {flag} needs it"),
+        ("/nowhere", "--split 8,1,1", f"{flag} /nowhere: /nowhere.bin and /nowhere.idx not found"),
+        (" \n", "--split 8,1,1", f"{flag} names no data"),
+        (data, "--split 8,0,1", "nothing for validation"),
+    ):
+        listed.write_text(text)
+        assert expected in _refused_data(f"{flag} {flags}")
+    listed.write_bytes(b"\xff\xfe")
+    assert f"{flag} cannot be read (no text)" in _refused_data(flag)
+    listed.write_text(f"0.5 {data} 0.5 {data}")
+    preflight(f"{PLAIN} {flag} --split 8,1,1".split(), num_replicas=2)
+
+
+def test_a_list_of_data_for_each_split_is_opened(data: str, tmp_path: Path) -> None:
+    listed, empty = tmp_path / "list.json", _index(tmp_path / "empty", 0)
+    flag = f"--per-split-data-args-path {listed}"
+    for content, expected in (
+        ({"train": [data], "valid": empty, "test": None}, f"{flag} {empty} has no documents"),
+        ({"train": [data], "valid": [], "test": [data]}, "comes without data for validation, and --eval-iters is 100"),
+        ({"train": None, "valid": [data], "test": []}, "comes without data for training"),
+        ({"train": [data], "valid": [data]}, 'is not {"train": [PREFIX, ...], "valid": [...], "test": [...]} in JSON'),
+        ({"train": 1, "valid": [data], "test": []}, "in JSON: Expected `str | array | null`, got `int`"),
+        ([data], "in JSON: Expected `object`, got `array`"),
+    ):
+        listed.write_text(json.dumps(content))
+        assert expected in _refused_data(flag)
+    listed.write_text("train")
+    assert "in JSON: Expecting value: line 1" in _refused_data(flag)
+    listed.write_text(json.dumps({"train": f"0.5 {data} 0.5 {data}", "valid": [data], "test": None}))
+    assert "--split 8,1,1 has no meaning" in _refused_data(f"{flag} --split 8,1,1")
+    preflight(f"{PLAIN} {flag}".split(), num_replicas=2)
+
+
+def test_a_split_that_nobody_reads_may_be_empty(data: str) -> None:
+    judge(data, "--split 90,10,0")
+    judge(data, "--split 100,0,0 --eval-iters 0")
+    judge(data, "--train-data-path /nowhere --mock-data")
 
 
 def _index(prefix: Path, num_documents: int) -> str:

@@ -1,0 +1,163 @@
+"""Judges what a command line says about data: is every data set there, and has every split that is read something in it?
+
+Upstream looks for a sample of an empty split for ever, and ends in a traceback where a split that it needs has no share.
+Reads the headers of index files only, and the lists that `--data-args-path` and `--per-split-data-args-path` name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+_INDEX_MAGIC: Final = b"MMIDIDX\x00\x00"
+_INDEX_HEADER: Final = struct.Struct("<9sQBQQ")
+"""Of an `.idx` file: magic, version, type of a token, number of sequences, number of documents."""
+_DEFAULT_SPLIT: Final = "969, 30, 1"
+"""Upstream's, where `--data-path` is given without `--split`."""
+_SPLITS: Final = {"train": "training", "valid": "validation", "test": "testing"}
+
+
+class _Blend(msgspec.Struct, frozen=True):
+    """Data sets that are mixed, as a flag or a file names them."""
+
+    flag: str
+    """With the file, where the names are in one."""
+    split: str | None
+    """Whose they are (a key of `_SPLITS`), or None: every data set is cut by `--split`."""
+    words: Sequence[str]
+
+    def prefixes(self) -> list[str]:
+        """Every word, or every second one where the others are weights."""
+        weights = self.words[::2] if len(self.words) % 2 == 0 else []
+        return [*self.words[1::2]] if weights and all(map(_is_number, weights)) else [*self.words]
+
+
+def mistakes(args: Namespace) -> list[str]:
+    """One line per mistake, each with the flag and the remedy."""
+    if args.mock_data:
+        return []
+    try:
+        blends = [blend for blend in _blends(args) if blend.words]
+    except ValueError as error:
+        return [str(error)]
+    if not blends:
+        return ["--data-path is missing; make data with 'megatron-recover data --output PREFIX' and give that PREFIX"]
+    shared = [blend.flag for blend in blends if blend.split is None]
+    if len(shared) > 1 or (shared and len(blends) > 1):
+        return [f"{' and '.join(blend.flag for blend in blends)} exclude each other; give one of them"]
+    try:
+        ratios = _ratios(args, shared)
+    except ValueError as error:
+        return [str(error)]
+    found = _without_data(args, blends, ratios)
+    for blend in blends:
+        for prefix in blend.prefixes():
+            if "://" not in prefix:
+                found += _data_set(args, blend, prefix, ratios)
+    return found
+
+
+def _blends(args: Namespace) -> list[_Blend]:
+    """All that are named. Raises ValueError for a list that cannot be read."""
+    blends = [
+        _Blend("--data-path", None, args.data_path or ()),
+        _Blend("--train-data-path", "train", args.train_data_path or ()),
+        _Blend("--valid-data-path", "valid", args.valid_data_path or ()),
+        _Blend("--test-data-path", "test", args.test_data_path or ()),
+    ]
+    if args.data_args_path is not None:
+        flag = f"--data-args-path {args.data_args_path}"
+        words = _text(flag, args.data_args_path).split()
+        if not words:
+            raise ValueError(f"{flag} names no data; write PREFIX words into it, as for --data-path")
+        blends.append(_Blend(flag, None, words))
+    if args.per_split_data_args_path is not None:
+        flag = f"--per-split-data-args-path {args.per_split_data_args_path}"
+        try:
+            lists = msgspec.convert(json.loads(_text(flag, args.per_split_data_args_path)), dict[str, list[str] | str | None])
+            blends += [_Blend(flag, split, _words(lists[split])) for split in _SPLITS]
+        except (json.JSONDecodeError, msgspec.ValidationError, KeyError) as error:
+            raise ValueError(
+                f'{flag} is not {{"train": [PREFIX, ...], "valid": [...], "test": [...]}} in JSON: {error}; correct it'
+            ) from error
+    return blends
+
+
+def _text(flag: str, path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no text"
+        raise ValueError(f"{flag} cannot be read ({reason}); give a file that lists the data") from error
+
+
+def _words(listed: list[str] | str | None) -> list[str]:
+    return listed.split() if isinstance(listed, str) else listed or []
+
+
+def _ratios(args: Namespace, shared: Sequence[str]) -> list[float] | None:
+    """The shares of training, validation and testing; None where every split has data of its own. Raises ValueError."""
+    if not shared:
+        if args.split is not None:
+            raise ValueError(f"--split {args.split} has no meaning where every split has data of its own; leave it out")
+        return None
+    if args.split is None and shared != ["--data-path"]:
+        raise ValueError(f"--split is missing; {shared[0]} needs it, for example --split 90,5,5")
+    split = args.split or _DEFAULT_SPLIT
+    words = re.findall(r"[.0-9]+", split)
+    if "-" in split or len(words) > len(_SPLITS) or not all(map(_is_number, words)) or not sum(map(float, words)):
+        raise ValueError(f"--split {split} does not give the shares of training, validation and testing; write it like 90,5,5")
+    return [*map(float, words), 0.0, 0.0][: len(_SPLITS)]
+
+
+def _without_data(args: Namespace, blends: Sequence[_Blend], ratios: Sequence[float] | None) -> list[str]:
+    """The splits that will be read and have no data. Nobody minds one for testing."""
+    if ratios is not None:
+        given, remedy = {name for name, ratio in zip(_SPLITS, ratios, strict=True) if ratio > 0}, "give it a share"
+        what = f"--split {args.split} has nothing for"
+    else:
+        given, remedy = {blend.split for blend in blends}, "give it some"
+        what = f"{blends[0].flag} comes without data for"
+    found = [f"{what} {_SPLITS['train']}; {remedy}"] if "train" not in given else []
+    if "valid" not in given and args.eval_iters > 0:
+        found.append(f"{what} {_SPLITS['valid']}, and --eval-iters is {args.eval_iters}; {remedy}, or set --eval-iters 0")
+    return found
+
+
+def _data_set(args: Namespace, blend: _Blend, prefix: str, ratios: Sequence[float] | None) -> list[str]:
+    """What is wrong with one data set."""
+    missing = [end for end in (".bin", ".idx") if not os.path.isfile(prefix + end)]
+    if missing:
+        files = " and ".join(prefix + end for end in missing)
+        return [f"{blend.flag} {prefix}: {files} not found; make them with 'megatron-recover data --output {prefix} PATH...'"]
+    with open(prefix + ".idx", "rb") as file:
+        header = file.read(_INDEX_HEADER.size)
+    if len(header) < _INDEX_HEADER.size or not header.startswith(_INDEX_MAGIC):
+        return [f"{blend.flag} {prefix}: {prefix}.idx is no index of Megatron's; make it with 'megatron-recover data'"]
+    num = _INDEX_HEADER.unpack(header)[3]
+    if ratios is None:
+        empty = not num and (blend.split == "train" or args.eval_iters > 0)
+        return [f"{blend.flag} {prefix} has no documents; make it with 'megatron-recover data'"] if empty else []
+    ends = [sum(ratios[: index + 1]) / sum(ratios) for index in range(len(ratios))]
+    split = args.split or _DEFAULT_SPLIT
+    return [
+        f"--split {split} leaves none of the {num} documents of {prefix} for {what}; give more documents, or it a share of 0"
+        for (name, what), ratio, begin, end in zip(_SPLITS.items(), ratios, [0.0, *ends], ends, strict=False)
+        if ratio > 0 and round(begin * num) == round(end * num) and (name == "train" or args.eval_iters > 0)
+    ]
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

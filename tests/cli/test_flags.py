@@ -1,0 +1,56 @@
+"""A mistyped flag is answered with the one that was meant, by every verb and by the rank that judges Megatron's."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from megatron_recover import cli, flags
+
+NO_SCRIPT = "run: the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("run --replica 3 -- script.py --replicaz 1", ["run: --replica is unknown; did you mean --replicas?"]),
+        ("run --replicas 3 --lane=2 --colour x -- script.py", [
+            "run: --lane is unknown; did you mean --lanes?",
+            "run: --colour is unknown; megatron-recover run --help lists all",
+        ]),
+        ("run --replicas three -- script.py", ["run: --replicas: invalid int value: 'three'"]),
+        ("run -- script.py", ["run: the following arguments are required: --replicas"]),
+        ("run --replicas 3 x -- script.py", ["run: unrecognized arguments: x"]),
+        ("run --replicas 3 script.py --num-layers 4", [NO_SCRIPT]),
+        ("run", [NO_SCRIPT]),
+        ("run --replicas 3 --", [NO_SCRIPT]),
+        ("demo --jsn", ["demo: --jsn is unknown; did you mean --json?"]),
+        ("check --agains x", ["check: --agains is unknown; did you mean --against?"]),
+        ("check", ["check: the following arguments are required: RUN_DIR"]),
+        ("report x --aganst y", ["report: --aganst is unknown; did you mean --against?"]),
+        ("data --sufix .py --outptu x", [
+            "data: --sufix is unknown; did you mean --suffix?",
+            "data: --outptu is unknown; did you mean --output?",
+        ]),
+        ("data --out x", ["data: --out is unknown; did you mean --output?"]),
+    ],
+)  # fmt: skip
+def test_every_verb_says_what_was_meant(words: str, expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = cli.main(words.split())
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr()
+    assert (code, said.out) == (2, "")
+    assert said.err.splitlines() == [f"megatron-recover {line}" for line in expected]
+
+
+def test_values_and_what_stands_behind_a_bare_dash_dash_are_no_flags() -> None:
+    parser = argparse.ArgumentParser(prog="x")
+    parser.add_argument("--number", type=float)
+    assert flags.unknown(["--number=--one", "--number", "-1", "--", "--two"], parser) == []
+    assert flags.unknown(["--numbr=--one", "--two", "--numbr"], parser) == [
+        "--numbr is unknown; did you mean --number?",
+        "--two is unknown; x --help lists all",
+    ]
