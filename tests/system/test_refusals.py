@@ -1,0 +1,33 @@
+"""What only the parser of the training script can judge is refused before there is a rank."""
+
+from __future__ import annotations
+
+import pathlib
+
+from megatron_recover.core.values import ExitCode
+from tests.system.jobs import Job, run_job
+
+SCRIPT = """\
+from megatron_recover import megatron as recover
+
+def add_mine(parser):
+    parser.add_argument("--my-rate", type=float)
+    return parser
+
+recover.pretrain(None, None, None, None, extra_args_provider=add_mine)
+"""
+
+
+def test_a_mistyped_flag_of_megatron_or_of_the_script_is_answered_with_the_one_that_was_meant(
+    tmp_path: pathlib.Path, data: pathlib.Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    mistyped = Job(extra=("--my-rate", "1", "--my-rat", "2", "--tensor-model-paralel-size=1"))
+    outcome = run_job(mistyped, tmp_path / "run", data, script=script).expect(ExitCode.BAD_INPUT)
+    assert [line for line in outcome.output.splitlines() if "importing" not in line] == [
+        "megatron-recover run: --my-rat is unknown; did you mean --my-rate?",
+        "megatron-recover run: --tensor-model-paralel-size is unknown; did you mean --tensor-model-parallel-size?",
+        f"megatron-recover run: nothing was trained, so {tmp_path / 'run'} was removed again",
+    ]
+    assert not (tmp_path / "run").exists()
