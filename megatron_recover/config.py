@@ -1,4 +1,4 @@
-"""Settings of the trainer and the context that the launcher hands to each rank. The only module that reads the environment.
+"""Settings of the trainer and the context that the launcher hands to each rank. Nothing else reads or sets the environment.
 
 `RecoverConfig` is the one definition of the trainer's resilience flags: its fields are the `--recover-*` arguments of the
 Megatron argument group (field ``min_replicas`` is ``--recover-min-replicas``), checked by `RecoverConfig.check`.
@@ -7,6 +7,7 @@ Megatron argument group (field ``min_replicas`` is ``--recover-min-replicas``), 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -75,6 +76,11 @@ def rank_context() -> RankContext | None:
     """The context of this process, or None outside `megatron-recover run`."""
     text = os.environ.get(CONTEXT_VARIABLE)
     return msgspec.json.decode(text, type=RankContext) if text else None
+
+
+def add_to_environment(variables: Mapping[str, str]) -> None:
+    """Set variables of this process, for all that read the environment later (torch does)."""
+    os.environ.update(variables)
 
 
 def inherited_environment() -> dict[str, str]:

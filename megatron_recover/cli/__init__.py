@@ -6,6 +6,7 @@ Nothing heavy is imported here: a verb's module, and with it torch, is imported 
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -57,5 +58,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"megatron-recover: unknown verb '{verb}'; {remedy}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"megatron_recover.cli.{verb}")
-    code: int = module.main(rest)
+    try:
+        code: int = module.main(rest)
+    except KeyboardInterrupt:  # before or after what the verb itself takes care of
+        print(f"megatron-recover {verb}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 import sys
 from collections.abc import Sequence
@@ -102,8 +103,9 @@ def main(argv: list[str]) -> int:
             # Nothing was trained: the same command, corrected, shall find the folder free.
             shutil.rmtree(job.run_dir)
             print(f"megatron-recover run: nothing was trained, so {job.run_dir} was removed again", file=sys.stderr)
-        else:
-            _report(job.run_dir)
+        elif exit_code < 128:  # who asked for the end at once does not want to wait for a plot
+            with contextlib.suppress(KeyboardInterrupt):  # nor who asks for it now; the run is over and has said how
+                _report(job.run_dir)
     except OSError as error:
         # The trace could not be written. All ranks are dead by now: the launcher leaves nothing behind, however it ends.
         print(

@@ -24,9 +24,12 @@ import msgspec
 from megatron_recover.cluster import forkserver
 
 _PF_EXITING = 0x4
-_FLAGS_FIELD, _EXIT_CODE_FIELD = 9, 52
+_STATE_FIELD, _FLAGS_FIELD, _EXIT_CODE_FIELD = 3, 9, 52
 """Of /proc/PID/stat, counted from 1 (proc(5))."""
+_STOPPED = b"T"
 _FORK_DEADLINE_S = 60.0
+_LOOK_S = 1.0
+"""Between two looks at a fork server that is waited for."""
 
 
 class End(msgspec.Struct, frozen=True):
@@ -49,13 +52,33 @@ class AgentLost(RuntimeError):
     """The fork server does not answer; the kernel kills the ranks of one that has ended."""
 
 
+class _Stat:
+    """`/proc/PID/stat` of one process, kept open: it never tells of another that got the same pid."""
+
+    def __init__(self, pid: int) -> None:
+        try:
+            self._file = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:  # reaped already
+            self._file = -1
+
+    def read(self) -> list[bytes]:
+        """Its fields at their numbers, the command left empty; none once it is reaped (who did that knows how it ended)."""
+        try:
+            text = os.pread(self._file, 4096, 0) if self._file >= 0 else b""
+        except ProcessLookupError:
+            text = b""
+        # The second field, the command in parentheses, may contain anything.
+        return [b"", b"", b"", *text[text.rindex(b")") + 2 :].split()] if text else []
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+
 class _Process:
     def __init__(self, replica: int, rank: int, pid: int, pidfd: int) -> None:
         self.replica, self.rank, self.pid, self.pidfd = replica, rank, pid, pidfd
-        try:
-            self.stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:  # reaped already; the fork server's report is on the way
-            self.stat = -1
+        self.stat = _Stat(pid)
         self.reported = False
         """Its end was handed out by `poll`."""
         self.confirmed = False
@@ -63,21 +86,13 @@ class _Process:
 
     def dying_status(self) -> int | None:
         """How it is ending, once the kernel has begun to take it down; None while it lives."""
-        if self.stat < 0:
+        fields = self.stat.read()
+        if not fields or not int(fields[_FLAGS_FIELD]) & _PF_EXITING:
             return None
-        try:
-            text = os.pread(self.stat, 4096, 0)
-        except ProcessLookupError:
-            return None  # reaped: the fork server's report says how it ended
-        # The second field, the command in parentheses, may contain anything.
-        fields = text[text.rindex(b")") + 2 :].split()
-        if not int(fields[_FLAGS_FIELD - 3]) & _PF_EXITING:
-            return None
-        return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE_FIELD - 3]))
+        return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE_FIELD]))
 
     def close(self) -> None:
-        if self.stat >= 0:
-            os.close(self.stat)
+        self.stat.close()
         os.close(self.pidfd)
 
 
@@ -93,6 +108,7 @@ class Agent:
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip
+        self._server_stat = _Stat(self._server.pid)
         self._log = log
         self._pending: deque[forkserver.Reply] = deque()
         self._processes: dict[tuple[int, int], _Process] = {}
@@ -114,11 +130,25 @@ class Agent:
             socket.send_fds(self._control, [msgspec.json.encode(request)], [output])
         finally:
             os.close(output)
-        while not isinstance(reply := self._receive(deadline_s=_FORK_DEADLINE_S), forkserver.Started):
+        until = time.monotonic() + _FORK_DEADLINE_S
+        while not isinstance(reply := self._receive(deadline_s=_LOOK_S), forkserver.Started):
+            if reply is None and (self.wake_server() or time.monotonic() < until):
+                continue
             if reply is None:
                 raise AgentLost(f"the fork server did not start a rank within {_FORK_DEADLINE_S:g} s; see {self._log}")
             self._pending.append(reply)
         return reply.pid
+
+    def wake_server(self) -> bool:
+        """Continue the fork server if somebody has stopped it (SIGSTOP), and whether that was so.
+
+        While it is stopped no rank can be started, seen off or fenced: the run would hang at the next of these.
+        """
+        fields = self._server_stat.read()
+        is_stopped = bool(fields) and fields[_STATE_FIELD] == _STOPPED
+        if is_stopped:
+            self._server.send_signal(signal.SIGCONT)
+        return is_stopped
 
     def fileno(self) -> int:
         """Readable when `poll` has something to say; a dying process may be seen earlier than that."""
@@ -168,6 +198,7 @@ class Agent:
         """Kill every rank and end the fork server. Raises RuntimeError when that can not be confirmed in time."""
         for replica in {each.replica for each in self._processes.values()}:
             self.fence(replica)
+        self.wake_server()
         self._control.close()  # the server kills and reaps what is left, then ends
         if not self._processes:
             self._server.kill()  # it has nothing to reap, and may be importing for a long time
@@ -181,6 +212,7 @@ class Agent:
         for process in self._processes.values():
             process.close()
         self._processes.clear()
+        self._server_stat.close()
         if left:
             raise RuntimeError(f"processes {left} did not end {deadline_s:g} s after SIGKILL")
 

@@ -20,7 +20,9 @@ from rich.text import Text
 
 from megatron_recover import trace
 from megatron_recover.cluster.job import TRAIN_LOG, Job
+from megatron_recover.core.policy import EXIT
 from megatron_recover.core.values import ExitCode
+from megatron_recover.observe.history import is_training
 
 _ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*(\d+)\b")
 _LOSS = re.compile(r"\blm loss:\s*([-+.\dEe]+)")
@@ -75,6 +77,8 @@ class Console:
         self._quotas: tuple[int, ...] = ()
         self._labels: dict[int, str] = {}
         self._progress = "starting"
+        self._asked = ""
+        """Why all replicas have been asked to end."""
 
     def says(self, text: str) -> None:
         """One line of ours. Any thread; never blocks."""
@@ -124,13 +128,18 @@ class Console:
             self._rich.print(Text(self._said.get()))
         self._train_log.flush()
         if self._live is not None:
-            quotas = " ".join(map(str, self._quotas))
-            self._live.update(
-                Text(
-                    f"{self._progress} | generation {self._generation} | "
-                    f"replicas {len(self._roster)}/{self._job.num_replicas} | quotas {quotas}"
-                )  # fmt: skip
-            )
+            self._live.update(Text(self.live_line()))
+
+    def live_line(self) -> str:
+        """What a terminal shows at its bottom; only what is known."""
+        parts = [self._progress]
+        if self._generation:
+            parts += [f"generation {self._generation}", f"replicas {len(self._roster)}/{self._job.num_replicas}"]
+        if self._quotas:
+            parts.append(f"quotas {' '.join(map(str, self._quotas))}")
+        if self._asked:
+            parts.append(f"ending ({self._asked})")
+        return " | ".join(parts)
 
     def _show_end(self, exit_code: int, reason: str) -> None:
         if exit_code == ExitCode.OK and self._quiet:
@@ -161,6 +170,9 @@ class Console:
             case trace.Generation():
                 self._roster, self._generation = event.roster, event.generation
                 self._repairing = event.generation if event.losses else 0
+                if not event.losses and event.reason.startswith(EXIT):  # made to carry the request; nobody was lost
+                    self._asked = event.reason.removeprefix(EXIT)
+                    return
                 if event.generation > 1 or event.losses:
                     lost = "; ".join(f"replica {loss.replica} lost: {loss.kind.value} {loss.detail}" for loss in event.losses)
                     self.says(f"generation {event.generation}: replicas {_names(event.roster)} ({lost or event.reason})")
@@ -169,7 +181,7 @@ class Console:
             case trace.Plan():
                 self._labels[event.step] = event.label
                 self._labels.pop(event.step - 2, None)  # members are at most one step apart
-                if event.replica == min(event.roster):
+                if event.replica == min(event.roster) and is_training(event.label):
                     self._quotas = event.quotas
             case trace.Fault():
                 where = "".join(

@@ -28,6 +28,8 @@ from typing import NoReturn
 
 import msgspec
 
+from megatron_recover.config import add_to_environment
+
 MAX_PACKET_BYTES = 2**17
 
 
@@ -150,7 +152,7 @@ def _become_rank(spawn: Spawn, output: int, inherited: list[int], server: int) -
             os.dup2(output, stream)
         os.close(output)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.environ.update(spawn.environment)
+        add_to_environment(spawn.environment)
         gc.unfreeze()
         gc.enable()
         status = _run_script(spawn.argv)
@@ -199,7 +201,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = _Server(control)
     server._send(Ready(seconds=time.monotonic() - started), [])
-    set_parent_death_signal(0)
+    # A server that somebody has stopped wakes up when the launcher dies, finds its end closed and kills what is left.
+    set_parent_death_signal(signal.SIGCONT)
     server.run()
 
 

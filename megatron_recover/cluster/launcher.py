@@ -126,6 +126,7 @@ class Launcher:
             if self._agent.is_ready():
                 self._loop.watch_readable(self._agent.fileno(), lambda: None)
                 return True
+            self._wake_server()
             if time.monotonic() > deadline:
                 self._end(ExitCode.FAILED, f"importing took more than {_IMPORT_DEADLINE_S:.0f} s")
                 return False
@@ -146,6 +147,7 @@ class Launcher:
                 elif end.status:
                     self._end(ExitCode.FAILED, f"{script} ended by {end.cause} before it trained; see {log}")
                 return end.status == ExitCode.OK
+            self._wake_server()
             if time.monotonic() > deadline:
                 self._end(ExitCode.FAILED, f"{script} did not begin to train in {_START_DEADLINE_S:.0f} s; see {log}")
                 return False
@@ -190,6 +192,7 @@ class Launcher:
     def _watch(self) -> None:
         while not (self._ending is not None and self._is_over()):
             self._loop.run_once(_POLL_S)
+            self._wake_server()
             ends = self._agent.poll()
             if ends:
                 # What a dying rank has said arrived before its end was seen: it comes first.
@@ -199,6 +202,10 @@ class Launcher:
             for replica in [each for each in self._fencing if self._agent.is_fenced(each)]:
                 self._fencing.discard(replica)
                 self._log.record(trace.Fenced(replica=replica, ranks=tuple(range(self._job.num_ranks))))
+
+    def _wake_server(self) -> None:
+        if self._agent.wake_server():
+            self._console.says("somebody stopped the fork server: continued it, since no rank can be fenced without it")
 
     def _is_over(self) -> bool:
         return self._agent.num_living() == 0 or time.monotonic() > self._end_by
@@ -249,7 +256,10 @@ class Launcher:
         self._num_signals += 1
         name = signal.Signals(number).name
         if self._num_signals == 1:
-            self._console.says(f"{name}: all replicas save and end at the same step; once more to kill them")
+            self._console.says(
+                f"{name}: all replicas end after the same step, with a checkpoint if --save is set; once more kills everything "
+                "at once, and nothing is saved"
+            )
             self._membership.ask_exit(name)
         else:
             self._console.says(f"{name} again: killing everything")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,18 +19,11 @@ from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from megatron_recover.observe.check import check, describe
 from tests.cluster.jobs import ROOT, Outcome, Spec, command, run
+from tests.cluster.waiting import until_ended, until_files, until_readable
 
 pytestmark = pytest.mark.timeout(90)
 
 FOR_EVER = 10_000_000
-
-
-def wait_for(condition, what: str, deadline_s: float = 40.0) -> None:  # noqa: ANN001
-    """Poll until `condition()`; fail the test after the deadline."""
-    until = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < until, f"not within {deadline_s:g} s: {what}"
-        time.sleep(0.01)
 
 
 class Running:
@@ -42,8 +36,12 @@ class Running:
             self.launcher = subprocess.Popen(
                 command(spec), cwd=ROOT, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
             )
-        wait_for(lambda: self.num_applied() > 20, "training")
+        self.until(lambda: self.num_applied() > 20, "training")
         self.processes = psutil.Process(self.launcher.pid).children(recursive=True)
+        [self.server] = psutil.Process(self.launcher.pid).children()
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        until_files(condition, what, Path(self.spec.run_dir), self.output.parent)
 
     def num_applied(self) -> int:
         path = Path(self.spec.run_dir) / "sums-0-0.jsonl"
@@ -59,7 +57,7 @@ class Running:
 
     def assert_nothing_left(self) -> None:
         assert len(self.processes) == 1 + self.spec.replicas * self.spec.ranks
-        wait_for(lambda: not any(map(is_alive, self.processes)), "the end of all processes", 10.0)
+        until_ended(self.processes)
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -147,7 +145,7 @@ def test_a_signal_ends_a_dry_run(tmp_path: Path) -> None:
     with open(tmp_path / "output", "wb") as output:
         launcher = subprocess.Popen(command(spec(tmp_path, script=str(script))), cwd=ROOT, stdout=output, stderr=output)
     try:
-        wait_for(begun.exists, "the dry run")
+        until_files(begun.exists, "the dry run", tmp_path)
         launcher.terminate()
         assert launcher.wait(30) == ExitCode.INTERRUPTED
     finally:
@@ -191,23 +189,35 @@ def test_one_signal_ends_all_replicas_at_the_same_step(tmp_path: Path, number: i
 
 def test_a_second_signal_kills_everything(tmp_path: Path) -> None:
     job = Running(spec(tmp_path, steps=FOR_EVER))
-    victim = next(each for each in job.processes if each.pid != job.processes[0].pid)
+    victim = next(each for each in job.processes if each.pid != job.server.pid)
     os.kill(victim.pid, signal.SIGSTOP)  # the common step of the first signal never comes
     job.launcher.send_signal(signal.SIGINT)
-    wait_for(lambda: "SIGINT" in job.output.read_text(), "an answer to the first signal")
+    job.until(lambda: "once more kills everything at once, and nothing is saved" in job.output.read_text(), "the first answer")
     job.launcher.send_signal(signal.SIGINT)
     assert job.end(15.0).exit_code == 128 + signal.SIGINT
     job.assert_nothing_left()
 
 
-@pytest.mark.parametrize("whom", ["launcher", "fork server", "both"])
+def test_a_fork_server_that_is_stopped_is_continued_and_holds_nothing_up(tmp_path: Path) -> None:
+    job = Running(spec(tmp_path, steps=FOR_EVER))
+    os.kill(job.server.pid, signal.SIGSTOP)
+    job.until(lambda: "somebody stopped the fork server" in job.output.read_text(), "a word about it")
+    next(each for each in job.processes if each.pid != job.server.pid).kill()
+    job.until(lambda: '"fenced"' in (Path(job.spec.run_dir) / "events.jsonl").read_text(), "the fence")
+    job.launcher.send_signal(signal.SIGTERM)
+    assert job.end().exit_code == ExitCode.INTERRUPTED
+    job.assert_nothing_left()
+
+
+@pytest.mark.parametrize("whom", ["launcher", "fork server", "both", "launcher of a stopped fork server"])
 def test_nothing_is_left_when_a_parent_is_killed(tmp_path: Path, whom: str) -> None:
     job = Running(spec(tmp_path, steps=FOR_EVER))
-    [server] = [each for each in job.processes if each.ppid() == job.launcher.pid]
-    if whom == "both":
-        os.kill(job.launcher.pid, signal.SIGSTOP)  # it must not see the end of the other
-    if whom != "launcher":
-        os.kill(server.pid, signal.SIGKILL)
+    if whom in ("both", "launcher of a stopped fork server"):
+        os.kill(job.launcher.pid, signal.SIGSTOP)  # it must not see what happens to the other
+    if whom in ("fork server", "both"):
+        os.kill(job.server.pid, signal.SIGKILL)
+    elif whom == "launcher of a stopped fork server":
+        os.kill(job.server.pid, signal.SIGSTOP)
     if whom != "fork server":
         os.kill(job.launcher.pid, signal.SIGKILL)
     code = job.launcher.wait(30)
@@ -221,9 +231,9 @@ def test_a_rank_killed_from_outside_is_seen_and_fenced(tmp_path: Path) -> None:
     job = Running(spec(tmp_path, steps=FOR_EVER, config=RecoverConfig(follow_timeout_s=300.0)))
     ranks = [each for each in job.processes if each.ppid() != job.launcher.pid]
     ranks[3].kill()
-    wait_for(lambda: '"fenced"' in (Path(job.spec.run_dir) / "events.jsonl").read_text(), "the fence")
+    job.until(lambda: '"fenced"' in (Path(job.spec.run_dir) / "events.jsonl").read_text(), "the fence")
     reached = job.num_applied()
-    wait_for(lambda: job.num_applied() > reached, "training to go on")
+    job.until(lambda: job.num_applied() > reached, "training to go on")
     assert sum(map(is_alive, ranks)) == 4
     job.launcher.send_signal(signal.SIGTERM)
     outcome = job.end()
@@ -242,12 +252,15 @@ def test_children_of_a_rank_die_with_it(tmp_path: Path) -> None:
     )
     agent = Agent(preload=(), environment=dict(os.environ), log=tmp_path / "log")
     try:
-        wait_for(agent.is_ready, "the fork server")
+        until_readable(agent.fileno(), agent.is_ready, "the fork server")
         agent.spawn(0, 0, argv=(str(script),), environment={}, log=tmp_path / "rank.log")
         ends = []
-        wait_for(lambda: ends.extend(agent.poll()) or (ends and agent.is_fenced(0)), "the end of the rank")
+        until_readable(
+            agent.fileno(), lambda: ends.extend(agent.poll()) or (ends and agent.is_fenced(0)), "the end of the rank"
+        )
         assert [(end.replica, end.rank, end.cause) for end in ends] == [(0, 0, "SIGKILL")]
         child = int((tmp_path / "pid").read_text())
-        wait_for(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie", "the child's end", 5.0)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            until_ended([psutil.Process(child)])
     finally:
         agent.close()

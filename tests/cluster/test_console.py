@@ -1,0 +1,53 @@
+"""What a person sees of a run: only what is known, and a request to end is not told as a loss."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from megatron_recover import trace
+from megatron_recover.cluster.console import Console
+from megatron_recover.cluster.job import Job, create_run_dir
+from megatron_recover.config import RecoverConfig
+from megatron_recover.core.values import ExitCode
+
+
+def plan(label: str, quotas: tuple[int, ...]) -> trace.Plan:
+    return trace.Plan(
+        replica=0, generation=1, step=0, label=label, num_microbatches=sum(quotas), roster=(0, 1), quotas=quotas, transfers=(),
+        computes=(), reduces=(), decided=(),
+    )  # fmt: skip
+
+
+def shown(tmp_path: Path, *events: trace.Event) -> tuple[str, str]:
+    """The live line and everything that was printed, after these events."""
+    job = Job(
+        argv=("script.py",), num_replicas=2, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(),
+        run_dir=create_run_dir(tmp_path / "run"),
+    )  # fmt: skip
+    printed = io.StringIO()
+    console = Console(job, stream=printed)
+    with trace.EventLog(job.run_dir / trace.EVENTS_FILE, 0.0) as log:
+        for event in events:
+            log.record(event)
+    console.start()
+    console.finished(ExitCode.OK, "training finished")
+    return console.live_line(), printed.getvalue()
+
+
+def test_at_the_start_nothing_is_claimed(tmp_path: Path) -> None:
+    assert shown(tmp_path)[0] == "starting"
+
+
+def test_quotas_are_those_of_training(tmp_path: Path) -> None:
+    begun = trace.Generation(generation=1, roster=(0, 1), losses=(), reason="start")
+    line, _ = shown(tmp_path, begun, plan("train 1", (3, 2)), plan("end 0", (0, 0)))
+    assert line == "starting | generation 1 | replicas 2/2 | quotas 3 2"
+
+
+def test_a_request_to_end_is_not_told_as_a_new_generation(tmp_path: Path) -> None:
+    begun = trace.Generation(generation=1, roster=(0, 1), losses=(), reason="start")
+    asked = trace.Generation(generation=2, roster=(0, 1), losses=(), reason="exit: SIGINT")
+    line, printed = shown(tmp_path, begun, asked)
+    assert line.endswith("| ending (SIGINT)")
+    assert "generation 1: replicas 0 1" in printed and "generation 2" not in printed
