@@ -12,12 +12,16 @@ import importlib
 import importlib.metadata
 import importlib.resources
 import inspect
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+
+from megatron_recover.megatron import anchors
+from megatron_recover.megatron.anchors import Anchors
 
 
 class UnsupportedMegatron(ValueError):
@@ -52,7 +56,7 @@ def load() -> tuple[Seam, ...]:
     """All seams, by name. Raises ValueError for a file that is not a seam."""
     seams = []
     for file in sorted(_folder().iterdir(), key=lambda entry: entry.name):
-        if not file.name.endswith(".toml"):
+        if not file.name.endswith(".toml") or file.name == anchors.FILE:
             continue
         try:
             seam = msgspec.toml.decode(file.read_text(), type=Seam)
@@ -64,11 +68,14 @@ def load() -> tuple[Seam, ...]:
     return tuple(seams)
 
 
+def load_anchors() -> Anchors:
+    """What is relied on beside the seams."""
+    return anchors.load(_folder())
+
+
 def _folder() -> Traversable:
-    try:
-        return importlib.resources.files("megatron_recover.patches")
-    except ModuleNotFoundError:  # a checkout that is not installed keeps them beside the package
-        return Path(__file__).resolve().parents[2] / "patches"
+    checkout = Path(__file__).resolve().parents[2] / "patches"  # beside the package, in which they are when it is installed
+    return checkout if (checkout / anchors.FILE).is_file() else importlib.resources.files("megatron_recover.patches")
 
 
 def unsupported_version(seams: Sequence[Seam]) -> list[str]:
@@ -130,9 +137,10 @@ def _look_up(module: str, target: str) -> Any:
 class Installation:
     """The seams of this process: originals to build replacements from, and the replacements put in place."""
 
-    def __init__(self, seams: Sequence[Seam]) -> None:
-        """Look everything up; raises `UnsupportedMegatron` unless all seams fit."""
-        found = misfits(seams)
+    def __init__(self, seams: Sequence[Seam], relied_on: Anchors | None = None) -> None:
+        """Look everything up; raises `UnsupportedMegatron` unless all seams fit and nothing of `relied_on` is lacking."""
+        self._anchors = relied_on or Anchors()
+        found = [*misfits(seams), *anchors.lacking(self._anchors)]
         if found:
             raise UnsupportedMegatron(refusal(seams, found))
         self._seams = {seam.name: seam for seam in seams}
@@ -153,6 +161,12 @@ class Installation:
                 raise RuntimeError(f"patches/{name}.toml declares {seam.replacement}, but {actual} was to be installed")
             self._put(seam, replacement)
             self._installed.add(name)
+
+    def check_arguments(self, args: Namespace) -> None:
+        """Raise `UnsupportedMegatron` unless Megatron has parsed everything that is relied on."""
+        found = anchors.lacking_arguments(self._anchors, args)
+        if found:
+            raise UnsupportedMegatron(refusal(list(self._seams.values()), found))
 
     def missing(self) -> list[str]:
         """Seams behind which Megatron still has its own."""

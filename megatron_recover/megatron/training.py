@@ -132,7 +132,7 @@ class _Training:
             record=lambda **fields: self._log.record(trace.Fault(**fields)),
         )
         with bad_input_ends():
-            self._installation = seams.Installation(seams.load())
+            self._installation = seams.Installation(seams.load(), seams.load_anchors())
         self._member: RankMember | None = None
 
     def run(
@@ -195,6 +195,7 @@ class _Training:
             extra_args_provider, args_defaults, {"enable_one_logger": False, "dist_ckpt_optim_fully_reshardable": True}
         )
         with bad_input_ends():
+            self._installation.check_arguments(args)
             lanes = args.world_size // (
                 args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
             )
