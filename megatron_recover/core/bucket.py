@@ -2,14 +2,25 @@
 
 A bucket version is *complete* when all ranks of its stage in one replica hold it: mixing versions between those ranks would
 let parameters that they replicate drift apart. It is *decided* when a status exchange says that a member holds it complete;
-from then on nobody computes or reduces it again while a member holds it (INV-4).
+from then on nobody computes or reduces it again while a member holds it (INV-4), unless it is withdrawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron_recover.core.values import BucketId, BucketVersion, Held, Plan, ReplicaId, Shape, Status, Value, Version
+from megatron_recover.core.values import (
+    BucketId,
+    BucketVersion,
+    Generation,
+    Held,
+    Plan,
+    ReplicaId,
+    Shape,
+    Status,
+    Value,
+    Version,
+)
 
 
 class Decision(Value, frozen=True):
@@ -41,8 +52,10 @@ def results(plan: Plan, replica: ReplicaId) -> dict[BucketId, Version]:
     return brought | dict.fromkeys(plan.reduces, plan.generation)
 
 
-def decide(statuses: Sequence[Status], buckets: Iterable[BucketId]) -> tuple[Decision, ...]:
+def decide(statuses: Sequence[Status], buckets: Iterable[BucketId], trusted_from: Generation) -> tuple[Decision, ...]:
     """The decided ones of `buckets`, given the statuses of all members for the same step, by replica.
+
+    Versions below `trusted_from` decide nothing (`NewGeneration.trusted_from`).
 
     The highest version wins; members can hold different ones only if a holder was missing in between, which a roster that
     never takes a lost replica back excludes. Sources are spread over the holders by bucket, so that one member's link is not
@@ -50,7 +63,8 @@ def decide(statuses: Sequence[Status], buckets: Iterable[BucketId]) -> tuple[Dec
     """
     decisions = []
     for bucket in buckets:
-        versions = {status.replica: item.version for status in statuses for item in status.complete if item.bucket == bucket}
+        complete = ((status.replica, item) for status in statuses for item in status.complete if item.bucket == bucket)
+        versions = {replica: item.version for replica, item in complete if item.version >= trusted_from}
         if versions:
             version = max(versions.values())
             holders = tuple(sorted(replica for replica, held in versions.items() if held == version))

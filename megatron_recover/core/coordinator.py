@@ -89,6 +89,8 @@ class CoordinatorState(Value, frozen=True):
     step: int = 0
     """Highest uncommitted step reported."""
     requests: tuple[str, ...] = ()
+    trusted_from: Generation = 0
+    """The generation that was made because a replica was outvoted; of several the newest."""
     failing: tuple[Failing, ...] = ()
     """Computations that raised."""
     saves: tuple[Save, ...] = ()
@@ -211,7 +213,7 @@ def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) ->
         state = replace(state, requests=unite((state.requests, (TOO_FEW,))))
     generation = state.generation + 1
     state = replace(state, generation=generation, entered=(), reason="")
-    new = NewGeneration(generation, state.roster, losses, reason, state.requests)
+    new = NewGeneration(generation, state.roster, losses, reason, state.requests, state.trusted_from)
     return state, (Announce(new), Arm(f"follow {generation}", "follow_timeout_s"))
 
 
@@ -340,12 +342,14 @@ def _on_failing(state: CoordinatorState, failing: Failing) -> Step:
 
 
 def _on_diverged(state: CoordinatorState, diverged: Diverged) -> Step:
-    """Fence the minority, or end the job if there is none."""
+    """Fence the minority and withdraw the results that it took part in, or end the job if there is none."""
     if diverged.generation != state.generation or diverged.replica not in state.roster:
         return state, ()
     if not diverged.minority:
         return _end(state, ExitCode.DIVERGED, diverged.reason)
     losses = tuple(Loss(replica, LossKind.DIVERGED, diverged.reason) for replica in diverged.minority)
+    # Told by every later generation, too: a member may hear of two at once.
+    state = replace(state, trusted_from=state.generation + 1)
     return _remove(state, losses, diverged.reason)
 
 

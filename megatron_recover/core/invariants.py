@@ -6,9 +6,10 @@ it for a whole list. The explorer feeds what its simulated machines do. The chec
 order in which they can have happened: cause before effect.
 
 - INV-1 exactly once: a result that counts has each microbatch exactly once (`Held.counts`, `Applied.counts`).
-- INV-2 agreement: one record a step, all ranks of a replica hold what it names, equal checksums and digests everywhere.
+- INV-2 agreement: one record a step, all ranks of a replica hold what it names, equal checksums and digests everywhere; nothing
+  that a replica took part in which was outvoted before is voted through.
 - INV-3 no corruption: a local gradient that is read holds exactly what was planned into it (`Read`).
-- INV-4 decided once: no bucket is reduced while a member holds it complete in an older version.
+- INV-4 decided once: no bucket is reduced while a member holds it complete in an older version that is not withdrawn.
 - INV-5 fencing: nothing of a generation older than the one that the replica entered has an effect.
 - INV-6 single history: generations are consecutive, one roster each, nobody comes back; commits have all members' votes.
 - INV-7 least work: nothing is dealt that a member holds.
@@ -54,6 +55,8 @@ class Formed(Value, frozen=True):
 
     generation: Generation
     roster: tuple[ReplicaId, ...]
+    outvoted: tuple[ReplicaId, ...] = ()
+    """Replicas that it leaves out because a majority disagreed with them."""
 
 
 class Planned(Value, frozen=True):
@@ -142,6 +145,8 @@ class History(Value, frozen=True):
     shape: Shape
     rosters: tuple[tuple[ReplicaId, ...], ...] = ()
     """`rosters[g - 1]` is that of generation g."""
+    outvoted: tuple[tuple[ReplicaId, Generation], ...] = ()
+    """Who was outvoted, and the first generation without it."""
     entered: tuple[tuple[ReplicaId, Generation], ...] = ()
     """Newest generation of each replica."""
     committed: tuple[tuple[ReplicaId, int], ...] = ()
@@ -181,7 +186,8 @@ def _on_formed(history: History, fact: Formed) -> History:
         )
         for number, step in history.steps
     }
-    return replace(history, rosters=(*history.rosters, fact.roster), steps=tuple(steps.items()))
+    outvoted = (*history.outvoted, *((replica, fact.generation) for replica in fact.outvoted))
+    return replace(history, rosters=(*history.rosters, fact.roster), outvoted=outvoted, steps=tuple(steps.items()))
 
 
 def _on_entered(history: History, fact: Entered) -> History:
@@ -203,7 +209,8 @@ def _on_planned(history: History, fact: Planned) -> History:
         for member in plan.roster:
             for version in {item[3] for item in step.held if item[0] == member and item[2] == bucket}:
                 here = {rank for holder, rank, b, v in step.held if (holder, b, v) == (member, bucket, version)}
-                if here >= ranks and version < plan.generation:
+                withdrawn = _outvoted(history, plan.generation, version)
+                if here >= ranks and version < plan.generation and not withdrawn:
                     detail = f"bucket {bucket} of step {plan.step}, which replica {member} holds in version {version}"
                     raise InvariantViolation(4, f"replica {replica} reduces {detail}")
     fresh = {(replica, bucket, i) for item in plan.computes for bucket in item.into for i in item.microbatches}
@@ -269,6 +276,9 @@ def _on_committed(history: History, fact: Committed) -> History:
     step = _step(history, record.step)
     if step.record is not None and step.record != record:
         raise InvariantViolation(2, f"{who} as {record}, elsewhere it is {step.record}")
+    for item in record.versions if not fact.adopted else ():
+        if wrong := _outvoted(history, fact.generation, item.version):
+            raise InvariantViolation(2, f"{who}: in bucket {item.bucket} version {item.version} is what replicas {wrong} did")
     if fact.adopted and step.record is None:
         raise InvariantViolation(2, f"{who} by adopting a record that nobody committed")
     if not fact.adopted and fact.generation == len(history.rosters):
@@ -304,6 +314,11 @@ def _roster(history: History, generation: Generation) -> tuple[ReplicaId, ...]:
     if not 1 <= generation <= len(history.rosters):
         raise InvariantViolation(6, f"generation {generation} was never made")
     return history.rosters[generation - 1]
+
+
+def _outvoted(history: History, generation: Generation, version: Version) -> list[ReplicaId]:
+    """Who took part in a version and was outvoted before `generation` was made."""
+    return [r for r, since in history.outvoted if since <= generation and r in _roster(history, version)]
 
 
 def _fence(history: History, replica: ReplicaId, generation: Generation, deed: str) -> None:

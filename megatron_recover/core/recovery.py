@@ -1,8 +1,9 @@
 """What the members of a new generation do next: a pure function of all their statuses, so all come to the same plan.
 
 1. A member that has committed a step gives its record to those that have not (they voted for it, so they hold its results).
-2. A bucket that a member holds complete is decided and goes to those that lack it.
-3. An undecided bucket is withdrawn whole and reduced again. Ids that no member's local gradient of that bucket holds are dealt,
+2. A bucket that a member holds complete is decided and goes to those that lack it. Not so a result in which a replica took part
+   that was outvoted since: in a step that nobody has committed it counts as held by nobody.
+3. An undecided bucket is reduced again, whole. Ids that no member's local gradient of that bucket holds are dealt,
    least loaded first, and computed into exactly the undecided buckets that miss them.
 """
 
@@ -54,8 +55,11 @@ def fresh_plan(replica: ReplicaId, generation: Generation, roster: Sequence[Repl
     return Plan(step, generation, tuple(roster), work, quotas, (), computes, work.buckets)
 
 
-def recover(statuses: Sequence[Status]) -> Recovery | Disagreement:
-    """The answer to the statuses of all members of one generation. Raises ValueError if their steps differ by more than one."""
+def recover(statuses: Sequence[Status], trusted_from: Generation) -> Recovery | Disagreement:
+    """The answer to the statuses of all members of one generation, whose announcement says `trusted_from`.
+
+    Raises ValueError if their steps differ by more than one.
+    """
     ordered = sorted(statuses, key=lambda status: status.replica)
     step = max(status.step for status in ordered)
     if min(status.step for status in ordered) < step - 1:
@@ -73,14 +77,16 @@ def recover(statuses: Sequence[Status]) -> Recovery | Disagreement:
     if work is None:
         return Recovery(step, adopt, None, (), (), (), (), reason + f"nobody has begun step {step}")
     held = {status.replica: status.contributions if status.step == step else () for status in ordered}
-    decisions = decide(current, work.buckets)
+    decisions = decide(current, work.buckets, trusted_from)
     decided = {decision.bucket for decision in decisions}
     reduces = tuple(bucket for bucket in work.buckets if bucket not in decided)
     missing = _missing(held, reduces, work.num_microbatches)
-    loads = {replica: len({i for ids in contributions for i in ids}) for replica, contributions in held.items()}
-    owners = deal(missing, loads)
+    loads = {replica: {i for ids in contributions for i in ids} for replica, contributions in held.items()}
+    owners = deal(missing, {replica: len(ids) for replica, ids in loads.items()})
     dealt = tuple((owners[microbatch], microbatch, missing[microbatch]) for microbatch in sorted(missing))
-    quotas = tuple(loads[r] + sum(owner == r for owner in owners.values()) for r in sorted(loads))
+    quotas = tuple(len(loads[r] | {i for i, owner in owners.items() if owner == r}) for r in sorted(loads))
+    if any(item.version < trusted_from for status in current for item in status.complete):
+        reason += f"results older than generation {trusted_from} are withdrawn; "
     reason += f"buckets {sorted(decided)} decided, {list(reduces)} not; microbatches {sorted(missing)} held by no member"
     return Recovery(step, adopt, work, decisions, reduces, dealt, quotas, reason)
 

@@ -114,6 +114,8 @@ class ReplicaState(Value, frozen=True):
     """Record of `step - 1`."""
     blocked: bool = False
     """A newer generation was asked for."""
+    trusted_from: Generation = 0
+    """Of `generation` (`NewGeneration.trusted_from`)."""
     ended: tuple[int, ...] = ()
     """Ranks whose training loop is over."""
 
@@ -221,6 +223,7 @@ def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
         generation=new.generation,
         roster=new.roster,
         requests=unite((state.requests, new.requests)),
+        trusted_from=new.trusted_from,
         promised=(),
         # A plan that waited for the training loop is dropped: nothing of it was computed, so nothing of it is held.
         plan=state.plan if begun else None,
@@ -269,7 +272,7 @@ def _exchange(state: ReplicaState) -> Step:
     if waiting_for(state):
         return state, ()
     statuses = tuple(status for status in state.statuses if status.generation == state.generation)
-    recovery = recover(statuses)
+    recovery = recover(statuses, state.trusted_from)
     if isinstance(recovery, Disagreement):
         return _diverged(state, recovery)
     state = replace(state, phase=Phase.IDLE, statuses=tuple(s for s in state.statuses if s.generation > state.generation))

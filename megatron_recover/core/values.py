@@ -148,7 +148,8 @@ class Plan(Value, frozen=True):
     roster: tuple[ReplicaId, ...]
     work: Work
     quotas: tuple[int, ...]
-    """Microbatches of this step held by or dealt to each member, in the order of `roster`."""
+    """How many of this step's microbatches each member holds in some bucket or is dealt, in the order of `roster`: at most M
+    each. Where members hold the same one for different buckets, the sum exceeds M."""
     transfers: tuple[Transfer, ...]
     computes: tuple[Compute, ...]
     reduces: tuple[BucketId, ...]
@@ -271,6 +272,8 @@ class NewGeneration(Value, frozen=True):
     reason: str = ""
     requests: tuple[str, ...] = ()
     """Requests that every member adds to its votes from now on (e.g. exit because too few replicas are left)."""
+    trusted_from: Generation = 0
+    """Results of older versions count no more in a step that nobody has committed: an outvoted replica took part in them."""
 
 
 # --- From a replica's leader to the coordinator --------------------------------------------------------------------------

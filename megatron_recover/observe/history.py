@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_recover import trace
+from megatron_recover.core.values import LossKind
 
 Line = int
 Numbered = tuple[Line, trace.AnyEvent]
@@ -147,6 +148,29 @@ class History:
             for lost in event.losses:
                 found.setdefault(lost.replica, (line, event))
         return found
+
+    @cached_property
+    def outvoted(self) -> dict[int, tuple[int, int]]:
+        """Replica that a majority disagreed with -> (first generation without it, last step that it committed or -1)."""
+        last = {replica: step for step, by_replica in self.commits.items() for replica in by_replica}
+        return {
+            lost.replica: (event.generation, last.get(lost.replica, -1))
+            for event in self.generations.values() for lost in event.losses if lost.kind is LossKind.DIVERGED
+        }  # fmt: skip
+
+    def withdrawn(self, step: int, version: int, generation: int) -> bool:
+        """Whether a version counts no more in `generation`: who took part was outvoted before it committed the step."""
+        members = self.roster(version)
+        return any(
+            replica in members and since <= generation and step > last for replica, (since, last) in self.outvoted.items()
+        )
+
+    def outvoted_for(self, event: trace.Applied | trace.Reduced | trace.Transferred) -> bool:
+        """Whether it was for this that its writer was outvoted: its results of the step, or its parameters before that step."""
+        if event.replica not in self.outvoted:
+            return False
+        _, last = self.outvoted[event.replica]
+        return event.step >= last if isinstance(event, trace.Applied) else event.step > last
 
     def losses(self) -> dict[str, float]:
         """Label of each step -> its loss, in the order of the steps."""

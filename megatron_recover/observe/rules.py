@@ -60,7 +60,10 @@ def _computed_once(history: History, step: int, result: trace.Result) -> Iterato
 
 
 def agreement(history: History) -> Findings:
-    """INV-2: equal results, equal records, equal parameters; a commit only by identical votes of all members."""
+    """INV-2: equal results, equal records, equal parameters; a commit only by identical votes of all members.
+
+    What a replica was outvoted for differs, and counts nowhere.
+    """
     yield from _equal_results(history)
     yield from _equal_records(history)
     yield from _backed_commits(history)
@@ -75,6 +78,8 @@ def _equal_results(history: History) -> Findings:
     for (step, bucket, version), events in history.results.items():
         first: dict[int, trace.Reduced | trace.Transferred] = {}
         for line, event in events:
+            if history.outvoted_for(event):
+                continue
             other = first.setdefault(event.rank, event)
             if event.checksum != other.checksum:
                 what = f"step {step}, bucket {bucket} version {version}"
@@ -138,6 +143,8 @@ def _equal_parameters(history: History) -> Findings:
     layout = started.layout if started else trace.Layout(tp=1, pp=1)
     seen: dict[tuple[object, ...], tuple[str, trace.Applied]] = {}
     for line, event in history.of(trace.Applied):
+        if history.outvoted_for(event):
+            continue
         stage = event.rank // (layout.tp * layout.cp * layout.lanes)  # Megatron's rank order: tp, cp, dp, pp from fast to slow
         for key, digest in (
             (("rank", event.step, stage, event.rank % layout.tp), event.parameter_digest),
@@ -167,7 +174,10 @@ def no_corruption(history: History) -> Findings:
         return
     ledger = len(history.bucket_ranks) - 1  # it holds measured seconds, which no two computations share
     first: dict[tuple[int, int, int], trace.Reduced] = {}
+    newest = max(history.generations, default=0)
     for line, result in history.of(trace.Reduced):
+        if history.withdrawn(result.step, result.version, newest):
+            continue
         other = first.setdefault((result.step, result.bucket, result.rank), result)
         if result.bucket != ledger and result.version != other.version and result.checksum != other.checksum:
             what = (
@@ -177,12 +187,16 @@ def no_corruption(history: History) -> Findings:
 
 
 def decided_once(history: History) -> Findings:
-    """INV-4: a bucket that a member holds complete is neither computed into nor reduced again, and is what is committed."""
+    """INV-4: a bucket that a member holds complete is neither computed into nor reduced again, and is what is committed.
+
+    A result in which a replica took part that was outvoted since is withdrawn: it has to be made again.
+    """
     decided: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     for _, status in history.of(trace.Status):
         buckets = decided[status.generation, status.step]
         for bucket, version in status.complete if status.replica in history.roster(status.generation) else ():
-            buckets[bucket] = max(version, buckets.get(bucket, 0))
+            if not history.withdrawn(status.step, version, status.generation):
+                buckets[bucket] = max(version, buckets.get(bucket, 0))
     for line, event in history.events:
         if isinstance(event, trace.Plan):
             made = {*event.reduces, *(bucket for one in event.computes for bucket in one.into)}

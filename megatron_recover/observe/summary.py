@@ -82,7 +82,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     microbatches_redone: int
     microbatches_wasted: int
     replicas_bit_identical: bool | None
-    """Whether the parameter digests agreed after every step; None where there was nothing to compare."""
+    """Whether the parameter digests agreed after every step, leaving out those that a replica was outvoted for; None where
+    there was nothing to compare."""
     final_loss: float | None
     reference: str | None = None
     """Run directory that the fields below compare with."""
@@ -172,7 +173,7 @@ def summarize(history: History, comparison: Comparison | None = None) -> Summary
 def _bit_identical(history: History) -> bool | None:
     digests: dict[tuple[int, int], dict[int, str]] = {}
     for _, event in history.of(trace.Applied):
-        if event.parameter_digest is not None:
+        if event.parameter_digest is not None and not history.outvoted_for(event):
             digests.setdefault((event.step, event.rank), {})[event.replica] = event.parameter_digest
     compared = [set(by_replica.values()) for by_replica in digests.values() if len(by_replica) > 1]
     return all(len(values) == 1 for values in compared) if compared else None

@@ -56,6 +56,7 @@ from megatron_recover.sim.world import (
     Complete,
     Copy,
     Counts,
+    Drift,
     Fail,
     Message,
     Node,
@@ -124,8 +125,8 @@ class Explorer:
         """All `Part`s and `Copy`s."""
         self.void: dict[int, int] = {}
         """Per node the messages that are known to change nothing there."""
-        self.newest: dict[tuple[Generation, tuple[ReplicaId, ...]], int] = {}
-        """Numbers of announcements."""
+        self.newest: dict[tuple[Generation, tuple[ReplicaId, ...], Generation], int] = {}
+        """Numbers of announcements by all that a replica reads in them (and nobody asks for an exit here)."""
         self.reduced = reduced
         self.layered = reduced and not scenario.links
         self.attempt: Attempt = "the job starts"
@@ -148,6 +149,7 @@ class Explorer:
             scenario.crashes,
             scenario.suspicions,
             scenario.alarms,
+            scenario.drifts,
             scenario.saves,
         )
         for number in range(scenario.replicas):
@@ -161,8 +163,9 @@ class Explorer:
         for effect in effects:
             if isinstance(effect, coordinator.Announce):
                 new = effect.generation
-                self.newest[new.generation, new.roster] = self.messages.number(new)
-                world = self.observe(world, (invariants.Formed(new.generation, new.roster),))
+                self.newest[new.generation, new.roster, new.trusted_from] = self.messages.number(new)
+                outvoted = tuple(loss.replica for loss in new.losses if loss.kind is LossKind.DIVERGED)
+                world = self.observe(world, (invariants.Formed(new.generation, new.roster, outvoted),))
                 world = self.post(world, -1, (self.messages.number(new),), new.roster)
             elif isinstance(effect, coordinator.Arm) and effect.timer.startswith("grace"):
                 world = self.coordinate(world, coordinator.TimerFired(effect.timer))
@@ -247,8 +250,15 @@ class Explorer:
             if world.saves:
                 saving = self.coordinate(world._replace(saves=world.saves - 1), Busy(number, False))
                 yield f"replica {number} begins to save", saving
+            if world.drifts and world.nodes[number] and self.nodes[world.nodes[number]].between_steps():
+                after = self.stimulate(world._replace(drifts=world.drifts - 1), number, Drift())
+                yield f"the parameters of replica {number} drift", after
         if world.alarms:
             yield from self.alarm(world._replace(alarms=world.alarms - 1), state)
+
+    def may_fail(self, world: World) -> bool:
+        """Whether a fault may still come."""
+        return any((world.crashes, world.suspicions, world.alarms, world.drifts, world.saves))
 
     def stimuli(self, world: World, number: ReplicaId) -> list[Stimulus | int]:
         """What can reach a node: numbers of messages, and the node's own steps."""
@@ -256,7 +266,7 @@ class Explorer:
         node = self.nodes[name]
         state = self.coordinators[world.coordinator]
         if self.layered and node.leader.generation < state.generation and number in state.roster:
-            return [self.newest[state.generation, state.roster]]
+            return [self.newest[state.generation, state.roster, state.trusted_from]]
         found: list[Stimulus | int] = [queue[0] for _, destination, queue in world.links if destination == number]
         found += network.numbers(world.messages & ~self.data_bits & ~self.void.get(name, 0))
         leader = node.leader
@@ -349,7 +359,7 @@ class Explorer:
     def harmless(self, world: World) -> World | None:
         """The world after one step whose order is of no consequence, if there is one."""
         state = self.coordinators[world.coordinator]
-        calm = not (world.crashes or world.suspicions or world.alarms or world.saves or state.saves)
+        calm = not (self.may_fail(world) or self.drifted(world) or state.saves)
         for number, name in enumerate(world.nodes):
             if not name or state.over:
                 continue
@@ -442,13 +452,22 @@ class Explorer:
         return tuple(item if isinstance(item, str) else self.tell(*item) for item in attempts)
 
     def over(self, world: World) -> bool:
-        """Whether the job has ended as it should: all members finished, or none is left."""
+        """Whether the job has ended as it should: all members finished, none is left, or no majority says which is right."""
         state = self.coordinators[world.coordinator]
         if not state.over:
             return False
-        if not set(state.roster) <= {item.replica for item in state.finished}:
+        if not self.tied(world) and not set(state.roster) <= {item.replica for item in state.finished}:
             raise invariants.InvariantViolation(9, "the job was stopped although members could go on")
         return True
+
+    def tied(self, world: World) -> bool:
+        """Whether half of the members have drifted, so that no majority says which half is right."""
+        return 2 * len(self.drifted(world)) == len(self.coordinators[world.coordinator].roster) > 0
+
+    def drifted(self, world: World) -> list[ReplicaId]:
+        """Members whose parameters are not those of the others."""
+        roster = self.coordinators[world.coordinator].roster
+        return [number for number in roster if world.nodes[number] and self.nodes[world.nodes[number]].drifted]
 
 
 def main(arguments: list[str] | None = None) -> int:

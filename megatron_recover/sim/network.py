@@ -23,6 +23,7 @@ class World(NamedTuple):
     crashes: int
     suspicions: int
     alarms: int
+    drifts: int
     """Faults that may still come."""
     saves: int = 0
     """That may still begin."""

@@ -19,6 +19,8 @@ class Scenario(Value, frozen=True):
     """Replicas that are fenced although they live, and go on for a while."""
     alarms: int = 0
     """New generations without a loss: a broken link, a lost message, an expired wait."""
+    drifts: int = 0
+    """Replicas whose parameters change silently between two steps."""
     links: bool = False
     """FIFO links that deliver once and may break, instead of the set of all messages."""
     slow: bool = False
@@ -53,11 +55,17 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
             replicas=2, microbatches=2, steps=1, crashes=1, alarms=2, saves=1,
         ),
         Scenario("2 pipeline stages, a crash", num_ranks=2, bucket_ranks=TWO_STAGES, crashes=1),
+        Scenario("2 buckets, parameters that drift", bucket_ranks=ONE_RANK_TWO_BUCKETS, drifts=1),
+        Scenario("parameters that drift, and a crash", crashes=1, drifts=1),
+        Scenario("parameters that drift, and a false suspicion", suspicions=1, drifts=1),
+        Scenario("links, and parameters that drift", drifts=1, links=True),
     ),
     "full": (
         Scenario("4 replicas, 2 buckets, 2 crashes", replicas=4, microbatches=4, bucket_ranks=ONE_RANK_TWO_BUCKETS, crashes=2),
         Scenario("2 buckets, 2 crashes and a false suspicion", bucket_ranks=ONE_RANK_TWO_BUCKETS, crashes=2, suspicions=1),
         Scenario("2 replicas, links that break twice and a crash", replicas=2, microbatches=2, crashes=1, alarms=2, links=True),
+        Scenario("2 buckets, parameters that drift, and a crash", bucket_ranks=ONE_RANK_TWO_BUCKETS, crashes=1, drifts=1),
+        Scenario("4 replicas, parameters that drift, and a crash", replicas=4, microbatches=4, steps=1, crashes=1, drifts=1),
         Scenario("2 stages, a crash and a false suspicion", num_ranks=2, bucket_ranks=TWO_STAGES, crashes=1, suspicions=1),
     ),
 }  # fmt: skip

@@ -106,6 +106,13 @@ class Node(Value, frozen=True):
     ranks: tuple[Rank, ...]
     work: tuple[Work, ...]
     """The steps of the job."""
+    drifted: bool = False
+    """Its parameters are not those of the others."""
+
+    def between_steps(self) -> bool:
+        """Whether all ranks have applied the last step and none has begun the next."""
+        leader = self.leader
+        return leader.work is None and not leader.ended and all(one.machine.step == leader.step for one in self.ranks)
 
 
 # --- Stimuli: what can happen to a node ----------------------------------------------------------------------------------
@@ -140,7 +147,11 @@ class Fail(Value, frozen=True):
     rank: int
 
 
-Stimulus = NewGeneration | Status | Vote | replica.LinkLost | Begin | CarryOut | TakeUp | Complete | Fail
+class Drift(Value, frozen=True):
+    """The parameters change. Only between two steps: a step knows them by the checksum that it takes of them at its begin."""
+
+
+Stimulus = NewGeneration | Status | Vote | replica.LinkLost | Begin | CarryOut | TakeUp | Complete | Fail | Drift
 
 
 class Outcome(Value, frozen=True):
@@ -173,7 +184,9 @@ class Simulator:
     def stimulate(self, node: Node, stimulus: Stimulus) -> Outcome:
         """What `stimulus` does to `node`. Raises InvariantViolation or ValueError where the machines see a defect."""
         run = _Run(self, node)
-        if isinstance(stimulus, Begin):
+        if isinstance(stimulus, Drift):
+            run.drifted = True
+        elif isinstance(stimulus, Begin):
             run.begin()
         elif isinstance(stimulus, CarryOut):
             run.carry_out(stimulus.rank)
@@ -186,7 +199,7 @@ class Simulator:
         else:
             run.lead(stimulus)
         run.settle()
-        after = replace(node, leader=run.leader, ranks=tuple(run.ranks))
+        after = replace(node, leader=run.leader, ranks=tuple(run.ranks), drifted=run.drifted)
         return Outcome(after, tuple(run.out), tuple(run.up), tuple(run.facts))
 
     def local_gradient_after(self, before: Counts, result: Counts) -> Counts:
@@ -214,6 +227,7 @@ class _Run:
         self.work = node.work
         self.leader = node.leader
         self.ranks = list(node.ranks)
+        self.drifted = node.drifted
         self.out: list[Status | Vote | Part | Copy] = []
         self.up: list[LeaderMessage] = []
         self.facts: list[invariants.Fact] = []
@@ -279,9 +293,11 @@ class _Run:
         )
         plan = one.machine.taken
         if isinstance(plan, Plan):
-            result = Held(operation.bucket, operation.version, checksum(counts))
-            self.facts.append(invariants.Held(self.number, position, plan.generation, plan.step, *_fields(result), counts))
-            self.feed(position, rank.Completed(result))
+            value = checksum(counts)
+            where = (self.number, position, plan.generation, plan.step)
+            self.facts.append(invariants.Held(*where, *_what(operation), value, counts))
+            # What is voted on covers the parameters, too: the bytes of a result are the same on all that reduced it.
+            self.feed(position, rank.Completed(Held(*_what(operation), -value if self.drifted else value)))
             self.advance(position)
 
     def fail(self, position: int) -> None:
@@ -316,8 +332,8 @@ class _Run:
                 for item in order.record.versions
                 if item.bucket in one.machine.buckets
             )
-            versions = str([(item.bucket, item.version) for item in order.record.versions])
-            self.facts.append(invariants.Applied(self.number, position, order.record.step, counts, versions))
+            digest = str(([(item.bucket, item.version) for item in order.record.versions], self.drifted))
+            self.facts.append(invariants.Applied(self.number, position, order.record.step, counts, digest))
             empty: tuple[Counts, ...] = ((),) * len(one.results)
             self.ranks[position] = replace(one, gradient=(zeros,) * len(one.gradient), results=empty)
 
@@ -385,10 +401,6 @@ def checksum(counts: Counts) -> int:
 
 def _what(operation: Operation) -> tuple[BucketId, Version]:
     return operation.bucket, operation.version
-
-
-def _fields(held: Held) -> tuple[BucketId, Version, int]:
-    return held.bucket, held.version, held.checksum
 
 
 def _put[T](items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:

@@ -61,10 +61,10 @@ def test_a_bucket_is_complete_only_when_all_its_ranks_hold_one_version() -> None
 
 def test_the_highest_version_is_decided_and_sources_are_spread() -> None:
     holders = [status(r, complete=tuple(complete(b) for b in range(3))) for r in (1, 4)]
-    decisions = bucket.decide([status(0), *holders], range(3))
+    decisions = bucket.decide([status(0), *holders], range(3), 0)
     assert [item.source for item in decisions] == [1, 4, 1]
     assert all(item.holders == (1, 4) for item in decisions)
-    newer = bucket.decide([status(0, complete=(complete(0, 1),)), status(1, complete=(complete(0, 3),))], (0,))
+    newer = bucket.decide([status(0, complete=(complete(0, 1),)), status(1, complete=(complete(0, 3),))], (0,), 0)
     assert newer == (bucket.Decision(0, 3, (1,), 1),)
 
 
@@ -144,13 +144,22 @@ def exchanges(draw: st.DrawFn) -> list[Status]:
 
 @given(exchanges(), st.randoms(use_true_random=False))
 def test_inv_1_4_7_a_recovery_plan_covers_every_bucket_exactly_once(statuses: list[Status], shuffle: object) -> None:
-    found = recovery.recover(statuses)
+    found = recovery.recover(statuses, 0)
     assert isinstance(found, recovery.Recovery)
     if found.work is None:
         return
-    assert recovery.recover(statuses[::-1]) == found, "the plan depends on the order of the statuses"
+    assert recovery.recover(statuses[::-1], 0) == found, "the plan depends on the order of the statuses"
     roster = tuple(item.replica for item in statuses)
     plans = {replica: recovery.plan_of(found, replica, 2, roster) for replica in roster}
+    assert max(found.quotas) <= found.work.num_microbatches
+    for replica, count in zip(roster, found.quotas, strict=True):
+        (mine,) = (s.contributions for s in statuses if s.replica == replica)
+        ids = {i for held in mine for i in held} | {i for c in plans[replica].computes for i in c.microbatches}
+        assert count == len(ids)
+    if found.reduces:
+        assert sum(found.quotas) >= found.work.num_microbatches
+    if len(found.work.buckets) == 1:
+        assert not found.reduces or sum(found.quotas) == found.work.num_microbatches
     common = {(p.transfers, p.reduces, p.quotas, p.work, p.step) for p in plans.values()}
     assert len(common) == 1, "members disagree on the plan"
     decided = {item.bucket for item in found.decisions}
@@ -178,7 +187,7 @@ def _computed_into(plans: dict[int, Plan], number: int) -> list[int]:
 def test_a_member_that_is_behind_adopts_the_record() -> None:
     done = record(0)
     ahead = status(0, step=1, work=None, committed=done)
-    found = recovery.recover([ahead, status(1, complete=(complete(),))])
+    found = recovery.recover([ahead, status(1, complete=(complete(),))], 0)
     assert isinstance(found, recovery.Recovery)
     assert (found.step, found.adopt, found.work) == (1, done, None)
 
@@ -186,7 +195,7 @@ def test_a_member_that_is_behind_adopts_the_record() -> None:
 def test_contributions_to_an_older_step_do_not_count() -> None:
     ahead = status(0, step=1, work=WORK, contributions=((0,),), committed=record(0))
     behind = status(1, contributions=((1,),), complete=(complete(),))
-    found = recovery.recover([ahead, behind])
+    found = recovery.recover([ahead, behind], 0)
     assert isinstance(found, recovery.Recovery)
     assert found.decisions == () and found.reduces == (0,)
     assert found.dealt == ((1, 1, (0,)), (0, 2, (0,)))
@@ -195,28 +204,48 @@ def test_contributions_to_an_older_step_do_not_count() -> None:
 
 def test_steps_that_differ_by_more_than_one_are_a_defect() -> None:
     with pytest.raises(ValueError, match="differ by more than one"):
-        recovery.recover([status(0, step=2, committed=record(1)), status(1, step=0)])
+        recovery.recover([status(0, step=2, committed=record(1)), status(1, step=0)], 0)
 
 
 def test_members_that_began_different_work_disagree() -> None:
     other = Work("evaluate 0", 3, (0,))
-    found = recovery.recover([status(0), status(1), status(2, work=other)])
+    found = recovery.recover([status(0), status(1), status(2, work=other)], 0)
     assert isinstance(found, vote.Disagreement)
     assert found.minority == (2,)
 
 
 def test_a_plan_needs_work() -> None:
-    found = recovery.recover([status(0, work=None)])
+    found = recovery.recover([status(0, work=None)], 0)
     assert isinstance(found, recovery.Recovery)
     with pytest.raises(ValueError, match="nobody has begun"):
         recovery.plan_of(found, 0, 1, (0,))
+
+
+def test_what_an_outvoted_replica_took_part_in_is_withdrawn() -> None:
+    """Its own ids are dealt; the survivors keep their local gradients."""
+    held = [status(r, contributions=((r,),), complete=(complete(version=2),)) for r in (0, 1)]
+    found = recovery.recover(held, 3)
+    assert isinstance(found, recovery.Recovery)
+    assert (found.decisions, found.reduces, found.dealt) == ((), (0,), ((0, 2, (0,)),))
+    assert "results older than generation 3 are withdrawn" in found.reason
+    made_since = recovery.recover([held[0], status(1, contributions=((1, 2),), complete=(complete(version=3),))], 3)
+    assert isinstance(made_since, recovery.Recovery)
+    assert made_since.decisions == (bucket.Decision(0, 3, (1,), 1),)
+
+
+def test_what_a_member_has_committed_is_never_withdrawn() -> None:
+    done = record(0)
+    behind = status(1, complete=(complete(),))
+    found = recovery.recover([status(0, step=1, work=None, committed=done), behind], 2)
+    assert isinstance(found, recovery.Recovery)
+    assert found.adopt == done and "withdrawn" not in found.reason
 
 
 def test_an_id_goes_only_into_the_buckets_that_miss_it() -> None:
     """Id 2 was lost once before and recomputed for bucket 1 only; now the holder of bucket 0 is lost too."""
     work = Work("train 0", 3, (0, 1))
     found = recovery.recover(
-        [status(0, work=work, contributions=((0,), (0, 2))), status(1, work=work, contributions=((1,), (1,)))]
+        [status(0, work=work, contributions=((0,), (0, 2))), status(1, work=work, contributions=((1,), (1,)))], 0
     )
     assert isinstance(found, recovery.Recovery)
     assert found.dealt == ((1, 2, (0,)),)

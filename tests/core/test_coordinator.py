@@ -180,9 +180,13 @@ def test_different_failures_do_not_poison(second: Failing) -> None:
 
 
 def test_the_minority_that_diverges_is_fenced() -> None:
-    _, effects = feed(started(), Diverged(0, 1, 7, (2,), "checksums"), Diverged(1, 1, 7, (2,), "checksums"))
+    state, effects = feed(started(), Diverged(0, 1, 7, (2,), "checksums"), Diverged(1, 1, 7, (2,), "checksums"))
     assert [effect for effect in effects if isinstance(effect, Fence)] == [Fence(2)]
     assert announced(effects).losses == (Loss(2, LossKind.DIVERGED, "checksums"),)
+    # What it took part in is withdrawn, which a member learns that hears of the next generation first, too.
+    assert announced(effects).trusted_from == 2
+    _, effects = feed(state, died(1))
+    assert announced(effects).trusted_from == 2
 
 
 def test_a_tie_ends_the_job() -> None:

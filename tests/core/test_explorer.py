@@ -50,6 +50,7 @@ class Outcomes(Explorer):
         {"crashes": 1, "slow": True, "steps": 1},
         {"crashes": 1, "num_ranks": 2, "bucket_ranks": SHARED, "steps": 1},
         {"alarms": 1, "num_ranks": 2, "bucket_ranks": SHARED, "steps": 1},
+        {"drifts": 1, "replicas": 3, "microbatches": 3, "steps": 1},
         {"crashes": 1, "replicas": 3, "microbatches": 3, "steps": 1},
         {"suspicions": 1, "replicas": 3, "microbatches": 3, "steps": 1},
     ],
@@ -70,7 +71,7 @@ def test_the_explorer_is_deterministic() -> None:
 
 
 def test_a_violation_is_printed_with_the_way_to_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(recovery, "decide", lambda statuses, buckets: ())
+    monkeypatch.setattr(recovery, "decide", lambda *_: ())
     assert explorer.main(["--config", "ci", "--only", "links and a crash"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("VIOLATED INV-4:")

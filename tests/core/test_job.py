@@ -1,7 +1,8 @@
 """A whole job under random faults, larger than what can be explored: all invariants at every step, then progress.
 
 Hypothesis chooses sizes, the order of everything, and the faults (safety). At the end the faults stop, everything that can
-happen happens, and all members must have finished the same steps (liveness). A failure shrinks to a short list of steps.
+happen happens, and all members must have finished the same steps (liveness), unless half of them have drifted. A failure
+shrinks to a short list of steps.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Job(RuleBasedStateMachine):
         microbatches=st.integers(1, 7),
         shape=st.sampled_from(sorted(SHAPES)),
         slow=st.booleans(),
-        faults=st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 3)),
+        faults=st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 3), st.integers(0, 2)),
     )
-    def start(self, replicas: int, microbatches: int, shape: str, slow: bool, faults: tuple[int, int, int]) -> None:
+    def start(self, replicas: int, microbatches: int, shape: str, slow: bool, faults: tuple[int, ...]) -> None:
         num_ranks, bucket_ranks = SHAPES[shape]
         scenario = Scenario("random", replicas, microbatches, bucket_ranks, num_ranks, 3, *faults, self.links, slow)
         self.explorer = Explorer(scenario, reduced=False)
@@ -55,7 +56,7 @@ class Job(RuleBasedStateMachine):
             if steps:
                 self.world = self.explorer.tidy(steps[choice % len(steps)][1])
 
-    @precondition(lambda self: self.explorer is not None and self.world.crashes + self.world.suspicions + self.world.alarms)
+    @precondition(lambda self: self.explorer is not None and self.explorer.may_fail(self.world))
     @rule(choice=st.integers(0, 10_000))
     def fault(self, choice: int) -> None:
         assert self.explorer is not None
@@ -77,7 +78,7 @@ class Job(RuleBasedStateMachine):
             pytest.fail(f"INV-8: not over after {MAX_STEPS} steps")
         history = self.explorer.histories[self.world.history]
         members = self.explorer.coordinators[self.world.coordinator].roster
-        assert all(dict(history.committed)[replica] == 3 for replica in members)
+        assert self.explorer.tied(self.world) or all(dict(history.committed)[replica] == 3 for replica in members)
 
 
 class JobOnLinks(Job):

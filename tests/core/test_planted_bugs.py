@@ -101,7 +101,7 @@ def test_counting_the_votes_of_an_older_generation_is_caught(monkeypatch: pytest
 
 
 def test_recomputing_a_decided_bucket_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "decide", lambda statuses, buckets: ())
+    monkeypatch.setattr(recovery, "decide", lambda *_: ())
     caught(explore(crashes=1), 4)
 
 
@@ -196,6 +196,24 @@ def test_dropping_an_early_status_is_caught_on_links(monkeypatch: pytest.MonkeyP
 def test_forgetting_what_was_asked_for_during_a_save_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "_saved", lambda state: (state, ()))
     caught(explore(replicas=2, microbatches=2, steps=1, alarms=2, saves=1), 9)
+
+
+def test_keeping_what_an_outvoted_replica_took_part_in_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = recovery.recover
+    monkeypatch.setattr(replica, "recover", lambda statuses, trusted_from: original(statuses, 0))
+    caught(explore(drifts=1), 2)
+
+
+def test_telling_of_an_outvoted_replica_only_once_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member may hear of the next generation first."""
+    original = coordinator._announce
+
+    def once(state: coordinator.CoordinatorState, *arguments: Any) -> coordinator.Step:
+        after, effects = original(state, *arguments)
+        return replace(after, trusted_from=0), effects
+
+    monkeypatch.setattr(coordinator, "_announce", once)
+    caught(explore(drifts=1, crashes=1), 2)
 
 
 def test_the_sum_of_multisets_is_what_the_checks_rest_on() -> None:

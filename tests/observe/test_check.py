@@ -426,7 +426,7 @@ BREAKAGES: list[tuple[str, Callable[[Events], int]]] = [
 
 @pytest.mark.parametrize("determinism", ["exact", "fast"])
 def test_valid_traces_hold(determinism: str) -> None:
-    for run in (traces.quiet_run(determinism=determinism), traces.faulty_run(determinism)):
+    for run in (traces.quiet_run(determinism=determinism), traces.faulty_run(determinism), traces.drifting_run(determinism)):
         assert _broken(run.events) == {}
 
 
@@ -504,6 +504,59 @@ def test_a_replica_is_lost_although_its_process_lives() -> None:
     run.statuses({0: (), 1: ()}, lambda replica: ())
     run.quiet_step()
     assert _broken(run.finish().events) == {}
+
+
+def results_of_an_outvoted_replica_are_committed(events: Events) -> int:
+    """Nothing was withdrawn: the survivors held the old results, voted once more, and alike."""
+    older = {"reduces": (), "computes": ()}
+    for replica in (1, 2):
+        _edit(events, trace.Plan, to=older, generation=2, step=1, replica=replica)
+    made = (trace.Reduced, trace.MicrobatchStarted, trace.MicrobatchFinished)
+    events[:] = [event for event in events if not (isinstance(event, made) and (event.generation, event.step) == (2, 1))]
+    for replica in (1, 2):
+        index = _find(events, trace.Committed, step=1, replica=replica)
+        versions = tuple(trace.Result(bucket=b, version=1, checksums=(1000 + b + 5,)) for b in traces.BUCKETS)
+        events[index] = msgspec.structs.replace(events[index], versions=versions)
+    return _find(events, trace.Committed, step=1, replica=1)
+
+
+def a_survivor_drifted_too(events: Events) -> int:
+    return _edit(events, trace.Applied, to={"parameter_digest": "drifted"}, step=0, replica=2, rank=0)
+
+
+def a_survivor_holds_another_result(events: Events) -> int:
+    return _edit(events, trace.Reduced, to={"checksum": 99}, step=1, generation=1, replica=2, bucket=1)
+
+
+def a_remade_result_differs(events: Events) -> int:
+    return _edit(events, trace.Reduced, to={"checksum": 99}, step=1, generation=2, replica=2, bucket=1)
+
+
+@pytest.mark.parametrize(
+    ("invariant", "breakage"),
+    [
+        ("INV-4", results_of_an_outvoted_replica_are_committed),
+        ("INV-2", a_survivor_drifted_too),
+        ("INV-2", a_survivor_holds_another_result),
+        ("INV-2", a_remade_result_differs),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_an_outvoted_replica_excuses_nobody_else(invariant: str, breakage: Callable[[Events], int]) -> None:
+    events = list(traces.drifting_run().events)
+    line = breakage(events) + 1
+    assert line in _broken(events).get(invariant, []), _broken(events)
+
+
+def test_a_replica_is_outvoted_only_for_the_step_before() -> None:
+    """What drifted earlier and was noticed late is in the parameters of all: that is no repaired run."""
+    run = traces.Run()
+    run.quiet_step()
+    run.quiet_step()
+    run.step_with_drift(0)
+    assert _broken(run.finish().events) == {}
+    _edit(run.events, trace.Applied, to={"parameter_digest": "drifted"}, step=0, replica=0, rank=0)
+    assert _broken(run.events) == {"INV-2": [_find(run.events, trace.Applied, step=0, replica=r, rank=0) + 1 for r in (1, 2)]}
 
 
 def test_a_log_without_a_committed_step_proves_nothing(tmp_path: Path) -> None:

@@ -141,6 +141,39 @@ class Run:
                 complete=complete(replica), committed=self.step - 1 if self.step else None,
             )  # fmt: skip
 
+    def step_with_drift(self, victim: int) -> None:
+        """The parameters of `victim` have changed: its votes differ, and the step is made again without it."""
+        for rank in (0, 1):
+            index = max(
+                i for i, event in enumerate(self.events)
+                if isinstance(event, trace.Applied) and (event.replica, event.rank) == (victim, rank)
+            )  # fmt: skip
+            self.events[index] = msgspec.structs.replace(self.events[index], parameter_digest="drifted")
+        older, dealt = self.generation, self.deal(range(self.num_microbatches))
+        self.plan(dealt, BUCKETS)
+        for replica, ids in dealt.items():
+            self.compute(replica, ids, BUCKETS)
+        start = len(self.events)
+        self.reduce(BUCKETS)
+        for index, event in enumerate(self.events[start:], start):
+            assert isinstance(event, trace.Reduced)  # the sum has what the victim did; its checksum covers the parameters, too
+            off = 7 if event.replica == victim else 5
+            self.events[index] = msgspec.structs.replace(event, checksum=event.checksum + off)
+        for replica in self.roster:
+            self.add(trace.Voted, **self.where(replica), digest="drifted" if replica == victim else "with what drifted")
+        self.roster = tuple(one for one in self.roster if one != victim)
+        self.generation += 1
+        lost = trace.Lost(replica=victim, kind=LossKind.DIVERGED, detail="replicas disagree")
+        self.add(trace.Generation, generation=self.generation, roster=self.roster, losses=(lost,), reason="replicas disagree")
+        self.add(trace.Fenced, replica=victim, ranks=(0, 1))
+        self.statuses(dealt, lambda replica: tuple((bucket, older) for bucket in BUCKETS))
+        again = self.deal(dealt[victim])
+        self.plan(again, BUCKETS)
+        for replica, ids in again.items():
+            self.compute(replica, ids, BUCKETS)
+        self.reduce(BUCKETS)
+        self.commit(dict.fromkeys(BUCKETS, self.generation))
+
     def recovered(self) -> None:
         """What each leader's clock says about the phases of the newest generation: replica r takes r+1 times as long."""
         for replica in self.roster:
@@ -203,6 +236,15 @@ def faulty_run(determinism: str = "exact") -> Run:
     run.step_with_kill_in_backward(2)
     run.quiet_step()
     run.step_with_kill_in_reduction(0)
+    run.quiet_step()
+    return run.finish()
+
+
+def drifting_run(determinism: str = "exact") -> Run:
+    """3 -> 2 replicas: one whose parameters have drifted after a step is outvoted in the next."""
+    run = Run(determinism=determinism)
+    run.quiet_step()
+    run.step_with_drift(0)
     run.quiet_step()
     return run.finish()
 
