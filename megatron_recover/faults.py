@@ -69,15 +69,6 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     occurrence: int = 1
     """Strike at the n-th passage that matches everything above, counted from 1 in this process."""
 
-    def check(self) -> None:
-        """Raise ValueError for numbers that can never match."""
-        for name in ("replica", "rank", "step", "microbatch", "bucket"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} is {value}; it must be 0 or more")
-        if self.occurrence < 1:
-            raise ValueError(f"occurrence is {self.occurrence}; passages are counted from 1")
-
     def matches(self, point: FaultPoint, step: int | None, microbatch: int | None, bucket: int | None) -> bool:
         """Whether a passage of `point` counts for this fault (occurrence aside)."""
         return (

@@ -6,10 +6,12 @@ Every file is one document: its bytes as tokens 0..255, then the end-of-document
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_recover.flags import Parser
@@ -32,23 +34,23 @@ def files_in(paths: Sequence[Path], suffixes: Sequence[str]) -> Iterator[Path]:
             yield path
 
 
-def write_dataset(output: Path, files: Iterator[Path]) -> tuple[int, int]:
+def write_dataset(output: Path, files: Iterable[Path]) -> tuple[int, int]:
     """Write `<output>.bin` and `<output>.idx` and return the number of documents and of tokens (end-of-document included).
 
-    Both files appear complete or not at all. Empty files are left out. Raises OSError for what cannot be read or written
-    and ValueError where nothing was read.
+    Both files appear complete or not at all; what was there before is replaced. Empty files are left out. Raises OSError for
+    what cannot be written and ValueError for what cannot be read, or where nothing was read.
     """
     import numpy
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f".{output.name}.{os.getpid()}")
-    binary, index = Path(f"{partial}.bin"), Path(f"{partial}.idx")
+    with _without_warnings():
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    binary, index = _partial(output)
     num_documents = num_tokens = 0
     try:
         builder = IndexedDatasetBuilder(str(binary), dtype=numpy.uint16)
         for file in files:
-            text = numpy.frombuffer(file.read_bytes(), dtype=numpy.uint8)
+            text = numpy.frombuffer(_bytes_of(file), dtype=numpy.uint8)
             if not text.size:
                 continue
             document = numpy.append(text.astype(numpy.uint16), numpy.uint16(END_OF_DOCUMENT))
@@ -57,12 +59,74 @@ def write_dataset(output: Path, files: Iterator[Path]) -> tuple[int, int]:
         builder.finalize(str(index))
         if not num_documents:
             raise ValueError("no text was found")
+        Path(f"{output}.idx").unlink(missing_ok=True)  # no moment at which an old index belongs to a new text
         os.replace(binary, f"{output}.bin")
         os.replace(index, f"{output}.idx")
     finally:
         binary.unlink(missing_ok=True)
         index.unlink(missing_ok=True)
     return num_documents, num_tokens
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Torch's and Megatron's, about what a GPU would want: nothing that matters to a data set."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _partial(output: Path) -> tuple[Path, Path]:
+    """What the two files are called while they are written."""
+    partial = output.with_name(f".{output.name}.{os.getpid()}")
+    return Path(f"{partial}.bin"), Path(f"{partial}.idx")
+
+
+def _bytes_of(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ValueError(_unreadable(error)) from error
+
+
+def _unreadable(error: OSError) -> str:
+    return f"PATH {error.filename} cannot be read ({error.strerror}); leave it out or make it readable"
+
+
+def _input(paths: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
+    """The files with text in them. Raises ValueError with one line a mistake."""
+    wrong = [f"--suffix {suffix} does not begin with a dot; write it like .py" for suffix in suffixes if suffix[:1] != "."]
+    try:
+        wrong += [f"PATH {path} does not exist; correct it" for path in paths if not path.exists()]
+        files = [] if wrong else [file for file in files_in(paths, suffixes) if not file.is_file() or file.stat().st_size]
+    except OSError as error:
+        raise ValueError(_unreadable(error)) from error
+    if not files and not wrong:
+        only = f" with --suffix {' '.join(suffixes)}" if suffixes else ""
+        wrong = [f"PATH {', '.join(map(str, paths))} has no text{only}; name files that are not empty"]
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    return files
+
+
+def _claim(output: Path, *, overwrite: bool) -> None:
+    """See to it that the data set can be written, before seconds go into imports. Raises ValueError, or OSError."""
+    if not output.name or output.name == "..":
+        raise ValueError(f"--output {output} is no PREFIX; give a path that .bin and .idx can be added to, such as data/text")
+    there = [f"{output}{end}" for end in (".bin", ".idx") if os.path.lexists(f"{output}{end}")]
+    if there and not overwrite:
+        raise ValueError(f"--output {output}: {' and '.join(there)} would be replaced; give another PREFIX, or --overwrite")
+    folders = [path for path in there if os.path.isdir(path)]
+    if folders:
+        raise ValueError(f"--output {output}: {' and '.join(folders)} is a directory; give another PREFIX")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    binary, _ = _partial(output)
+    binary.touch()
+    binary.unlink()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,20 +145,23 @@ def main(argv: Sequence[str]) -> int:
         "--suffix", metavar=".EXT", action="append", default=[],
         help="in directories take only such files; repeatable (default: all; .py where no PATH is given)",
     )  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true", help="replace PREFIX.bin and PREFIX.idx where they exist")
     options = parser.parse_args(argv)
     paths, suffixes = options.paths, options.suffix
     if not paths:
         paths, suffixes = [Path(sysconfig.get_paths()["stdlib"])], suffixes or [".py"]
-    missing = [str(path) for path in paths if not path.exists()]
-    if missing:
-        print(f"megatron-recover data: no such file or directory: {', '.join(missing)}", file=sys.stderr)
-        return 2
     try:
-        num_documents, num_tokens = write_dataset(options.output, files_in(paths, suffixes))
-    except (OSError, ValueError) as error:
-        hint = f" (PATH {', '.join(map(str, paths))}, --suffix {' '.join(suffixes) or 'any'})"
-        print(f"megatron-recover data: {error}{hint}", file=sys.stderr)
-        return 2
+        files = _input(paths, suffixes)
+        _claim(options.output, overwrite=options.overwrite)
+        num_documents, num_tokens = write_dataset(options.output, files)
+    except ValueError as error:
+        parser.error(str(error))
+    except (FileExistsError, NotADirectoryError):
+        parser.error(
+            f"--output {options.output} cannot be written (a file stands where a folder is meant); give another PREFIX"
+        )
+    except OSError as error:
+        parser.error(f"--output {options.output} cannot be written ({error.strerror}); give another PREFIX, or make room there")
     print(
         f"{options.output}.bin, {options.output}.idx: {num_documents} documents, {num_tokens} tokens; "
         f"train on it with --data-path {options.output} --tokenizer-type NullTokenizer --vocab-size {VOCABULARY_SIZE}"

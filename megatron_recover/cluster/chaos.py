@@ -5,19 +5,19 @@ Decides before anything starts, so that every chaos run is reproduced by the fil
 
 from __future__ import annotations
 
-import difflib
+import math
 import random
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from megatron_recover.faults import Fault, FaultPoint
+from megatron_recover.flags import did_you_mean
 
 CHAOS_FILE = "chaos.toml"
-_KEYS = Fault.__struct_fields__
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,43 +37,61 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(text: str, target: Target) -> tuple[Fault, ...]:
-    """The faults of a chaos file. Raises ValueError that names the line and the remedy."""
+    """The faults of a chaos file. Raises ValueError with one line a mistake: where in the file, what, and the remedy."""
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"not a TOML file: {error}") from error
-    for key in content.keys() - {"fault"}:
-        raise ValueError(f"line {_line_of_key(text, key, 0)}: unknown key '{key}'; a chaos file has [[fault]] tables only")
+    found = [
+        f"line {_line_of_key(text, key, 0)}: unknown key '{key}'; a chaos file has [[fault]] tables only"
+        for key in content
+        if key != "fault"
+    ]
     tables = content.get("fault", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise ValueError("'fault' is no array of tables; write each fault as a [[fault]] table")
-    return tuple(_fault(text, index, table, target) for index, table in enumerate(tables))
+        raise ValueError("\n".join([*found, "'fault' is no array of tables; write each fault as a [[fault]] table"]))
+    for index, table in enumerate(tables):
+        start = _line_of_table(text, index)
+        for key, mistake in _mistakes(table, Fault, _limits(target)):
+            found.append(f"line {_line_of_key(text, key, start) if key in table else start}: {mistake}")
+    if found:
+        raise ValueError("\n".join(found))
+    return tuple(msgspec.convert(tables, list[Fault]))
 
 
-def _fault(text: str, index: int, table: Mapping[str, object], target: Target) -> Fault:
-    start = _line_of_table(text, index)
-    for key in table.keys() - set(_KEYS):
-        close = difflib.get_close_matches(key, _KEYS, n=1)
-        remedy = f"did you mean '{close[0]}'?" if close else f"known are {', '.join(_KEYS)}"
-        raise ValueError(f"line {_line_of_key(text, key, start)}: unknown key '{key}'; {remedy}")
-    try:
-        fault = msgspec.convert(table, Fault)
-        fault.check()
-    except msgspec.ValidationError as error:
-        field = re.search(r"\$\.(\w+)", str(error))
-        line = _line_of_key(text, field[1], start) if field else start
-        choices = f"; points are {', '.join(point.value for point in FaultPoint)}" if field and field[1] == "point" else ""
-        raise ValueError(f"line {line}: {error}{choices}") from error
-    except ValueError as error:
-        raise ValueError(f"line {start}: {error}") from error
-    for name, value, limit in (
-        ("replica", fault.replica, target.num_replicas),
-        ("rank", fault.rank, target.num_ranks),
-        ("microbatch", fault.microbatch or 0, target.num_microbatches),
-    ):
-        if value >= limit:
-            raise ValueError(f"line {_line_of_key(text, name, start)}: {name} is {value}; this job has 0 to {limit - 1}")
-    return fault
+def _limits(target: Target) -> dict[str, tuple[float, float]]:
+    """The least and the greatest value of each number of a fault."""
+    return {
+        "replica": (0, target.num_replicas - 1),
+        "rank": (0, target.num_ranks - 1),
+        "step": (0, math.inf),
+        "microbatch": (0, target.num_microbatches - 1),
+        "bucket": (0, math.inf),
+        "occurrence": (1, math.inf),
+    }
+
+
+def _mistakes(
+    table: Mapping[str, object], kind: type[msgspec.Struct], limits: Mapping[str, tuple[float, float]], *, strict: bool = True
+) -> Iterator[tuple[str, str]]:
+    """Each key that is wrong or missing, and what is wrong with it, if the table is to become a `kind`."""
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    for key, value in table.items():
+        if key not in fields:
+            yield key, f"unknown key '{key}'; " + did_you_mean(key, fields, f"known are {', '.join(fields)}")
+            continue
+        try:
+            number = msgspec.convert(value, fields[key].type, strict=strict)
+        except msgspec.ValidationError as error:
+            choices = f"; points are {', '.join(point.value for point in FaultPoint)}" if key == "point" else ""
+            yield key, f"{key}: {error}{choices}"
+            continue
+        least, greatest = limits.get(key, (0, 0))
+        if key in limits and not least <= number <= greatest:
+            yield key, f"{key} is {number}; it must be {least} " + (f"to {greatest}" if greatest < math.inf else "or more")
+    for field in fields.values():
+        if field.required and field.name not in table:
+            yield field.name, f"{field.name} is missing"
 
 
 def _line_of_table(text: str, index: int) -> int:
@@ -130,18 +148,15 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def parse_rate(text: str) -> Rate:
-    """A rate from the command line. Raises ValueError."""
+    """A rate from the command line. Raises ValueError with one line a mistake."""
     words = [word.partition("=") for word in text.split(",")]
-    for key, equals, _ in words:
-        if key not in Rate.__struct_fields__ or not equals:
-            raise ValueError(f"'{key}' is unknown; give rate=NUMBER,seed=NUMBER and, if you like, steps=NUMBER")
-    try:
-        rate = msgspec.convert({key: value for key, _, value in words}, Rate, strict=False)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{error}; give rate=NUMBER,seed=NUMBER and, if you like, steps=NUMBER") from error
-    if not 0 <= rate.rate <= 1:
-        raise ValueError(f"rate is {rate.rate}; it is a probability per step, from 0 to 1")
-    return rate
+    given = {key.strip(): value.strip() for key, _, value in words}
+    found = [what for _, what in _mistakes(given, Rate, {"rate": (0, 1), "steps": (1, math.inf)}, strict=False)]
+    if len(given) < len(words):
+        found.append("a key is given twice")
+    if found:
+        raise ValueError("\n".join(f"{what}; give rate=NUMBER,seed=NUMBER and, if you like, steps=NUMBER" for what in found))
+    return msgspec.convert(given, Rate, strict=False)
 
 
 def schedule(rate: Rate, target: Target) -> tuple[Fault, ...]:
@@ -177,19 +192,19 @@ def _strike(dice: random.Random, living: list[int], step: int, point: FaultPoint
 def faults_of(argument: str, target: Target) -> tuple[tuple[Fault, ...], str]:
     """The faults that `--chaos ARGUMENT` asks for, and the file that reproduces them. Raises ValueError.
 
-    An argument that is no file and has a `=` is a rate.
+    An argument that does not exist and has a `=` is a rate.
     """
-    path = Path(argument)
-    if path.is_file():
-        text = path.read_text()
-        try:
-            return parse(text, target), text
-        except ValueError as error:
-            raise ValueError(f"--chaos {argument}: {error}") from error
-    if "=" not in argument:
-        raise ValueError(f"--chaos {argument}: there is no such file; give one, or rate=NUMBER,seed=NUMBER")
     try:
+        if Path(argument).exists() or "=" not in argument:
+            text = Path(argument).read_text(encoding="utf-8")
+            return parse(text, target), text
         faults = schedule(parse_rate(argument), target)
+    except OSError as error:
+        raise ValueError(
+            f"--chaos {argument}: cannot be read ({error.strerror}); give a TOML file, or rate=NUMBER,seed=NUMBER"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--chaos {argument}: not a TOML file: {error}") from error
     except ValueError as error:
-        raise ValueError(f"--chaos {argument}: {error}") from error
+        raise ValueError("\n".join(f"--chaos {argument}: {line}" for line in str(error).splitlines())) from error
     return faults, render(faults, f"--chaos {argument}; this file reproduces it")

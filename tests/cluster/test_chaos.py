@@ -38,15 +38,19 @@ def test_a_file_and_its_rendering_mean_the_same() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("microbatch = 7", "microbach = 7", "line 7: unknown key 'microbach'; did you mean 'microbatch'?"),
+        ("microbatch = 7", "microbach = 7", "line 7: unknown key 'microbach'; did you mean microbatch?"),
         ('kind = "stop"', 'color = "red"', "line 13: unknown key 'color'; known are replica"),
-        ('point = "promise"', 'point = "promised"', "line 12: Invalid enum value 'promised'"),
-        ("rank = 1", "rank = 2", "line 11: rank is 2; this job has 0 to 1"),
-        ("replica = 2", "replica = 4", "line 10: replica is 4; this job has 0 to 3"),
-        ("microbatch = 7", "microbatch = 8", "line 7: microbatch is 8; this job has 0 to 7"),
-        ("step = 3", "step = -3", "line 2: step is -3; it must be 0 or more"),
-        ("step = 3", 'step = "three"', "line 6: Expected `int | null`, got `str`"),
-        ("rank = 0\n", "", "line 2: Object missing required field `rank`"),
+        (
+            'point = "promise"',
+            'point = "promised"',
+            "line 12: point: Invalid enum value 'promised'; points are start_up",
+        ),
+        ("rank = 1", "rank = 2", "line 11: rank is 2; it must be 0 to 1"),
+        ("replica = 2", "replica = 4", "line 10: replica is 4; it must be 0 to 3"),
+        ("microbatch = 7", "microbatch = 8", "line 7: microbatch is 8; it must be 0 to 7"),
+        ("step = 3", "step = -3", "line 6: step is -3; it must be 0 or more"),
+        ("step = 3", 'step = "three"', "line 6: step: Expected `int | null`, got `str`"),
+        ("rank = 0\n", "", "line 2: rank is missing"),
         ("[[fault]]\nreplica = 1", "rate = 1\n[[fault]]\nreplica = 1", "line 2: unknown key 'rate'"),
         ("step = 3", "step = ", "not a TOML file"),
     ],
@@ -56,6 +60,26 @@ def test_a_wrong_file_is_refused_with_the_line(old: str, new: str, message: str)
     with pytest.raises(ValueError) as refusal:
         parse(GOOD.replace(old, new, 1), TARGET)
     assert message in str(refusal.value)
+
+
+def test_all_mistakes_of_a_file_are_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "chaos.toml"
+    path.write_text(
+        GOOD.replace("[[fault]]", "rate = 1\n[[fault]]", 1).replace("rank = 0\n", "")
+        .replace("step = 3", "step = -1\nsteps = 4")
+        .replace('"promise"', '"promisse"').replace("replica = 2", 'replica = "two"')
+    )  # fmt: skip
+    with pytest.raises(ValueError) as refusal:
+        faults_of(str(path), TARGET)
+    lines = [line.removeprefix(f"--chaos {path}: ") for line in str(refusal.value).splitlines()]
+    assert [line.partition(";")[0] for line in lines] == [
+        "line 2: unknown key 'rate'",
+        "line 6: step is -1",
+        "line 7: unknown key 'steps'",
+        "line 3: rank is missing",
+        "line 11: replica: Expected `int`, got `str`",
+        "line 13: point: Invalid enum value 'promisse'",
+    ]
 
 
 def test_a_rate_is_reproduced_by_its_seed_and_by_its_file(tmp_path: Path) -> None:
@@ -73,18 +97,23 @@ def test_random_faults_leave_the_job_enough_replicas(seed: int) -> None:
     hit = [fault.replica for fault in faults]
     assert len(hit) == len(set(hit)) == 2
     for fault in faults:
-        fault.check()
         assert fault.step is not None and fault.step < 100 and fault.rank < 2
 
 
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("missing.toml", "there is no such file"),
-        ("rate=2,seed=1", "rate is 2.0; it is a probability"),
-        ("rate=0.1", "missing required field `seed`"),
-        ("rate=0.1,sed=7", "'sed' is unknown"),
-        ("rate=often,seed=7", "Expected `float`"),
+        ("missing.toml", "missing.toml: cannot be read (No such file or directory); give a TOML file, or rate="),
+        ("/tmp", "/tmp: cannot be read (Is a directory)"),
+        ("rate=2,seed=1", "rate is 2.0; it must be 0 to 1"),
+        ("rate=nan,seed=1", "rate is nan; it must be 0 to 1"),
+        ("rate=0.1", "seed is missing; give rate=NUMBER,seed=NUMBER"),
+        ("rate=0.1,seed", "seed: Expected `int`, got `str`"),
+        ("rate=0.1,seed=7,steps=0", "steps is 0; it must be 1 or more"),
+        ("rate=0.1,seed=7,seed=8", "a key is given twice"),
+        ("rate=0.1,sed=7", "unknown key 'sed'; did you mean seed?"),
+        ("rate=often,seed=7", "rate: Expected `float`"),
+        ("rates=often,seed=x", "\n"),
     ],
 )
 def test_a_wrong_argument_is_refused(argument: str, message: str) -> None:
