@@ -268,9 +268,11 @@ def single_history(history: History) -> Findings:
     lost: set[int] = set()
     entered: dict[int, int] = {}
     saved = -1
+    at_the_end = history.commits.get(max(history.commits, default=-1), {})
     for line, event in history.events:
         if isinstance(event, trace.Generation):
-            for message in _follows(newest, event, lost):
+            finished = {replica for replica, (committed, _) in at_the_end.items() if committed < line}
+            for message in _follows(newest, event, lost, finished):
                 yield line, message
             newest = event
             lost |= {one.replica for one in event.losses}
@@ -293,7 +295,8 @@ def single_history(history: History) -> Findings:
             saved = event.iteration
 
 
-def _follows(before: trace.Generation | None, event: trace.Generation, lost: set[int]) -> Iterator[str]:
+def _follows(before: trace.Generation | None, event: trace.Generation, lost: set[int], finished: set[int]) -> Iterator[str]:
+    """`finished`: replicas that have committed the run's last step; one that ends then owes nothing and is no loss."""
     number, roster = event.generation, list(event.roster)
     if before and number <= before.generation:
         yield f"generation {number} was announced after generation {before.generation}"
@@ -302,7 +305,7 @@ def _follows(before: trace.Generation | None, event: trace.Generation, lost: set
     if back := lost & set(roster):
         yield f"generation {number} contains replicas that were lost before: {sorted(back)}"
     gone = set(before.roster if before else ()) - set(roster)
-    if unexplained := gone - {one.replica for one in event.losses}:
+    if unexplained := gone - {one.replica for one in event.losses} - finished:
         yield f"generation {number} leaves out {sorted(unexplained)} without naming a loss"
 
 

@@ -559,6 +559,24 @@ def test_a_replica_is_outvoted_only_for_the_step_before() -> None:
     assert _broken(run.events) == {"INV-2": [_find(run.events, trace.Applied, step=0, replica=r, rank=0) + 1 for r in (1, 2)]}
 
 
+def test_a_finished_replica_may_leave_without_a_loss() -> None:
+    run = traces.Run()
+    run.quiet_step()
+    run.quiet_step()
+    # Replica 1 has finished and dies while it waits for the others, who have still to apply the last step: it owes nothing.
+    run.add(trace.Failure, replica=1, rank=0, cause="SIGKILL")
+    run.add(trace.Fenced, replica=1, ranks=(0, 1))
+    run.roster, run.generation = (0, 2), 2
+    run.add(trace.Generation, generation=2, roster=run.roster, reason="process ended")
+    run.statuses({}, lambda replica: ())
+    assert _broken(run.events) == {}
+    assert _broken(run.finish().events) == {}
+    # If the others went on to another step, it had not finished.
+    run.events.pop()
+    run.quiet_step()
+    assert _broken(run.finish().events).keys() == {"INV-6"}
+
+
 def test_a_log_without_a_committed_step_proves_nothing(tmp_path: Path) -> None:
     verdict = check(traces.write(tmp_path, traces.Run().finish(1).events))
     assert not verdict.holds
