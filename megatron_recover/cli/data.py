@@ -156,12 +156,10 @@ def main(argv: Sequence[str]) -> int:
         num_documents, num_tokens = write_dataset(options.output, files)
     except ValueError as error:
         parser.error(str(error))
-    except (FileExistsError, NotADirectoryError):
-        parser.error(
-            f"--output {options.output} cannot be written (a file stands where a folder is meant); give another PREFIX"
-        )
     except OSError as error:
-        parser.error(f"--output {options.output} cannot be written ({error.strerror}); give another PREFIX, or make room there")
+        in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
+        why = "a file stands where a folder is meant" if in_the_way else error.strerror
+        parser.error(f"--output {options.output} cannot be written ({why}); give another PREFIX, or make room there")
     print(
         f"{options.output}.bin, {options.output}.idx: {num_documents} documents, {num_tokens} tokens; "
         f"train on it with --data-path {options.output} --tokenizer-type NullTokenizer --vocab-size {VOCABULARY_SIZE}"

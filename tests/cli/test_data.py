@@ -32,7 +32,8 @@ def test_every_mistake_is_named_with_its_remedy(text: Path, capsys: pytest.Captu
     out = str(text / "out" / "set")
     file = str(text / "text.py")
     for words, expected in (
-        ((file, "/nowhere/x", "/nowhere/y"), "PATH /nowhere/x does not exist; correct it\nmegatron-recover data: PATH /nowhere/y"),
+        ((file, "/nowhere/x"), "data: PATH /nowhere/x does not exist; correct it"),
+        ((file, "/nowhere/x", "/nowhere/y"), "data: PATH /nowhere/y does not exist; correct it"),
         ((str(text), "--suffix", "py"), "--suffix py does not begin with a dot; write it like .py"),
         ((str(text), "--suffix", ".md"), f"PATH {text} has no text with --suffix .md"),
         ((str(text / "empty.txt"),), "has no text; name files that are not empty"),
