@@ -219,10 +219,12 @@ class Leader:
         if isinstance(order, values.Plan):
             self._record_plan(order)
         for rank in range(self._context.num_ranks):
-            message: Message = order
+            message: Message
             if isinstance(order, values.Promise):
                 known = tuple((peer, self._peers[peer].data_addresses[rank]) for peer in order.roster)
                 message = Enter(order, known)
+            else:
+                message = order
             if rank == self._context.rank:
                 self._deliver(message)
             elif rank in self._ranks:

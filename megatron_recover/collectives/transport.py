@@ -50,7 +50,6 @@ class DeadlineExceeded(TransportError):
     def __init__(self, peers: Sequence[int], deadline_s: float) -> None:
         super().__init__(f"no progress from replicas {sorted(peers)} within {deadline_s:g} s")
         self.peers = tuple(sorted(peers))
-        self.deadline_s = deadline_s
 
 
 class Transport(Protocol):

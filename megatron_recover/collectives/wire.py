@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 from collections import deque
+from collections.abc import Iterator
 
 import msgspec
 
@@ -87,10 +88,10 @@ class Heard(Value, frozen=True):
 
 Message = (
     RankHello | LeaderHello | PeerHello | Announcement | Enter | Heard
-    | values.Promise | values.Plan | values.Apply | values.Stop
+    | values.Plan | values.Apply | values.Stop
     | values.Begun | values.Promised | values.Holds | values.Blocked | values.Raised | values.Ended
     | values.Vote | values.Status
-    | values.Hello | values.Entered | values.Requested | values.Busy | values.Failing | values.Diverged | values.Finished
+    | values.Entered | values.Requested | values.Busy | values.Failing | values.Diverged | values.Finished
 )  # fmt: skip
 
 
@@ -137,47 +138,42 @@ class Link:
         except OSError as error:
             raise LinkClosed(str(error)) from error
 
-    def receive(self) -> list[Message]:
-        """Every complete message that has arrived.
+    def receive(self) -> Iterator[Message]:
+        """Every complete message that has arrived. Then raises `LinkClosed` if the stream ends there, or is malformed."""
+        closed = self._read()
+        yield from self._complete()
+        if closed is not None:
+            raise closed
 
-        Raises `LinkClosed` at the end of the stream or at a malformed frame, after the complete messages before it were
-        returned.
-        """
-        closed: LinkClosed | None = None
+    def _read(self) -> LinkClosed | None:
+        """Take what has arrived, and how the stream ended if it did."""
         try:
             while chunk := self._socket.recv(_CHUNK_BYTES):
                 self._incoming += chunk
-            closed = LinkClosed("closed by the other end")
-        except BlockingIOError:
-            pass
+        except BlockingIOError:  # that was all for now
+            return None
         except OSError as error:
-            closed = LinkClosed(str(error))
-        messages = self._complete()
-        if closed is not None and not messages:
-            raise closed
-        return messages
+            return LinkClosed(str(error))
+        return LinkClosed("closed by the other end")
 
     def close(self) -> None:
         """Close the socket; what is queued is dropped."""
         self._socket.close()
 
-    def _complete(self) -> list[Message]:
-        messages: list[Message] = []
-        start = 0
-        while len(self._incoming) - start >= _HEADER.size:
-            magic, version, num_bytes = _HEADER.unpack_from(self._incoming, start)
+    def _complete(self) -> Iterator[Message]:
+        while len(self._incoming) >= _HEADER.size:
+            magic, version, num_bytes = _HEADER.unpack_from(self._incoming)
             if magic != _MAGIC or version != FORMAT_VERSION or num_bytes > MAX_BODY_BYTES:
                 raise LinkClosed(f"not a frame of format {FORMAT_VERSION}: {magic!r}, format {version}, {num_bytes} bytes")
-            body = start + _HEADER.size
-            if len(self._incoming) < body + num_bytes:
-                break
+            end = _HEADER.size + num_bytes
+            if len(self._incoming) < end:
+                return
             try:
-                messages.append(self._decode(memoryview(self._incoming)[body : body + num_bytes]))
+                message = self._decode(self._incoming[_HEADER.size : end])
             except msgspec.DecodeError as error:
                 raise LinkClosed(f"not a message: {error}") from error
-            start = body + num_bytes
-        del self._incoming[:start]
-        return messages
+            del self._incoming[:end]
+            yield message
 
 
 def connect(address: str) -> Link:
