@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+_LONGEST_S = 1e6
+"""Eleven days: what waits takes no more (and no infinity)."""
 CONTEXT_VARIABLE = "MEGATRON_RECOVER_CONTEXT"
 
 
@@ -38,16 +40,20 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Write the digest of the parameters to the trace every so many steps (0: never)."""
 
     def check(self) -> None:
-        """Raise ValueError naming the flag and the remedy for values that cannot work."""
+        """Raise ValueError with one line for each value that cannot work: the flag and the remedy."""
+        found = []
         if self.min_replicas < 1:
-            raise ValueError(f"--recover-min-replicas is {self.min_replicas}; it must be at least 1")
+            found.append(f"--recover-min-replicas is {self.min_replicas}; it must be at least 1")
         if self.bucket_elements < 1:
-            raise ValueError(f"--recover-bucket-elements is {self.bucket_elements}; it must be at least 1")
+            found.append(f"--recover-bucket-elements is {self.bucket_elements}; it must be at least 1")
         for name in ("stall_timeout_s", "follow_timeout_s", "save_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"--recover-{name.replace('_', '-')} is {getattr(self, name)}; it must be above 0 seconds")
+            if not 0 < getattr(self, name) < _LONGEST_S:
+                flag, value = f"--recover-{name.replace('_', '-')}", getattr(self, name)
+                found.append(f"{flag} is {value}; it must be above 0 and below {_LONGEST_S:.0f} seconds")
         if self.digest_interval < 0:
-            raise ValueError(f"--recover-digest-interval is {self.digest_interval}; it must be 0 (never) or more")
+            found.append(f"--recover-digest-interval is {self.digest_interval}; it must be 0 (never) or more")
+        if found:
+            raise ValueError("\n".join(found))
 
 
 class RankContext(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import msgspec
@@ -40,10 +39,10 @@ def main(argv: list[str]) -> int:
     try:
         verdict = check(arguments.run_dir, arguments.against)
     except FileNotFoundError as error:
-        print(f"megatron-recover check: no trace at {error.filename}; give the --run-dir of a run", file=sys.stderr)
-        return ExitCode.BAD_INPUT
+        parser.error(f"no trace at {error.filename}; give the --run-dir of a run")
     except TraceError as error:
-        print(f"megatron-recover check: cannot read the trace: {error}", file=sys.stderr)
-        return ExitCode.BAD_INPUT
+        parser.error(f"cannot read the trace: {error}")
+    except OSError as error:
+        parser.error(f"{error.filename} cannot be read ({error.strerror}); give the --run-dir of a run")
     print(_json(verdict) if arguments.json else describe(verdict))
     return ExitCode.OK if verdict.holds else ExitCode.INVARIANT_VIOLATED

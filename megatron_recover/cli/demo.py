@@ -23,6 +23,7 @@ import msgspec
 
 import megatron_recover
 from megatron_recover import trace
+from megatron_recover.cluster.job import claim_folder
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.observe import report
@@ -254,13 +255,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--run-dir", type=Path, metavar="D", help="folder for everything it makes (default: runs/demo-<time>)")
     arguments = parser.parse_args(argv)
     folder = arguments.run_dir or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
-    if folder.exists() and any(folder.iterdir()):
-        print(f"megatron-recover demo: --run-dir {folder} is not empty; name a new folder", file=sys.stderr)
-        return ExitCode.BAD_INPUT
     if not PRETRAIN.exists():
-        print(f"megatron-recover demo: {PRETRAIN} is missing; run the demo from a checkout of the repository", file=sys.stderr)
-        return ExitCode.BAD_INPUT
-    folder.mkdir(parents=True, exist_ok=True)
+        parser.error(f"{PRETRAIN} is missing; run the demo from a checkout of the repository")
+    try:
+        claim_folder(folder)
+    except ValueError as error:
+        parser.error(str(error))
 
     demo = _Demo(folder, sys.stderr if arguments.json else sys.stdout)
     began = time.monotonic()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.observe import plot, report, summary
-from megatron_recover.trace import TraceError
+from megatron_recover.trace import EVENTS_FILE, TraceError
 
 
 def main(argv: list[str]) -> int:
@@ -20,13 +19,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a directory with events.jsonl")
     parser.add_argument("--against", type=Path, metavar="REF_DIR", help="compare with this run, and draw its loss too")
     arguments = parser.parse_args(argv)
+    if not (arguments.run_dir / EVENTS_FILE).is_file():
+        parser.error(f"no trace at {arguments.run_dir / EVENTS_FILE}; give the --run-dir of a run")
     try:
         report.write(arguments.run_dir, arguments.against)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        print(f"megatron-recover report: no trace at {error.filename}; give the --run-dir of a run", file=sys.stderr)
-        return ExitCode.BAD_INPUT
+    except FileNotFoundError as error:
+        parser.error(f"--against: no trace at {error.filename}; give the --run-dir of a run")
     except TraceError as error:
-        print(f"megatron-recover report: cannot read the trace: {error}", file=sys.stderr)
-        return ExitCode.BAD_INPUT
+        parser.error(f"cannot read the trace: {error}")
+    except OSError as error:
+        parser.error(f"{error.filename} cannot be written ({error.strerror}); make room for it")
     print(f"wrote {arguments.run_dir / summary.SUMMARY_FILE} and {arguments.run_dir / plot.PLOT_FILE}")
     return ExitCode.OK

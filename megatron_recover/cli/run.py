@@ -87,22 +87,24 @@ def main(argv: list[str]) -> int:
         parser.error(_NO_SCRIPT)
     end = argv.index("--") if "--" in argv else len(argv)
     arguments = parser.parse_args(argv[:end])
+    existed = arguments.run_dir is not None and arguments.run_dir.exists()
     try:
         job, chaos_text = _job(arguments, argv[end + 1 :])
     except ValueError as error:
-        for line in str(error).splitlines():
-            print(f"megatron-recover run: {line}", file=sys.stderr)
-        return ExitCode.BAD_INPUT
-    if chaos_text:
-        (job.run_dir / chaos.CHAOS_FILE).write_text(chaos_text)
-        if not arguments.quiet and not Path(arguments.chaos).is_file():
-            print(chaos_text)
+        parser.error(str(error))
     try:
+        if chaos_text:
+            (job.run_dir / chaos.CHAOS_FILE).write_text(chaos_text)
+            if not arguments.quiet and not Path(arguments.chaos).is_file():
+                print(chaos_text)
         exit_code = Launcher(job, Console(job, quiet=arguments.quiet)).run()
         if exit_code == ExitCode.BAD_INPUT:
             # Nothing was trained: the same command, corrected, shall find the folder free.
             shutil.rmtree(job.run_dir)
-            print(f"megatron-recover run: nothing was trained, so {job.run_dir} was removed again", file=sys.stderr)
+            if existed:
+                job.run_dir.mkdir()
+            done = "emptied" if existed else "removed"
+            print(f"megatron-recover run: nothing was trained, so {job.run_dir} was {done} again", file=sys.stderr)
         elif exit_code < 128:  # who asked for the end at once does not want to wait for a plot
             with contextlib.suppress(KeyboardInterrupt):  # nor who asks for it now; the run is over and has said how
                 _report(job.run_dir)

@@ -42,6 +42,10 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--hidden-size": _INT,
     "--num-attention-heads": _INT,
     "--kv-channels": _INT,
+    "--ffn-hidden-size": _INT,
+    "--seq-length": _INT,
+    "--vocab-size": _INT,
+    "--log-interval": {"type": int, "default": 100},
     "--group-query-attention": _ON,
     "--num-query-groups": _ONE,
     # Batch.
@@ -158,7 +162,7 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
     try:
         settings = recover_config(args)
     except ValueError as error:
-        found.append(str(error))
+        found += str(error).splitlines()
     if settings.min_replicas > num_replicas:
         found.append(
             f"--recover-min-replicas is {settings.min_replicas}, but the job starts with --replicas {num_replicas}; lower it"
@@ -191,7 +195,7 @@ def _layout(args: Namespace, lanes: int) -> tuple[Layout, list[str]]:
     ]
     if found:
         return Layout(tp=1, pp=1), found
-    found, ep = _heads(args, tp), args.expert_model_parallel_size
+    found, ep = _model(args, tp), args.expert_model_parallel_size
     if ep < 1 or (tp * cp * lanes) % ep:
         found.append(
             f"--expert-model-parallel-size {ep} does not divide TP x CP x lanes = {tp} x {cp} x {lanes}; "
@@ -213,10 +217,18 @@ def _layout(args: Namespace, lanes: int) -> tuple[Layout, list[str]]:
     return Layout(tp=tp, pp=pp, cp=cp, lanes=lanes, vpp=vpp), found
 
 
-def _heads(args: Namespace, tp: int) -> list[str]:
-    """What is wrong with the attention heads: numbers that have to divide one another."""
+def _model(args: Namespace, tp: int) -> list[str]:
+    """What is wrong with the model's numbers: those that are below 1, and heads that do not divide what they have to."""
     heads, hidden, groups = args.num_attention_heads, args.hidden_size, args.num_query_groups
-    numbers = {"--num-attention-heads": heads, "--hidden-size": hidden, "--num-layers": args.num_layers}
+    numbers = {
+        "--num-attention-heads": heads,
+        "--hidden-size": hidden,
+        "--num-layers": args.num_layers,
+        "--ffn-hidden-size": args.ffn_hidden_size,
+        "--seq-length": args.seq_length,
+        "--vocab-size": args.vocab_size,
+        "--log-interval": args.log_interval,
+    }
     found = [
         f"{flag} is {number}; it must be at least 1" for flag, number in numbers.items() if number is not None and number < 1
     ]

@@ -53,6 +53,11 @@ def test_help_of_every_verb_imports_no_torch(verb: str) -> None:
         (["check"], "RUN_DIR"),
         (["check", "/nowhere"], "give the --run-dir of a run"),
         (["report", "/nowhere"], "give the --run-dir of a run"),
+        (["report", __file__], "give the --run-dir of a run"),
+        (["check", f"{__file__}/x"], "give the --run-dir of a run"),
+        (["demo", "--run-dir", __file__], "cannot be used (a file stands where a folder is meant); give another folder"),
+        (["demo", "--run-dir", f"{__file__}/x"], "cannot be used (a file stands where a folder is meant); give another folder"),
+        (["demo", "--run-dir", "/proc/x"], "cannot be used (No such file or directory); give another folder"),
         ([], ""),
     ],
 )

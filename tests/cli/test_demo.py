@@ -123,8 +123,10 @@ def test_too_few_steps_prove_nothing(prepared: Callable[[Events, Events], None],
 
 def test_a_used_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "precious").write_text("data")
-    assert demo.main(["--run-dir", str(tmp_path)]) == ExitCode.BAD_INPUT
-    assert "name a new folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        demo.main(["--run-dir", str(tmp_path)])
+    assert end.value.code == ExitCode.BAD_INPUT
+    assert "every run needs a folder of its own" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 

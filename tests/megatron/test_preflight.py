@@ -78,6 +78,10 @@ def test_layout_of_a_job(data: str) -> None:
         ("--recover-min-replica 1", {}, "did you mean --recover-min-replicas?"),
         ("--recover-min-replicas 3", {}, "--recover-min-replicas is 3, but the job starts with --replicas 2"),
         ("--recover-stall-timeout-s 0", {}, "--recover-stall-timeout-s is 0"),
+        ("--recover-follow-timeout-s nan", {}, "--recover-follow-timeout-s is nan; it must be above 0 and below 1000000"),
+        ("--recover-stall-timeout-s inf", {}, "--recover-stall-timeout-s is inf"),
+        ("--vocab-size 0", {}, "--vocab-size is 0; it must be at least 1"),
+        ("--log-interval 0", {}, "--log-interval is 0; it must be at least 1"),
         ("--recover-determinism sometimes", {}, "--recover-determinism: invalid choice"),
     ],
 )
@@ -89,6 +93,7 @@ def test_mistakes_are_named(flags: str, shape: dict[str, int], expected: str, da
 def test_all_mistakes_at_once(data: str) -> None:
     lines = refused(data, "--global-batch-size 2 --data-path /nowhere --overlap-grad-reduce --recover-min-replicas 9")
     assert len(lines) == 4
+    assert len(refused(data, "--recover-min-replicas 0 --recover-bucket-elements 0 --recover-digest-interval -1")) == 3
 
 
 def test_index_must_be_one(data: str) -> None:
