@@ -241,6 +241,42 @@ def test_a_newer_generation_retires_the_older_and_its_connections_wait_for_it() 
             older[0].sum_into([torch.ones(3)], [late], tag=3, deadline_s=20)
 
 
+def test_a_member_that_is_ahead_is_not_taken_into_an_older_generation() -> None:
+    with endpoints(0, 1) as (made, addresses):
+        behind = made[0].open(1, 0, addresses, deadline_s=20)
+        ahead = made[1].open(2, 1, addresses, deadline_s=20)
+        result, late = torch.empty(3), torch.empty(3)
+
+        def follow() -> TransportError:
+            with pytest.raises(PeerLost, match="already in generation 2") as lost:
+                behind.sum_into([torch.ones(3)], [late], tag=1, deadline_s=20)
+            made[0].open(2, 0, addresses, deadline_s=20).sum_into([torch.ones(3)], [late], tag=1, deadline_s=20)
+            return lost.value
+
+        outcomes = at_once(lambda: ahead.sum_into([torch.ones(3)], [result], tag=1, deadline_s=20), follow)
+        assert outcomes[0] is None and isinstance(outcomes[1], PeerLost) and outcomes[1].peer == 1
+        assert result.tolist() == late.tolist() == [2.0] * 3
+
+
+def test_the_deadline_is_for_the_time_without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By clocks that tick whenever they are looked at: a call that takes longer than its deadline, but never stands still."""
+
+    class Clock(threading.local):
+        now = 0.0
+
+        def monotonic(self) -> float:
+            self.now += 1
+            latest[threading.get_ident()] = self.now
+            return self.now
+
+    latest: dict[int, float] = {}
+    monkeypatch.setattr(direct, "time", Clock())
+    with endpoints(0, 1) as (made, addresses):
+        sources = {replica: torch.ones(20_000_000) for replica in (0, 1)}
+        assert sums(opened(made, addresses), sources, deadline_s=30)[1] == [None, None]
+        assert min(latest.values()) > 60, "it was too fast: this test shows nothing"
+
+
 def test_a_member_that_is_gone_is_refused_at_once() -> None:
     with endpoints(0, 1, 2) as (made, addresses):
         made[1].close()
@@ -315,6 +351,25 @@ def test_operands_that_do_not_fit_are_refused(operands: tuple[list[torch.Tensor]
             transport.sum_into(*operands, tag=1, deadline_s=20)
 
 
+def test_a_transport_is_not_used_twice_at_once() -> None:
+    with endpoints(0) as (made, addresses):
+        transport = made[0].open(1, 0, addresses, deadline_s=20)
+
+        def probe(instant: str) -> None:
+            transport.copy_into([torch.ones(1)], source=0, targets=[0], tag=2, deadline_s=20)
+
+        with pytest.raises(RuntimeError, match="one thread at a time"):
+            transport.sum_into([torch.ones(1)], [torch.empty(1)], tag=1, deadline_s=20, probe=probe)
+
+
+def test_a_copy_among_others_than_members_is_refused() -> None:
+    with endpoints(0, 1) as (made, addresses):
+        transport = made[0].open(1, 0, addresses, deadline_s=20)
+        for source, targets in ((2, [0]), (0, [1, 2])):
+            with pytest.raises(ValueError, match="the members are .0, 1."):
+                transport.copy_into([torch.ones(1)], source=source, targets=targets, tag=1, deadline_s=20)
+
+
 def test_a_reduction_in_place_is_refused() -> None:
     with endpoints(0) as (made, addresses):
         transport = made[0].open(1, 0, addresses, deadline_s=20)
@@ -329,17 +384,24 @@ def test_strangers_and_doubles_do_not_disturb() -> None:
         transports = opened(made, addresses)
         place, _, token = addresses[0].rpartition("/")
         host, _, port = place.rpartition(":")
-        visitors = [socket.create_connection((host, int(port))) for _ in range(5)]
+        visitors = [socket.create_connection((host, int(port))) for _ in range(7)]
         visitors[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
         visitors[2].sendall(HELLO.pack(MAGIC, b"\0" * 16, 1, 1, 0))
         visitors[3].sendall(HELLO.pack(MAGIC, bytes.fromhex(token), 9, 7, 0))
+        visitors[5].sendall(HELLO.pack(MAGIC, bytes.fromhex(token), 9, 7, 0))
+        visitors[6].sendall(HELLO.pack(MAGIC, bytes.fromhex(token), 1, 1, 3))
         assert sums(transports, {0: torch.ones(5), 1: torch.ones(5)})[1] == [None, None]
         visitors[4].sendall(HELLO.pack(MAGIC, bytes.fromhex(token), 0, 1, 0))
         made[0].greet(0)
         assert visitors[4].recv(WELCOME.size) == WELCOME.pack(MAGIC, 1), "an older generation is told which one is current"
         assert visitors[4].recv(1) == b"" and visitors[2].recv(1) == b""
+        assert visitors[5].recv(WELCOME.size) and visitors[5].recv(1) == b"", "the second of two is refused"
+        assert visitors[6].recv(1) == b"", "it was meant for another replica"
         results, outcomes = sums(transports, {0: torch.ones(5), 1: torch.ones(5)}, 2)
         assert outcomes == [None, None] and results[0].tolist() == [2.0] * 5
+        later = opened(made, addresses, 10)
+        assert sums(later, {0: torch.ones(5), 1: torch.ones(5)})[1] == [None, None]
+        assert visitors[3].recv(1) == b"", "its generation never came and is over"
         for visitor in visitors:
             visitor.close()
 

@@ -22,14 +22,21 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 
 
 def pair(generation: int, made: list[Endpoint], deadline_s: float = 20) -> list[Any]:
-    addresses = {replica: endpoint.address for replica, endpoint in enumerate(made)}
-    return [endpoint.open(generation, replica, addresses, deadline_s=deadline_s) for replica, endpoint in enumerate(made)]
+    """Transports of replicas 0 and 3: 1 and 2 are gone, so that a member's id is not its place."""
+    members = dict(zip((0, 3), made, strict=True))
+    addresses = {replica: endpoint.address for replica, endpoint in members.items()}
+    return [endpoint.open(generation, replica, addresses, deadline_s=deadline_s) for replica, endpoint in members.items()]
 
 
 def test_sums_and_copies_of_all_types_over_generations() -> None:
     made = [open_endpoint("gloo") for _ in range(2)]
+    older: list[Any] = []
     for generation in (1, 2, 5):
         transports = pair(generation, made)
+        for retired in older:
+            with pytest.raises(Revoked):
+                retired.sum_into([torch.ones(1)], [torch.empty(1)], tag=1, deadline_s=20)
+        older += transports
         sources = [[torch.full((n,), 2**r).to(dtype) for n, dtype in zip((5, 0, 9, 3), DTYPES, strict=True)] for r in range(2)]
         results = [[torch.empty_like(source) for source in sources[r]] for r in range(2)]
         calls = [
@@ -38,9 +45,10 @@ def test_sums_and_copies_of_all_types_over_generations() -> None:
         ]
         assert at_once(*calls) == [None, None]
         assert all(bool((result == 3).all()) for r in range(2) for result in results[r])
+        assert all(bool((source == 2**r).all()) for r in range(2) for source in sources[r]), "a source was written"
         kept = [torch.full((4,), 7.0 + r) for r in range(2)]
         copies = [
-            lambda t=transport, k=tensor: t.copy_into([k], source=1, targets=[0], tag=2, deadline_s=20)
+            lambda t=transport, k=tensor: t.copy_into([k], source=3, targets=[0], tag=2, deadline_s=20)
             for transport, tensor in zip(transports, kept, strict=True)
         ]
         assert at_once(*copies) == [None, None] and kept[0].tolist() == [8.0] * 4
@@ -149,6 +157,8 @@ def test_an_abandoned_builder_does_not_block_the_next_generation() -> None:
     alone = made[0].open(1, 0, {0: made[0].address, 9: never.address}, deadline_s=60)
     with pytest.raises(TransportError):
         alone.sum_into([torch.ones(1)], [torch.empty(1)], tag=1, deadline_s=0.5)
+    with pytest.raises(TransportError, match=r"within 0\.5 s"):  # it stays broken: what was left behind may still come back
+        alone.sum_into([torch.ones(1)], [torch.empty(1)], tag=2, deadline_s=60)
     transports = pair(2, made)
     results = [torch.empty(3) for _ in range(2)]
     calls = [lambda r=r: transports[r].sum_into([torch.ones(3)], [results[r]], tag=1, deadline_s=20) for r in range(2)]

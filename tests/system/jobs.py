@@ -38,6 +38,8 @@ class Job:
     """Further flags of `megatron-recover run`."""
     save_interval: int = 1000
     eval_interval: int = 1000
+    timeouts: tuple[str, ...] = ()
+    """Flags that say how soon a standstill is noticed; what is computed does not depend on them."""
     train_iters: int | None = None
     """`--train-iters` (length of the schedules); default: `steps`."""
 
@@ -58,7 +60,7 @@ class Job:
         )
         if save is not None:
             flags += f" --save {save} --load {save} --save-interval {self.save_interval}"
-        return [*shlex.split(flags), *self.extra]
+        return [*shlex.split(flags), *self.extra, *self.timeouts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,3 +147,17 @@ def text_data(folder: pathlib.Path) -> pathlib.Path:
         cwd=ROOT, check=True, capture_output=True, timeout=120,
     )
     return prefix
+
+
+def chaos_text(*faults: str) -> str:
+    """A chaos file from lines of the form `replica rank point [key=value ...]`."""
+    return "\n".join(map(_fault, faults))
+
+
+def _fault(text: str) -> str:
+    replica, rank, point, *rest = text.split()
+    lines = ["[[fault]]", f"replica = {replica}", f"rank = {rank}", f'point = "{point}"']
+    for item in rest:
+        key, value = item.split("=")
+        lines.append(f"{key} = {value}" if value.isdigit() else f'{key} = "{value}"')
+    return "\n".join(lines) + "\n"

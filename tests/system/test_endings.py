@@ -12,10 +12,11 @@ from collections.abc import Callable
 import pytest
 
 from megatron_recover.core.values import ExitCode
-from tests.system.jobs import Job, check, run_job
-from tests.system.test_faults import chaos_text
+from tests.system.jobs import Job, chaos_text, check, run_job
 
 pytestmark = pytest.mark.timeout(300)
+IN_A_SAVE = ("checkpoint", "checkpoint_tracker")
+"""Fault points that only the writer passes."""
 
 
 def losses(run_dir: pathlib.Path) -> dict[int, float]:
@@ -82,23 +83,14 @@ def test_microbatch_that_raises_in_two_replicas_stops_the_job_and_is_named(tmp_p
     assert len(outcome.events("fault")) == 2, "the microbatch was dealt a third time"
 
 
-def test_stopped_rank_is_fenced_and_the_run_goes_on(
-    tmp_path: pathlib.Path, data: pathlib.Path, reference: Callable[[Job], pathlib.Path]
-) -> None:
-    job = Job(replicas=3, extra=("--recover-stall-timeout-s", "4", "--recover-follow-timeout-s", "3"))
-    outcome = run_job(job, tmp_path / "run", data, chaos=chaos_text("1 0 backward step=2 kind=stop")).expect(0)
-    assert outcome.summary["replicas_end"] == 2
-    verdict, report = check(outcome.run_dir, reference(dataclasses.replace(job, extra=())))
-    assert verdict == 0, report
-
-
-@pytest.mark.parametrize("point", ["checkpoint", "checkpoint_tracker"])
+@pytest.mark.parametrize("point", IN_A_SAVE)
 def test_writer_killed_in_a_save_is_taken_over(
     point: str, tmp_path: pathlib.Path, data: pathlib.Path, reference: Callable[[Job], pathlib.Path]
 ) -> None:
     job = Job(replicas=3, save_interval=2)
     save = tmp_path / "checkpoints"
     outcome = run_job(job, tmp_path / "run", data, chaos=chaos_text(f"0 0 {point} occurrence=2"), save=save).expect(0)
+    assert [event["point"] for event in outcome.events("fault")] == [point]
     assert outcome.summary["replicas_end"] == 2
     saves = [(event["replica"], event["iteration"], event["phase"]) for event in outcome.events("checkpoint")]
     assert (0, 4, "started") in saves and (0, 4, "finished") not in saves, saves

@@ -13,7 +13,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.system.jobs import Job, check, run_job
+from megatron_recover.faults import FaultPoint
+from tests.system.jobs import ROOT, Job, chaos_text, check, run_job
+from tests.system.test_endings import IN_A_SAVE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,27 +26,12 @@ class Case:
     job: Job
     faults: tuple[str, ...]
     left: int
-
-    def chaos(self) -> str:
-        """The job's chaos file."""
-        return chaos_text(*self.faults)
-
-
-def chaos_text(*faults: str) -> str:
-    """A chaos file from lines of the form `replica rank point [key=value ...]`."""
-    return "\n".join(map(_fault, faults))
-
-
-def _fault(text: str) -> str:
-    replica, rank, point, *rest = text.split()
-    lines = ["[[fault]]", f"replica = {replica}", f"rank = {rank}", f'point = "{point}"']
-    for item in rest:
-        key, value = item.split("=")
-        lines.append(f"{key} = {value}" if value.isdigit() else f'{key} = "{value}"')
-    return "\n".join(lines) + "\n"
+    script: str = "scripts/pretrain_gpt.py"
 
 
 BF16 = ("--bf16",)
+SOON = ("--recover-stall-timeout-s", "4", "--recover-follow-timeout-s", "3")
+VIRTUAL = ("--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 ZERO1 = ("--use-distributed-optimizer",)
 
 # A replica may lag behind by one step, so what is to strike inside a recovery must not depend on how far it is. Promise and
@@ -116,7 +103,37 @@ CASES = (
         ("0 1 backward step=2 microbatch=1",),
         1,
     ),
+    Case(
+        "inside recovery: transfer, of the target, then of the only holder",
+        Job(replicas=3, pp=2, timeouts=SOON),
+        ("2 1 transfer step=1", "0 0 transfer step=4"),
+        1,
+        script="tests/system/uneven_pretrain.py",
+    ),
+    Case(
+        "virtual pipeline stages",  # 7 microbatches: quotas that the interleaved schedule takes whole, in part, and not at all
+        Job(replicas=3, pp=2, microbatches=7, extra=VIRTUAL),
+        ("2 1 backward step=1 microbatch=6", "0 0 reduce step=3 bucket=1"),
+        1,
+    ),
+    Case(
+        "ranks that stand still",
+        Job(replicas=5, timeouts=SOON),
+        (
+            "4 0 backward step=1 kind=stop",
+            "3 0 promise step=1 kind=stop",
+            "2 0 in_vote step=3 kind=stop",
+            "1 0 reduce step=4 bucket=0 kind=stop",
+        ),
+        1,
+    ),
 )
+
+
+def test_every_fault_point_strikes_a_real_process() -> None:
+    # That each of these faults struck is asserted below, and in test_endings.
+    points = {fault.split()[2] for case in CASES for fault in case.faults} | set(IN_A_SAVE)
+    assert points == {point.value for point in FaultPoint}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -124,9 +141,9 @@ CASES = (
 def test_job_ends_as_if_nothing_had_died(
     case: Case, tmp_path: pathlib.Path, data: pathlib.Path, reference: Callable[[Job], pathlib.Path]
 ) -> None:
-    outcome = run_job(case.job, tmp_path / "run", data, chaos=case.chaos()).expect(0)
-    struck = outcome.events("fault")
-    assert len(struck) == len(case.faults), f"{len(struck)} of {len(case.faults)} faults struck:\n{outcome.command}\n{struck}"
+    outcome = run_job(case.job, tmp_path / "run", data, chaos=chaos_text(*case.faults), script=ROOT / case.script).expect(0)
+    struck = [event["point"] for event in outcome.events("fault")]
+    assert sorted(struck) == sorted(fault.split()[2] for fault in case.faults), f"{outcome.command}\n{struck}"
     assert outcome.summary["replicas_end"] == case.left
     assert outcome.summary["steps"] == case.job.steps
     assert outcome.summary["microbatches_wasted"] == 0
