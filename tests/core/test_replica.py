@@ -20,6 +20,7 @@ from megatron_recover.core.values import (
     Entered,
     Failing,
     Finished,
+    Holds,
     NewGeneration,
     Plan,
     Promise,
@@ -74,6 +75,12 @@ def test_a_result_that_is_reported_after_the_promise_does_not() -> None:
     state, _ = lead(state, NewGeneration(2, (0, 1)), holds(rank=1), Promised(0, 2), holds(rank=0), Promised(1, 2))
     (own,) = (item for item in state.statuses if item.replica == 0)
     assert own.complete == ()
+
+
+@pytest.mark.parametrize("report", [holds(version=2), holds(bucket=1), holds(step=1)], ids=["version", "bucket", "step"])
+def test_a_result_that_the_plan_does_not_bring_is_not_held(report: Holds) -> None:
+    state = working()
+    assert lead(state, report) == (state, [])
 
 
 def test_lost_microbatches_are_dealt_and_computed_into_undecided_buckets() -> None:
@@ -233,9 +240,11 @@ def test_a_replica_that_finished_goes_on_answering() -> None:
 
 
 def test_a_replica_has_finished_when_all_its_ranks_have() -> None:
-    state, _ = lead(working(shape=TWO_RANKS), Ended(1), Ended(1))
-    _, effects = lead(state, Ended(0))
+    state, effects = lead(working(shape=TWO_RANKS), Ended(1), Ended(1))
+    assert effects == [], "the others could be stopped before a rank has applied the last step"
+    state, effects = lead(state, Ended(0))
     assert effects == [ToCoordinator(Finished(0, 0))]
+    assert lead(state, Ended(1), Ended(0))[1] == []
 
 
 def test_stop_is_final() -> None:
