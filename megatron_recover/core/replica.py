@@ -462,9 +462,7 @@ def _peers(state: ReplicaState) -> tuple[ReplicaId, ...]:
 
 
 def _complete(state: ReplicaState) -> tuple[BucketVersion, ...]:
-    if state.work is None or not state.held:
-        return ()
-    return complete(state.shape, state.held, state.work.buckets)
+    return complete(state.shape, state.held, state.work.buckets) if state.work is not None else ()
 
 
 def _keep(statuses: tuple[Status, ...], status: Status) -> tuple[Status, ...]:

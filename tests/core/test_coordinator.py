@@ -164,6 +164,12 @@ def test_inv_9_a_microbatch_is_found_in_what_two_passes_that_raised_had_in_commo
     assert "computing one of microbatches 1, 2 of train 4 ended replicas 0 and 1, so" in ended(effects).reason
 
 
+def test_inv_9_of_two_passes_that_raised_the_one_that_says_more_is_believed() -> None:
+    first = [Failing(0, "train 4", (0, 1, 2), "NaN"), Failing(0, "train 4", (2,), "NaN"), raised(0)]
+    _, effects = feed(started(), *first, Failing(1, "train 4", (1, 2, 5), "NaN"), raised(1))
+    assert "computing microbatch 2 of train 4 ended replicas 0 and 1, so" in ended(effects).reason
+
+
 def test_a_microbatch_is_not_blamed_for_a_kill() -> None:
     """The other ranks of a replica that a signal ended raise where they are: their sibling does not answer any more."""
     broken = [Failing(0, "train 4", (2,), "reset by peer"), died(0), Failing(1, "train 4", (2,), "reset by peer"), died(1)]
@@ -217,11 +223,12 @@ def test_stale_requests_and_timers_do_nothing() -> None:
     state, _ = feed(started(), died(1))
     timers = [TimerFired(name) for name in ("grace 1", "grace 2", "follow 1", "start")]
     stale = [blocked(0, 1), *timers, blocked(1, 2)]
-    assert feed(state, *stale, Entered(0, 1, 0), Entered(1, 2, 0), Diverged(0, 1, 0, (2,), "")) == (state, [])
+    stale += [Entered(0, 1, 0), Entered(1, 2, 0), Diverged(0, 1, 0, (2,), ""), Diverged(1, 2, 0, (2,), "")]
+    assert feed(state, *stale, Finished(1, 0), Hello(1, "same"), Hello(7, "same")) == (state, [])
 
 
 def test_a_member_that_does_not_follow_is_fenced() -> None:
-    state, _ = feed(started(), died(1), Entered(0, 2, 0))
+    state, _ = feed(started(), Entered(2, 1, 0), died(1), Entered(0, 2, 0))
     _, effects = feed(state, TimerFired("follow 2"))
     assert Fence(2) in effects and announced(effects).roster == (0,)
     state, _ = feed(state, Entered(2, 2, 0))
@@ -290,6 +297,14 @@ def test_who_stops_in_a_save_does_not_follow_the_first_request() -> None:
     state, _ = feed(started(), Busy(0, False), blocked(1, 1, 0), TimerFired("grace 1"), Entered(1, 2, 0), Entered(2, 2, 0))
     _, effects = feed(state, TimerFired("follow 2"))
     assert Fence(0) in effects and announced(effects).roster == (1, 2)
+
+
+def test_a_request_waits_for_all_saves_that_are_within_their_time() -> None:
+    state, _ = feed(started(), Busy(0, False), Busy(1, False), blocked(2, 1, 0), TimerFired("grace 1"), blocked(2, 2, 0))
+    state, effects = feed(state, TimerFired("save 1"))
+    assert effects == []
+    _, effects = feed(state, Busy(1, True))
+    assert announced(effects).roster == (0, 1, 2)
 
 
 def test_inv_8_a_save_that_takes_too_long_is_suspected_as_ever() -> None:

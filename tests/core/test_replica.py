@@ -136,6 +136,11 @@ def test_inv_5_votes_of_another_generation_or_step_are_dropped() -> None:
     assert effects == [] and after.step == 0
 
 
+def test_inv_5_a_status_of_an_older_generation_is_dropped() -> None:
+    state, _ = lead(working(), NewGeneration(2, (0, 1)), Promised(0, 2))
+    assert lead(state, status(1, generation=1)) == (state, [])
+
+
 def test_an_early_status_is_kept_for_the_generation_to_come() -> None:
     state, effects = lead(working(), status(1, contributions=((1,),)))
     assert effects == [] and state.phase is Phase.WORKING
