@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
 import pathlib
 import re
 import socket
@@ -29,6 +28,7 @@ from typing import NamedTuple
 import psutil
 
 from benchmarks.common import Row, end, row
+from megatron_recover.config import inherited_environment
 from tests.system.jobs import ROOT, Job, text_data
 
 ITERATION = re.compile(rb"iteration\s+(\d+)/")
@@ -74,7 +74,7 @@ class Side:
 
     def __init__(self, command: list[str], output: pathlib.Path, log: pathlib.Path) -> None:
         """Start the command, its output in `output`; `log` is where its iterations are logged."""
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # what both launchers would choose
+        environment = {"OMP_NUM_THREADS": "1"} | inherited_environment()  # what both launchers would choose
         with open(output, "wb") as stream:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True

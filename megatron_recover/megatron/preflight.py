@@ -6,6 +6,7 @@ to Megatron's own parser. It decides nothing: it returns the layout of a replica
 
 from __future__ import annotations
 
+import os
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
@@ -66,6 +67,10 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--split": _TEXT,
     "--eval-iters": {"type": int, "default": 100},
     "--seed": {"type": int, "default": 1234},
+    # Folders.
+    "--save": _TEXT,
+    "--tensorboard-dir": _TEXT,
+    "--data-cache-path": _TEXT,
     # What may be refused.
     "--moe-router-enable-expert-bias": _ON,
     "--moe-router-load-balancing-type": {"nargs": "+", "default": "aux_loss"},
@@ -169,7 +174,7 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
         )
     layout, wrong = _layout(args, lanes)
     num_microbatches, too_few = _num_microbatches(args, num_replicas, lanes)
-    found += [*wrong, *too_few, *data.mistakes(args)]
+    found += [*wrong, *too_few, *data.mistakes(args), *_unwritable(args)]
     if found:
         raise ValueError("\n".join(found))
     batch_changes = args.rampup_batch_size is not None or args.step_batch_size_schedule is not None
@@ -305,3 +310,20 @@ def _count(flag: str, batch: int, micro_flag: str, micro: int, num_replicas: int
             f"raise it to at least {num_replicas * one}, or use fewer replicas"
         ]
     return batch // one, []
+
+
+def _unwritable(args: Namespace) -> list[str]:
+    """The folders that cannot be made or written, which a job would notice at its first checkpoint only."""
+    found = []
+    folders = {"--save": args.save, "--tensorboard-dir": args.tensorboard_dir, "--data-cache-path": args.data_cache_path}
+    for flag, folder in folders.items():
+        if folder is None or "://" in folder:
+            continue
+        there = os.path.abspath(folder)
+        while not os.path.lexists(there):
+            there = os.path.dirname(there)
+        if not os.path.isdir(there):
+            found.append(f"{flag} {folder} cannot be made: {there} is no folder; give another")
+        elif not os.access(there, os.W_OK | os.X_OK):
+            found.append(f"{flag} {folder} cannot be written: no permission in {there}; give another")
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ import pytest
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import FaultPoint
-from megatron_recover.megatron.arguments import REFUSALS, flag_of
+from megatron_recover.megatron.arguments import REFUSALS, cpu_refusals, flag_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -27,6 +28,16 @@ def test_every_refused_flag_is_listed_and_no_other() -> None:
         flag for row in section.splitlines() if row.startswith("| `--") for flag in re.findall(r"--[\w-]+", row.split("|")[1])
     }
     assert listed == {refusal.flag for refusal in REFUSALS}
+
+
+def test_what_a_machine_without_cuda_refuses_is_listed_and_no_other() -> None:
+    flags = Namespace(
+        sequence_parallel=True, num_layers_per_virtual_pipeline_stage=1, num_virtual_stages_per_pipeline_rank=None,
+        overlap_p2p_comm=False,
+    )  # fmt: skip
+    listed = re.findall(r"`(--[\w-]+)`", _text("docs/supported.md").split("\nOn a CPU")[1].split("\n\n")[0])
+    assert [line.split()[0] for line in cpu_refusals(flags)] == listed
+    assert cpu_refusals(Namespace(**vars(flags) | {"sequence_parallel": False, "overlap_p2p_comm": True})) == []
 
 
 def test_every_recover_flag_is_listed_with_its_default() -> None:

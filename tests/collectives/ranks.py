@@ -52,6 +52,7 @@ class Fault(NamedTuple):
     instant: str
     signal: int
     delay_s: float = 0.0
+    """Slept before it strikes: gloo is opaque, so no event tells that it is in the middle of a sum."""
 
 
 def pattern(num_bytes: int, device: str) -> torch.Tensor:

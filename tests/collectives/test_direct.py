@@ -79,6 +79,7 @@ def check_inputs_stay(num_elements: int = 100_001) -> None:
 
 def check_nothing_written_after_a_revoke() -> None:
     """One member is inside a sum and has received some of the other's data when it is revoked; then more data comes."""
+    threads = set(threading.enumerate())
     with endpoints(0, 1) as (made, addresses):
         transports = opened(made, addresses)
         source, result = torch.ones(4_000_000), torch.zeros(4_000_000)
@@ -105,9 +106,9 @@ def check_nothing_written_after_a_revoke() -> None:
             first, lambda: transports[1].sum_into([source], [other], tag=1, deadline_s=20), revoke
         )
         assert isinstance(outcomes[0], Revoked) and isinstance(outcomes[1], TransportError)
-        time.sleep(0.2)  # not a synchronisation: time for a late writer to show itself
         untouched = bool((result == -1).all())  # apart from the assertion: pytest would print 4 million elements
         assert untouched, "something wrote to the result after the call had raised"
+        assert set(threading.enumerate()) <= threads, "a thread is left that could write to it later"
 
 
 def check_older_generation_is_refused() -> None:

@@ -96,6 +96,21 @@ def test_all_mistakes_at_once(data: str) -> None:
     assert len(refused(data, "--recover-min-replicas 0 --recover-bucket-elements 0 --recover-digest-interval -1")) == 3
 
 
+@pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir", "--data-cache-path"])
+def test_folders_are_tried_before_a_job_needs_them(
+    flag: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    judge(data, f"{flag} {tmp_path / 'new' / 'folder'}")
+    assert list(tmp_path.glob("new")) == [], "judging made it"
+    assert refused(data, f"{flag} {file}/x") == [f"{flag} {file}/x cannot be made: {file} is no folder; give another"]
+    monkeypatch.setattr("os.access", lambda path, mode: path != str(tmp_path))  # root may write everywhere
+    assert refused(data, f"{flag} {tmp_path}/x") == [
+        f"{flag} {tmp_path}/x cannot be written: no permission in {tmp_path}; give another"
+    ]
+
+
 def test_index_must_be_one(data: str) -> None:
     Path(f"{data}.idx").write_bytes(b"text")
     assert "no index of Megatron's" in refused(data, "")[0]
