@@ -6,25 +6,20 @@ import contextlib
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.member import JobStopped, Member
-from megatron_recover.collectives.transport import DeadlineExceeded, Revoked, TransportError
+from megatron_recover.collectives.transport import DeadlineExceeded, PeerLost, Revoked, TransportError
 from megatron_recover.collectives.wire import (
     Announcement,
     Enter,
     Heard,
     LeaderHello,
-    Link,
-    Message,
     RankHello,
-    address_of,
-    listen,
 )
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core.values import (
@@ -35,6 +30,7 @@ from megatron_recover.core.values import (
     Compute,
     Ended,
     Entered,
+    ExitCode,
     Failing,
     Finished,
     Held,
@@ -49,87 +45,13 @@ from megatron_recover.core.values import (
     Stop,
     Work,
 )
+from tests.collectives.partners import FakeEndpoint, Partner
 
 pytestmark = pytest.mark.timeout(30)
 
 SHAPE = Shape(2, ((0,), (1,)))
 WORK = Work("train 1", 4, (0, 1))
 PLAN = Plan(0, 1, (0, 1), WORK, (2, 2), (), (Compute((2, 3), (0, 1)),), (0, 1))
-
-
-class FakeTransport:
-    def __init__(self, generation: int, seen: list[str]) -> None:
-        self.generation, self.seen = generation, seen
-
-    def revoke(self) -> None:
-        self.seen.append(f"revoke {self.generation}")
-
-    def close(self) -> None:
-        self.seen.append(f"close {self.generation}")
-
-
-class FakeEndpoint:
-    address = "fake:1"
-
-    def __init__(self, seen: list[str]) -> None:
-        self.seen = seen
-
-    def open(self, generation: int, me: int, addresses: Mapping[int, str], *, deadline_s: float) -> FakeTransport:
-        self.seen.append(f"open {generation} {me} {dict(addresses)}")
-        return FakeTransport(generation, self.seen)
-
-    def close(self) -> None:
-        self.seen.append("endpoint closed")
-
-
-class Partner:
-    """A listening end of the wire that the test plays, in the test's own thread."""
-
-    def __init__(self) -> None:
-        self.loop = Loop()
-        self.listener = listen("127.0.0.1:0")
-        self.address = address_of(self.listener)
-        self.received: list[Message] = []
-        self.closed = False
-        self.link: Link | None = None
-        self.loop.accept(self.listener, self._accepted)
-
-    def _accepted(self, link: Link) -> None:
-        self.link = link
-        self.loop.watch(link, lambda link, message: self.received.append(message), self._lost)
-
-    def _lost(self, link: Link, why: str) -> None:
-        self.closed = True
-
-    def send(self, *messages: Message) -> None:
-        assert self.link is not None
-        for message in messages:
-            self.loop.send(self.link, message)
-
-    def wait(self, condition: Callable[[], object]) -> None:
-        for _ in range(1000):
-            if condition():
-                return
-            self.loop.run_once(0.01)
-        raise AssertionError(f"waited in vain; received so far: {self.received}")
-
-    def expect(self, *messages: Message) -> None:
-        """Wait for exactly these messages, in this order."""
-        self.wait(lambda: len(self.received) >= len(messages))
-        assert tuple(self.received) == messages
-        self.received.clear()
-
-    def close(self) -> None:
-        self.loop.forget_readable(self.listener.fileno())
-        self.listener.close()
-        self.loop.close()
-
-
-@pytest.fixture
-def partner() -> Iterator[Partner]:
-    played = Partner()
-    yield played
-    played.close()
 
 
 class Follower:
@@ -233,10 +155,34 @@ def test_a_new_generation_gets_a_transport_of_its_own(follower: Follower) -> Non
     assert follower.seen[-3:] == ["revoke 1", "open 2 1 {0: 'a', 1: 'b'}", "close 1"]
 
 
-def test_who_was_waited_for_in_vain_is_suspected(follower: Follower) -> None:
-    late = DeadlineExceeded([0], 5.0)
-    follower.member.blocked(1, late)
-    follower.leader.expect(Blocked(1, 1, f"DeadlineExceeded: {late}", (0,)))
+def test_who_was_waited_for_in_vain_or_is_gone_is_suspected(follower: Follower) -> None:
+    for error in (DeadlineExceeded([0], 5.0), PeerLost(0, "reset")):
+        follower.member.blocked(1, error)
+        follower.leader.expect(Blocked(1, 1, f"{type(error).__name__}: {error}", (0,)))
+
+
+def test_the_roster_is_that_of_the_order_being_obeyed(follower: Follower) -> None:
+    assert not follower.member.is_writer()
+    follower.leader.send(Enter(Promise(2, (1,)), ((1, "b"),)), Plan(0, 2, (1,), WORK, (4,), (), (), (0, 1)))
+    follower.leader.expect(Promised(1, 2))
+    assert (follower.member.generation, follower.member.roster) == (1, (0, 1))
+    follower.member.next_order()
+    assert (follower.member.generation, follower.member.roster) == (2, (1,))
+    assert follower.member.is_writer()
+
+
+def test_inv_2_an_order_to_apply_what_is_not_here_ends_the_process(partner: Partner) -> None:
+    follower = Follower(partner, follow_timeout_s=0.05).joined().planned()
+    assert follower.member.hold(Held(1, 1, 99))
+    partner.expect(Holds(1, 0, (Held(1, 1, 99),)))
+    partner.send(Apply(Record(0, "train 1", (BucketVersion(1, 2, (99,)),)), 1, (0, 1)))
+    with pytest.raises(JobStopped, match="INV-2") as stopped:
+        follower.member.next_order()
+    assert stopped.value.exit_code == ExitCode.INVARIANT_VIOLATED
+    partner.wait(lambda: follower.ended)
+    assert follower.ended == [ExitCode.INVARIANT_VIOLATED]
+    with pytest.raises(JobStopped):
+        follower.member.close()
 
 
 def test_a_failed_reduction_is_reported_once_and_not_when_it_was_revoked(follower: Follower) -> None:
@@ -263,6 +209,8 @@ def test_requests_ride_with_the_next_step(partner: Partner) -> None:
     follower.member.request("exit: SIGTERM")
     follower.member.begin(WORK, ["checkpoint"])
     partner.expect(Begun(1, 0, WORK, ("checkpoint", "exit: SIGTERM")))
+    follower.member.begin(WORK, ["another"])
+    partner.expect(Begun(1, 0, WORK, ("another",)))
     follower.close()
 
 
@@ -302,22 +250,24 @@ def test_a_lost_leader_ends_the_rank_even_if_the_training_thread_is_stuck(partne
         follower.member.close()
 
 
-def test_a_forked_child_has_none_of_our_sockets(follower: Follower) -> None:
-    ours = {os.fstat(number).st_ino for number in sockets()}
+def test_a_forked_child_has_none_of_our_sockets(partner: Partner) -> None:
+    before = {os.fstat(number).st_ino for number in sockets()}  # the test's own, and whatever other tests left behind
+    follower = Follower(partner).joined().planned()
+    ours = {os.fstat(number).st_ino for number in sockets()} - before
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         kept = ours & {os.fstat(number).st_ino for number in sockets()}
-        # The test's own ends (listener, link, loop) are in this process too; the member's are the rest.
         os.write(writing, str(len(kept)).encode())
         os._exit(0)
     os.waitpid(child, 0)
     kept = int(os.read(reading, 10))
     os.close(reading)
     os.close(writing)
-    assert len(ours) - kept == 3, "the uplink and both ends of the waker"
+    assert (len(ours), kept) == (4, 1), "the uplink and both ends of the waker; the test's end of the link is not ours to close"
     follower.member.blocked(1, TransportError("still alive"))
     follower.leader.expect(Blocked(1, 1, "TransportError: still alive"))
+    follower.close()
 
 
 def sockets() -> list[int]:
@@ -359,14 +309,6 @@ class Alone:
 
     def names(self) -> list[str]:
         return [type(event).__name__ for event in self.events]
-
-
-@pytest.fixture
-def free() -> str:
-    listener = listen("127.0.0.1:0")
-    address = address_of(listener)
-    listener.close()
-    return address
 
 
 def test_a_leader_alone_commits_by_its_own_vote(partner: Partner, free: str) -> None:

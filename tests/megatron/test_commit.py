@@ -11,8 +11,10 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,9 +23,11 @@ from megatron.core import parallel_state
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.quota import share
+from megatron_recover.core.values import Compute
 from megatron_recover.faults import FaultPoint
 from megatron_recover.megatron.cpu import enable_cpu
-from tests.megatron.loopback import Job, Strike
+from megatron_recover.megatron.microbatches import Microbatches
+from tests.megatron.loopback import Job, LoopbackMember, Strike
 from tests.megatron.toy import Threads, Trainer, start_world
 
 M = 4
@@ -209,6 +213,38 @@ def test_inv_9_all_microbatches_of_a_pass_are_suspected_where_its_sum_is_not_fin
     with pytest.raises(RuntimeError, match="values that are not finite"):
         Run(threads, 1, 1, [], broken=2)
     assert [microbatches for microbatches, _ in job.raised] == [tuple(range(M))]
+
+
+def test_inv_9_only_the_microbatch_being_computed_is_suspected() -> None:
+    reduction: Any = SimpleNamespace(ledger=None, ledger_bucket=1, is_last_stage=False, count=lambda *_: (0,))
+    microbatches = Microbatches(
+        reduction, 0, forward_only=False, num_chunks=1, enter=lambda *_: None, record=lambda *_, **__: None, faults=None
+    )  # fmt: skip
+    microbatches.begin_plan(1)
+    microbatches.begin_pass(Compute((4, 2), (0, 1)))
+    assert microbatches.suspects() == (4, 2)
+    for microbatch in (4, 2):
+        microbatches.forward_begins(microbatch, 0)
+        assert microbatches.suspects() == (microbatch,)
+        microbatches.forward_ended(microbatch, 0, torch.tensor(1), None)
+    for microbatch in (4, 2):
+        microbatches.backward_begins(microbatch, 0)
+        assert microbatches.suspects() == (microbatch,)
+        microbatches.backward_ended(microbatch, 0)
+        assert microbatches.suspects() == (4, 2)
+
+
+def test_an_order_for_other_work_than_megatrons_is_refused(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An iteration counted otherwise, say after a resumption, would mix two steps into one gradient."""
+    next_order = LoopbackMember.next_order
+
+    def of_another_step(self: LoopbackMember) -> Any:
+        order = next_order(self)
+        return msgspec.structs.replace(order, work=msgspec.structs.replace(order.work, label="train 7"))
+
+    monkeypatch.setattr(LoopbackMember, "next_order", of_another_step)
+    with pytest.raises(RuntimeError, match="ordered to work on .*train 7.* where Megatron is at .*train 1"):
+        Run(threads, 2, 1, [])
 
 
 @pytest.mark.parametrize(("num_microbatches", "outgrown"), [(4, False), (12, True)])

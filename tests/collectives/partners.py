@@ -1,0 +1,76 @@
+"""Ends of the control plane that a test plays, and a data plane that only notes what is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from megatron_recover.collectives.loop import Loop
+from megatron_recover.collectives.wire import Link, Message, address_of, listen
+
+
+class FakeTransport:
+    def __init__(self, generation: int, seen: list[str]) -> None:
+        self.generation, self.seen = generation, seen
+
+    def revoke(self) -> None:
+        self.seen.append(f"revoke {self.generation}")
+
+    def close(self) -> None:
+        self.seen.append(f"close {self.generation}")
+
+
+class FakeEndpoint:
+    address = "fake:1"
+
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
+
+    def open(self, generation: int, me: int, addresses: Mapping[int, str], *, deadline_s: float) -> FakeTransport:
+        self.seen.append(f"open {generation} {me} {dict(addresses)}")
+        return FakeTransport(generation, self.seen)
+
+    def close(self) -> None:
+        self.seen.append("endpoint closed")
+
+
+class Partner:
+    """A listening end of the wire that the test plays, in the test's own thread."""
+
+    def __init__(self) -> None:
+        self.loop = Loop()
+        self.listener = listen("127.0.0.1:0")
+        self.address = address_of(self.listener)
+        self.received: list[Message] = []
+        self.closed = False
+        self.link: Link | None = None
+        self.loop.accept(self.listener, self._accepted)
+
+    def _accepted(self, link: Link) -> None:
+        self.link = link
+        self.loop.watch(link, lambda link, message: self.received.append(message), self._lost)
+
+    def _lost(self, link: Link, why: str) -> None:
+        self.closed = True
+
+    def send(self, *messages: Message) -> None:
+        assert self.link is not None
+        for message in messages:
+            self.loop.send(self.link, message)
+
+    def wait(self, condition: Callable[[], object]) -> None:
+        for _ in range(1000):
+            if condition():
+                return
+            self.loop.run_once(0.01)
+        raise AssertionError(f"waited in vain; received so far: {self.received}")
+
+    def expect(self, *messages: Message) -> None:
+        """Wait for exactly these messages, in this order."""
+        self.wait(lambda: len(self.received) >= len(messages))
+        assert tuple(self.received) == messages
+        self.received.clear()
+
+    def close(self) -> None:
+        self.loop.forget_readable(self.listener.fileno())
+        self.listener.close()
+        self.loop.close()

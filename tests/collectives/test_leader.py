@@ -1,0 +1,134 @@
+"""The leader between its coordinator and another leader, both played by the test: links that break, waits that are too long."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from megatron_recover.collectives.member import JobStopped, Member
+from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Peer, PeerHello, connect
+from megatron_recover.config import RankContext, RecoverConfig
+from megatron_recover.core.values import Entered, NewGeneration, Requested, Shape, Status, Stop, Work
+from tests.collectives.partners import FakeEndpoint, Partner
+
+pytestmark = pytest.mark.timeout(30)
+WORK = Work("train 1", 2, (0,))
+
+
+class Leading:
+    """The only rank of replica 0, of two replicas."""
+
+    def __init__(self, coordinator: Partner, other: Partner, free: str, other_address: str = "", **config: float) -> None:
+        context = RankContext(
+            replica=0, rank=0, num_ranks=1, num_replicas=2, coordinator=coordinator.address, leader=free, run_dir="",
+            started_at=0.0,
+        )  # fmt: skip
+        self.member = Member(
+            context, RecoverConfig(**config), FakeEndpoint([]), record=lambda event: None, end_process=lambda code: None
+        )
+        self.coordinator, self.other, self.address = coordinator, other, free
+        joining = threading.Thread(target=lambda: self.member.join(Shape(1, ((0,),)), ""))
+        joining.start()
+        coordinator.wait(lambda: coordinator.received)
+        [hello] = coordinator.received
+        assert isinstance(hello, LeaderHello)
+        coordinator.received.clear()
+        self.peers = (hello.peer, Peer(1, other_address or other.address, ("b",)))
+        self.announce(1)
+        joining.join(10)
+
+    def announce(self, generation: int) -> None:
+        self.coordinator.send(Announcement(NewGeneration(generation, (0, 1)), self.peers, 0.0))
+        self.coordinator.wait(lambda: self.coordinator.received)
+        assert self.coordinator.received.pop(0) == Entered(0, generation, 0)  # what it asks for may be there already
+
+    def heard(self) -> Leading:
+        """The other leader has been greeted, and told this replica's status."""
+        self.other.wait(lambda: len(self.other.received) == 2)
+        greeting, status = self.other.received
+        assert greeting == PeerHello(0) and isinstance(status, Status) and status.replica == 0
+        self.other.received.clear()
+        return self
+
+    def speak(self, *messages: Any) -> Link:
+        """A link of the other leader to this one."""
+        link = connect(self.address)
+        self.other.loop.watch(link, lambda link, message: None, self.other._lost)
+        for message in (PeerHello(1), *messages):
+            self.other.loop.send(link, message)
+        return link
+
+    def requested(self) -> Requested:
+        """What the coordinator is asked next."""
+        self.coordinator.wait(lambda: self.coordinator.received)
+        [message] = self.coordinator.received
+        assert isinstance(message, Requested)
+        self.coordinator.received.clear()
+        return message
+
+    def close(self) -> None:
+        self.coordinator.send(Stop(0, "over"))
+        with contextlib.suppress(JobStopped):
+            self.member.close()
+
+
+Lead = Callable[..., Leading]
+
+
+@pytest.fixture
+def lead(partner: Partner, other_leader: Partner, free: str) -> Iterator[Lead]:
+    made: list[Leading] = []
+
+    def start(**config: Any) -> Leading:
+        made.append(Leading(partner, other_leader, free, **config))
+        return made[0]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+def status(generation: int = 1, replica: int = 1) -> Status:
+    return Status(replica, generation, 0, None, ((),), (), None)
+
+
+def test_a_link_to_another_leader_that_breaks_asks_for_a_generation(lead: Lead) -> None:
+    leading = lead().heard()
+    assert leading.other.link is not None
+    leading.other.loop.drop(leading.other.link)
+    request = leading.requested()
+    assert (request.replica, request.generation, request.suspects) == (0, 1, (1,))
+    # Its messages in the next generation go over a new link.
+    leading.announce(2)
+    leading.heard()
+
+
+def test_a_link_from_another_leader_that_breaks_asks_for_a_generation(lead: Lead) -> None:
+    leading = lead().heard()
+    leading.other.loop.drop(leading.speak())
+    request = leading.requested()
+    assert (request.generation, request.suspects) == (1, (1,))
+
+
+def test_a_leader_that_is_not_there_is_told_to_the_coordinator(lead: Lead) -> None:
+    assert lead(other_address="127.0.0.1:1").requested().suspects == (1,)
+
+
+@pytest.mark.parametrize("forged", [status(replica=0), PeerHello(1)], ids=["another replica's", "no leader's"])
+def test_a_message_that_is_not_the_speakers_own_counts_for_nothing(lead: Lead, forged: Any) -> None:
+    leading = lead().heard()
+    leading.speak(forged)
+    assert leading.requested().suspects == (1,)
+    leading.other.wait(lambda: leading.other.closed)
+
+
+def test_inv_8_a_status_that_does_not_come_is_waited_for_until_the_stall_timeout(lead: Lead) -> None:
+    leading = lead(stall_timeout_s=0.05).heard()
+    assert leading.requested() == Requested(0, 1, "no status of replicas (1,) came", (1,))
+    # Each wait is watched, the one in the next generation too.
+    leading.announce(2)
+    assert leading.requested().generation == 2
