@@ -211,7 +211,14 @@ def test_members_that_began_different_work_disagree() -> None:
     other = Work("evaluate 0", 3, (0,))
     found = recovery.recover([status(0), status(1), status(2, work=other)], 0)
     assert isinstance(found, vote.Disagreement)
-    assert found.minority == (2,)
+    assert found.minority == (2,) and "disagree on what step 0 is" in found.reason
+
+
+def test_members_that_committed_different_records_disagree() -> None:
+    ahead = [status(r, step=1, work=None, committed=record(0, complete(version=1 + (r == 1)))) for r in range(3)]
+    found = recovery.recover(ahead, 0)
+    assert isinstance(found, vote.Disagreement)
+    assert found.minority == (1,) and "disagree on the record of step 0" in found.reason
 
 
 def test_a_plan_needs_work() -> None:
