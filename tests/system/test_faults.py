@@ -159,6 +159,7 @@ def test_fast_runs_stay_close_to_the_undisturbed_one(tmp_path: pathlib.Path, dat
     faults = ("1 0 backward step=2 microbatch=3", "0 0 reduce step=6 bucket=1")
     outcome = run_job(job, tmp_path / "run", data, chaos=chaos_text(*faults), save=tmp_path / "b").expect(0)
     verdict, report = check(outcome.run_dir, undisturbed.run_dir)
+    print(report)
     assert verdict == 0, f"{outcome.command}\n{report}"
     assert outcome.summary["replicas_bit_identical"] is True
     difference = re.search(r"max relative difference ([0-9.e+-]+)", report)
