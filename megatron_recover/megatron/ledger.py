@@ -30,12 +30,13 @@ class Ledger:
     """The rows of one step on one rank of the last stage."""
 
     def __init__(self, num_microbatches: int, device: torch.device | None = None) -> None:
-        self.rows = torch.zeros(num_microbatches, NUM_COLUMNS, dtype=torch.float64, device=device)
+        self._rows = torch.zeros(num_microbatches, NUM_COLUMNS, dtype=torch.float64, device=device)
+        self._seconds = [0.0] * num_microbatches
 
     def write(self, microbatch: int, tokens: Tensor, losses: dict[str, Tensor]) -> None:
         """Fill the id's row. Raises ValueError for a report that does not fit."""
         described = tuple((key, str(value.dtype).removeprefix("torch."), tuple(value.shape)) for key, value in losses.items())
-        head = _encode(described, self.rows.device)
+        head = _encode(described, self._rows.device)
         values = [value.detach().reshape(-1).double() for value in losses.values()]
         content = torch.cat([head, *values])
         if _HEADER - 1 + content.numel() > NUM_COLUMNS:
@@ -43,13 +44,18 @@ class Ledger:
                 f"the loss function reports {sorted(losses)} for a microbatch: names and values of at most {NUM_COLUMNS} "
                 "numbers can be carried; report fewer or shorter ones"
             )
-        row = self.rows[microbatch]
+        row = self._rows[microbatch]
         row[0] = tokens.detach()
         row[_HEADER - 1 : _HEADER - 1 + content.numel()] = content
 
     def add_seconds(self, microbatch: int, seconds: float) -> None:
         """Count compute time of the id on this rank."""
-        self.rows[microbatch, 1] += seconds
+        self._seconds[microbatch] += seconds
+
+    def rows(self) -> Tensor:
+        """All rows as they are now; the seconds of all ids are written at once."""
+        self._rows[:, 1] = torch.tensor(self._seconds, dtype=torch.float64)
+        return self._rows
 
 
 @functools.cache

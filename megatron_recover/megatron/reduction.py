@@ -145,7 +145,7 @@ class Reduction:
         self._slots = list(self._gradient_slots)
         if self.is_last_stage:
             self.ledger = Ledger(num_microbatches, self._device)
-            self._slots.append(_Slot(self.ledger_bucket, None, self.ledger.rows.new_empty(num_microbatches * NUM_COLUMNS)))
+            self._slots.append(_Slot(self.ledger_bucket, None, self.ledger.rows().new_empty(num_microbatches * NUM_COLUMNS)))
         for slot in self._slots:
             slot.counts, slot.bound = [0.0] * num_microbatches, 0.0
             slot.total = torch.empty(num_microbatches + 1, dtype=torch.float64, device=self._device)
@@ -223,7 +223,7 @@ class Reduction:
     def _over_lanes(self, slot: _Slot) -> Tensor:
         if slot.bucket is None:
             assert self.ledger is not None
-            return self.ledger.rows.view(-1)
+            return self.ledger.rows().view(-1)
         region = slot.bucket.region
         return slot.bucket.shard(self._accumulators.get(region, region.local))
 

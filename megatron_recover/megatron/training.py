@@ -226,7 +226,7 @@ class _Training:
         boundary = Boundary(member, checkpoints, originals["exit"], get_args)
         boundary.take_over(args)
         loop = CommitLoop(
-            member, config, originals, cursor=cursor, seed=functools.partial(_seed, args),
+            member, config, originals, cursor=cursor, seed=_seeding(args.seed),
             iteration=lambda: args.curr_iteration + 1,
             fingerprint=lambda: fingerprint(args), log=self._log, faults=self._faults,
         )  # fmt: skip
@@ -255,17 +255,26 @@ def _endpoint(config: RecoverConfig) -> Endpoint:
     return open_endpoint(config.transport, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _seed(args: Namespace, iteration: int, microbatch: int, chunk: int) -> None:
-    """Put this rank's random state at the beginning of a microbatch."""
-    from megatron.core import parallel_state
-
+def _seeding(seed: int) -> Callable[[int, int, int], None]:
+    """What puts this rank's random state at the beginning of a microbatch (iteration, microbatch, chunk)."""
     from megatron_recover.megatron.randomness import seed_microbatch
 
-    seed_microbatch(
-        args.seed, iteration, microbatch, stage=parallel_state.get_pipeline_model_parallel_rank(), chunk=chunk,
-        tp=parallel_state.get_tensor_model_parallel_rank(), ep=parallel_state.get_expert_model_parallel_rank(),
-        expert_tp=parallel_state.get_expert_tensor_parallel_rank(), lane=parallel_state.get_data_parallel_rank(),
-    )  # fmt: skip
+    @functools.cache
+    def place() -> dict[str, int]:  # asked for in the first step: Megatron makes its groups after the arguments
+        from megatron.core import parallel_state
+
+        return {
+            "stage": parallel_state.get_pipeline_model_parallel_rank(),
+            "tp": parallel_state.get_tensor_model_parallel_rank(),
+            "ep": parallel_state.get_expert_model_parallel_rank(),
+            "expert_tp": parallel_state.get_expert_tensor_parallel_rank(),
+            "lane": parallel_state.get_data_parallel_rank(),
+        }
+
+    def begin(iteration: int, microbatch: int, chunk: int) -> None:
+        seed_microbatch(seed, iteration, microbatch, chunk=chunk, **place())
+
+    return begin
 
 
 _OF_ONE_RANK = frozenset({"rank", "local_rank"})

@@ -21,7 +21,7 @@ def test_a_replica_that_computed_nothing_reads_what_the_others_wrote() -> None:
         mine.add_seconds(microbatch, 0.5)
     theirs.write(1, torch.tensor(11), report(0.1))
     theirs.write(2, torch.tensor(12, dtype=torch.int), {"other": torch.tensor([1e-30], dtype=torch.float32)})
-    rows = mine.rows + theirs.rows + Ledger(4).rows
+    rows = mine.rows() + theirs.rows() + Ledger(4).rows()
     losses = read_losses(rows)
     assert [set(each) for each in losses] == [{"lm loss", "aux"}, {"lm loss", "aux"}, {"other"}, {"lm loss", "aux"}]
     for microbatch, expected in ((0, report(1.5)), (1, report(0.1)), (3, report(4.5))):
