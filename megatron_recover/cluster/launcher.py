@@ -30,7 +30,7 @@ from megatron_recover.megatron.arguments import BAD_ARGUMENTS
 
 _DRY_RUN = -1
 """What the agent calls the process that judges the arguments: it belongs to no replica."""
-_POLL_S = 0.02
+_POLL_S = 0.05
 """Between two looks at every rank's /proc entry: a death is known after half of it on average (Note [Seeing a death])."""
 _GRACE_S = 0.2
 """How long a complaint of a leader waits for the agent to see a process end, which would explain it."""
