@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import errno
 import shutil
 import sys
 from collections.abc import Sequence
@@ -26,6 +26,8 @@ PRELOAD = (
     "megatron_recover.megatron.checkpoint",
 )
 """What every rank finds imported."""
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+"""What a folder says that takes no more."""
 _NO_SCRIPT = "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."
 
 
@@ -98,23 +100,24 @@ def main(argv: list[str]) -> int:
             if not arguments.quiet and not Path(arguments.chaos).is_file():
                 print(chaos_text)
         exit_code = Launcher(job, Console(job, quiet=arguments.quiet)).run()
-        if exit_code == ExitCode.BAD_INPUT:
-            # Nothing was trained: the same command, corrected, shall find the folder free.
-            shutil.rmtree(job.run_dir)
-            if existed:
-                job.run_dir.mkdir()
-            done = "emptied" if existed else "removed"
-            print(f"megatron-recover run: nothing was trained, so {job.run_dir} was {done} again", file=sys.stderr)
-        elif exit_code < 128:  # who asked for the end at once does not want to wait for a plot
-            with contextlib.suppress(KeyboardInterrupt):  # nor who asks for it now; the run is over and has said how
-                _report(job.run_dir)
     except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
         # The trace could not be written. All ranks are dead by now: the launcher leaves nothing behind, however it ends.
         print(
             f"megatron-recover run: --run-dir {job.run_dir}: {error.strerror}; the run has been ended. "
             "Make room there, then resume from the last checkpoint.", file=sys.stderr,
         )  # fmt: skip
         return ExitCode.FAILED
+    if exit_code == ExitCode.BAD_INPUT:
+        # Nothing was trained: the same command, corrected, shall find the folder free.
+        shutil.rmtree(job.run_dir)
+        if existed:
+            job.run_dir.mkdir()
+        done = "emptied" if existed else "removed"
+        print(f"megatron-recover run: nothing was trained, so {job.run_dir} was {done} again", file=sys.stderr)
+    elif exit_code < 128:  # who asked for the end at once does not want to wait for a plot
+        _report(job.run_dir)
     return exit_code
 
 
@@ -122,5 +125,12 @@ def _report(run_dir: Path) -> None:
     """`summary.json` and the loss plot, for whatever the run has got to."""
     from megatron_recover.observe import plot, summary
 
-    summary.write(run_dir)
-    plot.write(run_dir)
+    try:
+        summary.write(run_dir)
+        plot.write(run_dir)
+    except (KeyboardInterrupt, OSError) as error:  # the run is over and has said how
+        why = error.strerror if isinstance(error, OSError) else "interrupted"
+        print(
+            f"megatron-recover run: {why} while the plot was made; `megatron-recover report {run_dir}` makes it",
+            file=sys.stderr,
+        )

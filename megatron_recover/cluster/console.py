@@ -6,6 +6,7 @@ a rank nor the launcher. It decides nothing.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import re
 import sys
@@ -64,7 +65,7 @@ class Console:
         self._live: Live | None = None
         self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._over = threading.Event()
-        self._exit = (int(ExitCode.FAILED), "")
+        self._exit: tuple[int, str] | None = None
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
         self._events = _Tail(job.run_dir / trace.EVENTS_FILE)
         shown = sorted({0, job.num_ranks - 1})
@@ -91,8 +92,12 @@ class Console:
         self._thread.start()
 
     def finished(self, exit_code: int, reason: str) -> None:
-        """The last words; waits for the terminal to take them, but not for ever."""
+        """The last words."""
         self._exit = (exit_code, reason)
+        self.close()
+
+    def close(self) -> None:
+        """Show what is left to show; waits for the terminal to take it, but not for ever."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(_LAST_WORDS_DEADLINE_S)
@@ -108,12 +113,16 @@ class Console:
                 while not self._over.wait(_INTERVAL_S):
                     self._show_news()
                 self._show_news()
-                if self._live is not None:
-                    self._live.stop()
-            self._show_end(*self._exit)
-        except BrokenPipeError:
-            # Nobody reads what we print (`... | head`). The run goes on; its logs and its trace are written by others.
+        except OSError:
+            # Nobody reads what we print (`... | head`), or the disk is full. The run goes on; its logs and its trace are written
+            # by others, who say so if they cannot.
             self._quiet = True
+            self._over.wait()
+        with contextlib.suppress(OSError):
+            if self._live is not None:
+                self._live.stop()
+            if self._exit is not None:
+                self._show_end(*self._exit)
 
     def _show_news(self) -> None:
         # Logs first: what the writer wrote while it was the writer is shown before a newer roster names another.

@@ -44,25 +44,25 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return self.run_dir / LOGS / f"replica-{replica}-rank-{rank}.log"
 
 
-def claim_folder(folder: Path) -> Path:
-    """Create the folder that `--run-dir` names, or take an empty one. Raises ValueError where there is something already."""
+def claim_folder(folder: Path, *inside: str) -> Path:
+    """Create the folder of `--run-dir`, or take an empty one, and make folders in it. Raises ValueError with the remedy."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         used = sorted(each.name for each in folder.iterdir())
+        for name in () if used else inside:
+            (folder / name).mkdir()
     except OSError as error:
         in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
         why = "a file stands where a folder is meant" if in_the_way else error.strerror
         raise ValueError(f"--run-dir {folder} cannot be used ({why}); give another folder") from error
     if used:
-        raise ValueError(f"--run-dir {folder} is not empty (it has {used[0]}); every run needs a folder of its own")
+        raise ValueError(f"--run-dir {folder} is not empty (it has {used[0]}); give another folder, as every run needs its own")
     return folder.absolute()
 
 
 def create_run_dir(run_dir: Path | None) -> Path:
-    """Create the folder of a run, `runs/<time>` by default. Raises ValueError where one has been already."""
-    chosen = claim_folder(run_dir if run_dir is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
-    (chosen / LOGS).mkdir()
-    return chosen
+    """Create the folder of a run, `runs/<time>` by default. Raises ValueError with the remedy."""
+    return claim_folder(run_dir if run_dir is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S"), LOGS)
 
 
 def write_description(job: Job) -> None:

@@ -75,11 +75,14 @@ class Launcher:
             )  # fmt: skip
         )
         self._console.start()
-        with self._signals():
-            exit_code = self._run()
-        self._log.record(trace.RunFinished(exit_code=exit_code))
-        self._log.close()
-        self._console.finished(exit_code, self._ending[1] if self._ending else "")
+        try:
+            with self._signals():
+                exit_code = self._run()
+            self._log.record(trace.RunFinished(exit_code=exit_code))
+            self._log.close()
+            self._console.finished(exit_code, self._ending[1] if self._ending else "")
+        finally:
+            self._console.close()  # whatever is raised is told after what it shows, on a terminal that is whole again
         return exit_code
 
     def _run(self) -> int:

@@ -126,7 +126,7 @@ def test_a_used_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as end:
         demo.main(["--run-dir", str(tmp_path)])
     assert end.value.code == ExitCode.BAD_INPUT
-    assert "every run needs a folder of its own" in capsys.readouterr().err
+    assert "give another folder, as every run needs its own" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,7 @@ from megatron_recover.cli import run
 from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
+from megatron_recover.observe import summary
 
 
 @pytest.fixture
@@ -23,6 +27,39 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     )  # fmt: skip
     monkeypatch.setattr(run, "_job", lambda arguments, command: (job, ""))
     return job
+
+
+@pytest.mark.parametrize(
+    ("folder", "remedy"),
+    [
+        ("file", "cannot be used (a file stands where a folder is meant); give another folder"),
+        ("file/run", "cannot be used (a file stands where a folder is meant); give another folder"),
+        ("used", "is not empty (it has precious); give another folder, as every run needs its own"),
+        ("/proc/run", "cannot be used (No such file or directory); give another folder"),
+    ],
+)
+def test_a_folder_that_cannot_take_a_run_is_refused_with_the_remedy(folder: str, remedy: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "precious").touch()
+    with pytest.raises(ValueError) as refusal:
+        create_run_dir(tmp_path / folder)
+    assert str(refusal.value).startswith(f"--run-dir {tmp_path / folder}") and str(refusal.value).endswith(remedy)
+
+
+@pytest.mark.parametrize("kind", [errno.EACCES, errno.ENOSPC])
+def test_a_folder_in_which_nothing_can_be_made_is_refused(kind: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    make = Path.mkdir
+
+    def mkdir(self: Path, *args: Any, **kwargs: Any) -> None:  # root may write everywhere, so it is made up
+        if self.parent.name == "empty":
+            raise OSError(kind, os.strerror(kind))
+        make(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(ValueError, match=rf"cannot be used \({os.strerror(kind)}\); give another folder"):
+        create_run_dir(tmp_path / "empty")
 
 
 def ends(monkeypatch: pytest.MonkeyPatch, exit_code: int) -> None:
@@ -38,10 +75,27 @@ def test_nobody_who_has_asked_twice_for_the_end_waits_for_a_plot(job: Job, monke
     assert run.main(COMMAND) == 130
 
 
-def test_ctrl_c_while_the_plot_is_made_changes_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_the_plot_is_made_changes_nothing(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(run_dir: Path) -> None:
         raise KeyboardInterrupt
 
     ends(monkeypatch, ExitCode.OK)
-    monkeypatch.setattr(run, "_report", interrupted)
+    monkeypatch.setattr(summary, "write", interrupted)
     assert run.main(COMMAND) == ExitCode.OK
+    assert "megatron-recover report" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_at_the_end_leaves_only_the_plot_to_be_made(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(run_dir: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    ends(monkeypatch, ExitCode.OK)
+    monkeypatch.setattr(summary, "write", full)
+    assert run.main(COMMAND) == ExitCode.OK
+    assert (
+        f"No space left on device while the plot was made; `megatron-recover report {job.run_dir}`" in capsys.readouterr().err
+    )

@@ -6,13 +6,16 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 
 from megatron_recover.core.values import ExitCode
-from tests.system.jobs import Job, chaos_text, check, run_job
+from tests.system.jobs import DEADLINE_S, ROOT, Job, chaos_text, check, run_job
 
 pytestmark = pytest.mark.timeout(300)
 IN_A_SAVE = ("checkpoint", "checkpoint_tracker")
@@ -149,3 +152,19 @@ def digests(run_dir: pathlib.Path) -> dict[tuple[int, str], str]:
         if event["event"] == "applied" and event["rank"] == 0 and event["parameter_digest"]:
             found[event["replica"], event["label"]] = event["parameter_digest"]
     return found
+
+
+def test_a_full_disk_under_the_run_directory_is_told_once(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
+    job = Job(replicas=2, steps=100_000)
+    command = [sys.executable, "-m", "megatron_recover", "run", "--replicas", "2", "--run-dir", str(tmp_path / "run"), "--"]
+    done = subprocess.run(
+        [*command, str(ROOT / "scripts" / "pretrain_gpt.py"), *job.megatron_flags(data, None)],
+        cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),  # no file may grow beyond it
+    )  # fmt: skip
+    assert done.returncode == ExitCode.FAILED, done.stdout + done.stderr
+    assert done.stderr.splitlines() == [
+        f"megatron-recover run: --run-dir {tmp_path / 'run'}: File too large; the run has been ended. "
+        "Make room there, then resume from the last checkpoint."
+    ]
+    assert "Traceback" not in done.stdout
