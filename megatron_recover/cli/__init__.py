@@ -6,6 +6,9 @@ Nothing heavy is imported here: a verb's module, and with it torch, is imported 
 from __future__ import annotations
 
 import importlib
+import os
+import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Mapping
@@ -29,8 +32,16 @@ examples:
   megatron-recover run --replicas 3 --run-dir runs/a -- scripts/pretrain_gpt.py --tensor-model-parallel-size 1 ...
   megatron-recover check runs/a --against runs/undisturbed
 
-'megatron-recover VERB --help' tells more. Exit codes: 0 fine, 2 bad input, 14 broken invariant; all are in docs/guarantees.md.
+'megatron-recover VERB --help' tells more. Exit codes: 0 fine, 2 bad input, 3 unfinished, 14 broken invariant; all are in
+docs/guarantees.md.
 """
+
+
+def command_line(*arguments: str) -> str:
+    """A command of ours that works when it is pasted into the shell that started this process."""
+    script = shutil.which("megatron-recover")
+    ours = script is not None and os.path.dirname(script) == os.path.dirname(sys.executable)
+    return shlex.join([*(["megatron-recover"] if ours else [sys.executable, "-m", "megatron_recover"]), *arguments])
 
 
 def usage() -> str:

@@ -1,4 +1,5 @@
-"""`megatron-recover check RUN_DIR`: prints the verdict of `observe.check`; exit code 14 when it is not in the run's favour."""
+"""`megatron-recover check RUN_DIR`: prints the verdict of `observe.check`; its exit code is 14 when that is not in the
+run's favour, and 3 when the run has not ended."""
 
 from __future__ import annotations
 
@@ -9,12 +10,13 @@ import msgspec
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.observe.check import Verdict, check, describe
-from megatron_recover.trace import TraceError
+from megatron_recover.trace import EVENTS_FILE, TraceError
 
 
 def _json(verdict: Verdict) -> str:
     content = {
         "holds": verdict.holds,
+        "finished": verdict.is_finished,
         "violations": [
             {"invariant": one.invariant, "line": one.line, "message": one.message} for one in verdict.violations
         ],
@@ -29,8 +31,9 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="megatron-recover check",
         description="Verify the invariants of a run from its trace alone, and compare it with a reference run.",
-        epilog=f"Exit code 0: all hold. {ExitCode.INVARIANT_VIOLATED:d}: one is broken, two exact runs differ, or "
-        f"nothing was committed. {ExitCode.BAD_INPUT:d}: no readable trace.",
+        epilog=f"Exit code 0: all hold. {ExitCode.UNFINISHED:d}: all hold so far, but the run still goes on or was cut off. "
+        f"{ExitCode.INVARIANT_VIOLATED:d}: one is broken, two exact runs differ, or nothing was committed. "
+        f"{ExitCode.BAD_INPUT:d}: no readable trace.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a directory with events.jsonl, or such a file")
     parser.add_argument("--against", type=Path, metavar="REF_DIR", help="compare losses and parameters with this run")
@@ -39,10 +42,19 @@ def main(argv: list[str]) -> int:
     try:
         verdict = check(arguments.run_dir, arguments.against)
     except FileNotFoundError as error:
-        parser.error(f"no trace at {error.filename}; give the --run-dir of a run")
+        parser.error(no_trace(Path(error.filename)))
     except TraceError as error:
         parser.error(f"cannot read the trace: {error}")
     except OSError as error:
         parser.error(f"{error.filename} cannot be read ({error.strerror}); give the --run-dir of a run")
     print(_json(verdict) if arguments.json else describe(verdict))
-    return ExitCode.OK if verdict.holds else ExitCode.INVARIANT_VIOLATED
+    if not verdict.holds:
+        return ExitCode.INVARIANT_VIOLATED
+    return ExitCode.OK if verdict.is_finished else ExitCode.UNFINISHED
+
+
+def no_trace(path: Path) -> str:
+    """What is wrong with a path at which there is no trace, with those that are inside it (as in the folder of a demo)."""
+    folder = path.parent if path.name == EVENTS_FILE else path
+    inside = sorted(str(one.parent) for one in folder.glob(f"*/{EVENTS_FILE}"))
+    return f"no trace at {path}; " + (f"did you mean {' or '.join(inside)}?" if inside else "give the --run-dir of a run")

@@ -23,6 +23,7 @@ import msgspec
 
 import megatron_recover
 from megatron_recover import trace
+from megatron_recover.cli import command_line
 from megatron_recover.cluster.job import claim_folder
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
@@ -239,7 +240,7 @@ def _verdict(folder: Path, found: tuple[Claim, ...], reference: Verdict, faulty:
         f"  {'PROVEN' if all(claim.holds for claim in found) else 'NOT PROVEN'} in {seconds:.0f} s. See for yourself:",
         f"    {folder / 'faulty' / PLOT_FILE}   both loss curves and the faults",
         f"    {folder / 'faulty' / SUMMARY_FILE}   the numbers",
-        f"    megatron-recover check {folder / 'faulty'} --against {folder / 'reference'}",
+        f"    {command_line('check', str(folder / 'faulty'), '--against', str(folder / 'reference'))}",
     ]
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_recover.cli.check import no_trace
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.observe import plot, report, summary
@@ -20,11 +21,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--against", type=Path, metavar="REF_DIR", help="compare with this run, and draw its loss too")
     arguments = parser.parse_args(argv)
     if not (arguments.run_dir / EVENTS_FILE).is_file():
-        parser.error(f"no trace at {arguments.run_dir / EVENTS_FILE}; give the --run-dir of a run")
+        parser.error(no_trace(arguments.run_dir / EVENTS_FILE))
     try:
         report.write(arguments.run_dir, arguments.against)
     except FileNotFoundError as error:
-        parser.error(f"--against: no trace at {error.filename}; give the --run-dir of a run")
+        parser.error(f"--against: {no_trace(Path(error.filename))}")
     except TraceError as error:
         parser.error(f"cannot read the trace: {error}")
     except OSError as error:

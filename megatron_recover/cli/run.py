@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_recover.cli import command_line
 from megatron_recover.cluster import chaos
 from megatron_recover.cluster.console import Console
 from megatron_recover.cluster.job import Job, create_run_dir
@@ -131,6 +132,6 @@ def _report(run_dir: Path) -> None:
     except (KeyboardInterrupt, OSError) as error:  # the run is over and has said how
         why = error.strerror if isinstance(error, OSError) else "interrupted"
         print(
-            f"megatron-recover run: {why} while the plot was made; `megatron-recover report {run_dir}` makes it",
+            f"megatron-recover run: {why} while the plot was made; `{command_line('report', str(run_dir))}` makes it",
             file=sys.stderr,
         )

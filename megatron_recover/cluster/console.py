@@ -114,8 +114,8 @@ class Console:
                     self._show_news()
                 self._show_news()
         except OSError:
-            # Nobody reads what we print (`... | head`), or the disk is full. The run goes on; its logs and its trace are written
-            # by others, who say so if they cannot.
+            # Nobody reads what we print (`... | head`), or the disk is full. The run goes on; its logs and its trace are
+            # written by others, who say so if they cannot.
             self._quiet = True
             self._over.wait()
         with contextlib.suppress(OSError):

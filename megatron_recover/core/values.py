@@ -347,6 +347,8 @@ class ExitCode(enum.IntEnum):
     FAILED = 1
     """A defect or an error in the training script on every replica."""
     BAD_INPUT = 2
+    UNFINISHED = 3
+    """Of `check`: all holds so far, and the trace has no end."""
     TOO_FEW_REPLICAS = 10
     """Fewer than `--recover-min-replicas` are left; a durable checkpoint was saved if any replica lives."""
     POISONED_MICROBATCH = 11

@@ -41,6 +41,11 @@ class Verdict:
     """Reasons for which the run does not count as proven although no invariant is broken."""
 
     @property
+    def is_finished(self) -> bool:
+        """Whether the run has ended, so that nothing can follow what was looked at."""
+        return self.summary.exit_code is not None
+
+    @property
     def holds(self) -> bool:
         """Whether everything that was claimed is proven."""
         return not self.violations and not self.problems
@@ -85,8 +90,6 @@ def describe(verdict: Verdict) -> str:
     ]
     for line, _ in history.cuts:
         lines.append(f"  line {line} was cut short: its writer was killed in mid-write; that is no fault of the log")
-    if summary.exit_code is None:
-        lines.append("  no run_finished: the run still goes on, or its launcher was killed")
     for number, name, _ in RULES:
         broken = [violation for violation in verdict.violations if violation.invariant == number]
         lines.append(f"{number} {name:<15} {f'BROKEN, {len(broken)} times' if broken else 'holds'}{_detail(number, summary)}")
@@ -102,6 +105,11 @@ def describe(verdict: Verdict) -> str:
             f"losses differ by at most {summary.loss_max_abs_diff}"
         )
     lines += [f"PROBLEM: {problem}" for problem in verdict.problems]
+    if not verdict.is_finished:
+        lines.append(
+            "UNFINISHED: the trace has no run_finished, so the run still goes on or was cut off (its launcher was killed); "
+            f"the above is about the first {summary.seconds:.0f} s"
+        )
     return "\n".join(lines)
 
 

@@ -91,6 +91,30 @@ def test_check_passes_a_valid_run_and_names_what_breaks_another(tmp_path: Path) 
     assert {one["invariant"] for one in verdict["violations"]} == {"INV-2"}
 
 
+def test_check_of_a_run_without_an_end_is_no_success(tmp_path: Path) -> None:
+    run_dir = traces.write(tmp_path / "run", traces.quiet_run().events[:-1])
+    done = _run("check", str(run_dir))
+    assert done.returncode == ExitCode.UNFINISHED
+    assert "UNFINISHED: " in done.stdout
+    verdict = json.loads(_run("check", str(run_dir), "--json").stdout)
+    assert (verdict["holds"], verdict["finished"]) == (True, False)
+
+
+@pytest.mark.parametrize("verb", ["check", "report"])
+def test_the_folder_of_several_runs_is_answered_with_them(verb: str, tmp_path: Path) -> None:
+    for name in ("faulty", "reference"):
+        traces.write(tmp_path / name, traces.quiet_run().events)
+    done = _run(verb, str(tmp_path))
+    assert done.returncode == ExitCode.BAD_INPUT
+    assert f"did you mean {tmp_path / 'faulty'} or {tmp_path / 'reference'}?" in done.stderr
+
+
+def test_a_command_that_is_printed_works_when_it_is_pasted(tmp_path: Path) -> None:
+    run_dir = traces.write(tmp_path / "a run", traces.quiet_run().events)
+    done = subprocess.run(cli.command_line("check", str(run_dir)), shell=True, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_check_of_a_damaged_log_names_line_and_field(tmp_path: Path) -> None:
     run_dir = traces.write(tmp_path, traces.faulty_run().events)
     log = run_dir / trace.EVENTS_FILE

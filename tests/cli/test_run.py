@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.cli import run
+from megatron_recover.cli import command_line, run
 from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
@@ -84,7 +84,7 @@ def test_ctrl_c_while_the_plot_is_made_changes_nothing(
     ends(monkeypatch, ExitCode.OK)
     monkeypatch.setattr(summary, "write", interrupted)
     assert run.main(COMMAND) == ExitCode.OK
-    assert "megatron-recover report" in capsys.readouterr().err
+    assert f"interrupted while the plot was made; `{command_line('report', str(job.run_dir))}`" in capsys.readouterr().err
 
 
 def test_a_disk_that_is_full_at_the_end_leaves_only_the_plot_to_be_made(
@@ -96,6 +96,5 @@ def test_a_disk_that_is_full_at_the_end_leaves_only_the_plot_to_be_made(
     ends(monkeypatch, ExitCode.OK)
     monkeypatch.setattr(summary, "write", full)
     assert run.main(COMMAND) == ExitCode.OK
-    assert (
-        f"No space left on device while the plot was made; `megatron-recover report {job.run_dir}`" in capsys.readouterr().err
-    )
+    error = capsys.readouterr().err
+    assert "No space left on device while the plot was made" in error and f"report {job.run_dir}` makes it" in error

@@ -155,12 +155,12 @@ def digests(run_dir: pathlib.Path) -> dict[tuple[int, str], str]:
 
 
 def test_a_full_disk_under_the_run_directory_is_told_once(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
-    job = Job(replicas=2, steps=100_000)
+    job = Job(replicas=2, steps=200)
     command = [sys.executable, "-m", "megatron_recover", "run", "--replicas", "2", "--run-dir", str(tmp_path / "run"), "--"]
     done = subprocess.run(
         [*command, str(ROOT / "scripts" / "pretrain_gpt.py"), *job.megatron_flags(data, None)],
         cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),  # no file may grow beyond it
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)),  # no file may grow beyond it
     )  # fmt: skip
     assert done.returncode == ExitCode.FAILED, done.stdout + done.stderr
     assert done.stderr.splitlines() == [
