@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,11 @@ from megatron_recover.config import RecoverConfig
 from megatron_recover.core.quota import share
 from megatron_recover.core.values import Compute
 from megatron_recover.faults import FaultPoint
+from megatron_recover.megatron import commit
+from megatron_recover.megatron.checksum import checksum, combined
+from megatron_recover.megatron.commit import CommitLoop
 from megatron_recover.megatron.cpu import enable_cpu
+from megatron_recover.megatron.data import MicrobatchCursor
 from megatron_recover.megatron.microbatches import Microbatches
 from tests.megatron.loopback import Job, LoopbackMember, Strike
 from tests.megatron.toy import Threads, Trainer, start_world
@@ -70,7 +74,8 @@ class Run:
 
     def __init__(
         self, threads: Threads, num_replicas: int, num_ranks: int, strikes: list[Strike], *, num_microbatches: int = M,
-        seed: int = 0, noisy: bool = False, determinism: str = "fast", broken: int | None = None, **model_fields: Any,
+        seed: int = 0, noisy: bool = False, determinism: str = "fast", broken: int | None = None,
+        then: Callable[[Trainer], object] = lambda trainer: None, **model_fields: Any,
     ) -> None:  # fmt: skip
         self.job = Job(num_replicas, num_ranks, strikes, seed)
         self.log = Events()
@@ -86,6 +91,7 @@ class Run:
             self.trainers[member.replica, member.rank] = trainer
             for forward_only in (False, False, True, False):
                 trainer.step(forward_only)
+            then(trainer)
 
         self.job.run(life)
         self.survivors = {key: each for key, each in self.trainers.items() if key[0] not in self.job.dead}
@@ -99,6 +105,9 @@ class Run:
             for step, gradient in enumerate(trainer.gradients):
                 for found, expected in zip(gradient, trainer.expected(), strict=True):
                     assert torch.equal(found, expected), f"replica {replica} rank {rank}, training step {step}"
+            if rank == last:  # evaluation, the third step, has samples of its own
+                firsts = [int(losses[0]["index"]) // self.num_microbatches for losses in trainer.losses]
+                assert firsts == [0, 1, 0, 2], "a step had another step's samples"
             for losses in trainer.losses:
                 codes = [2.0**microbatch for microbatch in range(self.num_microbatches)] if rank == last else []
                 assert [float(report["code"][0]) for report in losses] == codes
@@ -245,6 +254,73 @@ def test_an_order_for_other_work_than_megatrons_is_refused(threads: Threads, mon
     monkeypatch.setattr(LoopbackMember, "next_order", of_another_step)
     with pytest.raises(RuntimeError, match="ordered to work on .*train 7.* where Megatron is at .*train 1"):
         Run(threads, 2, 1, [])
+
+
+def test_every_step_has_a_name_of_its_own_and_starts_from_known_parameters(threads: Threads) -> None:
+    run = Run(threads, 2, 2, [], then=lambda trainer: [trainer.loop.meet(round) for round in (1, 2)])
+    labels = ["train 1", "train 2", "evaluate 2/1", "train 3", "end 1", "end 2"]
+    ledger = 2 * NUM_BUCKETS
+    for records in run.job.records.values():
+        assert [record.label for record in records] == labels
+        assert [[version.bucket for version in record.versions] for record in records[-2:]] == [[ledger]] * 2
+    for trainer in run.trainers.values():
+        values = [checksum(weight) for weight in trainer.model.parameters()]
+        assert trainer.loop.join([trainer.model]).parameters == combined(values)
+    joined = {event.label: event.parameter_digest for event in run.log.of(trace.Applied) if event.rank == 0}
+    assert len({joined[label] for label in labels if label.startswith("train")}) == 3
+    assert {joined[label] for label in labels if not label.startswith("train")} == {None}
+
+
+def test_a_microbatch_is_seeded_and_read_by_what_it_is() -> None:
+    seeded, cursor = [], MicrobatchCursor()
+    loop = CommitLoop(
+        SimpleNamespace(replica=0, rank=0), RecoverConfig(), {"forward_step": None, "backward_step": None}, cursor=cursor,
+        seed=lambda *what: seeded.append(what), iteration=lambda: 3, fingerprint=lambda: "",
+    )  # fmt: skip
+    loop._enter_microbatch(5, 1)
+    assert (seeded, cursor.microbatch) == ([(3, 5, 1)], 5)
+    with pytest.raises(ValueError, match="process_non_loss_data_func is not supported"):
+        loop.run(lambda **_: None, collect_non_loss_data=True)
+
+
+def test_exact_holds_where_losses_are_sums(threads: Threads, caplog: pytest.LogCaptureFixture) -> None:
+    """Gradients are so large here that the grid of a mean loss would not hold them."""
+    run = Run(threads, 2, 2, [], determinism="exact", num_microbatches=5, calculate_per_token_loss=True)
+    assert "is not exact" not in caplog.text
+    # Upstream adds the stages' counts up: only the last one's is of anything.
+    assert {(rank, *trainer.tokens) for (_, rank), trainer in run.trainers.items()} == {(0, 0, 0, 0), (1, 15, 15, 15)}
+
+
+def test_upstreams_finalize_finds_nothing_left_to_reduce() -> None:
+    groups = [SimpleNamespace(param_gather_dispatched=True, grad_reduce_finished=False) for _ in range(2)]
+    commit.gradient_is_reduced(SimpleNamespace(bucket_groups=groups[:1], expert_parallel_bucket_groups=groups[1:]))
+    assert [(group.param_gather_dispatched, group.grad_reduce_finished) for group in groups] == [(False, True)] * 2
+
+
+@pytest.mark.parametrize(("per_token", "grad_scale", "scale"), [(False, 1, 3), (True, 1, 3 * 64), (False, 128, 3 * 128)])
+def test_the_grid_is_scaled_like_the_gradient(
+    per_token: bool, grad_scale: int, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda with_context_parallel: 3)
+    config = SimpleNamespace(calculate_per_token_loss=per_token, grad_scale_func=lambda loss: loss * grad_scale)
+    chunk = SimpleNamespace(config=config, buffers=[SimpleNamespace(grad_data=torch.zeros(1))])
+    arguments = {"num_microbatches": 4, "micro_batch_size": 2, "seq_length": 8}
+    assert commit._gradient_scale(chunk, arguments) == scale
+
+
+def test_the_loss_of_a_step_is_averaged_as_upstream_averages_it(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = [{"lm loss": torch.tensor([6.0, 2.0]), "other": torch.ones(1)}, {"lm loss": torch.tensor([3.0, 4.0])}]
+    assert commit._mean_loss(counted) == 1.5
+    assert commit._mean_loss([{"lm loss": torch.tensor(3.0)}, {"lm loss": torch.tensor(1.0)}]) == 2.0
+    assert commit._mean_loss([]) is None
+    monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **_: SimpleNamespace(size=lambda: 2))
+    monkeypatch.setattr(dist, "all_reduce", lambda total, group: total.add_(torch.tensor([6.0, 4.0])))  # the other lane's
+    assert commit._mean_loss(counted) == 1.5 == (9 + 6) / (6 + 4)
+
+
+def test_which_parameters_tensor_parallel_ranks_hold_alike() -> None:
+    split, of_an_expert = SimpleNamespace(tensor_model_parallel=True), SimpleNamespace(allreduce=False)
+    assert [commit._is_replicated(each) for each in (split, of_an_expert, SimpleNamespace())] == [False, False, True]
 
 
 @pytest.mark.parametrize(("num_microbatches", "outgrown"), [(4, False), (12, True)])
