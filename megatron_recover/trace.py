@@ -364,7 +364,9 @@ class Checkpoint(Event, frozen=True, kw_only=True):
     replica: int
     rank: int
     iteration: int
-    phase: Literal["started", "finished", "removed_partial"]
+    phase: Literal["started", "finished", "failed", "removed_partial"]
+    detail: str = ""
+    """Why it failed, where, and what to do."""
 
 
 AnyEvent = (

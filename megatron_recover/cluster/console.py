@@ -201,6 +201,8 @@ class Console:
                 )
                 during = f" during {self._labels[event.step]}" if event.step in self._labels else ""
                 self.says(f"FAULT {event.kind} of replica {event.replica} rank {event.rank} at {event.point}{where}{during}")
+            case trace.Checkpoint(phase="failed"):
+                self.says(f"WARNING: {event.detail}")
             case trace.Recovery(phase="commit", generation=generation) if generation == self._repairing:
                 self._repairing = 0  # told once, by whoever is first
                 label = self._labels.get(event.step, f"step {event.step}")

@@ -14,10 +14,14 @@ from megatron_recover.core.values import ExitCode, Failing, Finished, Loss, Loss
 EXIT = "exit: "
 """Requests that begin with this end the training loop at the step whose record carries them."""
 TOO_FEW = EXIT + "too few replicas"
+UNSAVED = "the last checkpoint cannot be written"
+"""Request of the writer at the end of training: give up waiting for room on its disk."""
 
 
 def exit_code(requests: Sequence[str]) -> int:
     """How a replica ends whose last record carries `requests`."""
+    if UNSAVED in requests:
+        return ExitCode.UNSAVED
     if TOO_FEW in requests:
         return ExitCode.TOO_FEW_REPLICAS
     return ExitCode.INTERRUPTED if any(request.startswith(EXIT) for request in requests) else ExitCode.OK
@@ -68,6 +72,8 @@ def nobody_left(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int
 def all_finished(finished: Sequence[Finished]) -> tuple[int, str]:
     """The end of a job whose members have all finished."""
     code = max(item.exit_code for item in finished)
+    if code == ExitCode.UNSAVED:
+        return code, "training ended, but its last checkpoint could not be written: resume from the newest one that was"
     return code, "training finished" if code == ExitCode.OK else "training was asked to end and did"
 
 

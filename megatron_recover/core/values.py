@@ -361,3 +361,5 @@ class ExitCode(enum.IntEnum):
     """The checker, or a check inside the run, found a broken invariant."""
     INTERRUPTED = 15
     """A signal or time limit ended the run at a common step, with a checkpoint."""
+    UNSAVED = 16
+    """Training ended, but its last checkpoint could not be written; the newest one that could is older."""

@@ -1,39 +1,41 @@
 """One replica saves, a save that is cut short costs nothing that was saved before, and another replica makes up for it.
 
-Decides who writes a checkpoint and when its name becomes official. What is in it is Megatron's: a plain checkpoint of a job
-with the lanes as its data parallelism.
-
-Note [When a checkpoint exists]
-    Megatron opens the tracker file for writing, which empties it, then writes the iteration; killed in between, no
-    checkpoint can be found any more. Here the tracker is written beside its name, synced and renamed. Until the rename
-    the previous checkpoint is the latest, after it the new one is, at every instant and whoever dies.
+Decides who writes a checkpoint and when, and what a save that fails leads to. What is in it is Megatron's: a plain checkpoint
+of a job with the lanes as its data parallelism. When it exists is `save_folder`'s.
 
 Note [Owed]
     Replicas that do not write go on training while the writer saves. They remember that a checkpoint is owed; when they
-    become the writer and the tracker does not name it (or a later one), they remove what the dead writer left of it and save
+    become the writer and the tracker does not name it, they remove what the dead writer left of it and save
     at the step boundary they are at. At the end of training all replicas wait for each other, so that a writer that dies in
     the last save is found out while others can still save.
+
+Note [A save that fails]
+    A disk that is full or a folder that cannot be written ends no replica: any other would fail alike. The ranks of the writer
+    give the save up together, it is reported with the folder and the remedy, training goes on, and the next save point
+    tries again. At the end of training the last save is tried again and again for `--recover-save-timeout-s`, while somebody
+    may make room; then the job ends with an exit code of its own. All ranks of a replica have to find out that one of them
+    failed. In format `torch_dist` Megatron tells them (`CheckpointException`); in format `torch`, and where the checkpoint is
+    given its name, the one that failed says so in the replica's store and keeps its place in Megatron's two last barriers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from megatron_recover import trace
+from megatron_recover.core.policy import UNSAVED
 from megatron_recover.faults import FaultInjector, FaultPoint
+from megatron_recover.megatron.save_folder import TRACKER, SaveFolder, replace_tracker
 
-TRACKER = "latest_checkpointed_iteration.txt"
-_LOCK = ".writer.lock"
-_LOCK_DEADLINE_S = 60.0
-"""For a writer that was declared dead to be dead: it holds the lock to its end."""
-_LOCK_POLL_S = 0.05
+_RETRY_S = 10.0
+"""Between two attempts at the last checkpoint of a run."""
 
 
 class Saver(Protocol):
@@ -43,10 +45,14 @@ class Saver(Protocol):
     rank: int
     step: int
     """The newest step that it has begun."""
+    requests: frozenset[str]
+    """All that records have carried so far."""
 
     def is_writer(self) -> bool: ...
 
     def saving(self) -> contextlib.AbstractContextManager[None]: ...
+
+    def request(self, request: str) -> None: ...
 
 
 class TrackerFile:
@@ -60,7 +66,7 @@ class TrackerFile:
         return getattr(self._original, name)
 
     def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """Open a file as the original does, unless it is the tracker, to be written. See Note [When a checkpoint exists]."""
+        """Open a file as the original does, unless it is the tracker, to be written."""
         if mode != "w" or os.path.basename(file) != TRACKER or "://" in str(file):
             return self._original.open(file, mode, *args, **kwargs)
         return self._replacing(Path(file))
@@ -73,8 +79,7 @@ class TrackerFile:
             file.flush()
             os.fsync(file.fileno())
         self._before_naming()
-        os.replace(partial, path)
-        _sync_folder(path.parent)
+        replace_tracker(partial, path)
 
 
 class Checkpoints:
@@ -83,121 +88,219 @@ class Checkpoints:
     def __init__(
         self,
         saver: Saver,
-        save_and_time: Callable[..., None],
+        originals: Mapping[str, Callable[..., Any]],
         get_args: Callable[[], Any],
         *,
+        save: str | None,
+        save_timeout_s: float,
         log: trace.EventLog,
         faults: FaultInjector | None,
     ) -> None:
-        """`save_and_time` is Megatron's `save_checkpoint_and_time`."""
-        self._saver, self._original, self._get_args = saver, save_and_time, get_args
-        self._faults = faults
+        """`originals`: what Megatron has behind the seams `save_checkpoint`, `write_checkpoint` and `checkpoint_name`. Create
+        it before the job can have saved anything to `save`.
+        """
+        self._saver, self._originals, self._get_args = saver, originals, get_args
+        self._save_timeout_s, self._faults = save_timeout_s, faults
         self._record = trace.Recorder(log, replica=saver.replica, rank=saver.rank)
+        self._folder = SaveFolder(save) if save is not None else None
         self._owed: int | None = None
-        """The newest iteration that another replica is or was to save. See Note [Owed]."""
+        """The newest iteration that another replica is or was to save, or that could not be saved. See Note [Owed]."""
         self._saved: int | None = None
+        self._failed: int | None = None
+        """The newest iteration that could not be saved here."""
         self._skipped: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         """What Megatron gave for the owed one."""
+        self._writing: int | None = None
+        self._num_writes = 0
+        self._is_naming = False
+        self._failure = ""
+        """Why this rank's part of the save being written failed."""
 
-    def before_naming(self) -> None:
-        """A checkpoint's data is written, and the tracker does not name it yet (fault point)."""
-        if self._faults is not None:
-            self._faults.at(FaultPoint.CHECKPOINT_TRACKER, step=self._saver.step)
+    @property
+    def folder(self) -> SaveFolder:
+        """That of `--save`."""
+        if self._folder is None:
+            raise RuntimeError("Megatron saves a checkpoint without --save")
+        return self._folder
+
+    # --- Seams of Megatron -----------------------------------------------------------------------------------------------
 
     def save_checkpoint_and_time(self, iteration: int, *args: Any, **kwargs: Any) -> None:
         """Stands in for Megatron's (seam `save_checkpoint`): save if this replica is the writer, else remember what is owed."""
-        if iteration == self._saved or self._is_what_was_loaded(iteration):
+        if iteration in (self._saved, self._failed) or self._is_what_was_loaded(iteration):
             return
         if self._saver.is_writer():
             self._write(iteration, *args, **kwargs)
         else:
             self._owed, self._skipped = iteration, (args, kwargs)
 
+    def write_checkpoint(self, iteration: int, *args: Any, **kwargs: Any) -> None:
+        """Stands in for Megatron's `save_checkpoint` (seam `write_checkpoint`). See Note [A save that fails]."""
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        self._is_naming = False
+        try:
+            self._originals["write_checkpoint"](iteration, *args, **kwargs)
+        except CheckpointException as error:
+            # Every rank gets one; only rank 0 is told why.
+            self._failure = "; ".join(f"{type(each).__name__}: {each}" for each, _ in error.failures.values())
+        except (OSError, RuntimeError) as error:
+            if not self._can_be_left(error):
+                raise
+            self._failure = f"{type(error).__name__}: {error}"
+            self._leave()
+
+    def checkpoint_name(self, checkpoints_path: Any, iteration: int, *args: Any, **kwargs: Any) -> str:
+        """Stands in for `get_checkpoint_name` (seam): what is being written goes where partial checkpoints are."""
+        if iteration == self._writing and Path(checkpoints_path) == self.folder.path:
+            checkpoints_path = str(self.folder.partial)
+        return self._originals["checkpoint_name"](checkpoints_path, iteration, *args, **kwargs)
+
+    def before_naming(self) -> None:
+        """A checkpoint's data is written by all ranks, and the tracker does not name it yet (rank 0; fault point)."""
+        import torch
+
+        self._is_naming = True
+        store = torch.distributed.distributed_c10d._get_default_store()
+        if store.check([self._failure_key]):
+            raise OSError(store.get(self._failure_key).decode())
+        self.folder.publish()
+        if self._faults is not None:
+            self._faults.at(FaultPoint.CHECKPOINT_TRACKER, step=self._saver.step)
+
+    # --- Owed checkpoints ------------------------------------------------------------------------------------------------
+
     def make_up(self, iteration: int, *args: Any, **kwargs: Any) -> None:
         """At a step boundary: save now if this replica has become the writer and the checkpoint that is owed is not there."""
-        if self._owed is not None and self._saver.is_writer():
-            # Not "less than": the tracker of an older branch in the same folder may be ahead of what is owed.
-            if self._agree(self._named() != self._owed):
+        if self._owed is not None and self._owed != self._failed and self._saver.is_writer():
+            if self._agree(not self.folder.has(self._owed)):
                 self._write(iteration, *args, **kwargs)
-            self._owed = None
+            else:
+                self._owed = None
 
     def settle(self, meet: Callable[[int], None]) -> None:
-        """Training is over: return when the last checkpoint exists, whoever has to write it.
+        """Training is over: return when the last checkpoint exists, whoever has to write it, or when nobody can.
 
         `meet(round)` returns when all live replicas are in the same round.
         """
         iteration = self._owed if self._owed is not None else self._saved
         if iteration is None:
             return
-        rounds = 0
+        rounds, since = 0, time.monotonic()
         while True:
             meet(rounds)
-            if self._agree(self._named() >= iteration):
+            if UNSAVED in self._saver.requests or self._agree(self.folder.has(iteration)):
                 return
             if self._saver.is_writer():
-                args, kwargs = self._skipped
-                self._write(iteration, *args, **kwargs)
+                if self._failed != iteration or self._may_try_again(since):
+                    args, kwargs = self._skipped
+                    self._write(iteration, *args, **kwargs)
+                else:
+                    self._saver.request(UNSAVED)  # rides in the next meeting's record, so all replicas give up together
             rounds += 1
+
+    def _may_try_again(self, since: float) -> bool:
+        """Wait a little for somebody to make room; False when that took too long."""
+        if not self._agree(time.monotonic() - since <= self._save_timeout_s):
+            return False
+        with self._saver.saving():
+            time.sleep(min(_RETRY_S, self._save_timeout_s))
+        return True
 
     # --- The writer ------------------------------------------------------------------------------------------------------
 
     def _write(self, iteration: int, *args: Any, **kwargs: Any) -> None:
+        """Save; all ranks of the replica find out alike whether it failed."""
         import torch
 
         first = torch.distributed.get_rank() == 0
-        with self._saver.saving(), self._lock() if first else contextlib.nullcontext():
+        self._failure, self._num_writes = "", self._num_writes + 1
+        with self._saver.saving(), contextlib.ExitStack() as held:
             if first:
-                for partial in sorted({iteration, self._owed if self._owed is not None else iteration}):
-                    self._remove_partial(partial)
-                self._record(trace.Checkpoint, iteration=iteration, phase="started")
-            torch.distributed.barrier()  # nobody writes into a folder that is being removed
-            if self._faults is not None:
-                self._faults.at(FaultPoint.CHECKPOINT, step=self._saver.step)
-            self._original(iteration, *args, **kwargs)
-            if first:
-                self._record(trace.Checkpoint, iteration=iteration, phase="finished")
-        self._saved, self._owed = iteration, None
-
-    def _remove_partial(self, iteration: int) -> None:
-        from megatron.training.checkpointing import get_checkpoint_name
-
-        folder = get_checkpoint_name(self._get_args().save, iteration, return_base_dir=True)
-        if os.path.isdir(folder) and self._named() != iteration:
-            shutil.rmtree(folder)
-            self._record(trace.Checkpoint, iteration=iteration, phase="removed_partial")
-
-    @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
-        """Hold the folder for one writer. A dead writer's kernel gives it back; one that only seems dead is waited for."""
-        save = Path(self._get_args().save)
-        save.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + _LOCK_DEADLINE_S
-        with open(save / _LOCK, "w") as file:
-            while True:
+                self._prepare(iteration, held)
+            if not self._common_failure():
+                if self._faults is not None:
+                    self._faults.at(FaultPoint.CHECKPOINT, step=self._saver.step)
+                self._writing = iteration
                 try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(f"{file.name} is held by another writer; does another job save to {save}?") from None
-                    time.sleep(_LOCK_POLL_S)
-            yield
+                    self._originals["save_checkpoint"](iteration, *args, **kwargs)
+                finally:
+                    self._writing = None
+            failure = self._common_failure()
+            if first:
+                self._conclude(iteration, failure)
+        if failure:
+            self._failed = self._owed = iteration
+            self._skipped = (args, kwargs)
+        else:
+            self._saved, self._owed, self._failed = iteration, None, None
+
+    def _prepare(self, iteration: int, held: contextlib.ExitStack) -> None:
+        try:
+            held.enter_context(self.folder.locked())
+            for name in self.folder.clear():
+                if name.startswith("iter_"):
+                    self._record(trace.Checkpoint, iteration=int(name.removeprefix("iter_")), phase="removed_partial")
+        except OSError as error:
+            self._failure = f"{type(error).__name__}: {error}"
+        self._record(trace.Checkpoint, iteration=iteration, phase="started")
+
+    def _conclude(self, iteration: int, failure: str) -> None:
+        """Free the space of what is not needed: a partial checkpoint, or an older one that was replaced."""
+        with contextlib.suppress(OSError):
+            self.folder.clear()
+        if not failure:
+            self._record(trace.Checkpoint, iteration=iteration, phase="finished")
+            return
+        save, free = self.folder.path, "unknown"
+        with contextlib.suppress(OSError):
+            free = f"{shutil.disk_usage(save).free / 1e9:.2f} GB"
+        detail = (
+            f"the checkpoint of iteration {iteration} could not be saved to --save {save} (free: {free}): {failure}; make room "
+            "or make it writable. Training goes on; the next save point tries again, and the end of training for "
+            f"--recover-save-timeout-s {self._save_timeout_s:g}"
+        )
+        self._record(trace.Checkpoint, iteration=iteration, phase="failed", detail=detail)
+        print(f"megatron-recover: {detail}", file=sys.stderr, flush=True)
 
     # --- Shared by the ranks of a replica --------------------------------------------------------------------------------
+
+    @property
+    def _failure_key(self) -> str:
+        return f"megatron-recover/replica {self._saver.replica}/save {self._num_writes}"
+
+    def _can_be_left(self, error: BaseException) -> bool:
+        """Whether `error` is one of writing, at a place where the other ranks can be told."""
+        import torch
+
+        # torch's archive writer says what the disk refused as a RuntimeError.
+        of_torch = any(word in str(error) for word in ("PytorchStreamWriter", "inline_container"))
+        if not isinstance(error, OSError) and not of_torch:
+            return False
+        return self._is_naming or self._get_args().ckpt_format == "torch" or torch.distributed.get_world_size() == 1
+
+    def _leave(self) -> None:
+        """Meet the other ranks at the barriers that Megatron has behind the data and behind the tracker."""
+        import torch
+
+        if not self._is_naming:
+            torch.distributed.distributed_c10d._get_default_store().set(self._failure_key, self._failure)
+            torch.distributed.barrier()
+        torch.distributed.barrier()
+
+    def _common_failure(self) -> str:
+        """Why any rank's part failed, or nothing."""
+        import torch
+
+        failures: list[str] = [""] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(failures, self._failure)
+        return next(filter(None, failures), "")
 
     def _is_what_was_loaded(self, iteration: int) -> bool:
         """Whether nothing was trained since `iteration` was loaded from here: saving again could only damage it."""
         args = self._get_args()
         from_here = args.load is not None and os.path.realpath(args.load) == os.path.realpath(args.save)
-        return self._saver.step < 0 and from_here and self._agree(self._named() == iteration)
-
-    def _named(self) -> int:
-        """The iteration that the tracker names; -1 if there is none."""
-        try:
-            text = (Path(self._get_args().save) / TRACKER).read_text().strip()
-        except FileNotFoundError:
-            return -1
-        return int(text) if text.isdigit() else -1
+        return self._saver.step < 0 and from_here and self._agree(self.folder.named() == iteration)
 
     def _agree(self, mine: bool) -> bool:
         """What rank 0 of the replica found: a shared file system may show its ranks different instants."""
@@ -206,12 +309,3 @@ class Checkpoints:
         answer = [mine]
         torch.distributed.broadcast_object_list(answer, src=0)
         return answer[0]
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -27,9 +27,11 @@ class Speaker(Protocol):
 class LogLine:
     """Stands in for `print_rank_last` in Megatron's training loop (seam `log_line`)."""
 
-    def __init__(self, speaker: Speaker, num_replicas: int, original: Callable[[str], None]) -> None:
-        """`num_replicas` at the start of the run."""
-        self._speaker, self._num_replicas, self._original = speaker, num_replicas, original
+    def __init__(
+        self, speaker: Speaker, num_replicas: int, original: Callable[[str], None], flush: Callable[[], None]
+    ) -> None:
+        """`num_replicas` at the start of the run; `flush()` brings TensorBoard's values to the disk."""
+        self._speaker, self._num_replicas, self._original, self._flush = speaker, num_replicas, original, flush
 
     def print_rank_last(self, message: str) -> None:
         """Print on the last rank of the writer; an iteration's line ends with generation, replicas and quotas."""
@@ -42,22 +44,35 @@ class LogLine:
             message = _PER_DEVICE.sub(lambda found: f"{found[1]}{float(found[2]) / num:.1f}", message)
             quotas = " ".join(map(str, speaker.quotas))
             message += f" generation: {speaker.generation} | replicas: {num}/{self._num_replicas} | quotas: {quotas} |"
+        # Megatron has written an iteration's values before its line.
+        self._flush()
         self._original(message)
 
 
 class TensorBoard:
-    """A `SummaryWriter` that writes while this replica is the writer, and does not exist before."""
+    """A `SummaryWriter` that writes while this replica is the writer, and does not exist before.
+
+    The writer may die between the commit of an iteration and the flush of its values. So the others keep the values of the
+    newest iteration that they would have written; who takes over begins with them. They may be there twice then, and are equal.
+    """
 
     def __init__(self, speaker: Speaker, create: Callable[[], Any]) -> None:
         self._speaker, self._create = speaker, create
         self._writer: Any = None
+        self._newest: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        """What was to be written of the newest step while another replica was the writer."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._speaker.is_writer():
+                if name.startswith("add_"):
+                    self._remember(name, args, kwargs)
                 return None
             if self._writer is None:
                 self._writer = self._create()
+                for missed, values, others in self._newest:
+                    getattr(self._writer, missed)(*values, **others)
+                self._newest.clear()
             return getattr(self._writer, name)(*args, **kwargs)
 
         return call
@@ -69,12 +84,29 @@ class TensorBoard:
         )
 
 
+    def _remember(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._newest and _step(*self._newest[-1][1:]) != _step(args, kwargs):
+            self._newest.clear()
+        self._newest.append((name, args, kwargs))
+
+
+def _step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The third parameter of all of `SummaryWriter`'s `add_...` that Megatron calls."""
+    return args[2] if len(args) > 2 else kwargs.get("global_step")
+
+
 class TensorBoardFactory:
     """Stands in for `_set_tensorboard_writer` (seam `tensorboard`)."""
 
     def __init__(self, speaker: Callable[[], Speaker]) -> None:
         """`speaker()` is asked at the first value that is written: arguments are parsed before there is a member."""
         self._speaker = speaker
+        self._board: TensorBoard | None = None
+
+    def flush(self) -> None:
+        """Bring the values that were written to the disk."""
+        if self._board is not None:
+            self._board.flush()
 
     def set_writer(self, args: Namespace) -> None:
         """Give Megatron a writer on the last rank of every replica."""
@@ -86,10 +118,10 @@ class TensorBoardFactory:
         def create() -> Any:
             from torch.utils.tensorboard import SummaryWriter
 
-            # Events are on disk seconds after they are written, not two minutes: the writer may be killed.
-            return SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size, flush_secs=5)
+            return SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
 
-        global_vars._GLOBAL_TENSORBOARD_WRITER = TensorBoard(_Late(self._speaker), create)
+        self._board = TensorBoard(_Late(self._speaker), create)
+        global_vars._GLOBAL_TENSORBOARD_WRITER = self._board
 
 
 class _Late:

@@ -122,6 +122,7 @@ class _Training:
 
     def __init__(self, context: RankContext) -> None:
         from megatron_recover.megatron import seams
+        from megatron_recover.megatron.reporting import TensorBoardFactory
 
         self._context = context
         self._log = trace.EventLog(os.path.join(context.run_dir, trace.EVENTS_FILE), context.started_at)
@@ -134,6 +135,7 @@ class _Training:
         with bad_input_ends():
             self._installation = seams.Installation(seams.load(), seams.load_anchors())
         self._member: RankMember | None = None
+        self._tensorboard = TensorBoardFactory(lambda: self._member)
 
     def run(
         self,
@@ -187,9 +189,7 @@ class _Training:
     def _arguments(
         self, extra_args_provider: Provider | None, args_defaults: dict[str, Any]
     ) -> tuple[Namespace, RecoverConfig]:
-        from megatron_recover.megatron.reporting import TensorBoardFactory
-
-        self._installation.install({"tensorboard": TensorBoardFactory(lambda: self._member).set_writer})
+        self._installation.install({"tensorboard": self._tensorboard.set_writer})
         # One logger is one process of the job, which no replica is. A checkpoint must not depend on the number of lanes.
         args = _parse(
             extra_args_provider, args_defaults, {"enable_one_logger": False, "dist_ckpt_optim_fully_reshardable": True}
@@ -222,7 +222,10 @@ class _Training:
 
         originals = self._installation.originals
         cursor = MicrobatchCursor()
-        checkpoints = Checkpoints(member, originals["save_checkpoint"], get_args, log=self._log, faults=self._faults)
+        checkpoints = Checkpoints(
+            member, originals, get_args,
+            save=args.save, save_timeout_s=config.save_timeout_s, log=self._log, faults=self._faults,
+        )  # fmt: skip
         boundary = Boundary(member, checkpoints, originals["exit"], get_args)
         boundary.take_over(args)
         loop = CommitLoop(
@@ -234,8 +237,12 @@ class _Training:
             {
                 **loop.replacements(),
                 "data_loader": Loaders(cursor, get_args).build,
-                "log_line": LogLine(member, self._context.num_replicas, originals["log_line"]).print_rank_last,
+                "log_line": LogLine(
+                    member, self._context.num_replicas, originals["log_line"], self._tensorboard.flush
+                ).print_rank_last,
                 "save_checkpoint": checkpoints.save_checkpoint_and_time,
+                "write_checkpoint": checkpoints.write_checkpoint,
+                "checkpoint_name": checkpoints.checkpoint_name,
                 "tracker": TrackerFile(originals["tracker"], checkpoints.before_naming),
                 "exit": boundary.decide,
             }

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,10 @@ import pytest
 import torch
 
 from megatron_recover import trace
-from megatron_recover.megatron.checkpoint import TRACKER, Checkpoints, TrackerFile
+from megatron_recover.core.policy import UNSAVED
+from megatron_recover.megatron import save_folder
+from megatron_recover.megatron.checkpoint import Checkpoints, TrackerFile
+from megatron_recover.megatron.save_folder import TRACKER, SaveFolder
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.megatron.preload"])
@@ -72,26 +78,56 @@ def test_other_files_are_opened_as_ever(tmp_path: Path) -> None:
 # --- Who saves -----------------------------------------------------------------------------------------------------------
 
 
+class Killed(BaseException):
+    """Nothing of the process runs after this."""
+
+
 class Replica:
-    """One replica of one rank and its share of saving; `save` is Megatron's."""
+    """One replica of one rank and its share of saving; `save` and `write` are Megatron's."""
 
     def __init__(self, number: int, folder: Path, log: trace.EventLog, writer: Callable[[], int]) -> None:
-        self.replica, self.rank, self.step = number, 0, 0
-        self._writer, self._folder = writer, folder
-        self.fail = False
-        self.get_args = lambda: Namespace(save=str(folder), load=str(folder))
-        self.checkpoints = Checkpoints(self, self.save, self.get_args, log=log, faults=None)
+        self.replica, self.rank, self.step, self.requests = number, 0, 0, frozenset()
+        self._writer, self._folder, self._log = writer, folder, log
+        self.error: BaseException | None = None
+        """What happens behind the first file of a save."""
+        self.num_saving, self.asked = 0, []
+        self.start()
+
+    def start(self) -> None:
+        """As the process does, before anything was saved."""
+        originals = {
+            "save_checkpoint": self.save,
+            "write_checkpoint": self.write,
+            "checkpoint_name": lambda path, iteration, **_: f"{path}/iter_{iteration:07d}",
+        }
+        save = str(self._folder)
+        self.checkpoints = Checkpoints(
+            self, originals, lambda: Namespace(save=save, load=save, ckpt_format="torch_dist"),
+            save=save, save_timeout_s=0.0, log=self._log, faults=None,
+        )  # fmt: skip
 
     def is_writer(self) -> bool:
         return self._writer() == self.replica
 
-    def save(self, iteration: int, *_: Any) -> None:
-        target = self._folder / f"iter_{iteration:07d}"
-        target.mkdir()
-        (target / f"by_{self.replica}").touch()
-        if self.fail:
-            raise RuntimeError("killed here")
-        with TrackerFile(Files(), lambda: None).open(str(self._folder / TRACKER), "w") as file:
+    def saving(self) -> nullcontext[None]:
+        self.num_saving += 1
+        return nullcontext()
+
+    def request(self, request: str) -> None:
+        self.asked.append(request)
+
+    def save(self, iteration: int, *args: Any) -> None:
+        self.checkpoints.write_checkpoint(iteration, *args)
+
+    def write(self, iteration: int, *_: Any) -> None:
+        target = Path(self.checkpoints.checkpoint_name(str(self._folder), iteration, return_base_dir=True))
+        target.mkdir(exist_ok=True)
+        (target / "a").write_text(f"{self.replica}")
+        if self.error is not None:
+            raise self.error
+        (target / "deeper").mkdir()
+        (target / "deeper" / "b").write_text(f"{self.replica}")
+        with TrackerFile(Files(), self.checkpoints.before_naming).open(str(self._folder / TRACKER), "w") as file:
             file.write(str(iteration))
 
 
@@ -108,24 +144,51 @@ class Job:
     def __init__(self, folder: Path) -> None:
         self.folder, self.alive = folder / "ck", [0, 1]
         self._log = folder / "events.jsonl"
-        self.log = trace.EventLog(self._log, 0.0)
-        self.first, self.second = (Replica(number, self.folder, self.log, lambda: min(self.alive)) for number in (0, 1))
+        log = trace.EventLog(self._log, 0.0)
+        self.first, self.second = (Replica(number, self.folder, log, lambda: min(self.alive)) for number in (0, 1))
 
-    def saves(self) -> dict[str, list[str]]:
-        return {each.name: sorted(os.listdir(each)) for each in sorted(self.folder.glob("iter_*"))}
+    def saves(self) -> dict[str, str]:
+        """Checkpoints by name: who wrote them, or `half`."""
+        return {each.name: content(each) for each in sorted(self.folder.glob("iter_*"))}
 
     def named(self) -> str:
         return (self.folder / TRACKER).read_text()
 
+    def partial(self) -> list[str]:
+        return sorted(os.listdir(self.folder / ".partial"))
+
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._log.read_text().splitlines()]
+
     def phases(self) -> list[tuple[int, int, str]]:
-        events = map(json.loads, self._log.read_text().splitlines())
-        return [(event["replica"], event["iteration"], event["phase"]) for event in events]
+        return [(event["replica"], event["iteration"], event["phase"]) for event in self.events()]
+
+    def save(self, iteration: int) -> None:
+        for replica in (self.second, self.first):
+            replica.checkpoints.save_checkpoint_and_time(iteration)
 
     def kill_first_in_save(self, iteration: int) -> None:
-        self.first.fail = True
-        with pytest.raises(RuntimeError):
+        self.first.error = Killed()
+        with pytest.raises(Killed):
             self.first.checkpoints.save_checkpoint_and_time(iteration)
         self.alive.remove(0)
+
+    def older(self, *iterations: int, named: int) -> None:
+        """Complete checkpoints that an older job left, which this one, just starting, finds."""
+        for iteration in iterations:
+            target = self.folder / f"iter_{iteration:07d}"
+            (target / "deeper").mkdir(parents=True)
+            for name in ("a", "deeper/b"):
+                (target / name).write_text("older")
+        (self.folder / TRACKER).write_text(str(named))
+        self.first.start()
+        self.second.start()
+
+
+def content(checkpoint: Path) -> str:
+    """Who wrote it, if it is whole and by one writer."""
+    files = {str(each.relative_to(checkpoint)): each.read_text() for each in checkpoint.rglob("*") if each.is_file()}
+    return files["a"] if files.keys() == {"a", "deeper/b"} and len(set(files.values())) == 1 else "half"
 
 
 @pytest.fixture
@@ -133,26 +196,26 @@ def job(world: None, tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
-def test_one_replica_saves(job: Job) -> None:
-    for replica in (job.second, job.first):
-        replica.checkpoints.save_checkpoint_and_time(10)
-    assert (job.saves(), job.named()) == ({"iter_0000010": ["by_0"]}, "10")
+def test_one_replica_saves_and_says_so(job: Job) -> None:
+    job.save(10)
+    assert (job.saves(), job.named(), job.partial()) == ({"iter_0000010": "0"}, "10", [])
+    assert (job.first.num_saving, job.second.num_saving) == (1, 0)
     job.alive.remove(0)
     job.second.checkpoints.make_up(11)
-    assert job.saves() == {"iter_0000010": ["by_0"]}, "nothing was owed"
+    assert job.saves() == {"iter_0000010": "0"}, "nothing was owed"
 
 
 def test_what_was_loaded_is_not_saved_again_before_anything_was_trained(job: Job) -> None:
     job.first.checkpoints.save_checkpoint_and_time(10)
     for replica in (job.first, job.second):  # the same job, started again
         replica.step = -1
-        replica.checkpoints = Checkpoints(replica, replica.save, replica.get_args, log=job.log, faults=None)
+        replica.start()
         replica.checkpoints.save_checkpoint_and_time(10)
         replica.checkpoints.settle(lambda number: pytest.fail("nothing is owed"))
     assert job.phases() == [(0, 10, "started"), (0, 10, "finished")]
     job.first.step = 0
-    with pytest.raises(FileExistsError):
-        job.first.checkpoints.save_checkpoint_and_time(10)
+    job.first.checkpoints.save_checkpoint_and_time(10)
+    assert job.phases()[-1] == (0, 10, "finished") and len(job.phases()) == 4
 
 
 def test_next_writer_removes_the_partial_one_and_saves_at_once(job: Job) -> None:
@@ -161,14 +224,25 @@ def test_next_writer_removes_the_partial_one_and_saves_at_once(job: Job) -> None
     job.first.checkpoints.save_checkpoint_and_time(10)
     job.second.checkpoints.make_up(20)
     job.kill_first_in_save(20)
-    assert job.named() == "10"
+    assert (job.named(), job.partial()) == ("10", ["iter_0000020"])
     job.second.checkpoints.make_up(21)
-    assert (job.saves(), job.named()) == ({"iter_0000010": ["by_0"], "iter_0000021": ["by_1"]}, "21")
+    assert (job.saves(), job.named()) == ({"iter_0000010": "0", "iter_0000021": "1"}, "21")
     job.second.checkpoints.save_checkpoint_and_time(21)  # due at the same iteration: there already
     assert job.phases()[-3:] == [(1, 20, "removed_partial"), (1, 21, "started"), (1, 21, "finished")]
 
 
-def test_writer_that_dies_in_the_last_save_is_made_up_for(job: Job) -> None:
+def test_what_was_made_up_for_is_owed_no_more(job: Job) -> None:
+    job.second.checkpoints.save_checkpoint_and_time(20)
+    job.kill_first_in_save(20)
+    for iteration in (21, 22):
+        job.second.checkpoints.make_up(iteration)
+    assert job.saves() == {"iter_0000021": "1"}
+
+
+@pytest.mark.parametrize("older", [None, 30, 40], ids=["empty folder", "older branch ended there", "older branch went on"])
+def test_writer_that_dies_in_the_last_save_is_made_up_for(job: Job, older: int | None) -> None:
+    if older is not None:
+        job.older(30, older, named=older) if older != 30 else job.older(30, named=30)
     job.second.checkpoints.save_checkpoint_and_time(30)
     rounds: list[int] = []
 
@@ -179,24 +253,287 @@ def test_writer_that_dies_in_the_last_save_is_made_up_for(job: Job) -> None:
 
     job.second.checkpoints.settle(meet)
     assert rounds == [0, 1]
-    assert (job.saves(), job.named()) == ({"iter_0000030": ["by_1"]}, "30")
+    assert (job.saves()["iter_0000030"], job.named()) == ("1", "30")
 
 
-def test_restart_does_not_mix_with_what_a_dead_job_left(job: Job) -> None:
-    (job.folder / "iter_0000010").mkdir(parents=True)
-    (job.folder / "iter_0000010" / "half").touch()
-    (job.folder / "iter_0000040").mkdir()
-    job.first.checkpoints.save_checkpoint_and_time(10)
-    assert job.saves() == {"iter_0000010": ["by_0"], "iter_0000040": []}, "only what is in the way is removed"
+def test_all_replicas_wait_for_the_end_of_the_last_save(job: Job) -> None:
+    job.save(30)
+    rounds: list[int] = []
+    for replica in (job.first, job.second):
+        replica.checkpoints.settle(rounds.append)
+    assert rounds == [0, 0]
+
+
+def test_owed_checkpoint_is_not_taken_for_that_of_an_older_branch(job: Job) -> None:
+    job.older(10, 20, named=20)
+    job.second.checkpoints.save_checkpoint_and_time(20)
+    job.kill_first_in_save(20)
+    job.second.checkpoints.make_up(21)
+    assert (job.saves(), job.named()) == ({"iter_0000010": "older", "iter_0000020": "older", "iter_0000021": "1"}, "21")
+
+
+def test_restart_removes_what_is_partial_and_nothing_else(job: Job) -> None:
+    job.older(10, 40, named=40)
+    half = job.folder / ".partial" / "iter_0000020"
+    half.mkdir(parents=True)
+    (half / "a").touch()
+    job.first.checkpoints.save_checkpoint_and_time(11)
+    assert job.saves() == {"iter_0000010": "older", "iter_0000011": "0", "iter_0000040": "older"}
+    assert job.partial() == [] and job.phases()[0] == (0, 20, "removed_partial")
+
+
+def test_checkpoint_of_an_older_branch_is_replaced_when_the_new_one_is_complete(job: Job) -> None:
+    job.older(10, 20, 30, named=30)
+    job.kill_first_in_save(20)
+    assert (job.saves(), job.named()) == (dict.fromkeys(("iter_0000010", "iter_0000020", "iter_0000030"), "older"), "30")
+    job.second.checkpoints.save_checkpoint_and_time(20)
+    assert (job.saves()["iter_0000020"], job.named(), job.partial()) == ("1", "20", [])
+
+
+def test_link_in_the_place_of_a_checkpoint_is_replaced_and_what_it_points_to_is_kept(job: Job, tmp_path: Path) -> None:
+    job.older(20, named=20)
+    (job.folder / "iter_0000020").rename(tmp_path / "elsewhere")
+    (job.folder / "iter_0000020").symlink_to(tmp_path / "elsewhere")
+    job.first.checkpoints.save_checkpoint_and_time(20)
+    assert (job.saves(), content(tmp_path / "elsewhere")) == ({"iter_0000020": "0"}, "older")
+
+
+# --- Every instant -------------------------------------------------------------------------------------------------------
+
+
+class Instants:
+    """Everything that `save_folder` and the tracker do to the disk, in order; `fatal`: die before that one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fatal: int | None = None) -> None:
+        self.done: list[tuple[str, str]] = []
+        self._fatal = fatal
+        for owner, name in ((os, "rename"), (os, "replace"), (os, "fsync"), (shutil, "rmtree"), (save_folder, "_exchange")):
+            monkeypatch.setattr(owner, name, self._dying(name, getattr(owner, name)))
+
+    def _dying(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(what: Any, *args: Any, **kwargs: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(what)
+            if len(self.done) == self._fatal:
+                if name == "rmtree":  # in the middle of it
+                    os.unlink(next(each for each in Path(path).rglob("*") if each.is_file()))
+                raise Killed
+            self.done.append((name, path))
+            return original(what, *args, **kwargs)
+
+        return call
+
+
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "no exchange"])
+@pytest.mark.parametrize(
+    ("older", "named"), [((10,), 10), ((10, 20, 30), 30), ((10, 20), 20)], ids=["new", "older branch", "older latest"]
+)
+def test_at_every_instant_the_tracker_names_a_complete_checkpoint(
+    older: tuple[int, ...], named: int, exchanges: bool, world: None, tmp_path: Path
+) -> None:
+    if not exchanges and named == 20:
+        pytest.skip("two renames: docs/guarantees.md says so")
+    for fatal in itertools.count():
+        (tmp_path / str(fatal)).mkdir()
+        job = Job(tmp_path / str(fatal))
+        job.older(*older, named=named)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if not exchanges:
+                monkeypatch.setattr(save_folder, "_renameat2", lambda *_: False)
+            instants = Instants(monkeypatch, fatal)
+            killed = False
+            try:
+                job.first.checkpoints.save_checkpoint_and_time(20)
+            except Killed:
+                killed = True
+        latest = f"iter_{int(job.named()):07d}"
+        assert job.saves()[latest] in ("older", "0"), f"killed before {fatal}, after {instants.done}"
+        assert "half" not in job.saves().values(), f"killed before {fatal}, after {instants.done}"
+        if not killed:
+            break
+        job.alive.remove(0)
+        job.second.checkpoints.save_checkpoint_and_time(21)
+        assert (job.saves()["iter_0000021"], job.named(), job.partial()) == ("1", "21", [])
+        assert "half" not in job.saves().values()
+    assert fatal > 5
+
+
+def test_order_on_the_disk_survives_a_power_failure(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files before their folder, all of the checkpoint before its name, its name before the tracker, the tracker before its."""
+    job.older(10, named=10)
+    instants = Instants(monkeypatch)
+    job.first.checkpoints.save_checkpoint_and_time(20)
+    relative = [(name, path.removeprefix(f"{job.folder}").lstrip("/")) for name, path in instants.done]
+    partial = ".partial/iter_0000020"
+    assert relative == [
+        ("fsync", f"{TRACKER}.partial"),
+        ("fsync", f"{partial}/deeper/b"),
+        ("fsync", f"{partial}/deeper"),
+        ("fsync", f"{partial}/a"),
+        ("fsync", partial),
+        ("rename", partial),
+        ("fsync", ""),
+        ("replace", f"{TRACKER}.partial"),
+        ("fsync", ""),
+    ]
+
+
+# --- What fails ----------------------------------------------------------------------------------------------------------
 
 
 def test_two_writers_exclude_each_other(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that only seemed dead holds the folder until it is killed."""
-    monkeypatch.setattr("megatron_recover.megatron.checkpoint._LOCK_DEADLINE_S", 0.2)
+    monkeypatch.setattr(save_folder, "_LOCK_DEADLINE_S", 0.2)
     job.folder.mkdir()
     with open(job.folder / ".writer.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(TimeoutError, match="does another job save"):
-            job.first.checkpoints.save_checkpoint_and_time(10)
+        job.first.checkpoints.save_checkpoint_and_time(10)
+    assert job.phases() == [(0, 10, "started"), (0, 10, "failed")]
+    assert "does another job save there" in job.events()[-1]["detail"]
+    job.first.checkpoints.save_checkpoint_and_time(11)
+    assert job.named() == "11"
+
+
+def test_lock_is_held_while_files_are_written(job: Job) -> None:
+    def write(iteration: int, *_: Any) -> None:
+        with open(job.folder / ".writer.lock") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        Replica.write(job.first, iteration)
+
+    job.first.write = write
+    job.first.start()
     job.first.checkpoints.save_checkpoint_and_time(10)
     assert job.named() == "10"
+
+
+FULL = OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    "error", [FULL, RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")], ids=["file", "torch"]
+)
+def test_save_that_fails_costs_nothing_and_the_next_save_point_tries_again(
+    job: Job, error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.save(10)
+    job.first.error = error
+    job.save(20)
+    assert (job.saves(), job.named(), job.partial()) == ({"iter_0000010": "0"}, "10", []), "its space was not freed"
+    said = capsys.readouterr().err
+    for part in ("iteration 20", f"--save {job.folder}", "GB", str(error), "make room"):
+        assert part in said
+    job.first.checkpoints.make_up(21)
+    assert job.phases()[-1] == (0, 20, "failed"), "tried again before the next save point"
+    job.first.error = None
+    job.save(30)
+    assert job.named() == "30"
+    job.first.checkpoints.settle(lambda number: None)
+
+
+def test_error_that_is_not_of_the_disk_is_not_hidden(job: Job) -> None:
+    job.first.error = RuntimeError("CUDA error")
+    with pytest.raises(RuntimeError, match="CUDA"):
+        job.save(10)
+
+
+def test_writer_that_dies_after_a_failed_save_is_made_up_for(job: Job) -> None:
+    job.first.error = FULL
+    job.save(20)
+    job.alive.remove(0)
+    job.second.checkpoints.make_up(21)
+    assert job.named() == "21"
+
+
+def test_last_checkpoint_is_tried_again_while_somebody_may_make_room(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_recover.megatron.checkpoint._RETRY_S", 0.0)
+    job.first.error = FULL
+    job.save(30)
+
+    def meet(number: int) -> None:
+        if number == 1:
+            job.first.error = None
+
+    job.first.checkpoints._save_timeout_s = 60.0
+    job.first.checkpoints.settle(meet)
+    assert job.named() == "30" and job.first.asked == []
+
+
+def test_last_checkpoint_that_cannot_be_written_ends_all_replicas_alike(job: Job) -> None:
+    job.first.error = FULL
+    job.save(30)
+    rounds: list[int] = []
+
+    def meet(number: int) -> None:
+        rounds.append(number)
+        for replica in (job.first, job.second):
+            replica.requests |= frozenset(job.first.asked)
+
+    job.first.checkpoints.settle(meet)
+    assert job.first.asked == [UNSAVED]
+    job.second.checkpoints.settle(meet)
+    assert rounds[-1] == 0, "the other replica did not hear of it"
+
+
+def test_folder_that_cannot_be_created_is_reported(world: None, tmp_path: Path) -> None:
+    (tmp_path / "ck").write_text("a file")
+    job = Job(tmp_path)
+    job.save(10)
+    assert job.phases()[-1] == (0, 10, "failed")
+
+
+# --- Several ranks of a replica ------------------------------------------------------------------------------------------
+
+
+def save_with_a_failing_rank(rank: int, store: str, folder: Path, failing: int, at_naming: bool, results: Any) -> None:
+    """One rank of two, with Megatron's barriers behind the data and behind the tracker."""
+    file_store = torch.distributed.FileStore(store, 2)
+    torch.distributed.init_process_group("gloo", store=file_store, rank=rank, world_size=2)
+    log = trace.EventLog(folder / "events.jsonl", 0.0)
+    replica = Replica(0, folder / "ck", log, lambda: 0)
+    replica.rank = rank
+
+    def write(iteration: int, *_: Any) -> None:
+        target = Path(replica.checkpoints.checkpoint_name(str(folder / "ck"), iteration, return_base_dir=True))
+        target.mkdir(exist_ok=True)
+        if rank == failing and not at_naming and iteration == 10:
+            raise FULL
+        (target / f"rank{rank}").touch()
+        torch.distributed.barrier()
+        if rank == 0:
+            with TrackerFile(Files(), replica.checkpoints.before_naming).open(str(folder / "ck" / TRACKER), "w") as file:
+                file.write(str(iteration))
+        torch.distributed.barrier()
+
+    replica.write = write
+    replica.start()
+    replica.checkpoints._get_args = lambda: Namespace(save=str(folder / "ck"), load=None, ckpt_format="torch")
+    if at_naming and rank == 0:
+        publish = SaveFolder.publish
+
+        def fail_once(saved: SaveFolder) -> None:
+            SaveFolder.publish = publish
+            raise FULL
+
+        SaveFolder.publish = fail_once
+    for iteration in (10, 20):
+        replica.checkpoints.save_checkpoint_and_time(iteration)
+        results.put((rank, iteration, replica.checkpoints._saved, SaveFolder(folder / "ck").named()))
+        torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("failing", "at_naming"), [(0, False), (1, False), (0, True)], ids=["rank 0", "rank 1", "naming"])
+def test_ranks_of_a_replica_give_a_save_up_together(failing: int, at_naming: bool, tmp_path: Path) -> None:
+    results = PROCESSES.Queue()
+    ranks = [
+        PROCESSES.Process(
+            target=save_with_a_failing_rank, args=(rank, str(tmp_path / "store"), tmp_path, failing, at_naming, results)
+        )
+        for rank in (0, 1)
+    ]
+    for rank in ranks:
+        rank.start()
+    found = sorted(results.get(timeout=90) for _ in range(4))
+    for rank in ranks:
+        rank.join(60)
+    assert found == [(0, 10, None, -1), (0, 20, 20, 20), (1, 10, None, -1), (1, 20, 20, 20)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import pathlib
 import time
@@ -23,6 +24,7 @@ def main() -> None:
     spec.loader.exec_module(module)
     context, upstream = rank_context(), training.save_checkpoint
 
+    @functools.wraps(upstream)
     def save_slowly(*args: Any, **kwargs: Any) -> None:
         if context is not None and context.replica == 0:
             time.sleep(SECONDS)

@@ -126,6 +126,56 @@ def test_save_that_takes_many_stall_timeouts_costs_no_replica(
     assert verdict == 0, report
 
 
+@pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
+def test_full_disk_costs_no_replica_and_the_next_save_point_tries_again(
+    ckpt_format: str, tmp_path: pathlib.Path, data: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOM_FROM", "4")
+    job = Job(replicas=2, pp=2, save_interval=2, steps=4, extra=("--ckpt-format", ckpt_format))
+    full = pathlib.Path(__file__).with_name("full_disk_pretrain.py")
+    outcome = run_job(job, tmp_path / "run", data, save=tmp_path / "checkpoints", script=full).expect(0)
+    assert outcome.summary["replicas_end"] == 2
+    assert [(event["iteration"], event["phase"]) for event in outcome.events("checkpoint")] == [
+        (2, "started"), (2, "failed"), (4, "started"), (4, "finished"),
+    ]  # fmt: skip
+    assert "WARNING: the checkpoint of iteration 2 could not be saved to --save" in outcome.output
+    assert tracker(tmp_path / "checkpoints") == 4
+    verdict, report = check(outcome.run_dir)
+    assert verdict == 0, report
+
+
+def test_disk_that_stays_full_has_an_exit_code_of_its_own(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
+    job = Job(replicas=2, steps=2, extra=("--recover-save-timeout-s", "0.1"))
+    full = pathlib.Path(__file__).with_name("full_disk_pretrain.py")
+    outcome = run_job(job, tmp_path / "run", data, save=tmp_path / "checkpoints", script=full).expect(ExitCode.UNSAVED)
+    assert outcome.summary["replicas_end"] == 2
+    assert "its last checkpoint could not be written" in outcome.output
+    verdict, report = check(outcome.run_dir)
+    assert verdict == 0, report
+
+
+@pytest.mark.parametrize("point", ["before_reduce", "optimizer"])
+def test_tensorboard_misses_no_iteration_when_its_writer_is_killed(
+    point: str, tmp_path: pathlib.Path, data: pathlib.Path
+) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    job = Job(replicas=2, steps=5, extra=("--tensorboard-dir", str(tmp_path / "board")))
+    # In the optimizer step 2 is committed, and whoever survives goes on to step 3.
+    outcome = run_job(job, tmp_path / "run", data, chaos=chaos_text(f"0 0 {point} step=2")).expect(0)
+    found: dict[int, list[float]] = {}
+    for file in sorted((tmp_path / "board").iterdir()):
+        for event in EventFileLoader(str(file)).Load():
+            for value in event.summary.value:
+                if value.tag == "lm loss":
+                    found.setdefault(event.step, []).append(value.tensor.float_val[0])
+    assert sorted(found) == [1, 2, 3, 4, 5], f"an iteration is missing: {found}"
+    twice = {iteration: values for iteration, values in found.items() if len(values) > 1}
+    assert len(twice) <= 1 and all(len(values) == 2 and len(set(values)) == 1 for values in twice.values()), twice
+    for iteration, loss in losses(outcome.run_dir).items():
+        assert found[iteration][0] == pytest.approx(loss, rel=1e-6)
+
+
 def test_replica_whose_parameters_drift_is_outvoted_and_leaves_no_trace_in_the_result(
     tmp_path: pathlib.Path, data: pathlib.Path, reference: Callable[[Job], pathlib.Path]
 ) -> None:

@@ -1,0 +1,146 @@
+"""The folder of `--save`: what in it is complete, which checkpoint is the latest, and who may write.
+
+Decides how a checkpoint becomes part of the folder. It never decides when one is due, and never looks into one.
+
+Note [When a checkpoint exists]
+    A checkpoint is written below `.partial`, so whatever is there is partial and what has a checkpoint's name is complete: no
+    guess is needed to remove the one and never the other. When all of it is written, it is synced and moved to its
+    name in one rename; if an older branch (`--ckpt-step`) left a complete one of that iteration, the two change places in one
+    step, and the older one is removed once the tracker names the new one. Megatron opens the tracker for writing, which
+    empties it, and then writes the iteration; here it is written beside its name, synced and renamed. So at every instant,
+    whoever dies, the tracker names a complete checkpoint: the previous one or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+TRACKER = "latest_checkpointed_iteration.txt"
+PARTIAL = ".partial"
+_LOCK = ".writer.lock"
+_LOCK_DEADLINE_S = 60.0
+"""For a writer that was declared dead to be dead: it holds the lock to its end."""
+_LOCK_POLL_S = 0.05
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+class SaveFolder:
+    """One folder of checkpoints; used by rank 0 of a replica, but for `partial`."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.partial = self.path / PARTIAL
+        """Where checkpoints are written."""
+        self._at_first = self._identity()
+
+    def named(self) -> int:
+        """The iteration that the tracker names; -1 if there is none."""
+        try:
+            text = (self.path / TRACKER).read_text().strip()
+        except (FileNotFoundError, NotADirectoryError):
+            return -1
+        return int(text) if text.isdigit() else -1
+
+    def has(self, iteration: int) -> bool:
+        """Whether this job has saved `iteration` as its newest: a tracker that was there before it is no proof of that."""
+        return self.named() == iteration and self._identity() != self._at_first
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for one writer. A dead writer's kernel gives it back; one that only seems dead is waited for."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + _LOCK_DEADLINE_S
+        with open(self.path / _LOCK, "w") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"another writer holds {file.name}; does another job save there?") from None
+                    time.sleep(_LOCK_POLL_S)
+            yield
+
+    def clear(self) -> list[str]:
+        """Remove everything partial, and make room for the next; the names of what was there."""
+        self.partial.mkdir(exist_ok=True)
+        found = sorted(self.partial.iterdir())
+        for each in found:
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each)
+            else:
+                each.unlink()
+        return [each.name for each in found]
+
+    def publish(self) -> None:
+        """What was written is complete: give it its name, durably."""
+        for each in sorted(self.partial.iterdir()):
+            _sync_tree(each)
+            target = self.path / each.name
+            if os.path.lexists(target):
+                _exchange(each, target)
+            else:
+                os.rename(each, target)
+        _sync(self.path)
+
+    def _identity(self) -> tuple[int, int] | None:
+        """Of the tracker file: another one after every save."""
+        try:
+            status = os.stat(self.path / TRACKER)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+
+def replace_tracker(written: Path, tracker: Path) -> None:
+    """Put a tracker file that is written in full in the place of the old one, durably."""
+    os.replace(written, tracker)
+    _sync(tracker.parent)
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Let two entries change places in one step, where the file system can."""
+    if _renameat2(new, old):
+        return
+    # Two steps (NFS): between them the older one is complete under another name that nothing here ever removes.
+    aside = old.with_name(f"{old.name}.replaced")
+    os.rename(old, aside)
+    os.rename(new, old)
+    os.rename(aside, new)
+
+
+def _renameat2(new: Path, old: Path) -> bool:
+    """Linux's exchange of two entries; False where library or file system do not have it."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(old))
+
+
+def _sync_tree(folder: Path) -> None:
+    """Have all of it on the disk, whichever process of this machine wrote it."""
+    for parent, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            _sync(Path(parent, name))
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
