@@ -73,5 +73,11 @@ def main(argv: list[str] | None = None) -> int:
         code: int = module.main(rest)
     except KeyboardInterrupt:  # before or after what the verb itself takes care of
         print(f"megatron-recover {verb}: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        code = 128 + signal.SIGINT
+    except BrokenPipeError:
+        code = 128 + signal.SIGPIPE
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads what is printed (`... | head`): the interpreter shall not try again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -66,6 +68,29 @@ def test_mistakes_are_answered_with_the_remedy(arguments: list[str], remedy: str
     assert done.returncode == ExitCode.BAD_INPUT
     assert remedy in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_has_gone_and_an_interrupt_are_no_tracebacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = traces.write(tmp_path, traces.faulty_run().events)
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "megatron_recover", "check", str(run_dir), "--json"]
+    for environment in ({"PYTHONUNBUFFERED": "1"}, {"PYTHONUNBUFFERED": ""}):  # it is noticed at the print, and at the end
+        done = subprocess.run(
+            command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, env=os.environ | environment
+        )
+        assert done.stderr == ""
+        assert done.returncode == (128 + signal.SIGPIPE if environment["PYTHONUNBUFFERED"] else 0)
+    os.close(writer)
+
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron_recover.cli.check.main", interrupted)
+    assert cli.main(["check", str(run_dir)]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "megatron-recover check: interrupted\n"
 
 
 def test_version() -> None:
