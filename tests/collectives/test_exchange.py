@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_recover.collectives import exchange
@@ -111,6 +111,7 @@ def sums(sources: Any, results: Any, scratch: Any, generation: int = 4, tag: int
 
 
 @given(st.integers(0, 2**32), st.lists(st.integers(0, 90), min_size=1, max_size=3), st.lists(st.integers(0, 90), max_size=2))
+@example(0, [1, 6, 33], [])  # segments of 4, 16 and 22 bytes: the longest one is no multiple of a number's size
 def test_the_sum_is_right_whoever_is_ahead_however_streams_are_cut(seed: int, first: list[int], second: list[int]) -> None:
     scratch: dict[int, dict[int, torch.Tensor]] = {member: {} for member in MEMBERS}
     chance = random.Random(seed)

@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.quota import share
-from megatron_recover.core.values import Compute
+from megatron_recover.core.values import Compute, Shape
 from megatron_recover.faults import FaultPoint
 from megatron_recover.megatron import commit
 from megatron_recover.megatron.checksum import checksum, combined
@@ -32,7 +32,7 @@ from megatron_recover.megatron.cpu import enable_cpu
 from megatron_recover.megatron.data import MicrobatchCursor
 from megatron_recover.megatron.microbatches import Microbatches
 from tests.megatron.loopback import Job, LoopbackMember, Strike
-from tests.megatron.toy import Threads, Trainer, start_world
+from tests.megatron.toy import SIZES, Threads, Trainer, start_world
 
 M = 4
 NUM_BUCKETS = 3
@@ -256,8 +256,18 @@ def test_an_order_for_other_work_than_megatrons_is_refused(threads: Threads, mon
         Run(threads, 2, 1, [])
 
 
-def test_every_step_has_a_name_of_its_own_and_starts_from_known_parameters(threads: Threads) -> None:
+def test_every_step_has_a_name_of_its_own_and_starts_from_known_parameters(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join, fingerprints = LoopbackMember.join, set()
+
+    def noted(self: LoopbackMember, shape: Shape, fingerprint: str) -> None:
+        fingerprints.add(fingerprint)
+        join(self, shape, fingerprint)
+
+    monkeypatch.setattr(LoopbackMember, "join", noted)
     run = Run(threads, 2, 2, [], then=lambda trainer: [trainer.loop.meet(round) for round in (1, 2)])
+    assert fingerprints == {f"toy {combined([checksum(torch.zeros(size)) for size in SIZES]):016x}"}
     labels = ["train 1", "train 2", "evaluate 2/1", "train 3", "end 1", "end 2"]
     ledger = 2 * NUM_BUCKETS
     for records in run.job.records.values():
@@ -314,8 +324,8 @@ def test_the_loss_of_a_step_is_averaged_as_upstream_averages_it(threads: Threads
     assert commit._mean_loss([{"lm loss": torch.tensor(3.0)}, {"lm loss": torch.tensor(1.0)}]) == 2.0
     assert commit._mean_loss([]) is None
     monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **_: SimpleNamespace(size=lambda: 2))
-    monkeypatch.setattr(dist, "all_reduce", lambda total, group: total.add_(torch.tensor([6.0, 4.0])))  # the other lane's
-    assert commit._mean_loss(counted) == 1.5 == (9 + 6) / (6 + 4)
+    monkeypatch.setattr(dist, "all_reduce", lambda total, group: total.add_(torch.tensor([11.0, 4.0])))  # the other lane's
+    assert commit._mean_loss(counted) == (9 + 11) / (6 + 4)
 
 
 def test_which_parameters_tensor_parallel_ranks_hold_alike() -> None:
