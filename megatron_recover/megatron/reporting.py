@@ -20,6 +20,8 @@ class Speaker(Protocol):
     roster: tuple[int, ...]
     quotas: tuple[int, ...]
     """Microbatches of the last step per member, in the order of the roster."""
+    step: int
+    """The newest step that it has begun."""
 
     def is_writer(self) -> bool: ...
 
@@ -60,7 +62,8 @@ class TensorBoard:
         self._speaker, self._create = speaker, create
         self._writer: Any = None
         self._newest: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        """What was to be written of the newest step while another replica was the writer."""
+        """What was to be written since `_of_step` began, while another replica was the writer."""
+        self._of_step: int | None = None
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -85,14 +88,12 @@ class TensorBoard:
 
 
     def _remember(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._newest and _step(*self._newest[-1][1:]) != _step(args, kwargs):
+        # By the member's step: the writer began it after it had flushed what came before. (Megatron's own numbers will not do:
+        # of one iteration some values are written by iteration and some by samples.)
+        if self._of_step != self._speaker.step:
+            self._of_step = self._speaker.step
             self._newest.clear()
         self._newest.append((name, args, kwargs))
-
-
-def _step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The third parameter of all of `SummaryWriter`'s `add_...` that Megatron calls."""
-    return args[2] if len(args) > 2 else kwargs.get("global_step")
 
 
 class TensorBoardFactory:

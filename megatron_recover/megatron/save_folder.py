@@ -50,8 +50,8 @@ class SaveFolder:
         return int(text) if text.isdigit() else -1
 
     def has(self, iteration: int) -> bool:
-        """Whether this job has saved `iteration` as its newest: a tracker that was there before it is no proof of that."""
-        return self.named() == iteration and self._identity() != self._at_first
+        """Whether this job has saved `iteration` or a later one: a tracker that was there before it is no proof of that."""
+        return self.named() >= iteration and self._identity() != self._at_first
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

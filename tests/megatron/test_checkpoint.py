@@ -239,6 +239,14 @@ def test_what_was_made_up_for_is_owed_no_more(job: Job) -> None:
     assert job.saves() == {"iter_0000021": "1"}
 
 
+def test_what_another_replica_made_up_for_is_owed_no_more(job: Job) -> None:
+    job.second.checkpoints.save_checkpoint_and_time(20)
+    job.first.checkpoints.save_checkpoint_and_time(21)  # as a writer would that found 20 missing
+    job.alive.remove(0)
+    job.second.checkpoints.make_up(22)
+    assert job.saves() == {"iter_0000021": "0"}
+
+
 @pytest.mark.parametrize("older", [None, 30, 40], ids=["empty folder", "older branch ended there", "older branch went on"])
 def test_writer_that_dies_in_the_last_save_is_made_up_for(job: Job, older: int | None) -> None:
     if older is not None:
