@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +45,7 @@ class Upstream:
             pipeline_model_parallel_size=1, microbatch_group_size_per_vp_stage=1,
         )  # fmt: skip
         self.finalized = 0
+        self.reports = True
 
     def _finalize(self, *_: Any, **__: Any) -> None:
         self.finalized += 1
@@ -51,7 +54,8 @@ class Upstream:
         self, func: Any, iterator: Any, model: Any, num: int, received: Any, store: list[Any], *_: Any, **__: Any
     ) -> Any:
         self.divisors.append(num)
-        store.append({"loss": torch.tensor(float(len(self.divisors)))})
+        if self.reports:
+            store.append({"loss": torch.tensor(float(len(self.divisors)))})
         return torch.zeros(1), torch.tensor(2)
 
     def _backward(self, received: Any, output: Any, gradient: Any, config: Any) -> None:
@@ -59,7 +63,7 @@ class Upstream:
 
     def one_after_the_other(self, *, num_microbatches: int, config: Any, **_: Any) -> None:
         assert config.no_sync_func is None and config.grad_sync_func is None
-        store: list[Any] = []
+        store: list[Any] = ["what an earlier call left"]
         for _ in range(num_microbatches):
             output, _ = self.schedule.forward_step(None, None, None, num_microbatches, None, store, config, 1)
             self.schedule.backward_step(None, output, None, config)
@@ -81,6 +85,10 @@ class Upstream:
         ]
         for output in reversed(outputs):
             self.schedule.backward_step(None, output, None, config)
+
+    def forwards_only(self, *, num_microbatches: int, config: Any, **_: Any) -> None:
+        for _ in range(num_microbatches):
+            self.schedule.forward_step(None, None, None, num_microbatches, None, [], config, 1)
 
     def too_few(self, *, num_microbatches: int, config: Any, **_: Any) -> None:
         self.one_after_the_other(num_microbatches=num_microbatches - 1, config=config)
@@ -112,10 +120,35 @@ def test_synchronisation_is_upstreams_again_after_a_pass() -> None:
     assert upstream.config.finalize_model_grads_func == upstream._finalize
 
 
+def test_no_gradient_is_synchronised_in_a_pass() -> None:
+    upstream, inside = Upstream(), []
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        inside.append("entered")
+        yield
+        inside.append("left")
+
+    def schedule(**arguments: Any) -> None:
+        inside.append("schedule")
+        upstream.one_after_the_other(**arguments)
+
+    arguments = upstream.arguments()
+    arguments["model"][0].no_sync = no_sync
+    upstream.schedule.run_pass(schedule, arguments, (0,), divisor=8, listener=Notes())
+    assert inside == ["entered", "schedule", "left"]
+
+
+def test_a_stage_without_a_loss_reports_none() -> None:
+    upstream, notes = Upstream(), Notes()
+    upstream.reports = False
+    upstream.schedule.run_pass(upstream.one_after_the_other, upstream.arguments(), (5, 2), divisor=8, listener=notes)
+    assert notes.losses == {5: None, 2: None}
+
+
 def test_no_ids_run_nothing() -> None:
     upstream = Upstream()
-    upstream.schedule.run_pass(upstream.one_after_the_other, upstream.arguments(), (), divisor=8, listener=Notes())
-    assert upstream.divisors == []
+    upstream.schedule.run_pass(lambda **_: pytest.fail("called"), upstream.arguments(), (), divisor=8, listener=Notes())
 
 
 def test_outside_of_a_pass_the_seams_are_upstreams_functions() -> None:
@@ -124,11 +157,20 @@ def test_outside_of_a_pass_the_seams_are_upstreams_functions() -> None:
     assert upstream.divisors == [3, 3, 3] and len(upstream.seen) == 3
 
 
-@pytest.mark.parametrize("wrong", ["in_wrong_order", "too_few"])
+@pytest.mark.parametrize("wrong", ["in_wrong_order", "too_few", "forwards_only"])
 def test_a_schedule_that_does_something_else_is_refused(wrong: str) -> None:
     upstream = Upstream()
     with pytest.raises(RuntimeError, match="microbatch"):
         upstream.schedule.run_pass(getattr(upstream, wrong), upstream.arguments(), (4, 6), divisor=8, listener=Notes())
+    upstream.divisors.clear()
+    upstream.warmed_up(num_microbatches=3, config=upstream.config)
+    assert upstream.divisors == [3, 3, 3], "a pass that failed is still taken for running"
+
+
+def test_an_evaluation_has_no_backwards() -> None:
+    upstream = Upstream()
+    arguments = upstream.arguments() | {"forward_only": True}
+    upstream.schedule.run_pass(upstream.forwards_only, arguments, (4, 6), divisor=8, listener=Notes())
 
 
 @pytest.mark.parametrize(
