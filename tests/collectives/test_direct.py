@@ -244,6 +244,19 @@ def test_a_newer_generation_retires_the_older_and_its_connections_wait_for_it() 
             older[0].sum_into([torch.ones(3)], [late], tag=3, deadline_s=20)
 
 
+def test_a_member_that_hangs_up_without_a_word_is_lost_at_once() -> None:
+    with endpoints(1) as (made, addresses), socket.create_server(("127.0.0.1", 0)) as rude:
+        addresses[0] = f"127.0.0.1:{rude.getsockname()[1]}/{'0' * 32}"
+        transport = made[1].open(1, 1, addresses, deadline_s=20)
+        started = time.monotonic()
+        outcome, _ = at_once(
+            lambda: transport.sum_into([torch.ones(3)], [torch.empty(3)], tag=1, deadline_s=20),
+            lambda: rude.accept()[0].close(),
+        )
+        assert isinstance(outcome, PeerLost) and outcome.peer == 0
+        assert time.monotonic() - started < 10
+
+
 def test_a_member_that_is_ahead_is_not_taken_into_an_older_generation() -> None:
     with endpoints(0, 1) as (made, addresses):
         behind = made[0].open(1, 0, addresses, deadline_s=20)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_recover.collectives import gloo
+from megatron_recover.collectives.direct import DirectTransport
 from megatron_recover.collectives.endpoints import open_endpoint
 from megatron_recover.collectives.gloo import GlooTransport
 from megatron_recover.collectives.transport import Endpoint, Revoked, TransportError
@@ -148,6 +149,28 @@ def test_a_planted_reduction_right_in_the_result_is_seen(monkeypatch: pytest.Mon
     monkeypatch.setattr(GlooTransport, "sum_into", sum_into)
     with pytest.raises(WrittenLate):
         check_an_operation_left_behind_writes_nothing(monkeypatch)
+
+
+def test_a_revoke_ends_a_copy_that_nobody_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [open_endpoint("gloo") for _ in range(2)]
+    transports = pair(1, made, deadline_s=60)
+    calls = [lambda t=t: t.sum_into([torch.ones(1)], [torch.empty(1)], tag=0, deadline_s=20) for t in transports]
+    assert at_once(*calls) == [None, None]
+    begun = threading.Event()
+    copy_into = DirectTransport.copy_into
+
+    def announced(self: DirectTransport, tensors: Any, **options: Any) -> None:
+        begun.set()
+        copy_into(self, tensors, **options)
+
+    monkeypatch.setattr(DirectTransport, "copy_into", announced)
+    outcome, _ = at_once(
+        lambda: transports[0].copy_into([torch.ones(1)], source=3, targets=[0], tag=1, deadline_s=600),
+        lambda: begun.wait(20) and transports[0].revoke(),
+    )
+    assert isinstance(outcome, Revoked)
+    for endpoint in made:
+        endpoint.close()
 
 
 def test_an_abandoned_builder_does_not_block_the_next_generation() -> None:
