@@ -15,6 +15,8 @@ import msgspec
 _LONGEST_S = 1e6
 """Eleven days: what waits takes no more (and no infinity)."""
 CONTEXT_VARIABLE = "MEGATRON_RECOVER_CONTEXT"
+DRY_RUN_PASSED = 100
+"""Exit code of a dry run that got to where training begins; with 0 ends a script that never gets there."""
 
 
 class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +38,8 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     save_timeout_s: float = 1800.0
     """While a replica saves a checkpoint the others wait for it, for so long; then it is suspected like any other that is
     waited for. It also limits how long the last checkpoint of a run is tried again where it cannot be written."""
+    ranks_per_gpu: int = 1
+    """Ranks that share a GPU. More than 1 is for trying things out on few GPUs: it is slow, and NCCL goes through sockets."""
     digest_interval: int = 1
     """Write the digest of the parameters to the trace every so many steps (0: never)."""
 
@@ -50,6 +54,8 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
             if not 0 < getattr(self, name) < _LONGEST_S:
                 flag, value = f"--recover-{name.replace('_', '-')}", getattr(self, name)
                 found.append(f"{flag} is {value}; it must be above 0 and below {_LONGEST_S:.0f} seconds")
+        if self.ranks_per_gpu < 1:
+            found.append(f"--recover-ranks-per-gpu is {self.ranks_per_gpu}; it must be at least 1")
         if self.digest_interval < 0:
             found.append(f"--recover-digest-interval is {self.digest_interval}; it must be 0 (never) or more")
         if found:
@@ -75,7 +81,8 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[str, ...] = ()
     """Faults for this rank, each as JSON of `faults.Fault`."""
     dry_run: bool = False
-    """Judge the arguments as this rank would and end, with code 0 or 2: the launcher asks before there is any rank."""
+    """Judge the arguments as this rank would and end, with code `DRY_RUN_PASSED` or 2: the launcher asks before there is any
+    rank."""
 
 
 def rank_context() -> RankContext | None:

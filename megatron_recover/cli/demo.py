@@ -170,8 +170,9 @@ def story(summary: Summary) -> Iterator[str]:
 class _Demo:
     """The four stages of the demo, in a folder of their own."""
 
-    def __init__(self, folder: Path, say: TextIO) -> None:
+    def __init__(self, folder: Path, say: TextIO, *, ranks_per_gpu: int | None) -> None:
         self.folder, self._say = folder, say
+        self._extra = [] if ranks_per_gpu is None else ["--recover-ranks-per-gpu", str(ranks_per_gpu)]
         self.data = folder / "data" / "python-stdlib"
         self.reference, self.faulty = folder / "reference", folder / "faulty"
 
@@ -193,7 +194,7 @@ class _Demo:
         return check(self.reference), check(self.faulty, self.reference)
 
     def _train(self, run_dir: Path, *flags: str) -> None:
-        megatron = [*shlex.split(MODEL), *shlex.split(TRAINING), "--data-path", str(self.data)]
+        megatron = [*shlex.split(MODEL), *shlex.split(TRAINING), *self._extra, "--data-path", str(self.data)]
         replicas = ["--replicas", str(REPLICAS), "--run-dir", str(run_dir)]
         self._command("run", *replicas, *flags, "--", str(PRETRAIN), *megatron)
 
@@ -254,6 +255,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON (progress goes to stderr)")
     parser.add_argument("--run-dir", type=Path, metavar="D", help="folder for everything it makes (default: runs/demo-<time>)")
+    parser.add_argument("--ranks-per-gpu", type=int, metavar="N", help="where there are fewer GPUs than its 6 ranks")
     arguments = parser.parse_args(argv)
     folder = arguments.run_dir or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     if not PRETRAIN.exists():
@@ -263,7 +265,7 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
 
-    demo = _Demo(folder, sys.stderr if arguments.json else sys.stdout)
+    demo = _Demo(folder, sys.stderr if arguments.json else sys.stdout, ranks_per_gpu=arguments.ranks_per_gpu)
     began = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a demo that is told to end takes its runs with it
     try:

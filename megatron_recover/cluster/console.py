@@ -114,9 +114,7 @@ class Console:
                     self._show_news()
                 self._show_news()
         except OSError:
-            # Nobody reads what we print (`... | head`), or the disk is full. The run goes on; its logs and its trace are
-            # written by others, who say so if they cannot.
-            self._quiet = True
+            # The disk is full. The run goes on; its logs and its trace are written by others, who say so if they cannot.
             self._over.wait()
         with contextlib.suppress(OSError):
             if self._live is not None:
@@ -135,10 +133,18 @@ class Console:
             if event is not None:
                 self._event(event)
         while not self._said.empty():
-            self._rich.print(Text(self._said.get()))
+            self._print(self._said.get())
         self._train_log.flush()
-        if self._live is not None:
+        if self._live is not None and not self._quiet:
             self._live.update(Text(self.live_line()))
+
+    def _print(self, text: str) -> None:
+        if self._quiet:
+            return
+        try:
+            self._rich.print(Text(text))
+        except OSError:
+            self._quiet = True  # nobody reads it (`... | head`, a terminal that was closed); train.log goes on
 
     def live_line(self) -> str:
         """What a terminal shows at its bottom; only what is known."""
@@ -172,8 +178,8 @@ class Console:
             iteration, total = int(found[1]), int(found[2])
             loss = _LOSS.search(line)
             self._progress = f"iteration {iteration}/{total}" + (f" | loss {float(loss[1]):.4f}" if loss else "")
-        if _WORTH_SHOWING.search(line) and not self._quiet:
-            self._rich.print(Text(line.strip()))
+        if _WORTH_SHOWING.search(line):
+            self._print(line.strip())
 
     def _event(self, event: trace.AnyEvent) -> None:
         match event:

@@ -82,6 +82,21 @@ def write_description(job: Job) -> None:
     (job.run_dir / "run.json").write_bytes(text + b"\n")
 
 
+def sharing_a_gpu(place: int) -> dict[str, str]:
+    """What NCCL needs to take several ranks on one device: each claims to be a host of its own.
+
+    That leaves sockets to NCCL; it would refuse two ranks of a host on one device.
+    """
+    return {
+        "NCCL_HOSTID": f"rank-{place}",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_MAX_CTAS": "2",
+        "NCCL_NVLS_ENABLE": "0",
+    }
+
+
 class Ports:
     """Loopback ports that nobody else gets before the process for which they were taken listens on them.
 

@@ -20,7 +20,7 @@ from megatron_recover import config as settings
 from megatron_recover import trace
 from megatron_recover.cluster.agent import Agent, AgentLost, End
 from megatron_recover.cluster.console import Console
-from megatron_recover.cluster.job import LOGS, Job, Ports, write_description
+from megatron_recover.cluster.job import LOGS, Job, Ports, sharing_a_gpu, write_description
 from megatron_recover.cluster.membership import Membership
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext
@@ -35,6 +35,8 @@ _POLL_S = 0.05
 _GRACE_S = 0.2
 """How long a complaint of a leader waits for the agent to see a process end, which would explain it."""
 _IMPORT_DEADLINE_S = 600.0
+_DRY_RUN_DEADLINE_S = 300.0
+_CALLS_PRETRAIN = "called megatron_recover.megatron.pretrain; does it call Megatron's own instead?"
 _START_DEADLINE_S = 900.0
 """From the first replica that is ready to the last."""
 _END_DEADLINE_S = 60.0
@@ -142,17 +144,19 @@ class Launcher:
         script, log = self._job.argv[0], self._job.run_dir / LOGS / "dry-run.log"
         environment = self._environment(0, 0, leader="", master_port=0, dry_run=True)
         self._agent.spawn(_DRY_RUN, 0, argv=self._job.argv, environment=environment, log=log)
-        deadline = time.monotonic() + _START_DEADLINE_S
+        deadline = time.monotonic() + _DRY_RUN_DEADLINE_S
         while not self._num_signals:
             for end in self._agent.poll():
                 if end.status == ExitCode.BAD_INPUT:
                     self._end(ExitCode.BAD_INPUT, _refusal(log))
-                elif end.status:
+                elif end.status == ExitCode.OK:
+                    self._end(ExitCode.BAD_INPUT, f"{script} never {_CALLS_PRETRAIN}")
+                elif end.status != settings.DRY_RUN_PASSED:
                     self._end(ExitCode.FAILED, f"{script} ended by {end.cause} before it trained; see {log}")
-                return end.status == ExitCode.OK
+                return end.status == settings.DRY_RUN_PASSED
             self._wake_server()
             if time.monotonic() > deadline:
-                self._end(ExitCode.FAILED, f"{script} did not begin to train in {_START_DEADLINE_S:.0f} s; see {log}")
+                self._end(ExitCode.FAILED, f"in {_DRY_RUN_DEADLINE_S:.0f} s {script} never {_CALLS_PRETRAIN}; see {log}")
                 return False
             self._loop.run_once(_POLL_S)
         self._end(ExitCode.INTERRUPTED, "interrupted before training began")
@@ -180,11 +184,12 @@ class Launcher:
         )  # fmt: skip
         # RANK and WORLD_SIZE are those of the replica's own world. LOCAL_RANK picks a device of this node, which
         # the replicas share.
-        return {
+        place, shared = replica * job.num_ranks + rank, job.config.ranks_per_gpu
+        return (sharing_a_gpu(place) if shared > 1 else {}) | {
             CONTEXT_VARIABLE: msgspec.json.encode(context).decode(),
             "RANK": str(rank),
             "WORLD_SIZE": str(job.num_ranks),
-            "LOCAL_RANK": str(replica * job.num_ranks + rank),
+            "LOCAL_RANK": str(place // shared),
             "LOCAL_WORLD_SIZE": str(job.num_replicas * job.num_ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(master_port),
@@ -241,13 +246,18 @@ class Launcher:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first SIGINT or SIGTERM asks all replicas to save and end at the same step, the second kills them."""
+        """The first signal asks all replicas to save and end at the same step, the second kills them.
+
+        SIGHUP, of a terminal that is closed, counts too, unless whoever started us has it ignored (nohup).
+        """
 
         def handle(number: int, frame: FrameType | None) -> None:
             self._loop.post(lambda: self._signalled(number))
 
         before: list[tuple[int, Callable[..., object] | int | None]] = [
-            (number, signal.signal(number, handle)) for number in (signal.SIGINT, signal.SIGTERM)
+            (number, signal.signal(number, handle))
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN
         ]
         try:
             yield

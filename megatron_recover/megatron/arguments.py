@@ -203,5 +203,18 @@ def cpu_refusals(args: Namespace) -> list[str]:
     return found
 
 
+def gpu_refusals(ranks_per_gpu: int, *, num_ranks: int, num_gpus: int) -> list[str]:
+    """What is wrong with so many ranks, of all replicas together, on a node with so many GPUs (0: none, a CPU computes)."""
+    if not num_gpus:
+        return ["--recover-ranks-per-gpu needs CUDA; leave it out on a CPU"] if ranks_per_gpu > 1 else []
+    needed = -(-num_ranks // ranks_per_gpu)
+    if needed <= num_gpus:
+        return []
+    return [
+        f"--replicas and the shape of a replica make {num_ranks} ranks, which need {needed} GPUs, and there are {num_gpus}; "
+        "use fewer, or, to try things out, let ranks share a GPU with --recover-ranks-per-gpu"
+    ]
+
+
 def _list(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else value

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron_recover import flags, trace
-from megatron_recover.config import RankContext, RecoverConfig, rank_context
+from megatron_recover.config import DRY_RUN_PASSED, RankContext, RecoverConfig, rank_context
 from megatron_recover.core import policy
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import ExitCode
@@ -29,6 +29,7 @@ from megatron_recover.megatron.arguments import (
     BAD_ARGUMENTS,
     add_recover_arguments,
     cpu_refusals,
+    gpu_refusals,
     recover_config,
     refusals,
 )
@@ -161,7 +162,7 @@ class _Training:
         if self._context.dry_run:
             with bad_input_ends(), contextlib.closing(_endpoint(config)):
                 configure(args)
-            return ExitCode.OK
+            return DRY_RUN_PASSED
         member = self._member = self._create_member(config)
         checkpoints, loop = self._install(args, config, member)
         try:
@@ -189,6 +190,8 @@ class _Training:
     def _arguments(
         self, extra_args_provider: Provider | None, args_defaults: dict[str, Any]
     ) -> tuple[Namespace, RecoverConfig]:
+        import torch
+
         self._installation.install({"tensorboard": self._tensorboard.set_writer})
         # One logger is one process of the job, which no replica is. A checkpoint must not depend on the number of lanes.
         args = _parse(
@@ -200,9 +203,13 @@ class _Training:
                 args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
             )
             found = refusals(args, lanes=lanes)
+            config = recover_config(args)
+            num_ranks = self._context.num_ranks * self._context.num_replicas
+            num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            found += gpu_refusals(config.ranks_per_gpu, num_ranks=num_ranks, num_gpus=num_gpus)
             if found:
                 raise ValueError("\n".join(found))
-            return args, recover_config(args)
+            return args, config
 
     def _create_member(self, config: RecoverConfig) -> RankMember:
         from megatron_recover.megatron.rank_member import RankMember

@@ -51,3 +51,24 @@ def test_a_request_to_end_is_not_told_as_a_new_generation(tmp_path: Path) -> Non
     line, printed = shown(tmp_path, begun, asked)
     assert line.endswith("| ending (SIGINT)")
     assert "generation 1: replicas 0 1" in printed and "generation 2" not in printed
+
+
+class Closed(io.StringIO):
+    """A terminal that was closed."""
+
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+def test_the_log_goes_on_when_nobody_looks(tmp_path: Path) -> None:
+    job = Job(
+        argv=("script.py",), num_replicas=1, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(),
+        run_dir=create_run_dir(tmp_path / "run"),
+    )  # fmt: skip
+    lines = [f" iteration {step}/ 3 | lm loss: 1.0" for step in (1, 2, 3)]
+    job.log_of(0, 0).write_text("\n".join(lines) + "\n")
+    console = Console(job, stream=Closed())
+    console.says("something that nobody reads")
+    console.start()
+    console.finished(ExitCode.OK, "training finished")
+    assert (job.run_dir / "train.log").read_text().splitlines() == lines

@@ -119,8 +119,9 @@ def test_a_script_that_never_joins_is_told_what_it_should_call(tmp_path: Path) -
     script = tmp_path / "script.py"
     script.write_text("print('trained alone')\n")
     outcome = run(spec(tmp_path, script=str(script)))
-    assert outcome.exit_code == ExitCode.FAILED
-    assert "does it call megatron_recover.megatron.pretrain instead of Megatron's pretrain?" in outcome.output
+    assert outcome.exit_code == ExitCode.BAD_INPUT
+    assert f"{script} never called megatron_recover.megatron.pretrain; does it call Megatron's own instead?" in outcome.output
+    assert not list((tmp_path / "run" / "logs").glob("replica-*")), "a rank was started"
 
 
 def test_what_the_dry_run_refuses_starts_no_rank(tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_inv_8_a_rank_that_is_stopped_after_the_last_commit_does_not_hang_the_jo
     assert verdict.holds, describe(verdict)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_one_signal_ends_all_replicas_at_the_same_step(tmp_path: Path, number: int) -> None:
     job = Running(spec(tmp_path, steps=FOR_EVER))
     job.launcher.send_signal(number)

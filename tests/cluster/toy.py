@@ -17,7 +17,7 @@ from megatron_recover import trace
 from megatron_recover.collectives.direct import DirectEndpoint
 from megatron_recover.collectives.member import Member
 from megatron_recover.collectives.transport import Revoked, Transport, TransportError
-from megatron_recover.config import RecoverConfig, rank_context
+from megatron_recover.config import DRY_RUN_PASSED, RecoverConfig, rank_context
 from megatron_recover.core.quota import share
 from megatron_recover.core.values import Apply, Compute, Held, Plan, Shape, Work
 from megatron_recover.faults import FaultInjector, FaultPoint
@@ -35,7 +35,7 @@ class Toy:
         context = rank_context()
         assert context is not None
         if context.dry_run:
-            sys.exit(0)
+            sys.exit(DRY_RUN_PASSED)
         self.context = context
         self.dropped = {tuple(each) for each in dropped}
         self.num_steps, self.num_microbatches, self.config = num_steps, num_microbatches, config

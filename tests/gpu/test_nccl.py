@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import signal
 import zlib
-from collections.abc import Mapping
 from random import Random
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_recover.cluster.job import sharing_a_gpu
 from megatron_recover.collectives.group import FaultTolerantGroup
 from megatron_recover.collectives.transport import Endpoint
 from tests.collectives.ranks import Fault, ranks
@@ -24,21 +24,9 @@ DEADLINE_S = 60.0
 MIB = 1 << 20
 
 
-def one_gpu(rank: int) -> Mapping[str, str]:
-    """NCCL settings under which several ranks share a device."""
-    return {
-        "NCCL_HOSTID": f"rank-{rank}",
-        "NCCL_SHM_DISABLE": "1",
-        "NCCL_P2P_DISABLE": "1",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_MAX_CTAS": "2",
-        "NCCL_NVLS_ENABLE": "0",
-    }
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_sums_over_generations(num_ranks: int) -> None:
-    with ranks("nccl", num_ranks, "cuda", one_gpu) as run:
+    with ranks("nccl", num_ranks, "cuda", sharing_a_gpu) as run:
         for generation in (1, 2):
             run.open(generation, range(num_ranks), DEADLINE_S)
             for tag, size in enumerate((4, 1 << 10, 4 * MIB)):
@@ -58,7 +46,7 @@ def test_survivors_go_on(members: int, size: int, instant: str, number: signal.S
     print(f"seed {seed}")
     victim = Random(seed).randrange(members)
     survivors = [member for member in range(members) if member != victim]
-    with ranks("nccl", members, "cuda", one_gpu) as run:
+    with ranks("nccl", members, "cuda", sharing_a_gpu) as run:
         run.open(1, range(members), DEADLINE_S)
         run.sums(range(members), 4096, 1, DEADLINE_S)
         assert all(outcome.right for outcome in run.outcomes(range(members)).values())
@@ -94,5 +82,5 @@ def group_script(endpoint: Endpoint, me: int, addresses: dict[int, str]) -> floa
 
 
 def test_the_group_over_nccl() -> None:
-    with ranks("nccl", 2, "cuda", one_gpu) as run:
+    with ranks("nccl", 2, "cuda", sharing_a_gpu) as run:
         assert run.call(group_script, run.addresses) == {0: 3.0, 1: 3.0}

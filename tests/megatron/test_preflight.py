@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_recover.cli.data import write_dataset
-from megatron_recover.megatron.arguments import REFUSALS
+from megatron_recover.megatron.arguments import REFUSALS, gpu_refusals
 from megatron_recover.megatron.preflight import FLAGS, Preflight, preflight
 from megatron_recover.trace import Layout
 
@@ -261,3 +261,13 @@ def _index(prefix: Path, num_documents: int) -> str:
 def test_needs_no_torch() -> None:
     code = "import sys, megatron_recover.megatron.preflight; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_ranks_need_gpus() -> None:
+    assert gpu_refusals(1, num_ranks=6, num_gpus=0) == []
+    assert gpu_refusals(1, num_ranks=6, num_gpus=6) == []
+    assert gpu_refusals(4, num_ranks=6, num_gpus=2) == []
+    [line] = gpu_refusals(4, num_ranks=9, num_gpus=2)
+    assert "make 9 ranks, which need 3 GPUs, and there are 2" in line
+    [line] = gpu_refusals(2, num_ranks=6, num_gpus=0)
+    assert "--recover-ranks-per-gpu needs CUDA" in line
