@@ -14,6 +14,8 @@ from megatron_recover.core.values import ExitCode, Failing, Finished, Loss, Loss
 EXIT = "exit: "
 """Requests that begin with this end the training loop at the step whose record carries them."""
 TOO_FEW = EXIT + "too few replicas"
+SAVED = "the last checkpoint is there"
+"""Request of whoever sees it at the end of training: the record that carries it lets all replicas leave together."""
 UNSAVED = "the last checkpoint cannot be written"
 """Request of the writer at the end of training: give up waiting for room on its disk."""
 

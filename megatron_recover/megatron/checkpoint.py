@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from megatron_recover import trace
-from megatron_recover.core.policy import UNSAVED
+from megatron_recover.core.policy import SAVED, UNSAVED
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.save_folder import TRACKER, SaveFolder, replace_tracker
 
@@ -188,8 +188,11 @@ class Checkpoints:
             return
         rounds, since = 0, time.monotonic()
         while True:
+            if self._agree(self.folder.has(iteration)):
+                # What each sees for itself would part them: a slow one may look when the next writer has saved already.
+                self._saver.request(SAVED)
             meet(rounds)
-            if UNSAVED in self._saver.requests or self._agree(self.folder.has(iteration)):
+            if {SAVED, UNSAVED} & self._saver.requests:
                 return
             if self._saver.is_writer():
                 if self._failed != iteration or self._may_try_again(since):

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from megatron_recover import trace
-from megatron_recover.core.policy import UNSAVED
+from megatron_recover.core.policy import SAVED, UNSAVED
 from megatron_recover.megatron import save_folder
 from megatron_recover.megatron.checkpoint import Checkpoints, TrackerFile
 from megatron_recover.megatron.save_folder import TRACKER, SaveFolder
@@ -91,6 +92,7 @@ class Replica:
         self.error: BaseException | None = None
         """What happens behind the first file of a save."""
         self.num_saving, self.asked = 0, []
+        self.after_save: Callable[[], None] = lambda: None
         self.start()
 
     def start(self) -> None:
@@ -129,6 +131,7 @@ class Replica:
         (target / "deeper" / "b").write_text(f"{self.replica}")
         with TrackerFile(Files(), self.checkpoints.before_naming).open(str(self._folder / TRACKER), "w") as file:
             file.write(str(iteration))
+        self.after_save()
 
 
 @pytest.fixture
@@ -144,8 +147,23 @@ class Job:
     def __init__(self, folder: Path) -> None:
         self.folder, self.alive = folder / "ck", [0, 1]
         self._log = folder / "events.jsonl"
-        log = trace.EventLog(self._log, 0.0)
-        self.first, self.second = (Replica(number, self.folder, log, lambda: min(self.alive)) for number in (0, 1))
+        self._event_log = trace.EventLog(self._log, 0.0)
+        self.first, self.second = (
+            Replica(number, self.folder, self._event_log, lambda: min(self.alive)) for number in (0, 1)
+        )
+        self.others: list[Replica] = []
+
+    def add(self, number: int) -> Replica:
+        """One more replica."""
+        self.alive.append(number)
+        self.others.append(Replica(number, self.folder, self._event_log, lambda: min(self.alive)))
+        return self.others[-1]
+
+    def meet(self, number: int) -> None:
+        """A common step at the end: its record carries what anybody alive has asked for."""
+        living = [each for each in (self.first, self.second, *self.others) if each.replica in self.alive]
+        for replica in living:
+            replica.requests |= frozenset(request for each in living for request in each.asked)
 
     def saves(self) -> dict[str, str]:
         """Checkpoints by name: who wrote them, or `half`."""
@@ -258,6 +276,7 @@ def test_writer_that_dies_in_the_last_save_is_made_up_for(job: Job, older: int |
         rounds.append(number)
         if number == 0:
             job.kill_first_in_save(30)
+        job.meet(number)
 
     job.second.checkpoints.settle(meet)
     assert rounds == [0, 1]
@@ -267,9 +286,38 @@ def test_writer_that_dies_in_the_last_save_is_made_up_for(job: Job, older: int |
 def test_all_replicas_wait_for_the_end_of_the_last_save(job: Job) -> None:
     job.save(30)
     rounds: list[int] = []
+
+    def meet(number: int) -> None:
+        rounds.append(number)
+        job.meet(number)
+
     for replica in (job.first, job.second):
-        replica.checkpoints.settle(rounds.append)
+        replica.checkpoints.settle(meet)
     assert rounds == [0, 0]
+
+
+def test_all_replicas_leave_on_the_same_record_however_late_they_look(job: Job) -> None:
+    """The first died in the last save; the second makes up for it before the third has looked at the folder again."""
+    third = job.add(2)
+    for replica in (job.second, third):
+        replica.checkpoints.save_checkpoint_and_time(30)
+    job.kill_first_in_save(30)
+    together = threading.Barrier(2, timeout=20)
+    has_saved = threading.Event()
+
+    def meet(number: int) -> None:
+        together.wait()
+        job.meet(number)
+        together.wait()
+        if number == 0 and threading.current_thread() is slow:
+            assert has_saved.wait(20)
+
+    slow = threading.Thread(target=third.checkpoints.settle, args=(meet,))
+    job.second.after_save = has_saved.set
+    slow.start()
+    job.second.checkpoints.settle(meet)  # raises BrokenBarrierError where it meets alone
+    slow.join(20)
+    assert not slow.is_alive() and job.named() == "30"
 
 
 def test_owed_checkpoint_is_not_taken_for_that_of_an_older_branch(job: Job) -> None:
@@ -434,7 +482,7 @@ def test_save_that_fails_costs_nothing_and_the_next_save_point_tries_again(
     job.first.error = None
     job.save(30)
     assert job.named() == "30"
-    job.first.checkpoints.settle(lambda number: None)
+    job.first.checkpoints.settle(job.meet)
 
 
 def test_error_that_is_not_of_the_disk_is_not_hidden(job: Job) -> None:
@@ -459,10 +507,11 @@ def test_last_checkpoint_is_tried_again_while_somebody_may_make_room(job: Job, m
     def meet(number: int) -> None:
         if number == 1:
             job.first.error = None
+        job.meet(number)
 
     job.first.checkpoints._save_timeout_s = 60.0
     job.first.checkpoints.settle(meet)
-    assert job.named() == "30" and job.first.asked == []
+    assert job.named() == "30" and job.first.asked == [SAVED]
 
 
 def test_last_checkpoint_that_cannot_be_written_ends_all_replicas_alike(job: Job) -> None:
@@ -472,8 +521,7 @@ def test_last_checkpoint_that_cannot_be_written_ends_all_replicas_alike(job: Job
 
     def meet(number: int) -> None:
         rounds.append(number)
-        for replica in (job.first, job.second):
-            replica.requests |= frozenset(job.first.asked)
+        job.meet(number)
 
     job.first.checkpoints.settle(meet)
     assert job.first.asked == [UNSAVED]
