@@ -257,7 +257,7 @@ class Launcher:
         before: list[tuple[int, Callable[..., object] | int | None]] = [
             (number, signal.signal(number, handle))
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-            if signal.getsignal(number) is not signal.SIG_IGN
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
         ]
         try:
             yield

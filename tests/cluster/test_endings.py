@@ -29,13 +29,15 @@ FOR_EVER = 10_000_000
 class Running:
     """A toy job that goes on until it is told to end, seen from outside."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Spec, *, hangup: signal.Handlers = signal.SIG_DFL) -> None:
+        """`hangup`: what its launcher finds SIGHUP set to."""
         self.spec = spec
         self.output = Path(spec.run_dir).with_suffix(".out")
         with open(self.output, "wb") as output:
             self.launcher = subprocess.Popen(
-                command(spec), cwd=ROOT, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
-            )
+                command(spec), cwd=ROOT, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
+            )  # fmt: skip
         self.until(lambda: self.num_applied() > 20, "training")
         self.processes = psutil.Process(self.launcher.pid).children(recursive=True)
         [self.server] = psutil.Process(self.launcher.pid).children()
@@ -186,6 +188,17 @@ def test_one_signal_ends_all_replicas_at_the_same_step(tmp_path: Path, number: i
     lengths = {len(outcome.sums(replica, rank)) for replica in range(3) for rank in range(2)}
     assert len(lengths) == 1, f"the ranks ended at different steps: {lengths}"
     job.assert_nothing_left()
+
+
+def test_a_job_whose_hangup_is_ignored_goes_on(tmp_path: Path) -> None:
+    """As nohup starts it."""
+    job = Running(spec(tmp_path, steps=FOR_EVER), hangup=signal.SIG_IGN)
+    job.launcher.send_signal(signal.SIGHUP)
+    num = job.num_applied()
+    job.until(lambda: job.num_applied() > num + 20, "more steps")
+    assert "SIGHUP" not in job.output.read_text()
+    job.launcher.send_signal(signal.SIGTERM)
+    assert job.end().exit_code == ExitCode.INTERRUPTED
 
 
 def test_a_second_signal_kills_everything(tmp_path: Path) -> None:
