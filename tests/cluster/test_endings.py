@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -38,6 +38,8 @@ class Running:
                 command(spec), cwd=ROOT, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True,
                 preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
             )  # fmt: skip
+
+    def until_training(self) -> None:
         self.until(lambda: self.num_applied() > 20, "training")
         self.processes = psutil.Process(self.launcher.pid).children(recursive=True)
         [self.server] = psutil.Process(self.launcher.pid).children()
@@ -62,6 +64,25 @@ class Running:
         until_ended(self.processes)
 
 
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a job that is killed at the end of the test, whatever becomes of that."""
+    started: list[Running] = []
+
+    def starting(spec: Spec, **settings: signal.Handlers) -> Running:
+        started.append(Running(spec, **settings))
+        started[-1].until_training()
+        return started[-1]
+
+    yield starting
+    for job in started:
+        job.launcher.kill()
+        job.launcher.wait()
+
+
 def is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -82,7 +103,8 @@ def test_an_exception_costs_one_replica(tmp_path: Path) -> None:
 
 
 def test_a_microbatch_that_raises_twice_stops_the_job_and_is_named(tmp_path: Path) -> None:
-    again = tuple(raises(replica, 0, FaultPoint.RECOMPUTE) for replica in (1, 2))
+    points = (FaultPoint.RECOMPUTE, FaultPoint.FORWARD)  # whoever has it next may not have begun the step yet
+    again = tuple(raises(replica, 0, point) for replica in (1, 2) for point in points)
     outcome = run(spec(tmp_path, faults=(raises(0, 0), *again)))
     assert outcome.exit_code == ExitCode.POISONED_MICROBATCH
     assert "computing microbatch 0 of train 2" in outcome.output
@@ -179,8 +201,8 @@ def test_inv_8_a_rank_that_is_stopped_after_the_last_commit_does_not_hang_the_jo
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_one_signal_ends_all_replicas_at_the_same_step(tmp_path: Path, number: int) -> None:
-    job = Running(spec(tmp_path, steps=FOR_EVER))
+def test_one_signal_ends_all_replicas_at_the_same_step(start: Start, tmp_path: Path, number: int) -> None:
+    job = start(spec(tmp_path, steps=FOR_EVER))
     job.launcher.send_signal(number)
     outcome = job.end()
     assert outcome.exit_code == ExitCode.INTERRUPTED, outcome.output
@@ -190,9 +212,9 @@ def test_one_signal_ends_all_replicas_at_the_same_step(tmp_path: Path, number: i
     job.assert_nothing_left()
 
 
-def test_a_job_whose_hangup_is_ignored_goes_on(tmp_path: Path) -> None:
+def test_a_job_whose_hangup_is_ignored_goes_on(start: Start, tmp_path: Path) -> None:
     """As nohup starts it."""
-    job = Running(spec(tmp_path, steps=FOR_EVER), hangup=signal.SIG_IGN)
+    job = start(spec(tmp_path, steps=FOR_EVER), hangup=signal.SIG_IGN)
     job.launcher.send_signal(signal.SIGHUP)
     num = job.num_applied()
     job.until(lambda: job.num_applied() > num + 20, "more steps")
@@ -201,8 +223,8 @@ def test_a_job_whose_hangup_is_ignored_goes_on(tmp_path: Path) -> None:
     assert job.end().exit_code == ExitCode.INTERRUPTED
 
 
-def test_a_second_signal_kills_everything(tmp_path: Path) -> None:
-    job = Running(spec(tmp_path, steps=FOR_EVER))
+def test_a_second_signal_kills_everything(start: Start, tmp_path: Path) -> None:
+    job = start(spec(tmp_path, steps=FOR_EVER))
     victim = next(each for each in job.processes if each.pid != job.server.pid)
     os.kill(victim.pid, signal.SIGSTOP)  # the common step of the first signal never comes
     job.launcher.send_signal(signal.SIGINT)
@@ -212,8 +234,8 @@ def test_a_second_signal_kills_everything(tmp_path: Path) -> None:
     job.assert_nothing_left()
 
 
-def test_a_fork_server_that_is_stopped_is_continued_and_holds_nothing_up(tmp_path: Path) -> None:
-    job = Running(spec(tmp_path, steps=FOR_EVER))
+def test_a_fork_server_that_is_stopped_is_continued_and_holds_nothing_up(start: Start, tmp_path: Path) -> None:
+    job = start(spec(tmp_path, steps=FOR_EVER))
     os.kill(job.server.pid, signal.SIGSTOP)
     job.until(lambda: "somebody stopped the fork server" in job.output.read_text(), "a word about it")
     next(each for each in job.processes if each.pid != job.server.pid).kill()
@@ -224,8 +246,8 @@ def test_a_fork_server_that_is_stopped_is_continued_and_holds_nothing_up(tmp_pat
 
 
 @pytest.mark.parametrize("whom", ["launcher", "fork server", "both", "launcher of a stopped fork server"])
-def test_nothing_is_left_when_a_parent_is_killed(tmp_path: Path, whom: str) -> None:
-    job = Running(spec(tmp_path, steps=FOR_EVER))
+def test_nothing_is_left_when_a_parent_is_killed(start: Start, tmp_path: Path, whom: str) -> None:
+    job = start(spec(tmp_path, steps=FOR_EVER))
     if whom in ("both", "launcher of a stopped fork server"):
         os.kill(job.launcher.pid, signal.SIGSTOP)  # it must not see what happens to the other
     if whom in ("fork server", "both"):
@@ -240,9 +262,9 @@ def test_nothing_is_left_when_a_parent_is_killed(tmp_path: Path, whom: str) -> N
         assert code == ExitCode.FAILED and "the fork server has ended" in job.output.read_text()
 
 
-def test_a_rank_killed_from_outside_is_seen_and_fenced(tmp_path: Path) -> None:
+def test_a_rank_killed_from_outside_is_seen_and_fenced(start: Start, tmp_path: Path) -> None:
     # The rest of a broken replica ends by itself after the follow timeout, so that is put off: here it has to be killed.
-    job = Running(spec(tmp_path, steps=FOR_EVER, config=RecoverConfig(follow_timeout_s=300.0)))
+    job = start(spec(tmp_path, steps=FOR_EVER, config=RecoverConfig(follow_timeout_s=300.0)))
     ranks = [each for each in job.processes if each.ppid() != job.launcher.pid]
     ranks[3].kill()
     job.until(lambda: '"fenced"' in (Path(job.spec.run_dir) / "events.jsonl").read_text(), "the fence")
