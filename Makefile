@@ -1,5 +1,6 @@
 # `make demo` and `make test` set everything up by themselves; PYTHON=/path/to/python3.12 names an interpreter.
 PY := .venv/bin/python
+SOURCES := megatron_recover patches scripts tests benchmarks setup.py
 export OMP_NUM_THREADS := 1
 
 .PHONY: help setup demo test lint explore gpu-test campaign bench clean
@@ -16,8 +17,9 @@ demo: setup      ## train on real text, kill real processes, prove that nothing 
 test: setup lint ## everything that CI runs
 	@$(PY) -m pytest -q
 
-lint: setup      ## ruff, mypy --strict on the pure parts, the layer rule
-	@$(PY) -m ruff check megatron_recover patches scripts tests benchmarks setup.py
+lint: setup      ## ruff (rules and format), mypy --strict on the pure parts, the layer rule
+	@$(PY) -m ruff check $(SOURCES)
+	@$(PY) -m ruff format --check $(SOURCES)
 	@$(PY) -m mypy
 	@.venv/bin/lint-imports --no-cache
 

@@ -135,12 +135,14 @@ def commands(job: Job, data: pathlib.Path, folder: pathlib.Path, name: str) -> t
     """The command line of ours and of the baseline for one job."""
     script = str(ROOT / "scripts" / "pretrain_gpt.py")
     flags = job.megatron_flags(data, None)
-    ours = [sys.executable, "-m", "megatron_recover", "run", "--replicas", str(job.replicas), "--run-dir", str(folder / name),
-            "--", script, *flags]
+    ours = [
+        sys.executable, "-m", "megatron_recover", "run", "--replicas", str(job.replicas), "--run-dir", str(folder / name),
+        "--", script, *flags,
+    ]  # fmt: skip
     plain = list(flags)
     for option in ("--recover-determinism", "--recover-bucket-elements"):
         at = plain.index(option)
-        del plain[at:at + 2]
+        del plain[at : at + 2]
     world = job.replicas * job.tp * job.pp
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
     baseline = [*torchrun, "--master-port", str(_free_port()), script, *plain]

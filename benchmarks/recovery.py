@@ -92,7 +92,7 @@ def measure(folder: pathlib.Path, data: pathlib.Path, point: str, index: int) ->
         sys.executable, "-m", "megatron_recover", "run", "--replicas", str(REPLICAS), "--run-dir", str(run_dir),
         "--chaos", str(chaos), "--", str(ROOT / "benchmarks" / "paced_pretrain.py"),
         *job.megatron_flags(data, None), "--paced-forward-s", str(PACE_S),
-    ]
+    ]  # fmt: skip
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=180)
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     kill_t = next(event["t"] for event in events if event["event"] == "fault")

@@ -70,9 +70,7 @@ class Transport(Protocol):
         All members pass the same `tag`, which is not used twice in a transport's life. Bit-identical on all members.
         """
 
-    def copy_into(
-        self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int, deadline_s: float
-    ) -> None:
+    def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int, deadline_s: float) -> None:
         """Copy the tensors of member `source` into those of `targets`. Members that are neither return at once."""
 
     def revoke(self) -> None:

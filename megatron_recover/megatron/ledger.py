@@ -70,9 +70,7 @@ def read_losses(rows: Tensor) -> list[dict[str, Tensor]]:
     """The loss dictionaries of all ids in their order, as the loss function made them (dtype, shape and device of the rows)."""
     heads = [tuple(numbers[_HEADER - 1 : _start(numbers)]) for numbers in rows.tolist()]
     columns = {head: _columns(rows, head) for head in dict.fromkeys(heads)}  # one as a rule: all ids report alike
-    return [
-        {key: values[index].reshape(shape) for key, values, shape in columns[head]} for index, head in enumerate(heads)
-    ]
+    return [{key: values[index].reshape(shape) for key, values, shape in columns[head]} for index, head in enumerate(heads)]
 
 
 def _columns(rows: Tensor, head: Sequence[float]) -> list[tuple[str, Tensor, tuple[int, ...]]]:

@@ -29,9 +29,7 @@ class Speaker(Protocol):
 class LogLine:
     """Stands in for `print_rank_last` in Megatron's training loop (seam `log_line`)."""
 
-    def __init__(
-        self, speaker: Speaker, num_replicas: int, original: Callable[[str], None], flush: Callable[[], None]
-    ) -> None:
+    def __init__(self, speaker: Speaker, num_replicas: int, original: Callable[[str], None], flush: Callable[[], None]) -> None:
         """`num_replicas` at the start of the run; `flush()` brings TensorBoard's values to the disk."""
         self._speaker, self._num_replicas, self._original, self._flush = speaker, num_replicas, original, flush
 
@@ -85,7 +83,6 @@ class TensorBoard:
         self.__getattr__("add_scalar")(
             tag, value / len(self._speaker.roster) if tag == "throughput" else value, *args, **kwargs
         )
-
 
     def _remember(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # By the member's step: the writer began it after it had flushed what came before. (Megatron's own numbers will not do:

@@ -167,7 +167,12 @@ class Ranks:
         self.tell(members, "open", generation, {member: self.addresses[member] for member in members}, deadline_s)
 
     def sums(
-        self, ranks: Iterable[int], num_bytes: int, tag: int, deadline_s: float, faults: Mapping[int, Fault] = {}  # noqa: B006
+        self,
+        ranks: Iterable[int],
+        num_bytes: int,
+        tag: int,
+        deadline_s: float,
+        faults: Mapping[int, Fault] = {},  # noqa: B006
     ) -> None:
         for rank in ranks:
             self.tell([rank], "sum", num_bytes, tag, deadline_s, faults.get(rank))

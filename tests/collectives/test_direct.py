@@ -104,9 +104,7 @@ def check_nothing_written_after_a_revoke() -> None:
             released.set()
 
         other = torch.empty(4_000_000)
-        outcomes = at_once(
-            first, lambda: transports[1].sum_into([source], [other], tag=1, deadline_s=20), revoke
-        )
+        outcomes = at_once(first, lambda: transports[1].sum_into([source], [other], tag=1, deadline_s=20), revoke)
         assert isinstance(outcomes[0], Revoked) and isinstance(outcomes[1], TransportError)
         untouched = bool((result == -1).all())  # apart from the assertion: pytest would print 4 million elements
         assert untouched, "something wrote to the result after the call had raised"

@@ -148,9 +148,7 @@ class Job:
         self.folder, self.alive = folder / "ck", [0, 1]
         self._log = folder / "events.jsonl"
         self._event_log = trace.EventLog(self._log, 0.0)
-        self.first, self.second = (
-            Replica(number, self.folder, self._event_log, lambda: min(self.alive)) for number in (0, 1)
-        )
+        self.first, self.second = (Replica(number, self.folder, self._event_log, lambda: min(self.alive)) for number in (0, 1))
         self.others: list[Replica] = []
 
     def add(self, number: int) -> Replica:

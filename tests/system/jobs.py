@@ -91,14 +91,20 @@ class Outcome:
 
 
 def run_job(
-    job: Job, run_dir: pathlib.Path, data: pathlib.Path, *, chaos: str = "", save: pathlib.Path | None = None,
-    deadline_s: float = DEADLINE_S, quiet: bool = False,
+    job: Job,
+    run_dir: pathlib.Path,
+    data: pathlib.Path,
+    *,
+    chaos: str = "",
+    save: pathlib.Path | None = None,
+    deadline_s: float = DEADLINE_S,
+    quiet: bool = False,
     script: pathlib.Path = ROOT / "scripts" / "pretrain_gpt.py",
 ) -> Outcome:
     """Run a job to its end, in a process group of its own that is killed at the deadline (which fails the test)."""
     command: list[str] = [
         sys.executable, "-m", "megatron_recover", "run", "--replicas", str(job.replicas), "--run-dir", str(run_dir),
-    ]
+    ]  # fmt: skip
     if job.lanes > 1:
         command += ["--lanes", str(job.lanes)]
     if chaos:
@@ -145,7 +151,7 @@ def text_data(folder: pathlib.Path) -> pathlib.Path:
     subprocess.run(
         [sys.executable, "-m", "megatron_recover", "data", "--output", str(prefix), *map(str, sources)],
         cwd=ROOT, check=True, capture_output=True, timeout=120,
-    )
+    )  # fmt: skip
     return prefix
 
 
