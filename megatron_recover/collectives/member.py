@@ -70,6 +70,12 @@ class Member:
         """Of the newest `Plan` or `Apply` that the training thread took; 0 before the first."""
         self.roster: tuple[int, ...] = tuple(range(context.num_replicas))
         """Members of `generation`, ascending."""
+        self.step = -1
+        """The newest step that this rank has begun; -1 before the first."""
+        self.quotas: tuple[int, ...] = ()
+        """Of the newest `Plan` that was taken, in the order of its roster."""
+        self.requests: frozenset[str] = frozenset()
+        """All that the records have carried so far; the same on every replica after the same step."""
         self._context, self._config, self._endpoint = context, config, endpoint
         self._record, self._faults, self._end_process = record, faults, end_process
         self._changed = threading.Condition(threading.RLock())
@@ -80,7 +86,7 @@ class Member:
         self._transport: Transport | None = None
         self._requests: list[str] = []
         self._failure: JobStopped | None = None
-        self._heard = False
+        self._has_raised = self._heard = False
         self._closed = False
         self._outbox: deque[values.Report] = deque()
         self._loop = Loop()
@@ -119,9 +125,9 @@ class Member:
             self._raise_if_stopped()
             asked = tuple(sorted({*requests, *self._requests}))
             self._requests.clear()
-            step = self._state.step
+            self.step = self._state.step
             self._step(machine.Begin(work, asked))
-            return step
+            return self.step
 
     def next_order(self) -> Plan | Apply:
         """Wait for what to do next. Raises `JobStopped`."""
@@ -135,7 +141,11 @@ class Member:
                 raise JobStopped(order.exit_code, order.reason)
             assert isinstance(order, Plan | Apply)
             self.generation, self.roster = order.generation, order.roster
-        if isinstance(order, Plan) and self._leader is not None:
+        if isinstance(order, Apply):
+            self.requests |= frozenset(order.record.requests)
+            return order
+        self.quotas = order.quotas
+        if self._leader is not None:
             self._leader.clock.taken(order.generation)
         return order
 
@@ -174,9 +184,13 @@ class Member:
             self._step(machine.Failed(generation, f"{type(error).__name__}: {error}", suspects))
 
     def raised(self, microbatches: Sequence[int], error: BaseException) -> None:
-        """Computing one of `microbatches` (empty: something else) raised; returns when the coordinator will know. Then end."""
-        if not self._control.is_alive():
+        """Computing one of `microbatches` (empty: something else) raised; returns when the coordinator will know. Then end.
+
+        The first to report an exception knows the microbatch; whoever sees it pass by later does not, and is not heard.
+        """
+        if self._has_raised or not self._control.is_alive():
             return
+        self._has_raised = True
         with self._changed:
             self._step(machine.Raise(tuple(microbatches), f"{type(error).__name__}: {error}"))
             self._changed.wait_for(lambda: self._heard or self._failure is not None, _LAST_WORDS_DEADLINE_S)

@@ -97,7 +97,8 @@ class ReplicaState(Value, frozen=True):
     work: Work | None = None
     """The step's work once the training loop has begun it."""
     requests: tuple[str, ...] = ()
-    """What all its votes ask for from now on: requests of its ranks (`Begun`) and of generations (`NewGeneration`)."""
+    """What all its votes ask for from now on: requests of its ranks (`Begun`), of generations (`NewGeneration`), and all that a
+    record has carried."""
     promised: tuple[int, ...] = ()
     """Ranks that promised `generation`."""
     contributions: tuple[tuple[MicrobatchId, ...], ...] = ()
@@ -385,6 +386,8 @@ def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
         held=(),
         plan=None,
         votes=(),
+        # Whoever asked may be gone before the end, and the last record says how the job ended: it rides on from here.
+        requests=unite((state.requests, record.requests)),
         committed=record,
     )
     apply = Apply(record, state.generation, state.roster)

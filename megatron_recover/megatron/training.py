@@ -35,10 +35,10 @@ from megatron_recover.megatron.arguments import (
 )
 
 if TYPE_CHECKING:
+    from megatron_recover.collectives.member import Member
     from megatron_recover.collectives.transport import Endpoint
     from megatron_recover.megatron.checkpoint import Checkpoints
     from megatron_recover.megatron.commit import CommitLoop
-    from megatron_recover.megatron.rank_member import RankMember
 
 Provider = Callable[[ArgumentParser], ArgumentParser]
 
@@ -135,7 +135,7 @@ class _Training:
         )
         with bad_input_ends():
             self._installation = seams.Installation(seams.load(), seams.load_anchors())
-        self._member: RankMember | None = None
+        self._member: Member | None = None
         self._tensorboard = TensorBoardFactory(lambda: self._member)
 
     def run(
@@ -211,14 +211,14 @@ class _Training:
                 raise ValueError("\n".join(found))
             return args, config
 
-    def _create_member(self, config: RecoverConfig) -> RankMember:
-        from megatron_recover.megatron.rank_member import RankMember
+    def _create_member(self, config: RecoverConfig) -> Member:
+        from megatron_recover.collectives.member import Member
 
         with bad_input_ends():
             endpoint = _endpoint(config)
-        return RankMember(self._context, config, endpoint, record=self._log.record, faults=self._faults)
+        return Member(self._context, config, endpoint, record=self._log.record, faults=self._faults)
 
-    def _install(self, args: Namespace, config: RecoverConfig, member: RankMember) -> tuple[Checkpoints, CommitLoop]:
+    def _install(self, args: Namespace, config: RecoverConfig, member: Member) -> tuple[Checkpoints, CommitLoop]:
         from megatron.training import get_args
 
         from megatron_recover.megatron.boundary import Boundary

@@ -18,6 +18,7 @@ from megatron_recover.core.values import (
     Diverged,
     Ended,
     Entered,
+    ExitCode,
     Failing,
     Finished,
     Holds,
@@ -160,6 +161,14 @@ def test_requests_ride_in_the_vote_and_are_united() -> None:
     assert state.committed == record(requests=("checkpoint", *both))
     _, effects = lead(state, Ended(0))
     assert effects == [ToCoordinator(Finished(0, 10))]
+
+
+def test_a_request_outlives_whoever_asked() -> None:
+    state, _ = lead(working(roster=(0, 1)), holds(), vote(1, of=record(requests=("exit: SIGTERM",))))
+    assert state.committed == record(requests=("exit: SIGTERM",))
+    state, _ = lead(state, Begun(0, 1, Work("train 1", 3, (0,))), NewGeneration(2, (0,)), Promised(0, 2), holds(2, step=1))
+    assert state.step == 2
+    assert lead(state, Ended(0))[1] == [ToCoordinator(Finished(0, ExitCode.INTERRUPTED))]
 
 
 def test_a_request_of_a_follower_is_committed_whenever_it_comes() -> None:
