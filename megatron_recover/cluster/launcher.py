@@ -1,7 +1,8 @@
 """The life of a run in the launcher's process: dry run, start of all ranks, watch over them, exit code; nothing stays behind.
 
-It joins the agent (processes), the membership (decisions) and the console. What happens to the job is decided by the
-machines of the core; what is decided here is only how long a process that has been told to end may take.
+It joins the agent (processes), the membership (decisions) and the console. What a loss does to the job is decided by the core.
+What is decided here is what there is no job for yet or any more: bad input (of the dry run, or of a rank before generation 1),
+a fork server that is lost, a second signal, and how long a process that has been told to end may take.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from megatron_recover.cluster.membership import Membership
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext
 from megatron_recover.core.coordinator import Policy
-from megatron_recover.core.values import ExitCode, Loss, LossKind
+from megatron_recover.core.policy import loss_of
+from megatron_recover.core.values import ExitCode, Loss
 from megatron_recover.megatron.arguments import BAD_ARGUMENTS
 
 _DRY_RUN = -1
@@ -226,11 +228,7 @@ class Launcher:
             # What one rank refuses, all refuse: there is no point in waiting for the others.
             self._end(ExitCode.BAD_INPUT, _refusal(self._job.log_of(end.replica, end.rank)))
             return
-        kind = LossKind.EXCEPTION if end.status > 0 else LossKind.PROCESS_ENDED
-        if end.status == ExitCode.OK and not self._membership.generation:
-            kind = LossKind.ENDED_EARLY
-        if end.status == ExitCode.INVARIANT_VIOLATED:
-            kind = LossKind.INVARIANT_VIOLATED
+        kind = loss_of(end.status, started=self._membership.generation > 0)
         self._membership.lost(Loss(end.replica, kind, f"rank {end.rank}: {end.cause}"))
 
     def _fence(self, replica: int) -> None:

@@ -24,14 +24,14 @@ class Membership:
         policy: machine.Policy,
         *,
         loop: Loop,
-        timers_s: Mapping[str, float],
+        timers_s: Mapping[machine.Setting, float],
         record: Callable[[trace.Event], None],
         fence: Callable[[int], None],
         on_end: Callable[[int, str], None],
     ) -> None:
         """Listen for leaders on a free port of the loopback interface.
 
-        `timers_s` has the seconds of every setting that `core.coordinator.Arm` names. `fence(replica)` starts killing it;
+        `timers_s` has the seconds of every `core.coordinator.Setting`. `fence(replica)` starts killing it;
         `on_end(exit_code, reason)` comes once, when the leaders have been told to stop.
         """
         self._loop, self._timers_s, self._record, self._fence, self._on_end = loop, timers_s, record, fence, on_end
@@ -48,11 +48,6 @@ class Membership:
     def generation(self) -> int:
         """The newest; 0 before the first."""
         return self._state.generation
-
-    @property
-    def roster(self) -> tuple[int, ...]:
-        """Members of the newest generation; empty before the first."""
-        return self._state.roster
 
     def lost(self, loss: values.Loss) -> None:
         """A replica is gone; losing it twice is fine."""
@@ -107,8 +102,8 @@ class Membership:
                     self._announce(new)
                 case machine.Fence(replica):
                     self._fence(replica)
-                case machine.Arm(timer, seconds):
-                    self._arm(timer, self._timers_s[seconds])
+                case machine.Arm(timer, setting):
+                    self._arm(timer, self._timers_s[setting])
                 case machine.EndJob(exit_code, reason):
                     self._end(exit_code, reason)
 

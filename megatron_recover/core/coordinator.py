@@ -6,11 +6,11 @@ timers and kills. What a loss leads to is `core/policy.py`.
 Caller's contract
 -----------------
 * One coordinator, one state, inputs in any order; effects carried out in order before the next input.
-* A link to a leader that breaks is no input by itself (the agent reports the end of the process as `Lost`); if the agent
-  itself is gone, the driver feeds `Lost(SUSPECTED)` for its replicas.
+* A link to a leader that breaks is no input by itself: the agent reports the end of the process as `Lost`, of the kind that
+  `policy.loss_of` gives it. A leader that sends what no leader sends is `Lost(SUSPECTED)`. If the agent is gone the run fails.
 * `Announce`: send `NewGeneration` to all leaders of its roster (with the addresses of all, which core does not know).
 * `Fence`: kill all ranks of the replica, for certain; never wait for it.
-* `Arm(timer, seconds)`: feed `TimerFired(timer)` once after the setting named `seconds`; timers are never disarmed (stale ones
+* `Arm(timer, setting)`: feed `TimerFired(timer)` once after the seconds of that setting; timers are never disarmed (stale ones
   are dropped by name).
 * `EndJob`: send `Stop(exit_code, reason)` to all leaders, end the run with that code. Nothing follows it.
 
@@ -25,7 +25,7 @@ Note [Waiting for a save]
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -140,12 +140,15 @@ class Fence(Value, frozen=True):
     replica: ReplicaId
 
 
+Setting = Literal["start_timeout_s", "follow_timeout_s", "finish_timeout_s", "save_timeout_s", "grace_s"]
+"""How long a timer runs, by name: the driver knows the seconds."""
+
+
 class Arm(Value, frozen=True):
-    """Start a timer. `seconds` names the setting: `start_timeout_s`, `follow_timeout_s`, `finish_timeout_s`,
-    `save_timeout_s` or `grace_s`."""
+    """Start a timer."""
 
     timer: str
-    seconds: str
+    setting: Setting
 
 
 class EndJob(Value, frozen=True):

@@ -29,6 +29,19 @@ def exit_code(requests: Sequence[str]) -> int:
     return ExitCode.INTERRUPTED if any(request.startswith(EXIT) for request in requests) else ExitCode.OK
 
 
+def loss_of(status: int, *, started: bool) -> LossKind:
+    """Why a replica is lost of which a rank ended with `status` (exit code, or minus the signal) before it was told to.
+
+    `started`: generation 1 has been made. A training script that ends well before that has not called `pretrain`; after that
+    it has left without the others (`sys.exit`), which is as good as killed.
+    """
+    if status == ExitCode.INVARIANT_VIOLATED:
+        return LossKind.INVARIANT_VIOLATED
+    if status == ExitCode.OK and not started:
+        return LossKind.ENDED_EARLY
+    return LossKind.EXCEPTION if status > 0 else LossKind.PROCESS_ENDED
+
+
 def poisoned(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int, str] | None:
     """The end of a job in which computing one microbatch has ended two replicas (INV-9), or None.
 

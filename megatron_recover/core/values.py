@@ -97,7 +97,8 @@ class Record(Value, frozen=True):
     label: str
     versions: tuple[BucketVersion, ...]
     requests: tuple[str, ...] = ()
-    """Sorted union of the voters' requests (`Vote.requests`): exit, checkpoint, joins."""
+    """What voters ask of all: in a vote the voter's own, in what is committed their sorted union. To exit, and what is said of
+    the last checkpoint (`core/policy.py`). Nothing to do with `Requested`, which asks the coordinator for a generation."""
 
 
 class Vote(Value, frozen=True):
@@ -245,10 +246,13 @@ class LossKind(enum.Enum):
     """Why a replica left the roster."""
 
     PROCESS_ENDED = "process ended"
+    """By a signal, or with exit code 0 while the run went on."""
     ENDED_EARLY = "ended early"
     """A rank ended with exit code 0 before the first generation."""
     EXCEPTION = "exception"
+    """With any other exit code."""
     SUSPECTED = "suspected"
+    """Too late for a generation, the start or the end; blamed for generations without a step; or it sent what it must not."""
     DIVERGED = "diverged"
     INVARIANT_VIOLATED = "invariant violated"
     """A check inside one of its ranks failed, and the rank ended itself rather than go on (exit code 14)."""

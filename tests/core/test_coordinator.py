@@ -195,6 +195,24 @@ def test_the_minority_that_diverges_is_fenced() -> None:
     assert announced(effects).trusted_from == 2
 
 
+@pytest.mark.parametrize(
+    ("status", "started", "kind"),
+    [
+        (-9, False, LossKind.PROCESS_ENDED),
+        (-9, True, LossKind.PROCESS_ENDED),
+        (0, False, LossKind.ENDED_EARLY),
+        (0, True, LossKind.PROCESS_ENDED),
+        (1, False, LossKind.EXCEPTION),
+        (1, True, LossKind.EXCEPTION),
+        (ExitCode.BAD_INPUT, True, LossKind.EXCEPTION),
+        (ExitCode.INVARIANT_VIOLATED, False, LossKind.INVARIANT_VIOLATED),
+        (ExitCode.INVARIANT_VIOLATED, True, LossKind.INVARIANT_VIOLATED),
+    ],
+)
+def test_what_an_end_says_of_a_replica(status: int, started: bool, kind: LossKind) -> None:
+    assert policy.loss_of(status, started=started) is kind
+
+
 def test_a_tie_ends_the_job() -> None:
     _, effects = feed(started(2), Diverged(0, 1, 7, (), "checksums"))
     assert ended(effects) == EndJob(12, "checksums")

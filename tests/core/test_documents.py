@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 from megatron_recover.core import coordinator, rank, replica
 from megatron_recover.sim.diagram import page
@@ -33,8 +34,7 @@ def test_every_explored_scenario_is_in_the_documents() -> None:
 
 def test_every_timer_and_input_is_in_the_contract() -> None:
     contract = (DOCS / "protocol.md").read_text()
-    settings = ("start_timeout_s", "follow_timeout_s", "grace_s")
-    for word in (*settings, "LinkLost", "WaitExpired", "TimerFired", "waiting_for", "may_run", "Retire"):
+    for word in (*get_args(coordinator.Setting), "LinkLost", "WaitExpired", "TimerFired", "waiting_for", "may_run", "Retire"):
         assert word in contract
 
 
