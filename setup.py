@@ -14,6 +14,7 @@ setup(
     install_requires=[
         "torch>=2.11",
         "megatron-core>=0.19,<0.20",
+        "numpy>=2.0",
         "msgspec>=0.19",
         "rich>=13",
         "matplotlib>=3.8",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -54,6 +56,17 @@ def test_every_exit_code_is_explained() -> None:
 def test_every_fault_point_is_listed_and_no_other() -> None:
     rows = re.findall(r"^\| (`.+?) \|", _text("docs/chaos.md").split("## Fault points")[1], re.MULTILINE)
     assert re.findall(r"`(\w+)`", " ".join(rows)) == [point.value for point in FaultPoint]
+
+
+def test_every_package_that_is_imported_is_declared_and_explained() -> None:
+    nodes = [node for path in (ROOT / "megatron_recover").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    packages = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"megatron_recover"}
+    imported = {{"megatron": "megatron-core", "nccl": "nccl4py"}.get(name, name) for name in packages}
+    declared = {*re.findall(r'"([\w-]+)(?:\[\w+\])?(?:>=|")', _text("setup.py").split("install_requires")[1].split('"dev"')[0])}
+    explained = {*re.findall(r"^\| ([\w-]+)", _text("docs/dependencies.md"), re.MULTILINE), "nccl4py"}
+    assert imported - declared == set() and imported - explained == set()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
