@@ -9,6 +9,7 @@ server's report are what confirms that nothing of the process can run any more.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -28,6 +29,7 @@ _STATE_FIELD, _FLAGS_FIELD, _EXIT_CODE_FIELD = 3, 9, 52
 """Of /proc/PID/stat, counted from 1 (proc(5))."""
 _STOPPED = b"T"
 _FORK_DEADLINE_S = 60.0
+_CLOSE_DEADLINE_S = 10.0
 _LOOK_S = 1.0
 """Between two looks at a fork server that is waited for."""
 
@@ -122,8 +124,8 @@ class Agent:
             lines = self._log.read_text(errors="replace").strip().splitlines() or ["no output"]
             raise AgentLost(f"{error}; it ends with: {lines[-1]}") from error
 
-    def spawn(self, replica: int, rank: int, *, argv: tuple[str, ...], environment: dict[str, str], log: Path) -> int:
-        """Fork a rank that runs the script `argv` with its output in `log`; its pid."""
+    def spawn(self, replica: int, rank: int, *, argv: tuple[str, ...], environment: dict[str, str], log: Path) -> None:
+        """Fork a rank that runs the script `argv` with its output in `log`; returns when it has started."""
         request = forkserver.Spawn(replica=replica, rank=rank, argv=argv, environment=environment)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
@@ -137,7 +139,6 @@ class Agent:
             if reply is None:
                 raise AgentLost(f"the fork server did not start a rank within {_FORK_DEADLINE_S:g} s; see {self._log}")
             self._pending.append(reply)
-        return reply.pid
 
     def wake_server(self) -> bool:
         """Continue the fork server if somebody has stopped it (SIGSTOP), and whether that was so.
@@ -176,15 +177,12 @@ class Agent:
                 ends.append(End(process.replica, process.rank, status))
         return ends
 
-    def fence(self, replica: int) -> tuple[int, ...]:
-        """Kill every rank of a replica that is not known to be dead; which they are. `is_fenced` says when it is done."""
-        living = [each for each in self._processes.values() if each.replica == replica and not each.confirmed]
-        for process in living:
-            try:
-                signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
-            except ProcessLookupError:
-                continue  # reaped, and its report is on the way
-        return tuple(each.rank for each in living)
+    def fence(self, replica: int) -> None:
+        """Kill every rank of a replica that is not known to be dead. `is_fenced` says when it is done."""
+        for process in self._processes.values():
+            if process.replica == replica and not process.confirmed:
+                with contextlib.suppress(ProcessLookupError):  # reaped, and its report is on the way
+                    signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
 
     def is_fenced(self, replica: int) -> bool:
         """Whether no process of a replica is left."""
@@ -194,7 +192,7 @@ class Agent:
         """Ranks that are not confirmed dead."""
         return sum(not each.confirmed for each in self._processes.values())
 
-    def close(self, *, deadline_s: float = 10.0) -> None:
+    def close(self) -> None:
         """Kill every rank and end the fork server. Raises RuntimeError when that can not be confirmed in time."""
         for replica in {each.replica for each in self._processes.values()}:
             self.fence(replica)
@@ -203,18 +201,18 @@ class Agent:
         if not self._processes:
             self._server.kill()  # it has nothing to reap, and may be importing for a long time
         try:
-            self._server.wait(timeout=deadline_s)
+            self._server.wait(timeout=_CLOSE_DEADLINE_S)
         except subprocess.TimeoutExpired:
             self._server.kill()  # its ranks get SIGKILL from the kernel
-            self._server.wait(timeout=deadline_s)
-        end = time.monotonic() + deadline_s
+            self._server.wait(timeout=_CLOSE_DEADLINE_S)
+        end = time.monotonic() + _CLOSE_DEADLINE_S
         left = [each.pid for each in self._processes.values() if not _ended(each.pidfd, end)]
         for process in self._processes.values():
             process.close()
         self._processes.clear()
         self._server_stat.close()
         if left:
-            raise RuntimeError(f"processes {left} did not end {deadline_s:g} s after SIGKILL")
+            raise RuntimeError(f"processes {left} did not end {_CLOSE_DEADLINE_S:g} s after SIGKILL")
 
     def _receive(self, *, deadline_s: float = 0.0) -> forkserver.Reply | None:
         """The next reply, None if none comes in time; starts are entered into the books here."""

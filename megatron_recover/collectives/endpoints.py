@@ -11,11 +11,15 @@ from megatron_recover.collectives.transport import Endpoint, Transport
 TransportKind = Literal["auto", "direct", "gloo", "nccl"]
 
 
-def open_endpoint(kind: TransportKind, *, device: str = "cpu", host: str = "127.0.0.1") -> Endpoint:
+_HOST = "127.0.0.1"
+"""All ranks are on one machine (docs/supported.md)."""
+
+
+def open_endpoint(kind: TransportKind, *, device: str = "cpu") -> Endpoint:
     """A rank's address on the data plane, to be published to the same-position ranks of the other replicas.
 
-    `auto` is direct sockets for CPU tensors and NCCL for CUDA tensors. `device` is where the tensors are (``cpu`` or ``cuda``),
-    `host` the interface to listen on, as the other replicas reach it. Raises ValueError if the kind can not serve the device.
+    `auto` is direct sockets for CPU tensors and NCCL for CUDA tensors. `device` is where the tensors are (``cpu`` or ``cuda``).
+    Raises ValueError if the kind can not serve the device.
     """
     on_cuda = device.split(":")[0] == "cuda"
     chosen = ("nccl" if on_cuda else "direct") if kind == "auto" else kind
@@ -23,16 +27,16 @@ def open_endpoint(kind: TransportKind, *, device: str = "cpu", host: str = "127.
         remedy = "nccl" if on_cuda else "direct"
         raise ValueError(f"--recover-transport {chosen} does not move {device} tensors; use {remedy} or auto")
     if chosen == "direct":
-        return DirectEndpoint(host)
+        return DirectEndpoint(_HOST)
     if chosen == "gloo":
         from megatron_recover.collectives.gloo import GlooTransport
 
-        return RendezvousEndpoint(host, lambda direct, deadline_s: GlooTransport(direct, deadline_s, host=host))
+        return RendezvousEndpoint(_HOST, lambda direct, deadline_s: GlooTransport(direct, deadline_s, host=_HOST))
     if chosen == "nccl":
         from megatron_recover.collectives import nccl
 
         binding = nccl.load()
-        return RendezvousEndpoint(host, lambda direct, deadline_s: nccl.NcclTransport(binding, direct))
+        return RendezvousEndpoint(_HOST, lambda direct, deadline_s: nccl.NcclTransport(binding, direct))
     raise ValueError(f"--recover-transport is {kind!r}; choose auto, direct, gloo or nccl")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from megatron_recover.core.policy import EXIT
@@ -36,10 +36,13 @@ class Boundary:
         self._minutes: float | None = None
         self._began = time.monotonic()
 
-    def take_over(self, args: Namespace, signals: Iterable[signal.Signals] = (signal.SIGTERM,)) -> None:
-        """From now on signals and `--exit-duration-in-mins` are ours; Megatron would act on them in one replica alone."""
+    def take_over(self, args: Namespace) -> None:
+        """From now on SIGTERM, `--exit-signal` and `--exit-duration-in-mins` are ours.
+
+        Megatron would act on them in one replica alone.
+        """
         self._minutes, args.exit_duration_in_mins = args.exit_duration_in_mins, None
-        wanted = {*signals, *([signal.Signals(args.exit_signal)] if args.exit_signal_handler else [])}
+        wanted = {signal.SIGTERM, *([signal.Signals(args.exit_signal)] if args.exit_signal_handler else [])}
         args.exit_signal_handler = False
         for number in wanted:
             signal.signal(number, lambda received, _: self._received.append(signal.Signals(received).name))

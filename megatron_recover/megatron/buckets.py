@@ -49,8 +49,8 @@ class Bucket:
             for lane in range(self.region.num_lanes)
         ]
 
-    def shard(self, source: Tensor) -> Tensor:
-        """Sum this lane's part over the lanes, out of place (a view of `source` where the lane is alone).
+    def sum_over_lanes(self, source: Tensor) -> Tensor:
+        """The sum of this lane's part, out of place (a view of `source` where the lane is alone). Collective over the lanes.
 
         `source` has the region's layout (the local gradient, or its exact accumulator).
         """

@@ -225,7 +225,7 @@ class Reduction:
             assert self.ledger is not None
             return self.ledger.rows().view(-1)
         region = slot.bucket.region
-        return slot.bucket.shard(self._accumulators.get(region, region.local))
+        return slot.bucket.sum_over_lanes(self._accumulators.get(region, region.local))
 
     def _tally_over_lanes(self, due: Sequence[_Slot]) -> list[Tensor]:
         """The tallies of `due`, summed over their lanes: one collective for all buckets of a group."""
