@@ -49,7 +49,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Layout(Part, frozen=True, kw_only=True):
-    """How the model of one replica is spread over its ranks: tp x pp x cp x lanes of them."""
+    """How the model of one replica is spread over its ranks."""
 
     tp: int
     pp: int
@@ -58,6 +58,11 @@ class Layout(Part, frozen=True, kw_only=True):
     """Data-parallel size inside the replica."""
     vpp: int = 1
     """Model chunks per pipeline stage."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one replica."""
+        return self.tp * self.pp * self.cp * self.lanes
 
 
 class Lost(Part, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, get_args
 
 import msgspec
 
@@ -161,8 +161,7 @@ def story(summary: Summary) -> Iterator[str]:
         yield f"{fault.label}: replica {fault.replica} rank {fault.rank} was killed {_place(fault)}"
         for one in summary.recoveries:
             if fault.replica in one.lost_replicas:
-                phases = ("detect", "agree", "redeal", "recompute", "reduce", "commit")
-                took = [(phase, getattr(one, f"{phase}_s")) for phase in phases]
+                took = [(phase, getattr(one, f"{phase}_s")) for phase in get_args(trace.Phase)]
                 times = ", ".join(f"{phase} {1000 * seconds:.0f} ms" for phase, seconds in took if seconds is not None)
                 yield f"  the others finished that very step in generation {one.generation}: {times}"
 

@@ -71,12 +71,11 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
 
 
 def _target(arguments: argparse.Namespace, judged: Preflight, flags: Sequence[str]) -> chaos.Target:
-    layout = judged.layout
     steps = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     steps.add_argument("--train-iters", type=int)
     return chaos.Target(
         num_replicas=arguments.replicas,
-        num_ranks=layout.tp * layout.pp * layout.cp * layout.lanes,
+        num_ranks=judged.layout.num_ranks,
         num_microbatches=judged.num_microbatches,
         num_steps=steps.parse_known_args(flags)[0].train_iters,
         min_replicas=judged.config.min_replicas,

@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from megatron_recover import trace
-from megatron_recover.cluster.job import TRAIN_LOG, Job
+from megatron_recover.cluster.job import LOGS, TRAIN_LOG, Job
 from megatron_recover.core.policy import EXIT
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.history import is_training
@@ -216,7 +216,7 @@ class Console:
 
     def _show_ends_of_logs(self) -> None:
         """The last lines of what failed, so that nobody has to look for them."""
-        for path in sorted((self._job.run_dir / "logs").glob("*.log")):
+        for path in sorted((self._job.run_dir / LOGS).glob("*.log")):
             lines = path.read_text(errors="replace").strip().splitlines()
             if any("Error" in line or "Traceback" in line or "Exception" in line for line in lines[-40:]):
                 self._rich.print(Text(f"--- end of {path}"))

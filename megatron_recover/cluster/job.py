@@ -37,7 +37,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_ranks(self) -> int:
         """Ranks of one replica."""
-        return self.layout.tp * self.layout.pp * self.layout.cp * self.layout.lanes
+        return self.layout.num_ranks
 
     def log_of(self, replica: int, rank: int) -> Path:
         """Where a rank's stdout and stderr go."""
@@ -66,7 +66,7 @@ def create_run_dir(run_dir: Path | None) -> Path:
 
 
 def write_description(job: Job) -> None:
-    """`run.json`: what was asked for, for people and for `megatron-recover` itself."""
+    """`run.json`: what was asked for, for those who read the run's evidence or repeat it (CONTRIBUTING.md)."""
     description = {
         "version": __version__,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

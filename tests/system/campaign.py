@@ -17,7 +17,9 @@ import shutil
 import sys
 import tempfile
 import time
+from typing import get_args
 
+from megatron_recover.trace import Phase
 from tests.system.jobs import Job, Outcome, check, run_job, text_data
 
 MAX_PROCESSES = 8
@@ -67,8 +69,7 @@ def line_of(seed: int, job: Job, outcome: Outcome, seconds: float, result: str) 
     faults = ", ".join(
         f"{event['replica']}.{event['rank']} at {event['step']}: {event['point']}" for event in outcome.events("fault")
     )
-    phases = ("detect_s", "agree_s", "redeal_s", "recompute_s", "reduce_s", "commit_s")
-    recoveries = [sum(each[phase] or 0.0 for phase in phases) for each in summary.get("recoveries", [])]
+    recoveries = [sum(each[f"{phase}_s"] or 0.0 for phase in get_args(Phase)) for each in summary.get("recoveries", [])]
     worst = f"{1000 * max(recoveries):.0f}" if recoveries else "-"
     counts = " | ".join(str(summary.get(f"microbatches_{name}")) for name in ("lost", "redone", "wasted"))
     replicas = f"{job.replicas} to {summary.get('replicas_end')}"
