@@ -24,12 +24,13 @@ def _text(name: str) -> str:
     return (ROOT / name).read_text()
 
 
-def test_every_refused_flag_is_listed_and_no_other() -> None:
+def test_every_refused_flag_is_listed_with_its_reason_and_no_other() -> None:
     section = _text("docs/supported.md").split("## Refused")[1].split("\nOn a CPU")[0]
-    listed = {
-        flag for row in section.splitlines() if row.startswith("| `--") for flag in re.findall(r"--[\w-]+", row.split("|")[1])
-    }
-    assert listed == {refusal.flag for refusal in REFUSALS}
+    listed = {}
+    for row in re.findall(r"^\| (`--.+) \| (.+) \| (.+) \|$", section, re.MULTILINE):
+        flags, because, instead = (cell.replace("`", "") for cell in row)
+        listed |= dict.fromkeys(re.findall(r"--[\w-]+", flags), (because, instead))
+    assert listed == {refusal.flag: (refusal.because, refusal.instead) for refusal in REFUSALS}
 
 
 def test_what_a_machine_without_cuda_refuses_is_listed_and_no_other() -> None:
