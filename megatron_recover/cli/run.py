@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import megatron_recover
 from megatron_recover.cli import command_line
 from megatron_recover.cluster import chaos
 from megatron_recover.cluster.console import Console
@@ -27,6 +28,7 @@ PRELOAD = (
     "megatron_recover.megatron.checkpoint",
 )
 """What every rank finds imported."""
+DRY_RUN = Path(megatron_recover.__file__).parent / "megatron" / "dry_run.py"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 """What a folder says that takes no more."""
 _NO_SCRIPT = "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."
@@ -64,7 +66,7 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
         faults, chaos_text = chaos.faults_of(arguments.chaos, _target(arguments, judged, flags))
     job = Job(
         argv=(script, *flags), num_replicas=arguments.replicas, layout=judged.layout, config=judged.config,
-        run_dir=create_run_dir(arguments.run_dir), faults=faults, seed=judged.seed, preload=PRELOAD,
+        run_dir=create_run_dir(arguments.run_dir), faults=faults, seed=judged.seed, dry_run=DRY_RUN, preload=PRELOAD,
         num_microbatches=None if judged.batch_changes else judged.num_microbatches,
     )  # fmt: skip
     return job, chaos_text

@@ -31,6 +31,8 @@ import msgspec
 from megatron_recover.config import add_to_environment
 
 MAX_PACKET_BYTES = 2**17
+TOLD_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals by which a job is asked to end; server and ranks ignore them, the launcher does not."""
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):
@@ -151,7 +153,6 @@ def _become_rank(spawn: Spawn, output: int, inherited: list[int], server: int) -
         for stream in (1, 2):
             os.dup2(output, stream)
         os.close(output)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         add_to_environment(spawn.environment)
         gc.unfreeze()
         gc.enable()
@@ -186,6 +187,10 @@ def _run_script(argv: tuple[str, ...]) -> int:
 
 def main() -> None:
     """Import the modules named on the command line, then serve."""
+    # Slurm and systemd tell every process of a job to end. What that means is the launcher's business: ranks need their parent
+    # until they have saved, and a rank heeds only what its training script asks for.
+    for number in TOLD_TO_ALL:
+        signal.signal(number, signal.SIG_IGN)
     # While importing nobody reads the control socket, so the kernel watches the launcher for us.
     set_parent_death_signal(signal.SIGKILL)
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -198,7 +203,6 @@ def main() -> None:
     gc.disable()
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = _Server(control)
     server._send(Ready(seconds=time.monotonic() - started), [])
     # A server that somebody has stopped wakes up when the launcher dies, finds its end closed and kills what is left.

@@ -29,6 +29,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: Path
     faults: tuple[Fault, ...] = ()
     seed: int = 0
+    dry_run: Path | None = None
+    """Script that runs the training script up to where training would begin; None: the training script does so itself."""
     preload: tuple[str, ...] = ()
     """Modules that every rank finds imported."""
     num_microbatches: int | None = None

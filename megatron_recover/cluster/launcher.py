@@ -21,6 +21,7 @@ from megatron_recover import config as settings
 from megatron_recover import trace
 from megatron_recover.cluster.agent import Agent, AgentLost, End
 from megatron_recover.cluster.console import Console
+from megatron_recover.cluster.forkserver import TOLD_TO_ALL
 from megatron_recover.cluster.job import LOGS, Job, Ports, sharing_a_gpu, write_description
 from megatron_recover.cluster.membership import Membership
 from megatron_recover.collectives.loop import Loop
@@ -145,7 +146,8 @@ class Launcher:
         """Whether the script, run once with its own parser and Megatron's, accepts its arguments; it ends before it trains."""
         script, log = self._job.argv[0], self._job.run_dir / LOGS / "dry-run.log"
         environment = self._environment(0, 0, leader="", master_port=0, dry_run=True)
-        self._agent.spawn(_DRY_RUN, 0, argv=self._job.argv, environment=environment, log=log)
+        argv = self._job.argv if self._job.dry_run is None else (str(self._job.dry_run), *self._job.argv)
+        self._agent.spawn(_DRY_RUN, 0, argv=argv, environment=environment, log=log)
         deadline = time.monotonic() + _DRY_RUN_DEADLINE_S
         while not self._num_signals:
             for end in self._agent.poll():
@@ -246,7 +248,8 @@ class Launcher:
     def _signals(self) -> Iterator[None]:
         """The first signal asks all replicas to save and end at the same step, the second kills them.
 
-        SIGHUP, of a terminal that is closed, counts too, unless whoever started us has it ignored (nohup).
+        SIGUSR1 and SIGUSR2 are what Slurm's `--signal` is told to send ahead of a time limit. SIGHUP, of a terminal that is
+        closed, counts too, unless whoever started us has it ignored (nohup).
         """
 
         def handle(number: int, frame: FrameType | None) -> None:
@@ -254,7 +257,7 @@ class Launcher:
 
         before: list[tuple[int, Callable[..., object] | int | None]] = [
             (number, signal.signal(number, handle))
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            for number in TOLD_TO_ALL
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
         ]
         try:
@@ -266,7 +269,10 @@ class Launcher:
     def _signalled(self, number: int) -> None:
         self._num_signals += 1
         name = signal.Signals(number).name
-        if self._num_signals == 1:
+        if self._num_signals == 1 and not self._membership.generation:
+            self._console.says(f"{name}: ending before training has begun")
+            self._membership.ask_exit(name)
+        elif self._num_signals == 1:
             self._console.says(
                 f"{name}: all replicas end after the same step, with a checkpoint if --save is set; once more kills everything "
                 "at once, and nothing is saved"

@@ -212,6 +212,19 @@ def test_one_signal_ends_all_replicas_at_the_same_step(start: Start, tmp_path: P
     job.assert_nothing_left()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_every_process_of_the_job_is_one_to_the_launcher(start: Start, tmp_path: Path, number: int) -> None:
+    """As Slurm and systemd send it."""
+    job = start(spec(tmp_path, steps=FOR_EVER))
+    for each in job.processes:
+        each.send_signal(number)
+    job.launcher.send_signal(number)
+    outcome = job.end()
+    assert outcome.exit_code == ExitCode.INTERRUPTED, outcome.output
+    assert len({len(outcome.sums(replica, rank)) for replica in range(3) for rank in range(2)}) == 1
+    job.assert_nothing_left()
+
+
 def test_a_job_whose_hangup_is_ignored_goes_on(start: Start, tmp_path: Path) -> None:
     """As nohup starts it."""
     job = start(spec(tmp_path, steps=FOR_EVER), hangup=signal.SIG_IGN)

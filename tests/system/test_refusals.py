@@ -32,3 +32,23 @@ def test_a_mistyped_flag_of_megatron_or_of_the_script_is_answered_with_the_one_t
         f"megatron-recover run: nothing was trained, so {tmp_path / 'run'} was emptied again",
     ]
     assert list((tmp_path / "run").iterdir()) == []
+
+
+UPSTREAMS = """\
+import sys
+from megatron.training import pretrain
+
+pretrain(None, None, None, None)
+"""
+
+
+def test_a_script_that_trains_by_itself_is_refused_before_it_does(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
+    """Upstream's own `pretrain_gpt.py` calls upstream's `pretrain`; run once, alone, it would write to the checkpoints."""
+    script = tmp_path / "script.py"
+    script.write_text(UPSTREAMS)
+    outcome = run_job(Job(), tmp_path / "run", data, script=script, save=tmp_path / "ck").expect(ExitCode.BAD_INPUT)
+    [line] = [line for line in outcome.output.splitlines() if "pretrain" in line and "importing" not in line]
+    assert line == (
+        f"megatron-recover run: {script} calls Megatron's pretrain; call megatron_recover.megatron.pretrain instead"
+    )
+    assert not (tmp_path / "ck").exists()
