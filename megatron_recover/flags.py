@@ -18,13 +18,16 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
     return f"did you mean {close[0]}?" if close else otherwise
 
 
-def unknown(argv: Sequence[str], parser: ArgumentParser) -> list[str]:
-    """One line for each word up to a bare `--` that looks like a flag and is none of the parser's."""
+def unknown(argv: Sequence[str], parser: ArgumentParser, elsewhere: str = "") -> list[str]:
+    """One line for each word up to a bare `--` that looks like a flag and is none of the parser's.
+
+    `elsewhere`: where such a flag may belong that is like none of them.
+    """
     known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     before = argv[: argv.index("--")] if "--" in argv else argv
     found = dict.fromkeys(word.partition("=")[0] for word in before if word.startswith("--"))
     return [
-        f"{flag} is unknown; {did_you_mean(flag, known, f'{parser.prog} --help lists all')}"
+        f"{flag} is unknown; {did_you_mean(flag, known, f'{parser.prog} --help lists all{elsewhere}')}"
         for flag in found
         if flag not in known
     ]
@@ -33,13 +36,16 @@ def unknown(argv: Sequence[str], parser: ArgumentParser) -> list[str]:
 class Parser(ArgumentParser):
     """As argparse's, but with one line a mistake and no usage, and without abbreviations: they would hide a mistype."""
 
+    elsewhere = ""
+    """See `unknown`."""
+
     def __init__(self, *, prog: str, description: str, usage: str | None = None, epilog: str | None = None) -> None:
         super().__init__(prog=prog, description=description, usage=usage, epilog=epilog, allow_abbrev=False)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Namespace | None = None) -> Namespace:  # type: ignore[override]
         """The arguments; ends the process with exit code 2 where they are wrong."""
         argv = sys.argv[1:] if args is None else list(args)
-        found = unknown(argv, self)
+        found = unknown(argv, self, self.elsewhere)
         if found:  # before argparse, which would complain about what is missing for the mistype
             self.error("\n".join(found))
         return super().parse_args(argv, namespace)

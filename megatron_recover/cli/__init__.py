@@ -68,9 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         remedy = did_you_mean(verb, VERBS, f"verbs are {', '.join(VERBS)}")
         print(f"megatron-recover: unknown verb '{verb}'; {remedy}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"megatron_recover.cli.{verb}")
     try:
-        code: int = module.main(rest)
+        code: int = importlib.import_module(f"megatron_recover.cli.{verb}").main(rest)
     except KeyboardInterrupt:  # before or after what the verb itself takes care of
         print(f"megatron-recover {verb}: interrupted", file=sys.stderr)
         code = 128 + signal.SIGINT

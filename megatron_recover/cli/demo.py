@@ -24,7 +24,7 @@ import msgspec
 import megatron_recover
 from megatron_recover import trace
 from megatron_recover.cli import command_line
-from megatron_recover.cluster.job import claim_folder
+from megatron_recover.cluster.job import claim_folder, new_folder
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.observe import report
@@ -256,10 +256,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--run-dir", type=Path, metavar="D", help="folder for everything it makes (default: runs/demo-<time>)")
     parser.add_argument("--ranks-per-gpu", type=int, metavar="N", help="where there are fewer GPUs than its 6 ranks")
     arguments = parser.parse_args(argv)
-    folder = arguments.run_dir or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     if not PRETRAIN.exists():
         parser.error(f"{PRETRAIN} is missing; run the demo from a checkout of the repository")
     try:
+        folder = arguments.run_dir or new_folder("demo-")
         claim_folder(folder)
     except ValueError as error:
         parser.error(str(error))

@@ -6,7 +6,7 @@ import argparse
 import errno
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import megatron_recover
@@ -18,7 +18,8 @@ from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault
 from megatron_recover.flags import Parser
-from megatron_recover.megatron.preflight import Preflight, preflight
+from megatron_recover.megatron.arguments import add_recover_arguments, recover_flags
+from megatron_recover.megatron.preflight import FLAGS, Preflight, preflight
 
 PRELOAD = (
     "torch",
@@ -34,15 +35,27 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errn
 _NO_SCRIPT = "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."
 
 
+class _RunParser(Parser):
+    """Its help ends with the flags of the trainer, which it does not take itself."""
+
+    elsewhere = "; Megatron's flags go behind the script's name"
+
+    def format_help(self) -> str:
+        theirs = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
+        return f"{super().format_help()}\n{add_recover_arguments(theirs).format_help()}"
+
+
 def _parser() -> Parser:
-    parser = Parser(
+    parser = _RunParser(
         prog="megatron-recover run",
         description="Train with replicas of the model; when a process dies, the others finish its microbatches in that step.",
         usage="megatron-recover run --replicas R [options] -- SCRIPT [Megatron flags]",
-        epilog="--global-batch-size is that of the whole job. Resilience flags of the trainer begin with --recover- and go "
-        "behind the script's name; exit codes are in docs/guarantees.md.",
+        epilog="A replica is TP x PP x CP x lanes processes, all of them on this machine. --global-batch-size is that of the "
+        "whole job. Exit codes are in docs/guarantees.md. The flags below go behind the script's name, like Megatron's:",
     )
-    parser.add_argument("--replicas", type=int, required=True, metavar="R", help="complete copies of the model")
+    parser.add_argument(
+        "--replicas", type=int, required=True, metavar="R", help="complete copies of the model: the data-parallel size"
+    )
     parser.add_argument("--lanes", type=int, default=1, metavar="L", help="data-parallel size inside each replica (default: 1)")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="new folder for trace and logs (default: runs/<time>)")
     parser.add_argument(
@@ -50,6 +63,12 @@ def _parser() -> Parser:
     )
     parser.add_argument("--quiet", action="store_true", help="print only how the run ends if it does not end well")
     return parser
+
+
+def _misplaced(words: Iterable[str], flags: Iterable[str], remedy: str) -> list[str]:
+    """One line for each of `flags` among the words."""
+    found = dict.fromkeys(word.partition("=")[0] for word in words)
+    return [f"{flag} stands on the wrong side of --; {remedy}" for flag in found if flag in flags]
 
 
 def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, str]:
@@ -90,6 +109,11 @@ def main(argv: list[str]) -> int:
     if "--" not in argv and not {"-h", "--help"} & {*argv}:  # else every flag of Megatron's would be taken for one of ours
         parser.error(_NO_SCRIPT)
     end = argv.index("--") if "--" in argv else len(argv)
+    ours = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    misplaced = _misplaced(argv[:end], [*FLAGS, *recover_flags()], "it is the trainer's: write it behind the script's name")
+    misplaced += _misplaced(argv[end + 1 :], ours[1:], "it is the launcher's: write it before --")
+    if misplaced:
+        parser.error("\n".join(misplaced))
     arguments = parser.parse_args(argv[:end])
     existed = arguments.run_dir is not None and arguments.run_dir.exists()
     try:
@@ -108,19 +132,29 @@ def main(argv: list[str]) -> int:
         # The trace could not be written. All ranks are dead by now: the launcher leaves nothing behind, however it ends.
         print(
             f"megatron-recover run: --run-dir {job.run_dir}: {error.strerror}; the run has been ended. "
-            "Make room there, then resume from the last checkpoint.", file=sys.stderr,
+            "No checkpoint was saved at the end: make room there, then start again, with --load if there is an earlier one.",
+            file=sys.stderr,
         )  # fmt: skip
         return ExitCode.FAILED
     if exit_code == ExitCode.BAD_INPUT:
         # Nothing was trained: the same command, corrected, shall find the folder free.
-        shutil.rmtree(job.run_dir)
-        if existed:
-            job.run_dir.mkdir()
+        _empty(job.run_dir)
+        if not existed:
+            job.run_dir.rmdir()
         done = "emptied" if existed else "removed"
         print(f"megatron-recover run: nothing was trained, so {job.run_dir} was {done} again", file=sys.stderr)
     elif exit_code < 128:  # who asked for the end at once does not want to wait for a plot
         _report(job.run_dir)
     return exit_code
+
+
+def _empty(folder: Path) -> None:
+    """Remove what is in a folder; the folder itself may be somebody's link or mount."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _report(run_dir: Path) -> None:

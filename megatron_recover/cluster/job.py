@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import socket
 import time
 from pathlib import Path
@@ -62,9 +64,25 @@ def claim_folder(folder: Path, *inside: str) -> Path:
     return folder.absolute()
 
 
+def new_folder(prefix: str = "") -> Path:
+    """Create `runs/<prefix><time>`, with a number behind it where another has just taken that. Raises ValueError."""
+    runs = Path("runs")
+    name = prefix + time.strftime("%Y%m%d-%H%M%S")
+    try:
+        runs.mkdir(exist_ok=True)
+        for number in itertools.count(1):
+            folder = runs / (name if number == 1 else f"{name}-{number}")
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        raise ValueError(f"no folder can be made in {runs.absolute()} ({error.strerror}); give one with --run-dir") from error
+    raise AssertionError("unreachable: numbers do not end")
+
+
 def create_run_dir(run_dir: Path | None) -> Path:
     """Create the folder of a run, `runs/<time>` by default. Raises ValueError with the remedy."""
-    return claim_folder(run_dir if run_dir is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S"), LOGS)
+    return claim_folder(run_dir if run_dir is not None else new_folder(), LOGS)
 
 
 def write_description(job: Job) -> None:

@@ -24,13 +24,14 @@ _PREFIX = "recover_"
 
 def add_recover_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add the group of `--recover-*` flags, one per field of `RecoverConfig`; returns the parser."""
-    group = parser.add_argument_group("megatron-recover")
+    group = parser.add_argument_group("resilience (megatron-recover)")
     hints, helps = typing.get_type_hints(RecoverConfig), _field_docstrings()
     for field in msgspec.structs.fields(RecoverConfig):
         hint = hints[field.name]
         choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else None
         group.add_argument(
             flag_of(field.name), dest=_PREFIX + field.name, type=str if choices else hint, choices=choices,
+            metavar=None if choices else "N",
             default=field.default, help=f"{helps[field.name]} (default: {field.default})".replace("%", "%%"),
         )  # fmt: skip
     return parser
@@ -41,6 +42,11 @@ def recover_config(args: Namespace) -> RecoverConfig:
     settings = RecoverConfig(**{name: getattr(args, _PREFIX + name) for name in RecoverConfig.__struct_fields__})
     settings.check()
     return settings
+
+
+def recover_flags() -> list[str]:
+    """All `--recover-*` flags."""
+    return [flag_of(name) for name in RecoverConfig.__struct_fields__]
 
 
 def flag_of(field: str) -> str:

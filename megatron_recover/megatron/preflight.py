@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import msgspec
 
@@ -18,7 +18,7 @@ from megatron_recover.config import RecoverConfig
 from megatron_recover.flags import did_you_mean
 from megatron_recover.megatron import preflight_data as data
 from megatron_recover.megatron import seams
-from megatron_recover.megatron.arguments import add_recover_arguments, flag_of, recover_config, refusals
+from megatron_recover.megatron.arguments import add_recover_arguments, recover_config, recover_flags, refusals
 from megatron_recover.trace import Layout
 
 _INT: Final = {"type": int, "default": None}
@@ -69,6 +69,8 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--seed": {"type": int, "default": 1234},
     # Folders.
     "--save": _TEXT,
+    "--save-interval": _INT,
+    "--persistent-save-interval": _INT | {"dest": "save_interval"},
     "--tensorboard-dir": _TEXT,
     "--data-cache-path": _TEXT,
     # What may be refused.
@@ -141,11 +143,6 @@ class Preflight(msgspec.Struct, frozen=True):
     """Whether later steps can have another M: a ramp-up or a schedule of the batch size."""
 
 
-class _Parser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.replace("argument ", "", 1))
-
-
 def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Preflight:
     """Judge `argv`, the flags after the training script's name, for a job of so many replicas with so many lanes each.
 
@@ -155,12 +152,12 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
     unsupported = seams.unsupported_version(declared)
     if unsupported:
         raise ValueError(seams.refusal(declared, unsupported))
-    parser = _Parser(allow_abbrev=False, add_help=False)
+    parser = ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     for flag, declaration in FLAGS.items():
         parser.add_argument(flag, **declaration)
     add_recover_arguments(parser)
-    args, others = parser.parse_known_args(list(argv))
-    found = [*_unknown(others), *refusals(args, lanes=lanes)]
+    args, others, unreadable = _parsed(parser, argv)
+    found = [*unreadable.values(), *_unknown(others), *refusals(args, lanes=lanes)]
     if num_replicas < 1 or lanes < 1:
         raise ValueError(f"--replicas is {num_replicas} and --lanes is {lanes}; both must be at least 1")
     settings = RecoverConfig()
@@ -172,17 +169,48 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
         found.append(
             f"--recover-min-replicas is {settings.min_replicas}, but the job starts with --replicas {num_replicas}; lower it"
         )
+    if not unreadable.keys() <= {*recover_flags()}:  # what has no value cannot be compared with the rest
+        raise ValueError("\n".join(found))
     layout, wrong = _layout(args, lanes)
     num_microbatches, too_few = _num_microbatches(args, num_replicas, lanes)
-    found += [*wrong, *too_few, *data.mistakes(args), *_unwritable(args)]
+    found += [*wrong, *too_few, *data.mistakes(args), *_saving(args), *_unwritable(args)]
     if found:
         raise ValueError("\n".join(found))
     batch_changes = args.rampup_batch_size is not None or args.step_batch_size_schedule is not None
     return Preflight(layout, settings, args.seed, num_microbatches, batch_changes)
 
 
+def _parsed(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, list[str], dict[str, str]]:
+    """The arguments, the words that are none of them, and what is wrong with each flag whose value is of another type.
+
+    argparse stops at the first such flag: it is taken out, and the rest is parsed again.
+    """
+    words, wrong = list(argv), dict[str, str]()
+    while True:
+        try:
+            return *parser.parse_known_args(words), wrong
+        except ArgumentError as error:
+            flag = error.argument_name or ""
+            rest = _without(flag, words)
+            if rest == words:
+                raise ValueError(str(error)) from error
+            wrong[flag], words = f"{flag}: {error.message}", rest
+
+
+def _without(flag: str, words: Sequence[str]) -> list[str]:
+    """The words without a flag and its values."""
+    kept: list[str] = []
+    dropping = False
+    for word in words:
+        if word.startswith("--"):
+            dropping = word.partition("=")[0] == flag
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
 def _unknown(others: Sequence[str]) -> list[str]:
-    known = [flag_of(name) for name in RecoverConfig.__struct_fields__]
+    known = recover_flags()
     mistyped = [flag for flag in (word.partition("=")[0] for word in others) if flag.startswith("--recover-")]
     return [f"{flag} is unknown; " + did_you_mean(flag, known, f"there are {', '.join(known)}") for flag in mistyped]
 
@@ -310,6 +338,12 @@ def _count(flag: str, batch: int, micro_flag: str, micro: int, num_replicas: int
             f"raise it to at least {num_replicas * one}, or use fewer replicas"
         ]
     return batch // one, []
+
+
+def _saving(args: Namespace) -> list[str]:
+    if args.save is None or (args.save_interval is not None and args.save_interval > 0):
+        return []
+    return ["--save needs --save-interval, and that of at least 1; say every how many iterations to save"]
 
 
 def _unwritable(args: Namespace) -> list[str]:

@@ -88,9 +88,11 @@ def test_a_reader_that_has_gone_and_an_interrupt_are_no_tracebacks(
     def interrupted(argv: list[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("megatron_recover.cli.check.main", interrupted)
-    assert cli.main(["check", str(run_dir)]) == 128 + signal.SIGINT
-    assert capsys.readouterr().err == "megatron-recover check: interrupted\n"
+    for where in ("megatron_recover.cli.check.main", "importlib.import_module"):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, interrupted)
+            assert cli.main(["check", str(run_dir)]) == 128 + signal.SIGINT
+        assert capsys.readouterr().err == "megatron-recover check: interrupted\n"
 
 
 def test_version() -> None:

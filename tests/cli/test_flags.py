@@ -17,7 +17,17 @@ NO_SCRIPT = "run: the training script is missing; write it and its flags behind 
         ("run --replica 3 -- script.py --replicaz 1", ["run: --replica is unknown; did you mean --replicas?"]),
         ("run --replicas 3 --lane=2 --colour x -- script.py", [
             "run: --lane is unknown; did you mean --lanes?",
-            "run: --colour is unknown; megatron-recover run --help lists all",
+            "run: --colour is unknown; megatron-recover run --help lists all; Megatron's flags go behind the script's name",
+        ]),
+        ("run --replicas 3 --lr 1 --recover-min-replicas=2 --micro-batch-size 4 -- script.py --quiet --lanes=2", [
+            "run: --recover-min-replicas stands on the wrong side of --; it is the trainer's: write it behind the script's "
+            "name",
+            "run: --micro-batch-size stands on the wrong side of --; it is the trainer's: write it behind the script's name",
+            "run: --quiet stands on the wrong side of --; it is the launcher's: write it before --",
+            "run: --lanes stands on the wrong side of --; it is the launcher's: write it before --",
+        ]),
+        ("run -- script.py --replicas 3", [
+            "run: --replicas stands on the wrong side of --; it is the launcher's: write it before --",
         ]),
         ("run --replicas three -- script.py", ["run: --replicas: invalid int value: 'three'"]),
         ("run -- script.py", ["run: the following arguments are required: --replicas"]),

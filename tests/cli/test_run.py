@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_recover import trace
@@ -15,6 +17,7 @@ from megatron_recover.cli import command_line, run
 from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
+from megatron_recover.megatron.arguments import recover_flags
 from megatron_recover.observe import summary
 
 
@@ -67,6 +70,41 @@ def ends(monkeypatch: pytest.MonkeyPatch, exit_code: int) -> None:
 
 
 COMMAND = ["--replicas", "2", "--", "script.py"]
+
+
+def test_a_refused_run_empties_a_folder_that_was_there_and_leaves_it(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(job.run_dir)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").touch()
+    (job.run_dir / "of somebody").symlink_to(elsewhere)
+    monkeypatch.setattr(run, "_job", lambda arguments, command: (msgspec.structs.replace(job, run_dir=link), ""))
+    ends(monkeypatch, ExitCode.BAD_INPUT)
+    assert run.main(["--run-dir", str(link), *COMMAND]) == ExitCode.BAD_INPUT
+    assert link.is_symlink() and [*link.iterdir()] == [] and (elsewhere / "precious").exists()
+    assert capsys.readouterr().err.endswith(f"nothing was trained, so {link} was emptied again\n")
+
+
+def test_a_refused_run_removes_its_own_folder(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends(monkeypatch, ExitCode.BAD_INPUT)
+    assert run.main(COMMAND) == ExitCode.BAD_INPUT
+    assert not job.run_dir.exists()
+
+
+def test_two_runs_that_start_in_one_second_have_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "now")
+    assert [create_run_dir(None).name for _ in range(3)] == ["now", "now-2", "now-3"]
+
+
+def test_help_lists_the_flags_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["--help"])
+    text = capsys.readouterr().out
+    assert [flag for flag in recover_flags() if flag not in text] == []
 
 
 def test_nobody_who_has_asked_twice_for_the_end_waits_for_a_plot(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

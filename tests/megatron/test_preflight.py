@@ -96,17 +96,36 @@ def test_all_mistakes_at_once(data: str) -> None:
     assert len(refused(data, "--recover-min-replicas 0 --recover-bucket-elements 0 --recover-digest-interval -1")) == 3
 
 
+def test_a_value_of_a_wrong_type_hides_no_other_mistake(data: str) -> None:
+    recover = "--recover-min-replicas=two --recover-determinism sometimes --recover-bucket-elements 0 --recover-min-replica 1"
+    lines = refused(data, f"{recover} --global-batch-size 2 --qk-clip")
+    assert [line.split()[0].strip(":") for line in lines] == [
+        "--recover-min-replicas", "--recover-determinism", "--recover-min-replica", "--qk-clip",
+        "--recover-bucket-elements", "--global-batch-size",
+    ]  # fmt: skip
+    assert len(refused(data, f"{recover} --num-layers few --seed")) == 6
+
+
+def test_a_job_that_saves_says_how_often(data: str, tmp_path: Path) -> None:
+    for flags in ("", " --save-interval 0"):
+        assert refused(data, f"--save {tmp_path}{flags}") == [
+            "--save needs --save-interval, and that of at least 1; say every how many iterations to save"
+        ]
+    judge(data, f"--save {tmp_path} --persistent-save-interval 5")
+
+
 @pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir", "--data-cache-path"])
 def test_folders_are_tried_before_a_job_needs_them(
     flag: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "file"
     file.touch()
-    judge(data, f"{flag} {tmp_path / 'new' / 'folder'}")
+    interval = "--save-interval 1 " if flag == "--save" else ""
+    judge(data, f"{interval}{flag} {tmp_path / 'new' / 'folder'}")
     assert list(tmp_path.glob("new")) == [], "judging made it"
-    assert refused(data, f"{flag} {file}/x") == [f"{flag} {file}/x cannot be made: {file} is no folder; give another"]
+    assert refused(data, f"{interval}{flag} {file}/x") == [f"{flag} {file}/x cannot be made: {file} is no folder; give another"]
     monkeypatch.setattr("os.access", lambda path, mode: path != str(tmp_path))  # root may write everywhere
-    assert refused(data, f"{flag} {tmp_path}/x") == [
+    assert refused(data, f"{interval}{flag} {tmp_path}/x") == [
         f"{flag} {tmp_path}/x cannot be written: no permission in {tmp_path}; give another"
     ]
 

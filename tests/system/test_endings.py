@@ -215,6 +215,6 @@ def test_a_full_disk_under_the_run_directory_is_told_once(tmp_path: pathlib.Path
     assert done.returncode == ExitCode.FAILED, done.stdout + done.stderr
     assert done.stderr.splitlines() == [
         f"megatron-recover run: --run-dir {tmp_path / 'run'}: File too large; the run has been ended. "
-        "Make room there, then resume from the last checkpoint."
+        "No checkpoint was saved at the end: make room there, then start again, with --load if there is an earlier one."
     ]
     assert "Traceback" not in done.stdout
