@@ -12,12 +12,12 @@ import zlib
 
 import pytest
 
-from tests.collectives.ranks import Fault, Outcome, ranks
+from tests.collectives.ranks import Fault, ranks
+from tests.collectives.survival import check_failed_call, survive
 
 KIB, MIB = 1 << 10, 1 << 20
 DEADLINE_S = 30.0
 """Of an operation. No cell may need it: survivors end by a broken connection or by the revoke."""
-FAILURES = {"PeerLost", "Revoked", "TransportError"}
 INSTANTS = ("before", "begin", "sent", "middle", "end")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 
@@ -46,15 +46,6 @@ def name(cell: tuple[str, int, int, str, signal.Signals]) -> str:
     return f"{kind}-{members}-{size / MIB:g}MB-{instant}-{number.name}"
 
 
-def check_failed_call(outcomes: dict[int, Outcome], instant: str) -> None:
-    for survivor, outcome in outcomes.items():
-        assert outcome.source_intact, f"replica {survivor}'s input changed"
-        assert outcome.status == "done" or outcome.status in FAILURES, outcome
-        if outcome.status == "done":
-            assert instant != "before", "a sum was complete without a member"
-            assert outcome.right
-
-
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("cell", cells(), ids=name)
 def test_survivors_go_on(cell: tuple[str, int, int, str, signal.Signals]) -> None:
@@ -65,32 +56,12 @@ def test_survivors_go_on(cell: tuple[str, int, int, str, signal.Signals]) -> Non
     victim = chance.randrange(members)
     # The gloo transport cannot see inside gloo: there the fault strikes at a random moment after the call was handed over.
     delay_s = chance.random() * 0.02 if kind == "gloo" and instant == "sent" else 0.0
-    survivors = [member for member in range(members) if member != victim]
     with ranks(kind, members) as run:
         run.open(1, range(members), DEADLINE_S)
         if chance.random() < 0.5:  # connections exist already, or are made by the call that fails
             run.sums(range(members), 4 * KIB, 1, DEADLINE_S)
             assert all(outcome.right for outcome in run.outcomes(range(members)).values())
-        if instant == "before":
-            run.signal(victim, number)
-            run.sums(survivors, size, 2, DEADLINE_S)
-        else:
-            run.sums(range(members), size, 2, DEADLINE_S, {victim: Fault(instant, number, delay_s)})
-            assert run.receive(victim) == f"{number.name} at {instant}"
-        if number == signal.SIGKILL:
-            run.await_end(victim)
-        run.tell(survivors, "promise", 2)
-        failed = run.outcomes(survivors)
-        print({survivor: f"{outcome.status} {outcome.seconds * 1e3:.0f} ms" for survivor, outcome in failed.items()})
-        check_failed_call(failed, instant)
-
-        run.open(2, survivors, DEADLINE_S)
-        run.sums(survivors, size, 3, DEADLINE_S)
-        again = run.outcomes(survivors)
-        print({survivor: f"again {outcome.seconds * 1e3:.0f} ms" for survivor, outcome in again.items()})
-        assert {outcome.status for outcome in again.values()} == {"done"}, again
-        assert all(outcome.right and outcome.source_intact and outcome.canaries_intact for outcome in again.values()), again
-        assert len({outcome.checksum for outcome in again.values()}) == 1
+        survive(run, range(members), victim, size, Fault(instant, number, delay_s), DEADLINE_S)
 
 
 @pytest.mark.timeout(200)

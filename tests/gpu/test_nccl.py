@@ -18,6 +18,7 @@ from megatron_recover.cluster.job import sharing_a_gpu
 from megatron_recover.collectives.group import FaultTolerantGroup
 from megatron_recover.collectives.transport import Endpoint
 from tests.collectives.ranks import Fault, ranks
+from tests.collectives.survival import survive
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 DEADLINE_S = 60.0
@@ -45,28 +46,11 @@ def test_survivors_go_on(members: int, size: int, instant: str, number: signal.S
     seed = zlib.crc32(f"{members} {size} {instant} {number}".encode())
     print(f"seed {seed}")
     victim = Random(seed).randrange(members)
-    survivors = [member for member in range(members) if member != victim]
     with ranks("nccl", members, "cuda", sharing_a_gpu) as run:
         run.open(1, range(members), DEADLINE_S)
         run.sums(range(members), 4096, 1, DEADLINE_S)
         assert all(outcome.right for outcome in run.outcomes(range(members)).values())
-        if instant == "before":
-            run.signal(victim, number)
-            run.sums(survivors, size, 2, DEADLINE_S)
-        else:
-            run.sums(range(members), size, 2, DEADLINE_S, {victim: Fault(instant, number)})
-            assert run.receive(victim) == f"{number.name} at {instant}"
-        if number == signal.SIGKILL:
-            run.await_end(victim)
-        run.tell(survivors, "promise", 2)
-        for outcome in run.outcomes(survivors).values():
-            assert outcome.source_intact and (outcome.status != "done" or outcome.right), outcome
-            assert outcome.status in {"done", "Revoked", "TransportError", "PeerLost"}, outcome
-        run.open(2, survivors, DEADLINE_S)
-        run.sums(survivors, size, 3, DEADLINE_S)
-        again = run.outcomes(survivors)
-        assert all(outcome.status == "done" and outcome.right for outcome in again.values()), again
-        assert all(outcome.canaries_intact and outcome.source_intact for outcome in again.values()), again
+        survive(run, range(members), victim, size, Fault(instant, number), DEADLINE_S)
 
 
 def group_script(endpoint: Endpoint, me: int, addresses: dict[int, str]) -> float:
