@@ -5,33 +5,39 @@ The time comes from the flag `--paced-forward-s SECONDS`, which is taken away be
 
 from __future__ import annotations
 
-import importlib.util
+import argparse
+import functools
 import pathlib
+import runpy
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
+
+from megatron_recover import megatron as recover
+
+SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "pretrain_gpt.py"
 
 
 def main() -> None:
     """Train, paced."""
-    at = sys.argv.index("--paced-forward-s")
-    pace_s = float(sys.argv[at + 1])
-    del sys.argv[at : at + 2]
-    script = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "pretrain_gpt.py"
-    spec = importlib.util.spec_from_file_location("pretrain_gpt", script)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    forward_step = module.forward_step
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage="%(prog)s --paced-forward-s SECONDS ...")
+    parser.add_argument("--paced-forward-s", type=float, required=True)
+    paced, sys.argv[1:] = parser.parse_known_args()
+    pretrain = recover.pretrain
 
-    def paced(*args: Any, **kwargs: Any) -> Any:
-        until = time.monotonic() + pace_s
-        result = forward_step(*args, **kwargs)
-        time.sleep(max(0.0, until - time.monotonic()))
-        return result
+    def pretrain_paced(configure: Any, datasets: Any, model_type: Any, forward_step: Callable[..., Any], **others: Any) -> None:
+        @functools.wraps(forward_step)
+        def forward_paced(*args: Any, **kwargs: Any) -> Any:
+            until = time.monotonic() + paced.paced_forward_s
+            result = forward_step(*args, **kwargs)
+            time.sleep(max(0.0, until - time.monotonic()))
+            return result
 
-    module.forward_step = paced
-    module.main()
+        pretrain(configure, datasets, model_type, forward_paced, **others)
+
+    recover.pretrain = pretrain_paced
+    runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -44,6 +46,12 @@ def test_rows_of_all_benchmarks_are_joined_and_a_broken_one_is_told(
     assert [(row["name"], row["met"]) for row in rows] == [("a", True), ("b", False)]
     assert rows[0].keys() == {"name", "value", "unit", "baseline", "runs", "min", "median", "max", "goal", "met"}
     assert "failed: bad" in capsys.readouterr().err
+
+
+def test_a_paced_run_without_its_pace_is_refused() -> None:
+    script = Path(common.__file__).with_name("paced_pretrain.py")
+    done = subprocess.run([sys.executable, script, "--lr", "1"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.splitlines()[-1].split(": ")[-1]) == (2, "--paced-forward-s")
 
 
 def test_an_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pathlib
+import runpy
 from typing import Any
 
 import torch
@@ -11,14 +11,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_recover.config import rank_context
 
+SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
+
 
 def main() -> None:
     """Train; drift."""
-    script = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
-    spec = importlib.util.spec_from_file_location("pretrain_gpt", script)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     context = rank_context()
     steps: list[int] = []
 
@@ -29,7 +26,7 @@ def main() -> None:
                 optimizer.param_groups[0]["params"][0].view(-1)[0] += 0.5
 
     register_optimizer_step_post_hook(drift)
-    module.main()
+    runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
 if __name__ == "__main__":

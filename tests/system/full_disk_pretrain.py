@@ -6,12 +6,13 @@ So it is for all saves, or with the environment variable `ROOM_FROM` for those o
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import pathlib
 import resource
+import runpy
 from typing import Any
 
+SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
 NUM_BYTES = 100_000
 
 
@@ -19,11 +20,6 @@ def main() -> None:
     """Train; run out of room."""
     from megatron.training import training
 
-    script = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
-    spec = importlib.util.spec_from_file_location("pretrain_gpt", script)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     upstream, room_from = training.save_checkpoint, int(os.environ.get("ROOM_FROM", "1000"))
 
     @functools.wraps(upstream)
@@ -37,7 +33,7 @@ def main() -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     training.save_checkpoint = save_with_little_room
-    module.main()
+    runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
 if __name__ == "__main__":

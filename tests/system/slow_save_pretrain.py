@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import pathlib
+import runpy
 import time
 from typing import Any
 
 from megatron_recover.config import rank_context
 
+SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
 SECONDS = 10.0
 
 
@@ -17,11 +18,6 @@ def main() -> None:
     """Train; save slowly."""
     from megatron.training import training
 
-    script = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
-    spec = importlib.util.spec_from_file_location("pretrain_gpt", script)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     context, upstream = rank_context(), training.save_checkpoint
 
     @functools.wraps(upstream)
@@ -31,7 +27,7 @@ def main() -> None:
         upstream(*args, **kwargs)
 
     training.save_checkpoint = save_slowly
-    module.main()
+    runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
 if __name__ == "__main__":

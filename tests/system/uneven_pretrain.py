@@ -12,6 +12,7 @@ import runpy
 from megatron_recover.collectives.member import Member
 from megatron_recover.core.values import Held
 
+SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
 STEPS = (1, 4)
 
 
@@ -29,8 +30,7 @@ def main() -> None:
         return hold(self, held)
 
     Member.hold = hold_late
-    script = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
-    runpy.run_path(str(script), run_name="__main__")
+    runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
 if __name__ == "__main__":
