@@ -281,7 +281,9 @@ def test_a_committed_step_forgives() -> None:
 def test_a_save_costs_two_generations_at_most_and_nobody_is_suspected() -> None:
     state, effects = feed(started(max_fruitless=1), Busy(0, False))
     assert effects == [Arm("save 1", "save_timeout_s")]
-    state, effects = feed(state, blocked(1, 1, 0), blocked(2, 1, 0), TimerFired("grace 1"))
+    state, effects = feed(state, blocked(1, 1, 0), blocked(2, 1, 0))
+    assert effects == [Arm("grace 1", "grace_s")], "nothing would end the wait of who asked first"
+    state, effects = feed(state, TimerFired("grace 1"))
     assert announced(effects).roster == (0, 1, 2), "the first request shows who still answers"
     state, effects = feed(state, blocked(1, 2, 0), blocked(2, 2, 0))
     assert effects == [], "the second waits for the end of the save"
@@ -294,6 +296,11 @@ def test_a_save_costs_two_generations_at_most_and_nobody_is_suspected() -> None:
 def test_a_save_that_nobody_waited_for_costs_nothing() -> None:
     state, effects = feed(started(), Busy(0, False), Busy(0, True))
     assert effects == [Arm("save 1", "save_timeout_s")] and state.saves == ()
+
+
+def test_who_did_not_save_ends_no_wait_by_saying_that_its_save_is_over() -> None:
+    state, _ = feed(started(), blocked(0, 1, 2))
+    assert feed(state, Busy(1, True)) == (state, []), "the grace was cut short: a death would be news too late"
 
 
 def test_a_replica_that_dies_during_a_save_is_a_loss_at_once() -> None:
@@ -323,6 +330,23 @@ def test_a_request_waits_for_all_saves_that_are_within_their_time() -> None:
     assert effects == []
     _, effects = feed(state, Busy(1, True))
     assert announced(effects).roster == (0, 1, 2)
+
+
+def test_a_request_waits_for_the_last_of_two_saves_to_be_over() -> None:
+    state, _ = feed(started(), Busy(0, False), Busy(1, False), blocked(2, 1, 0), TimerFired("grace 1"), blocked(2, 2, 0))
+    state, effects = feed(state, Busy(0, True))
+    assert effects == [], "the other would make it wait, and ask, once more"
+    _, effects = feed(state, Busy(1, True))
+    assert announced(effects) == NewGeneration(3, (0, 1, 2), (), "replica 2: stuck")
+
+
+def test_inv_9_an_overdue_save_speaks_against_who_saves() -> None:
+    """As loudly as a request does: with one more against another member the saver, the higher of the two, is fenced."""
+    state, _ = feed(started(max_fruitless=2), Busy(2, False), blocked(1, 1, 2), TimerFired("grace 1"), blocked(1, 2, 2))
+    state, _ = feed(state, TimerFired("save 1"))
+    assert state.suspects == (2,)
+    _, effects = feed(state, blocked(1, 3, 0), TimerFired("grace 3"))
+    assert Fence(2) in effects and announced(effects).roster == (0, 1)
 
 
 def test_inv_8_a_save_that_takes_too_long_is_suspected_as_ever() -> None:
@@ -378,6 +402,23 @@ def test_an_asked_exit_reaches_all_members_and_gives_its_own_code() -> None:
     code = policy.exit_code(announced(effects).requests)
     _, effects = feed(state, *(Finished(replica, code) for replica in range(3)))
     assert ended(effects).exit_code == ExitCode.INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    ("requests", "code"),
+    [
+        ((), ExitCode.OK),
+        (("checkpoint", policy.SAVED), ExitCode.OK),
+        (("exit: SIGTERM", policy.SAVED), ExitCode.INTERRUPTED),
+        (("exit: SIGTERM", policy.TOO_FEW), ExitCode.TOO_FEW_REPLICAS),
+        ((policy.UNSAVED,), ExitCode.UNSAVED),
+        (("exit: SIGTERM", policy.TOO_FEW, policy.UNSAVED), ExitCode.UNSAVED),
+    ],
+    ids=["nothing", "no exit", "exit", "too few", "unsaved", "all"],
+)
+def test_of_several_requests_the_one_that_costs_most_gives_the_exit_code(requests: tuple[str, ...], code: ExitCode) -> None:
+    for order in (requests, requests[::-1]):
+        assert policy.exit_code(order) == code
 
 
 def test_an_exit_before_the_start_is_immediate() -> None:

@@ -107,6 +107,20 @@ def test_with_everything_decided_and_held_the_replica_votes_at_once() -> None:
     assert effects[-1] == ToPeers((1,), vote(0, generation=2))
 
 
+def test_inv_2_what_was_held_before_the_trusted_generation_is_reduced_again() -> None:
+    """Everything is held by everyone, but a replica that was outvoted took part in it."""
+    state, _ = lead(working(), holds())
+    outvoted = NewGeneration(2, (0, 1), trusted_from=2)
+    state, effects = lead(state, outvoted, Promised(0, 2), status(1, contributions=((1,),), complete=(complete(),)))
+    decided, order = effects[-2:]
+    assert isinstance(decided, Decided) and decided.decided == ()
+    assert order == ToRanks(Plan(0, 2, (0, 1), WORK, (2, 1), (), (Compute((2,), (0,)),), (0,)))
+    state, effects = lead(state, holds(2))
+    assert effects == [ToPeers((1,), vote(0, generation=2, of=record(0, complete(version=2))))]
+    state, effects = lead(state, NewGeneration(3, (0,), trusted_from=2), Promised(0, 3))
+    assert isinstance(effects[-2], Committed) and effects[-2].record == record(0, complete(version=2)), "it is trusted again"
+
+
 def test_a_member_that_is_behind_adopts_and_keeps_the_plan_until_it_begins() -> None:
     state, _ = lead(working(), holds(), NewGeneration(2, (0, 1)), Promised(0, 2))
     next_work = Work("train 1", 3, (0,))
