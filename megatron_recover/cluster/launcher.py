@@ -40,6 +40,8 @@ _GRACE_S = 0.2
 _IMPORT_DEADLINE_S = 600.0
 _DRY_RUN_DEADLINE_S = 300.0
 _CALLS_PRETRAIN = "called megatron_recover.megatron.pretrain; does it call Megatron's own instead?"
+_LOAD_DEADLINE_S = 3600.0
+"""From the start of the processes to the first replica that is ready: a checkpoint is loaded, an index of the data built."""
 _START_DEADLINE_S = 900.0
 """From the first replica that is ready to the last."""
 _END_DEADLINE_S = 60.0
@@ -102,6 +104,7 @@ class Launcher:
                 "finish_timeout_s": job.config.stall_timeout_s,
                 "save_timeout_s": job.config.save_timeout_s,
                 "grace_s": _GRACE_S,
+                "load_timeout_s": _LOAD_DEADLINE_S,
                 "start_timeout_s": _START_DEADLINE_S,
             },
             record=self._log.record,
@@ -174,6 +177,7 @@ class Launcher:
             for rank in range(job.num_ranks):
                 environment = self._environment(replica, rank, leader=leader, master_port=master_port)
                 self._agent.spawn(replica, rank, argv=job.argv, environment=environment, log=job.log_of(replica, rank))
+        self._membership.launched()
 
     def _environment(self, replica: int, rank: int, *, leader: str, master_port: int, dry_run: bool = False) -> dict[str, str]:
         """What a rank's process finds in its environment beside what all inherit."""

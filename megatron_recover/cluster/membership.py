@@ -59,6 +59,10 @@ class Membership:
         self._notice()
         self._step(machine.ExitAsked(reason))
 
+    def launched(self) -> None:
+        """The processes of all replicas were started."""
+        self._step(machine.Launched())
+
     def close(self) -> None:
         """Stop listening. The links belong to the loop."""
         self._loop.forget_readable(self._listener.fileno())

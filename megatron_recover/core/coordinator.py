@@ -104,6 +104,10 @@ class CoordinatorState(Value, frozen=True):
 # --- Inputs: LeaderMessage messages of leaders, and: -------------------------------------------------------------------
 
 
+class Launched(Value, frozen=True):
+    """The processes of all replicas were started."""
+
+
 class Lost(Value, frozen=True):
     """A replica is gone or must be treated as gone."""
 
@@ -122,7 +126,7 @@ class ExitAsked(Value, frozen=True):
     reason: str
 
 
-Input = LeaderMessage | Lost | TimerFired | ExitAsked
+Input = LeaderMessage | Launched | Lost | TimerFired | ExitAsked
 
 
 # --- Effects -------------------------------------------------------------------------------------------------------------
@@ -140,7 +144,7 @@ class Fence(Value, frozen=True):
     replica: ReplicaId
 
 
-Setting = Literal["start_timeout_s", "follow_timeout_s", "finish_timeout_s", "save_timeout_s", "grace_s"]
+Setting = Literal["load_timeout_s", "start_timeout_s", "follow_timeout_s", "finish_timeout_s", "save_timeout_s", "grace_s"]
 """How long a timer runs, by name: the driver knows the seconds."""
 
 
@@ -171,6 +175,11 @@ def step(state: CoordinatorState, message: Input) -> Step:
     if state.over:
         return state, ()
     return TABLE[type(message)](state, message)
+
+
+def _on_launched(state: CoordinatorState, _: Launched) -> Step:
+    """Give the first replica its time to load."""
+    return state, (Arm("load", "load_timeout_s"),)
 
 
 def _on_hello(state: CoordinatorState, hello: Hello) -> Step:
@@ -291,7 +300,7 @@ def _saved(state: CoordinatorState) -> Step:
 
 
 def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
-    """`start`, `follow`, `finish`: fence who did not. `save`: excuse it no more. `grace`: nobody died, try again."""
+    """`load`, `start`, `follow`, `finish`: fence who did not. `save`: excuse it no more. `grace`: nobody died, try again."""
     overdue = tuple(save for save in state.saves if expired.timer == f"save {save.number}")
     if overdue:
         left = tuple(save for save in state.saves if save not in overdue)
@@ -306,10 +315,12 @@ def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
     done = {item.replica for item in state.finished}
     # Of a member that is gone again the others may have heard nothing: they train on, and are not late.
     if expired.timer in {f"finish {replica}" for replica in state.roster if replica in done}:
+        if state.saves:
+            return state, (Arm(expired.timer, "finish_timeout_s"),)
         late = tuple(replica for replica in state.roster if replica not in done)
         detail = f"did not finish after replica {expired.timer.removeprefix('finish ')} had"
         return _remove(state, tuple(Loss(replica, LossKind.SUSPECTED, detail) for replica in late), detail)
-    if expired.timer == "start" and not state.generation:
+    if (expired.timer == "start" or (expired.timer == "load" and not state.hellos)) and not state.generation:
         here = {item.replica for item in state.hellos} | {loss.replica for loss in state.losses}
         late = tuple(replica for replica in range(state.policy.num_replicas) if replica not in here)
         return _remove(state, tuple(Loss(replica, LossKind.SUSPECTED, "did not start") for replica in late), "did not start")
@@ -385,6 +396,7 @@ def _end(state: CoordinatorState, exit_code: int, reason: str) -> Step:
 
 
 TABLE: Mapping[type, Callable[[CoordinatorState, Any], Step]] = {
+    Launched: _on_launched,
     Hello: _on_hello,
     Entered: _on_entered,
     Requested: _on_requested,

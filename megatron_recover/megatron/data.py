@@ -15,13 +15,19 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy
 from torch import Tensor
 from torch.utils.data import default_collate
+
+_BUILD_DEADLINE_S = 900.0
+"""For another process to build the index cache."""
+_LOCK_POLL_S = 0.05
 
 
 class Dataset(Protocol):
@@ -138,17 +144,37 @@ def building_cache(directory: Path) -> Iterator[None]:
 
     Upstream takes a cache whose files exist for complete, and overwrites files that others may have mapped. Inside, each
     array is written beside its final name, synced, and renamed: a builder that is killed leaves files complete or absent,
-    and the next one builds what is absent. The lock spares the others the work; it ends with its holder's life.
+    and the next one builds what is absent. The lock only spares the others the work. It ends with its holder's life, and
+    whoever has waited for `_BUILD_DEADLINE_S`, because the holder is stopped or slow, does the work beside it.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / ".building.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with open(directory / ".building.lock", "a+") as lock:
+        if _locked(lock):
+            lock.truncate(0)
+            print(f"pid {os.getpid()}", file=lock, flush=True)
+        else:
+            lock.seek(0)
+            holder = lock.read().strip() or "another process"
+            print(f"{holder} has held {lock.name} for {_BUILD_DEADLINE_S:g} s: building the index beside it", file=sys.stderr)
         save = numpy.save
         numpy.save = _atomic(save)
         try:
             yield
         finally:
             numpy.save = save
+
+
+def _locked(file: IO[str]) -> bool:
+    """Wait for the lock, not for ever; whether we have it."""
+    deadline = time.monotonic() + _BUILD_DEADLINE_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOCK_POLL_S)
 
 
 def _atomic(save: Callable[..., None]) -> Callable[..., None]:

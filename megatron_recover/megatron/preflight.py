@@ -49,6 +49,8 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--log-interval": {"type": int, "default": 100},
     "--group-query-attention": _ON,
     "--num-query-groups": _ONE,
+    "--train-iters": _INT,
+    "--train-samples": _INT,
     # Batch.
     "--micro-batch-size": _INT,
     "--global-batch-size": _INT,
@@ -173,7 +175,7 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
         raise ValueError("\n".join(found))
     layout, wrong = _layout(args, lanes)
     num_microbatches, too_few = _num_microbatches(args, num_replicas, lanes)
-    found += [*wrong, *too_few, *data.mistakes(args), *_saving(args), *_unwritable(args)]
+    found += [*wrong, *too_few, *_length(args), *data.mistakes(args), *_saving(args), *_unwritable(args)]
     if found:
         raise ValueError("\n".join(found))
     batch_changes = args.rampup_batch_size is not None or args.step_batch_size_schedule is not None
@@ -325,6 +327,13 @@ def _num_microbatches(args: Namespace, num_replicas: int, lanes: int) -> tuple[i
         )  # fmt: skip
         found += wrong
     return num, found
+
+
+def _length(args: Namespace) -> list[str]:
+    if args.train_iters is None and args.train_samples is None:
+        return ["--train-iters is missing; say how many iterations to train (or how many samples, with --train-samples)"]
+    lengths = {"--train-iters": args.train_iters, "--train-samples": args.train_samples}
+    return [f"{flag} is {value}; it must be at least 1" for flag, value in lengths.items() if value is not None and value < 1]
 
 
 def _count(flag: str, batch: int, micro_flag: str, micro: int, num_replicas: int, lanes: int) -> tuple[int, list[str]]:

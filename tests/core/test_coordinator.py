@@ -14,6 +14,7 @@ from megatron_recover.core.coordinator import (
     EndJob,
     ExitAsked,
     Fence,
+    Launched,
     Lost,
     Policy,
     TimerFired,
@@ -91,6 +92,15 @@ def test_replicas_that_do_not_start_are_fenced() -> None:
     _, effects = feed(CoordinatorState(Policy(3)), Hello(1, "same"), TimerFired("start"))
     assert [effect for effect in effects if isinstance(effect, Fence)] == [Fence(0), Fence(2)]
     assert announced(effects).roster == (1,)
+
+
+def test_inv_8_a_job_none_of_whose_replicas_gets_ready_ends() -> None:
+    state, effects = feed(CoordinatorState(Policy(2)), Launched())
+    assert effects == [Arm("load", "load_timeout_s")]
+    assert feed(state, Hello(1, "same"), TimerFired("load"))[1] == [Arm("start", "start_timeout_s")], "another timer runs"
+    _, effects = feed(state, TimerFired("load"))
+    assert [effect for effect in effects if isinstance(effect, Fence)] == [Fence(0), Fence(1)]
+    assert ended(effects).exit_code == ExitCode.NO_REPLICA_LEFT and "did not start" in ended(effects).reason
 
 
 def test_replicas_that_differ_do_not_start() -> None:
@@ -386,6 +396,13 @@ def test_inv_8_who_does_not_finish_after_another_is_fenced() -> None:
     state, effects = feed(state, Finished(2, 0), TimerFired("finish 0"))
     assert effects == [Arm("finish 2", "finish_timeout_s"), Fence(1), EndJob(0, "training finished")]
     assert [(loss.replica, loss.kind) for loss in state.losses] == [(1, LossKind.SUSPECTED)]
+
+
+def test_who_saves_is_not_hurried_by_those_who_have_finished() -> None:
+    state, _ = feed(started(), Finished(0, 0), Busy(1, False))
+    assert feed(state, TimerFired("finish 0")) == (state, [Arm("finish 0", "finish_timeout_s")])
+    _, effects = feed(state, Busy(1, True), TimerFired("finish 0"))
+    assert Fence(1) in effects
 
 
 def test_who_finished_and_is_gone_hurries_nobody() -> None:

@@ -171,6 +171,19 @@ def build(text: str, cache: Path, *, die_in: int | None = None, guarded: bool = 
         process.kill()
 
 
+def test_a_builder_that_stands_still_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron_recover.megatron.data._BUILD_DEADLINE_S", 0.2)
+    with building_cache(tmp_path):
+        assert capsys.readouterr().err == ""
+        with building_cache(tmp_path):
+            numpy.save(str(tmp_path / "index.npy"), numpy.arange(3))
+    assert f"pid {os.getpid()} has held {tmp_path / '.building.lock'} for 0.2 s: building" in capsys.readouterr().err
+    assert numpy.load(tmp_path / "index.npy").tolist() == [0, 1, 2]
+    assert [each.name for each in sorted(tmp_path.iterdir())] == [".building.lock", "index.npy"]
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("die_in", [0, 1, 2], ids=["document", "sample", "shuffle"])
 def test_killed_builder_leaves_nothing_that_others_take_for_complete(die_in: int, text: str, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def data(tmp_path: Path) -> str:
 
 def judge(data: str, flags: str = "", *, replicas: int = 2, lanes: int = 1) -> Preflight:
     base = f"--num-layers 4 --num-attention-heads 4 --micro-batch-size 2 --global-batch-size 16 --data-path {data} "
+    base += "--train-iters 10 "
     return preflight((base + flags).split(), num_replicas=replicas, lanes=lanes)
 
 
@@ -61,6 +62,7 @@ def test_layout_of_a_job(data: str) -> None:
         ("--data-path /nowhere/text", {}, "megatron-recover data --output /nowhere/text"),
         ("--data-path 0.5 {data} 0.5 /nowhere/text", {}, "/nowhere/text.bin and /nowhere/text.idx not found"),
         ("--data-path", {}, "--data-path is missing"),
+        ("--train-iters 0", {}, "--train-iters is 0; it must be at least 1"),
         ("--split 9999,1,0", {}, "--split 9999,1,0 leaves none of the 1000 documents"),
         ("--split 90,0,10", {}, "--split 90,0,10 has nothing for validation, and --eval-iters is 100; give it a share, or set"),
         ("--split 0,5,5", {}, "--split 0,5,5 has nothing for training; give it a share"),
@@ -210,14 +212,14 @@ def test_every_data_set_of_a_blend_has_something_in_every_split(words: str, data
 
 def test_data_of_one_split_is_not_empty(data: str, tmp_path: Path) -> None:
     empty = _index(tmp_path / "empty", 0)
-    flags = "--micro-batch-size 2 --global-batch-size 16 --train-data-path {} --valid-data-path {} --eval-iters {}"
+    flags = PLAIN + "--train-data-path {} --valid-data-path {} --eval-iters {}"
     for train, valid, evaluations in ((empty, data, 0), (data, empty, 1)):
         with pytest.raises(ValueError, match=f"{empty} has no documents"):
             preflight(flags.format(train, valid, evaluations).split(), num_replicas=2)
     preflight(flags.format(data, empty, 0).split(), num_replicas=2)
 
 
-PLAIN = "--micro-batch-size 2 --global-batch-size 16 "
+PLAIN = "--micro-batch-size 2 --global-batch-size 16 --train-iters 10 "
 
 
 def _refused_data(flags: str) -> str:
@@ -290,3 +292,10 @@ def test_ranks_need_gpus() -> None:
     assert "make 9 ranks, which need 3 GPUs, and there are 2" in line
     [line] = gpu_refusals(2, num_ranks=6, num_gpus=0)
     assert "--recover-ranks-per-gpu needs CUDA" in line
+
+
+def test_the_length_of_training_is_needed(data: str) -> None:
+    flags = f"--num-layers 4 --num-attention-heads 4 --micro-batch-size 2 --global-batch-size 16 --data-path {data}"
+    with pytest.raises(ValueError, match="--train-iters is missing; say how many iterations to train"):
+        preflight(flags.split(), num_replicas=2)
+    preflight([*flags.split(), "--train-samples", "160"], num_replicas=2)
