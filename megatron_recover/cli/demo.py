@@ -33,12 +33,14 @@ from megatron_recover.observe.plot import PLOT_FILE
 from megatron_recover.observe.summary import SUMMARY_FILE, FaultSummary, Summary
 from megatron_recover.trace import TraceError
 
-REPLICAS, STEPS, MICROBATCHES, SEED = 3, 24, 12, 1234
+REPLICAS, RANKS, STEPS, MICROBATCHES, SEED = 3, 6, 24, 12, 1234
 PRETRAIN = Path(megatron_recover.__file__).parents[1] / "scripts" / "pretrain_gpt.py"
 LIMIT_S = 600.0
 """A run that takes longer is killed, and the demo has failed."""
 GRACE_S = 5.0
 """For a run to end when the demo is interrupted."""
+LAST_WORDS = 12
+"""Lines that are shown of what a command said when it failed."""
 
 MODEL = (
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 64 --num-attention-heads 4 "
@@ -166,12 +168,21 @@ def story(summary: Summary) -> Iterator[str]:
                 yield f"  the others finished that very step in generation {one.generation}: {times}"
 
 
+def num_gpus(devices: Path = Path("/dev")) -> int:
+    """GPUs that torch can use; it is asked, in a process of its own, only where the machine has any."""
+    if not any(devices.glob("nvidia[0-9]*")):
+        return 0
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    return int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
 class _Demo:
     """The four stages of the demo, in a folder of their own."""
 
-    def __init__(self, folder: Path, say: TextIO, *, ranks_per_gpu: int | None) -> None:
+    def __init__(self, folder: Path, say: TextIO) -> None:
         self.folder, self._say = folder, say
-        self._extra = [] if ranks_per_gpu is None else ["--recover-ranks-per-gpu", str(ranks_per_gpu)]
+        shared = -(-RANKS // (num_gpus() or RANKS))
+        self._extra = ["--recover-ranks-per-gpu", str(shared)] if shared > 1 else []
         self.data = folder / "data" / "python-stdlib"
         self.reference, self.faulty = folder / "reference", folder / "faulty"
 
@@ -198,12 +209,15 @@ class _Demo:
         self._command("run", *replicas, *flags, "--", str(PRETRAIN), *megatron)
 
     def _command(self, *arguments: str) -> None:
-        """Run one verb of ours in a process of its own; its output goes to a file and, indented, to the screen."""
+        """Run one verb of ours in a process of its own; its output goes to a file and, indented, to the screen.
+
+        What it says on stderr goes to another file: it matters only when the command fails.
+        """
         command = [sys.executable, "-m", "megatron_recover", *arguments]
-        log = self.folder / f"{arguments[0]}.log"
-        with open(log, "a", encoding="utf-8") as file:
+        log, errors = (self.folder / f"{arguments[0]}.{kind}" for kind in ("log", "err"))
+        with open(log, "a", encoding="utf-8") as file, open(errors, "wb") as error_file:
             print(f"$ {shlex.join(command)}", file=file, flush=True)
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=error_file, text=True)
             watchdog = threading.Timer(LIMIT_S, process.kill)
             watchdog.start()
             try:
@@ -216,7 +230,9 @@ class _Demo:
                 watchdog.cancel()
                 _end(process)
         if code != ExitCode.OK:
-            raise RuntimeError(f"exit code {code} of: {shlex.join(command)}\nits output is in {log}")
+            last = errors.read_text(errors="replace").splitlines()[-LAST_WORDS:]
+            said = "".join(f"     {line}\n" for line in last)
+            raise RuntimeError(f"exit code {code} of: {shlex.join(command)}\n{said}its output is in {log} and {errors}")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -250,11 +266,10 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="megatron-recover demo",
         description="Train a small GPT on real text twice, once with kill -9 of real processes, and prove that the result is "
-        "bit for bit the same. CPU only, under 3 minutes on two cores.",
+        "bit for bit the same. On CUDA where torch finds a GPU, else on the CPU: under 3 minutes on two cores.",
     )
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON (progress goes to stderr)")
     parser.add_argument("--run-dir", type=Path, metavar="D", help="folder for everything it makes (default: runs/demo-<time>)")
-    parser.add_argument("--ranks-per-gpu", type=int, metavar="N", help="where there are fewer GPUs than its 6 ranks")
     arguments = parser.parse_args(argv)
     if not PRETRAIN.exists():
         parser.error(f"{PRETRAIN} is missing; run the demo from a checkout of the repository")
@@ -264,7 +279,7 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
 
-    demo = _Demo(folder, sys.stderr if arguments.json else sys.stdout, ranks_per_gpu=arguments.ranks_per_gpu)
+    demo = _Demo(folder, sys.stderr if arguments.json else sys.stdout)
     began = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a demo that is told to end takes its runs with it
     try:

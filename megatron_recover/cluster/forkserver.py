@@ -74,9 +74,18 @@ Reply = Ready | Started | Exited
 
 def set_parent_death_signal(number: int) -> None:
     """Have the kernel send us `number` when the parent dies (0: nothing). Linux; prctl(2), PR_SET_PDEATHSIG."""
+    _prctl(1, number)
+
+
+def set_process_name(name: str) -> None:
+    """What `ps -o comm` and `pkill -x` call this process; the kernel cuts it to 15 bytes. prctl(2), PR_SET_NAME."""
+    _prctl(15, name.encode())
+
+
+def _prctl(option: int, value: int | bytes) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(1, number, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 class _Server:
@@ -148,6 +157,7 @@ def _become_rank(spawn: Spawn, output: int, inherited: list[int], server: int) -
         set_parent_death_signal(signal.SIGKILL)
         if os.getppid() != server:  # it died before the kernel knew that we depend on it
             os._exit(1)
+        set_process_name(f"replica-{spawn.replica}.{spawn.rank}")
         for descriptor in inherited:
             os.close(descriptor)
         for stream in (1, 2):

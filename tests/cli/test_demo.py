@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import resource
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import psutil
@@ -138,6 +140,27 @@ def test_a_stage_that_fails_is_named_with_its_command(
     assert demo.main(["--run-dir", str(tmp_path / "demo")]) == ExitCode.FAILED
     error = capsys.readouterr().err
     assert "--no-such-flag" in error and "its output is in" in error
+    assert f"     megatron-recover run: --data-path {tmp_path}" in error, "what the command itself says"
+
+
+def test_ranks_share_gpus_where_there_are_fewer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for gpus, expected in ((0, []), (1, ["6"]), (4, ["2"]), (6, []), (8, [])):
+        monkeypatch.setattr(demo, "num_gpus", lambda gpus=gpus: gpus)
+        assert demo._Demo(tmp_path, io.StringIO())._extra[1:] == expected
+
+
+def test_torch_is_asked_for_gpus_only_where_the_machine_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **options: object) -> SimpleNamespace:
+        asked.append(command)
+        return SimpleNamespace(stdout="2\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    (tmp_path / "nvidiactl").touch()
+    assert (demo.num_gpus(tmp_path), asked) == (0, [])
+    (tmp_path / "nvidia0").touch()
+    assert demo.num_gpus(tmp_path) == 2 and "import torch" in asked[0][-1]
 
 
 @pytest.mark.timeout(400)

@@ -279,7 +279,9 @@ def test_a_rank_killed_from_outside_is_seen_and_fenced(start: Start, tmp_path: P
     # The rest of a broken replica ends by itself after the follow timeout, so that is put off: here it has to be killed.
     job = start(spec(tmp_path, steps=FOR_EVER, config=RecoverConfig(follow_timeout_s=300.0)))
     ranks = [each for each in job.processes if each.ppid() != job.launcher.pid]
-    ranks[3].kill()
+    names = {each.name(): each for each in ranks}
+    assert sorted(names) == [f"replica-{replica}.{rank}" for replica in range(3) for rank in range(2)], "told apart in ps"
+    names["replica-1.1"].kill()
     job.until(lambda: '"fenced"' in (Path(job.spec.run_dir) / "events.jsonl").read_text(), "the fence")
     reached = job.num_applied()
     job.until(lambda: job.num_applied() > reached, "training to go on")
@@ -287,7 +289,7 @@ def test_a_rank_killed_from_outside_is_seen_and_fenced(start: Start, tmp_path: P
     job.launcher.send_signal(signal.SIGTERM)
     outcome = job.end()
     [failure] = outcome.of(trace.Failure)
-    assert failure.cause == "SIGKILL"
+    assert (failure.replica, failure.rank, failure.cause) == (1, 1, "SIGKILL")
     outcome.assert_exactly_once()
 
 
