@@ -160,14 +160,19 @@ WARM_UP = 3
 DEADLINE_S = 400.0
 
 
-def _pair(case: Case, data: pathlib.Path, folder: pathlib.Path, name: str) -> float:
-    """Percent of CPU-seconds a step that ours takes more than the baseline."""
+def shaped(case: Case, *, steps: int) -> Job:
+    """The job of a case, in the size and with the settings that are measured."""
     sequence = str(case.sequence)
-    job = dataclasses.replace(
-        case.job, steps=10_000, determinism="fast", bucket_elements=40_000_000,  # the default
+    return dataclasses.replace(
+        case.job, steps=steps, determinism="fast", bucket_elements=40_000_000,  # the default
         extra=("--hidden-size", "128", "--num-layers", "4", "--seq-length", sequence, "--max-position-embeddings", sequence,
                "--num-workers", "0"),
     )  # fmt: skip
+
+
+def _pair(case: Case, data: pathlib.Path, folder: pathlib.Path, name: str) -> float:
+    """Percent of CPU-seconds a step that ours takes more than the baseline."""
+    job = shaped(case, steps=10_000)
     ours, baseline = commands(job, data, folder, name)
     log = folder / name / "logs" / f"replica-0-rank-{job.tp * job.pp - 1}.log"
     output = folder / f"{name}.baseline.log"
