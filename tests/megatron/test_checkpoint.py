@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -12,7 +13,6 @@ import signal
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class Replica:
         self._writer, self._folder, self._log = writer, folder, log
         self.error: BaseException | None = None
         """What happens behind the first file of a save."""
-        self.num_saving, self.asked = 0, []
+        self.num_saving, self.is_saving, self.asked = 0, False, []
         self.after_save: Callable[[], None] = lambda: None
         self.start()
 
@@ -111,9 +111,11 @@ class Replica:
     def is_writer(self) -> bool:
         return self._writer() == self.replica
 
-    def saving(self) -> nullcontext[None]:
-        self.num_saving += 1
-        return nullcontext()
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        self.num_saving, self.is_saving = self.num_saving + 1, True
+        yield
+        self.is_saving = False
 
     def request(self, request: str) -> None:
         self.asked.append(request)
@@ -234,6 +236,37 @@ def test_what_was_loaded_is_not_saved_again_before_anything_was_trained(job: Job
     assert job.phases()[-1] == (0, 10, "finished") and len(job.phases()) == 4
 
 
+def test_what_was_loaded_from_elsewhere_is_saved_here(job: Job) -> None:
+    """A folder that another job left names the same iteration: what it has is not what was loaded."""
+    job.older(10, named=10)
+    save, load = str(job.folder), str(job.folder.with_name("other"))
+    job.first.step = -1
+    job.first.checkpoints._get_args = lambda: Namespace(save=save, load=load, ckpt_format="torch_dist")
+    job.first.checkpoints.save_checkpoint_and_time(10)
+    assert job.saves() == {"iter_0000010": "0"}
+
+
+def test_only_what_is_being_written_is_looked_for_among_the_partial(job: Job) -> None:
+    def name(folder: Path) -> str:
+        return job.first.checkpoints.checkpoint_name(str(folder), 10)
+
+    def write(iteration: int, *_: Any) -> None:
+        during.extend((name(job.folder), name(elsewhere)))
+        Replica.write(job.first, iteration)
+
+    during: list[str] = []
+    elsewhere = job.folder.with_name("other")
+    job.first.write = write
+    job.first.start()
+    job.first.checkpoints.save_checkpoint_and_time(10)
+    assert during == [f"{job.folder}/.partial/iter_0000010", f"{elsewhere}/iter_0000010"]
+    assert name(job.folder) == f"{job.folder}/iter_0000010", "it is complete now"
+    job.first.error = Killed()
+    with pytest.raises(Killed):
+        job.first.checkpoints.save_checkpoint_and_time(11)
+    assert job.first.checkpoints.checkpoint_name(str(job.folder), 11) == f"{job.folder}/iter_0000011", "it is not being written"
+
+
 def test_next_writer_removes_the_partial_one_and_saves_at_once(job: Job) -> None:
     for iteration in (10, 20):
         job.second.checkpoints.save_checkpoint_and_time(iteration)
@@ -342,6 +375,13 @@ def test_checkpoint_of_an_older_branch_is_replaced_when_the_new_one_is_complete(
     assert (job.saves(), job.named()) == (dict.fromkeys(("iter_0000010", "iter_0000020", "iter_0000030"), "older"), "30")
     job.second.checkpoints.save_checkpoint_and_time(20)
     assert (job.saves()["iter_0000020"], job.named(), job.partial()) == ("1", "20", [])
+
+
+def test_link_that_points_nowhere_is_in_nobodys_way(job: Job, tmp_path: Path) -> None:
+    job.older(10, named=10)
+    (job.folder / "iter_0000020").symlink_to(tmp_path / "gone")
+    job.first.checkpoints.save_checkpoint_and_time(20)
+    assert (job.saves()["iter_0000020"], job.named(), job.partial()) == ("0", "20", [])
 
 
 def test_link_in_the_place_of_a_checkpoint_is_replaced_and_what_it_points_to_is_kept(job: Job, tmp_path: Path) -> None:
@@ -498,7 +538,8 @@ def test_writer_that_dies_after_a_failed_save_is_made_up_for(job: Job) -> None:
 
 
 def test_last_checkpoint_is_tried_again_while_somebody_may_make_room(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_recover.megatron.checkpoint._RETRY_S", 0.0)
+    waits: list[bool] = []
+    monkeypatch.setattr("time.sleep", lambda _: waits.append(job.first.is_saving))
     job.first.error = FULL
     job.save(30)
 
@@ -510,14 +551,17 @@ def test_last_checkpoint_is_tried_again_while_somebody_may_make_room(job: Job, m
     job.first.checkpoints._save_timeout_s = 60.0
     job.first.checkpoints.settle(meet)
     assert job.named() == "30" and job.first.asked == [SAVED]
+    assert waits and all(waits), "the others would take a writer that waits for one that is stuck"
 
 
+@pytest.mark.timeout(30)
 def test_last_checkpoint_that_cannot_be_written_ends_all_replicas_alike(job: Job) -> None:
     job.first.error = FULL
     job.save(30)
     rounds: list[int] = []
 
     def meet(number: int) -> None:
+        assert number < 5, "it goes on for ever"
         rounds.append(number)
         job.meet(number)
 

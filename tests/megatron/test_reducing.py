@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_recover import trace
 from megatron_recover.collectives.transport import PeerLost, Revoked
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.invariants import InvariantViolation
@@ -47,10 +48,13 @@ class Transport:
         self.sent: Sequence[float] = [1.0] * M + [0.0]
         self.fails_at: dict[int, Exception] = {}
         """By number of the call."""
+        self.promises_at: dict[int, int] = {}
+        """By number of the call: a generation that is promised while it is under way."""
 
     def _called(self, what: str, tag: int) -> None:
         self.member.calls.append(what)
         self.member.tags.append(tag)
+        self.member.promised = self.promises_at.get(len(self.member.calls) - 1, self.member.promised)
         if (error := self.fails_at.get(len(self.member.calls) - 1)) is not None:
             raise error
 
@@ -70,7 +74,7 @@ class Transport:
 
 
 class Member:
-    """A control endpoint that holds whatever it is told."""
+    """A control endpoint that holds whatever it is told, unless a newer generation is promised."""
 
     replica, rank = 1, 0
 
@@ -80,14 +84,17 @@ class Member:
         self.held: list[Held] = []
         self.errors: list[tuple[int, BaseException]] = []
         self.open = Transport(self)
-        self.promised = 0
+        self.generation = self.promised = 0
 
     def transport(self, generation: int) -> Transport:
+        self.generation = generation
         if generation < self.promised:
             raise Revoked("overtaken")
         return self.open
 
     def hold(self, held: Held) -> bool:
+        if self.promised > self.generation:
+            return False
         self.held.append(held)
         return True
 
@@ -106,7 +113,11 @@ class Points:
 
 
 def begun(
-    ids: Sequence[int] = range(M), faults: Any = None, determinism: str = "fast", num_chunks: int = 1
+    ids: Sequence[int] = range(M),
+    faults: Any = None,
+    determinism: str = "fast",
+    num_chunks: int = 1,
+    log: Any = None,
 ) -> tuple[Reduction, Member]:
     """A reduction in which each id of `ids` was computed, and added 2**id to every element of the first chunk."""
     member = Member()
@@ -118,6 +129,7 @@ def begun(
         config=config,
         member=member,
         gather=lambda value: [value],
+        record=trace.Recorder(log, replica=member.replica, rank=member.rank),
         faults=faults,
     )
     made.begin(3, M)
@@ -224,6 +236,22 @@ def test_a_plan_that_was_overtaken_is_no_failure() -> None:
     member.promised = 2
     reduction.reduce(plan(1))
     assert (member.calls, member.held, member.errors) == ([], [], [])
+
+
+@pytest.mark.parametrize("overtaken", [0, 1, 2], ids=["transfer", "sum", "last sum"])
+def test_inv_5_a_result_that_comes_after_a_newer_promise_does_not_count(overtaken: int) -> None:
+    """It is the one operation that a revocation came too late for: what follows is left undone, and nobody is to blame."""
+    events: list[trace.Event] = []
+    reduction, member = begun(log=SimpleNamespace(record=events.append))
+    member.open.promises_at[overtaken] = 3
+    reduction.reduce(plan(2, [Transfer(0, 1, 0, (1,))], [1, 2]))
+    assert len(member.calls) == overtaken + 1
+    assert (versions(member), member.errors) == ([(0, 1), (1, 2), (2, 2)][:overtaken], [])
+    assert isinstance(events[-1], trace.ReductionFailed) and "Revoked" in events[-1].reason
+    reduction.reduce(plan(3))
+    assert versions(member)[overtaken:] == [(bucket, 3) for bucket in EVERYTHING]
+    reduction.apply(EVERYTHING)
+    assert reduction.regions[0].local.tolist() == [3.0] * 12, "the result that did not count was used"
 
 
 def test_a_defect_is_not_taken_for_a_failure_of_the_network() -> None:
