@@ -1,0 +1,111 @@
+"""Between two iterations: requests that end all, whoever was asked, and the making up for what a dead writer owes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megatron_recover.core.policy import EXIT, SAVED, UNSAVED
+from megatron_recover.megatron.boundary import Boundary
+
+
+class Member:
+    """What exits see of one."""
+
+    def __init__(self) -> None:
+        self.requests: frozenset[str] = frozenset()
+        self.requested: list[str] = []
+
+    def request(self, request: str) -> None:
+        self.requested.append(request)
+
+
+class Saves:
+    """Stands for `Checkpoints`."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def make_up(self, iteration: int, *_: Any, **__: Any) -> None:
+        self.asked.append(iteration)
+
+
+@pytest.fixture
+def args() -> Iterator[Namespace]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    yield Namespace(exit_duration_in_mins=None, exit_signal_handler=False, exit_signal=signal.SIGTERM, exit_interval=None)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def decide(boundary: Boundary, iteration: int) -> bool:
+    return boundary.decide(None, None, None, iteration, 0, {}, None)
+
+
+def boundary_of(member: Member, args: Namespace) -> Boundary:
+    def upstream(*values: Any) -> bool:
+        return bool(args.exit_interval) and values[3] % args.exit_interval == 0
+
+    boundary = Boundary(member, Saves(), upstream, lambda: args)  # type: ignore[arg-type]
+    boundary.take_over(args)
+    return boundary
+
+
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGUSR2])
+def test_signal_asks_and_only_a_record_ends(asked: signal.Signals, args: Namespace) -> None:
+    args.exit_signal_handler, args.exit_signal = True, signal.SIGUSR2
+    member = Member()
+    boundary = boundary_of(member, args)
+    assert not args.exit_signal_handler, "Megatron would act on it in one replica alone"
+    os.kill(os.getpid(), asked)
+    assert not decide(boundary, 5), "no other replica knows of it yet"
+    assert boundary._checkpoints.asked == [5], "what a dead writer owes is not made up for"  # type: ignore[attr-defined]
+    assert member.requested == [EXIT + asked.name]
+    assert not decide(boundary, 6)
+    assert len(member.requested) == 1
+    member.requests = frozenset({EXIT + "something that another replica was asked"})
+    assert decide(boundary, 7)
+
+
+def test_time_limit_asks_once(args: Namespace) -> None:
+    args.exit_duration_in_mins = 0
+    member = Member()
+    boundary = boundary_of(member, args)
+    assert args.exit_duration_in_mins is None
+    assert not decide(boundary, 1)
+    assert not decide(boundary, 2)
+    assert member.requested == [EXIT + "ran for 0 minutes"]
+
+
+def test_a_request_that_is_no_exit_ends_nothing(args: Namespace) -> None:
+    member = Member()
+    boundary = boundary_of(member, args)
+    member.requests = frozenset({SAVED, UNSAVED})
+    assert not decide(boundary, 3) and args.exit_interval is None
+    assert member.requested == []
+
+
+def test_what_is_owed_is_made_up_for_before_megatron_saves_and_leaves(args: Namespace) -> None:
+    """With all that Megatron needs to save: it is given to the one as to the other."""
+    seen: list[tuple[Any, ...]] = []
+
+    class Owed:
+        def make_up(self, iteration: int, *values: Any, train_data_iterator: Any) -> None:
+            seen.append(("made up", iteration, *values, train_data_iterator))
+
+    def upstream(*values: Any) -> bool:
+        seen.append(("upstream", *values))
+        return True
+
+    boundary = Boundary(Member(), Owed(), upstream, lambda: args)  # type: ignore[arg-type]
+    assert boundary.decide("model", "optimizer", "scheduler", 7, 1.5, {"context": 1}, "samples")
+    given = ("model", "optimizer", "scheduler")
+    assert seen == [
+        ("made up", 7, *given, 1.5, {"context": 1}, "samples"),
+        ("upstream", *given, 7, 1.5, {"context": 1}, "samples"),
+    ]
