@@ -112,17 +112,24 @@ def check_nothing_written_after_a_revoke() -> None:
 
 
 def check_older_generation_is_refused() -> None:
-    """Replica 1 was left behind in generation 1 and calls; replica 0 and 2 sum in generation 2, where 1 is a member too."""
-    with endpoints(0, 1, 2) as (made, addresses):
-        stale = made[1].open(1, 1, addresses, deadline_s=20)
-        current = {replica: made[replica].open(2, replica, addresses, deadline_s=20) for replica in (0, 2)}
-        ones = torch.ones(10)
-        outcomes = at_once(
-            lambda: stale.sum_into([ones * 100], [torch.empty(10)], tag=1, deadline_s=20),
-            *[lambda r=r: current[r].sum_into([ones], [torch.empty(10)], tag=1, deadline_s=1.5) for r in (0, 2)],
-        )
-        assert isinstance(outcomes[0], PeerLost) and "already in generation 2" in str(outcomes[0]), outcomes[0]
-        assert all(isinstance(outcome, DeadlineExceeded) and outcome.peers == (1,) for outcome in outcomes[1:]), outcomes
+    """One of two was left behind in generation 1 and calls, the other in generation 2: whichever connects to the other."""
+    for behind, ahead in ((1, 0), (0, 1)):
+        with endpoints(0, 1) as (made, addresses):
+            stale = made[behind].open(1, behind, addresses, deadline_s=20)
+            current = made[ahead].open(2, ahead, addresses, deadline_s=20)
+
+            def left_behind(stale: DirectTransport = stale, current: DirectTransport = current) -> None:
+                try:
+                    stale.sum_into([torch.ones(10)], [torch.empty(10)], tag=1, deadline_s=20)
+                finally:
+                    current.revoke()  # it has nobody to sum with, and would wait to its deadline
+
+            outcomes = at_once(
+                left_behind,
+                lambda current=current: current.sum_into([torch.ones(10)], [torch.empty(10)], tag=1, deadline_s=20),
+            )
+            assert isinstance(outcomes[0], PeerLost) and "already in generation 2" in str(outcomes[0]), outcomes[0]
+            assert isinstance(outcomes[1], Revoked), outcomes[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -155,6 +162,14 @@ def test_nothing_is_written_after_a_revoke() -> None:
 
 def test_an_older_generation_is_refused() -> None:
     check_older_generation_is_refused()
+
+
+def test_who_does_not_connect_before_the_deadline_is_suspected() -> None:
+    with endpoints(0, 1) as (made, addresses):
+        waiting = made[0].open(1, 0, addresses, deadline_s=20)
+        with pytest.raises(DeadlineExceeded) as exceeded:
+            waiting.sum_into([torch.ones(10)], [torch.empty(10)], tag=1, deadline_s=0.05)
+        assert exceeded.value.peers == (1,)
 
 
 def test_several_tensors_of_unlike_types_in_one_call() -> None:
