@@ -125,7 +125,8 @@ def main(argv: list[str]) -> int:
             (job.run_dir / chaos.CHAOS_FILE).write_text(chaos_text)
             if not arguments.quiet and not Path(arguments.chaos).is_file():
                 print(chaos_text)
-        exit_code = Launcher(job, Console(job, quiet=arguments.quiet)).run()
+        launcher = Launcher(job, Console(job, quiet=arguments.quiet))
+        exit_code = launcher.run()
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
@@ -136,8 +137,9 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )  # fmt: skip
         return ExitCode.FAILED
-    if exit_code == ExitCode.BAD_INPUT:
-        # Nothing was trained: the same command, corrected, shall find the folder free.
+    interrupted = exit_code == ExitCode.INTERRUPTED or exit_code > 128
+    if exit_code == ExitCode.BAD_INPUT or (interrupted and not launcher.has_begun):
+        # Nothing was trained: the same command, corrected or not, shall find the folder free.
         _empty(job.run_dir)
         if not existed:
             job.run_dir.rmdir()

@@ -63,6 +63,7 @@ class Launcher:
         self._ending: tuple[int, str] | None = None
         self._end_by = 0.0
         self._num_signals = 0
+        self._has_begun = False
         self._agent: Agent
         self._membership: Membership
 
@@ -91,6 +92,11 @@ class Launcher:
         finally:
             self._console.close()  # whatever is raised is told after what it shows, on a terminal that is whole again
         return exit_code
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether training has begun: the job has had a generation."""
+        return self._has_begun
 
     def _run(self) -> int:
         job = self._job
@@ -121,6 +127,7 @@ class Launcher:
         except AgentLost as error:
             self._end(ExitCode.FAILED, str(error))
         finally:
+            self._has_begun = self._membership.generation > 0
             self._agent.close()
             self._membership.close()
             self._loop.close()

@@ -66,7 +66,7 @@ def test_a_folder_in_which_nothing_can_be_made_is_refused(kind: int, tmp_path: P
 
 
 def ends(monkeypatch: pytest.MonkeyPatch, exit_code: int) -> None:
-    monkeypatch.setattr(run, "Launcher", lambda job, console: SimpleNamespace(run=lambda: exit_code))
+    monkeypatch.setattr(run, "Launcher", lambda job, console: SimpleNamespace(has_begun=True, run=lambda: exit_code))
 
 
 COMMAND = ["--replicas", "2", "--", "script.py"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+import subprocess
+import sys
 
 from megatron_recover.core.values import ExitCode
 from tests.system.jobs import Job, run_job
@@ -52,3 +54,14 @@ def test_a_script_that_trains_by_itself_is_refused_before_it_does(tmp_path: path
         f"megatron-recover run: {script} calls Megatron's pretrain; call megatron_recover.megatron.pretrain instead"
     )
     assert not (tmp_path / "ck").exists()
+
+
+def test_interrupted_before_training_leaves_the_run_directory_free(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, signal\nos.kill(int(os.environ['LAUNCHER']), signal.SIGINT)\nsignal.pause()\n")
+    flags = ["--replicas", "2", "--run-dir", str(tmp_path / "run"), "--", str(script), *Job().megatron_flags(data, None)]
+    code = "import os, sys; os.environ['LAUNCHER'] = str(os.getpid()); from megatron_recover.cli import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code, "run", *flags], capture_output=True, text=True, timeout=120)
+    assert done.returncode == ExitCode.INTERRUPTED, done.stdout + done.stderr
+    assert "SIGINT: ending before training has begun" in done.stdout
+    assert not (tmp_path / "run").exists(), "the same command would be refused"
