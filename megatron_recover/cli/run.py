@@ -109,9 +109,9 @@ def main(argv: list[str]) -> int:
     if "--" not in argv and not {"-h", "--help"} & {*argv}:  # else every flag of Megatron's would be taken for one of ours
         parser.error(_NO_SCRIPT)
     end = argv.index("--") if "--" in argv else len(argv)
-    ours = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    ours = {option for action in parser._actions for option in action.option_strings} - {"-h", "--help"}
     misplaced = _misplaced(argv[:end], [*FLAGS, *recover_flags()], "it is the trainer's: write it behind the script's name")
-    misplaced += _misplaced(argv[end + 1 :], ours[1:], "it is the launcher's: write it before --")
+    misplaced += _misplaced(argv[end + 1 :], ours, "it is the launcher's: write it before --")
     if misplaced:
         parser.error("\n".join(misplaced))
     arguments = parser.parse_args(argv[:end])
