@@ -224,7 +224,7 @@ class Member:
             stopped = self._stopped_by()
             self._closed = True
             transport, self._transport = self._transport, None
-        self._loop.post(lambda: None)
+            self._loop.post(lambda: None)  # under the lock: who sees `_closed` by itself does not close the loop before
         if self._control.is_alive():
             self._control.join()
         if transport is not None:
@@ -293,7 +293,8 @@ class Member:
         finally:
             if self._leader is not None:
                 self._leader.close()
-            self._loop.close()
+            with self._changed:
+                self._loop.close()
 
     def _introduce(self, hello: RankHello, waited_s: float = 0.0) -> None:
         if self.rank == 0:

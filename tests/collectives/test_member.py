@@ -6,7 +6,7 @@ import contextlib
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ from megatron_recover.core.values import (
     Begun,
     Blocked,
     BucketVersion,
+    Busy,
     Compute,
     Ended,
     Entered,
@@ -214,6 +215,38 @@ def test_requests_ride_with_the_next_step(partner: Partner) -> None:
     follower.close()
 
 
+def test_what_records_have_carried_stays_known(follower: Follower) -> None:
+    """A replica that is fast takes the next record before it looks: what the one before asked for must still be there."""
+    for step, requests in enumerate((("exit: SIGTERM",), ("checkpoint",))):
+        record = Record(step, f"train {step + 1}", (BucketVersion(0, 1, (5,)), BucketVersion(1, 1, (99,))), requests)
+        plan = Plan(step, 1, (0, 1), Work(f"train {step + 1}", 4, (0, 1)), (2, 2), (), (), (0, 1))
+        if step:
+            follower.member.begin(plan.work)
+            follower.leader.send(plan)
+            assert follower.member.next_order() == plan
+        assert follower.member.hold(Held(1, 1, 99))
+        follower.leader.send(Apply(record, 1, (0, 1)))
+        assert isinstance(follower.member.next_order(), Apply)
+    assert follower.member.requests == {"exit: SIGTERM", "checkpoint"}
+
+
+def test_a_member_closes_however_late_its_last_call_to_the_control_thread_is(follower: Follower) -> None:
+    """The control thread may be awake already, see the end by itself, and close its loop before it is called."""
+    post, control = follower.member._loop.post, follower.member._control
+
+    def late(call: Callable[[], None]) -> None:
+        post(call)  # as any message does that comes now
+        control.join(0.2)
+        post(call)
+
+    follower.leader.send(Stop(0, "over"))
+    with pytest.raises(JobStopped):
+        follower.member.next_order()
+    follower.member._loop.post = late  # type: ignore[method-assign]
+    follower.member.close()
+    assert not control.is_alive()
+
+
 def test_the_end_waits_for_the_job(partner: Partner) -> None:
     follower = Follower(partner).joined()
     closing = threading.Thread(target=follower.member.close)
@@ -338,6 +371,28 @@ def test_a_failing_computation_reaches_the_coordinator_before_raised_returns(par
     partner.expect(Failing(0, "train 1", (1,), "ValueError: nan"))
     partner.send(Stop(11, "poisoned"))
     with pytest.raises(JobStopped, match="poisoned"):
+        alone.member.close()
+
+
+def test_a_save_is_announced_and_said_to_be_over(partner: Partner, free: str) -> None:
+    alone = Alone(partner, free)
+    with alone.member.saving():
+        partner.expect(Busy(0, False))
+    partner.expect(Busy(0, True))
+    partner.send(Stop(0, "over"))
+    alone.member.close()
+
+
+def test_a_save_that_ends_by_an_exception_is_not_said_to_be_over(partner: Partner, free: str) -> None:
+    """The replica is about to end, which the others are to hear of instead."""
+    alone = Alone(partner, free)
+    with pytest.raises(OSError, match="a defect"), alone.member.saving():
+        raise OSError("a defect")
+    alone.member.raised((), OSError("a defect"))
+    partner.wait(lambda: isinstance(partner.received[-1], Failing) if partner.received else False)
+    assert partner.received[:-1] == [Busy(0, False)]
+    partner.send(Stop(1, "over"))
+    with pytest.raises(JobStopped):
         alone.member.close()
 
 
