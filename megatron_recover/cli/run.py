@@ -82,7 +82,7 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
     faults: tuple[Fault, ...] = ()
     chaos_text = ""
     if arguments.chaos is not None:
-        faults, chaos_text = chaos.faults_of(arguments.chaos, _target(arguments, judged, flags))
+        faults, chaos_text = chaos.faults_of(arguments.chaos, _target(arguments, judged))
     job = Job(
         argv=(script, *flags), num_replicas=arguments.replicas, layout=judged.layout, config=judged.config,
         run_dir=create_run_dir(arguments.run_dir), faults=faults, seed=judged.seed, dry_run=DRY_RUN, preload=PRELOAD,
@@ -91,14 +91,12 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
     return job, chaos_text
 
 
-def _target(arguments: argparse.Namespace, judged: Preflight, flags: Sequence[str]) -> chaos.Target:
-    steps = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    steps.add_argument("--train-iters", type=int)
+def _target(arguments: argparse.Namespace, judged: Preflight) -> chaos.Target:
     return chaos.Target(
         num_replicas=arguments.replicas,
         num_ranks=judged.layout.num_ranks,
         num_microbatches=judged.num_microbatches,
-        num_steps=steps.parse_known_args(flags)[0].train_iters,
+        num_steps=judged.train_iters,
         min_replicas=judged.config.min_replicas,
     )
 

@@ -63,7 +63,6 @@ class Launcher:
         self._ending: tuple[int, str] | None = None
         self._end_by = 0.0
         self._num_signals = 0
-        self._has_begun = False
         self._agent: Agent
         self._membership: Membership
 
@@ -96,7 +95,7 @@ class Launcher:
     @property
     def has_begun(self) -> bool:
         """Whether training has begun: the job has had a generation."""
-        return self._has_begun
+        return self._membership.generation > 0
 
     def _run(self) -> int:
         job = self._job
@@ -127,7 +126,6 @@ class Launcher:
         except AgentLost as error:
             self._end(ExitCode.FAILED, str(error))
         finally:
-            self._has_begun = self._membership.generation > 0
             self._agent.close()
             self._membership.close()
             self._loop.close()
@@ -137,20 +135,27 @@ class Launcher:
 
     # --- Start -------------------------------------------------------------------------------------------------------
 
-    def _wait_for_imports(self) -> bool:
-        """False if a signal or the deadline ended the wait. Raises `AgentLost` where an import fails."""
-        deadline = time.monotonic() + _IMPORT_DEADLINE_S
+    def _until[Answer](self, answer: Callable[[], Answer], deadline_s: float, late: str) -> Answer | None:
+        """The first answer that is one; None if a signal or the deadline came first, which ends the run."""
+        deadline = time.monotonic() + deadline_s
         while not self._num_signals:
-            if self._agent.is_ready():
-                self._loop.watch_readable(self._agent.fileno(), lambda: None)
-                return True
+            if found := answer():
+                return found
             self._wake_server()
             if time.monotonic() > deadline:
-                self._end(ExitCode.FAILED, f"importing took more than {_IMPORT_DEADLINE_S:.0f} s")
-                return False
+                self._end(ExitCode.FAILED, late)
+                return None
             self._loop.run_once(_POLL_S)
         self._end(ExitCode.INTERRUPTED, "interrupted before training began")
-        return False
+        return None
+
+    def _wait_for_imports(self) -> bool:
+        """False if a signal or the deadline ended the wait. Raises `AgentLost` where an import fails."""
+        late = f"importing took more than {_IMPORT_DEADLINE_S:.0f} s"
+        if not self._until(self._agent.is_ready, _IMPORT_DEADLINE_S, late):
+            return False
+        self._loop.watch_readable(self._agent.fileno(), lambda: None)
+        return True
 
     def _dry_run(self) -> bool:
         """Whether the script, run once with its own parser and Megatron's, accepts its arguments; it ends before it trains."""
@@ -158,23 +163,18 @@ class Launcher:
         environment = self._environment(0, 0, leader="", master_port=0, dry_run=True)
         argv = self._job.argv if self._job.dry_run is None else (str(self._job.dry_run), *self._job.argv)
         self._agent.spawn(_DRY_RUN, 0, argv=argv, environment=environment, log=log)
-        deadline = time.monotonic() + _DRY_RUN_DEADLINE_S
-        while not self._num_signals:
-            for end in self._agent.poll():
-                if end.status == ExitCode.BAD_INPUT:
-                    self._end(ExitCode.BAD_INPUT, _refusal(log))
-                elif end.status == ExitCode.OK:
-                    self._end(ExitCode.BAD_INPUT, f"{script} never {_CALLS_PRETRAIN}")
-                elif end.status != settings.DRY_RUN_PASSED:
-                    self._end(ExitCode.FAILED, f"{script} ended by {end.cause} before it trained; see {log}")
-                return end.status == settings.DRY_RUN_PASSED
-            self._wake_server()
-            if time.monotonic() > deadline:
-                self._end(ExitCode.FAILED, f"in {_DRY_RUN_DEADLINE_S:.0f} s {script} never {_CALLS_PRETRAIN}; see {log}")
-                return False
-            self._loop.run_once(_POLL_S)
-        self._end(ExitCode.INTERRUPTED, "interrupted before training began")
-        return False
+        late = f"in {_DRY_RUN_DEADLINE_S:.0f} s {script} never {_CALLS_PRETRAIN}; see {log}"
+        ends = self._until(self._agent.poll, _DRY_RUN_DEADLINE_S, late)
+        if not ends:
+            return False
+        [end] = ends
+        if end.status == ExitCode.BAD_INPUT:
+            self._end(ExitCode.BAD_INPUT, _refusal(log))
+        elif end.status == ExitCode.OK:
+            self._end(ExitCode.BAD_INPUT, f"{script} never {_CALLS_PRETRAIN}")
+        elif end.status != settings.DRY_RUN_PASSED:
+            self._end(ExitCode.FAILED, f"{script} ended by {end.cause} before it trained; see {log}")
+        return end.status == settings.DRY_RUN_PASSED
 
     def _spawn_all(self) -> None:
         job = self._job

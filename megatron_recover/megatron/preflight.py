@@ -143,6 +143,8 @@ class Preflight(msgspec.Struct, frozen=True):
     """M of the first training step."""
     batch_changes: bool = False
     """Whether later steps can have another M: a ramp-up or a schedule of the batch size."""
+    train_iters: int | None = None
+    """Iterations to train; None where the length is given in samples."""
 
 
 def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Preflight:
@@ -179,7 +181,7 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
     if found:
         raise ValueError("\n".join(found))
     batch_changes = args.rampup_batch_size is not None or args.step_batch_size_schedule is not None
-    return Preflight(layout, settings, args.seed, num_microbatches, batch_changes)
+    return Preflight(layout, settings, args.seed, num_microbatches, batch_changes, args.train_iters)
 
 
 def _parsed(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, list[str], dict[str, str]]:
@@ -264,9 +266,7 @@ def _model(args: Namespace, tp: int) -> list[str]:
         "--vocab-size": args.vocab_size,
         "--log-interval": args.log_interval,
     }
-    found = [
-        f"{flag} is {number}; it must be at least 1" for flag, number in numbers.items() if number is not None and number < 1
-    ]
+    found = _below_one(numbers)
     if found or heads is None:
         return found
     pairs = [("--tensor-model-parallel-size", tp, "--num-attention-heads", heads)]
@@ -332,8 +332,12 @@ def _num_microbatches(args: Namespace, num_replicas: int, lanes: int) -> tuple[i
 def _length(args: Namespace) -> list[str]:
     if args.train_iters is None and args.train_samples is None:
         return ["--train-iters is missing; say how many iterations to train (or how many samples, with --train-samples)"]
-    lengths = {"--train-iters": args.train_iters, "--train-samples": args.train_samples}
-    return [f"{flag} is {value}; it must be at least 1" for flag, value in lengths.items() if value is not None and value < 1]
+    return _below_one({"--train-iters": args.train_iters, "--train-samples": args.train_samples})
+
+
+def _below_one(numbers: Mapping[str, int | None]) -> list[str]:
+    given = ((flag, number) for flag, number in numbers.items() if number is not None)
+    return [f"{flag} is {number}; it must be at least 1" for flag, number in given if number < 1]
 
 
 def _count(flag: str, batch: int, micro_flag: str, micro: int, num_replicas: int, lanes: int) -> tuple[int, list[str]]:
