@@ -234,6 +234,17 @@ class MicrobatchFinished(Event, frozen=True, kw_only=True):
     """Buckets of this rank and chunk that took the gradient, the ledger included; that of the others went to a dump."""
 
 
+class Extended(Event, frozen=True, kw_only=True):
+    """Rank 0: the pass that runs takes in what a newer plan has dealt to its replica; otherwise it gets a pass of its own."""
+
+    replica: int
+    rank: int
+    generation: int
+    """Of that plan."""
+    step: int
+    microbatches: tuple[int, ...]
+
+
 class Reduced(Event, frozen=True, kw_only=True):
     """Rank: the sum over the replicas of a bucket is complete here, and is about to be held."""
 
@@ -376,7 +387,8 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     RunStarted | Joined | Generation | Entered | Stopping | RunFinished | Status | Plan | MicrobatchStarted | MicrobatchFinished
-    | Reduced | Transferred | ReductionFailed | Voted | Committed | Applied | Fault | Failure | Fenced | Recovery | Checkpoint
+    | Extended | Reduced | Transferred | ReductionFailed | Voted | Committed | Applied | Fault | Failure | Fenced | Recovery
+    | Checkpoint
 )  # fmt: skip
 
 

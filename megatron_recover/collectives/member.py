@@ -25,7 +25,7 @@ from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core import rank as machine
 from megatron_recover.core import values
 from megatron_recover.core.invariants import InvariantViolation
-from megatron_recover.core.values import Apply, ExitCode, Held, Plan, Shape, Stop, Work
+from megatron_recover.core.values import Apply, Close, ExitCode, Held, Plan, Shape, Stop, Work
 from megatron_recover.faults import FaultInjector, FaultPoint
 
 _START_UP_DEADLINE_S = 1800.0
@@ -148,6 +148,27 @@ class Member:
         if self._leader is not None:
             self._leader.clock.taken(order.generation)
         return order
+
+    def more_work(self) -> Plan | None:
+        """Inside a pass that has run out of microbatches: the next plan that it takes in, or None when it is closed.
+
+        Waits for either. Raises `JobStopped`.
+        """
+        with self._changed:
+            self._wait_until(lambda: bool(self._state.queue) or self._failure is not None)
+            closed = self._failure is None and isinstance(self._state.queue[0], Close)
+            if closed:
+                self._step(machine.Take())
+                return None
+        order = self.next_order()
+        assert isinstance(order, Plan), order
+        return order
+
+    def end_pass(self) -> None:
+        """The schedule is given the last microbatch that is known: have the pass closed, unless a plan is on its way."""
+        if self.rank == 0:
+            with self._changed:
+                self._step(machine.EndPass())
 
     def transport(self, generation: int) -> Transport:
         """The data plane of the plan that is being obeyed, when its passes are done. Raises `Revoked` when it is overtaken."""
@@ -330,7 +351,7 @@ class Member:
                     self._step(promise)
                 if self._uplink is not None:  # from here on a lost leader is no late start
                     self._loop.watch(self._uplink, lambda link, message: self._deliver(message), self._leader_lost)
-            case Plan() | Apply() | Stop():
+            case Plan() | Close() | Apply() | Stop():
                 with self._changed:
                     self._step(message)
             case Heard():

@@ -88,7 +88,7 @@ class Heard(Value, frozen=True):
 
 Message = (
     RankHello | LeaderHello | PeerHello | Announcement | Enter | Heard
-    | values.Plan | values.Apply | values.Stop
+    | values.Plan | values.Close | values.Apply | values.Stop
     | values.Begun | values.Promised | values.Holds | values.Blocked | values.Raised | values.Ended
     | values.Vote | values.Status
     | values.Entered | values.Requested | values.Busy | values.Failing | values.Diverged | values.Finished

@@ -7,15 +7,23 @@ Caller's contract
 * Control thread: feed every order of the leader's stream, in order. Carry the effects out before the next input.
 * Training thread: `Begin` on arriving at a step; then `Take` whenever the queue is not empty and obey `state.taken`:
 
-  - a `Plan`: run all its computes in full, whatever happens; then its transfers and reductions one by one, each only while
-    `may_run(state, plan.generation)`; `Completed` after each that succeeded, `Failed` at the first that did not (then leave
-    the rest of the plan), and `Take` again;
+  - a `Plan`: run all its computes in full, whatever happens, in one pass (Note [Passes]); then its transfers and
+    reductions one by one, each only while `may_run(state, plan.generation)`; `Completed` after each that succeeded, `Failed` at
+    the first that did not (then leave the rest of the plan), and `Take` again;
   - an `Apply`: the results are the gradient now; go on to the next step;
   - a `Stop`: end.
 
 * A result counts iff it is in `state.held` after `Completed`; otherwise drop it (a newer generation was promised).
 * `Retire(g)`: revoke every transport of a generation below g. From its return on none of them writes any memory. It comes
   before the acknowledgement `ToLeader(Promised(g))`, and this order is what INV-5 and INV-8 rest on.
+
+Note [Passes]
+    A pass of the schedule belongs to all ranks of a replica, and they must agree on what is in it without waiting for each
+    other. It begins with a `Plan` that has computes, takes in the computes of every `Plan` that follows in the stream of
+    orders, and ends at `Close`. Rank 0 (of the first stage) feeds `EndPass` when it hands the last microbatch that it knows
+    of to the schedule, and the leader puts `Close` into the stream: the same place for everybody. So a microbatch that is
+    dealt before that moment is computed in the pass that runs; later ones open a pass of their own. Of the plans of a pass
+    only the newest is reduced: the others are of generations that are over.
 """
 
 from __future__ import annotations
@@ -32,6 +40,8 @@ from megatron_recover.core.values import (
     Begun,
     Blocked,
     BucketId,
+    Close,
+    Closing,
     Ended,
     Generation,
     Held,
@@ -62,7 +72,7 @@ class RankState(Value, frozen=True):
     """Newest generation promised."""
     step: int = 0
     """The step that is not applied yet."""
-    queue: tuple[Plan | Apply | Stop, ...] = ()
+    queue: tuple[Plan | Close | Apply | Stop, ...] = ()
     """Orders that the training thread has not taken yet."""
     taken: Plan | Apply | Stop | None = None
     """The order that the training thread obeys."""
@@ -84,6 +94,10 @@ class Begin(Value, frozen=True):
 
 class Take(Value, frozen=True):
     """The training thread asks for its next order; the queue is not empty."""
+
+
+class EndPass(Value, frozen=True):
+    """Rank 0 hands the last microbatch that it knows of to the schedule."""
 
 
 class Completed(Value, frozen=True):
@@ -118,7 +132,7 @@ class End(Value, frozen=True):
     """The training loop is over."""
 
 
-Input = Order | Begin | Take | Completed | Failed | Raise | Save | End
+Input = Order | Begin | Take | EndPass | Completed | Failed | Raise | Save | End
 
 
 # --- Effects -------------------------------------------------------------------------------------------------------------
@@ -162,7 +176,7 @@ def _on_promise(state: RankState, order: Promise) -> Step:
     return state, (Retire(order.generation), *effects, ToLeader(Promised(state.rank, order.generation)))
 
 
-def _on_order(state: RankState, order: Plan | Apply) -> Step:
+def _on_order(state: RankState, order: Plan | Close | Apply) -> Step:
     """Queue it for the training thread."""
     if state.queue and isinstance(state.queue[0], Stop):
         return state, ()
@@ -200,6 +214,8 @@ def _on_take(state: RankState, _: Take) -> Step:
     if not state.queue:
         raise ValueError("there is no order to take: ask only when the queue is not empty")
     order, *rest = state.queue
+    if isinstance(order, Close):
+        return replace(state, queue=tuple(rest)), ()
     state = replace(state, queue=tuple(rest), taken=order)
     if isinstance(order, Apply):
         return replace(state, step=order.record.step + 1, held=(), unreported=()), ()
@@ -207,6 +223,11 @@ def _on_take(state: RankState, _: Take) -> Step:
         replaced = results(order, state.replica)
         return replace(state, held=tuple(item for item in state.held if item.bucket not in replaced)), ()
     return state, ()
+
+
+def _on_end_pass(state: RankState, _: EndPass) -> Step:
+    """Ask the leader to close the pass for all ranks at the same place in the stream of orders."""
+    return state, (ToLeader(Closing(state.rank, state.step)),)
 
 
 def _on_completed(state: RankState, completed: Completed) -> Step:
@@ -255,10 +276,12 @@ def _on_end(state: RankState, _: End) -> Step:
 TABLE: Mapping[type, Callable[[RankState, Any], Step]] = {
     Promise: _on_promise,
     Plan: _on_order,
+    Close: _on_order,
     Apply: _on_order,
     Stop: _on_stop,
     Begin: _on_begin,
     Take: _on_take,
+    EndPass: _on_end_pass,
     Completed: _on_completed,
     Failed: _on_failed,
     Raise: _on_raise,

@@ -33,6 +33,8 @@ from megatron_recover.core.values import (
     BucketId,
     BucketVersion,
     Busy,
+    Close,
+    Closing,
     Diverged,
     Ended,
     Entered,
@@ -303,6 +305,11 @@ def _on_begun(state: ReplicaState, report: Begun) -> Step:
     return _start(state) if state.phase is Phase.IDLE else (state, ())
 
 
+def _on_closing(state: ReplicaState, report: Closing) -> Step:
+    """End the pass at this place in the stream of orders, for all ranks."""
+    return state, (ToRanks(Close(state.step)),) if report.step == state.step else ()
+
+
 def _start(state: ReplicaState) -> Step:
     """Give the ranks their plan: the one that a recovery left, or a fresh one. Needs phase IDLE and the step begun."""
     if state.work is None:
@@ -500,6 +507,7 @@ def _rows(phase: Phase, *extra: tuple[type, Callable[[ReplicaState, Any], Step],
     rows: dict[type, Row] = {
         NewGeneration: Row(_on_generation, frozenset({phase, Phase.PROMISING})),
         Begun: Row(_on_begun, frozenset({phase})),
+        Closing: Row(_on_closing, frozenset({phase})),
         Raised: Row(_on_raised, frozenset({phase})),
         Saving: Row(_on_saving, frozenset({phase})),
         Ended: Row(_on_ended, frozenset({phase})),

@@ -157,6 +157,12 @@ class Plan(Value, frozen=True):
     """Buckets to reduce in this generation, in this order."""
 
 
+class Close(Value, frozen=True):
+    """The pass that runs ends with the plans before this order: what comes behind it is computed in a pass of its own."""
+
+    step: int
+
+
 class Apply(Value, frozen=True):
     """The step is committed: make the results the gradient and run the optimizer."""
 
@@ -173,7 +179,7 @@ class Stop(Value, frozen=True):
     reason: str
 
 
-Order = Promise | Plan | Apply | Stop
+Order = Promise | Plan | Close | Apply | Stop
 
 
 # --- Reports: from a rank to its leader, in order ------------------------------------------------------------------------
@@ -186,6 +192,13 @@ class Begun(Value, frozen=True):
     step: int
     work: Work
     requests: tuple[str, ...] = ()
+
+
+class Closing(Value, frozen=True):
+    """Rank 0 begins the last forward that it knows of: it asks for `Close`. Plans that are on their way still count."""
+
+    rank: int
+    step: int
 
 
 class Promised(Value, frozen=True):
@@ -236,7 +249,7 @@ class Saving(Value, frozen=True):
     over: bool
 
 
-Report = Begun | Promised | Holds | Blocked | Raised | Ended | Saving
+Report = Begun | Closing | Promised | Holds | Blocked | Raised | Ended | Saving
 
 
 # --- Membership ----------------------------------------------------------------------------------------------------------

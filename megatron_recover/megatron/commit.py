@@ -33,6 +33,7 @@ from megatron_recover.megatron.ledger import count_tokens, read_losses
 from megatron_recover.megatron.microbatches import Microbatches
 from megatron_recover.megatron.reduction import Gather, ReducingMember, Reduction, gather_over_replica
 from megatron_recover.megatron.schedule import Schedule
+from megatron_recover.megatron.work_queue import WorkQueue
 
 
 class Member(ReducingMember, Protocol):
@@ -44,6 +45,8 @@ class Member(ReducingMember, Protocol):
     def join(self, shape: Shape, fingerprint: str) -> None: ...
     def begin(self, work: Work, requests: Sequence[str] = ()) -> int: ...
     def next_order(self) -> Plan | Apply: ...
+    def more_work(self) -> Plan | None: ...
+    def end_pass(self) -> None: ...
     def raised(self, microbatches: Sequence[int], error: BaseException) -> None: ...
 
 
@@ -169,24 +172,31 @@ class CommitLoop:
         microbatches: Microbatches,
         work: Work,
     ) -> Apply:
+        again = False
         while not isinstance(order := self._member.next_order(), Apply):
             if order.work != work:
                 raise RuntimeError(f"ordered to work on {order.work} where Megatron is at {work}")
-            microbatches.begin_plan(order.generation)
-            try:
-                for compute in order.computes:
-                    microbatches.begin_pass(compute)
-                    with reduction.collecting(compute.into):
-                        self._schedule.run_pass(
-                            upstream, arguments, compute.microbatches, divisor=work.num_microbatches, listener=microbatches
-                        )
-                    microbatches.end_pass()
-                    reduction.check_finite(compute.microbatches)
-            except Exception as error:
-                self._member.raised(microbatches.suspects(), error)
-                raise
-            reduction.reduce(order)
+            plan = order
+            if plan.computes:
+                queue = WorkQueue(self._member, plan, again=again, extended=self._extended)
+                try:
+                    microbatches.begin_pass()
+                    self._schedule.run_pass(
+                        upstream, arguments, queue, divisor=work.num_microbatches, listener=microbatches
+                    )  # fmt: skip
+                    reduction.check_finite(microbatches.end_pass())
+                except Exception as error:
+                    self._member.raised(microbatches.suspects(), error)
+                    raise
+                plan, again = queue.plan, again or queue.plan is not plan
+            reduction.reduce(plan, again=again)
+            again = True
         return order
+
+    def _extended(self, plan: Plan) -> None:
+        if self._member.rank == 0:
+            dealt = tuple(microbatch for compute in plan.computes for microbatch in compute.microbatches)
+            self._record(trace.Extended, generation=plan.generation, step=plan.step, microbatches=dealt)
 
     def _apply(
         self, order: Apply, reduction: Reduction, chunks: list[Any], arguments: dict[str, Any]

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from megatron_recover import trace
-from megatron_recover.core.values import BucketId, Compute, Generation
+from megatron_recover.core.values import BucketId
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.reduction import Reduction
+from megatron_recover.megatron.work_queue import Task
 
 
 class Microbatches:
@@ -34,73 +35,75 @@ class Microbatches:
         """`enter(microbatch, chunk)` puts samples and random state at the beginning of a microbatch."""
         self._reduction, self._step, self._forward_only, self._num_chunks = reduction, step, forward_only, num_chunks
         self._enter, self._record, self._faults = enter, record, faults
-        self._current: int | None = None
-        """The id being computed."""
-        self._pass = Compute((), ())
-        self._generation: Generation = 0
-        self._num_plans = 0
+        self._current: Task | None = None
+        """What is being computed."""
+        self._of_pass: list[int] = []
         self._since = 0.0
-        self._seconds: dict[tuple[int, int], float] = {}
+        self._seconds: dict[tuple[Task, int], float] = {}
 
-    def begin_plan(self, generation: Generation) -> None:
-        """What follows belongs to the plan of `generation`; in every plan but a step's first, others' losses are recomputed."""
-        self._generation, self._num_plans = generation, self._num_plans + 1
+    def begin_pass(self) -> None:
+        """What follows belongs to a new pass."""
+        self._of_pass.clear()
 
-    def begin_pass(self, compute: Compute) -> None:
-        """What follows belongs to this pass."""
-        self._pass = compute
-
-    def end_pass(self) -> None:
-        """The microbatches of the pass are done; an exception from here on is about any of them."""
+    def end_pass(self) -> tuple[int, ...]:
+        """The microbatches of the pass, which are done; an exception from here on is about any of them."""
         self._current = None
+        self._reduction.collect_into(None)
+        return tuple(self._of_pass)
 
     def suspects(self) -> tuple[int, ...]:
         """The ids one of which an exception is about: only within a microbatch is it known which."""
-        return self._pass.microbatches if self._current is None else (self._current,)
+        return tuple(self._of_pass) if self._current is None else (self._current.microbatch,)
 
     # --- Listener --------------------------------------------------------------------------------------------------------
 
-    def forward_begins(self, microbatch: int, chunk: int) -> None:
-        self._current = microbatch
-        self._record(trace.MicrobatchStarted, generation=self._generation, step=self._step, microbatch=microbatch, chunk=chunk)
-        again = self._num_plans > 1
-        point = FaultPoint.EVALUATE if self._forward_only else FaultPoint.RECOMPUTE if again else FaultPoint.FORWARD
-        self._pass_fault(point, microbatch)
-        self._enter(microbatch, chunk)
+    def forward_begins(self, task: Task, chunk: int) -> None:
+        self._current = task
+        if not chunk:
+            self._of_pass.append(task.microbatch)
+        self._record(
+            trace.MicrobatchStarted, generation=task.generation, step=self._step, microbatch=task.microbatch, chunk=chunk
+        )  # fmt: skip
+        point = FaultPoint.EVALUATE if self._forward_only else FaultPoint.RECOMPUTE if task.again else FaultPoint.FORWARD
+        self._pass_fault(point, task)
+        self._enter(task.microbatch, chunk)
+        # Fused weight gradients look up where they go in the forward, others in the backward.
+        self._reduction.collect_into(task.into)
         self._since = time.perf_counter()
 
-    def forward_ended(self, microbatch: int, chunk: int, tokens: Tensor, losses: dict[str, Tensor] | None) -> None:
-        self._seconds[microbatch, chunk] = time.perf_counter() - self._since
-        if losses is not None and self._takes_ledger() and self._reduction.ledger is not None:
-            self._reduction.ledger.write(microbatch, tokens, losses)
+    def forward_ended(self, task: Task, chunk: int, tokens: Tensor, losses: dict[str, Tensor] | None) -> None:
+        self._seconds[task, chunk] = time.perf_counter() - self._since
+        if losses is not None and self._takes_ledger(task) and self._reduction.ledger is not None:
+            self._reduction.ledger.write(task.microbatch, tokens, losses)
         if self._forward_only:
-            self._finish(microbatch, chunk, ())
+            self._finish(task, chunk, ())
 
-    def backward_begins(self, microbatch: int, chunk: int) -> None:
-        self._current = microbatch
-        self._pass_fault(FaultPoint.BACKWARD, microbatch)
+    def backward_begins(self, task: Task, chunk: int) -> None:
+        self._current = task
+        self._pass_fault(FaultPoint.BACKWARD, task)
+        self._reduction.collect_into(task.into)
         self._since = time.perf_counter()
 
-    def backward_ended(self, microbatch: int, chunk: int) -> None:
-        self._seconds[microbatch, chunk] += time.perf_counter() - self._since
-        self._finish(microbatch, chunk, self._reduction.count(microbatch, chunk, self._pass.into))
+    def backward_ended(self, task: Task, chunk: int) -> None:
+        self._seconds[task, chunk] += time.perf_counter() - self._since
+        self._finish(task, chunk, self._reduction.count(task.microbatch, chunk, task.into))
 
-    def _takes_ledger(self) -> bool:
-        return self._reduction.is_last_stage and self._reduction.ledger_bucket in self._pass.into
+    def _takes_ledger(self, task: Task) -> bool:
+        return self._reduction.is_last_stage and self._reduction.ledger_bucket in task.into
 
-    def _pass_fault(self, point: FaultPoint, microbatch: int) -> None:
+    def _pass_fault(self, point: FaultPoint, task: Task) -> None:
         if self._faults is not None:
-            self._faults.at(point, step=self._step, microbatch=microbatch)
+            self._faults.at(point, step=self._step, microbatch=task.microbatch)
 
-    def _finish(self, microbatch: int, chunk: int, taken: tuple[BucketId, ...]) -> None:
-        seconds = self._seconds.pop((microbatch, chunk))
-        if self._takes_ledger() and self._reduction.ledger is not None:
-            self._reduction.ledger.add_seconds(microbatch, seconds)
+    def _finish(self, task: Task, chunk: int, taken: tuple[BucketId, ...]) -> None:
+        seconds = self._seconds.pop((task, chunk))
+        if self._takes_ledger(task) and self._reduction.ledger is not None:
+            self._reduction.ledger.add_seconds(task.microbatch, seconds)
             if chunk == self._num_chunks - 1:
-                self._reduction.count_ledger(microbatch)
+                self._reduction.count_ledger(task.microbatch)
                 taken = (*taken, self._reduction.ledger_bucket)
         self._record(
-            trace.MicrobatchFinished, generation=self._generation, step=self._step, microbatch=microbatch, chunk=chunk,
+            trace.MicrobatchFinished, generation=task.generation, step=self._step, microbatch=task.microbatch, chunk=chunk,
             seconds=round(seconds, 6), into=taken,
         )  # fmt: skip
         self._current = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -80,8 +80,8 @@ class _Slot:
 class Reduction:
     """The buckets of one rank, for the life of the rank.
 
-    Order of calls in a step: `begin`; any number of passes, each inside `collecting`, with `count` after every backward, and
-    of `reduce`; then `apply`, after which the local gradient is the step's.
+    Order of calls in a step: `begin`; any number of passes, with `collect_into` before and `count` after every
+    backward, and of `reduce`; then `apply`, after which the local gradient is the step's.
     """
 
     def __init__(
@@ -125,7 +125,9 @@ class Reduction:
             self.regions[0].local.device if self.regions else torch.device("cuda" if torch.cuda.is_available() else "cpu")
         )
         self._step = 0
-        self._num_plans = 0
+        self._collecting_into: Sequence[BucketId] | None = None
+        self._redirected = contextlib.ExitStack()
+        self._again = False
         self.parameters = 0
         """Checksum of the parameters that the step starts from. It goes into every checksum that is voted on, so a replica
         whose parameters have drifted is outvoted at its next step instead of training on."""
@@ -141,7 +143,7 @@ class Reduction:
 
         `scale`: how many times the mean loss's gradient the sum over replicas and lanes is (for the grid of `exact`).
         """
-        self._step, self._num_plans, self._exponent = step, 0, exact.grid_exponent(scale)
+        self._step, self._exponent = step, exact.grid_exponent(scale)
         self._slots = list(self._gradient_slots)
         if self.is_last_stage:
             self.ledger = Ledger(num_microbatches, self._device)
@@ -152,14 +154,15 @@ class Reduction:
         for accumulator in self._accumulators.values():
             accumulator.zero_()
 
-    @contextlib.contextmanager
-    def collecting(self, into: Sequence[BucketId]) -> Iterator[None]:
-        """Around a pass: its gradient is added to the local gradient of the buckets `into`, and to no other."""
-        with contextlib.ExitStack() as stack:
-            for region in () if self._accumulators else self.regions:
-                if any(bucket.id not in into for bucket in region.buckets):
-                    stack.enter_context(region.only_into(into))
-            yield
+    def collect_into(self, into: Sequence[BucketId] | None) -> None:
+        """From now on gradient is added to the local gradient of the buckets `into`, and to no other (None: to all)."""
+        if into == self._collecting_into or self._accumulators:
+            return
+        self._redirected.close()
+        self._collecting_into = into
+        for region in self.regions if into is not None else ():
+            if any(bucket.id not in into for bucket in region.buckets):
+                self._redirected.enter_context(region.only_into(into))
 
     def count(self, microbatch: int, chunk: int, into: Sequence[BucketId]) -> tuple[BucketId, ...]:
         """A backward has finished: count the id in the buckets `into` of this chunk; those are returned."""
@@ -196,10 +199,13 @@ class Reduction:
 
     # --- reducing --------------------------------------------------------------------------------------------------------
 
-    def reduce(self, plan: Plan) -> None:
-        """Carry out the plan's sums over lanes (in full), then its transfers and sums over replicas (until one fails)."""
+    def reduce(self, plan: Plan, *, again: bool = False) -> None:
+        """Carry out the plan's sums over lanes (in full), then its transfers and sums over replicas (until one fails).
+
+        `again`: the plan is not the first of its step.
+        """
         due = [slot for number in plan.reduces for slot in self._slots if slot.id == number]
-        self._num_plans += 1
+        self._again = again
         if self._faults is not None:
             self._faults.at(FaultPoint.BEFORE_REDUCE, step=self._step)
         sources = [self._over_lanes(slot) for slot in due]
@@ -298,7 +304,7 @@ class Reduction:
         faults = self._faults
         if faults is None:
             return None
-        point = FaultPoint.REDUCE if self._num_plans == 1 else FaultPoint.SECOND_REDUCE
+        point = FaultPoint.SECOND_REDUCE if self._again else FaultPoint.REDUCE
 
         def probe(instant: str) -> None:
             if instant == "middle":

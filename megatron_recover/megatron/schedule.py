@@ -22,6 +22,7 @@ Note [Interleaved remainder]
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -31,46 +32,57 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-_MICROBATCH = "recover_microbatch"
-"""Attribute of a forward's output tensor: (id, chunk). See Note [Whose microbatch is it]."""
+from megatron_recover.megatron.pipeline import Queue, Stage
+from megatron_recover.megatron.work_queue import Task
+
+_TASK = "recover_task"
+"""Attribute of a forward's output tensor: (task, chunk). See Note [Whose microbatch is it]."""
 
 
 class Listener(Protocol):
     """What a pass tells while it runs, on every stage; `chunk` is the model chunk of the stage."""
 
-    def forward_begins(self, microbatch: int, chunk: int) -> None:
+    def forward_begins(self, task: Task, chunk: int) -> None:
         """Before the forward reads its samples: set data cursor and random state."""
 
-    def forward_ended(self, microbatch: int, chunk: int, tokens: Tensor, losses: dict[str, Tensor] | None) -> None:
+    def forward_ended(self, task: Task, chunk: int, tokens: Tensor, losses: dict[str, Tensor] | None) -> None:
         """`losses`: what the loss function reports, on the last stage's last chunk; None elsewhere."""
 
-    def backward_begins(self, microbatch: int, chunk: int) -> None:
+    def backward_begins(self, task: Task, chunk: int) -> None:
         """Before the backward."""
 
-    def backward_ended(self, microbatch: int, chunk: int) -> None:
+    def backward_ended(self, task: Task, chunk: int) -> None:
         """The gradient of the microbatch is in `main_grad` of the chunk's parameters."""
 
 
 class _Pass:
-    """One pass in progress: its ids, and how far each chunk is."""
+    """One pass in progress: its ids as they become known, and how far each chunk is."""
 
-    def __init__(self, microbatches: Sequence[int], divisor: int, listener: Listener, num_chunks: int) -> None:
+    def __init__(self, queue: Queue, divisor: int, listener: Listener, num_chunks: int) -> None:
         self.divisor = divisor
         self.listener = listener
-        self._forwards: list[Iterator[int]] = [iter(microbatches) for _ in range(num_chunks)]
-        self._backwards: list[Iterator[int]] = [iter(microbatches) for _ in range(num_chunks)]
+        self._queue = queue
+        self._forwards: list[deque[Task]] = [deque() for _ in range(num_chunks)]
+        self._backwards: list[deque[Task]] = [deque() for _ in range(num_chunks)]
 
-    def next_forward(self, chunk: int) -> int:
-        return next(self._forwards[chunk])
+    def next(self) -> Task | None:
+        """As a `Queue`: the next microbatch that the schedule takes in."""
+        task = self._queue.next()
+        if task is not None:
+            for tasks in (*self._forwards, *self._backwards):
+                tasks.append(task)
+        return task
 
-    def check_backward(self, microbatch: int, chunk: int) -> None:
-        expected = next(self._backwards[chunk], None)
-        if expected != microbatch:
-            raise RuntimeError(f"backward of microbatch {microbatch} on chunk {chunk} where {expected} was due")
+    def next_forward(self, chunk: int) -> Task:
+        return self._forwards[chunk].popleft()
+
+    def check_backward(self, task: Task, chunk: int) -> None:
+        expected = self._backwards[chunk].popleft() if self._backwards[chunk] else None
+        if expected is not task:
+            raise RuntimeError(f"backward of {task} on chunk {chunk} where {expected} was due")
 
     def check_ended(self, forward_only: bool) -> None:
-        left = [*self._forwards, *([] if forward_only else self._backwards)]
-        if any(next(ids, None) is not None for ids in left):
+        if any(self._forwards) or (any(self._backwards) and not forward_only):
             raise RuntimeError("the schedule ended before all its microbatches were computed")
 
 
@@ -95,58 +107,67 @@ class Schedule:
         if self._pass is None:
             return self._forward_step(*upstream[0], num_microbatches, *upstream[1], **kwargs)
         chunk = kwargs.get("vp_stage") or 0
-        microbatch = self._pass.next_forward(chunk)
+        task = self._pass.next_forward(chunk)
         num_stored = len(forward_data_store)
-        self._pass.listener.forward_begins(microbatch, chunk)
+        self._pass.listener.forward_begins(task, chunk)
         output, tokens = self._forward_step(*upstream[0], self._pass.divisor, *upstream[1], **kwargs)
         losses = forward_data_store[-1] if len(forward_data_store) > num_stored else None
-        self._pass.listener.forward_ended(microbatch, chunk, tokens, losses)
-        setattr(output[0] if isinstance(output, list) else output, _MICROBATCH, (microbatch, chunk))
+        self._pass.listener.forward_ended(task, chunk, tokens, losses)
+        setattr(output[0] if isinstance(output, list) else output, _TASK, (task, chunk))
         return output, tokens
 
     def backward_step(self, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, config: Any) -> Any:
         """Upstream's `backward_step`, known by the id of its forward."""
         if self._pass is None:
             return self._backward_step(input_tensor, output_tensor, output_tensor_grad, config)
-        microbatch, chunk = getattr(output_tensor[0] if isinstance(output_tensor, list) else output_tensor, _MICROBATCH)
-        self._pass.check_backward(microbatch, chunk)
-        self._pass.listener.backward_begins(microbatch, chunk)
+        task, chunk = getattr(output_tensor[0] if isinstance(output_tensor, list) else output_tensor, _TASK)
+        self._pass.check_backward(task, chunk)
+        self._pass.listener.backward_begins(task, chunk)
         gradient = self._backward_step(input_tensor, output_tensor, output_tensor_grad, config)
-        self._pass.listener.backward_ended(microbatch, chunk)
+        self._pass.listener.backward_ended(task, chunk)
         return gradient
 
     def run_pass(
         self,
         upstream: Callable[..., Any],
         arguments: Mapping[str, Any],
-        microbatches: Sequence[int],
+        queue: Queue,
         *,
         divisor: int,
         listener: Listener,
     ) -> None:
-        """Run forward and backward (or `forward_only`) of these ids, in this order.
+        """Run forward and backward (or `forward_only`) of the queue's ids, in its order, until it ends.
 
-        `upstream` is one of its forward-backward functions, `arguments` are what Megatron called it with. No ids: nothing
-        runs, since upstream would compute one microbatch anyway. On return every listener call was made for every id.
+        `upstream` is one of its forward-backward functions, `arguments` are what Megatron called it with. On return every
+        listener call was made for every id.
         """
-        if not microbatches:
-            return
         chunks = arguments["model"] if isinstance(arguments["model"], list) else [arguments["model"]]
         config = get_model_config(chunks[0])
-        self._pass = _Pass(microbatches, divisor, listener, len(chunks))
+        self._pass = _Pass(queue, divisor, listener, len(chunks))
         try:
             with _no_synchronisation(config, chunks):
-                num_whole = _num_interleaved(len(microbatches), len(chunks), config)
-                if num_whole:
-                    upstream(**{**arguments, "num_microbatches": num_whole})
-                num_left = len(microbatches) - num_whole
-                while num_left:
-                    num_swept = min(num_left, config.pipeline_model_parallel_size - 1)
-                    self._sweep(arguments, num_swept, chunks, config)
-                    num_left -= num_swept
+                if len(chunks) == 1:
+                    Stage(arguments).run(self._pass)
+                else:
+                    self._interleave(upstream, arguments, self._pass, chunks, config)
             self._pass.check_ended(bool(arguments.get("forward_only")))
         finally:
             self._pass = None
+
+    def _interleave(
+        self, upstream: Callable[..., Any], arguments: Mapping[str, Any], queue: Queue, chunks: list[Any], config: Any
+    ) -> None:
+        """Upstream's interleaved schedule needs to know its end first: whole groups, then what is left of them."""
+        num_left = 0
+        while queue.next() is not None:
+            num_left += 1
+        if num_whole := _num_interleaved(num_left, len(chunks), config):
+            upstream(**{**arguments, "num_microbatches": num_whole})
+            num_left -= num_whole
+        while num_left:
+            num_swept = min(num_left, config.pipeline_model_parallel_size - 1)
+            self._sweep(arguments, num_swept, chunks, config)
+            num_left -= num_swept
 
     def _sweep(self, arguments: Mapping[str, Any], num: int, chunks: list[Any], config: Any) -> None:
         """All chunks forwards, then all chunks backwards, for `num` < PP microbatches. See Note [Interleaved remainder]."""

@@ -80,6 +80,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     recoveries: tuple[RecoverySummary, ...]
     microbatches_lost: int
     microbatches_redone: int
+    microbatches_redone_in_schedule: int
+    """Of those redone the ones that a running pass took in; the others had a pass of their own."""
     microbatches_wasted: int
     replicas_bit_identical: bool | None
     """Whether the parameter digests agreed after every step, leaving out those that a replica was outvoted for; None where
@@ -163,6 +165,7 @@ def summarize(history: History, comparison: Comparison | None = None) -> Summary
         recoveries=tuple(_recovery(history, one) for one in list(history.generations.values())[1:]),
         microbatches_lost=len(work.lost),
         microbatches_redone=len(work.redone),
+        microbatches_redone_in_schedule=sum(each.in_schedule for each in work.redone),
         microbatches_wasted=len(work.wasted),
         replicas_bit_identical=_bit_identical(history),
         final_loss=curve[-1] if curve else None,

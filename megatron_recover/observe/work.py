@@ -11,6 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_recover import trace
 from megatron_recover.observe.history import History, Line
 
 
@@ -24,6 +25,8 @@ class Redone:
     step: int
     microbatch: int
     dealt_before_to: tuple[int, ...]
+    in_schedule: bool
+    """A running pass took it in."""
 
 
 class Work:
@@ -67,6 +70,11 @@ class Work:
     def redone(self) -> tuple[Redone, ...]:
         """Every backward on a first rank of a microbatch that an older plan had dealt already."""
         history = self._history
+        extended = {
+            (event.replica, event.generation, event.step, microbatch)
+            for _, event in history.of(trace.Extended)
+            for microbatch in event.microbatches
+        }
         found = []
         for step, events in history.finished.items():
             dealt: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
@@ -88,7 +96,8 @@ class Work:
                     if when < generation
                 }  # fmt: skip
                 if holders:
-                    found.append(Redone(line, replica, generation, step, microbatch, tuple(sorted(holders))))
+                    taken_in = (replica, generation, step, microbatch) in extended
+                    found.append(Redone(line, replica, generation, step, microbatch, tuple(sorted(holders)), taken_in))
         return tuple(found)
 
     @cached_property

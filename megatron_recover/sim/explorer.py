@@ -57,6 +57,7 @@ from megatron_recover.sim.world import (
     Copy,
     Counts,
     Drift,
+    EndPass,
     Fail,
     Message,
     Node,
@@ -108,7 +109,7 @@ class Explorer:
     def __init__(self, scenario: Scenario, simulator: Simulator | None = None, *, reduced: bool = True) -> None:
         """`reduced`: leave out what the module's docstring says need not be tried."""
         self.scenario = scenario
-        self.simulator = simulator or Simulator(slow=scenario.slow)
+        self.simulator = simulator or Simulator(slow=scenario.slow, passes_last=scenario.passes_last)
         self.shape = Shape(scenario.num_ranks, scenario.bucket_ranks)
         self.nodes: Table[Node] = Table()
         self.messages: Table[Message] = Table()
@@ -273,6 +274,8 @@ class Explorer:
         if leader.phase is not replica.Phase.JOINING and leader.work is None and not leader.ended:
             found.append(Begin())
         found += [CarryOut(position) for position, one in enumerate(node.ranks) if one.orders]
+        if node.ranks[0].may_end:
+            found.append(EndPass())
         if self.simulator.slow:
             found += [TakeUp(position) for position, one in enumerate(node.ranks) if one.can_take()]
         for position, generation, step, operation, members in pending(node):

@@ -25,6 +25,8 @@ class Scenario(Value, frozen=True):
     """FIFO links that deliver once and may break, instead of the set of all messages."""
     slow: bool = False
     """Training threads take an order at any later time instead of as soon as they can."""
+    passes_last: bool = False
+    """A pass of the schedule runs for any time, and takes in what is dealt meanwhile."""
     saves: int = 0
     """Checkpoint saves of any replica, from any instant to any later one."""
 
@@ -41,6 +43,9 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("2 buckets, a failed operation or lost message", bucket_ranks=ONE_RANK_TWO_BUCKETS, alarms=1),
         Scenario("a failed operation or lost message, and a crash", crashes=1, alarms=1),
         Scenario("slow training threads, a crash", crashes=1, slow=True),
+        Scenario("passes that take in what is dealt, 2 crashes", crashes=2, passes_last=True),
+        Scenario("passes, 2 buckets, a crash", bucket_ranks=ONE_RANK_TWO_BUCKETS, crashes=1, passes_last=True),
+        Scenario("passes of 2 stages, a crash", num_ranks=2, bucket_ranks=TWO_STAGES, crashes=1, passes_last=True),
         Scenario("links that break", alarms=1, links=True),
         Scenario("links and a crash", crashes=1, links=True),
         Scenario("2 replicas, links that break and a crash", replicas=2, microbatches=2, crashes=1, alarms=1, links=True),

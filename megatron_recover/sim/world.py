@@ -25,6 +25,7 @@ from megatron_recover.core import invariants, rank, replica
 from megatron_recover.core.values import (
     Apply,
     BucketId,
+    Close,
     Compute,
     Entered,
     Generation,
@@ -93,6 +94,10 @@ class Rank(Value, frozen=True):
     operations: tuple[Operation, ...] = ()
     orders: tuple[Order, ...] = ()
     """On their way from the leader."""
+    in_pass: bool = False
+    """The schedule runs, and takes in what is dealt until `Close`."""
+    may_end: bool = False
+    """Rank 0 only: it has not asked for the end of its pass."""
 
     def can_take(self) -> bool:
         """Whether the training thread is free and has an order to take."""
@@ -134,6 +139,10 @@ class TakeUp(Value, frozen=True):
     rank: int
 
 
+class EndPass(Value, frozen=True):
+    """Rank 0 begins the last forward that it knows of; left to chance only where `Simulator.passes_last`."""
+
+
 class Complete(Value, frozen=True):
     """The operation at which a rank is completes with this result."""
 
@@ -151,7 +160,7 @@ class Drift(Value, frozen=True):
     """The parameters change. Only between two steps: a step knows them by the checksum that it takes of them at its begin."""
 
 
-Stimulus = NewGeneration | Status | Vote | replica.LinkLost | Begin | CarryOut | TakeUp | Complete | Fail | Drift
+Stimulus = NewGeneration | Status | Vote | replica.LinkLost | Begin | CarryOut | TakeUp | EndPass | Complete | Fail | Drift
 
 
 class Outcome(Value, frozen=True):
@@ -177,9 +186,11 @@ def new_node(number: ReplicaId, shape: Shape, work: Sequence[Work]) -> Node:
 class Simulator:
     """Carries out stimuli. The methods that tests override to plant a bug are the ones that model a rank's threads."""
 
-    def __init__(self, *, slow: bool = False) -> None:
+    def __init__(self, *, slow: bool = False, passes_last: bool = False) -> None:
         self.slow = slow
         """Training threads take an order at any later time instead of as soon as they can."""
+        self.passes_last = passes_last
+        """A pass runs for any time, and takes in what is dealt meanwhile, instead of ending as soon as it can."""
 
     def stimulate(self, node: Node, stimulus: Stimulus) -> Outcome:
         """What `stimulus` does to `node`. Raises InvariantViolation or ValueError where the machines see a defect."""
@@ -192,6 +203,8 @@ class Simulator:
             run.carry_out(stimulus.rank)
         elif isinstance(stimulus, TakeUp):
             run.take(stimulus.rank)
+        elif isinstance(stimulus, EndPass):
+            run.end_pass()
         elif isinstance(stimulus, Fail):
             run.fail(stimulus.rank)
         elif isinstance(stimulus, Complete):
@@ -320,11 +333,14 @@ class _Run:
                     busy = True
 
     def take(self, position: int) -> None:
+        order = self.ranks[position].machine.queue[0]
         self.feed(position, rank.Take())
         one = self.ranks[position]
-        order = one.machine.taken
         if isinstance(order, Plan):
-            self.start(position, order)
+            self.compute(position, order)
+        elif isinstance(order, Close):
+            self.ranks[position] = replace(one, in_pass=False)
+            self.operate(position)
         elif isinstance(order, Apply):
             zeros = (0,) * len(one.gradient[0]) if one.gradient else ()
             counts = tuple(
@@ -337,8 +353,8 @@ class _Run:
             empty: tuple[Counts, ...] = ((),) * len(one.results)
             self.ranks[position] = replace(one, gradient=(zeros,) * len(one.gradient), results=empty)
 
-    def start(self, position: int, plan: Plan) -> None:
-        """Run the passes of a plan in full, then begin what crosses replicas."""
+    def compute(self, position: int, plan: Plan) -> None:
+        """Compute all of a plan, whatever happens: in the pass that runs, or in one that begins with it."""
         one = self.ranks[position]
         gradient = one.gradient
         for done in self.simulator.passes(plan, one.machine):
@@ -346,15 +362,32 @@ class _Run:
                 if bucket in done.into:
                     counts = tuple(n + (i in done.microbatches) for i, n in enumerate(gradient[index]))
                     gradient = _put(gradient, index, counts)
+        begins = bool(plan.computes) and not one.in_pass
+        self.ranks[position] = replace(
+            one, gradient=gradient, in_pass=one.in_pass or begins, may_end=one.may_end or (begins and position == 0)
+        )
+        if self.ranks[position].may_end and not self.simulator.passes_last:
+            self.end_pass()
+        if not self.ranks[position].in_pass:
+            self.operate(position)
+
+    def end_pass(self) -> None:
+        self.ranks[0] = replace(self.ranks[0], may_end=False)
+        self.feed(0, rank.EndPass())
+
+    def operate(self, position: int) -> None:
+        """The pass is over: begin what crosses replicas, as the newest plan has it."""
+        one = self.ranks[position]
+        plan = one.machine.taken
+        if not isinstance(plan, Plan):
+            return
         operations = [
             Operation(item.bucket, item.version, item.source, item.targets)
             for item in plan.transfers
             if self.number in (item.source, *item.targets)
         ] + [Operation(bucket, plan.generation, None, ()) for bucket in plan.reduces]
         mine = tuple(item for item in operations if item.bucket in one.machine.buckets)
-        self.ranks[position] = replace(
-            one, gradient=gradient, operations=mine if rank.may_run(one.machine, plan.generation) else ()
-        )
+        self.ranks[position] = replace(one, operations=mine if rank.may_run(one.machine, plan.generation) else ())
         self.advance(position)
 
     def advance(self, position: int) -> None:

@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from megatron_recover.core import rank
 from megatron_recover.core.invariants import InvariantViolation
-from megatron_recover.core.rank import Begin, Completed, End, Failed, Raise, RankState, Retire, Save, Take, ToLeader
+from megatron_recover.core.rank import Begin, Completed, End, EndPass, Failed, Raise, RankState, Retire, Save, Take, ToLeader
 from megatron_recover.core.values import (
     Apply,
     Begun,
     Blocked,
+    Close,
+    Closing,
     Compute,
     Ended,
     Held,
@@ -180,3 +182,15 @@ def test_inv_5_and_8_hold_for_any_order_of_inputs(messages: list[rank.Input]) ->
                 assert not unreported, "acknowledged before its results were reported"
             if isinstance(effect, ToLeader) and isinstance(effect.report, Blocked):
                 assert effect.report.generation == state.promised
+
+
+def test_a_pass_ends_at_the_same_place_in_the_stream_on_every_rank() -> None:
+    newer = Plan(0, 2, (0,), WORK, (3,), (), (Compute((2,), (0, 1)),), (0, 1))
+    _, effects = feed(at_plan(), EndPass())
+    assert effects == [ToLeader(Closing(1, 0))]
+    state, _ = feed(at_plan(), Promise(2, (0,)), newer, Close(0))
+    assert state.queue == (newer, Close(0)), "the plan that came before belongs to the pass, the end comes behind it"
+    state, _ = feed(state, Take())
+    assert state.taken == newer
+    state, effects = feed(state, Take())
+    assert (state.taken, state.queue, effects) == (newer, (), []), "what is reduced after the pass is the newest plan"

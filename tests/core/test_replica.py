@@ -14,6 +14,8 @@ from megatron_recover.core.values import (
     Begun,
     Blocked,
     Busy,
+    Close,
+    Closing,
     Compute,
     Diverged,
     Ended,
@@ -54,6 +56,16 @@ def test_a_fault_free_step_is_one_order_and_one_vote() -> None:
     state, effects = lead(state, vote(0), vote(2))
     assert effects == [Committed(record(), 1, False), ToRanks(Apply(record(), 1, (0, 1, 2)))]
     assert (state.step, state.phase, state.work, state.committed) == (1, Phase.IDLE, None, record())
+
+
+@pytest.mark.parametrize("recovering", [False, True])
+def test_a_pass_is_closed_for_all_ranks_at_once_also_in_a_recovery(recovering: bool) -> None:
+    state = working()
+    if recovering:
+        state, _ = lead(state, NewGeneration(2, (0, 1)))
+    after, effects = lead(state, Closing(0, 0))
+    assert (after, effects) == (state, [ToRanks(Close(0))])
+    assert lead(state, Closing(0, 7)) == (state, []), "of another step"
 
 
 def test_the_status_waits_for_the_promise_of_every_rank() -> None:

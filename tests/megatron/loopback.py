@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_recover.collectives.transport import PeerLost, Probe, Revoked
 from megatron_recover.core import rank as rank_machine
 from megatron_recover.core import replica as replica_machine
-from megatron_recover.core.values import Apply, Held, NewGeneration, Plan, Record, Shape, Stop, Work
+from megatron_recover.core.values import Apply, Close, Held, NewGeneration, Plan, Record, Shape, Stop, Work
 from megatron_recover.faults import FaultPoint
 
 DEADLINE_S = 30.0
@@ -118,6 +118,22 @@ class LoopbackMember:
             assert isinstance(order, Plan | Apply), order
             self.generation, self.roster = order.generation, order.roster if isinstance(order, Plan) else self.roster
         return order
+
+    def more_work(self) -> Plan | None:
+        job, key = self.job, (self.replica, self.rank)
+        with job.changed:
+            job.wait_for(lambda: bool(job.ranks[key].queue), self.replica)
+            if isinstance(job.ranks[key].queue[0], Close):
+                job.feed_rank(*key, rank_machine.Take())
+                return None
+        order = self.next_order()
+        assert isinstance(order, Plan), order
+        return order
+
+    def end_pass(self) -> None:
+        if self.rank == 0:
+            with self.job.changed:
+                self.job.feed_rank(self.replica, self.rank, rank_machine.EndPass())
 
     def transport(self, generation: int) -> MemoryTransport:
         with self.job.changed:

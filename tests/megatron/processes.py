@@ -101,6 +101,12 @@ class ScriptedMember:
         computes = tuple(Compute(ids, into) for ids in self._round.passes)
         return Plan(0, self.generation, (0,), self.work, (len(self.work.buckets),), (), computes, into)
 
+    def more_work(self) -> Plan | None:
+        return None
+
+    def end_pass(self) -> None:
+        pass
+
     def transport(self, generation: int) -> AloneTransport:
         if self._round.revoked:
             raise Revoked("a newer generation was promised")

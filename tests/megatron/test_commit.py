@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.quota import share
-from megatron_recover.core.values import Compute, Shape
+from megatron_recover.core.values import Shape
 from megatron_recover.faults import FaultPoint
 from megatron_recover.megatron import commit
 from megatron_recover.megatron.checksum import checksum, combined
@@ -31,6 +31,7 @@ from megatron_recover.megatron.commit import CommitLoop
 from megatron_recover.megatron.cpu import enable_cpu
 from megatron_recover.megatron.data import MicrobatchCursor
 from megatron_recover.megatron.microbatches import Microbatches
+from megatron_recover.megatron.work_queue import Task
 from tests.megatron.loopback import Job, LoopbackMember, Strike
 from tests.megatron.toy import SIZES, Threads, Trainer, start_world
 
@@ -225,22 +226,24 @@ def test_inv_9_all_microbatches_of_a_pass_are_suspected_where_its_sum_is_not_fin
 
 
 def test_inv_9_only_the_microbatch_being_computed_is_suspected() -> None:
-    reduction: Any = SimpleNamespace(ledger=None, ledger_bucket=1, is_last_stage=False, count=lambda *_: (0,))
+    reduction: Any = SimpleNamespace(
+        ledger=None, ledger_bucket=1, is_last_stage=False, count=lambda *_: (0,), collect_into=lambda into: None
+    )  # fmt: skip
     microbatches = Microbatches(
         reduction, 0, forward_only=False, num_chunks=1, enter=lambda *_: None, record=lambda *_, **__: None, faults=None
     )  # fmt: skip
-    microbatches.begin_plan(1)
-    microbatches.begin_pass(Compute((4, 2), (0, 1)))
-    assert microbatches.suspects() == (4, 2)
-    for microbatch in (4, 2):
-        microbatches.forward_begins(microbatch, 0)
-        assert microbatches.suspects() == (microbatch,)
-        microbatches.forward_ended(microbatch, 0, torch.tensor(1), None)
-    for microbatch in (4, 2):
-        microbatches.backward_begins(microbatch, 0)
-        assert microbatches.suspects() == (microbatch,)
-        microbatches.backward_ended(microbatch, 0)
+    microbatches.begin_pass()
+    tasks = [Task(microbatch, (0, 1), 1, False) for microbatch in (4, 2)]
+    for task in tasks:
+        microbatches.forward_begins(task, 0)
+        assert microbatches.suspects() == (task.microbatch,)
+        microbatches.forward_ended(task, 0, torch.tensor(1), None)
+    for task in tasks:
+        microbatches.backward_begins(task, 0)
+        assert microbatches.suspects() == (task.microbatch,)
+        microbatches.backward_ended(task, 0)
         assert microbatches.suspects() == (4, 2)
+    assert microbatches.end_pass() == (4, 2)
 
 
 def test_an_order_for_other_work_than_megatrons_is_refused(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -342,7 +342,7 @@ def test_fault_points_say_whether_it_is_the_steps_first_reduction() -> None:
     points = Points()
     reduction, _ = begun(faults=points)
     reduction.reduce(plan(1, reduces=[0]))
-    reduction.reduce(plan(2, [Transfer(0, 1, 0, (1,))], [1]))
+    reduction.reduce(plan(2, [Transfer(0, 1, 0, (1,))], [1]), again=True)
     reduction.begin(4, M)
     compute(reduction, range(M))
     reduction.reduce(plan(2, reduces=[2]))

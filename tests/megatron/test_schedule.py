@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from megatron_recover.megatron.pipeline import Queue
 from megatron_recover.megatron.schedule import Schedule, _num_interleaved
+from megatron_recover.megatron.work_queue import Task
 
 
 class Notes:
@@ -20,17 +23,27 @@ class Notes:
         self.lines: list[tuple[str, int, int]] = []
         self.losses: dict[int, Any] = {}
 
-    def forward_begins(self, microbatch: int, chunk: int) -> None:
-        self.lines.append(("F", microbatch, chunk))
+    def forward_begins(self, task: Task, chunk: int) -> None:
+        self.lines.append(("F", task.microbatch, chunk))
 
-    def forward_ended(self, microbatch: int, chunk: int, tokens: torch.Tensor, losses: Any) -> None:
-        self.losses[microbatch] = losses
+    def forward_ended(self, task: Task, chunk: int, tokens: torch.Tensor, losses: Any) -> None:
+        self.losses[task.microbatch] = losses
 
-    def backward_begins(self, microbatch: int, chunk: int) -> None:
-        self.lines.append(("b", microbatch, chunk))
+    def backward_begins(self, task: Task, chunk: int) -> None:
+        self.lines.append(("b", task.microbatch, chunk))
 
-    def backward_ended(self, microbatch: int, chunk: int) -> None:
-        self.lines.append(("B", microbatch, chunk))
+    def backward_ended(self, task: Task, chunk: int) -> None:
+        self.lines.append(("B", task.microbatch, chunk))
+
+
+class Given:
+    """A queue whose microbatches are known."""
+
+    def __init__(self, ids: tuple[int, ...]) -> None:
+        self._left = [Task(microbatch, (), 1, False) for microbatch in ids]
+
+    def next(self) -> Task | None:
+        return self._left.pop(0) if self._left else None
 
 
 class Upstream:
@@ -93,6 +106,23 @@ class Upstream:
     def too_few(self, *, num_microbatches: int, config: Any, **_: Any) -> None:
         self.one_after_the_other(num_microbatches=num_microbatches - 1, config=config)
 
+    def run(self, schedule: Callable[..., Any], arguments: dict[str, Any], ids: tuple[int, ...], **others: Any) -> None:
+        """A pass whose operations come in the order of `schedule`."""
+
+        class Stage:
+            def __init__(self, given: dict[str, Any]) -> None:
+                self.given = given
+
+            def run(self, queue: Queue) -> None:
+                num = 0
+                while queue.next() is not None:
+                    num += 1
+                if num:
+                    schedule(**{**self.given, "num_microbatches": num})
+
+        with mock.patch("megatron_recover.megatron.schedule.Stage", Stage):
+            self.schedule.run_pass(schedule, arguments, Given(ids), **others)
+
     def arguments(self) -> dict[str, Any]:
         model = SimpleNamespace(config=self.config)
         return {"model": [model], "config": self.config, "num_microbatches": 99}
@@ -100,7 +130,7 @@ class Upstream:
 
 def test_ids_divisor_and_losses() -> None:
     upstream, notes = Upstream(), Notes()
-    upstream.schedule.run_pass(upstream.one_after_the_other, upstream.arguments(), (5, 2), divisor=12, listener=notes)
+    upstream.run(upstream.one_after_the_other, upstream.arguments(), (5, 2), divisor=12, listener=notes)
     assert notes.lines == [("F", 5, 0), ("b", 5, 0), ("B", 5, 0), ("F", 2, 0), ("b", 2, 0), ("B", 2, 0)]
     assert upstream.divisors == [12, 12]
     assert {microbatch: float(losses["loss"]) for microbatch, losses in notes.losses.items()} == {5: 1.0, 2: 2.0}
@@ -108,13 +138,13 @@ def test_ids_divisor_and_losses() -> None:
 
 def test_a_backward_belongs_to_its_forward() -> None:
     upstream, notes = Upstream(), Notes()
-    upstream.schedule.run_pass(upstream.warmed_up, upstream.arguments(), (7, 1, 3), divisor=8, listener=notes)
+    upstream.run(upstream.warmed_up, upstream.arguments(), (7, 1, 3), divisor=8, listener=notes)
     assert [line[:2] for line in notes.lines if line[0] != "b"] == [("F", 7), ("F", 1), ("F", 3), ("B", 7), ("B", 1), ("B", 3)]
 
 
 def test_synchronisation_is_upstreams_again_after_a_pass() -> None:
     upstream = Upstream()
-    upstream.schedule.run_pass(upstream.one_after_the_other, upstream.arguments(), (0,), divisor=8, listener=Notes())
+    upstream.run(upstream.one_after_the_other, upstream.arguments(), (0,), divisor=8, listener=Notes())
     assert upstream.finalized == 0
     assert upstream.config.no_sync_func == upstream.config.grad_sync_func == "theirs"
     assert upstream.config.finalize_model_grads_func == upstream._finalize
@@ -135,20 +165,20 @@ def test_no_gradient_is_synchronised_in_a_pass() -> None:
 
     arguments = upstream.arguments()
     arguments["model"][0].no_sync = no_sync
-    upstream.schedule.run_pass(schedule, arguments, (0,), divisor=8, listener=Notes())
+    upstream.run(schedule, arguments, (0,), divisor=8, listener=Notes())
     assert inside == ["entered", "schedule", "left"]
 
 
 def test_a_stage_without_a_loss_reports_none() -> None:
     upstream, notes = Upstream(), Notes()
     upstream.reports = False
-    upstream.schedule.run_pass(upstream.one_after_the_other, upstream.arguments(), (5, 2), divisor=8, listener=notes)
+    upstream.run(upstream.one_after_the_other, upstream.arguments(), (5, 2), divisor=8, listener=notes)
     assert notes.losses == {5: None, 2: None}
 
 
 def test_no_ids_run_nothing() -> None:
     upstream = Upstream()
-    upstream.schedule.run_pass(lambda **_: pytest.fail("called"), upstream.arguments(), (), divisor=8, listener=Notes())
+    upstream.run(lambda **_: pytest.fail("called"), upstream.arguments(), (), divisor=8, listener=Notes())
 
 
 def test_outside_of_a_pass_the_seams_are_upstreams_functions() -> None:
@@ -161,7 +191,7 @@ def test_outside_of_a_pass_the_seams_are_upstreams_functions() -> None:
 def test_a_schedule_that_does_something_else_is_refused(wrong: str) -> None:
     upstream = Upstream()
     with pytest.raises(RuntimeError, match="microbatch"):
-        upstream.schedule.run_pass(getattr(upstream, wrong), upstream.arguments(), (4, 6), divisor=8, listener=Notes())
+        upstream.run(getattr(upstream, wrong), upstream.arguments(), (4, 6), divisor=8, listener=Notes())
     upstream.divisors.clear()
     upstream.warmed_up(num_microbatches=3, config=upstream.config)
     assert upstream.divisors == [3, 3, 3], "a pass that failed is still taken for running"
@@ -170,7 +200,7 @@ def test_a_schedule_that_does_something_else_is_refused(wrong: str) -> None:
 def test_an_evaluation_has_no_backwards() -> None:
     upstream = Upstream()
     arguments = upstream.arguments() | {"forward_only": True}
-    upstream.schedule.run_pass(upstream.forwards_only, arguments, (4, 6), divisor=8, listener=Notes())
+    upstream.run(upstream.forwards_only, arguments, (4, 6), divisor=8, listener=Notes())
 
 
 @pytest.mark.parametrize(
