@@ -29,7 +29,7 @@ from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.observe import report
 from megatron_recover.observe.check import Verdict, check, describe
-from megatron_recover.observe.plot import PLOT_FILE
+from megatron_recover.observe.page import PAGE_FILE
 from megatron_recover.observe.summary import SUMMARY_FILE, FaultSummary, Summary
 from megatron_recover.trace import TraceError
 
@@ -254,7 +254,7 @@ def _verdict(folder: Path, found: tuple[Claim, ...], reference: Verdict, faulty:
     lines += [
         "",
         f"  {'PROVEN' if all(claim.holds for claim in found) else 'NOT PROVEN'} in {seconds:.0f} s. See for yourself:",
-        f"    {folder / 'faulty' / PLOT_FILE}   both loss curves and the faults",
+        f"    {folder / 'faulty' / PAGE_FILE}   what happened, on one page (docs/report.md)",
         f"    {folder / 'faulty' / SUMMARY_FILE}   the numbers",
         f"    {command_line('check', str(folder / 'faulty'), '--against', str(folder / 'reference'))}",
     ]

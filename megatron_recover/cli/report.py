@@ -1,4 +1,4 @@
-"""`megatron-recover report RUN_DIR`: rebuilds summary.json and loss.svg of a run from its trace."""
+"""`megatron-recover report RUN_DIR`: makes the page that shows a run, and rebuilds its other files, from its trace."""
 
 from __future__ import annotations
 
@@ -7,28 +7,40 @@ from pathlib import Path
 from megatron_recover.cli.check import no_trace
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
-from megatron_recover.observe import plot, report, summary
+from megatron_recover.observe import report
+from megatron_recover.observe.page import PAGE_FILE
 from megatron_recover.trace import EVENTS_FILE, TraceError
 
 
 def main(argv: list[str]) -> int:
-    """Write both files and say where they are."""
+    """Write the files and say where they are."""
     parser = Parser(
         prog="megatron-recover report",
-        description="Rebuild summary.json and the loss plot of a run directory from its trace.",
+        description="Make report.html from the trace of a run, finished or not: one page that needs no network. Beside it, "
+        "summary.json and loss.svg are written again.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a directory with events.jsonl")
     parser.add_argument("--against", type=Path, metavar="REF_DIR", help="compare with this run, and draw its loss too")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the page here, and the rest beside it (default: RUN_DIR/report.html)"
+    )
     arguments = parser.parse_args(argv)
     if not (arguments.run_dir / EVENTS_FILE).is_file():
         parser.error(no_trace(arguments.run_dir / EVENTS_FILE))
+    if arguments.out is not None and not arguments.out.parent.is_dir():
+        parser.error(f"--out: there is no folder {arguments.out.parent}; make it, or give another place")
+    if arguments.out is not None and arguments.out.is_dir():
+        parser.error(f"--out: {arguments.out} is a folder; give the page's file, for example {arguments.out / PAGE_FILE}")
     try:
-        report.write(arguments.run_dir, arguments.against)
-    except FileNotFoundError as error:
-        parser.error(f"--against: {no_trace(Path(error.filename))}")
+        files = report.write(arguments.run_dir, arguments.against, arguments.out)
     except TraceError as error:
         parser.error(f"cannot read the trace: {error}")
     except OSError as error:
-        parser.error(f"{error.filename} cannot be written ({error.strerror}); make room for it")
-    print(f"wrote {arguments.run_dir / summary.SUMMARY_FILE} and {arguments.run_dir / plot.PLOT_FILE}")
+        missing, against = Path(error.filename), arguments.against
+        if isinstance(error, FileNotFoundError) and against is not None and missing in (against, against / EVENTS_FILE):
+            parser.error(f"--against: {no_trace(missing)}")
+        parser.error(
+            f"{error.filename} cannot be read or written ({error.strerror}); make room for it, or write elsewhere by --out"
+        )
+    print(f"wrote {', '.join(map(str, files[:-1]))} and {files[-1]}")
     return ExitCode.OK

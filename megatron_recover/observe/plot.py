@@ -70,13 +70,17 @@ def _draw_faults(axes: Axes, below: Axes, history: History) -> None:
 
 def write(run_dir: str | Path, against: str | Path | None = None) -> Path:
     """Draw `loss.svg` of a run directory from its trace; returns its path."""
+    return draw(Path(run_dir), History.read(run_dir), History.read(against) if against else None)
+
+
+def draw(folder: Path, history: History, reference: History | None) -> Path:
+    """Draw `loss.svg` into a folder; returns its path."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
 
-    history = History.read(run_dir)
     style: dict[Any, Any] = {
         "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": _GREY, "svg.hashsalt": "loss",
         "svg.fonttype": "none", "xtick.color": _GREY, "ytick.color": _GREY, "axes.labelcolor": _GREY,
@@ -85,8 +89,8 @@ def write(run_dir: str | Path, against: str | Path | None = None) -> Path:
         figure, (axes, below) = pyplot.subplots(
             2, 1, sharex=True, figsize=(9, 4.8), height_ratios=(4, 1), layout="constrained"
         )  # fmt: skip
-        if against is not None:
-            axes.plot(*_curve(History.read(against)), color=_REFERENCE, linewidth=6, alpha=0.8, label="undisturbed reference")
+        if reference is not None:
+            axes.plot(*_curve(reference), color=_REFERENCE, linewidth=6, alpha=0.8, label="undisturbed reference")
         axes.plot(*_curve(history), color=_RUN, linewidth=1.8, marker="o", markersize=3, label="this run")
         iterations, sizes = _members(history)
         below.step(iterations, sizes, where="mid", color=_RUN, linewidth=1.8)
@@ -100,7 +104,7 @@ def write(run_dir: str | Path, against: str | Path | None = None) -> Path:
         below.yaxis.set_major_locator(MaxNLocator(integer=True))
         below.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.suptitle(_title(history), fontsize=10, x=0.01, ha="left")
-        place = Path(run_dir) / PLOT_FILE
+        place = folder / PLOT_FILE
         figure.savefig(place, metadata={"Date": None})
         pyplot.close(figure)
     return place

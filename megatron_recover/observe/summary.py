@@ -12,6 +12,7 @@ import msgspec
 
 from megatron_recover import trace
 from megatron_recover.observe.compare import Comparison, compare
+from megatron_recover.observe.goodput import Goodput
 from megatron_recover.observe.history import History, is_training
 from megatron_recover.observe.work import Work
 
@@ -59,6 +60,8 @@ class RecoverySummary(msgspec.Struct, frozen=True, kw_only=True):
     """Until all results are held."""
     commit_s: float | None
     """Until all members have voted."""
+    total_s: float | None = None
+    """From the fault, as `detect_s` has it, to the last member's commit; None where this generation came to no commit."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +90,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the parameter digests agreed after every step, leaving out those that a replica was outvoted for; None where
     there was nothing to compare."""
     final_loss: float | None
+    goodput: float | None = None
+    """Share of the time of all steps that faults did not take (`observe.goodput`), 0..1; None where it cannot be told."""
+    lost_to_faults_s: float | None = None
+    """Seconds by which the steps with a fault in them took longer than others."""
     reference: str | None = None
     """Run directory that the fields below compare with."""
     loss_max_abs_diff: float | None = None
@@ -132,6 +139,7 @@ def _recovery(history: History, announced: trace.Generation) -> RecoverySummary:
     injected = [event.t for _, event in history.of(trace.Fault) if event.replica in lost and event.t <= announced.t]
     if injected:
         seconds["detect"] = round(announced.t - max(injected), 6)
+    ends = [event.t for event in events if event.phase == "commit"]
     step = events[0].step if events else None
     return RecoverySummary(
         generation=announced.generation,
@@ -140,12 +148,13 @@ def _recovery(history: History, announced: trace.Generation) -> RecoverySummary:
         step=step,
         label=_label(history, step),
         **{f"{phase}_s": seconds.get(phase) for phase in get_args(trace.Phase)},
+        total_s=round(max(ends) - announced.t + seconds["detect"], 6) if ends else None,
     )
 
 
 def summarize(history: History, comparison: Comparison | None = None) -> Summary:
     """Everything that `summary.json` says about a history."""
-    work = Work(history)
+    work, goodput = Work(history), Goodput(history)
     records = [record for _, record in history.records.values()]
     training = [record for record in records if is_training(record.label)]
     started, ended = history.first(trace.RunStarted), history.first(trace.RunFinished)
@@ -169,6 +178,8 @@ def summarize(history: History, comparison: Comparison | None = None) -> Summary
         microbatches_wasted=len(work.wasted),
         replicas_bit_identical=_bit_identical(history),
         final_loss=curve[-1] if curve else None,
+        goodput=None if goodput.share is None else round(goodput.share, 6),
+        lost_to_faults_s=None if goodput.lost_s is None else round(goodput.lost_s, 6),
         **(msgspec.structs.asdict(comparison) if comparison else {}),
     )
 
@@ -182,10 +193,15 @@ def _bit_identical(history: History) -> bool | None:
     return all(len(values) == 1 for values in compared) if compared else None
 
 
+def save(folder: Path, summary: Summary) -> Path:
+    """Write `summary.json`; returns its path."""
+    place = folder / SUMMARY_FILE
+    place.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    return place
+
+
 def write(run_dir: str | Path, against: str | Path | None = None) -> Summary:
     """Rebuild `summary.json` of a run directory from its trace; returns its content."""
-    history = History.read(run_dir)
-    summary = summarize(history, compare(Path(run_dir), Path(against)) if against else None)
-    text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
-    (Path(run_dir) / SUMMARY_FILE).write_bytes(text + b"\n")
+    summary = summarize(History.read(run_dir), compare(Path(run_dir), Path(against)) if against else None)
+    save(Path(run_dir), summary)
     return summary

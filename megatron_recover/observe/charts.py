@@ -1,0 +1,134 @@
+"""Geometry of the report's charts: values become places on a plane of 100 x 100, which the page stretches to any width.
+
+It decides where things stand and which points are left out of a long curve, never how they look: that is `templates/`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_POINTS = 400
+"""A curve with more points is drawn through the lowest and highest of each stretch: no peak is lost."""
+MAX_DOTS = 60
+"""With more points than this only the curve is drawn."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A stretch of values that is drawn from 0 to 100."""
+
+    low: float
+    high: float
+
+    def at(self, value: float) -> float:
+        """Where a value stands, rounded to what can be seen; what lies outside stands at the edge."""
+        share = (value - self.low) / ((self.high - self.low) or 1.0)
+        return round(100.0 * min(1.0, max(0.0, share)), 3)
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A number at an axis."""
+
+    at: float
+    text: str
+
+
+def ticks(scale: Scale, about: int, *, whole: bool = False) -> tuple[Tick, ...]:
+    """Round numbers (1, 2 or 5 times a power of ten) on a scale, about so many; `whole`: integers only."""
+    span = scale.high - scale.low
+    if span <= 0:
+        return (Tick(scale.at(scale.low), f"{scale.low:g}"),)
+    power = 10.0 ** math.floor(math.log10(span / about))
+    step = next((factor * power for factor in (1, 2, 5, 10) if span / (factor * power) <= about), 10 * power)
+    if whole:
+        step = max(1.0, round(step))
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    first, last = math.ceil(scale.low / step - 1e-9), math.floor(scale.high / step + 1e-9)
+    return tuple(Tick(scale.at(number * step), f"{number * step:,.{digits}f}") for number in range(first, last + 1))
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A point that says what it is when it is pointed at."""
+
+    x: float
+    y: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line through points."""
+
+    name: str
+    kind: str
+    """How it looks: `run`, `reference` or `ideal`."""
+    path: str
+    """As an SVG path has it."""
+    dots: tuple[Dot, ...] = ()
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line at which something happened."""
+
+    at: float
+    name: str
+    """A number or letter that the page explains; it may be empty."""
+    text: str
+    row: int
+    """From 0 on; names of neighbours that would overlap stand in different rows."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves over one pair of axes."""
+
+    name: str
+    about: str
+    """What it shows in a sentence, for those who cannot see it."""
+    x_label: str
+    y_label: str
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    curves: tuple[Curve, ...]
+    marks: tuple[Mark, ...] = ()
+
+
+Points = Sequence[tuple[float, float]]
+
+
+def thinned(points: Points, limit: int = MAX_POINTS) -> Points:
+    """At most about `limit` of the points: of each stretch the lowest and the highest, in their order."""
+    if len(points) <= limit:
+        return points
+    size = math.ceil(2 * len(points) / limit)
+    kept: list[tuple[float, float]] = []
+    for start in range(0, len(points), size):
+        stretch = points[start : start + size]
+        kept += sorted({min(stretch, key=lambda one: one[1]), max(stretch, key=lambda one: one[1])})
+    return kept
+
+
+def path(pieces: Sequence[Points], x: Scale, y: Scale) -> str:
+    """An SVG path through the points of each piece, with a gap between two pieces."""
+    drawn = []
+    for piece in pieces:
+        places = [f"{x.at(one):g} {100 - y.at(other):g}" for one, other in piece]
+        if places:
+            drawn.append(f"M{' '.join(places)}" if len(places) > 1 else f"M{places[0]}h0")
+    return "".join(drawn)
+
+
+def rows(places: Sequence[float], room: float = 7.0) -> list[int]:
+    """The first row for each place, in which none before it is nearer than `room`."""
+    last: list[float] = []
+    found = []
+    for place in places:
+        row = next((row for row, other in enumerate(last) if abs(place - other) >= room), len(last))
+        last[row:] = [place, *last[row + 1 :]]
+        found.append(row)
+    return found

@@ -1,0 +1,336 @@
+"""The report of a run as one HTML page that needs nothing outside itself: no network, no script.
+
+Everything on it comes from the trace; its numbers are those of `summary.Summary` and its verdict is `check`'s. This module puts
+the page's content together; `charts` says where things stand, `templates/` how they look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import get_args
+
+import jinja2
+
+from megatron_recover import __version__, trace
+from megatron_recover.core.values import ExitCode
+from megatron_recover.observe import charts
+from megatron_recover.observe.check import SHOWN_VIOLATIONS, Verdict, Violation
+from megatron_recover.observe.goodput import Goodput, StepTime
+from megatron_recover.observe.history import History, is_training
+from megatron_recover.observe.rules import RULES
+from megatron_recover.observe.summary import FaultSummary, RecoverySummary
+
+PAGE_FILE = "report.html"
+
+MAX_MARKS = 24
+"""With more faults than this their lines in a chart bear no numbers: they would hide each other."""
+MAX_QUOTA_ROWS = 60
+MAX_SEGMENTS = 32
+"""With more members than this a row of quotas is told in words."""
+
+
+def render(verdict: Verdict, reference: History | None = None) -> str:
+    """The page of a judged run; with the loss of a reference run beside its own."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("megatron_recover.observe"), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"ms": _milliseconds, "seconds": _seconds, "percent": _percent, "plural": _plural}
+    history, summary = verdict.history, verdict.summary
+    goodput = Goodput(history)
+    last_line = history.events[-1][0] if history.events else 0
+    return environment.get_template("report.html").render(
+        version=__version__,
+        title=_title(history),
+        path=history.path,
+        started=history.first(trace.RunStarted),
+        shape=_shape(history),
+        summary=summary,
+        cut_lines=[line for line, _ in history.cuts if line <= last_line],
+        end_line=next((line for line, _ in history.cuts if line > last_line), None),
+        status=_status(verdict),
+        ending=_ending(verdict),
+        loss=_loss_chart(history, summary.faults, reference),
+        speed=_speed_chart(goodput, summary.faults),
+        faults=list(enumerate(summary.faults, start=1)),
+        describe=describe_fault,
+        phases=get_args(trace.Phase),
+        recoveries=[(one, _bar(one)) for one in summary.recoveries],
+        slowest=max((one.total_s for one in summary.recoveries if one.total_s is not None), default=None),
+        quotas=_quotas(history),
+        max_quota_rows=MAX_QUOTA_ROWS,
+        max_segments=MAX_SEGMENTS,
+        rules=_rules(verdict),
+        problems=verdict.problems,
+    )
+
+
+# --- Words ---------------------------------------------------------------------------------------------------------------
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1000 * seconds:,.1f}" if seconds < 0.01 else f"{1000 * seconds:,.0f}"
+
+
+def _seconds(seconds: float) -> str:
+    """A duration in the unit that suits it."""
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _title(history: History) -> str:
+    """The name of the run's folder."""
+    path = Path(history.path).resolve()
+    return path.parent.name if path.name == trace.EVENTS_FILE else path.name
+
+
+def _shape(history: History) -> str:
+    """The layout of a replica, without what is 1."""
+    started = history.first(trace.RunStarted)
+    if started is None:
+        return ""
+    layout = started.layout
+    sizes = (("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("VPP", layout.vpp))
+    parts = [f"{name}{size}" for name, size in sizes if size > 1 or name in ("TP", "PP")]
+    return " × ".join(parts) + (f" × {layout.lanes} lanes" if layout.lanes > 1 else "")
+
+
+@dataclass(frozen=True)
+class Status:
+    """The page's first sentence."""
+
+    kind: str
+    """`good`, `bad` or `open`."""
+    text: str
+
+
+def _status(verdict: Verdict) -> Status:
+    broken = sorted({violation.invariant for violation in verdict.violations})
+    if broken:
+        return Status("bad", f"Broken: {', '.join(broken)}")
+    if verdict.problems:
+        return Status("bad", "Not proven")
+    return Status("good", "All invariants hold") if verdict.is_finished else Status("open", "All invariants hold so far")
+
+
+def _ending(verdict: Verdict) -> str:
+    """How the run ended, in words."""
+    code = verdict.summary.exit_code
+    if code is None:
+        return "has not ended"
+    names = {int(one): one.name.lower().replace("_", " ") for one in ExitCode}
+    return f"ended with exit code {code} ({names.get(code, 'killed')})"
+
+
+@dataclass(frozen=True)
+class RuleRow:
+    """One invariant and what breaks it."""
+
+    number: str
+    name: str
+    broken: tuple[Violation, ...]
+    shown: tuple[Violation, ...]
+
+
+def _rules(verdict: Verdict) -> list[RuleRow]:
+    rows = []
+    for number, name, _ in RULES:
+        broken = tuple(one for one in verdict.violations if one.invariant == number)
+        rows.append(RuleRow(number, name, broken, broken[:SHOWN_VIOLATIONS]))
+    return rows
+
+
+# --- Charts --------------------------------------------------------------------------------------------------------------
+
+
+def describe_fault(fault: FaultSummary) -> str:
+    """What a fault was, in words."""
+    where = f"at {fault.point.replace('_', ' ')}" if fault.point else f"({fault.cause})"
+    where += "".join(
+        f" of {name} {value}"
+        for name, value in (("microbatch", fault.microbatch), ("bucket", fault.bucket))
+        if value is not None
+    )
+    kind = {"kill": "killed", "stop": "stopped", "raise": "raised an exception"}.get(fault.kind, "ended")
+    return f"replica {fault.replica} rank {fault.rank} {kind} {where}"
+
+
+def _iteration(label: str) -> int:
+    return int(label.split()[1])
+
+
+def _points(history: History) -> list[tuple[float, float]]:
+    return [(_iteration(label), loss) for label, loss in history.losses().items() if is_training(label)]
+
+
+def _loss_chart(history: History, faults: tuple[FaultSummary, ...], reference: History | None) -> charts.Chart | None:
+    """None where no training step was committed."""
+    mine = _points(history)
+    if not mine:
+        return None
+    shown = {iteration for iteration, _ in mine}
+    theirs = [point for point in _points(reference) if point[0] in shown] if reference else []
+    values = [loss for _, loss in (*mine, *theirs)]
+    margin = 0.06 * (max(values) - min(values)) or 0.5
+    x, y = charts.Scale(mine[0][0], mine[-1][0]), charts.Scale(min(values) - margin, max(values) + margin)
+    dots = mine if len(mine) <= charts.MAX_DOTS else []
+    curves = [
+        charts.Curve("the reference run", "reference", charts.path([charts.thinned(theirs)], x, y)),
+        charts.Curve(
+            "this run", "run", charts.path([charts.thinned(mine)], x, y),
+            tuple(charts.Dot(x.at(one), 100 - y.at(loss), f"iteration {one:g}: loss {loss:.4f}") for one, loss in dots),
+        ),
+    ]  # fmt: skip
+    marks = [
+        (number, _iteration(fault.label), describe_fault(fault))
+        for number, fault in enumerate(faults, start=1)
+        if fault.label is not None and is_training(fault.label)
+    ]
+    return charts.Chart(
+        name="Loss", x_label="iteration", y_label="loss",
+        about=f"The loss of {len(mine)} training steps, from {mine[0][1]:.4f} to {mine[-1][1]:.4f}, with "
+        f"{_plural(len(marks), 'fault')} marked.",
+        x_ticks=charts.ticks(x, 7, whole=True), y_ticks=charts.ticks(y, 5), curves=tuple(curves if theirs else curves[1:]),
+        marks=_marks(x, marks),
+    )  # fmt: skip
+
+
+def _marks(x: charts.Scale, marks: Sequence[tuple[int, float, str]]) -> tuple[charts.Mark, ...]:
+    named = len(marks) <= MAX_MARKS
+    rows = charts.rows([x.at(at) for _, at, _ in marks]) if named else [0] * len(marks)
+    return tuple(
+        charts.Mark(x.at(at), str(number) if named else "", text, row)
+        for (number, at, text), row in zip(marks, rows, strict=True)
+    )
+
+
+def _speed_chart(goodput: Goodput, faults: tuple[FaultSummary, ...]) -> charts.Chart | None:
+    """Microbatches that training steps committed per second, over the time of the run; None without a training step."""
+    steps = [one for one in goodput.steps if one.is_training and one.seconds > 0]
+    if not steps:
+        return None
+    groups = _grouped(steps)
+    rates = [(group[0].begin, group[-1].end, sum(one.num_microbatches for one in group) / _total(group)) for group in groups]
+    undisturbed = [
+        (one.begin, one.end, one.num_microbatches / seconds) for one in steps if (seconds := goodput.undisturbed_s(one))
+    ]
+    x = charts.Scale(steps[0].begin, steps[-1].end)
+    y = charts.Scale(0.0, 1.15 * max(rate for _, _, rate in (*rates, *undisturbed)))
+    curves = [
+        charts.Curve("undisturbed, with as many replicas", "ideal", charts.path(_stairs(undisturbed), x, y)),
+        charts.Curve("this run", "run", charts.path(_stairs(rates), x, y)),
+    ]
+    marks = [(number, fault.t, describe_fault(fault)) for number, fault in enumerate(faults, start=1)]
+    return charts.Chart(
+        name="Goodput", x_label="seconds since the start of the run", y_label="microbatches/s",
+        about=f"Microbatches per second that entered committed training steps, between {min(rate for *_, rate in rates):.1f} "
+        f"and {max(rate for *_, rate in rates):.1f}.",
+        x_ticks=charts.ticks(x, 7), y_ticks=charts.ticks(y, 5), curves=tuple(curves),
+        marks=_marks(x, [mark for mark in marks if x.low <= mark[1] <= x.high]),
+    )  # fmt: skip
+
+
+def _total(steps: list[StepTime]) -> float:
+    return sum(one.seconds for one in steps)
+
+
+def _grouped(steps: list[StepTime]) -> list[list[StepTime]]:
+    """Steps that are drawn as one: neighbours, as many as bring a long run down to what can be seen."""
+    size = -(-len(steps) // charts.MAX_POINTS)
+    groups: list[list[StepTime]] = []
+    for one in steps:
+        if groups and len(groups[-1]) < size and groups[-1][-1].end == one.begin:
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    return groups
+
+
+def _stairs(rates: list[tuple[float, float, float]]) -> list[list[tuple[float, float]]]:
+    """Points of a staircase from (begin, end, value), equal neighbours joined, in pieces where time is left out."""
+    pieces: list[list[tuple[float, float]]] = []
+    for begin, end, value in rates:
+        last = pieces[-1] if pieces else []
+        if last and last[-1] == (begin, value):
+            last[-1] = (end, value)
+        elif last and last[-1][0] == begin:
+            last += [(begin, value), (end, value)]
+        else:
+            pieces.append([(begin, value), (end, value)])
+    return pieces
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a bar, in percent of it."""
+
+    kind: str
+    at: float
+    width: float
+    text: str
+
+
+def _bar(recovery: RecoverySummary) -> tuple[Segment, ...]:
+    """The phases of a recovery one behind the other."""
+    took = [(phase, getattr(recovery, f"{phase}_s") or 0.0) for phase in get_args(trace.Phase)]
+    total = sum(seconds for _, seconds in took) or 1.0
+    segments, at = [], 0.0
+    for phase, seconds in took:
+        width = 100.0 * seconds / total
+        segments.append(Segment(phase, round(at, 2), round(width, 2), f"{phase} {_milliseconds(seconds)} ms"))
+        at += width
+    return tuple(segments)
+
+
+@dataclass(frozen=True)
+class QuotaRow:
+    """Steps in a row whose microbatches were dealt alike."""
+
+    generation: int
+    first: str
+    last: str
+    roster: tuple[int, ...]
+    quotas: tuple[int, ...]
+    segments: tuple[Segment, ...]
+
+
+def _quotas(history: History) -> list[QuotaRow]:
+    """Every change of the training steps' quotas, by generation."""
+    dealt: dict[tuple[int, int], trace.Plan] = {}
+    for step in sorted(history.plans):
+        for _, plan in history.plans[step]:
+            if is_training(plan.label):
+                dealt.setdefault((step, plan.generation), plan)
+    rows = []
+    for _, alike in groupby(
+        (dealt[key] for key in sorted(dealt)), key=lambda plan: (plan.generation, plan.roster, plan.quotas)
+    ):
+        first, *others = alike
+        last = others[-1] if others else first
+        rows.append(QuotaRow(first.generation, first.label, last.label, first.roster, first.quotas, _shares(first)))
+    return rows
+
+
+def _shares(plan: trace.Plan) -> tuple[Segment, ...]:
+    total = sum(plan.quotas) or 1
+    segments, at = [], 0.0
+    for replica, quota in zip(plan.roster, plan.quotas, strict=True):
+        width = 100.0 * quota / total
+        segments.append(Segment(str(replica), round(at, 2), round(width, 2), str(quota)))
+        at += width
+    return tuple(segments)
