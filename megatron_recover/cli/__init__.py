@@ -22,6 +22,7 @@ VERBS: Mapping[str, str] = MappingProxyType({
     "demo": "train on real text, kill real processes, prove that nothing was lost",
     "check": "verify the invariants of a finished run from its trace",
     "report": "make a page that shows what happened in a run, from its trace",
+    "top": "follow a run in one live line",
     "data": "turn text files into a data set that Megatron reads",
 })  # fmt: skip
 """Each verb and what it does; verb V is `megatron_recover.cli.V.main(argv) -> exit code`."""

@@ -11,8 +11,6 @@ import queue
 import re
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -23,36 +21,15 @@ from megatron_recover import trace
 from megatron_recover.cluster.job import LOGS, TRAIN_LOG, Job
 from megatron_recover.core.policy import EXIT
 from megatron_recover.core.values import ExitCode
-from megatron_recover.observe.history import is_training
+from megatron_recover.observe.progress import Progress
+from megatron_recover.observe.tail import Tail
 
-_ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*(\d+)\b")
-_LOSS = re.compile(r"\blm loss:\s*([-+.\dEe]+)")
 _WORTH_SHOWING = re.compile(
     r"\biteration\s+\d+\s*/|validation loss|saving checkpoint|saved checkpoint|loading checkpoint|nothing was left to train"
 )
 _INTERVAL_S = 0.25
 """Between two looks at the logs; each costs half a millisecond of CPU, which is the job's."""
 _LAST_WORDS_DEADLINE_S = 5.0
-
-
-class _Tail:
-    """New lines of a growing file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._position = 0
-        self._rest = b""
-
-    def lines(self) -> Iterator[str]:
-        if not self._path.exists():
-            return
-        with open(self._path, "rb") as file:
-            file.seek(self._position)
-            text = file.read()
-        self._position += len(text)
-        *complete, self._rest = (self._rest + text).split(b"\n")
-        for line in complete:
-            yield line.decode(errors="replace")
 
 
 class Console:
@@ -67,20 +44,14 @@ class Console:
         self._over = threading.Event()
         self._exit: tuple[int, str] | None = None
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
-        self._events = _Tail(job.run_dir / trace.EVENTS_FILE)
+        self._events = Tail(job.run_dir / trace.EVENTS_FILE)
         shown = sorted({0, job.num_ranks - 1})
-        self._logs = {
-            (replica, rank): _Tail(job.log_of(replica, rank)) for replica in range(job.num_replicas) for rank in shown
-        }
+        self._logs = {(replica, rank): Tail(job.log_of(replica, rank)) for replica in range(job.num_replicas) for rank in shown}
         self._roster: tuple[int, ...] = tuple(range(job.num_replicas))
-        self._generation = 0
         self._repairing = 0
         """Newest generation that lost a replica, until the step in which it happened is committed."""
-        self._quotas: tuple[int, ...] = ()
         self._labels: dict[int, str] = {}
-        self._progress = "starting"
-        self._asked = ""
-        """Why all replicas have been asked to end."""
+        self._progress = Progress(job.num_replicas)
 
     def says(self, text: str) -> None:
         """One line of ours. Any thread; never blocks."""
@@ -127,10 +98,11 @@ class Console:
         for (replica, _), tail in self._logs.items():
             for line in tail.lines():
                 if replica == min(self._roster, default=replica):
-                    self._show(line)
+                    self._show(line.rstrip(b"\n").decode(errors="replace"))
         for line in self._events.lines():
-            event, _ = trace.parse(f"{line}\n".encode())  # a killed rank may leave a line torn, and this must not end the run
+            event, _ = trace.parse(line)  # a killed rank may leave a line torn, and this must not end the run
             if event is not None:
+                self._progress.take(event)
                 self._event(event)
         while not self._said.empty():
             self._print(self._said.get())
@@ -148,14 +120,7 @@ class Console:
 
     def live_line(self) -> str:
         """What a terminal shows at its bottom; only what is known."""
-        parts = [self._progress]
-        if self._generation:
-            parts += [f"generation {self._generation}", f"replicas {len(self._roster)}/{self._job.num_replicas}"]
-        if self._quotas:
-            parts.append(f"quotas {' '.join(map(str, self._quotas))}")
-        if self._asked:
-            parts.append(f"ending ({self._asked})")
-        return " | ".join(parts)
+        return self._progress.line()
 
     def _show_end(self, exit_code: int, reason: str) -> None:
         if exit_code == ExitCode.OK and self._quiet:
@@ -166,28 +131,20 @@ class Console:
             return
         if exit_code not in (ExitCode.OK, ExitCode.INTERRUPTED):
             self._show_ends_of_logs()
-        name = ExitCode(exit_code).name.lower().replace("_", " ") if exit_code in list(ExitCode) else "killed"
-        self._rich.print(
-            Text(f"megatron-recover: exit code {exit_code} ({name}): {reason}; everything is in {self._job.run_dir}")
-        )
+        what = f"exit code {exit_code} ({ExitCode.words(exit_code)}): {reason}"
+        self._rich.print(Text(f"megatron-recover: {what}; everything is in {self._job.run_dir}"))
 
     def _show(self, line: str) -> None:
         self._train_log.write(line + "\n")
-        found = _ITERATION.search(line)
-        if found:
-            iteration, total = int(found[1]), int(found[2])
-            loss = _LOSS.search(line)
-            self._progress = f"iteration {iteration}/{total}" + (f" | loss {float(loss[1]):.4f}" if loss else "")
         if _WORTH_SHOWING.search(line):
             self._print(line.strip())
 
     def _event(self, event: trace.AnyEvent) -> None:
         match event:
             case trace.Generation():
-                self._roster, self._generation = event.roster, event.generation
+                self._roster = event.roster
                 self._repairing = event.generation if event.losses else 0
                 if not event.losses and event.reason.startswith(EXIT):  # made to carry the request; nobody was lost
-                    self._asked = event.reason.removeprefix(EXIT)
                     return
                 if event.generation > 1 or event.losses:
                     lost = "; ".join(f"replica {loss.replica} lost: {loss.kind.value} {loss.detail}" for loss in event.losses)
@@ -197,8 +154,6 @@ class Console:
             case trace.Plan():
                 self._labels[event.step] = event.label
                 self._labels.pop(event.step - 2, None)  # members are at most one step apart
-                if event.replica == min(event.roster) and is_training(event.label):
-                    self._quotas = event.quotas
             case trace.Fault():
                 where = "".join(
                     f" {name} {value}"

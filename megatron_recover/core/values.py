@@ -380,3 +380,8 @@ class ExitCode(enum.IntEnum):
     """A signal or time limit ended the run at a common step, with a checkpoint."""
     UNSAVED = 16
     """Training ended, but its last checkpoint could not be written; the newest one that could is older."""
+
+    @classmethod
+    def words(cls, code: int) -> str:
+        """What to call the exit code of a run; one that is none of these is that of a signal."""
+        return cls(code).name.lower().replace("_", " ") if code in list(cls) else "killed"

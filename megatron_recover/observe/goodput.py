@@ -56,15 +56,17 @@ class Goodput:
 
     @cached_property
     def steps(self) -> tuple[StepTime, ...]:
-        """All committed steps, in their order."""
+        """All committed steps that computed something, in their order."""
         history = self._history
         announced = sorted((event.t, event) for event in history.generations.values())
         found: list[StepTime] = []
         passed = 0
         roster: tuple[int, ...] = ()
         for step, (_, record) in history.records.items():
-            plans = history.plans.get(step)
-            begin = found[-1].end if found else min((plan.t for _, plan in plans), default=record.t) if plans else record.t
+            microbatches = history.num_microbatches(step)
+            if not microbatches:  # an agreement to end, or a plan that is missing from the trace
+                continue
+            begin = found[-1].end if found else min(plan.t for _, plan in history.plans[step])
             while passed < len(announced) and announced[passed][0] <= begin:
                 roster, passed = announced[passed][1].roster, passed + 1
             replicas, is_disturbed = len(roster), False
@@ -72,7 +74,6 @@ class Goodput:
                 newer, passed = announced[passed][1], passed + 1
                 is_disturbed |= bool(newer.losses) or not newer.reason.startswith(EXIT)
                 roster = newer.roster
-            microbatches = history.num_microbatches(step) or 0
             found.append(StepTime(step, record.label, begin, record.t, replicas, microbatches, is_disturbed))
         return tuple(found)
 

@@ -133,8 +133,7 @@ def _ending(verdict: Verdict) -> str:
     code = verdict.summary.exit_code
     if code is None:
         return "has not ended"
-    names = {int(one): one.name.lower().replace("_", " ") for one in ExitCode}
-    return f"ended with exit code {code} ({names.get(code, 'killed')})"
+    return f"ended with exit code {code} ({ExitCode.words(code)})"
 
 
 @dataclass(frozen=True)

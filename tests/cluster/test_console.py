@@ -49,7 +49,7 @@ def test_a_request_to_end_is_not_told_as_a_new_generation(tmp_path: Path) -> Non
     begun = trace.Generation(generation=1, roster=(0, 1), losses=(), reason="start")
     asked = trace.Generation(generation=2, roster=(0, 1), losses=(), reason="exit: SIGINT")
     line, printed = shown(tmp_path, begun, asked)
-    assert line.endswith("| ending (SIGINT)")
+    assert line == "starting | ending (SIGINT) | generation 2 | replicas 2/2"
     assert "generation 1: replicas 0 1" in printed and "generation 2" not in printed
 
 

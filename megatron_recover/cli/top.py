@@ -1,0 +1,112 @@
+"""`megatron-recover top RUN_DIR`: one live line of a run, from its trace, until the run ends or the reader has seen enough.
+
+It looks on: nothing of the run depends on it, and it can be started and ended at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from megatron_recover import trace
+from megatron_recover.cli.check import no_trace
+from megatron_recover.cluster.job import LOGS
+from megatron_recover.core.values import ExitCode
+from megatron_recover.flags import Parser
+from megatron_recover.observe.progress import Progress
+from megatron_recover.observe.tail import Tail
+
+INTERVAL_S = 0.25
+"""Between two looks at the trace."""
+SILENCE_S = 10.0
+"""A run that has recorded nothing for so long may hang, or its launcher was killed: the line says so."""
+
+_WAITING = "waiting for the run to start"
+
+
+class Gone(Exception):
+    """The trace has been removed: the run came to nothing."""
+
+
+def main(argv: list[str]) -> int:
+    """Show a run until it ends."""
+    parser = Parser(
+        prog="megatron-recover top",
+        description="Follow a run: newest step, its loss and time, generation, replicas, recoveries, quotas. On a terminal one "
+        "line that is rewritten, else one line a step. It ends with the run, or by Ctrl-C, which leaves the run alone.",
+        epilog=f"Exit code 0: the run has ended, however it did, or Ctrl-C. {ExitCode.BAD_INPUT:d}: there is no run.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run, which may be about to start")
+    run_dir = parser.parse_args(argv).run_dir
+    place = run_dir / trace.EVENTS_FILE
+    if not place.is_file() and not _may_start(run_dir):
+        parser.error(no_trace(place))
+    try:
+        follow(place, sys.stdout, time.sleep, time.monotonic)
+    except KeyboardInterrupt:  # the usual way to leave; the terminal is whole again by now
+        return ExitCode.OK
+    except Gone:
+        parser.error(f"{place} has gone: the run was refused, or ended before it trained")
+    except ValueError as error:
+        parser.error(f"cannot read the trace: {place}: {error}")
+    return ExitCode.OK
+
+
+def _may_start(run_dir: Path) -> bool:
+    """Whether a folder without a trace looks like that of a run which begins."""
+    return run_dir.is_dir() and ((run_dir / LOGS).is_dir() or not any(run_dir.iterdir()))
+
+
+def follow(place: Path, stream: TextIO, wait: Callable[[float], None], clock: Callable[[], float]) -> None:
+    """Show the run whose trace is or will be at `place` until it ends; see `watch`."""
+    console = Console(file=stream, highlight=False, soft_wrap=True)
+    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+    with live or contextlib.nullcontext():
+        for kind, line in watch(place, wait, clock):
+            if live is not None and kind == "now":
+                live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+            elif live is None and kind == "news":
+                print(line, file=stream, flush=True)
+    print(line, file=stream, flush=True)
+
+
+Kind = Literal["news", "now", "end"]
+"""What a line says: that a step is done, how things stand after a look at the trace, how the run ended."""
+
+
+def watch(place: Path, wait: Callable[[float], None], clock: Callable[[], float]) -> Iterator[tuple[Kind, str]]:
+    """Lines about the run whose trace is or will be at `place`; the last one is its end, and the only one of its kind.
+
+    `wait(seconds)` passes the time between two looks. Raises `Gone` when a trace that was there is there no more, and
+    ValueError for a line of it that is no event.
+    """
+    tail, progress = Tail(place), Progress()
+    seen, news_at = place.is_file(), clock()
+    if not seen:
+        yield "news", _WAITING
+    while True:
+        seen |= place.is_file()
+        for line in tail.lines():
+            event, _ = trace.parse(line)
+            told = progress.take(event) if event is not None else None
+            news_at = clock()
+            if told is not None:
+                yield "news", told
+            if isinstance(event, trace.RunFinished):
+                yield "now", progress.line()
+                yield "end", f"ended with exit code {event.exit_code} ({ExitCode.words(event.exit_code)}) after {event.t:.0f} s"
+                return
+        if seen and not place.is_file():
+            raise Gone
+        silent_s = clock() - news_at
+        silence = f" | nothing new for {silent_s:.0f} s" if seen and silent_s >= SILENCE_S else ""
+        yield "now", (progress.line() if seen else _WAITING) + silence
+        wait(INTERVAL_S)

@@ -1,0 +1,115 @@
+"""Where a run is, in one line: what `top` and the live line of `run` show. Only what the trace has said so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_recover import trace
+from megatron_recover.core.policy import EXIT
+from megatron_recover.observe.history import is_training
+
+SHOWN_QUOTAS = 16
+"""With more members than this their quotas are told as a range."""
+
+
+class Progress:
+    """Takes a run's events one by one."""
+
+    def __init__(self, num_replicas: int = 0) -> None:
+        """`num_replicas` at the start of the run, where it is known before the trace tells."""
+        self._num_replicas = num_replicas
+        self._num_iterations: str | None = None
+        self._label = ""
+        self._loss: float | None = None
+        self._seconds: float | None = None
+        """How long the newest committed step took."""
+        self._generation = 0
+        self._roster: Sequence[int] = ()
+        self._quotas: tuple[int, ...] = ()
+        self._recoveries = 0
+        self._repairing: tuple[int, str] | None = None
+        """Newest generation that lost a replica, until the step in which it happened is committed, and who was lost."""
+        self._asked = ""
+        """Why all replicas have been asked to end."""
+        self._step = -1
+        self._since: float | None = None
+        self._untold = False
+        """Whether a step is committed whose line has not been given yet."""
+
+    def take(self, event: trace.AnyEvent) -> str | None:
+        """The next event of the trace. Gives the line of every step once: when its loss is known, or else never will be."""
+        told = None
+        match event:
+            case trace.RunStarted():
+                self._num_replicas, self._num_iterations = event.replicas, _num_iterations(event.argv)
+            case trace.Generation():
+                self._generation_begins(event)
+            case trace.Plan():
+                self._since = event.t if self._since is None else self._since
+                if event.replica == min(event.roster) and is_training(event.label):
+                    self._quotas = event.quotas
+            case trace.Committed() if event.step > self._step and event.label.startswith(("train", "evaluate")):
+                told = self._rest()
+                self._seconds = None if self._since is None else event.t - self._since
+                self._step, self._label, self._since, self._loss = event.step, event.label, event.t, None
+                self._untold = True
+                if self._repairing and event.generation >= self._repairing[0]:
+                    self._repairing = None
+            case trace.Applied(loss=float()) if event.step == self._step:
+                self._loss = event.loss
+                told = self._rest()
+            case trace.RunFinished():
+                told = self._rest()
+        return told
+
+    def _rest(self) -> str | None:
+        line = self.line() if self._untold else None
+        self._untold = False
+        return line
+
+    def _generation_begins(self, event: trace.Generation) -> None:
+        self._generation, self._roster = event.generation, event.roster
+        if not event.losses and event.reason.startswith(EXIT):  # made to carry the request; nobody was lost
+            self._asked = event.reason.removeprefix(EXIT)
+            return
+        self._recoveries += event.generation > 1
+        if event.losses:
+            self._repairing = event.generation, ", ".join(f"replica {lost.replica}" for lost in event.losses)
+
+    def line(self) -> str:
+        """What is known, what matters most first: a narrow terminal cuts the end off."""
+        parts = [self._label or "starting"]
+        if self._label and self._num_iterations is not None and is_training(self._label):
+            parts[0] += f"/{self._num_iterations}"
+        if self._repairing:
+            parts.append(f"recovering from the loss of {self._repairing[1]}")
+        if self._asked:
+            parts.append(f"ending ({self._asked})")
+        if self._loss is not None:
+            parts.append(f"loss {self._loss:.4f}")
+        if self._seconds is not None:
+            parts.append(f"{1000 * self._seconds:.0f} ms" if self._seconds < 10 else f"{self._seconds:.1f} s")
+        if self._generation:
+            parts += [f"generation {self._generation}", f"replicas {len(self._roster)}/{self._num_replicas}"]
+        if self._recoveries:
+            parts.append(f"recoveries {self._recoveries}")
+        if self._quotas:
+            parts.append(f"quotas {_short(self._quotas)}")
+        return " | ".join(parts)
+
+
+def _num_iterations(argv: Sequence[str]) -> str | None:
+    """`--train-iters` of a command line, the last one given, like Megatron."""
+    found = None
+    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
+        if flag == "--train-iters":
+            found = value
+        elif flag.startswith("--train-iters="):
+            found = flag.partition("=")[2]
+    return found
+
+
+def _short(quotas: tuple[int, ...]) -> str:
+    if len(quotas) <= SHOWN_QUOTAS:
+        return " ".join(map(str, quotas))
+    return f"{min(quotas)}" if min(quotas) == max(quotas) else f"{min(quotas)}-{max(quotas)}"

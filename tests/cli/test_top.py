@@ -1,0 +1,138 @@
+"""`top`: what it shows of a growing trace, in a pipe and on a terminal, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_recover import cli, trace
+from megatron_recover.cli import top
+from megatron_recover.core.values import ExitCode
+from tests.observe import traces
+
+
+def growing(place: Path, parts: Sequence[bytes]) -> Callable[[float], None]:
+    """A wait during which the next part is appended; there is nothing to wait for after the last."""
+    left = list(parts)
+
+    def wait(seconds: float) -> None:
+        assert seconds == top.INTERVAL_S and left, "it waits for a run that has ended"
+        with open(place, "ab") as file:
+            file.write(left.pop(0))
+
+    return wait
+
+
+def lines_of(run: traces.Run) -> list[bytes]:
+    return [msgspec.json.encode(event) + b"\n" for event in run.events]
+
+
+def test_in_a_pipe_every_step_is_a_line_and_the_end_is_the_last(tmp_path: Path) -> None:
+    place, shown = tmp_path / trace.EVENTS_FILE, io.StringIO()
+    lines = lines_of(traces.faulty_run())
+    # It begins before the trace is there, and sees events that are not whole yet.
+    parts = [b"".join(lines[:3]) + lines[3][:20], lines[3][20:], *lines[4:]]
+    top.follow(place, shown, growing(place, parts), lambda: 0.0)
+    first, *steps, last = shown.getvalue().splitlines()
+    assert first == "waiting for the run to start"
+    assert [line.split(" | ")[0] for line in steps] == [f"train {number}" for number in range(1, 6)]
+    assert last == f"ended with exit code 0 (ok) after {traces.faulty_run().events[-1].t:.0f} s"
+
+
+def test_how_things_stand_is_shown_after_every_look_and_silence_is_said(tmp_path: Path) -> None:
+    lines = lines_of(traces.faulty_run())
+    lost = next(i for i, line in enumerate(lines) if b'"losses":[{' in line) + 1
+    place = tmp_path / trace.EVENTS_FILE
+    place.write_bytes(b"".join(lines[:lost]))
+    clock = [0.0]
+    parts = [b"", b"", b"".join(lines[lost:])]
+    more = growing(place, parts)
+
+    def wait(seconds: float) -> None:
+        clock[0] += 8.0
+        more(seconds)
+
+    found = [line for kind, line in top.watch(place, wait, lambda: clock[0]) if kind == "now"]
+    assert "recovering from the loss of replica 2" in found[0] and "nothing new" not in found[1]
+    assert found[2].endswith("| nothing new for 16 s")
+    assert found[3].startswith("train 5 |") and "nothing new" not in found[3]
+
+
+def test_a_trace_that_is_removed_ends_it(tmp_path: Path) -> None:
+    place = tmp_path / trace.EVENTS_FILE
+    place.write_bytes(b"".join(lines_of(traces.quiet_run())[:5]))
+    with pytest.raises(top.Gone):
+        list(top.watch(place, lambda seconds: place.unlink(), lambda: 0.0))
+
+
+def test_on_a_terminal_one_line_is_rewritten_and_ctrl_c_leaves_it_whole(tmp_path: Path) -> None:
+    run_dir = traces.write(tmp_path / "run", traces.faulty_run().events[:-1])
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "megatron_recover", "top", str(run_dir)]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "60"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True)
+    os.close(theirs)
+    shown = b""
+    while b"train 5" not in shown:
+        shown += os.read(ours, 1000)
+    process.send_signal(2)
+    assert process.wait(timeout=30) == ExitCode.OK
+    while chunk := _read(ours):
+        shown += chunk
+    os.close(ours)
+    assert b"Traceback" not in shown and b"train 4" not in shown, "it shows how things stand, not each step"
+    assert shown.count(b"\x1b[?25l") == shown.count(b"\x1b[?25h") == 1, "the cursor is hidden and shown again"
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 1000)
+    except OSError:  # the other side is closed
+        return b""
+
+
+def test_a_folder_without_a_run_is_refused_and_one_that_may_get_one_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("")
+    for run_dir in (tmp_path / "nowhere", tmp_path / "other"):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["top", str(run_dir)])
+        assert end.value.code == ExitCode.BAD_INPUT
+        expected = f"megatron-recover top: no trace at {run_dir / trace.EVENTS_FILE}; give the --run-dir of a run\n"
+        assert capsys.readouterr().err == expected
+    traces.write(tmp_path / "demo" / "faulty", traces.quiet_run().events)
+    with pytest.raises(SystemExit):
+        cli.main(["top", str(tmp_path / "demo")])
+    assert f"did you mean {tmp_path / 'demo' / 'faulty'}?" in capsys.readouterr().err
+    for started in ("", "logs"):
+        (tmp_path / "new" / started).mkdir(parents=True, exist_ok=True)
+        assert top._may_start(tmp_path / "new")
+
+
+def test_a_damaged_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / trace.EVENTS_FILE).write_text("no event\n")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["top", str(tmp_path)])
+    assert end.value.code == ExitCode.BAD_INPUT
+    assert "cannot read the trace" in capsys.readouterr().err
+
+
+def test_a_run_that_comes_to_nothing_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = traces.write(tmp_path / "run", traces.quiet_run().events[:5])
+    monkeypatch.setattr("time.sleep", lambda seconds: (run_dir / trace.EVENTS_FILE).unlink())
+    with pytest.raises(SystemExit) as end:
+        cli.main(["top", str(run_dir)])
+    assert end.value.code == ExitCode.BAD_INPUT
+    assert "has gone: the run was refused, or ended before it trained" in capsys.readouterr().err

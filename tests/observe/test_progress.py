@@ -1,0 +1,96 @@
+"""One line about a run: what it says after each event, and the lines that come of a growing file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_recover import trace
+from megatron_recover.core.values import LossKind
+from megatron_recover.observe.progress import Progress
+from megatron_recover.observe.tail import Tail
+from tests.observe import traces
+
+
+def told(run: traces.Run) -> list[str]:
+    progress = Progress()
+    return [line for event in run.events if (line := progress.take(event)) is not None]  # type: ignore[arg-type]
+
+
+def test_every_step_is_told_once_with_what_it_ended_as() -> None:
+    lines = [line.split(" | ") for line in told(traces.faulty_run())]
+    assert [line[0] for line in lines] == [f"train {number}" for number in range(1, 6)]
+    assert [line[1] for line in lines] == ["loss 5.0000", "loss 4.9000", "loss 4.8000", "loss 4.7000", "loss 4.6000"]
+    assert [line[3:] for line in lines] == [
+        ["generation 1", "replicas 3/3", "quotas 2 2 2"],
+        ["generation 2", "replicas 2/3", "recoveries 1", "quotas 1 1"],
+        ["generation 2", "replicas 2/3", "recoveries 1", "quotas 3 3"],
+        ["generation 3", "replicas 1/3", "recoveries 2", "quotas 3"],
+        ["generation 3", "replicas 1/3", "recoveries 2", "quotas 6"],
+    ]
+
+
+def test_the_time_of_a_step_is_that_between_two_commits() -> None:
+    run = traces.quiet_run(3)
+    commits = [event.t for event in run.events if isinstance(event, trace.Committed) and event.replica == 0]
+    first = next(event.t for event in run.events if isinstance(event, trace.Plan))
+    expected = [commits[0] - first, commits[1] - commits[0], commits[2] - commits[1]]
+    assert [line.split(" | ")[2] for line in told(run)] == [f"{1000 * seconds:.0f} ms" for seconds in expected]
+
+
+def test_a_step_whose_loss_nobody_says_is_told_when_the_next_is_done() -> None:
+    run = traces.Run()
+    run.quiet_step()
+    run.events = [event for event in run.events if not isinstance(event, trace.Applied)]
+    run.quiet_step()
+    lines = told(run.finish())
+    assert [line.split(" | ")[0] for line in lines] == ["train 1", "train 2"]
+    assert "loss" not in lines[0] and "loss" in lines[1]
+
+
+def test_the_number_of_iterations_comes_from_the_command_line() -> None:
+    for argv in (("s.py", "--train-iters", "50"), ("s.py", "--train-iters", "7", "--train-iters=50")):
+        progress = Progress()
+        started = traces.quiet_run(1).events[0]
+        progress.take(trace.RunStarted(replicas=3, layout=trace.Layout(tp=1, pp=1), determinism="fast", seed=1, argv=argv))
+        for event in traces.quiet_run(1).events[1:]:
+            progress.take(event)  # type: ignore[arg-type]
+        assert isinstance(started, trace.RunStarted) and progress.line().startswith("train 1/50 |")
+
+
+def test_a_recovery_stands_in_the_line_until_its_step_is_committed() -> None:
+    run = traces.Run()
+    run.quiet_step()
+    run.step_with_kill_in_backward(2)
+    progress = Progress()
+    seen = []
+    for event in run.events:
+        progress.take(event)  # type: ignore[arg-type]
+        seen.append("recovering from the loss of replica 2" in progress.line())
+    begin = next(i for i, event in enumerate(run.events) if isinstance(event, trace.Generation) and event.losses)
+    end = next(i for i, event in enumerate(run.events) if isinstance(event, trace.Committed) and event.step == 1)
+    assert seen == [begin <= i < end for i in range(len(run.events))]
+
+
+def test_a_request_to_end_is_no_recovery_and_many_quotas_are_a_range() -> None:
+    progress = Progress()
+    roster = tuple(range(20))
+    lost = (trace.Lost(replica=20, kind=LossKind.PROCESS_ENDED),)
+    progress.take(trace.Generation(generation=1, roster=(*roster, 20)))
+    progress.take(trace.Generation(generation=2, roster=roster, losses=lost))
+    progress.take(trace.Generation(generation=3, roster=roster, reason="exit: SIGTERM"))
+    plan = {"replica": 0, "generation": 3, "step": 0, "label": "train 1", "num_microbatches": 50, "roster": roster}
+    progress.take(trace.Plan(**plan, quotas=(3,) * 10 + (2,) * 10))  # type: ignore[arg-type]
+    assert "recoveries 1 | quotas 2-3" in progress.line() and "ending (SIGTERM)" in progress.line()
+
+
+def test_a_tail_gives_every_line_once_and_only_whole(tmp_path: Path) -> None:
+    place = tmp_path / "log"
+    tail = Tail(place)
+    assert list(tail.lines()) == []
+    with open(place, "ab", buffering=0) as file:
+        file.write(b"one\ntw")
+        assert list(tail.lines()) == [b"one\n"]
+        assert list(tail.lines()) == []
+        file.write(b"o\r\nthree\n\n")
+        assert list(tail.lines()) == [b"two\r\n", b"three\n", b"\n"]
+        assert list(tail.lines()) == []
