@@ -26,7 +26,7 @@ from megatron_recover.observe.tail import Tail
 
 INTERVAL_S = 0.25
 """Between two looks at the trace."""
-SILENCE_S = 10.0
+SILENCE_S = 30.0
 """A run that has recorded nothing for so long may hang, or its launcher was killed: the line says so."""
 
 _WAITING = "waiting for the run to start"
