@@ -230,8 +230,25 @@ class MicrobatchFinished(Event, frozen=True, kw_only=True):
     chunk: int = 0
     seconds: float
     """Forward and backward together, on this rank."""
+    backward_s: float = 0.0
+    """The backward alone, which has just ended."""
     into: tuple[int, ...]
     """Buckets of this rank and chunk that took the gradient, the ledger included; that of the others went to a dump."""
+
+
+class BucketPassed(Event, frozen=True, kw_only=True):
+    """Rank: the last backward of a pass still goes on, but all its gradient is in the local gradient of this bucket.
+
+    Written before anyone gets a part of the bucket: a rank that dies before `MicrobatchFinished` may have contributed.
+    """
+
+    replica: int
+    rank: int
+    generation: int
+    step: int
+    microbatch: int
+    chunk: int = 0
+    bucket: int
 
 
 class Extended(Event, frozen=True, kw_only=True):
@@ -259,6 +276,8 @@ class Reduced(Event, frozen=True, kw_only=True):
     """Of the result's bytes on this rank."""
     provenance: Literal["ones"] | tuple[int, ...]
     """How often each microbatch 0..M-1 is in the sum: "ones", or the counts where they are not all one."""
+    seconds: float = 0.0
+    """Since the sum began on this rank."""
 
 
 class Transferred(Event, frozen=True, kw_only=True):
@@ -387,8 +406,8 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     RunStarted | Joined | Generation | Entered | Stopping | RunFinished | Status | Plan | MicrobatchStarted | MicrobatchFinished
-    | Extended | Reduced | Transferred | ReductionFailed | Voted | Committed | Applied | Fault | Failure | Fenced | Recovery
-    | Checkpoint
+    | BucketPassed | Extended | Reduced | Transferred | ReductionFailed | Voted | Committed | Applied | Fault | Failure | Fenced
+    | Recovery | Checkpoint
 )  # fmt: skip
 
 

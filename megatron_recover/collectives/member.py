@@ -164,6 +164,11 @@ class Member:
         assert isinstance(order, Plan), order
         return order
 
+    def has_order(self) -> bool:
+        """Whether `more_work` would not wait."""
+        with self._changed:
+            return bool(self._state.queue) or self._failure is not None
+
     def end_pass(self) -> None:
         """The schedule is given the last microbatch that is known: have the pass closed, unless a plan is on its way."""
         if self.rank == 0:
@@ -171,7 +176,7 @@ class Member:
                 self._step(machine.EndPass())
 
     def transport(self, generation: int) -> Transport:
-        """The data plane of the plan that is being obeyed, when its passes are done. Raises `Revoked` when it is overtaken."""
+        """The data plane of the plan that is being obeyed, when its pass is closed. Raises `Revoked` when it is overtaken."""
         with self._changed:
             if not machine.may_run(self._state, generation):
                 raise Revoked(f"generation {self._state.promised} has been promised")
@@ -184,9 +189,12 @@ class Member:
             transport = self._transport
         if retired is not None:
             retired.close()
+        return transport
+
+    def computed(self, generation: int) -> None:
+        """A pass is done whose newest plan is of `generation`."""
         if self._leader is not None:
             self._leader.clock.computed(generation)
-        return transport
 
     def hold(self, held: Held) -> bool:
         """A result is complete here. False, and nothing has happened, if a newer generation was promised."""

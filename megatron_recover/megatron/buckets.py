@@ -1,4 +1,4 @@
-"""Slices of upstream's gradient buffers: what a stage reduces, and where a pass puts its gradient.
+"""Slices of upstream's gradient buffers: what a stage reduces, where a pass puts its gradient, and when it is all there.
 
 Decides the geometry: which elements belong to which bucket, the same on every replica. It never communicates across replicas.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -96,6 +96,15 @@ class Region:
         edges = [self.width * index // num for index in range(num + 1)]
         self.buckets = [Bucket(self, start, stop) for start, stop in zip(edges, edges[1:], strict=False) if stop > start]
 
+    def params_of(self, bucket: Bucket) -> list[Any]:
+        """The parameters that a bucket has a part of."""
+        parts = bucket.slices()
+        return [
+            param
+            for param, (start, stop) in self.params.items()
+            if any(max(part.start, start) < min(part.stop, stop) for part in parts)
+        ]
+
     @contextlib.contextmanager
     def only_into(self, into: Sequence[BucketId]) -> Iterator[None]:
         """Inside, backward adds to the local gradient of the buckets `into` only; one small dump takes the rest."""
@@ -118,6 +127,58 @@ class Region:
         finally:
             for param, main_grad, _ in redirected:
                 param.main_grad = main_grad
+
+
+class BackwardWatch:
+    """Tells, during a backward, which buckets it will not touch any more."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self._buckets: dict[int, dict[Any, list[BucketId]]] = {}
+        """Model chunk -> parameter -> buckets that have a part of it."""
+        for region in regions:
+            of_chunk = self._buckets.setdefault(region.chunk, {})
+            of_chunk.update((param, []) for param in region.params)
+            for bucket in region.buckets:
+                for param in region.params_of(bucket):
+                    of_chunk[param].append(bucket.id)
+        self._awaited: dict[BucketId, int] = {}
+        """How many parameters of each bucket the backward has yet to reach."""
+        self._left: dict[Any, list[BucketId]] | None = None
+        self._passed: Callable[[BucketId], None] = lambda bucket: None
+        self._accumulators = []
+        for param in (param for of_chunk in self._buckets.values() for param in of_chunk):
+            with torch.enable_grad():
+                # The node that accumulates into a leaf. Upstream has hung its hook, which adds to `main_grad`, on it already;
+                # hooks run in the order of their registration. Kept, since the leaf itself does not keep it.
+                node = param.expand_as(param).grad_fn.next_functions[0][0]
+            node.register_hook(lambda *_, param=param: self._reached(param))
+            self._accumulators.append(node)
+
+    def begin(self, chunk: int, passed: Callable[[BucketId], None]) -> None:
+        """Watch the backward of `chunk` that is about to begin: `passed(bucket)` is called within it."""
+        self._left = dict(self._buckets.get(chunk, {}))
+        self._passed = passed
+        self._awaited = {}
+        for buckets in self._left.values():
+            for bucket in buckets:
+                self._awaited[bucket] = self._awaited.get(bucket, 0) + 1
+
+    def end(self) -> None:
+        """The backward is over, or has failed."""
+        self._left = None
+
+    def _reached(self, param: Any) -> None:
+        if self._left is None:
+            return
+        if param not in self._left:
+            raise RuntimeError(
+                "a parameter's gradient came twice in one backward, after its bucket may have been reduced: the model cannot "
+                "be trained with --overlap-grad-reduce; leave it out"
+            )
+        for bucket in self._left.pop(param):
+            self._awaited[bucket] -= 1
+            if not self._awaited[bucket]:
+                self._passed(bucket)
 
 
 def find_regions(chunks: Sequence[Any], bucket_elements: int) -> list[Region]:

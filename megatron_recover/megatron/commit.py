@@ -31,6 +31,7 @@ from megatron_recover.megatron.checksum import checksum, combined
 from megatron_recover.megatron.data import MicrobatchCursor
 from megatron_recover.megatron.ledger import count_tokens, read_losses
 from megatron_recover.megatron.microbatches import Microbatches
+from megatron_recover.megatron.overlap import Overlap
 from megatron_recover.megatron.reduction import Gather, ReducingMember, Reduction, gather_over_replica
 from megatron_recover.megatron.schedule import Schedule
 from megatron_recover.megatron.work_queue import WorkQueue
@@ -46,7 +47,9 @@ class Member(ReducingMember, Protocol):
     def begin(self, work: Work, requests: Sequence[str] = ()) -> int: ...
     def next_order(self) -> Plan | Apply: ...
     def more_work(self) -> Plan | None: ...
+    def has_order(self) -> bool: ...
     def end_pass(self) -> None: ...
+    def computed(self, generation: int) -> None: ...
     def raised(self, microbatches: Sequence[int], error: BaseException) -> None: ...
 
 
@@ -178,20 +181,37 @@ class CommitLoop:
                 raise RuntimeError(f"ordered to work on {order.work} where Megatron is at {work}")
             plan = order
             if plan.computes:
-                queue = WorkQueue(self._member, plan, again=again, extended=self._extended)
-                try:
-                    microbatches.begin_pass()
-                    self._schedule.run_pass(
-                        upstream, arguments, queue, divisor=work.num_microbatches, listener=microbatches
-                    )  # fmt: skip
-                    reduction.check_finite(microbatches.end_pass())
-                except Exception as error:
-                    self._member.raised(microbatches.suspects(), error)
-                    raise
-                plan, again = queue.plan, again or queue.plan is not plan
-            reduction.reduce(plan, again=again)
+                self._run_pass(upstream, arguments, reduction, microbatches, plan, again)
+            else:
+                self._member.computed(plan.generation)
+                reduction.reduce(plan, again=again)
             again = True
         return order
+
+    def _run_pass(
+        self,
+        upstream: Callable[..., Any],
+        arguments: dict[str, Any],
+        reduction: Reduction,
+        microbatches: Microbatches,
+        plan: Plan,
+        again: bool,
+    ) -> None:
+        """A pass of the schedule that begins with `plan`, and the reduction that follows it."""
+        queue = WorkQueue(self._member, plan, again=again, extended=self._extended)
+        overlap = Overlap(reduction, lambda: queue.plan, again=lambda: again or queue.plan is not plan)
+        try:
+            with overlap:
+                microbatches.begin_pass(overlap)
+                self._schedule.run_pass(
+                    upstream, arguments, queue, divisor=plan.work.num_microbatches, listener=microbatches
+                )  # fmt: skip
+                microbatches.end_pass()
+                self._member.computed(queue.plan.generation)
+                overlap.finish()
+        except Exception as error:
+            self._member.raised(microbatches.suspects(), error)
+            raise
 
     def _extended(self, plan: Plan) -> None:
         if self._member.rank == 0:

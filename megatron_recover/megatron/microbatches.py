@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_recover import trace
 from megatron_recover.core.values import BucketId
 from megatron_recover.faults import FaultInjector, FaultPoint
+from megatron_recover.megatron.overlap import Overlap
 from megatron_recover.megatron.reduction import Reduction
 from megatron_recover.megatron.work_queue import Task
 
@@ -38,18 +39,19 @@ class Microbatches:
         self._current: Task | None = None
         """What is being computed."""
         self._of_pass: list[int] = []
+        self._overlap: Overlap | None = None
         self._since = 0.0
         self._seconds: dict[tuple[Task, int], float] = {}
 
-    def begin_pass(self) -> None:
-        """What follows belongs to a new pass."""
+    def begin_pass(self, overlap: Overlap) -> None:
+        """What follows belongs to a new pass, which `overlap` reduces."""
         self._of_pass.clear()
+        self._overlap = overlap
 
-    def end_pass(self) -> tuple[int, ...]:
-        """The microbatches of the pass, which are done; an exception from here on is about any of them."""
+    def end_pass(self) -> None:
+        """All microbatches of the pass are done; an exception from here on is about any of them."""
         self._current = None
         self._reduction.collect_into(None)
-        return tuple(self._of_pass)
 
     def suspects(self) -> tuple[int, ...]:
         """The ids one of which an exception is about: only within a microbatch is it known which."""
@@ -76,17 +78,20 @@ class Microbatches:
         if losses is not None and self._takes_ledger(task) and self._reduction.ledger is not None:
             self._reduction.ledger.write(task.microbatch, tokens, losses)
         if self._forward_only:
-            self._finish(task, chunk, ())
+            self._finish(task, chunk, 0.0, ())
 
-    def backward_begins(self, task: Task, chunk: int) -> None:
+    def backward_begins(self, task: Task, chunk: int, last: bool) -> None:
         self._current = task
         self._pass_fault(FaultPoint.BACKWARD, task)
         self._reduction.collect_into(task.into)
+        if last and self._overlap is not None:
+            self._overlap.last_backward_begins(task, chunk)
         self._since = time.perf_counter()
 
     def backward_ended(self, task: Task, chunk: int) -> None:
-        self._seconds[task, chunk] += time.perf_counter() - self._since
-        self._finish(task, chunk, self._reduction.count(task.microbatch, chunk, task.into))
+        backward_s = time.perf_counter() - self._since
+        self._seconds[task, chunk] += backward_s
+        self._finish(task, chunk, backward_s, self._reduction.count(task.microbatch, chunk, task.into))
 
     def _takes_ledger(self, task: Task) -> bool:
         return self._reduction.is_last_stage and self._reduction.ledger_bucket in task.into
@@ -95,7 +100,7 @@ class Microbatches:
         if self._faults is not None:
             self._faults.at(point, step=self._step, microbatch=task.microbatch)
 
-    def _finish(self, task: Task, chunk: int, taken: tuple[BucketId, ...]) -> None:
+    def _finish(self, task: Task, chunk: int, backward_s: float, taken: tuple[BucketId, ...]) -> None:
         seconds = self._seconds.pop((task, chunk))
         if self._takes_ledger(task) and self._reduction.ledger is not None:
             self._reduction.ledger.add_seconds(task.microbatch, seconds)
@@ -104,6 +109,6 @@ class Microbatches:
                 taken = (*taken, self._reduction.ledger_bucket)
         self._record(
             trace.MicrobatchFinished, generation=task.generation, step=self._step, microbatch=task.microbatch, chunk=chunk,
-            seconds=round(seconds, 6), into=taken,
+            seconds=round(seconds, 6), backward_s=round(backward_s, 6), into=taken,
         )  # fmt: skip
         self._current = None

@@ -32,6 +32,9 @@ class Queue(Protocol):
     def next(self) -> Task | None:
         """The next microbatch; None, for good, when the pass has no more. May wait for either to be known."""
 
+    def has_ended(self) -> bool:
+        """Whether it is known already that the pass has no more. Never waits."""
+
 
 class Stage:
     """One pipeline stage in one pass: upstream's steps and messages, with what they need besides the microbatch.

@@ -97,7 +97,6 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--log-world-size-to-tensorboard": _ON,
     "--log-energy": _ON,
     "--ddp-average-in-collective": _ON,
-    "--overlap-grad-reduce": _ON,
     "--overlap-param-gather": _ON,
     "--num-distributed-optimizer-instances": _ONE,
     "--use-megatron-fsdp": _ON,

@@ -12,8 +12,10 @@ Note [Tally]
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -28,9 +30,10 @@ from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import BucketId, Held, Plan, Shape, Transfer
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron import exact
-from megatron_recover.megatron.buckets import Bucket, find_regions, number
+from megatron_recover.megatron.buckets import BackwardWatch, Bucket, find_regions, number
 from megatron_recover.megatron.checksum import checksum, combined
 from megatron_recover.megatron.ledger import NUM_COLUMNS, Ledger
+from megatron_recover.megatron.work_queue import Task
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,8 @@ class _Slot:
     def __init__(self, number: BucketId, bucket: Bucket | None, result: Tensor) -> None:
         self.id = number
         self.bucket = bucket
+        self.order = (0, -bucket.region.chunk, number) if bucket is not None else (1, 0, number)
+        """In which backward passes the buckets, the last stage's ledger at the end; equal on all replicas."""
         self.result = result
         self.counts: list[float] = []
         """How often each id is in the local gradient; see Note [Tally]."""
@@ -70,6 +75,8 @@ class _Slot:
         """Of the local gradient (`exact`)."""
         self.total = result.new_empty(0)
         """The tally of the result."""
+        self.passed_by: Task | None = None
+        """The microbatch in whose backward the bucket was passed, since the last reduction."""
         self.lanes = bucket.region.group if bucket is not None and bucket.region.num_lanes > 1 else None
 
     @property
@@ -81,7 +88,8 @@ class Reduction:
     """The buckets of one rank, for the life of the rank.
 
     Order of calls in a step: `begin`; any number of passes, with `collect_into` before and `count` after every
-    backward, and of `reduce`; then `apply`, after which the local gradient is the step's.
+    backward, and of `reduce`; then `apply`, after which the local gradient is the step's. `reduce` may run beside the last
+    backwards of a pass, in another thread (`overlap.Overlap`): it touches a bucket only when it has been passed.
     """
 
     def __init__(
@@ -105,7 +113,7 @@ class Reduction:
         bucket_ranks = number(self.regions, stage, holdings)
         self.shape = Shape(len(holdings), bucket_ranks)
         self.ledger_bucket: BucketId = len(bucket_ranks) - 1
-        self._check_finite = any(chunk.ddp_config.check_for_nan_in_grad for chunk in chunks)
+        self._checks_finite = any(chunk.ddp_config.check_for_nan_in_grad for chunk in chunks)
         exactly = config.determinism == "exact"
         self._accumulators = {
             region: region.local.new_zeros(region.local.numel(), dtype=torch.float64) for region in self.regions if exactly
@@ -121,10 +129,13 @@ class Reduction:
         """The step's rows on the last stage; None on other stages."""
         self.is_last_stage = is_last_stage
         # Of the ledger too, and a transport between GPUs takes nothing else.
-        self._device = (
+        self.device = (
             self.regions[0].local.device if self.regions else torch.device("cuda" if torch.cuda.is_available() else "cpu")
         )
         self._step = 0
+        self._watch = BackwardWatch(self.regions) if any(chunk.ddp_config.overlap_grad_reduce for chunk in chunks) else None
+        self._counted: set[BucketId] = set()
+        """Buckets that have been passed by the backward that is being watched."""
         self._collecting_into: Sequence[BucketId] | None = None
         self._redirected = contextlib.ExitStack()
         self._again = False
@@ -146,11 +157,11 @@ class Reduction:
         self._step, self._exponent = step, exact.grid_exponent(scale)
         self._slots = list(self._gradient_slots)
         if self.is_last_stage:
-            self.ledger = Ledger(num_microbatches, self._device)
+            self.ledger = Ledger(num_microbatches, self.device)
             self._slots.append(_Slot(self.ledger_bucket, None, self.ledger.rows().new_empty(num_microbatches * NUM_COLUMNS)))
         for slot in self._slots:
-            slot.counts, slot.bound = [0.0] * num_microbatches, 0.0
-            slot.total = torch.empty(num_microbatches + 1, dtype=torch.float64, device=self._device)
+            slot.counts, slot.bound, slot.passed_by = [0.0] * num_microbatches, 0.0, None
+            slot.total = torch.empty(num_microbatches + 1, dtype=torch.float64, device=self.device)
         for accumulator in self._accumulators.values():
             accumulator.zero_()
 
@@ -164,32 +175,51 @@ class Reduction:
             if any(bucket.id not in into for bucket in region.buckets):
                 self._redirected.enter_context(region.only_into(into))
 
+    def can_watch(self, into: Sequence[BucketId]) -> bool:
+        """Whether `watch` knows when a backward that goes into these buckets has passed one of them."""
+        # What is redirected, parts of parameters included, arrives at the end (`buckets.Region.only_into`).
+        return self._watch is not None and (bool(self._accumulators) or all(slot.id in into for slot in self._gradient_slots))
+
+    def watch(self, task: Task, chunk: int, passed: Callable[[BucketId], None]) -> None:
+        """The chunk's last backward of a pass begins: until `count`, a bucket counts the id as soon as it has been passed.
+
+        `passed(bucket)` is told then; not of buckets that the backward leaves out a parameter of.
+        """
+        assert self._watch is not None
+        slots = {slot.id: slot for slot in self._gradient_slots}
+
+        def count_and_pass(bucket: BucketId) -> None:
+            if bucket in task.into:
+                self._count(slots[bucket], task.microbatch)
+                slots[bucket].passed_by = task
+            self._counted.add(bucket)
+            passed(bucket)
+
+        self._watch.begin(chunk, count_and_pass)
+
     def count(self, microbatch: int, chunk: int, into: Sequence[BucketId]) -> tuple[BucketId, ...]:
         """A backward has finished: count the id in the buckets `into` of this chunk; those are returned."""
-        counted = []
-        for slot in self._gradient_slots:
-            if slot.bucket is not None and slot.bucket.region.chunk == chunk and slot.id in into:
-                slot.counts[microbatch] += 1
-                counted.append(slot.id)
-                if self._accumulators:
-                    self._fold(slot, slot.bucket)
+        of_chunk = [slot for slot in self._gradient_slots if slot.bucket is not None and slot.bucket.region.chunk == chunk]
+        taken = [slot for slot in of_chunk if slot.id in into]
+        for slot in taken:
+            if slot.id not in self._counted:
+                self._count(slot, microbatch)
+        if self._watch is not None:
+            self._watch.end()
+            self._counted.clear()
         for region in self._accumulators:
             if region.chunk == chunk:
                 region.local.zero_()
-        return tuple(counted)
+        return tuple(slot.id for slot in taken)
+
+    def _count(self, slot: _Slot, microbatch: int) -> None:
+        slot.counts[microbatch] += 1
+        if self._accumulators and slot.bucket is not None:
+            self._fold(slot, slot.bucket)
 
     def count_ledger(self, microbatch: int) -> None:
         """The id's row of the ledger is complete."""
         self._slots[-1].counts[microbatch] += 1
-
-    def check_finite(self, microbatches: Sequence[int]) -> None:
-        """A pass over these ids has ended: raise RuntimeError if its gradient is not finite and Megatron was told to check."""
-        for region in self.regions if self._check_finite else ():
-            local = self._accumulators.get(region, region.local)
-            # One value that is not finite makes the sum not finite. The largest magnitude settles whether it was only the sum
-            # that overflowed; on a CPU it takes 50 times as long.
-            if not torch.isfinite(local.sum()) and not torch.isfinite(torch.linalg.vector_norm(local, ord=math.inf)):
-                raise RuntimeError(f"the gradient of microbatches {list(microbatches)} has values that are not finite")
 
     def _fold(self, slot: _Slot, bucket: Bucket) -> None:
         for part in bucket.slices():
@@ -199,32 +229,69 @@ class Reduction:
 
     # --- reducing --------------------------------------------------------------------------------------------------------
 
-    def reduce(self, plan: Plan, *, again: bool = False) -> None:
-        """Carry out the plan's sums over lanes (in full), then its transfers and sums over replicas (until one fails).
+    def reduce(self, plan: Plan, *, again: bool = False, wait_for: Callable[[BucketId], None] = lambda bucket: None) -> None:
+        """Carry out a plan's transfers, then its sums, bucket by bucket: over lanes in full, over replicas until one fails.
 
-        `again`: the plan is not the first of its step.
+        `again`: the plan is not the first of its step. `wait_for(bucket)` returns when the last backward has passed it. Raises
+        RuntimeError for a gradient that is not finite, if Megatron was told to check, before anyone gets a part of it.
         """
-        due = [slot for number in plan.reduces for slot in self._slots if slot.id == number]
         self._again = again
         if self._faults is not None:
             self._faults.at(FaultPoint.BEFORE_REDUCE, step=self._step)
-        sources = [self._over_lanes(slot) for slot in due]
-        tallies = self._tally_over_lanes(due)
-        bucket: BucketId | None = None
-        try:
-            transport = self._member.transport(plan.generation)
-            for transfer in plan.transfers:
-                bucket = transfer.bucket
-                self._transfer(transport, transfer, plan.generation)
-            for slot, source, tally in zip(due, sources, tallies, strict=True):
-                bucket = slot.id
-                transport.sum_into(
-                    [source, tally], [slot.result, slot.total], tag=self._tag(slot.id, 0),
-                    deadline_s=self._config.stall_timeout_s, probe=self._probe(slot.id),
+        due = sorted((slot for slot in self._slots if slot.id in plan.reduces), key=lambda slot: slot.order)
+        transport = self._cross(plan.generation, None, lambda: self._begin_crossing(plan))
+        for slot in due:
+            wait_for(slot.id)
+            self._check_finite(slot)
+            self._note_passed(slot)
+            source, tally = self._over_lanes(slot), self._tally_over_lanes(slot)
+            if transport is not None:
+                transport = self._cross(
+                    plan.generation, slot.id, functools.partial(self._sum, transport, slot, source, tally, plan.generation)
                 )  # fmt: skip
-                self._complete(slot, plan.generation)
+
+    def _cross(self, generation: int, bucket: BucketId | None, operation: Callable[[], Transport]) -> Transport | None:
+        """The transport for what comes next, or None where the operation has failed: the rest of the plan is left undone."""
+        try:
+            return operation()
         except TransportError as error:
-            self._fail(plan.generation, bucket, error)
+            self._fail(generation, bucket, error)
+            return None
+
+    def _begin_crossing(self, plan: Plan) -> Transport:
+        transport = self._member.transport(plan.generation)
+        for transfer in plan.transfers:
+            self._transfer(transport, transfer, plan.generation)
+        return transport
+
+    def _sum(self, transport: Transport, slot: _Slot, source: Tensor, tally: Tensor, generation: int) -> Transport:
+        since = time.perf_counter()
+        transport.sum_into(
+            [source, tally], [slot.result, slot.total], tag=self._tag(slot.id, 0),
+            deadline_s=self._config.stall_timeout_s, probe=self._probe(slot.id),
+        )  # fmt: skip
+        self._complete(slot, generation, time.perf_counter() - since)
+        return transport
+
+    def _note_passed(self, slot: _Slot) -> None:
+        task, slot.passed_by = slot.passed_by, None
+        if task is not None and slot.bucket is not None:
+            self._record(
+                trace.BucketPassed, generation=task.generation, step=self._step, microbatch=task.microbatch,
+                chunk=slot.bucket.region.chunk, bucket=slot.id,
+            )  # fmt: skip
+
+    def _check_finite(self, slot: _Slot) -> None:
+        if not self._checks_finite or slot.bucket is None:
+            return
+        region = slot.bucket.region
+        for part in slot.bucket.slices():
+            local = self._accumulators.get(region, region.local)[part]
+            # One value that is not finite makes the sum not finite. The largest magnitude settles whether it was only the sum
+            # that overflowed; on a CPU it takes 50 times as long.
+            if not torch.isfinite(local.sum()) and not torch.isfinite(torch.linalg.vector_norm(local, ord=math.inf)):
+                counted = [microbatch for microbatch, count in enumerate(slot.counts) if count]
+                raise RuntimeError(f"the gradient of microbatches {counted} has values that are not finite")
 
     def _over_lanes(self, slot: _Slot) -> Tensor:
         if slot.bucket is None:
@@ -233,16 +300,11 @@ class Reduction:
         region = slot.bucket.region
         return slot.bucket.sum_over_lanes(self._accumulators.get(region, region.local))
 
-    def _tally_over_lanes(self, due: Sequence[_Slot]) -> list[Tensor]:
-        """The tallies of `due`, summed over their lanes: one collective for all buckets of a group."""
-        tallies = [torch.tensor([*slot.counts, slot.bound], dtype=torch.float64, device=self._device) for slot in due]
-        for group in dict.fromkeys(slot.lanes for slot in due if slot.lanes is not None):  # a set has no order
-            which = [index for index, slot in enumerate(due) if slot.lanes is group]
-            stacked = torch.stack([tallies[index] for index in which])
-            dist.all_reduce(stacked, group=group)
-            for index, row in zip(which, stacked, strict=True):
-                tallies[index] = row
-        return tallies
+    def _tally_over_lanes(self, slot: _Slot) -> Tensor:
+        tally = torch.tensor([*slot.counts, slot.bound], dtype=torch.float64, device=self.device)
+        if slot.lanes is not None:
+            dist.all_reduce(tally, group=slot.lanes)
+        return tally
 
     def _transfer(self, transport: Transport, transfer: Transfer, generation: int) -> None:
         slot = next((slot for slot in self._slots if slot.id == transfer.bucket), None)
@@ -263,13 +325,13 @@ class Reduction:
             )  # fmt: skip
             self._hold(Held(slot.id, transfer.version, value))
 
-    def _complete(self, slot: _Slot, generation: int) -> None:
+    def _complete(self, slot: _Slot, generation: int, seconds: float) -> None:
         value = self._checksum(slot)
         counts = tuple(int(count) for count in slot.total[:-1].tolist())
         provenance = "ones" if all(count == slot.num_lanes for count in counts) else counts
         self._record(
             trace.Reduced, generation=generation, step=self._step, bucket=slot.id, version=generation, checksum=value,
-            provenance=provenance,
+            provenance=provenance, seconds=round(seconds, 6),
         )  # fmt: skip
         self._check(slot)
         self._hold(Held(slot.id, generation, value))

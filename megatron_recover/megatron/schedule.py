@@ -48,8 +48,8 @@ class Listener(Protocol):
     def forward_ended(self, task: Task, chunk: int, tokens: Tensor, losses: dict[str, Tensor] | None) -> None:
         """`losses`: what the loss function reports, on the last stage's last chunk; None elsewhere."""
 
-    def backward_begins(self, task: Task, chunk: int) -> None:
-        """Before the backward."""
+    def backward_begins(self, task: Task, chunk: int, last: bool) -> None:
+        """Before the backward; `last`: it is known to be the chunk's last one of the pass."""
 
     def backward_ended(self, task: Task, chunk: int) -> None:
         """The gradient of the microbatch is in `main_grad` of the chunk's parameters."""
@@ -76,10 +76,12 @@ class _Pass:
     def next_forward(self, chunk: int) -> Task:
         return self._forwards[chunk].popleft()
 
-    def check_backward(self, task: Task, chunk: int) -> None:
+    def next_backward(self, task: Task, chunk: int) -> bool:
+        """Whether that of `task` is known to be the chunk's last backward. Raises RuntimeError where another was due."""
         expected = self._backwards[chunk].popleft() if self._backwards[chunk] else None
         if expected is not task:
             raise RuntimeError(f"backward of {task} on chunk {chunk} where {expected} was due")
+        return not self._backwards[chunk] and self._queue.has_ended()
 
     def check_ended(self, forward_only: bool) -> None:
         if any(self._forwards) or (any(self._backwards) and not forward_only):
@@ -121,8 +123,7 @@ class Schedule:
         if self._pass is None:
             return self._backward_step(input_tensor, output_tensor, output_tensor_grad, config)
         task, chunk = getattr(output_tensor[0] if isinstance(output_tensor, list) else output_tensor, _TASK)
-        self._pass.check_backward(task, chunk)
-        self._pass.listener.backward_begins(task, chunk)
+        self._pass.listener.backward_begins(task, chunk, self._pass.next_backward(task, chunk))
         gradient = self._backward_step(input_tensor, output_tensor, output_tensor_grad, config)
         self._pass.listener.backward_ended(task, chunk)
         return gradient

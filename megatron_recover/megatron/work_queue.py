@@ -29,6 +29,7 @@ class PlanningMember(Protocol):
     """What of a rank's control endpoint (`collectives.member.Member`) the work of a pass needs."""
 
     def more_work(self) -> Plan | None: ...
+    def has_order(self) -> bool: ...
     def end_pass(self) -> None: ...
 
 
@@ -57,6 +58,12 @@ class WorkQueue:
             self._has_asked = True
             self._member.end_pass()
         return task
+
+    def has_ended(self) -> bool:
+        """Whether it is known already that there is none left. Never waits."""
+        while self._is_open and not self._waiting and self._member.has_order():
+            self._take()
+        return not self._is_open and not self._waiting
 
     def _take(self) -> None:
         plan = self._member.more_work()

@@ -134,9 +134,25 @@ class History:
 
     @cached_property
     def finished(self) -> dict[int, list[tuple[Line, trace.MicrobatchFinished]]]:
-        """Step -> finished microbatches of all ranks."""
+        """Step -> finished microbatches of all ranks.
+
+        Of one in whose last backward a rank died: as far as it came, if it had passed a bucket (`trace.BucketPassed`).
+        """
         found: dict[int, list[tuple[Line, trace.MicrobatchFinished]]] = defaultdict(list)
         for line, event in self.of(trace.MicrobatchFinished):
+            found[event.step].append((line, event))
+        ended = {_backward_of(event) for events in found.values() for _, event in events}
+        cut: dict[tuple[int, ...], tuple[Line, trace.MicrobatchFinished]] = {}
+        for line, event in self.of(trace.BucketPassed):
+            if (key := _backward_of(event)) not in ended:
+                line, before = cut.get(key, (line, None))
+                into = (*(before.into if before else ()), event.bucket)
+                replica, rank, generation, step, microbatch, chunk = key
+                cut[key] = line, trace.MicrobatchFinished(
+                    replica=replica, rank=rank, generation=generation, step=step, microbatch=microbatch, chunk=chunk,
+                    seconds=0.0, into=into, t=event.t,
+                )  # fmt: skip
+        for line, event in cut.values():
             found[event.step].append((line, event))
         return found
 
@@ -179,3 +195,7 @@ class History:
             if event.loss is not None:
                 found.setdefault(event.step, (event.label, event.loss))
         return dict(found[step] for step in sorted(found))
+
+
+def _backward_of(event: trace.MicrobatchFinished | trace.BucketPassed) -> tuple[int, ...]:
+    return event.replica, event.rank, event.generation, event.step, event.microbatch, event.chunk

@@ -15,7 +15,9 @@ from megatron_recover import trace
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.history import Findings, History, Line, is_training, who
 
-RankWork = trace.MicrobatchStarted | trace.MicrobatchFinished | trace.Reduced | trace.Transferred | trace.Applied
+RankWork = (
+    trace.MicrobatchStarted | trace.MicrobatchFinished | trace.BucketPassed | trace.Reduced | trace.Transferred | trace.Applied
+)
 """What a rank does for a step."""
 NEVER_ALONE = (
     ExitCode.TOO_FEW_REPLICAS, ExitCode.POISONED_MICROBATCH, ExitCode.DIVERGED, ExitCode.NO_REPLICA_LEFT,

@@ -202,7 +202,7 @@ def decided_once(history: History) -> Findings:
             made = {*event.reduces, *(bucket for one in event.computes for bucket in one.into)}
         elif isinstance(event, trace.MicrobatchFinished):
             made = set(event.into)
-        elif isinstance(event, trace.Reduced):
+        elif isinstance(event, trace.BucketPassed | trace.Reduced):
             made = {event.bucket}
         elif isinstance(event, trace.Committed) and not event.adopted:
             yield from _commits_decided(line, event, decided.get((event.generation, event.step), {}))

@@ -130,6 +130,13 @@ class LoopbackMember:
         assert isinstance(order, Plan), order
         return order
 
+    def has_order(self) -> bool:
+        with self.job.changed:
+            return bool(self.job.ranks[self.replica, self.rank].queue)
+
+    def computed(self, generation: int) -> None:
+        pass
+
     def end_pass(self) -> None:
         if self.rank == 0:
             with self.job.changed:

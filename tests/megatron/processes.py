@@ -42,6 +42,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     per_token: bool = False
     num_microbatches: int = 4
     determinism: str = "fast"
+    overlap: bool = False
+    """`--overlap-grad-reduce`, in the recovered run."""
 
     @property
     def num_ranks(self) -> int:
@@ -104,7 +106,13 @@ class ScriptedMember:
     def more_work(self) -> Plan | None:
         return None
 
+    def has_order(self) -> bool:
+        return True
+
     def end_pass(self) -> None:
+        pass
+
+    def computed(self, generation: int) -> None:
         pass
 
     def transport(self, generation: int) -> AloneTransport:
@@ -156,7 +164,7 @@ def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Ten
 class Training:
     """A model, its optimizer and its data on one rank."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, *, overlap: bool = False) -> None:
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
         from megatron.core.models.gpt import GPTModel
@@ -202,7 +210,7 @@ class Training:
             module.model_type = 1
             modules.append(Float16Module(config, module) if layout.bf16 else module)
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=layout.distributed_optimizer
+            grad_reduce_in_fp32=True, use_distributed_optimizer=layout.distributed_optimizer, overlap_grad_reduce=overlap
         )
         self.config = config
         self.chunks = wrap_model_chunks_with_ddp(modules, config, ddp_config)
@@ -276,7 +284,7 @@ def recovered(layout: Layout, rounds: Sequence[Round]) -> list[dict[str, Any]]:
     ours = [seam for seam in seams.load() if "CommitLoop" in seam.replacement or "chedule" in seam.replacement]
     ours += [seam for seam in seams.load() if seam.name == "finish_grad_sync"]
     installation = seams.Installation(ours)
-    training = Training(layout)
+    training = Training(layout, overlap=layout.overlap)
     member = ScriptedMember(rounds)
     iteration = iter(range(1, 100))
     loop = CommitLoop(

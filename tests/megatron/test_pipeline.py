@@ -110,6 +110,9 @@ class Given:
     def next(self) -> Task | None:
         return self._left.pop(0) if self._left else None
 
+    def has_ended(self) -> bool:
+        return not self._left
+
 
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize(("stage", "num_stages"), [(stage, num) for num in (2, 3, 4) for stage in range(num)])

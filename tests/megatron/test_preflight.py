@@ -93,7 +93,7 @@ def test_mistakes_are_named(flags: str, shape: dict[str, int], expected: str, da
 
 
 def test_all_mistakes_at_once(data: str) -> None:
-    lines = refused(data, "--global-batch-size 2 --data-path /nowhere --overlap-grad-reduce --recover-min-replicas 9")
+    lines = refused(data, "--global-batch-size 2 --data-path /nowhere --overlap-param-gather --recover-min-replicas 9")
     assert len(lines) == 4
     assert len(refused(data, "--recover-min-replicas 0 --recover-bucket-elements 0 --recover-digest-interval -1")) == 3
 

@@ -36,7 +36,7 @@ def chunk() -> Any:
     )
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     buffer = SimpleNamespace(extra_main_grads=[], data_parallel_group=alone, buckets=[upstream])
-    settings = SimpleNamespace(use_distributed_optimizer=False, check_for_nan_in_grad=True)
+    settings = SimpleNamespace(use_distributed_optimizer=False, overlap_grad_reduce=False, check_for_nan_in_grad=True)
     return SimpleNamespace(buffers=[buffer], expert_parallel_buffers=[], ddp_config=settings)
 
 
@@ -168,11 +168,12 @@ def test_a_backward_counts_for_the_buckets_of_its_own_chunk() -> None:
 def test_values_that_are_not_finite_are_found_wherever_the_gradient_is(
     determinism: str, values: tuple[float, float], is_finite: bool
 ) -> None:
-    reduction, _ = begun((), determinism=determinism)
+    reduction, member = begun((0,), determinism=determinism)
     reduction.regions[0].local[4:6] = torch.tensor(values)
-    reduction.count(1, 0, EVERYTHING)
-    with contextlib.nullcontext() if is_finite else pytest.raises(RuntimeError, match="microbatches .1. .*not finite"):
-        reduction.check_finite([1])
+    compute(reduction, (1,))
+    with contextlib.nullcontext() if is_finite else pytest.raises(RuntimeError, match="microbatches .0, 1. .*not finite"):
+        reduction.reduce(plan())
+    assert bool(member.held) == is_finite
 
 
 def test_every_bucket_gets_its_own_tally_over_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +183,7 @@ def test_every_bucket_gets_its_own_tally_over_the_lanes(monkeypatch: pytest.Monk
     for slot in reduction._slots[:2]:
         slot.lanes = "both lanes"
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group: tensor.mul_(2))
-    tallies = reduction._tally_over_lanes([reduction._slots[at] for at in (1, 2, 0)])
+    tallies = [reduction._tally_over_lanes(reduction._slots[at]) for at in (1, 2, 0)]
     assert [tally.tolist() for tally in tallies] == [[0, 2, 0], [0, 0, 0], [2, 0, 0]]
 
 
@@ -213,11 +214,13 @@ def test_a_target_holds_what_its_source_held_and_a_source_nothing_new() -> None:
     assert reduction.regions[0].local[:6].tolist() == [7.0] * 6
 
 
-def test_buckets_are_summed_in_the_order_of_the_plan() -> None:
-    """All members carry a plan out in its order: a rank with an order of its own would wait for the others for ever."""
-    reduction, member = begun()
-    reduction.reduce(plan(1, reduces=(2, 0)))
-    assert versions(member) == [(2, 1), (0, 1)]
+def test_buckets_are_summed_in_the_order_of_backward() -> None:
+    """All members sum in one order: a rank with an order of its own would wait for the others for ever."""
+    reduction, member = begun(num_chunks=2)
+    for microbatch in range(M):
+        reduction.count(microbatch, 1, (2, 3))
+    reduction.reduce(plan(1, reduces=(4, 1, 3, 2, 0)))
+    assert versions(member) == [(2, 1), (3, 1), (0, 1), (1, 1), (4, 1)]
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

@@ -27,18 +27,18 @@ INTO_SOME = (
 
 LAYOUTS = {
     "plain": Layout(),
-    "pp2": Layout(pp=2),
+    "pp2": Layout(pp=2, overlap=True),
     "pp2-per-token": Layout(pp=2, per_token=True),
-    "tp2-per-token": Layout(tp=2, per_token=True),
-    "tp2-bf16": Layout(tp=2, bf16=True),
-    "pp2-vpp2": Layout(pp=2, vpp=2),
+    "tp2-per-token": Layout(tp=2, per_token=True, overlap=True),
+    "tp2-bf16": Layout(tp=2, bf16=True, overlap=True),
+    "pp2-vpp2": Layout(pp=2, vpp=2, overlap=True),
     "lanes2": Layout(lanes=2),
-    "lanes2-per-token": Layout(lanes=2, per_token=True),
+    "lanes2-per-token": Layout(lanes=2, per_token=True, overlap=True),
     "zero1": Layout(lanes=2, distributed_optimizer=True),
-    "zero1-bf16": Layout(lanes=2, distributed_optimizer=True, bf16=True),
-    "zero1-pp2": Layout(lanes=2, pp=2, distributed_optimizer=True),
-    "experts": Layout(num_experts=2),
-    "experts-over-lanes": Layout(lanes=2, ep=2, num_experts=2),
+    "zero1-bf16": Layout(lanes=2, distributed_optimizer=True, bf16=True, overlap=True),
+    "zero1-pp2": Layout(lanes=2, pp=2, distributed_optimizer=True, overlap=True),
+    "experts": Layout(num_experts=2, overlap=True),
+    "experts-over-lanes": Layout(lanes=2, ep=2, num_experts=2, overlap=True),
 }
 
 

@@ -29,7 +29,7 @@ class Notes:
     def forward_ended(self, task: Task, chunk: int, tokens: torch.Tensor, losses: Any) -> None:
         self.losses[task.microbatch] = losses
 
-    def backward_begins(self, task: Task, chunk: int) -> None:
+    def backward_begins(self, task: Task, chunk: int, last: bool) -> None:
         self.lines.append(("b", task.microbatch, chunk))
 
     def backward_ended(self, task: Task, chunk: int) -> None:
@@ -44,6 +44,9 @@ class Given:
 
     def next(self) -> Task | None:
         return self._left.pop(0) if self._left else None
+
+    def has_ended(self) -> bool:
+        return not self._left
 
 
 class Upstream:

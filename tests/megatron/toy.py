@@ -141,13 +141,16 @@ class Trainer:
 
     def __init__(
         self, job: Job, threads: Threads, member: LoopbackMember, faults: FaultInjector, config: RecoverConfig, *,
-        num_microbatches: int, noisy: bool = False, broken: int | None = None, log: Any = None, **model_fields: Any,
+        num_microbatches: int, noisy: bool = False, broken: int | None = None, overlap: bool = False, log: Any = None,
+        **model_fields: Any,
     ) -> None:  # fmt: skip
         self.num_microbatches, self.noisy, self.broken = num_microbatches, noisy, broken
         num_stages = job.num_ranks
         self.config = model_config(num_stages, **model_fields)
         self.config.finalize_model_grads_func = self._finalize if num_stages > 1 else finalize_model_grads
-        self.model = wrap(Stage(self.config), check_for_nan_in_grad=broken is not None)
+        self.model = wrap(
+            Stage(self.config), check_for_nan_in_grad=broken is not None, overlap_grad_reduce=overlap
+        )  # fmt: skip
         self.cursor = MicrobatchCursor()
         self.iteration = 0
         self.link = Link(job, member.replica, member.rank, num_stages, self.config) if num_stages > 1 else None

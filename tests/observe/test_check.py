@@ -596,3 +596,20 @@ def test_a_cut_line_is_told(tmp_path: Path) -> None:
     verdict = check(run_dir)
     assert verdict.holds
     assert "was cut short" in describe(verdict)
+
+
+def test_a_rank_that_dies_in_the_backward_whose_first_bucket_is_reduced_has_contributed() -> None:
+    """With `--overlap-grad-reduce` a bucket can be committed without the end of its last backward being in the trace."""
+    events = traces.faulty_run().events
+    committed = events[_find(events, trace.Committed, step=3)]
+    assert isinstance(committed, trace.Committed)
+    decided = next(result.bucket for result in committed.versions if result.version == 2)
+    holder = traces.BUCKET_RANKS[decided][0]
+    ended = _find(events, trace.MicrobatchFinished, -1, step=3, replica=0, rank=holder)
+    last = events[ended]
+    assert isinstance(last, trace.MicrobatchFinished)
+    place = {"replica": 0, "rank": holder, "generation": last.generation, "step": 3, "microbatch": last.microbatch}
+    events[ended] = trace.BucketPassed(**place, bucket=decided, t=last.t)
+    assert not _broken(events)
+    del events[ended]
+    assert "INV-1" in _broken(events)

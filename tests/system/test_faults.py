@@ -33,6 +33,7 @@ BF16 = ("--bf16",)
 SOON = ("--recover-stall-timeout-s", "4", "--recover-follow-timeout-s", "3")
 VIRTUAL = ("--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 ZERO1 = ("--use-distributed-optimizer",)
+OVERLAP = ("--overlap-grad-reduce",)
 
 # A replica may lag behind by one step, so what is to strike inside a recovery must not depend on how far it is. Promise and
 # status: the second of the run, whatever the step (the first is that of the first generation). Recomputing: a bucket other than
@@ -46,7 +47,7 @@ CASES = (
     ),
     Case(
         "before and inside the reduction, of different stages",
-        Job(replicas=4, pp=2),
+        Job(replicas=4, pp=2, extra=OVERLAP),
         ("0 0 before_reduce step=1", "1 1 reduce step=3 bucket=4"),
         2,
     ),
@@ -82,15 +83,15 @@ CASES = (
     ),
     Case(
         "inside recovery: second reduction",
-        Job(replicas=4, microbatches=8),
+        Job(replicas=4, microbatches=8, extra=OVERLAP),
         ("3 0 reduce step=1 bucket=1", "2 0 second_reduce step=1", "1 0 reduce step=3 bucket=1"),
         1,
     ),
-    Case("tensor and pipeline parallel", Job(replicas=2, tp=2, pp=2), ("1 2 reduce step=2 occurrence=2",), 1),
+    Case("tensor and pipeline parallel", Job(replicas=2, tp=2, pp=2, extra=OVERLAP), ("1 2 reduce step=2 occurrence=2",), 1),
     Case("two lanes, plain optimizer", Job(replicas=2, lanes=2), ("0 1 backward step=2",), 1),
     Case(
         "two lanes, distributed optimizer, bf16",
-        Job(replicas=2, lanes=2, extra=(*ZERO1, *BF16)),
+        Job(replicas=2, lanes=2, extra=(*ZERO1, *BF16, *OVERLAP)),
         ("1 0 reduce step=2 bucket=0",),
         1,
     ),
@@ -112,7 +113,7 @@ CASES = (
     ),
     Case(
         "virtual pipeline stages",  # 7 microbatches: quotas that the interleaved schedule takes whole, in part, and not at all
-        Job(replicas=3, pp=2, microbatches=7, extra=VIRTUAL),
+        Job(replicas=3, pp=2, microbatches=7, extra=(*VIRTUAL, *OVERLAP)),
         ("2 1 backward step=1 microbatch=6", "0 0 reduce step=3 bucket=1"),
         1,
     ),

@@ -1,0 +1,178 @@
+"""Reducing beside the backward: on upstream's own DDP and a real backward that is held up in its middle."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_recover.config import RecoverConfig
+from megatron_recover.core.values import Plan, Work
+from megatron_recover.megatron.cpu import enable_cpu
+from megatron_recover.megatron.overlap import Overlap
+from megatron_recover.megatron.reduction import Reduction
+from megatron_recover.megatron.work_queue import Task
+from tests.megatron.test_reducing import Member
+from tests.megatron.toy import model_config, start_world, wrap
+
+DEADLINE_S = 30.0
+SIZE = 8
+BUCKETS = (0, 1, 2)
+"""Upstream lays the buffer out in the order of backward: that of the later weights, that of the earlier ones; the ledger."""
+PLAN = Plan(0, 1, (1,), Work("train 1", 1, BUCKETS), (1,), (), (), BUCKETS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    if not torch.cuda.is_available():
+        enable_cpu()
+    start_world()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+class Between(torch.autograd.Function):
+    """Calls `then` when the backward comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, then: Any) -> Tensor:
+        ctx.then = then
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.then()
+        return gradient, None
+
+
+class TwoLayers(MegatronModule):
+    def __init__(self) -> None:
+        super().__init__(model_config())
+        self.earlier = torch.nn.Parameter(torch.ones(SIZE))
+        self.later = torch.nn.Parameter(torch.ones(SIZE))
+
+    def forward(self, then: Any) -> Tensor:
+        return (Between.apply(self.earlier * 2.0, then) * self.later * 3.0).sum()
+
+
+class Job:
+    """One microbatch of one replica, reduced alone."""
+
+    def __init__(self, determinism: str = "fast", plan: Plan = PLAN, **ddp: Any) -> None:
+        self.model = wrap(TwoLayers(), overlap_grad_reduce=True, **ddp)
+        self.model.zero_grad_buffer()
+        self.member = Member()
+        self.reduction = Reduction(
+            [self.model], stage=0, is_last_stage=True, config=RecoverConfig(bucket_elements=SIZE, determinism=determinism),
+            member=self.member, gather=lambda value: [value],
+        )  # fmt: skip
+        assert [bucket.size for region in self.reduction.regions for bucket in region.buckets] == [SIZE, SIZE]
+        self.reduction.begin(0, 1)
+        self.overlap = Overlap(self.reduction, lambda: plan, again=lambda: False)
+
+    def backward(self, then: Any = lambda: None, into: tuple[int, ...] = BUCKETS) -> None:
+        with self.model.no_sync():
+            loss = self.model(then)
+            self.reduction.collect_into(into)
+            self.overlap.last_backward_begins(Task(0, into, 1, False), 0)
+            loss.backward()
+            self.reduction.count(0, 0, into)
+            self.reduction.collect_into(None)
+
+    def held(self) -> list[int]:
+        return [item.bucket for item in self.member.held]
+
+
+def threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "recover-reduce"]
+
+
+@pytest.mark.parametrize("determinism", ["fast", "exact"])
+def test_a_bucket_is_reduced_as_soon_as_the_last_backward_has_passed_it(determinism: str) -> None:
+    job = Job(determinism)
+    seen: list[list[int]] = []
+
+    def in_the_middle() -> None:
+        reached = threading.Event()
+        original = job.member.hold
+
+        def hold(held: Any) -> bool:
+            done = original(held)
+            reached.set()
+            return done
+
+        job.member.hold = hold  # type: ignore[method-assign]
+        assert job.held() or reached.wait(DEADLINE_S), "nothing is reduced beside the backward"
+        seen.append(job.held())
+
+    with job.overlap:
+        job.backward(in_the_middle)
+        assert len(threads()) == 1
+        job.reduction.count_ledger(0)
+        job.overlap.finish()
+    assert seen == [[0]], "of the layers only the later one has been passed"
+    assert job.held() == [0, 1, 2] and not threads()
+    results = [slot.result for slot in job.reduction._gradient_slots]
+    assert [result.tolist() for result in results] == [[6.0] * SIZE] * 2
+
+
+def test_without_the_flag_nothing_is_reduced_before_the_pass_is_over() -> None:
+    job = Job()
+    job.reduction._watch = None
+    with job.overlap:
+        job.backward(lambda: None)
+        assert not threads() and not job.held()
+        job.reduction.count_ledger(0)
+        job.overlap.finish()
+    assert job.held() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("determinism", "watched"), [("fast", False), ("exact", True)])
+def test_gradient_that_arrives_at_the_end_of_the_backward_is_waited_for(determinism: str, watched: bool) -> None:
+    """A recomputed microbatch goes into some buckets only, and what is redirected is added when the backward is over."""
+    job = Job(determinism, PLAN.__class__(0, 1, (1,), PLAN.work, (1,), (), (), (1,)))
+    with job.overlap:
+        job.backward(into=(1,))
+        assert bool(threads()) == watched
+        job.overlap.finish()
+    assert job.held() == [1]
+
+
+def test_a_parameter_whose_gradient_comes_twice_is_not_trained_wrongly() -> None:
+    job = Job()
+    with pytest.raises(RuntimeError, match="leave it out"), job.overlap, job.model.no_sync():
+        loss = job.model(lambda: None)
+        job.overlap.last_backward_begins(Task(0, BUCKETS, 1, False), 0)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+def test_what_the_reduction_raises_is_raised_in_the_training_thread() -> None:
+    job = Job(check_for_nan_in_grad=True)
+    with pytest.raises(RuntimeError, match="not finite"), job.overlap:
+        job.model.module.earlier.data.fill_(float("inf"))
+        job.backward()
+        job.overlap.finish()
+    assert not job.held(), "nobody gets a part of a gradient that is not finite"
+
+
+def test_inv_8_a_pass_that_raises_leaves_no_thread_that_waits() -> None:
+    job = Job()
+
+    def fail() -> None:
+        raise ArithmeticError("in the middle of the backward")
+
+    with pytest.raises(ArithmeticError), job.overlap:
+        job.backward(fail)
+    for thread in threads():
+        thread.join(DEADLINE_S)
+    assert not threads()
+    assert 1 not in job.held(), "the earlier layer's gradient is not there"
