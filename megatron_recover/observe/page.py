@@ -20,13 +20,17 @@ from megatron_recover.observe import charts
 from megatron_recover.observe.check import SHOWN_VIOLATIONS, Verdict, Violation
 from megatron_recover.observe.goodput import Goodput, StepTime
 from megatron_recover.observe.history import History, is_training
+from megatron_recover.observe.lanes import Picture, picture
 from megatron_recover.observe.rules import RULES
 from megatron_recover.observe.summary import FaultSummary, RecoverySummary
+from megatron_recover.observe.timeline import Timeline
 
 PAGE_FILE = "report.html"
 
 MAX_MARKS = 24
 """With more faults than this their lines in a chart bear no numbers: they would hide each other."""
+MAX_PICTURES = 8
+"""With more recoveries than this only the slowest are drawn."""
 MAX_QUOTA_ROWS = 60
 MAX_SEGMENTS = 32
 """With more members than this a row of quotas is told in words."""
@@ -41,6 +45,7 @@ def render(verdict: Verdict, reference: History | None = None) -> str:
     environment.filters |= {"ms": _milliseconds, "seconds": _seconds, "percent": _percent, "plural": _plural}
     history, summary = verdict.history, verdict.summary
     goodput = Goodput(history)
+    pictures, told, num_episodes = _episodes(history, summary.faults)
     last_line = history.events[-1][0] if history.events else 0
     return environment.get_template("report.html").render(
         version=__version__,
@@ -57,6 +62,9 @@ def render(verdict: Verdict, reference: History | None = None) -> str:
         speed=_speed_chart(goodput, summary.faults),
         faults=list(enumerate(summary.faults, start=1)),
         describe=describe_fault,
+        pictures=pictures,
+        told=told,
+        num_episodes=num_episodes,
         phases=get_args(trace.Phase),
         recoveries=[(one, _bar(one)) for one in summary.recoveries],
         slowest=max((one.total_s for one in summary.recoveries if one.total_s is not None), default=None),
@@ -167,6 +175,26 @@ def describe_fault(fault: FaultSummary) -> str:
     )
     kind = {"kill": "killed", "stop": "stopped", "raise": "raised an exception"}.get(fault.kind, "ended")
     return f"replica {fault.replica} rank {fault.rank} {kind} {where}"
+
+
+def _episodes(history: History, faults: Sequence[FaultSummary]) -> tuple[dict[int, Picture], dict[int, str], int]:
+    """Number of a fault -> the picture of what it set off, and -> what came of it in words; how many could be drawn.
+
+    One picture for faults that struck while others were being recovered from; the slowest ones where there are many.
+    """
+    timeline = Timeline(history)
+    first: dict[int, int] = {}
+    told: dict[int, str] = {}
+    for index, episode in enumerate(timeline.episodes):
+        for number, fault in enumerate(faults, start=1):
+            if fault.replica in episode.lost and fault.t <= episode.end:
+                first.setdefault(index, number)
+                generations = " and ".join(str(one.generation) for one in episode.generations)
+                told[number] = f"; over after {_seconds(episode.end - episode.fault)}, in generation {generations}"
+                if first[index] != number:
+                    told[number] += f", see fault {first[index]}"
+    slowest = sorted(first, key=lambda index: timeline.episodes[index].fault - timeline.episodes[index].end)[:MAX_PICTURES]
+    return {first[index]: picture(history, timeline, timeline.episodes[index]) for index in slowest}, told, len(first)
 
 
 def _iteration(label: str) -> int:

@@ -61,9 +61,15 @@ def test_a_run_with_faults_has_every_part(tmp_path: Path) -> None:
     assert faults == ["fault-1", "fault-2"]
     assert "replica 2 rank 1 killed at backward of microbatch 5" in shown.text("fault-1")
     assert "replica 0 rank 0 killed at reduce of bucket 1" in shown.text("fault-2")
+    for number, lost in ((1, 2), (2, 0)):
+        (figure,) = shown.all(f"fault-{number}", "figure")
+        assert f"replica {lost} lost" in " ".join(" ".join(figure.itertext()).split())
+        assert [one.get("aria-label") for one in figure.iter("svg") if one.get("role") == "img"][0].startswith(  # type: ignore[union-attr]
+            f"What each rank did around the loss of replica {lost}: "
+        )
     rows = [" ".join("".join(row.itertext()).split()) for row in shown.all("quotas", "tr")[1:]]
-    assert [re.match(r"(\d) ?(train \d(?: to train \d)?)", row).groups() for row in rows] == [  # type: ignore[union-attr]
-        ("1", "train 1 to train 2"), ("2", "train 2"), ("2", "train 3 to train 4"), ("3", "train 4"), ("3", "train 5"),
+    assert [re.match(r"(\d) ?(train \d(?: to \d)?)", row).groups() for row in rows] == [  # type: ignore[union-attr]
+        ("1", "train 1 to 2"), ("2", "train 2"), ("2", "train 3 to 4"), ("3", "train 4"), ("3", "train 5"),
     ]  # fmt: skip
     assert shown.text("verdict").count("✓ holds") == len(RULES)
 
@@ -97,7 +103,7 @@ def test_the_page_needs_nothing_outside_itself(tmp_path: Path) -> None:
     html = page_of(tmp_path, traces.faulty_run().events).html
     assert re.findall(r"(?:src|srcset|data|action|poster)\s*=", html) == []
     assert [link for link in re.findall(r"href=\"([^\"]*)\"", html) if not link.startswith("#")] == []
-    assert re.findall(r"url\(|@import|https?:|<script|<link|<iframe|\son\w+=", html) == []
+    assert re.findall(r"url\([^#]|@import|https?:|<script|<link|<iframe|\son\w+=", html) == []
     assert "default-src 'none'" in html
     ids = re.findall(r"\sid=\"([^\"]+)\"", html)
     assert len(ids) == len(set(ids))
@@ -131,7 +137,7 @@ def test_every_place_at_which_a_trace_can_be_cut_gives_a_page(tmp_path: Path) ->
     events.step_with_kill_in_backward(2)
     whole = b"".join(msgspec.json.encode(event) + b"\n" for event in events.finish().events)
     log = tmp_path / trace.EVENTS_FILE
-    for size in [*range(0, 400, 57), *range(400, len(whole), 997)]:
+    for size in [*range(0, 400, 133), *range(400, len(whole), 2999)]:
         log.write_bytes(whole[:size])
         shown = Page(render(check(tmp_path)))
         cut = size > 0 and whole[size - 1 : size] != b"\n"
@@ -158,6 +164,28 @@ def test_a_run_without_a_fault(tmp_path: Path) -> None:
     shown = page_of(tmp_path, traces.quiet_run().events)
     assert "Nothing failed." in shown.text("faults") and "None was needed" in shown.text("recoveries")
     assert "100.0 %" in shown.text() and shown.all("loss", "a") == []
+
+
+def test_with_many_faults_the_slowest_are_drawn(tmp_path: Path) -> None:
+    run = traces.Run(replicas=13, microbatches=13)
+    for victim in range(12):
+        run.step_with_kill_in_backward(victim)
+    shown = page_of(tmp_path, run.finish().events)
+    figures = [number for number in range(1, 13) if shown.all(f"fault-{number}", "figure")]
+    # Every recovery of this trace is as long as its members are many: each event takes a millisecond.
+    assert figures == list(range(1, page.MAX_PICTURES + 1))
+    assert "over after" in shown.text("fault-12")
+    assert "8 of them, the slowest, are drawn" in shown.text("faults")
+
+
+def test_a_fault_of_which_nobody_died_is_told_without_a_picture(tmp_path: Path) -> None:
+    run = traces.Run()
+    run.quiet_step()
+    run.add(trace.Fault, replica=1, rank=0, point="forward", kind="stop", step=1, microbatch=2)
+    run.quiet_step()
+    shown = page_of(tmp_path, run.finish().events)
+    assert "replica 1 rank 0 stopped at forward of microbatch 2" in shown.text("fault-1")
+    assert shown.all("fault-1", "figure") == []
 
 
 def test_a_run_that_only_evaluated(tmp_path: Path) -> None:
@@ -206,7 +234,7 @@ def test_a_long_run_of_many_replicas_is_still_a_small_page(tmp_path: Path) -> No
     assert len(shown.html) < 300_000
     curve = shown.all("loss", "svg/svg/path")[0].get("d") or ""
     assert curve.count(" ") < 2 * charts.MAX_POINTS + 10
-    assert "train 1 to train 1500" in shown.text("quotas") and "1 each" in shown.text("quotas")
+    assert "train 1 to 1500" in shown.text("quotas") and "1 each of 40 replicas" in shown.text("quotas")
     lowest = min(float(place.split()[1]) for place in re.findall(r"[\d.e-]+ [\d.e-]+", curve))
     assert lowest < 10, "the one peak is drawn"
 

@@ -77,7 +77,13 @@ class Run:
             for rank in (1, 0):
                 mine = tuple(bucket for bucket in into if rank in BUCKET_RANKS[bucket])
                 self.add(
-                    trace.MicrobatchFinished, **self.where(replica), rank=rank, microbatch=microbatch, seconds=0.002, into=mine
+                    trace.MicrobatchFinished,
+                    **self.where(replica),
+                    rank=rank,
+                    microbatch=microbatch,
+                    seconds=0.002,
+                    backward_s=0.001,
+                    into=mine,
                 )
 
     def checksum(self, bucket: int) -> int:
@@ -90,7 +96,7 @@ class Run:
             for replica in self.roster:
                 self.add(
                     trace.Reduced, **self.where(replica), rank=BUCKET_RANKS[bucket][0], bucket=bucket, version=self.generation,
-                    checksum=self.checksum(bucket), provenance="ones",
+                    checksum=self.checksum(bucket), provenance="ones", seconds=0.0005,
                 )  # fmt: skip
 
     def commit(self, versions: dict[int, int], loss: float | None = None) -> None:

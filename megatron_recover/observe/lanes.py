@@ -1,0 +1,197 @@
+"""The picture of what a fault set off: a lane for each rank, bars for what it did, lines for what happened to all.
+
+Like `charts` it says where things stand and what is left out, not how they look. A picture stays small whatever the run's size:
+some ranks stand for all, and bars that could not be told apart are drawn as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_recover import trace
+from megatron_recover.observe import charts
+from megatron_recover.observe.history import History
+from megatron_recover.observe.timeline import Episode, Span, Timeline, within
+
+MAX_LANES = 24
+MAX_REPLICAS = 6
+MAX_BARS = 1500
+WIDE = 2.4
+"""Percent of the width from which on a bar has room for its number; the picture is never narrower than 40rem."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A span in percent of the picture's width."""
+
+    kind: str
+    """How it looks: a span's kind, or `busy` for several that are drawn as one."""
+    at: float
+    width: float
+    text: str
+    label: str = ""
+    """What stands on it, if there is room."""
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What one rank did."""
+
+    name: str
+    computing: tuple[Bar, ...]
+    reducing: tuple[Bar, ...]
+    gone: float | None
+    """Where its process ended."""
+    struck: float | None
+    """Where the fault struck, if it was this rank that it struck."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A replica: the phases of its recovery, and its ranks."""
+
+    name: str
+    phases: tuple[Bar, ...]
+    lanes: tuple[Lane, ...]
+    is_lost: bool
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An episode as it is drawn."""
+
+    about: str
+    groups: tuple[Group, ...]
+    marks: tuple[charts.Mark, ...]
+    ticks: tuple[charts.Tick, ...]
+    x_label: str
+    num_shown: int
+    num_ranks: int
+    is_coarse: bool
+    """Whether bars were drawn as one."""
+
+    @property
+    def tops(self) -> tuple[int, ...]:
+        """Where each group begins, in pixels: below the names of the lines, each group with a row for its phases."""
+        tops, top = [], 22 + 18 * max((mark.row for mark in self.marks), default=0)
+        for group in self.groups:
+            tops.append(top)
+            top += 22 + 24 * len(group.lanes) + 6
+        return (*tops, top)
+
+    @property
+    def height(self) -> int:
+        """Pixels."""
+        return self.tops[-1]
+
+
+def picture(history: History, timeline: Timeline, episode: Episode) -> Picture:
+    """Draw an episode."""
+    chosen, num_ranks = _chosen(history, timeline, episode)
+    x = charts.Scale(episode.begin_shown, episode.end_shown)
+    groups = tuple(_group(timeline, episode, x, replica, ranks) for replica, ranks in chosen.items())
+    room = 0.0
+    while sum(len(lane.computing) + len(lane.reducing) for group in groups for lane in group.lanes) > MAX_BARS:
+        room = 2 * room or 0.1
+        groups = tuple(_coarser(group, room) for group in groups)
+    first = episode.generations[0].generation
+    names = ", ".join(f"replica {replica}" for replica in episode.lost)
+    unit, per = ("ms", 1e3) if episode.end - episode.fault < 10 else ("s", 1.0)
+    relative = charts.Scale(per * (episode.begin_shown - episode.fault), per * (episode.end_shown - episode.fault))
+    return Picture(
+        about=f"What each rank did around {f'the loss of {names}' if names else f'generation {first}'}: "
+        f"{(episode.end - episode.fault) * 1e3:.0f} ms from the fault to the end of the recovery.",
+        groups=groups, marks=_marks(history, episode, x), ticks=charts.ticks(relative, 9), x_label=f"{unit} since the fault",
+        num_shown=sum(len(ranks) for ranks in chosen.values()), num_ranks=num_ranks, is_coarse=room > 0,
+    )  # fmt: skip
+
+
+def _chosen(history: History, timeline: Timeline, episode: Episode) -> tuple[dict[int, list[int]], int]:
+    """Replica -> its ranks that are shown, and how many ranks there were: those that were lost, and some of the others."""
+    before = [one for one in history.generations.values() if one.generation < episode.generations[0].generation]
+    members = sorted({*(before[-1].roster if before else ()), *episode.generations[-1].roster, *episode.lost})
+    started = history.first(trace.RunStarted)
+    known = {rank for _, rank in timeline.computing}
+    num_ranks = max(started.layout.num_ranks if started else 0, max(known, default=0) + 1)
+    shown = sorted([*episode.lost, *(one for one in members if one not in episode.lost)][:MAX_REPLICAS])
+    each = max(1, MAX_LANES // max(1, len(shown)))
+    chosen = {}
+    for replica in shown:
+        struck = [rank for (of, rank) in timeline.gone_at if of == replica]
+        first = sorted(struck, key=lambda rank: timeline.gone_at[replica, rank])[:1]
+        chosen[replica] = sorted([*first, *(rank for rank in range(num_ranks) if rank not in first)][:each])
+    return chosen, num_ranks * len(members)
+
+
+def _group(timeline: Timeline, episode: Episode, x: charts.Scale, replica: int, ranks: Sequence[int]) -> Group:
+    phases = within(timeline.recovering.get(replica, ()), x.low, x.high)
+    is_lost = replica in episode.lost
+    gone = {rank: timeline.gone_at.get((replica, rank)) for rank in ranks} if is_lost else {}
+    first = min((at for at in gone.values() if at is not None), default=None)
+    lanes = []
+    for rank in ranks:
+        at = gone.get(rank)
+        lanes.append(
+            Lane(
+                f"rank {rank}",
+                tuple(_bar(x, span) for span in within(timeline.computing.get((replica, rank), ()), x.low, x.high)),
+                tuple(_bar(x, span) for span in within(timeline.reducing.get((replica, rank), ()), x.low, x.high)),
+                gone=None if at is None else x.at(at),
+                struck=x.at(at) if at is not None and at == first else None,
+            )
+        )
+    return Group(f"replica {replica}", tuple(_bar(x, span, 10.0) for span in phases), tuple(lanes), is_lost)
+
+
+def _bar(x: charts.Scale, span: Span, wide: float = WIDE) -> Bar:
+    at, width = x.at(span.begin), round(x.at(span.end) - x.at(span.begin), 3)
+    length = f"{1000 * (span.end - span.begin):.1f} ms"
+    if span.number is None:
+        return Bar(span.kind, at, width, f"{span.kind}, {length}", span.kind if width >= wide else "")
+    if span.kind == "reduce":
+        return Bar(span.kind, at, width, f"sum of bucket {span.number} in generation {span.generation}, {length}")
+    kind = span.kind + (" lost" if span.is_lost else " again" if span.is_again else "")
+    what = f"{span.kind} of microbatch {span.number}" + (f", chunk {span.chunk}" if span.chunk else "")
+    what += ", computed again" if span.is_again else ""
+    what += "; its backward never ended" if span.is_lost else f", {length}"
+    label = f"{'↻' if span.is_again else ''}{span.number}"
+    return Bar(kind, at, width, what, label if width >= wide * max(1.0, 0.4 * len(label)) else "")
+
+
+def _marks(history: History, episode: Episode, x: charts.Scale) -> tuple[charts.Mark, ...]:
+    """Lines through all lanes: fault, generations, the first and so deciding commit of the step."""
+    found = [(episode.fault, "fault", "the fault")]
+    found += [(one.t, f"generation {one.generation}", one.reason) for one in episode.generations]
+    record = history.records.get(episode.step) if episode.step is not None else None
+    if record is not None:
+        found.append((record[1].t, "commit", f"{record[1].label} is committed"))
+    found = sorted(one for one in found if x.low <= one[0] <= x.high)
+    rows = charts.rows([x.at(t) for t, _, _ in found], room=14.0)
+    return tuple(charts.Mark(x.at(t), name, text, row) for (t, name, text), row in zip(found, rows, strict=True))
+
+
+def _coarser(group: Group, room: float) -> Group:
+    lanes = (
+        replace(lane, computing=_joined(lane.computing, room), reducing=_joined(lane.reducing, room)) for lane in group.lanes
+    )
+    return replace(group, lanes=tuple(lanes))
+
+
+def _joined(bars: Iterable[Bar], room: float) -> tuple[Bar, ...]:
+    """Neighbours that are all narrower than `room` percent, and no farther from each other, become one bar."""
+    found: list[Bar] = []
+    for bar in bars:
+        last = found[-1] if found else None
+        if last and max(last.width, bar.width, bar.at - last.at - last.width) < room:
+            kind, count = last.kind if last.kind == bar.kind else "busy", last.count + bar.count
+            width = round(max(bar.at + bar.width - last.at, last.width), 3)
+            found[-1] = Bar(kind, last.at, width, f"{count} times {_verb(kind)}", count=count)
+        else:
+            found.append(bar)
+    return tuple(found)
+
+
+def _verb(kind: str) -> str:
+    return "forward or backward" if kind == "busy" else kind.replace("reduce", "sum of a bucket")

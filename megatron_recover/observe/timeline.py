@@ -1,0 +1,226 @@
+"""Who did what when: the trace's instants as spans of time, rank by rank, and the stretches of time that faults are seen in.
+
+A forward, a backward and a sum say when they began or ended and how long they took; a lost replica's forwards whose
+backwards never ended say only when they began, and are given the usual length. Nothing is drawn here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import median
+from typing import Literal
+
+from megatron_recover import trace
+from megatron_recover.core.policy import EXIT
+from megatron_recover.observe.history import History
+
+Rank = tuple[int, int]
+"""Replica, and rank inside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that a rank did for a while. Times are seconds since the start of the run."""
+
+    kind: Literal["forward", "backward", "reduce"] | trace.Phase
+    begin: float
+    end: float
+    step: int
+    generation: int
+    number: int | None = None
+    """The microbatch; of a sum, the bucket."""
+    chunk: int = 0
+    is_again: bool = False
+    """Whether the microbatch was dealt by a later plan than its step's first."""
+    is_lost: bool = False
+    """Whether it never came to its end."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What one or more faults set off: the generations up to the one that finished the step, or up to the next episode."""
+
+    generations: tuple[trace.Generation, ...]
+    step: int | None
+    fault: float
+    """When the first of the faults struck, or was noticed."""
+    end: float
+    """The last member's commit, or else the last thing that is known of the recovery."""
+    begin_shown: float
+    end_shown: float
+    """What to look at: some time before the fault, and a little after the end."""
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Replicas that were lost in it."""
+        return tuple(lost.replica for one in self.generations for lost in one.losses)
+
+
+class Timeline:
+    """Spans of a history."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+
+    @cached_property
+    def computing(self) -> dict[Rank, list[Span]]:
+        """Forwards and backwards of each rank in the order of time; no two overlap, since one thread did them."""
+        history = self._history
+        first = {step: min(plan.generation for _, plan in plans) for step, plans in history.plans.items()}
+        found: dict[Rank, list[Span]] = defaultdict(list)
+        open_since: dict[tuple[int, int, int, int, int, int], float] = {}
+        for _, event in history.events:
+            if not isinstance(event, trace.MicrobatchStarted | trace.MicrobatchFinished):
+                continue
+            key = (event.replica, event.rank, event.step, event.generation, event.microbatch, event.chunk)
+            if isinstance(event, trace.MicrobatchStarted):
+                open_since[key] = event.t
+                continue
+            begin = open_since.pop(key, event.t - event.seconds)
+            is_again = event.generation > first.get(event.step, event.generation)
+            forward = Span(
+                "forward", begin, begin + event.seconds - event.backward_s, event.step, event.generation, event.microbatch,
+                event.chunk, is_again,
+            )  # fmt: skip
+            spans = found[event.replica, event.rank]
+            spans.append(forward)
+            if event.backward_s:
+                spans.append(replace(forward, kind="backward", begin=event.t - event.backward_s, end=event.t))
+        usual = {rank: median(_seconds(spans, "forward")) for rank, spans in found.items()}
+        for (replica, rank, step, generation, microbatch, chunk), begin in open_since.items():
+            end = begin + usual.get((replica, rank), 0.0)
+            is_again = generation > first.get(step, generation)
+            found[replica, rank].append(
+                Span("forward", begin, end, step, generation, microbatch, chunk, is_again, is_lost=True)
+            )
+        return {rank: _apart(found[rank], self.gone_at.get(rank)) for rank in sorted(found)}
+
+    @cached_property
+    def gone_at(self) -> dict[Rank, float]:
+        """Rank -> when its process was killed or seen to have ended, for the ranks of lost replicas."""
+        history = self._history
+        found: dict[Rank, float] = {}
+        for _, fenced in history.of(trace.Fenced):
+            found |= {(fenced.replica, rank): fenced.t for rank in fenced.ranks}
+        for _, failure in history.of(trace.Failure):
+            key = (failure.replica, failure.rank)
+            found[key] = min(failure.t, found.get(key, failure.t))
+        for _, fault in history.of(trace.Fault):
+            key = (fault.replica, fault.rank)
+            if fault.kind == "kill" and key in found:
+                found[key] = min(fault.t, found[key])
+        return found
+
+    @cached_property
+    def reducing(self) -> dict[Rank, list[Span]]:
+        """Sums over the replicas that came to their end, of each rank; they may overlap what it computed, and each other."""
+        found: dict[Rank, list[Span]] = defaultdict(list)
+        for _, event in self._history.of(trace.Reduced):
+            span = Span("reduce", event.t - event.seconds, event.t, event.step, event.generation, event.bucket)
+            found[event.replica, event.rank].append(span)
+        return {rank: sorted(found[rank], key=_begin) for rank in sorted(found)}
+
+    @cached_property
+    def recovering(self) -> dict[int, list[Span]]:
+        """Phases of the recoveries, as the leader of each replica saw them; no two of a replica overlap."""
+        found: dict[int, list[Span]] = defaultdict(list)
+        detected: dict[tuple[int, int], float] = {}
+        for _, event in self._history.of(trace.Recovery):
+            end, key = event.t, (event.replica, event.generation)
+            if event.phase == "detect":  # written together with `agree`, which it comes before
+                detected[key] = event.seconds
+                continue
+            begin = end - event.seconds
+            if event.phase == "agree":
+                noticed = Span("detect", begin - detected.get(key, 0.0), begin, event.step, event.generation)
+                found[event.replica].append(noticed)
+            found[event.replica].append(Span(event.phase, begin, end, event.step, event.generation))
+        return {replica: _apart(found[replica], None) for replica in sorted(found)}
+
+    @cached_property
+    def steps(self) -> dict[Rank, list[Span]]:
+        """For each rank and step the time from its first forward to the optimizer's end, or to the last that is known."""
+        ends = {(event.replica, event.rank, event.step): event.t for _, event in self._history.of(trace.Applied)}
+        found: dict[Rank, list[Span]] = {}
+        for rank, spans in self.computing.items():
+            by_step: dict[int, list[Span]] = defaultdict(list)
+            for span in spans:
+                by_step[span.step].append(span)
+            found[rank] = []
+            for step, inside in sorted(by_step.items()):
+                end = max(ends.get((*rank, step), 0.0), inside[-1].end)
+                found[rank].append(Span("forward", inside[0].begin, end, step, inside[0].generation))
+        return found
+
+    @cached_property
+    def episodes(self) -> tuple[Episode, ...]:
+        """Every recovery, in the order of time; a generation that only carries a request to end is none."""
+        history = self._history
+        announced = [
+            one for one in list(history.generations.values())[1:] if one.losses or not one.reason.startswith(EXIT)
+        ]  # fmt: skip
+        ends: dict[int, float] = defaultdict(float)
+        steps: dict[int, int] = {}
+        finished: set[int] = set()
+        for _, event in history.of(trace.Recovery):
+            ends[event.generation] = max(ends[event.generation], event.t)
+            steps[event.generation] = event.step
+            if event.phase == "commit":
+                finished.add(event.generation)
+        groups: list[list[trace.Generation]] = []
+        for one in announced:
+            if groups and groups[-1][-1].generation not in finished:
+                groups[-1].append(one)
+            else:
+                groups.append([one])
+        return tuple(self._episode(group, steps, ends) for group in groups)
+
+    def _episode(self, group: list[trace.Generation], steps: dict[int, int], ends: dict[int, float]) -> Episode:
+        step = next((steps[one.generation] for one in reversed(group) if one.generation in steps), None)
+        fault = min(self._struck_at(one) for one in group)
+        end = max(ends[group[-1].generation], group[-1].t)
+        seconds = max(end - fault, 1e-3)
+        planned = min((plan.t for _, plan in self._history.plans.get(step, ())), default=fault) if step is not None else fault
+        begin_shown = min(fault - 0.1 * seconds, max(planned, fault - 0.5 * seconds))
+        return Episode(tuple(group), step, fault, end, begin_shown, end + 0.12 * (end - begin_shown))
+
+    def _struck_at(self, announced: trace.Generation) -> float:
+        """When what a generation answers to struck, or was seen first."""
+        history, lost = self._history, {one.replica for one in announced.losses}
+        injected = [event.t for _, event in history.of(trace.Fault) if event.replica in lost and event.t <= announced.t]
+        if injected:
+            return min(injected)
+        ended = [event.t for _, event in history.of(trace.Failure) if event.replica in lost and event.t <= announced.t]
+        noticed = [
+            event.seconds for _, event in history.of(trace.Recovery)
+            if (event.generation, event.phase) == (announced.generation, "detect")
+        ]  # fmt: skip
+        return min([*ended, announced.t - max(noticed, default=0.0)])
+
+
+def within(spans: Iterable[Span], begin: float, end: float) -> list[Span]:
+    """The spans that reach into a stretch of time, cut to it."""
+    return [
+        replace(span, begin=max(span.begin, begin), end=min(span.end, end))
+        for span in spans
+        if span.end > begin and span.begin < end
+    ]
+
+
+def _begin(span: Span) -> float:
+    return span.begin
+
+
+def _seconds(spans: Iterable[Span], kind: str) -> list[float]:
+    return [span.end - span.begin for span in spans if span.kind == kind]
+
+
+def _apart(spans: list[Span], gone_at: float | None) -> list[Span]:
+    """In the order of time, each cut where the next begins or its process was gone: clocks are read a little apart."""
+    ordered = sorted(spans, key=_begin)
+    limits = [*(one.begin for one in ordered[1:]), float("inf")]
+    last = float("inf") if gone_at is None else gone_at
+    return [replace(one, end=max(one.begin, min(one.end, limit, last))) for one, limit in zip(ordered, limits, strict=True)]
