@@ -23,6 +23,7 @@ VERBS: Mapping[str, str] = MappingProxyType({
     "check": "verify the invariants of a finished run from its trace",
     "report": "make a page that shows what happened in a run, from its trace",
     "top": "follow a run in one live line",
+    "simulate": "run a job of any size on a virtual clock, against checkpoint-restart and others",
     "data": "turn text files into a data set that Megatron reads",
 })  # fmt: skip
 """Each verb and what it does; verb V is `megatron_recover.cli.V.main(argv) -> exit code`."""
@@ -32,6 +33,7 @@ examples:
   megatron-recover demo
   megatron-recover run --replicas 3 --run-dir runs/a -- scripts/pretrain_gpt.py --tensor-model-parallel-size 1 ...
   megatron-recover check runs/a --against runs/undisturbed
+  megatron-recover simulate scenarios/recover-paper.toml
 
 'megatron-recover VERB --help' tells more. Exit codes: 0 fine, 2 bad input, 3 unfinished, 14 broken invariant; all are in
 docs/guarantees.md.
@@ -47,7 +49,7 @@ def command_line(*arguments: str) -> str:
 
 def usage() -> str:
     """The text of `megatron-recover --help`."""
-    verbs = "\n".join(f"  {verb:<8} {what}" for verb, what in VERBS.items())
+    verbs = "\n".join(f"  {verb:<9} {what}" for verb, what in VERBS.items())
     return (
         "usage: megatron-recover VERB ...\n\n"
         "Megatron-Core pre-training in which a dying process costs only the microbatches that it held.\n\n"

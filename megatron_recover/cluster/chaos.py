@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import math
 import random
-import re
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from megatron_recover import toml_file
 from megatron_recover.faults import Fault, FaultPoint
-from megatron_recover.flags import did_you_mean
 
 CHAOS_FILE = "chaos.toml"
 
@@ -38,12 +36,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse(text: str, target: Target) -> tuple[Fault, ...]:
     """The faults of a chaos file. Raises ValueError with one line a mistake: where in the file, what, and the remedy."""
-    try:
-        content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"not a TOML file: {error}") from error
+    content = toml_file.read(text)
     found = [
-        f"line {_line_of_key(text, key, 0)}: unknown key '{key}'; a chaos file has [[fault]] tables only"
+        f"line {toml_file.line_of_key(text, key, 0)}: unknown key '{key}'; a chaos file has [[fault]] tables only"
         for key in content
         if key != "fault"
     ]
@@ -51,9 +46,8 @@ def parse(text: str, target: Target) -> tuple[Fault, ...]:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ValueError("\n".join([*found, "'fault' is no array of tables; write each fault as a [[fault]] table"]))
     for index, table in enumerate(tables):
-        start = _line_of_table(text, index)
-        for key, mistake in _mistakes(table, Fault, _limits(target)):
-            found.append(f"line {_line_of_key(text, key, start) if key in table else start}: {mistake}")
+        start = toml_file.line_of_table(text, "fault", index)
+        found += toml_file.located(text, table, start, toml_file.mistakes(table, Fault, _limits(target)))
     if found:
         raise ValueError("\n".join(found))
     return tuple(msgspec.convert(tables, list[Fault]))
@@ -69,44 +63,6 @@ def _limits(target: Target) -> dict[str, tuple[float, float]]:
         "bucket": (0, math.inf),
         "occurrence": (1, math.inf),
     }
-
-
-def _mistakes(
-    table: Mapping[str, object], kind: type[msgspec.Struct], limits: Mapping[str, tuple[float, float]], *, strict: bool = True
-) -> Iterator[tuple[str, str]]:
-    """Each key that is wrong or missing, and what is wrong with it, if the table is to become a `kind`."""
-    fields = {field.name: field for field in msgspec.structs.fields(kind)}
-    for key, value in table.items():
-        if key not in fields:
-            yield key, f"unknown key '{key}'; " + did_you_mean(key, fields, f"known are {', '.join(fields)}")
-            continue
-        try:
-            number = msgspec.convert(value, fields[key].type, strict=strict)
-        except msgspec.ValidationError as error:
-            choices = f"; points are {', '.join(point.value for point in FaultPoint)}" if key == "point" else ""
-            yield key, f"{key}: {error}{choices}"
-            continue
-        least, greatest = limits.get(key, (0, 0))
-        if key in limits and not least <= number <= greatest:
-            yield key, f"{key} is {number}; it must be {least} " + (f"to {greatest}" if greatest < math.inf else "or more")
-    for field in fields.values():
-        if field.required and field.name not in table:
-            yield field.name, f"{field.name} is missing"
-
-
-def _line_of_table(text: str, index: int) -> int:
-    """Line number (from 1) of the index-th [[fault]]; 0 where the file says it in another way."""
-    headers = [number for number, line in enumerate(text.splitlines(), 1) if re.match(r"\s*\[\[\s*fault\s*\]\]", line)]
-    return headers[index] if index < len(headers) else 0
-
-
-def _line_of_key(text: str, key: str, start: int) -> int:
-    """Line number (from 1) of the first `key =` (or table `key`) behind line `start`; `start` where it is not found."""
-    found = re.compile(rf'\s*(\[+\s*)?["\']?{re.escape(key)}["\']?\s*[=\].]')
-    for number, line in enumerate(text.splitlines(), 1):
-        if number > start and found.match(line):
-            return number
-    return start
 
 
 def render(faults: Sequence[Fault], comment: str) -> str:
@@ -151,7 +107,7 @@ def parse_rate(text: str) -> Rate:
     """A rate from the command line. Raises ValueError with one line a mistake."""
     words = [word.partition("=") for word in text.split(",")]
     given = {key.strip(): value.strip() for key, _, value in words}
-    found = [what for _, what in _mistakes(given, Rate, {"rate": (0, 1), "steps": (1, math.inf)}, strict=False)]
+    found = [what for _, what in toml_file.mistakes(given, Rate, {"rate": (0, 1), "steps": (1, math.inf)}, strict=False)]
     if len(given) < len(words):
         found.append("a key is given twice")
     if found:

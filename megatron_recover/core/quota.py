@@ -73,10 +73,11 @@ def deal(lost: Iterable[MicrobatchId], loads: Mapping[ReplicaId, int]) -> dict[M
 
     `loads` has the number of microbatches that each member holds already; the largest load grows only when it has to.
     """
-    current = dict(loads)
+    current = [(load, member) for member, load in loads.items()]
+    heapq.heapify(current)
     dealt: dict[MicrobatchId, ReplicaId] = {}
     for microbatch in sorted(lost):
-        replica = min(current, key=lambda member: (current[member], member))
-        current[replica] += 1
+        load, replica = current[0]
+        heapq.heapreplace(current, (load + 1, replica))
         dealt[microbatch] = replica
     return dealt

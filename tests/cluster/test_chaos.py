@@ -43,7 +43,7 @@ def test_a_file_and_its_rendering_mean_the_same() -> None:
         (
             'point = "promise"',
             'point = "promised"',
-            "line 12: point: Invalid enum value 'promised'; points are start_up",
+            "line 12: point: Invalid enum value 'promised'; known are start_up",
         ),
         ("rank = 1", "rank = 2", "line 11: rank is 2; it must be 0 to 1"),
         ("replica = 2", "replica = 4", "line 10: replica is 4; it must be 0 to 3"),

@@ -1,0 +1,196 @@
+"""What a simulated job consists of and how long things take: the tables of a scenario file, and the formulas over them.
+
+Decides no rule of the protocol; `sim/timed.py` asks it for seconds only. Every field that has a unit ends in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from megatron_recover.core.quota import balanced, makespan
+from megatron_recover.core.values import BucketId, Shape
+from megatron_recover.faults import Fault
+
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0)]
+Amount = Annotated[float, Meta(gt=0)]
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the tables of a scenario file."""
+
+
+class JobTable(Table, frozen=True, kw_only=True):
+    """`[job]`: replicas of the model, and what one step is."""
+
+    replicas: Count
+    ranks: Count
+    """Of one replica, one GPU each."""
+    stages: Count = 1
+    """Pipeline stages of a replica; `ranks` is a multiple of it."""
+    microbatches: Count
+    """Of one step, over all replicas: M."""
+    steps: Count
+    buckets: Count = 4
+    """Reduction buckets of each stage, the ledger not counted."""
+    seed: int = 1
+
+
+class ComputeTable(Table, frozen=True, kw_only=True):
+    """`[compute]`: the time of what a replica does alone."""
+
+    microbatch_s: Amount
+    """Forward and backward of one microbatch on one stage."""
+    forward_share: Annotated[float, Meta(gt=0, lt=1)] = 1 / 3
+    """Of that the forward's part; a backward costs about two forwards."""
+    optimizer_s: Seconds = 0.0
+    """From the commit of a step to the begin of the next."""
+
+
+class NetworkTable(Table, frozen=True, kw_only=True):
+    """`[network]`: the time of what crosses processes."""
+
+    latency_s: Seconds = 50e-6
+    """Of a message between two replicas, or a replica and the coordinator."""
+    local_latency_s: Seconds = 20e-6
+    """Of a message inside a replica."""
+    message_s: Seconds = 20e-6
+    """CPU time of a control thread per message that it sends or receives."""
+    bytes_per_s: Amount
+    """Of one rank, while a reduction runs, and of a control message that is long."""
+    gradient_bytes: Amount
+    """Of one rank: what it reduces in a step."""
+
+
+class FailuresTable(Table, frozen=True, kw_only=True):
+    """`[failures]`: when replicas are lost, and what happens then. At most one of the two rates."""
+
+    every_steps: Count | None = None
+    """A loss in each n-th step that is run."""
+    per_gpu_hour: Amount | None = None
+    """Losses of a GPU, and with it of its replica, per hour of each GPU; exponential times in between."""
+    at: Literal["reduction", "anywhere"] = "anywhere"
+    """Of `every_steps`: while gradients are summed, or at a random instant of the step."""
+    until_replicas: Count = 1
+    """No more losses when so many are left."""
+    detect_s: Seconds = 0.05
+    """From the death of a process to the coordinator's knowing it."""
+    grace_s: Seconds = 0.2
+    follow_timeout_s: Amount = 10.0
+    stall_timeout_s: Amount = 120.0
+    save_timeout_s: Amount = 1800.0
+    """These four as in a real run (`config.RecoverConfig`, `cluster/launcher.py`)."""
+
+
+class CheckpointTable(Table, frozen=True, kw_only=True):
+    """`[checkpoint]`: what the policy checkpoint-restart pays."""
+
+    save_s: Seconds
+    """One blocking save."""
+    restart_s: Seconds
+    """From a loss to the first step after it, reading the checkpoint included."""
+
+
+class DropTable(Table, frozen=True, kw_only=True):
+    """`[drop]`: what the policies that drop or shrink pay when the group of replicas changes."""
+
+    regroup_s: Seconds
+    """From the detection of a loss to collectives that work again."""
+
+
+PolicyName = Literal["recover", "shrink", "drop-step", "checkpoint-restart", "checkpoint-restart-equal"]
+
+
+class Scenario(Table, frozen=True, kw_only=True):
+    """A scenario file."""
+
+    job: JobTable
+    compute: ComputeTable
+    network: NetworkTable
+    failures: FailuresTable = FailuresTable()
+    fault: tuple[Fault, ...] = ()
+    """Exact faults, as in a chaos file; instead of a rate."""
+    checkpoint: CheckpointTable | None = None
+    drop: DropTable | None = None
+    policies: Annotated[tuple[PolicyName, ...], Meta(min_length=1)] = ("recover",)
+    tokens_per_microbatch: Count | None = None
+    """To tell throughput in tokens."""
+    equal_gpu_hours: Amount | None = None
+    """Also tell what each policy has trained when so many GPU-hours are spent."""
+
+
+class Timing:
+    """Seconds of everything, for a job without surprises. The fuzzer's has surprises (`sim/fuzz.py`)."""
+
+    def __init__(self, job: JobTable, compute: ComputeTable, network: NetworkTable) -> None:
+        self.job, self.compute, self.network = job, compute, network
+
+    def latency_s(self) -> float:
+        """Of a message between leaders, or a leader and the coordinator."""
+        return self.network.latency_s
+
+    def local_latency_s(self) -> float:
+        """Of a message between a rank and its leader."""
+        return self.network.local_latency_s
+
+    def message_s(self, num_bytes: float = 0.0) -> float:
+        """A control thread is busy with a message."""
+        return self.network.message_s + num_bytes / self.network.bytes_per_s
+
+    def microbatch_s(self, replica: int, step: int) -> float:
+        """Forward and backward of a microbatch on a stage of this replica in this step."""
+        return self.compute.microbatch_s
+
+    def optimizer_s(self) -> float:
+        """From `Apply` to the begin of the next step."""
+        return self.compute.optimizer_s
+
+    def bucket_bytes(self, bucket: BucketId) -> float:
+        """Of one rank; the ledger has three numbers a microbatch (docs/architecture.md)."""
+        if bucket == self.job.stages * self.job.buckets:
+            return 24.0 * self.job.microbatches
+        return self.network.gradient_bytes / self.job.buckets
+
+    def together_s(self, seconds: float, replica: int) -> float:
+        """When an operation that takes so long is over at one of its members: at all of them at once."""
+        return seconds
+
+    def reduce_s(self, bucket: BucketId, num_members: int) -> float:
+        """All-reduce of a bucket by recursive halving and doubling (Thakur, Rabenseifner, Gropp 2005, section 4.4)."""
+        if num_members < 2:
+            return 0.0
+        volume = 2 * (num_members - 1) / num_members * self.bucket_bytes(bucket)
+        return volume / self.network.bytes_per_s + 2 * math.ceil(math.log2(num_members)) * self.network.latency_s
+
+    def transfer_s(self, bucket: BucketId) -> float:
+        """A decided bucket goes to a member that lacks it."""
+        return self.bucket_bytes(bucket) / self.network.bytes_per_s + self.network.latency_s
+
+    def reduction_s(self, num_members: int) -> float:
+        """All buckets of a stage; the last stage also has the ledger."""
+        ledger = self.job.stages * self.job.buckets
+        return self.job.buckets * self.reduce_s(0, num_members) + self.reduce_s(ledger, num_members)
+
+    def ideal_step_s(self, num_members: int, num_microbatches: int) -> float:
+        """A step over the best integer quotas: no loss, no vote, no plan; computing, reducing and the optimizer only."""
+        pace = [self.compute.microbatch_s] * num_members
+        quotas = balanced(num_microbatches, pace, num_stages=self.job.stages)
+        computing = makespan(quotas, pace, num_stages=self.job.stages)
+        return computing + self.reduction_s(num_members) + self.compute.optimizer_s
+
+
+def shape_of(job: JobTable) -> Shape:
+    """Which ranks hold which bucket: `job.buckets` for each stage, and the ledger, which the last stage holds."""
+    width = job.ranks // job.stages
+    ranks: Sequence[tuple[int, ...]] = [tuple(range(stage * width, (stage + 1) * width)) for stage in range(job.stages)]
+    return Shape(job.ranks, (*(ranks[stage] for stage in range(job.stages) for _ in range(job.buckets)), ranks[-1]))
+
+
+def stage_of(job: JobTable, rank: int) -> int:
+    """The pipeline stage of a rank."""
+    return rank // (job.ranks // job.stages)

@@ -1,0 +1,89 @@
+"""What a simulation found, for programs and for people: a JSON object, a table, CSV."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_recover.sim.models import PolicyName, Scenario
+from megatron_recover.sim.policies import Outcome, best_checkpoint_restart
+
+RESULT_FILE = "result.json"
+STEPS_FILE = "throughput.csv"
+
+
+def summary(scenario: Scenario, outcomes: Mapping[PolicyName, Outcome]) -> dict[str, Any]:
+    """The JSON object: first what `recover` is judged by, then all policies."""
+    found: dict[str, Any] = {}
+    ours, theirs = outcomes.get("recover"), outcomes.get("checkpoint-restart")
+    if ours is not None:
+        found["goodput_of_ideal"] = ours.goodput_of_ideal
+    if ours is not None and theirs is not None:
+        found["speedup_over_checkpoint_restart"] = ours.microbatches_per_gpu_hour / theirs.microbatches_per_gpu_hour
+        best = best_checkpoint_restart(scenario)
+        found["speedup_over_checkpoint_restart_by_hindsight"] = (
+            ours.microbatches_per_gpu_hour / best.microbatches_per_gpu_hour
+        )  # fmt: skip
+        if scenario.equal_gpu_hours is not None:
+            mine, other = (each.microbatches_at(scenario.equal_gpu_hours) for each in (ours, theirs))
+            if mine is not None and other is not None:
+                found["more_microbatches_at_equal_gpu_hours"] = mine / other - 1
+    equal = outcomes.get("checkpoint-restart-equal")
+    if ours is not None and equal is not None:
+        found["speedup_over_checkpoint_restart_equal"] = ours.microbatches_per_gpu_hour / equal.microbatches_per_gpu_hour
+    found["policies"] = {policy: _policy(scenario, outcome) for policy, outcome in outcomes.items()}
+    return found
+
+
+def _policy(scenario: Scenario, outcome: Outcome) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "steps": outcome.steps, "microbatches": outcome.microbatches, "seconds": outcome.seconds,
+        "gpu_hours": outcome.gpu_seconds / 3600, "losses": outcome.losses, "replicas_end": outcome.replicas_end,
+        "goodput_of_ideal": outcome.goodput_of_ideal, "microbatches_per_gpu_hour": outcome.microbatches_per_gpu_hour,
+    }  # fmt: skip
+    if scenario.tokens_per_microbatch is not None:
+        found["tokens_per_gpu_hour"] = outcome.microbatches_per_gpu_hour * scenario.tokens_per_microbatch
+    if scenario.equal_gpu_hours is not None:
+        found["microbatches_at_equal_gpu_hours"] = outcome.microbatches_at(scenario.equal_gpu_hours)
+    for name in (
+        "interval_steps",
+        "young_daly_steps",
+        "microbatches_redone",
+        "in_schedule",
+        "kill_to_plan_s",
+        "steps_left_out",
+    ):
+        value = getattr(outcome, name)
+        if value is not None:
+            found[name] = value
+    return found
+
+
+def lines(found: Mapping[str, Any]) -> Iterable[str]:
+    """The same for people: a table of policies, and the comparisons."""
+    yield f"{'policy':<26}{'steps':>7}{'losses':>8}{'hours':>9}{'goodput of ideal':>18}{'microbatches per GPU-hour':>27}"
+    for policy, each in found["policies"].items():
+        yield (
+            f"{policy:<26}{each['steps']:>7}{each['losses']:>8}{each['seconds'] / 3600:>9.2f}"
+            f"{each['goodput_of_ideal']:>18.4f}{each['microbatches_per_gpu_hour']:>27.1f}"
+        )
+    for key, value in found.items():
+        if key != "policies":
+            yield f"{key.replace('_', ' ')}: {value:.4f}"
+
+
+def write_csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A table of numbers."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(head)
+        writer.writerows(rows)
+
+
+def throughput(outcomes: Mapping[PolicyName, Outcome]) -> Iterable[tuple[str, float, int]]:
+    """(policy, GPU-hours spent, microbatches committed) after every step."""
+    for policy, outcome in outcomes.items():
+        for spent, done in outcome.curve:
+            yield policy, round(spent / 3600, 4), done

@@ -1,0 +1,152 @@
+"""Scenario files: what `megatron-recover simulate` is asked for, judged before anything is simulated.
+
+`sim/models.py` has the tables and what each key means; here is what does not fit together.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from megatron_recover import toml_file
+from megatron_recover.faults import Fault, FaultKind, FaultPoint
+from megatron_recover.flags import did_you_mean
+from megatron_recover.sim.models import Scenario, Table
+
+SIMULATED = (
+    FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.BEFORE_REDUCE, FaultPoint.REDUCE, FaultPoint.OPTIMIZER,
+)  # fmt: skip
+"""Fault points that the simulator has."""
+
+Place = tuple[str, int, str]
+"""Table, which one of it, key."""
+
+
+def parse(text: str) -> Scenario:
+    """The scenario of a file's text. Raises ValueError with one line a mistake: where in the file, what, and the remedy."""
+    content = toml_file.read(text)
+    found = [*_top(text, content)]
+    if not found:
+        scenario = msgspec.convert(content, Scenario)
+        for (table, index, key), mistake in _contradictions(scenario):
+            start = toml_file.line_of_table(text, table, index) if table else 0
+            found.append(f"line {toml_file.line_of_key(text, key, start)}: {mistake}")
+    if found:
+        raise ValueError("\n".join(found))
+    return scenario
+
+
+def load(path: Path) -> Scenario:
+    """The scenario in a file. Raises ValueError, with the file's name in each line."""
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); give a TOML file, e.g. one of scenarios/") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a TOML file: {error}") from error
+    except ValueError as error:
+        raise ValueError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from error
+
+
+def _tables() -> dict[str, type[Table]]:
+    """Those tables of a scenario that are one each."""
+    found = {}
+    for field in msgspec.structs.fields(Scenario):
+        for kind in (field.type, *typing.get_args(field.type)):
+            if isinstance(kind, type) and issubclass(kind, Table):
+                found[field.name] = kind
+    return found
+
+
+def _top(text: str, content: dict[str, object]) -> Iterator[str]:
+    """Mistakes that one table alone can have."""
+    tables = _tables()
+    fields = {field.name: field for field in msgspec.structs.fields(Scenario)}
+    plain = {}
+    for key, value in content.items():
+        line = toml_file.line_of_key(text, key, 0)
+        if key in tables:
+            if isinstance(value, dict):
+                yield from toml_file.located(text, value, line, toml_file.mistakes(value, tables[key]))
+            else:
+                yield f"line {line}: '{key}' is a table; write [{key}] and its keys below"
+        elif key == "fault":
+            yield from _faults(text, value)
+        elif key not in fields:
+            yield f"line {line}: unknown key '{key}'; {did_you_mean(key, fields, f'known are {", ".join(fields)}')}"
+        else:
+            plain[key] = value
+    for key, mistake in toml_file.mistakes(plain, Scenario):
+        if key in plain:
+            yield f"line {toml_file.line_of_key(text, key, 0)}: {mistake}"
+        elif key not in content:
+            yield f"line 1: [{key}] is missing" if key in tables else f"line 1: {mistake}"
+
+
+def _faults(text: str, tables: object) -> Iterator[str]:
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        yield f"line {toml_file.line_of_key(text, 'fault', 0)}: write each fault as a [[fault]] table"
+        return
+    for index, table in enumerate(tables):
+        start = toml_file.line_of_table(text, "fault", index)
+        yield from toml_file.located(text, table, start, toml_file.mistakes(table, Fault))
+
+
+def _contradictions(scenario: Scenario) -> Iterator[tuple[Place, str]]:
+    """What does not fit together in tables that are right by themselves."""
+    job, failures = scenario.job, scenario.failures
+    if job.ranks % job.stages:
+        yield ("job", 0, "stages"), f"stages is {job.stages}; it must divide ranks, which is {job.ranks}"
+    if job.microbatches < job.replicas:
+        yield (
+            ("job", 0, "microbatches"),
+            f"microbatches is {job.microbatches}; it must be at least replicas, which is {job.replicas}",
+        )
+    if failures.until_replicas > job.replicas:
+        yield (
+            ("failures", 0, "until_replicas"),
+            f"until_replicas is {failures.until_replicas}; it must be at most replicas, which is {job.replicas}",
+        )
+    if failures.every_steps is not None and failures.per_gpu_hour is not None:
+        yield ("failures", 0, "per_gpu_hour"), "every_steps and per_gpu_hour are both given; leave one out"
+    rate = "every_steps" if failures.every_steps is not None else "per_gpu_hour" if failures.per_gpu_hour is not None else ""
+    if rate and scenario.fault:
+        yield ("failures", 0, rate), f"{rate} and [[fault]] are both given; leave one out"
+    needed = {
+        "checkpoint-restart": "checkpoint",
+        "checkpoint-restart-equal": "checkpoint",
+        "shrink": "drop",
+        "drop-step": "drop",
+    }
+    for policy in scenario.policies:
+        if policy in needed and getattr(scenario, needed[policy]) is None:
+            yield ("", 0, "policies"), f"policies has {policy}, which needs a table [{needed[policy]}]"
+    if len(set(scenario.policies)) < len(scenario.policies):
+        yield ("", 0, "policies"), "policies has one twice"
+    if scenario.fault and set(scenario.policies) != {"recover"}:
+        yield ("", 0, "policies"), 'with [[fault]] only the policy "recover" can be simulated; the others take a rate'
+    for index, fault in enumerate(scenario.fault):
+        for key, mistake in _wrong_fault(scenario, fault):
+            yield ("fault", index, key), mistake
+
+
+def _wrong_fault(scenario: Scenario, fault: Fault) -> Iterator[tuple[str, str]]:
+    job = scenario.job
+    for key, value, limit in (
+        ("replica", fault.replica, job.replicas), ("rank", fault.rank, job.ranks),
+        ("step", fault.step or 0, job.steps), ("bucket", fault.bucket or 0, job.stages * job.buckets + 1),
+    ):  # fmt: skip
+        if not 0 <= value < limit:
+            yield key, f"{key} is {value}; it must be 0 to {limit - 1}"
+    if fault.point not in SIMULATED:
+        names = ", ".join(point.value for point in SIMULATED)
+        yield "point", f"{fault.point.value} is not simulated; points are {names}"
+    if fault.kind is not FaultKind.KILL:
+        yield "kind", f"kind {fault.kind.value} is not simulated; it can be left out"
+    if fault.microbatch is not None:
+        yield "microbatch", "microbatch is not simulated; give the occurrence"
+    if fault.occurrence < 1:
+        yield "occurrence", f"occurrence is {fault.occurrence}; it must be 1 or more"

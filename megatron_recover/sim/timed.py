@@ -1,0 +1,437 @@
+"""A whole job on a virtual clock: the production machines of all ranks, leaders and the coordinator, and the time in between.
+
+    job = TimedJob(scenario.job, Timing(...), timers_s, ...)
+    job.run()
+
+What is decided is decided by `core`; what takes time, and how much, is said by `sim/models.py`. Every control thread takes one
+message at a time: who has many to send or to read is late with the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from megatron_recover.core import coordinator, invariants, replica
+from megatron_recover.core.values import (
+    Entered,
+    Hello,
+    LeaderMessage,
+    Loss,
+    LossKind,
+    NewGeneration,
+    Plan,
+    ReplicaId,
+    Report,
+    Status,
+    Stop,
+    Vote,
+    Work,
+)
+from megatron_recover.faults import Fault, FaultKind, FaultPoint
+from megatron_recover.sim.clock import Clock
+from megatron_recover.sim.meetings import Meetings
+from megatron_recover.sim.memory import Memory
+from megatron_recover.sim.models import JobTable, Timing, shape_of
+from megatron_recover.sim.training import TimedRank
+
+
+@contextlib.contextmanager
+def answers_shared() -> Iterator[None]:
+    """Have all members of a generation share the answer of `core.recovery.recover`, a pure function of their equal inputs.
+
+    Statuses travel by reference here, so that inputs are equal where they are the same objects. Only the newest is remembered.
+    """
+    original = replica.recover
+    newest: list[tuple[tuple[Status, ...], int, Any]] = []
+
+    def shared(statuses: tuple[Status, ...], trusted_from: int) -> Any:
+        for known, trusted, answer in newest:
+            if trusted == trusted_from and len(known) == len(statuses) and all(map(operator.is_, known, statuses)):
+                return answer
+        newest[:] = [(statuses, trusted_from, original(statuses, trusted_from))]
+        return newest[0][2]
+
+    replica.recover = shared  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        replica.recover = original
+
+
+@dataclass
+class StepTime:
+    """One committed step."""
+
+    ended: float = 0.0
+    """When the last member committed it."""
+    commits: int = 0
+    members: int = 0
+    """In the generation of its first commit."""
+
+
+@dataclass
+class Recovery:
+    """What one generation after the first cost."""
+
+    began: float
+    """The death, where there was one, or the request."""
+    announced: float = 0.0
+    planned: float = 0.0
+    """When the last member had its plan."""
+    step: int = 0
+    redone: int = 0
+    """Microbatches dealt again."""
+    in_schedule: int = 0
+    """Of those: dealt to passes that still ran."""
+
+
+@dataclass
+class Account:
+    """What a run has shown."""
+
+    steps: dict[int, StepTime] = field(default_factory=dict)
+    recoveries: dict[int, Recovery] = field(default_factory=dict)
+    """By generation."""
+    messages: int = 0
+    """Between leaders, and between them and the coordinator."""
+    exit_code: int | None = None
+    reason: str = ""
+
+
+class Actor:
+    """A control thread: busy with one message at a time."""
+
+    def __init__(self, job: TimedJob) -> None:
+        self.job = job
+        self.free_at = 0.0
+
+    def occupied(self, num_bytes: float = 0.0) -> float:
+        """Take the time of one more message; returns when it is done."""
+        self.free_at = max(self.free_at, self.job.clock.now) + self.job.timing.message_s(num_bytes)
+        return self.free_at
+
+
+class TimedReplica(Actor):
+    """One replica: its leader's machine and its ranks."""
+
+    def __init__(self, job: TimedJob, number: ReplicaId) -> None:
+        super().__init__(job)
+        self.number = number
+        self.state = replica.ReplicaState(number, job.shape)
+        self.ranks = [TimedRank(job, self, position) for position in range(job.table.ranks)]
+
+    @property
+    def leads(self) -> bool:
+        """Whether its leader is alive."""
+        return self.ranks[0].alive
+
+    def receive(self, message: replica.Input) -> None:
+        """A message of another leader or of the coordinator."""
+        if self.leads:
+            self.occupied()
+            self.feed(message)
+
+    def reported(self, position: int, report: Report) -> None:
+        """A report of a rank: rank 0's is here at once."""
+        if position == 0:
+            self.feed(report)
+        else:
+            self.job.deliver_locally(self, position, report)
+
+    def feed(self, message: replica.Input) -> None:
+        """One input of the machine, and its effects."""
+        if not self.leads:
+            return
+        job = self.job
+        self.state, effects = replica.step(self.state, message)
+        for effect in effects:
+            if isinstance(effect, replica.ToRanks):
+                if isinstance(effect.order, Plan):
+                    job.planned(self, effect.order)
+                job.order(self, effect.order)
+            elif isinstance(effect, replica.ToPeers):
+                self._to_peers(effect)
+            elif isinstance(effect, replica.ToCoordinator):
+                if isinstance(effect.message, Entered):
+                    job.observe(effect.message)
+                job.send(self, job.coordinator, self.occupied(), effect.message)
+            elif isinstance(effect, replica.Decided):
+                job.decided(effect)
+            elif isinstance(effect, replica.Committed):
+                job.committed(self, effect)
+        job.watch(self)
+
+    def _to_peers(self, effect: replica.ToPeers) -> None:
+        job, message = self.job, effect.message
+        num_bytes = 0.0
+        if isinstance(message, Vote):
+            job.observe(invariants.Voted(message))
+        else:
+            num_bytes = job.size_of(message)
+        for peer in effect.peers:
+            job.send(self, job.replicas[peer], self.occupied(num_bytes), message)
+
+
+class TimedCoordinator(Actor):
+    """The coordinator's driver."""
+
+    def __init__(self, job: TimedJob, policy: coordinator.Policy, timers_s: Mapping[str, float]) -> None:
+        super().__init__(job)
+        self.state = coordinator.CoordinatorState(policy)
+        self.timers_s = timers_s
+
+    def receive(self, message: LeaderMessage) -> None:
+        """A message of a leader."""
+        self.occupied()
+        self.feed(message)
+
+    def feed(self, message: coordinator.Input) -> None:
+        """One input of the machine, and its effects."""
+        job = self.job
+        self.state, effects = coordinator.step(self.state, message)
+        for effect in effects:
+            if isinstance(effect, coordinator.Announce):
+                self._announce(effect.generation)
+            elif isinstance(effect, coordinator.Fence):
+                job.fence(effect.replica)
+            elif isinstance(effect, coordinator.Arm):
+                job.clock.after(self.timers_s[effect.setting], self.feed, coordinator.TimerFired(effect.timer))
+            elif isinstance(effect, coordinator.EndJob):
+                job.end(effect.exit_code, effect.reason)
+
+    def _announce(self, new: NewGeneration) -> None:
+        job = self.job
+        outvoted = tuple(loss.replica for loss in new.losses if loss.kind is LossKind.DIVERGED)
+        job.observe(invariants.Formed(new.generation, new.roster, outvoted))
+        job.announced(new)
+        num_bytes = job.size_of(new)
+        for number in new.roster:
+            job.send(self, job.replicas[number], self.occupied(num_bytes), new)
+
+
+class TimedJob:
+    """A job that runs. Subclass it to change what can go wrong between its parts (`sim/fuzz.py`)."""
+
+    def __init__(
+        self,
+        table: JobTable,
+        timing: Timing,
+        timers_s: Mapping[str, float],
+        *,
+        detect_s: float,
+        stall_timeout_s: float,
+        faults: Sequence[Fault] = (),
+        memory: Memory | None = None,
+        min_replicas: int = 1,
+    ) -> None:
+        """`timers_s`: seconds of every `core.coordinator.Setting`. Without `memory` no data is kept and nothing is checked."""
+        self.table, self.timing, self.detect_s, self.stall_timeout_s = table, timing, detect_s, stall_timeout_s
+        self.clock = Clock()
+        self.shape = shape_of(table)
+        self.buckets_of = [
+            tuple(bucket for bucket, holders in enumerate(self.shape.bucket_ranks) if position in holders)
+            for position in range(table.ranks)
+        ]
+        self.forward_share = timing.compute.forward_share
+        self.memory = memory or Memory()
+        self.history = invariants.History(self.shape) if memory is not None else None
+        self.meetings = Meetings(self)
+        self.account = Account()
+        self.num_steps = table.steps
+        self.replicas = [TimedReplica(self, number) for number in range(table.replicas)]
+        self.coordinator = TimedCoordinator(self, coordinator.Policy(table.replicas, min_replicas), timers_s)
+        self._faults = {fault: fault.occurrence for fault in faults}
+        self._deaths: dict[ReplicaId, float] = {}
+        self._dead: dict[ReplicaId, set[int]] = {}
+        self._works: dict[int, Work] = {}
+        self._sizes: tuple[object, float] = (None, 0.0)
+        self._waits: dict[ReplicaId, tuple[object, ...]] = {}
+
+    # --- running ---
+
+    def run(self, *, max_events: int = 2**62, until_s: float = float("inf")) -> Account:
+        """From the start to the end of the job. Raises RuntimeError when it does not end within a limit."""
+        self.coordinator.feed(coordinator.Launched())
+        for one in self.replicas:
+            self.coordinator.feed(Hello(one.number, "same"))
+        with answers_shared():
+            while self.account.exit_code is None:
+                if not self.clock.step():
+                    raise RuntimeError(f"nothing can happen any more at {self.clock.now:.3f} s, and the job is not over")
+                if self.clock.num_events > max_events or self.clock.now > until_s:
+                    raise RuntimeError(f"no end after {self.clock.num_events} events and {self.clock.now:.3f} s")
+        return self.account
+
+    def work(self, step: int) -> Work:
+        """What a step consists of."""
+        if step not in self._works:
+            self._works = {step: Work(f"train {step}", self.table.microbatches, tuple(range(len(self.shape.bucket_ranks))))}
+        return self._works[step]
+
+    # --- messages ---
+
+    def send(self, source: Actor, destination: TimedReplica | TimedCoordinator, departs: float, message: Any) -> None:
+        """Between leaders, or a leader and the coordinator."""
+        self.account.messages += 1
+        self.clock.at(departs + self.timing.latency_s(), destination.receive, message)
+
+    def order(self, one: TimedReplica, order: Any) -> None:
+        """From a leader to all its ranks."""
+        self.clock.at(max(one.free_at, self.clock.now) + self.timing.local_latency_s(), self._obey, one, order)
+
+    def _obey(self, one: TimedReplica, order: Any) -> None:
+        for each in one.ranks:
+            each.obey(order)
+
+    def deliver_locally(self, one: TimedReplica, position: int, report: Report) -> None:
+        """From a rank to its leader."""
+        self.clock.after(self.timing.local_latency_s(), one.feed, report)
+
+    def size_of(self, message: Status | NewGeneration) -> float:
+        """Bytes on the wire; of the message that was asked for last it is remembered."""
+        if self._sizes[0] is not message:
+            self._sizes = (message, float(len(msgspec.msgpack.encode(message))))
+        return self._sizes[1]
+
+    def watch(self, one: TimedReplica) -> None:
+        """INV-8: after the stall timeout without a change in what a leader waits for, it is told so."""
+        waiting = (one.state.phase, one.state.generation, one.state.step)
+        if self._waits.get(one.number) != waiting:
+            self._waits[one.number] = waiting
+            if one.state.phase in (replica.Phase.EXCHANGING, replica.Phase.VOTED):
+                self.clock.after(self.stall_timeout_s, self._stalled, one, waiting, replica.waiting_for(one.state))
+
+    def _stalled(self, one: TimedReplica, waiting: tuple[object, ...], missing: tuple[ReplicaId, ...]) -> None:
+        if not one.leads or self._waits.get(one.number) != waiting:
+            return
+        now = replica.waiting_for(one.state)
+        if now and now == missing:
+            one.feed(replica.WaitExpired(one.state.generation, one.state.step))
+        elif now:
+            self.clock.after(self.stall_timeout_s, self._stalled, one, waiting, now)
+
+    # --- faults ---
+
+    @property
+    def num_faults(self) -> int:
+        """Exact faults that have not struck."""
+        return len(self._faults)
+
+    def faults_at(
+        self, rank: TimedRank, *points: FaultPoint, step: int | None = None, bucket: int | None = None
+    ) -> Iterable[Fault]:
+        """Faults that strike where this rank is now."""
+        if not self._faults:
+            return ()
+        step = rank.machine.step if step is None else step
+        found = []
+        for fault in list(self._faults):
+            here = (fault.replica, fault.rank) == (rank.replica.number, rank.position) and fault.point in points
+            if here and fault.step in (None, step) and fault.bucket in (None, bucket):
+                if fault.point in (FaultPoint.FORWARD, FaultPoint.BACKWARD):  # the caller counts these
+                    found.append(fault)
+                else:
+                    self._faults[fault] -= 1
+                    if not self._faults[fault]:
+                        found.append(fault)
+        return found
+
+    def add_fault(self, fault: Fault) -> None:
+        """One more exact fault."""
+        self._faults[fault] = fault.occurrence
+
+    def strike_at(self, time: float, fault: Fault) -> None:
+        """Carry a fault out at that time, once."""
+        if self._faults.pop(fault, None) is not None:
+            if fault.kind is not FaultKind.KILL:
+                raise ValueError(f"a fault of kind {fault.kind.value} is not simulated")
+            self.clock.at(time, self.kill, fault.replica, fault.rank)
+
+    def kill(self, number: ReplicaId, position: int = 0) -> None:
+        """SIGKILL of one rank: its replica is lost as soon as the coordinator hears of it."""
+        if self.is_dead(number, position):
+            return
+        self._deaths.setdefault(number, self.clock.now)
+        self._bury(number, position)
+        lost = coordinator.Lost(Loss(number, LossKind.PROCESS_ENDED, f"rank {position}: SIGKILL"))
+        self.clock.after(self.detect_s, self.coordinator.feed, lost)
+
+    def fence(self, number: ReplicaId) -> None:
+        """Kill what is left of a replica."""
+        for position in range(self.table.ranks):
+            self._bury(number, position)
+
+    def is_dead(self, number: ReplicaId, position: int) -> bool:
+        """Whether that rank is dead."""
+        return number in self._dead and position in self._dead[number]
+
+    def _bury(self, number: ReplicaId, position: int) -> None:
+        if self.is_dead(number, position):
+            return
+        self._dead.setdefault(number, set()).add(position)
+        self.replicas[number].ranks[position].alive = False
+        self.meetings.broken(number, position)
+        if position == 0:
+            for one in self.replicas:
+                if one.leads and one.state.generation and number in one.state.roster:
+                    self.clock.after(self.timing.latency_s(), one.receive, replica.LinkLost(number))
+
+    # --- what is noted ---
+
+    def observe(self, fact: invariants.Fact) -> None:
+        """INV-1..7. Raises InvariantViolation."""
+        if self.history is not None:
+            self.history = invariants.observe(self.history, fact)
+
+    def announced(self, new: NewGeneration) -> None:
+        """The coordinator made a generation."""
+        if new.generation > 1:
+            deaths = [self._deaths[loss.replica] for loss in new.losses if loss.replica in self._deaths]
+            self.account.recoveries[new.generation] = Recovery(min(deaths, default=self.clock.now), announced=self.clock.now)
+            self.meetings.forget(new.generation - 2)
+
+    def planned(self, one: TimedReplica, plan: Plan) -> None:
+        """A leader gave a plan to its ranks."""
+        self.observe(invariants.Planned(one.number, plan))
+        recovery = self.account.recoveries.get(plan.generation)
+        if recovery is not None and not recovery.step:
+            recovery.step = plan.step
+        if recovery is not None and recovery.step == plan.step:
+            recovery.planned = self.clock.now
+
+    def decided(self, effect: replica.Decided) -> None:
+        """A leader has the common plan of a recovery."""
+        recovery = self.account.recoveries.get(effect.generation)
+        if recovery is not None:
+            recovery.redone = len(effect.dealt)
+
+    def computing(self, plan: Plan, count: int, *, in_schedule: bool) -> None:
+        """A rank 0 takes up microbatches of a plan: in the pass that runs, or in one of their own."""
+        recovery = self.account.recoveries.get(plan.generation)
+        if recovery is not None and in_schedule:
+            recovery.in_schedule += count
+
+    def committed(self, one: TimedReplica, effect: replica.Committed) -> None:
+        """A leader has committed a step."""
+        if self.history is not None:
+            self.observe(invariants.Committed(one.number, effect.generation, effect.record, effect.adopted))
+        time = self.account.steps.setdefault(effect.record.step, StepTime(members=len(one.state.roster)))
+        time.ended, time.commits = self.clock.now, time.commits + 1
+        if time.commits == len(one.state.roster):
+            self.step_ended(effect.record.step)
+
+    def step_ended(self, step: int) -> None:
+        """All members have committed it."""
+
+    def end(self, exit_code: int, reason: str) -> None:
+        """The coordinator ends the job."""
+        self.account.exit_code, self.account.reason = exit_code, reason
+        for one in self.replicas:
+            if one.leads:
+                self.clock.after(self.timing.latency_s(), one.receive, Stop(exit_code, reason))

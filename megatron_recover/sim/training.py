@@ -1,0 +1,270 @@
+"""A rank on the virtual clock: its machine, and what its training thread does in between, which takes time.
+
+The rules are those of `core/rank.py`; here is only the caller that its contract asks for: when a pass runs out of microbatches,
+when it ends, when an operation across replicas is over.
+
+Note [Time of a pass]
+    1F1B over q microbatches on p stages, each forward f and backward b seconds, t = f + b (Narayanan et al. 2021, section 2.2).
+    Seconds after the begin of the pass, on stage s counted from 0:
+
+    - forward k begins at s f + k f while the pipeline fills (k < p - s), then at s f + k t;
+    - backward k ends at p f + (p - s) b + k t, so the stage is done at s f + (q - 1 + p - s) t.
+
+    What arrives before forward q would begin is forward q, and costs no bubble. Rank 0 asks for the end of the pass when it
+    begins the last forward that it knows of.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_recover.core import rank
+from megatron_recover.core.values import Apply, BucketId, Close, Generation, Held, Order, Plan, ReplicaId, Stop, Version
+from megatron_recover.faults import FaultPoint
+from megatron_recover.sim.models import stage_of
+
+if TYPE_CHECKING:
+    from megatron_recover.sim.timed import TimedJob, TimedReplica
+
+
+class Operation(NamedTuple):
+    """What a rank's training thread does across replicas, in the order of its plan."""
+
+    generation: Generation
+    step: int
+    bucket: BucketId
+    version: Version
+    source: ReplicaId | None
+    """Fetch from this replica, or None: reduce."""
+    members: tuple[ReplicaId, ...]
+    """Who meets here: all of the roster, or source and targets."""
+
+
+class Pass:
+    """A pass of the schedule that runs. See Note [Time of a pass]."""
+
+    __slots__ = ("base", "forward_s", "has_asked", "num_microbatches", "slot_s", "stage", "stages")
+
+    def __init__(self, base: float, slot_s: float, forward_share: float, stage: int, stages: int) -> None:
+        self.base, self.slot_s, self.forward_s = base, slot_s, slot_s * forward_share
+        self.stage, self.stages = stage, stages
+        self.num_microbatches = 0
+        self.has_asked = False
+
+    def forward_begins(self, index: int) -> float:
+        """When the forward of this microbatch begins, counted from 0, if it is known in time."""
+        filling = index < self.stages - self.stage
+        return self.base + self.stage * self.forward_s + index * (self.forward_s if filling else self.slot_s)
+
+    def backward_begins(self, index: int) -> float:
+        """When the backward of this microbatch begins."""
+        backward_s = self.slot_s - self.forward_s
+        filled = self.stages * self.forward_s + (self.stages - self.stage - 1) * backward_s
+        return self.base + filled + index * self.slot_s
+
+    def extend(self, num_microbatches: int, now: float) -> None:
+        """Take in more; what comes after its time moves everything behind it."""
+        late = now - self.forward_begins(self.num_microbatches)
+        if self.num_microbatches and late > 0:
+            self.base += late
+        self.num_microbatches += num_microbatches
+
+    def ends(self) -> float:
+        """When the last backward is done."""
+        return self.backward_begins(self.num_microbatches - 1) + self.slot_s - self.forward_s
+
+
+class TimedRank:
+    """One rank. `busy` says that its training thread can not take an order now."""
+
+    __slots__ = (
+        "alive",
+        "busy",
+        "job",
+        "machine",
+        "operations",
+        "passing",
+        "plans_taken",
+        "position",
+        "replica",
+        "stage",
+        "turn",
+    )
+
+    def __init__(self, job: TimedJob, replica: TimedReplica, position: int) -> None:
+        self.job, self.replica, self.position = job, replica, position
+        self.stage = stage_of(job.table, position)
+        self.machine = rank.RankState(replica.number, position, job.buckets_of[position])
+        self.alive, self.busy = True, True
+        self.passing: Pass | None = None
+        self.operations: deque[Operation] = deque()
+        self.plans_taken = 0
+        """Of this step."""
+        self.turn = 0
+        """Of the training thread: an event that was meant for an older one is over."""
+
+    # --- control thread ---
+
+    def obey(self, order: Order) -> None:
+        """An order of the leader arrives."""
+        if self.alive:
+            joins = not self.machine.promised
+            self.feed(order)
+            if joins:
+                self.job.clock.at(self.job.clock.now + self.job.timing.optimizer_s(), self.begin)
+            self.wake()
+
+    def feed(self, message: rank.Input) -> None:
+        """One input of the machine, and its effects."""
+        self.machine, effects = rank.step(self.machine, message)
+        for effect in effects:
+            if isinstance(effect, rank.Retire):
+                self._retire(effect.generation)
+            else:
+                self.replica.reported(self.position, effect.report)
+
+    def _retire(self, generation: Generation) -> None:
+        """What runs across replicas fails at once; the training thread leaves the rest of its plan."""
+        if self.operations and self.operations[0].generation < generation:
+            self.job.meetings.leave(self, self.operations[0])
+            self._leave()
+
+    # --- training thread ---
+
+    def begin(self) -> None:
+        """The training loop arrives at its next step, or at its end."""
+        if not self.alive:
+            return
+        step, self.busy, self.plans_taken = self.machine.step, False, 0
+        self.feed(rank.Begin(self.job.work(step)) if step < self.job.num_steps else rank.End())
+        self.wake()
+
+    def wake(self) -> None:
+        """Take orders for as long as the training thread is free."""
+        while self.alive and not self.busy and self.machine.queue:
+            order = self.machine.queue[0]
+            self.feed(rank.Take())
+            if isinstance(order, Plan):
+                self._take_in(order)
+            elif isinstance(order, Close):
+                self._close()
+            elif isinstance(order, Apply):
+                self._apply(order)
+            elif isinstance(order, Stop):
+                self.busy = True
+
+    def _take_in(self, plan: Plan) -> None:
+        """Compute all of a plan: in the pass that runs, or in one that begins with it."""
+        job = self.job
+        job.memory.compute(self, plan)
+        self.plans_taken += 1
+        count = sum(len(compute.microbatches) for compute in plan.computes)
+        if not count:
+            if self.passing is None:
+                self._operate()
+            return
+        if self.position == 0:
+            job.computing(plan, count, in_schedule=self.passing is not None)
+        if self.passing is None:
+            slot_s = job.timing.microbatch_s(self.replica.number, plan.step)
+            self.passing = Pass(job.clock.now, slot_s, job.forward_share, self.stage, job.table.stages)
+        running = self.passing
+        running.extend(count, job.clock.now)
+        self._until(running.forward_begins(running.num_microbatches), self._exhausted)
+        if self.position == 0 and not running.has_asked:
+            running.has_asked = True
+            job.clock.at(running.forward_begins(running.num_microbatches - 1), self._ask_for_end, running)
+        if self.plans_taken == 1:
+            self._pass_points(running, count)
+
+    def _pass_points(self, running: Pass, count: int) -> None:
+        """Faults that strike in a forward or backward of the step's first plan."""
+        for fault in self.job.faults_at(self, FaultPoint.FORWARD, FaultPoint.BACKWARD):
+            if fault.occurrence <= count:
+                begins = running.forward_begins if fault.point is FaultPoint.FORWARD else running.backward_begins
+                self.job.strike_at(begins(fault.occurrence - 1), fault)
+
+    def _ask_for_end(self, running: Pass) -> None:
+        if self.alive and self.passing is running:
+            self.feed(rank.EndPass())
+
+    def _exhausted(self) -> None:
+        """The microbatches that are known have run out: take in what has come, or wait for it."""
+        self.busy = False
+        self.wake()
+
+    def _close(self) -> None:
+        assert self.passing is not None, "a pass that nobody opened is closed"
+        self._until(self.passing.ends(), self._pass_ended)
+
+    def _pass_ended(self) -> None:
+        self.busy, self.passing = False, None
+        self._operate()
+        self.wake()
+
+    def _operate(self) -> None:
+        """The pass is over: what crosses replicas, as the newest plan has it."""
+        plan = self.machine.taken
+        if not isinstance(plan, Plan) or not rank.may_run(self.machine, plan.generation):
+            return
+        mine, me = self.machine.buckets, self.replica.number
+        for item in plan.transfers:
+            if item.bucket in mine and me in (item.source, *item.targets):
+                members = (item.source, *item.targets)
+                self.operations.append(
+                    Operation(plan.generation, plan.step, item.bucket, item.version, item.source, members)
+                )  # fmt: skip
+        for bucket in plan.reduces:
+            if bucket in mine:
+                self.operations.append(Operation(plan.generation, plan.step, bucket, plan.generation, None, plan.roster))
+        if any(operation.source is None for operation in self.operations):
+            for fault in self.job.faults_at(self, FaultPoint.BEFORE_REDUCE):
+                self.job.strike_at(self.job.clock.now, fault)
+        self._advance()
+
+    def _advance(self) -> None:
+        """Arrive at the next operation."""
+        self.busy = bool(self.operations)
+        if self.operations:
+            self.turn += 1
+            self.job.meetings.arrive(self, self.operations[0])
+
+    def completed(self, operation: Operation, checksum: int | None) -> None:
+        """The operation at which this rank is has delivered a result (None: it only sent one)."""
+        if not self.alive or not self.operations or self.operations[0][:5] != operation[:5]:
+            return
+        self.operations.popleft()
+        if checksum is not None:
+            self.feed(rank.Completed(Held(operation.bucket, operation.version, checksum)))
+        self._advance()
+        self.wake()
+
+    def failed(self, operation: Operation, reason: str, suspects: tuple[ReplicaId, ...]) -> None:
+        """The operation at which this rank is has failed here."""
+        if not self.alive or not self.operations or self.operations[0][:5] != operation[:5]:
+            return
+        self._leave()
+        self.feed(rank.Failed(operation.generation, reason, suspects))
+        self.wake()
+
+    def _leave(self) -> None:
+        self.operations.clear()
+        self.busy = False
+        self.turn += 1
+
+    def _apply(self, order: Apply) -> None:
+        self.job.memory.apply(self, order)
+        for fault in self.job.faults_at(self, FaultPoint.OPTIMIZER, step=order.record.step):
+            self.job.strike_at(self.job.clock.now, fault)
+        self._until(self.job.clock.now + self.job.timing.optimizer_s(), self.begin)
+
+    def _until(self, time: float, then: object) -> None:
+        """The training thread is busy until then."""
+        self.busy = True
+        self.turn += 1
+        self.job.clock.at(time, self._if_still, self.turn, then)
+
+    def _if_still(self, turn: int, then: object) -> None:
+        if self.alive and self.turn == turn:
+            then()  # type: ignore[operator]

@@ -1,0 +1,91 @@
+"""TOML files that a user wrote: every mistake in them, with its line.
+
+Decides nothing about what a file means; a `msgspec.Struct` says that. The standard library's parser tells no line of a key, so
+it is looked for in the text, which finds it where a file is written one `key = value` a line.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+
+from megatron_recover.flags import did_you_mean
+
+Mistake = tuple[str, str]
+"""The key that is wrong, and what is wrong with it."""
+
+
+def read(text: str) -> dict[str, Any]:
+    """The content of a TOML file. Raises ValueError where it is none."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"not a TOML file: {error}") from error
+
+
+def mistakes(
+    table: Mapping[str, object],
+    kind: type[msgspec.Struct],
+    limits: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+    *,
+    strict: bool = True,
+) -> Iterator[Mistake]:
+    """Each key that is wrong or missing, if the table is to become a `kind`.
+
+    `limits` are the least and the greatest value of numbers. Not `strict`: numbers may be written as strings.
+    """
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    for key, value in table.items():
+        if key not in fields:
+            yield key, f"unknown key '{key}'; " + did_you_mean(key, fields, f"known are {', '.join(fields)}")
+            continue
+        try:
+            number = msgspec.convert(value, fields[key].type, strict=strict)
+        except msgspec.ValidationError as error:
+            choices = _choices(fields[key].type)
+            yield key, f"{key}: {error}" + (f"; known are {', '.join(choices)}" if choices else "")
+            continue
+        if key in limits:
+            least, greatest = limits[key]
+            if not least <= number <= greatest:
+                yield key, f"{key} is {number}; it must be {least} " + (f"to {greatest}" if greatest < math.inf else "or more")
+        elif isinstance(number, float) and not math.isfinite(number):
+            yield key, f"{key} is {number}; it must be a finite number"
+    for field in fields.values():
+        if field.required and field.name not in table:
+            yield field.name, f"{field.name} is missing"
+
+
+def _choices(kind: Any) -> list[str]:
+    """The values of a field that has only some."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return [str(member.value) for member in kind]
+    return [str(value) for value in get_args(kind)] if get_origin(kind) is Literal else []
+
+
+def line_of_table(text: str, name: str, index: int = 0) -> int:
+    """Line number (from 1) of the index-th header `[name]` or `[[name]]`; 0 where the file says it in another way."""
+    header = re.compile(rf"\s*\[+\s*{re.escape(name)}\s*\]")
+    found = [number for number, line in enumerate(text.splitlines(), 1) if header.match(line)]
+    return found[index] if index < len(found) else 0
+
+
+def line_of_key(text: str, key: str, start: int) -> int:
+    """Line number (from 1) of the first `key =` (or table `key`) behind line `start`; `start` where it is not found."""
+    found = re.compile(rf'\s*(\[+\s*)?["\']?{re.escape(key)}["\']?\s*[=\].]')
+    for number, line in enumerate(text.splitlines(), 1):
+        if number > start and found.match(line):
+            return number
+    return start
+
+
+def located(text: str, table: Mapping[str, object], start: int, found: Iterator[Mistake]) -> list[str]:
+    """Mistakes in a table whose header is in line `start`, each with its line."""
+    return [f"line {line_of_key(text, key, start) if key in table else start}: {mistake}" for key, mistake in found]

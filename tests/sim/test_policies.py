@@ -1,0 +1,87 @@
+"""What the policies make of losses: ours by the real machines, the baselines against what can be counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_recover.sim import policies
+from megatron_recover.sim.models import Timing
+from megatron_recover.sim.policies import Losses, RecoverJob, recover, simulate, young_daly
+from tests.sim.build import scenario
+
+EVERY_THIRD = {"every_steps": 3, "until_replicas": 2, "at": "reduction"}
+
+
+def test_without_losses_every_policy_does_the_same_but_saves() -> None:
+    what = scenario(policies=["recover", "shrink", "drop-step", "checkpoint-restart"], job={"steps": 6})
+    ours, *others, saving = simulate(what).values()
+    assert ours.goodput_of_ideal == pytest.approx(1, abs=1e-3)
+    for other in others:
+        assert other.goodput_of_ideal == pytest.approx(1)
+    assert saving.goodput_of_ideal == pytest.approx(1), "nothing is lost: nothing need be saved before the end"
+
+
+def test_ours_keeps_the_batch_and_nearly_all_of_the_time() -> None:
+    outcome = recover(scenario(job={"steps": 12, "microbatches": 128}, failures=EVERY_THIRD))
+    assert (outcome.losses, outcome.replicas_end, outcome.microbatches) == (2, 2, 12 * 128)
+    assert outcome.microbatches_redone == 32 + 43
+    assert outcome.goodput_of_ideal > 0.9
+
+
+def test_a_restart_costs_the_steps_since_the_last_save() -> None:
+    what = scenario(job={"steps": 5}, failures=EVERY_THIRD | {"until_replicas": 3})
+    timing = Timing(what.job, what.compute, what.network)
+    full, less = timing.ideal_step_s(4, 32), timing.ideal_step_s(3, 32)
+    outcome = policies._checkpoint_restart(what, 2, "checkpoint-restart")
+    # Steps 1 and 2, a save, a part of step 3, the restart; steps 3 and 4, a save, step 5.
+    lower = 2 * full + 2 + (full - timing.reduction_s(4)) + 100 + 2 * less + 2 + less
+    assert lower - 0.25 < outcome.seconds < lower + timing.reduction_s(4) + 0.1
+    assert (outcome.steps, outcome.losses, outcome.microbatches) == (5, 1, 160)
+
+
+def test_equal_quotas_leave_replicas_idle() -> None:
+    what = scenario(job={"steps": 9}, failures=EVERY_THIRD | {"until_replicas": 3})
+    uneven = policies._checkpoint_restart(what, 2, "checkpoint-restart")
+    equal = policies._checkpoint_restart(what, 2, "checkpoint-restart-equal")
+    assert equal.microbatches_per_gpu_hour < 0.9 * uneven.microbatches_per_gpu_hour, "three replicas live, two of them work"
+
+
+def test_the_interval_between_saves_is_youngs_and_dalys() -> None:
+    what = scenario(failures={"every_steps": 10})
+    step_s = Timing(what.job, what.compute, what.network).ideal_step_s(4, 32)
+    young, daly = young_daly(what)
+    assert young == pytest.approx((2 * 2 * 10 * step_s) ** 0.5 / step_s)
+    assert daly == pytest.approx(young - 2 / step_s, rel=0.1)
+
+
+def test_who_shrinks_or_drops_trains_less() -> None:
+    what = scenario(job={"steps": 6}, failures=EVERY_THIRD, policies=["shrink", "drop-step"])
+    shrink, drop = simulate(what).values()
+    assert shrink.microbatches == 32 * 2 + 24 * 3 + 16 and drop.microbatches == 32 * 2 + 24 * 2 + 16 * 2
+    assert drop.goodput_of_ideal < shrink.goodput_of_ideal
+
+
+def test_steps_that_are_left_out_change_nothing() -> None:
+    """Losses by rate strike at the same instants of the same job, whether all its steps are simulated or not."""
+    what = scenario(job={"steps": 300}, failures={"per_gpu_hour": 0.5, "until_replicas": 1})
+
+    class Whole(RecoverJob):
+        def _leave_out(self, step: int) -> None:
+            pass
+
+    jobs = [RecoverJob(what), Whole(what)]
+    for job in jobs:
+        assert job.run().exit_code == 0
+    short, whole = (job.meter.outcome for job in jobs)
+    assert jobs[0].num_left_out > 200 and not jobs[1].num_left_out
+    assert whole.losses >= 2
+    assert (short.steps, short.losses, short.microbatches) == (whole.steps, whole.losses, whole.microbatches)
+    assert short.seconds == pytest.approx(whole.seconds, rel=1e-5)
+    assert short.gpu_seconds == pytest.approx(whole.gpu_seconds, rel=1e-5)
+
+
+def test_losses_by_rate_come_as_often_as_they_should() -> None:
+    what = scenario(job={"replicas": 32}, failures={"per_gpu_hour": 0.01})
+    losses = Losses(what)
+    hits = sum(losses.within(10.0, 32) is not None for _ in range(100_000))
+    assert hits == pytest.approx(0.01 * 32 * 2 / 3600 * 10.0 * 100_000, rel=0.1)

@@ -1,0 +1,87 @@
+"""`megatron-recover simulate` as a user meets it."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_recover.cli import main
+
+SCENARIO = """\
+policies = ["recover", "drop-step", "checkpoint-restart", "checkpoint-restart-equal"]
+tokens_per_microbatch = 100
+equal_gpu_hours = 0.2
+
+[job]
+replicas = 4
+ranks = 2
+stages = 2
+microbatches = 64
+steps = 12
+
+[compute]
+microbatch_s = 1.0
+
+[network]
+bytes_per_s = 1e9
+gradient_bytes = 1e8
+
+[failures]
+every_steps = 5
+until_replicas = 2
+
+[checkpoint]
+save_s = 2
+restart_s = 100
+
+[drop]
+regroup_s = 1
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(SCENARIO)
+    return path
+
+
+def test_json_tells_goodput_and_speedup(scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(scenario), "--json", "--out", str(tmp_path / "out")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0.9 < found["goodput_of_ideal"] <= 1 < found["speedup_over_checkpoint_restart"]
+    assert found["speedup_over_checkpoint_restart"] <= found["speedup_over_checkpoint_restart_equal"]
+    assert found["speedup_over_checkpoint_restart_by_hindsight"] <= found["speedup_over_checkpoint_restart"]
+    assert found["more_microbatches_at_equal_gpu_hours"] > 0
+    ours = found["policies"]["recover"]
+    assert ours["microbatches"] == 12 * 64 and ours["tokens_per_gpu_hour"] == 100 * ours["microbatches_per_gpu_hour"]
+    assert json.loads((tmp_path / "out" / "result.json").read_text()) == found
+    with (tmp_path / "out" / "throughput.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["policy"] for row in rows} == set(found["policies"])
+    assert int([row for row in rows if row["policy"] == "recover"][-1]["microbatches"]) == 12 * 64
+
+
+def test_a_person_gets_a_table(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(scenario)]) == 0
+    said = capsys.readouterr().out
+    assert "checkpoint-restart-equal" in said and "goodput of ideal: " in said
+
+
+def test_the_same_scenario_gives_the_same_numbers(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        main(["simulate", str(scenario), "--json"])
+    said = capsys.readouterr().out
+    assert said[: len(said) // 2] == said[len(said) // 2 :]
+
+
+def test_a_wrong_scenario_ends_with_code_2_and_the_line(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario.write_text(SCENARIO.replace("save_s = 2", "save_s = -2"))
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", str(scenario)])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    assert f"megatron-recover simulate: {scenario}: line 24: save_s: Expected `float` >= 0.0" in said.err
