@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from megatron_recover.core.policy import EXIT, TOO_FEW, all_finished, most_suspected, nobody_left, poisoned
+from megatron_recover.core.policy import EXIT, TOO_FEW, all_finished, blamed, most_suspected, nobody_left, poisoned
 from megatron_recover.core.values import (
     Busy,
     Diverged,
@@ -84,6 +84,10 @@ class CoordinatorState(Value, frozen=True):
     """Why a newer generation is due (a grace runs), or empty."""
     suspects: tuple[ReplicaId, ...] = ()
     """Who was suspected, once per suspicion, since a step was committed."""
+    waits: tuple[tuple[ReplicaId, tuple[ReplicaId, ...]], ...] = ()
+    """Which members waited for whom when they left the previous generation, by member."""
+    excused: bool = False
+    """In the previous generation a save was under way: nobody is blamed for having been waited for."""
     fruitless: int = 0
     """Generations in a row without a loss or a committed step."""
     step: int = 0
@@ -224,7 +228,7 @@ def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) ->
     if len(state.roster) < state.policy.min_replicas:
         state = replace(state, requests=unite((state.requests, (TOO_FEW,))))
     generation = state.generation + 1
-    state = replace(state, generation=generation, entered=(), reason="")
+    state = replace(_blame(state), generation=generation, entered=(), reason="", excused=bool(state.saves))
     new = NewGeneration(generation, state.roster, losses, reason, state.requests, state.trusted_from)
     return state, (Announce(new), Arm(f"follow {generation}", "follow_timeout_s"))
 
@@ -247,6 +251,7 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
         losses=(*state.losses, *losses),
         hellos=tuple(item for item in state.hellos if item.replica not in {loss.replica for loss in losses}),
         suspects=(),
+        waits=(),
         fruitless=0,
     )
     if not state.generation:
@@ -272,8 +277,7 @@ def _on_requested(state: CoordinatorState, request: Requested) -> Step:
     if request.generation != state.generation or request.replica not in state.roster:
         return state, ()
     if not state.saves:
-        # Who cannot name a culprit may be it: a replica whose own links are broken sees every peer as healthy.
-        state = replace(state, suspects=(*state.suspects, *(request.suspects or (request.replica,))))
+        state = replace(state, suspects=(*state.suspects, *request.suspects))
     if state.reason:
         return state, ()
     state = replace(state, reason=f"replica {request.replica}: {request.reason}")
@@ -296,7 +300,10 @@ def _on_busy(state: CoordinatorState, busy: Busy) -> Step:
 
 def _saved(state: CoordinatorState) -> Step:
     """Nobody is blamed for having waited for a save that ended in time."""
-    return _announce(state, (), state.reason) if state.reason and not state.saves else (state, ())
+    if not state.reason or state.saves:
+        return state, ()
+    state, effects = _announce(state, (), state.reason)
+    return replace(state, excused=True), effects
 
 
 def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
@@ -331,7 +338,7 @@ def _same_roster(state: CoordinatorState) -> Step:
     """Nobody died, and yet a member cannot go on: try again, but not for ever with a member that everyone suspects (INV-9)."""
     if state.saves:
         return _announce(state, (), state.reason)
-    state = replace(state, fruitless=state.fruitless + 1)
+    state = replace(_blame(state), fruitless=state.fruitless + 1)
     culprit = most_suspected(state.suspects, state.roster)
     if state.fruitless >= state.policy.max_fruitless and culprit is not None:
         detail = f"suspected most in {state.fruitless} generations without a committed step; the last: {state.reason}"
@@ -339,12 +346,19 @@ def _same_roster(state: CoordinatorState) -> Step:
     return _announce(state, (), state.reason)
 
 
+def _blame(state: CoordinatorState) -> CoordinatorState:
+    """Suspect whom members waited for."""
+    return replace(state, suspects=(*state.suspects, *blamed(state.waits)), waits=())
+
+
 def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
-    """Note it; a step further than before means that the last generations bore fruit."""
+    """Note it, and whom the member had waited for; a step further than before means that the last generations bore fruit."""
     if entered.generation != state.generation or entered.replica not in state.roster:
         return state, ()
     if entered.step > state.step:
-        state = replace(state, step=entered.step, fruitless=0, suspects=())
+        state = replace(state, step=entered.step, fruitless=0, suspects=(), waits=())
+    if entered.waited_for and not state.excused:
+        state = replace(state, waits=tuple(sorted({**dict(state.waits), entered.replica: entered.waited_for}.items())))
     return replace(state, entered=tuple(sorted({*state.entered, entered.replica}))), ()
 
 

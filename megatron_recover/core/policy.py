@@ -92,6 +92,17 @@ def all_finished(finished: Sequence[Finished]) -> tuple[int, str]:
     return code, "training finished" if code == ExitCode.OK else "training was asked to end and did"
 
 
+def blamed(waits: Sequence[tuple[ReplicaId, Sequence[ReplicaId]]]) -> tuple[ReplicaId, ...]:
+    """Who held up those that `waits` has, with whom each waited for, once per member that waited for it.
+
+    Who waited itself passes the blame on: in a tree a message waits for another, and only the last in the row is guilty. Where
+    all who are waited for wait themselves, each of them counts.
+    """
+    waiting = {replica for replica, _ in waits}
+    named = [replica for _, awaited in waits for replica in awaited]
+    return tuple(replica for replica in named if replica not in waiting) or tuple(named)
+
+
 def most_suspected(suspects: Sequence[ReplicaId], roster: Sequence[ReplicaId]) -> ReplicaId | None:
     """The member that was suspected most often, the highest id among equals (the lowest is the writer); None if none was."""
     counts = Counter(suspect for suspect in suspects if suspect in roster)

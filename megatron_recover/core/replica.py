@@ -7,8 +7,9 @@ Caller's contract (docs/protocol.md has all of it)
 --------------------------------------------------
 * Feed every input; carry the effects out in order before the next input.
 * `ToRanks` goes to every rank of this replica, the leader's own included, over one FIFO link each.
-* `ToPeers` goes to these leaders over FIFO links. A link may break: feed `LinkLost(peer)`, never resend by yourself. Messages
-  for a generation that the receiver has not heard of are fed as they come; the machine keeps the newest of each peer.
+* `ToPeers` goes to these leaders over FIFO links; above `tree_above` members they are neighbours in the tree. A link may break:
+  feed `LinkLost(peer)`, never resend by yourself. Messages for a generation that the receiver has not heard of are fed as they
+  come; the machine keeps the newest of each member.
 * `ToCoordinator` goes to the coordinator.
 * While `waiting_for(state)` is not empty and neither it, nor `state.generation`, nor `state.step` changed for the stall
   timeout: feed `WaitExpired(generation, step)`.
@@ -26,8 +27,10 @@ from msgspec.structs import replace
 from megatron_recover.core.bucket import complete, results
 from megatron_recover.core.policy import exit_code
 from megatron_recover.core.recovery import fresh_plan, plan_of, recover
+from megatron_recover.core.tree import TREE_ABOVE, awaited, neighbours, told
 from megatron_recover.core.values import (
     Apply,
+    Ballot,
     Begun,
     Blocked,
     BucketId,
@@ -58,13 +61,15 @@ from megatron_recover.core.values import (
     Saving,
     Shape,
     Status,
+    Statuses,
     Stop,
     Value,
     Version,
     Vote,
+    Votes,
     Work,
 )
-from megatron_recover.core.vote import Disagreement, tally, unite
+from megatron_recover.core.vote import Disagreement, gather, tally, unite, voters_of
 
 
 class Phase(enum.Enum):
@@ -91,6 +96,8 @@ class ReplicaState(Value, frozen=True):
 
     replica: ReplicaId
     shape: Shape
+    tree_above: int = TREE_ABOVE
+    """Above so many members status and vote go over a tree; the same in all replicas."""
     phase: Phase = Phase.JOINING
     generation: Generation = 0
     roster: tuple[ReplicaId, ...] = ()
@@ -111,12 +118,14 @@ class ReplicaState(Value, frozen=True):
     """The plan that the ranks obey, or (phase IDLE) that waits for the training loop to begin the step."""
     statuses: tuple[Status, ...] = ()
     """Newest status of each member, own included, by replica."""
-    votes: tuple[Vote, ...] = ()
-    """Votes for this step, by replica."""
+    votes: tuple[Ballot, ...] = ()
+    """Votes for this step."""
     committed: Record | None = None
     """Record of `step - 1`."""
     blocked: bool = False
     """A newer generation was asked for."""
+    waited_for: tuple[ReplicaId, ...] = ()
+    """Until `Entered` says it: whom this replica waited for when it left a generation."""
     trusted_from: Generation = 0
     """Of `generation` (`NewGeneration.trusted_from`)."""
     ended: tuple[int, ...] = ()
@@ -140,7 +149,7 @@ class WaitExpired(Value, frozen=True):
     step: int
 
 
-Input = NewGeneration | Stop | Report | Status | Vote | LinkLost | WaitExpired
+Input = NewGeneration | Stop | Report | Status | Statuses | Vote | Votes | LinkLost | WaitExpired
 
 
 # --- Effects -------------------------------------------------------------------------------------------------------------
@@ -153,10 +162,11 @@ class ToRanks(Value, frozen=True):
 
 
 class ToPeers(Value, frozen=True):
-    """Send to these leaders (may be empty: a roster of one)."""
+    """Send to these leaders. A roster of one has no peers, and in a tree others hear of a status or vote only from what is
+    handed on: the effect still comes, when this replica says it."""
 
     peers: tuple[ReplicaId, ...]
-    message: Status | Vote
+    message: Status | Statuses | Vote | Votes
 
 
 class ToCoordinator(Value, frozen=True):
@@ -205,14 +215,17 @@ def step(state: ReplicaState, message: Input) -> Step:
 
 
 def waiting_for(state: ReplicaState) -> tuple[ReplicaId, ...]:
-    """Members whose status or vote this replica needs before it can go on."""
-    if state.phase is Phase.EXCHANGING:
-        here = {status.replica for status in state.statuses if status.generation == state.generation}
-    elif state.phase is Phase.VOTED:
-        here = {vote.replica for vote in state.votes}
-    else:
+    """Members whose message this replica needs before it can go on."""
+    if state.phase not in (Phase.EXCHANGING, Phase.VOTED):
         return ()
-    return tuple(replica for replica in state.roster if replica not in here)
+    return awaited(state.roster, state.replica, _heard(state), state.tree_above)
+
+
+def _heard(state: ReplicaState) -> frozenset[ReplicaId]:
+    """Members whose vote is here; before there is a plan, those whose status is."""
+    if state.phase in (Phase.PROMISING, Phase.EXCHANGING):
+        return frozenset(status.replica for status in state.statuses if status.generation == state.generation)
+    return voters_of(state.votes)
 
 
 def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
@@ -223,6 +236,7 @@ def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
     entered = replace(
         state,
         phase=Phase.PROMISING,
+        waited_for=waiting_for(state) or state.waited_for,
         generation=new.generation,
         roster=new.roster,
         requests=unite((state.requests, new.requests)),
@@ -254,36 +268,39 @@ def _on_promised(state: ReplicaState, report: Promised) -> Step:
         _complete(state),
         state.committed,
     )
-    state = replace(state, phase=Phase.EXCHANGING, statuses=_keep(state.statuses, status))
-    state, effects = _exchange(state)
-    entered = Entered(state.replica, state.generation, status.step)
-    return state, (ToCoordinator(entered), ToPeers(_peers(state), status), *effects)
+    before = _heard(state)
+    entered = Entered(state.replica, state.generation, state.step, state.waited_for)
+    state = replace(state, phase=Phase.EXCHANGING, statuses=_keep(state.statuses, (status,)), waited_for=())
+    state, effects = _exchange(state, before)
+    return state, (ToCoordinator(entered), ToPeers(_told_at_once(state), status), *effects)
 
 
-def _on_status(state: ReplicaState, status: Status) -> Step:
-    """Keep it; with the last one that was missing, make the common plan."""
-    if status.generation < state.generation:
+def _on_status(state: ReplicaState, message: Status | Statuses) -> Step:
+    """Keep what it says, hand it on in a tree; with the last one that was missing, make the common plan."""
+    if message.generation < state.generation:
         return state, ()
-    if status.generation == state.generation and state.phase not in (Phase.PROMISING, Phase.EXCHANGING):
+    if message.generation == state.generation and state.phase not in (Phase.PROMISING, Phase.EXCHANGING):
         return state, ()
-    state = replace(state, statuses=_keep(state.statuses, status))
-    return _exchange(state) if state.phase is Phase.EXCHANGING else (state, ())
+    before = _heard(state)
+    state = replace(state, statuses=_keep(state.statuses, message.statuses if isinstance(message, Statuses) else (message,)))
+    return _exchange(state, before) if state.phase is Phase.EXCHANGING else (state, ())
 
 
-def _exchange(state: ReplicaState) -> Step:
-    """Make the common plan once all statuses of the generation are here."""
-    if waiting_for(state):
-        return state, ()
+def _exchange(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
+    """Hand on what was not heard `before`; make the common plan once all statuses of the generation are here."""
     statuses = tuple(status for status in state.statuses if status.generation == state.generation)
+    effects = _handed_on(state, before, Statuses(state.replica, state.generation, statuses))
+    if waiting_for(state):
+        return state, effects
     recovery = recover(statuses, state.trusted_from)
     if isinstance(recovery, Disagreement):
-        return _diverged(state, recovery)
+        return _diverged(state, recovery, effects)
     state = replace(state, phase=Phase.IDLE, statuses=tuple(s for s in state.statuses if s.generation > state.generation))
-    effects: tuple[Effect, ...] = ()
     if recovery.step > state.step:
         if recovery.adopt is None:
             raise ValueError(f"step {state.step} is committed elsewhere without a record")
-        state, effects = _commit(state, recovery.adopt, adopted=True)
+        state, more = _commit(state, recovery.adopt, adopted=True)
+        effects += more
     if recovery.work is not None:
         decided = tuple((item.bucket, item.version, item.source) for item in recovery.decisions)
         dealt = tuple((microbatch, owner) for owner, microbatch, _ in recovery.dealt)
@@ -357,29 +374,35 @@ def _vote(state: ReplicaState) -> Step:
     if state.work is None or len(complete) < len(state.work.buckets):
         return state, ()
     record = Record(state.step, state.work.label, complete, state.requests)
-    vote = Vote(state.replica, state.generation, record)
-    state = replace(state, phase=Phase.VOTED, votes=_keep_vote(state.votes, vote))
-    state, effects = _count(state)
-    return state, (ToPeers(_peers(state), vote), *effects)
+    before = _heard(state)
+    ballots = gather(state.votes, (Ballot(record, (state.replica,)),))
+    state, effects = _count(replace(state, phase=Phase.VOTED, votes=ballots), before)
+    return state, (ToPeers(_told_at_once(state), Vote(state.replica, state.generation, record)), *effects)
 
 
-def _on_vote(state: ReplicaState, vote: Vote) -> Step:
-    """Keep it; commit when all members have voted for the same record."""
+def _on_vote(state: ReplicaState, message: Vote | Votes) -> Step:
+    """Keep it, hand it on in a tree; commit when all members have voted for the same record."""
     # Votes of a newer generation or of the next step cannot have been cast: the one needs this replica's status, the other
     # its local gradient of that step, which it has only after committing this one.
-    if (vote.generation, vote.record.step) != (state.generation, state.step) or vote.replica not in state.roster:
+    if isinstance(message, Vote):
+        message = Votes(message.replica, message.generation, message.record.step, (Ballot(message.record, (message.replica,)),))
+    if (message.generation, message.step) != (state.generation, state.step) or message.replica not in state.roster:
         return state, ()
-    state = replace(state, votes=_keep_vote(state.votes, vote))
-    return _count(state) if state.phase is Phase.VOTED else (state, ())
+    before = _heard(state)
+    state = replace(state, votes=gather(state.votes, message.ballots))
+    return _count(state, before) if state.phase is Phase.VOTED else (state, ())
 
 
-def _count(state: ReplicaState) -> Step:
+def _count(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
+    """Hand on what was not heard `before`; commit once all have voted."""
+    effects = _handed_on(state, before, Votes(state.replica, state.generation, state.step, state.votes))
     outcome = tally(state.votes, state.roster)
     if outcome is None:
-        return state, ()
+        return state, effects
     if isinstance(outcome, Disagreement):
-        return _diverged(state, outcome)
-    return _commit(state, outcome, adopted=False)
+        return _diverged(state, outcome, effects)
+    state, more = _commit(state, outcome, adopted=False)
+    return state, effects + more
 
 
 def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
@@ -401,33 +424,34 @@ def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
     return state, (Committed(record, state.generation, adopted), ToRanks(apply))
 
 
-def _diverged(state: ReplicaState, conflict: Disagreement) -> Step:
+def _diverged(state: ReplicaState, conflict: Disagreement, effects: tuple[Effect, ...] = ()) -> Step:
     if state.blocked:
-        return state, ()
+        return state, effects
     report = Diverged(state.replica, state.generation, state.step, conflict.minority, conflict.reason)
-    return replace(state, blocked=True), (ToCoordinator(report),)
+    return replace(state, blocked=True), (*effects, ToCoordinator(report))
 
 
 def _on_blocked(state: ReplicaState, report: Blocked) -> Step:
     """Ask for a newer generation."""
     if report.generation != state.generation:
         return state, ()
-    return _request(state, report.reason, report.suspects)
+    # Who cannot name a culprit may be it: a replica whose own links are broken sees every peer as healthy.
+    return _request(state, report.reason, report.suspects or (state.replica,))
 
 
 def _on_link_lost(state: ReplicaState, lost: LinkLost) -> Step:
     """Ask for a newer generation: what was on the link may be lost."""
-    if lost.peer not in state.roster:
+    if lost.peer not in neighbours(state.roster, state.replica, state.tree_above):
         return state, ()
     return _request(state, f"the link to the leader of replica {lost.peer} broke {lost.detail}".rstrip(), (lost.peer,))
 
 
 def _on_expired(state: ReplicaState, expired: WaitExpired) -> Step:
-    """Ask for a newer generation, naming whom this replica still waits for."""
+    """Ask for a newer generation. Whom it waits for it says with all others, on entering that one (`Entered`)."""
     missing = waiting_for(state)
     if not missing or (expired.generation, expired.step) != (state.generation, state.step):
         return state, ()
-    return _request(state, f"no {'status' if state.phase is Phase.EXCHANGING else 'vote'} of replicas {missing} came", missing)
+    return _request(state, f"no {'status' if state.phase is Phase.EXCHANGING else 'vote'} of replicas {missing} came", ())
 
 
 def _request(state: ReplicaState, reason: str, suspects: tuple[ReplicaId, ...]) -> Step:
@@ -467,28 +491,30 @@ def _on_stop(state: ReplicaState, stop: Stop) -> Step:
 # --- Small parts ---------------------------------------------------------------------------------------------------------
 
 
-def _peers(state: ReplicaState) -> tuple[ReplicaId, ...]:
-    return tuple(replica for replica in state.roster if replica != state.replica)
+def _told_at_once(state: ReplicaState) -> tuple[ReplicaId, ...]:
+    """Who hears this replica's own word from itself alone."""
+    if len(state.roster) > state.tree_above:
+        return ()
+    return neighbours(state.roster, state.replica, state.tree_above)
+
+
+def _handed_on(state: ReplicaState, before: frozenset[ReplicaId], message: Statuses | Votes) -> tuple[Effect, ...]:
+    """In a tree: `message`, all that is known now, for those whom what came since `before` completes."""
+    to = told(state.roster, state.replica, _heard(state), state.tree_above)
+    return (ToPeers(to, message),) if to and to != told(state.roster, state.replica, before, state.tree_above) else ()
 
 
 def _complete(state: ReplicaState) -> tuple[BucketVersion, ...]:
     return complete(state.shape, state.held, state.work.buckets) if state.work is not None else ()
 
 
-def _keep(statuses: tuple[Status, ...], status: Status) -> tuple[Status, ...]:
+def _keep(known: tuple[Status, ...], said: tuple[Status, ...]) -> tuple[Status, ...]:
     """Keep the newest status of each replica: bounded, and a member that sent a newer one has promised to leave the old."""
-    newest = {item.replica: item for item in statuses}
-    known = newest.get(status.replica)
-    if known is None or known.generation < status.generation:
-        newest[status.replica] = status
+    newest = {status.replica: status for status in known}
+    for status in said:
+        if status.replica not in newest or newest[status.replica].generation < status.generation:
+            newest[status.replica] = status
     return tuple(newest[replica] for replica in sorted(newest))
-
-
-def _keep_vote(votes: tuple[Vote, ...], vote: Vote) -> tuple[Vote, ...]:
-    """Keep the first vote of each replica."""
-    if vote.replica in {item.replica for item in votes}:
-        return votes
-    return tuple(sorted((*votes, vote), key=lambda item: item.replica))
 
 
 # --- The table -----------------------------------------------------------------------------------------------------------
@@ -525,10 +551,12 @@ TABLE: Mapping[Phase, Mapping[type, Row]] = {
     Phase.JOINING: _rows(
         Phase.JOINING,
         (Status, _on_status, ()),
+        (Statuses, _on_status, ()),
     ),
     Phase.PROMISING: _rows(
         Phase.PROMISING,
         (Status, _on_status, ()),
+        (Statuses, _on_status, ()),
         (Holds, _on_holds, ()),
         (Promised, _on_promised, (Phase.EXCHANGING, *_AFTER_EXCHANGE)),
         (LinkLost, _on_link_lost, ()),
@@ -536,29 +564,37 @@ TABLE: Mapping[Phase, Mapping[type, Row]] = {
     Phase.EXCHANGING: _rows(
         Phase.EXCHANGING,
         (Status, _on_status, _AFTER_EXCHANGE),
+        (Statuses, _on_status, _AFTER_EXCHANGE),
         (Vote, _on_vote, ()),
+        (Votes, _on_vote, ()),
         (LinkLost, _on_link_lost, ()),
         (WaitExpired, _on_expired, ()),
     ),
     Phase.IDLE: _rows(
         Phase.IDLE,
         (Status, _on_status, ()),
+        (Statuses, _on_status, ()),
         (Begun, _on_begun, (Phase.WORKING,)),
         (Vote, _on_vote, ()),
+        (Votes, _on_vote, ()),
         (LinkLost, _on_link_lost, ()),
     ),
     Phase.WORKING: _rows(
         Phase.WORKING,
         (Status, _on_status, ()),
+        (Statuses, _on_status, ()),
         (Holds, _on_holds, (Phase.VOTED, Phase.IDLE)),
         (Vote, _on_vote, ()),
+        (Votes, _on_vote, ()),
         (Blocked, _on_blocked, ()),
         (LinkLost, _on_link_lost, ()),
     ),
     Phase.VOTED: _rows(
         Phase.VOTED,
         (Status, _on_status, ()),
+        (Statuses, _on_status, ()),
         (Vote, _on_vote, (Phase.IDLE,)),
+        (Votes, _on_vote, (Phase.IDLE,)),
         (LinkLost, _on_link_lost, ()),
         (WaitExpired, _on_expired, ()),
     ),

@@ -126,6 +126,36 @@ class Status(Value, frozen=True):
     """The record of `step - 1`, for members that have not committed it."""
 
 
+class Statuses(Value, frozen=True):
+    """What several members say on entering a generation, handed on by a neighbour in the tree (`core/tree.py`)."""
+
+    replica: ReplicaId
+    """Who hands it on."""
+    generation: Generation
+    statuses: tuple[Status, ...]
+    """Of the subtree below `replica` on the way up, of all members on the way down; by replica."""
+
+
+class Ballot(Value, frozen=True):
+    """Votes for the same."""
+
+    record: Record
+    """Its requests are the sorted union of the voters'."""
+    voters: tuple[ReplicaId, ...]
+    """Ascending."""
+
+
+class Votes(Value, frozen=True):
+    """Votes of several members of `generation` for `step`, handed on by a neighbour in the tree."""
+
+    replica: ReplicaId
+    """Who hands them on."""
+    generation: Generation
+    step: int
+    ballots: tuple[Ballot, ...]
+    """Of the subtree below `replica` on the way up, of all members on the way down."""
+
+
 # --- Orders: from a replica's leader to its ranks, obeyed in the order in which they were given ---------------------------
 
 
@@ -309,6 +339,8 @@ class Entered(Value, frozen=True):
     replica: ReplicaId
     generation: Generation
     step: int
+    waited_for: tuple[ReplicaId, ...] = ()
+    """Whose message it lacked when it left the generation that it had entered before."""
 
 
 class Requested(Value, frozen=True):

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from megatron_recover.core.values import Record, ReplicaId, Value, Vote
+from megatron_recover.core.values import Ballot, Record, ReplicaId, Value
 
 
 class Disagreement(Value, frozen=True):
@@ -41,17 +41,50 @@ def disagreement(opinions: Mapping[ReplicaId, Hashable], subject: str) -> Disagr
     return Disagreement(minority, f"replicas disagree on {subject}: {sides}")
 
 
-def tally(votes: Iterable[Vote], roster: Sequence[ReplicaId]) -> Record | Disagreement | None:
+def gather(ballots: Sequence[Ballot], more: Iterable[Ballot]) -> tuple[Ballot, ...]:
+    """All votes, those for the same in one ballot. Of each voter the first word counts; requests are united."""
+    known = {voter for ballot in ballots for voter in ballot.voters}
+    groups: dict[Record, tuple[list[ReplicaId], list[tuple[str, ...]]]] = {}
+    for ballot, voters in (
+        *((ballot, ballot.voters) for ballot in ballots),
+        *((ballot, [voter for voter in ballot.voters if voter not in known]) for ballot in more),
+    ):
+        if voters:
+            group = groups.setdefault(_bare(ballot.record), ([], []))
+            group[0].extend(voters)
+            group[1].append(ballot.record.requests)
+    return tuple(
+        sorted(
+            (
+                Ballot(msgspec.structs.replace(record, requests=unite(requests)), tuple(sorted(voters)))
+                for record, (voters, requests) in groups.items()
+            ),
+            key=lambda ballot: ballot.voters,
+        )
+    )
+
+
+def voters_of(ballots: Iterable[Ballot]) -> frozenset[ReplicaId]:
+    """Who has voted."""
+    return frozenset(voter for ballot in ballots for voter in ballot.voters)
+
+
+def tally(ballots: Sequence[Ballot], roster: Sequence[ReplicaId]) -> Record | Disagreement | None:
     """The committed record, a disagreement, or None while a member's vote is missing.
 
-    `votes` are of one step and generation, at most one per replica. The record's requests are the union of the voters'.
+    `ballots` are what members said in one step and generation (`gather`). The record's requests are the union of the voters'.
     """
-    records = {vote.replica: vote.record for vote in votes if vote.replica in roster}
-    if len(records) < len(roster):
+    members = frozenset(roster)
+    if not members <= voters_of(ballots):
         return None
-    bare = {replica: msgspec.structs.replace(record, requests=()) for replica, record in records.items()}
-    step = bare[roster[0]].step
-    conflict = disagreement(bare, f"the result of step {step}")
+    cast = [(_bare(ballot.record), ballot) for ballot in ballots if not members.isdisjoint(ballot.voters)]
+    record = cast[0][0]
+    opinions = {voter: bare for bare, ballot in cast for voter in ballot.voters if voter in members}
+    conflict = disagreement(opinions, f"the result of step {record.step}")
     if conflict is not None:
         return conflict
-    return msgspec.structs.replace(bare[roster[0]], requests=unite(record.requests for record in records.values()))
+    return msgspec.structs.replace(record, requests=unite(ballot.record.requests for _, ballot in cast))
+
+
+def _bare(record: Record) -> Record:
+    return msgspec.structs.replace(record, requests=())

@@ -34,9 +34,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from megatron_recover.core import coordinator, invariants, replica
+from megatron_recover.core.tree import neighbours
 from megatron_recover.core.values import (
     Busy,
+    Entered,
     Generation,
     Hello,
     LeaderMessage,
@@ -94,7 +98,7 @@ class Effect(NamedTuple):
     """An `Outcome` in numbers."""
 
     node: int
-    messages: tuple[int, ...]
+    messages: tuple[tuple[int, tuple[ReplicaId, ...]], ...]
     reports: tuple[LeaderMessage, ...]
     facts: tuple[invariants.Fact, ...]
 
@@ -140,7 +144,7 @@ class Explorer:
         scenario = self.scenario
         buckets = tuple(range(len(scenario.bucket_ranks)))
         work = [Work(f"train {step}", scenario.microbatches, buckets) for step in range(scenario.steps)]
-        nodes = tuple(self.nodes.number(new_node(r, self.shape, work)) for r in range(scenario.replicas))
+        nodes = tuple(self.nodes.number(new_node(r, self.shape, work, scenario.tree_above)) for r in range(scenario.replicas))
         state = coordinator.CoordinatorState(coordinator.Policy(scenario.replicas))
         world = World(
             self.coordinators.number(state),
@@ -167,7 +171,7 @@ class Explorer:
                 self.newest[new.generation, new.roster, new.trusted_from] = self.messages.number(new)
                 outvoted = tuple(loss.replica for loss in new.losses if loss.kind is LossKind.DIVERGED)
                 world = self.observe(world, (invariants.Formed(new.generation, new.roster, outvoted),))
-                world = self.post(world, -1, (self.messages.number(new),), new.roster)
+                world = self.post(world, -1, ((self.messages.number(new), new.roster),))
             elif isinstance(effect, coordinator.Arm) and effect.timer.startswith("grace"):
                 world = self.coordinate(world, coordinator.TimerFired(effect.timer))
         return world
@@ -184,15 +188,14 @@ class Explorer:
             number = self.observed[key] = self.histories.number(history)
         return world._replace(history=number)
 
-    def post(self, world: World, source: int, messages: tuple[int, ...], to: tuple[ReplicaId, ...]) -> World:
+    def post(self, world: World, source: int, messages: tuple[tuple[int, tuple[ReplicaId, ...]], ...]) -> World:
         """Put messages into the network."""
         bits = world.messages
         links = {(a, b): queue for a, b, queue in world.links}
-        for number in messages:
+        for number, to in messages:
             if self.scenario.links and not isinstance(self.messages[number], Part | Copy):
                 for destination in to:
-                    if destination != source:
-                        links[source, destination] = (*links.get((source, destination), ()), number)
+                    links[source, destination] = (*links.get((source, destination), ()), number)
             else:
                 bits |= 1 << number
         return world._replace(messages=bits, links=tuple((a, b, queue) for (a, b), queue in sorted(links.items()) if queue))
@@ -206,7 +209,7 @@ class Explorer:
             outcome = self.simulator.stimulate(self.nodes[world.nodes[number]], what)  # type: ignore[arg-type]
             effect = self.effects[key] = Effect(
                 self.nodes.number(outcome.node),
-                tuple(self.message(message) for message in outcome.messages),
+                tuple((self.message(message), to) for message, to in outcome.messages),
                 outcome.reports,
                 outcome.facts,
             )
@@ -216,11 +219,16 @@ class Explorer:
         nodes = (*world.nodes[:number], effect.node, *world.nodes[number + 1 :])
         world = self.observe(world._replace(nodes=nodes), effect.facts)
         if effect.messages:
-            roster = self.nodes[effect.node].leader.roster
-            world = self.post(world, number, effect.messages, roster)
+            world = self.post(world, number, effect.messages)
         for report in effect.reports:
-            world = self.coordinate(world, report)
+            world = self.coordinate(world, self.blameless(report))
         return world
+
+    def blameless(self, report: LeaderMessage) -> LeaderMessage:
+        """Who waited for whom decides nothing before so many generations have borne no fruit, more than there are alarms."""
+        if isinstance(report, Entered) and self.scenario.alarms < coordinator.Policy(self.scenario.replicas).max_fruitless:
+            return replace(report, waited_for=())
+        return report
 
     # --- what can happen ---
 
@@ -318,7 +326,9 @@ class Explorer:
                     yield f"an operation of replica {number} rank {position} fails", after
         for number in state.roster:
             # One of the members will do: who asks changes nothing but that it asks no more in this generation.
-            after = self.stimulate(world, number, replica.LinkLost(state.roster[0]))
+            leader = self.nodes[world.nodes[number]].leader
+            peers = neighbours(leader.roster, number, leader.tree_above) if leader.roster else ()
+            after = self.stimulate(world, number, replica.LinkLost(peers[0])) if peers else world
             if after.coordinator != world.coordinator:
                 yield f"replica {number} asks for a new generation", after
                 return

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import msgspec
 
 from megatron_recover.core import replica
-from megatron_recover.core.values import NewGeneration, ReplicaId, Status, Vote
+from megatron_recover.core.tree import told
+from megatron_recover.core.values import NewGeneration, ReplicaId, Status, Statuses, Vote, Votes
+from megatron_recover.core.vote import voters_of
 from megatron_recover.sim.world import Copy, Message, Node, Part
 
 
@@ -88,25 +90,44 @@ def needed(message: Message, node: Node, member: bool) -> bool:
         if message.step < leader.step or message.rank >= len(node.ranks):
             return False
         return newer and member or node.ranks[message.rank].machine.promised <= message.generation <= leader.generation
-    if message.replica == leader.replica:
-        return False
-    if isinstance(message, Vote):
-        return newer and member or (message.generation == leader.generation and message.record.step >= leader.step)
-    exchanging = leader.phase in (replica.Phase.JOINING, replica.Phase.PROMISING, replica.Phase.EXCHANGING)
-    return newer and member or (message.generation == leader.generation and exchanging)
+    if newer or message.generation < leader.generation or not _goes_to(message, leader):
+        return newer and member
+    if isinstance(message, Vote | Votes):
+        return _step_of(message) >= leader.step
+    return leader.phase in (replica.Phase.JOINING, replica.Phase.PROMISING, replica.Phase.EXCHANGING)
+
+
+def _goes_to(message: Status | Statuses | Vote | Votes, leader: replica.ReplicaState) -> bool:
+    """Whether a message of its generation is meant for a replica: one that is handed on goes to a neighbour in the tree."""
+    if isinstance(message, Status | Vote):
+        return message.replica != leader.replica
+    return leader.replica in told(leader.roster, message.replica, _says(message), leader.tree_above)
+
+
+def _says(message: Status | Statuses | Vote | Votes) -> frozenset[ReplicaId]:
+    """Whose word a message carries."""
+    if isinstance(message, Statuses):
+        return frozenset(status.replica for status in message.statuses)
+    return voters_of(message.ballots) if isinstance(message, Votes) else frozenset({message.replica})
+
+
+def _step_of(message: Vote | Votes) -> int:
+    return message.record.step if isinstance(message, Vote) else message.step
 
 
 def only_stored(leader: replica.ReplicaState, message: Message) -> bool:
-    """Whether a node would do nothing with a message but keep it: those of two or more members are missing."""
-    if isinstance(message, Vote):
-        here = {vote.replica for vote in leader.votes}
-        fits = (message.generation, message.record.step) == (leader.generation, leader.step)
+    """Whether a node would do nothing with a message but keep it, and in a tree hand it on: another one is still missing."""
+    if isinstance(message, Vote | Votes):
+        here = voters_of(leader.votes)
+        fits = (message.generation, _step_of(message)) == (leader.generation, leader.step)
         fits = fits and leader.phase is not replica.Phase.PROMISING
-    elif isinstance(message, Status):
-        here = {status.replica for status in leader.statuses if status.generation >= leader.generation}
+    elif isinstance(message, Status | Statuses):
+        here = frozenset(status.replica for status in leader.statuses if status.generation >= leader.generation)
         fits = message.generation == leader.generation
         fits = fits and leader.phase in (replica.Phase.PROMISING, replica.Phase.EXCHANGING)
     else:
         return False
-    missing = set(leader.roster) - here - {leader.replica}
-    return fits and message.replica in missing and len(missing) >= 2
+    if not fits or not _goes_to(message, leader):
+        return False
+    said, missing = _says(message), set(leader.roster) - here - {leader.replica}
+    return not said.isdisjoint(missing) and not missing <= said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_recover.core.tree import TREE_ABOVE
 from megatron_recover.core.values import Value
 
 
@@ -29,6 +30,8 @@ class Scenario(Value, frozen=True):
     """A pass of the schedule runs for any time, and takes in what is dealt meanwhile."""
     saves: int = 0
     """Checkpoint saves of any replica, from any instant to any later one."""
+    tree_above: int = TREE_ABOVE
+    """Above so many members status and vote go over a tree."""
 
 
 ONE_RANK_TWO_BUCKETS = ((0,), (0,))

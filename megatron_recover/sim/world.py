@@ -38,9 +38,11 @@ from megatron_recover.core.values import (
     ReplicaId,
     Shape,
     Status,
+    Statuses,
     Value,
     Version,
     Vote,
+    Votes,
     Work,
 )
 
@@ -70,7 +72,7 @@ class Copy(Value, frozen=True):
     counts: Counts
 
 
-Message = NewGeneration | Status | Vote | Part | Copy
+Message = NewGeneration | Status | Statuses | Vote | Votes | Part | Copy
 
 
 class Operation(Value, frozen=True):
@@ -160,19 +162,23 @@ class Drift(Value, frozen=True):
     """The parameters change. Only between two steps: a step knows them by the checksum that it takes of them at its begin."""
 
 
-Stimulus = NewGeneration | Status | Vote | replica.LinkLost | Begin | CarryOut | TakeUp | EndPass | Complete | Fail | Drift
+Stimulus = (
+    NewGeneration | Status | Statuses | Vote | Votes | replica.LinkLost
+    | Begin | CarryOut | TakeUp | EndPass | Complete | Fail | Drift
+)  # fmt: skip
 
 
 class Outcome(Value, frozen=True):
     """What a stimulus does."""
 
     node: Node
-    messages: tuple[Status | Vote | Part | Copy, ...]
+    messages: tuple[tuple[Message, tuple[ReplicaId, ...]], ...]
+    """Each with those to whom it goes."""
     reports: tuple[LeaderMessage, ...]
     facts: tuple[invariants.Fact, ...]
 
 
-def new_node(number: ReplicaId, shape: Shape, work: Sequence[Work]) -> Node:
+def new_node(number: ReplicaId, shape: Shape, work: Sequence[Work], tree_above: int) -> Node:
     """A replica that has joined and knows no generation."""
     zeros = (0,) * work[0].num_microbatches
     ranks = []
@@ -180,7 +186,7 @@ def new_node(number: ReplicaId, shape: Shape, work: Sequence[Work]) -> Node:
         buckets = tuple(bucket for bucket, holders in enumerate(shape.bucket_ranks) if position in holders)
         machine = rank.RankState(number, position, buckets)
         ranks.append(Rank(machine, (zeros,) * len(buckets), ((),) * len(buckets)))
-    return Node(replica.ReplicaState(number, shape), tuple(ranks), tuple(work))
+    return Node(replica.ReplicaState(number, shape, tree_above), tuple(ranks), tuple(work))
 
 
 class Simulator:
@@ -241,7 +247,7 @@ class _Run:
         self.leader = node.leader
         self.ranks = list(node.ranks)
         self.drifted = node.drifted
-        self.out: list[Status | Vote | Part | Copy] = []
+        self.out: list[tuple[Message, tuple[ReplicaId, ...]]] = []
         self.up: list[LeaderMessage] = []
         self.facts: list[invariants.Fact] = []
 
@@ -261,7 +267,8 @@ class _Run:
             elif isinstance(effect, replica.ToPeers):
                 if isinstance(effect.message, Vote):
                     self.facts.append(invariants.Voted(effect.message))
-                self.out.append(effect.message)
+                if effect.peers:
+                    self.out.append((effect.message, effect.peers))
             elif isinstance(effect, replica.ToCoordinator):
                 if isinstance(effect.message, Entered):
                     self.facts.append(effect.message)
@@ -398,13 +405,15 @@ class _Run:
             operation = one.operations[0]
             index = one.machine.buckets.index(operation.bucket)
             if operation.source == self.number:
-                self.out.append(Copy(self.number, position, plan.generation, plan.step, *_what(operation), one.results[index]))
+                copy = Copy(self.number, position, plan.generation, plan.step, *_what(operation), one.results[index])
+                self.out.append((copy, operation.targets))
                 one = replace(one, operations=one.operations[1:])
                 continue
             if operation.source is None:
                 counts = one.gradient[index]
                 self.facts.append(invariants.Read(self.number, position, plan.step, operation.bucket, counts))
-                self.out.append(Part(self.number, position, plan.generation, plan.step, operation.bucket, counts))
+                part = Part(self.number, position, plan.generation, plan.step, operation.bucket, counts)
+                self.out.append((part, plan.roster))
             one = replace(one, results=_put(one.results, index, ()))
             break
         self.ranks[position] = one

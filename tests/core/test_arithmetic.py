@@ -7,9 +7,11 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from megatron_recover.core import bucket, quota, recovery, vote
 from megatron_recover.core.values import (
+    Ballot,
     BucketVersion,
     Held,
     Plan,
@@ -90,7 +92,7 @@ records = st.builds(
 @given(rosters, st.dictionaries(st.integers(0, 9), records, max_size=8))
 def test_inv_2_a_step_is_committed_only_by_equal_votes_of_all(roster: tuple[int, ...], cast: dict[int, Record]) -> None:
     votes = [a_vote(replica, of=item) for replica, item in cast.items()]
-    outcome = vote.tally(votes, roster)
+    outcome = vote.tally([Ballot(item, (replica,)) for replica, item in cast.items()], roster)
     expected = naive_tally(votes, roster)
     if expected is None:
         assert outcome is None or isinstance(outcome, vote.Disagreement)
@@ -98,6 +100,23 @@ def test_inv_2_a_step_is_committed_only_by_equal_votes_of_all(roster: tuple[int,
     else:
         assert isinstance(outcome, Record)
         assert outcome.requests == expected
+
+
+@given(st.lists(st.tuples(st.sets(st.integers(0, 9), min_size=1), records), max_size=8), st.data())
+def test_what_is_gathered_in_parts_is_what_all_votes_say(parts: list[tuple[set[int], Record]], data: st.DataObject) -> None:
+    """However a tree groups votes, and whatever comes twice: who said what, and what was asked for."""
+    said = dict(item for voters, of in reversed(parts) for item in dict.fromkeys(voters, of).items())
+    together: tuple[Ballot, ...] = ()
+    for voters, of in parts:
+        part = vote.gather((), [Ballot(of, (voter,)) for voter in sorted(voters)])
+        together = vote.gather(together, part)
+    cut = data.draw(st.integers(0, len(together)))
+    assert vote.gather(together[:cut], together[cut:]) == vote.gather(together, together) == together
+    bare = {voter: replace(ballot.record, requests=()) for ballot in together for voter in ballot.voters}
+    assert bare == {voter: replace(of, requests=()) for voter, of in said.items()}
+    assert len({replace(ballot.record, requests=()) for ballot in together}) == len(together)
+    asked = {request for ballot in together for request in ballot.record.requests}
+    assert asked >= {request for of in said.values() for request in of.requests}
 
 
 @pytest.mark.parametrize(

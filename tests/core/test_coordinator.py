@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -272,10 +274,48 @@ def test_inv_9_the_most_suspected_is_fenced_when_generations_bear_no_fruit() -> 
     assert Fence(1) in effects and announced(effects).roster == (0, 2)
 
 
-def test_who_cannot_name_a_culprit_is_suspected_itself() -> None:
-    state = started(max_fruitless=1)
-    _, effects = feed(state, blocked(0, 1), TimerFired("grace 1"))
-    assert Fence(0) in effects
+def waited(replica: int, generation: int, *waited_for: int, step: int = 0) -> Entered:
+    """What a member says that waited in the generation before."""
+    return Entered(replica, generation, step, waited_for)
+
+
+def test_inv_9_whom_all_waited_for_is_fenced_whoever_asked() -> None:
+    state = started(max_fruitless=2)
+    state, _ = feed(state, blocked(0, 1), TimerFired("grace 1"), waited(0, 2, 1), waited(2, 2, 1), waited(1, 2))
+    _, effects = feed(state, blocked(2, 2), TimerFired("grace 2"))
+    assert Fence(1) in effects and announced(effects).roster == (0, 2)
+
+
+def test_who_waited_itself_passes_the_blame_on() -> None:
+    """A row: 2 waits for 1, which waits for 0. The order in which they enter plays no part."""
+    rows = [waited(2, 2, 1), waited(1, 2, 0), waited(0, 2)]
+    for entered in permutations(rows):
+        state, _ = feed(started(max_fruitless=2), blocked(2, 1), TimerFired("grace 1"), *entered)
+        _, effects = feed(state, blocked(1, 2), TimerFired("grace 2"))
+        assert Fence(0) in effects
+
+
+def test_where_everybody_waits_the_one_that_most_wait_for_is_fenced() -> None:
+    state, _ = feed(started(max_fruitless=2), blocked(2, 1), TimerFired("grace 1"))
+    state, _ = feed(state, waited(0, 2, 1), waited(1, 2, 0, 2), waited(2, 2, 0, 1))
+    assert state.waits == ((0, (1,)), (1, (0, 2)), (2, (0, 1)))
+    _, effects = feed(state, blocked(1, 2), TimerFired("grace 2"))
+    assert Fence(1) in effects
+
+
+def test_nobody_is_blamed_for_a_wait_that_ended_with_a_step_or_was_for_a_save() -> None:
+    state, _ = feed(started(max_fruitless=2), blocked(2, 1), TimerFired("grace 1"), waited(0, 2, 1), waited(2, 2, step=8))
+    assert (state.waits, state.suspects) == ((), ())
+    state, _ = feed(started(), Busy(1, False), blocked(0, 1), TimerFired("grace 1"), waited(0, 2, 1), waited(2, 2, 1))
+    state, _ = feed(state, blocked(0, 2), Busy(1, True), waited(0, 3, 1), waited(2, 3, 1), blocked(0, 3), TimerFired("grace 3"))
+    assert (state.generation, state.waits, state.suspects) == (4, (), ())
+    state, _ = feed(state, waited(0, 4, 1))
+    assert state.waits == ((0, (1,)),), "the excuse is for one generation"
+
+
+def test_nobody_waits_in_vain_for_who_is_lost() -> None:
+    state, _ = feed(started(max_fruitless=2), blocked(2, 1), TimerFired("grace 1"), waited(0, 2, 1), died(2))
+    assert (state.waits, state.suspects) == ((), ())
 
 
 def test_a_committed_step_forgives() -> None:

@@ -12,7 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, rank, recovery, replica
-from megatron_recover.core.values import Compute, Plan, Status, Vote
+from megatron_recover.core.values import Ballot, Compute, Plan, Status, Vote
+from megatron_recover.core.vote import gather, voters_of
 from megatron_recover.sim.explorer import Exploration, Explorer, Scenario
 from megatron_recover.sim.world import Counts, Operation, Rank, Simulator, add
 
@@ -56,8 +57,8 @@ def test_a_replica_that_commits_in_a_generation_it_promised_to_leave_is_caught(m
 
     def count_old(state: replica.ReplicaState, vote: Vote) -> replica.Step:
         if vote.generation == state.generation - 1 and state.phase is replica.Phase.EXCHANGING:
-            votes = replica._keep_vote(state.votes, vote)
-            if {v.replica for v in votes if v.generation == vote.generation} >= {0, 1, 2}:
+            votes = gather(state.votes, (Ballot(vote.record, (vote.replica,)),))
+            if voters_of(votes) >= {0, 1, 2}:
                 return replica._commit(state, vote.record, adopted=False)
             return replace(state, votes=votes), ()
         return on_vote(state, vote)

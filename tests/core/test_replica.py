@@ -202,12 +202,12 @@ def test_a_request_of_a_follower_is_committed_whenever_it_comes() -> None:
     assert isinstance(asked, rank.ToLeader)
     for before, after in ([asked.report], []), ([], [asked.report]):
         state, _ = lead(working(roster=(0, 1), shape=TWO_RANKS), *before, holds(rank=0), holds(rank=1), *after)
-        own = next(each for each in state.votes if each.replica == 0).record
+        (own,) = [each.record for each in state.votes if 0 in each.voters]
         assert own.requests == (("exit: SIGTERM",) if before else ())
         state, effects = lead(state, replace(vote(1), record=replace(own, requests=())))
         assert isinstance(effects[0], Committed) and effects[0].record.requests == own.requests
         state, _ = lead(state, Begun(0, 1, Work("train 1", 3, (0,))), holds(rank=0, step=1), holds(rank=1, step=1))
-        assert next(each for each in state.votes if each.replica == 0).record.requests == ("exit: SIGTERM",)
+        assert [each.record.requests for each in state.votes] == [("exit: SIGTERM",)]
 
 
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.STOPPED])
@@ -234,6 +234,7 @@ def test_differing_checksums_are_reported_and_not_committed(
     ("event", "suspects"),
     [
         (Blocked(0, 1, "no progress", (2,)), (2,)),
+        (Blocked(0, 1, "its own links may be broken"), (0,)),
         (LinkLost(2, "reset"), (2,)),
     ],
 )
@@ -245,13 +246,15 @@ def test_whatever_blocks_asks_once_for_a_newer_generation(event: replica.Input, 
     assert not lead(state, NewGeneration(2, (0, 1)))[0].blocked
 
 
-def test_an_expired_wait_names_whom_it_waited_for() -> None:
+def test_an_expired_wait_asks_and_whom_it_waited_for_is_said_on_entering() -> None:
     state, _ = lead(working(), holds(), vote(1))
     assert replica.waiting_for(state) == (2,)
     assert lead(state, WaitExpired(1, 1), WaitExpired(2, 0))[1] == []
     _, effects = lead(state, WaitExpired(1, 0))
-    assert effects == [ToCoordinator(Requested(0, 1, "no vote of replicas (2,) came", (2,)))]
-    state, _ = lead(state, NewGeneration(2, (0, 1)), Promised(0, 2))
+    assert effects == [ToCoordinator(Requested(0, 1, "no vote of replicas (2,) came"))]
+    state, effects = lead(state, NewGeneration(2, (0, 1)), NewGeneration(3, (0, 1)), Promised(0, 3))
+    assert effects[2] == ToCoordinator(Entered(0, 3, 0, waited_for=(2,)))
+    assert state.waited_for == ()
     assert replica.waiting_for(state) == (1,)
     assert replica.waiting_for(working()) == ()
     assert lead(working(), WaitExpired(1, 0))[1] == []
