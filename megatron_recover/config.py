@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from megatron_recover.core.tree import TREE_ABOVE
+
 _LONGEST_S = 1e6
 """Eleven days: what waits takes no more (and no infinity)."""
 CONTEXT_VARIABLE = "MEGATRON_RECOVER_CONTEXT"
@@ -38,6 +40,9 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     save_timeout_s: float = 1800.0
     """While a replica saves a checkpoint the others wait for it, for so long; then it is suspected like any other that is
     waited for. It also limits how long the last checkpoint of a run is tried again where it cannot be written."""
+    tree_above: int = TREE_ABOVE
+    """With more replicas than this their leaders tell each other status and vote along a tree instead of each to each. A leader
+    then has links to at most 9 others, and a step takes a few more hops to commit."""
     ranks_per_gpu: int = 1
     """Ranks that share a GPU. More than 1 is for trying things out on few GPUs: it is slow, and NCCL goes through sockets."""
     digest_interval: int = 1
@@ -54,6 +59,8 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
             if not 0 < getattr(self, name) < _LONGEST_S:
                 flag, value = f"--recover-{name.replace('_', '-')}", getattr(self, name)
                 found.append(f"{flag} is {value}; it must be above 0 and below {_LONGEST_S:.0f} seconds")
+        if self.tree_above < 1:
+            found.append(f"--recover-tree-above is {self.tree_above}; it must be at least 1")
         if self.ranks_per_gpu < 1:
             found.append(f"--recover-ranks-per-gpu is {self.ranks_per_gpu}; it must be at least 1")
         if self.digest_interval < 0:

@@ -33,6 +33,7 @@ from megatron_recover.collectives.wire import (
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core import replica as machine
 from megatron_recover.core import values
+from megatron_recover.core.tree import neighbours
 from megatron_recover.faults import FaultInjector, FaultPoint
 
 
@@ -67,7 +68,7 @@ class Leader:
         """Bind the replica's address and link to the coordinator. `fail(reason)`: the replica cannot go on."""
         self._context, self._config = context, config
         self._loop, self._deliver, self._fail, self._record, self._faults = loop, deliver, fail, record, faults
-        self._state = machine.ReplicaState(context.replica, own.shape)
+        self._state = machine.ReplicaState(context.replica, own.shape, config.tree_above)
         self._hellos: dict[int, RankHello] = {own.rank: own}
         self._ranks: dict[int, Link] = {}
         self._peers: dict[int, Peer] = {}
@@ -157,7 +158,8 @@ class Leader:
         match message:
             case Announcement(new=new):
                 self._peers = {peer.replica: peer for peer in message.peers}
-                for peer in self._outgoing.keys() - self._peers.keys():
+                wanted = neighbours(new.roster, self._context.replica, self._config.tree_above)
+                for peer in self._outgoing.keys() - set(wanted):
                     self._loop.drop(self._outgoing.pop(peer))
                 self.clock.announced(new.generation, message.noticed_s)
                 self._step(new)
@@ -171,7 +173,8 @@ class Leader:
             self._fail(f"the coordinator is gone ({why}): nobody could fence a broken replica, so this one ends")
 
     def _from_peer(self, link: Link, message: Message) -> None:
-        if isinstance(message, values.Status | values.Vote) and message.replica == self._incoming[link]:
+        said = isinstance(message, values.Status | values.Statuses | values.Vote | values.Votes)
+        if said and message.replica == self._incoming[link]:
             self._step(message)
         else:
             self._peer_lost(link, f"sent a {type(message).__name__}")
@@ -196,11 +199,13 @@ class Leader:
         match effect:
             case machine.ToRanks(order):
                 self._order(order)
-            case machine.ToPeers(peers, values.Status() as status):
-                self._record_status(status)
-                self._send_to_peers(peers, status, FaultPoint.STATUS)
-            case machine.ToPeers(peers, values.Vote() as vote):
-                self._vote(peers, vote)
+            case machine.ToPeers(peers, message):
+                if isinstance(message, values.Status):
+                    self._record_status(message)
+                elif isinstance(message, values.Vote):
+                    self._record_vote(message)
+                if peers or len(self._state.roster) == 1:
+                    self._send_to_peers(peers, message)
             case machine.ToCoordinator(message):
                 if isinstance(message, values.Entered):
                     self._record(
@@ -230,7 +235,7 @@ class Leader:
             elif rank in self._ranks:
                 self._loop.send(self._ranks[rank], message)
 
-    def _vote(self, peers: tuple[int, ...], vote: values.Vote) -> None:
+    def _record_vote(self, vote: values.Vote) -> None:
         if self._faults is not None:
             self._faults.at(FaultPoint.BEFORE_VOTE, step=vote.record.step)
         self._record(
@@ -239,18 +244,23 @@ class Leader:
             )  # fmt: skip
         )
         self.clock.voted(vote.generation)
-        self._send_to_peers(peers, vote, FaultPoint.IN_VOTE)
-        if self._faults is not None:
-            self._faults.at(FaultPoint.AFTER_VOTE, step=vote.record.step)
 
-    def _send_to_peers(self, peers: tuple[int, ...], message: values.Status | values.Vote, point: FaultPoint) -> None:
+    def _send_to_peers(self, peers: tuple[int, ...], message: machine.Word) -> None:
         """Send to all, passing the fault point behind the first: some have it then, the others do not."""
-        step = message.step if isinstance(message, values.Status) else message.record.step
+        match message:
+            case values.Status() | values.Statuses():
+                said = message.statuses if isinstance(message, values.Statuses) else (message,)
+                [step] = [status.step for status in said if status.replica == self._context.replica]
+                point, last = FaultPoint.STATUS, None
+            case values.Vote(record=values.Record(step=step)) | values.Votes(step=step):
+                point, last = FaultPoint.IN_VOTE, FaultPoint.AFTER_VOTE
         for index, peer in enumerate(peers or (None,)):
             if peer is not None:
                 self._send_to_peer(peer, message)
             if index == 0 and self._faults is not None:
                 self._faults.at(point, step=step)
+        if last is not None and self._faults is not None:
+            self._faults.at(last, step=step)
 
     def _send_to_peer(self, peer: int, message: Message) -> None:
         link = self._outgoing.get(peer)

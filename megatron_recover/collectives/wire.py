@@ -90,7 +90,7 @@ Message = (
     RankHello | LeaderHello | PeerHello | Announcement | Enter | Heard
     | values.Plan | values.Close | values.Apply | values.Stop
     | values.Begun | values.Promised | values.Holds | values.Blocked | values.Raised | values.Ended
-    | values.Vote | values.Status
+    | values.Vote | values.Votes | values.Status | values.Statuses
     | values.Entered | values.Requested | values.Busy | values.Failing | values.Diverged | values.Finished
 )  # fmt: skip
 

@@ -161,12 +161,16 @@ class ToRanks(Value, frozen=True):
     order: Order
 
 
+Word = Status | Statuses | Vote | Votes
+"""What leaders say to each other."""
+
+
 class ToPeers(Value, frozen=True):
     """Send to these leaders. A roster of one has no peers, and in a tree others hear of a status or vote only from what is
     handed on: the effect still comes, when this replica says it."""
 
     peers: tuple[ReplicaId, ...]
-    message: Status | Statuses | Vote | Votes
+    message: Word
 
 
 class ToCoordinator(Value, frozen=True):

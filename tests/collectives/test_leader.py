@@ -12,7 +12,7 @@ import pytest
 from megatron_recover.collectives.member import JobStopped, Member
 from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Peer, PeerHello, connect
 from megatron_recover.config import RankContext, RecoverConfig
-from megatron_recover.core.values import Entered, NewGeneration, Requested, Shape, Status, Stop, Work
+from megatron_recover.core.values import Entered, NewGeneration, Requested, Shape, Status, Statuses, Stop, Work
 from tests.collectives.partners import FakeEndpoint, Partner
 
 pytestmark = pytest.mark.timeout(30)
@@ -20,13 +20,23 @@ WORK = Work("train 1", 2, (0,))
 
 
 class Leading:
-    """The only rank of replica 0, of two replicas."""
+    """The only rank of a replica, of two unless said; all others are at one address."""
 
-    def __init__(self, coordinator: Partner, other: Partner, free: str, other_address: str = "", **config: float) -> None:
+    def __init__(
+        self,
+        coordinator: Partner,
+        other: Partner,
+        free: str,
+        other_address: str = "",
+        replica: int = 0,
+        roster: tuple[int, ...] = (0, 1),
+        **config: Any,
+    ) -> None:
         context = RankContext(
-            replica=0, rank=0, num_ranks=1, num_replicas=2, coordinator=coordinator.address, leader=free, run_dir="",
-            started_at=0.0,
+            replica=replica, rank=0, num_ranks=1, num_replicas=len(roster), coordinator=coordinator.address, leader=free,
+            run_dir="", started_at=0.0,
         )  # fmt: skip
+        self.replica = replica
         self.member = Member(
             context, RecoverConfig(**config), FakeEndpoint([]), record=lambda event: None, end_process=lambda code: None
         )
@@ -37,16 +47,18 @@ class Leading:
         [hello] = coordinator.received
         assert isinstance(hello, LeaderHello)
         coordinator.received.clear()
-        self.peers = (hello.peer, Peer(1, other_address or other.address, ("b",)))
-        self.announce(1)
+        others = (Peer(number, other_address or other.address, ("b",)) for number in roster if number != replica)
+        self.peers = (hello.peer, *others)
+        self.announce(1, roster)
         joining.join(10)
 
-    def announce(self, generation: int) -> None:
-        self.coordinator.send(Announcement(NewGeneration(generation, (0, 1)), self.peers, 0.0))
+    def announce(self, generation: int, roster: tuple[int, ...] = (0, 1)) -> None:
+        self.coordinator.send(Announcement(NewGeneration(generation, roster), self.peers, 0.0))
         self.coordinator.wait(lambda: self.coordinator.received)
         # What it asks for may be there already. In the older generation nobody ever told it a status.
-        waited_for = (1,) if generation > 1 else ()
-        assert self.coordinator.received.pop(0) == Entered(0, generation, 0, waited_for)
+        entered = self.coordinator.received.pop(0)
+        assert isinstance(entered, Entered) and (entered.replica, entered.generation) == (self.replica, generation)
+        assert bool(entered.waited_for) == (generation > 1)
 
     def heard(self) -> Leading:
         """The other leader has been greeted, and told this replica's status."""
@@ -55,6 +67,14 @@ class Leading:
         assert greeting == PeerHello(0) and isinstance(status, Status) and status.replica == 0
         self.other.received.clear()
         return self
+
+    def handed_on(self) -> Statuses:
+        """A member of the tree has been greeted, and no other; what it was told."""
+        self.other.wait(lambda: len(self.other.received) == 2)
+        greeting, said = self.other.received
+        assert greeting == PeerHello(self.replica) and isinstance(said, Statuses)
+        self.other.received.clear()
+        return said
 
     def speak(self, *messages: Any) -> Link:
         """A link of the other leader to this one."""
@@ -134,3 +154,22 @@ def test_inv_8_a_status_that_does_not_come_is_waited_for_until_the_stall_timeout
     # Each wait is watched, the one in the next generation too.
     leading.announce(2)
     assert leading.requested().generation == 2
+
+
+def test_in_a_tree_a_leader_has_links_to_its_neighbours_of_the_generation_only(lead: Lead) -> None:
+    leading = lead(replica=5, roster=tuple(range(6)), tree_above=2)
+    # A leaf below replica 2; when 3 is gone it moves up, below replica 1.
+    assert leading.handed_on() == Statuses(5, 1, (Status(5, 1, 0, None, (), (), None),))
+    leading.announce(2, (0, 1, 2, 4, 5))
+    assert leading.handed_on() == Statuses(5, 2, (Status(5, 2, 0, None, (), (), None),))
+    leading.other.wait(lambda: leading.other.closed)
+
+
+def test_in_a_tree_the_root_says_nothing_before_it_has_heard_from_all(lead: Lead) -> None:
+    leading = lead(roster=(0, 1, 2), tree_above=1)
+    everybody = tuple(status(1, number) for number in range(3))
+    leading.speak(Statuses(1, 1, everybody[1:]))
+    said = leading.handed_on()
+    assert (said.replica, [each.replica for each in said.statuses]) == (0, [0, 1, 2])
+    leading.coordinator.loop.run_once(0.0)
+    assert leading.coordinator.received == []

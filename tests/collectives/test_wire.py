@@ -23,7 +23,20 @@ from megatron_recover.collectives.wire import (
     connect,
     listen,
 )
-from megatron_recover.core.values import BucketVersion, Held, Holds, Promise, Record, Shape, Status, Vote, Work
+from megatron_recover.core.values import (
+    Ballot,
+    BucketVersion,
+    Held,
+    Holds,
+    Promise,
+    Record,
+    Shape,
+    Status,
+    Statuses,
+    Vote,
+    Votes,
+    Work,
+)
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -33,6 +46,8 @@ MESSAGES: tuple[Message, ...] = (
     Holds(1, 7, (Held(0, 3, 2**32 - 1),)),
     Vote(2, 3, Record(7, "train 8", (BucketVersion(0, 3, (1, 2)),), ("exit: SIGTERM",))),
     Status(0, 3, 7, Work("train 8", 4, (0, 1)), ((0, 1), ()), (), None),
+    Votes(1, 3, 7, (Ballot(Record(7, "train 8", (BucketVersion(0, 3, (1, 2)),)), (1, 3, 4)),)),
+    Statuses(1, 3, (Status(1, 3, 7, None, ((), ()), (), None), Status(3, 3, 7, None, ((), ()), (), None))),
 )
 
 

@@ -95,7 +95,8 @@ def test_mistakes_are_named(flags: str, shape: dict[str, int], expected: str, da
 def test_all_mistakes_at_once(data: str) -> None:
     lines = refused(data, "--global-batch-size 2 --data-path /nowhere --overlap-param-gather --recover-min-replicas 9")
     assert len(lines) == 4
-    assert len(refused(data, "--recover-min-replicas 0 --recover-bucket-elements 0 --recover-digest-interval -1")) == 3
+    zeros = "--recover-min-replicas 0 --recover-bucket-elements 0 --recover-digest-interval -1 --recover-tree-above 0"
+    assert len(refused(data, zeros)) == 4
 
 
 def test_a_value_of_a_wrong_type_hides_no_other_mistake(data: str) -> None:
