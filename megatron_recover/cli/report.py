@@ -16,8 +16,8 @@ def main(argv: list[str]) -> int:
     """Write the files and say where they are."""
     parser = Parser(
         prog="megatron-recover report",
-        description="Make report.html from the trace of a run, finished or not: one page that needs no network. Beside it, "
-        "summary.json and loss.svg are written again.",
+        description="Make report.html from the trace of a run, finished or not: one page that needs no network. Beside it "
+        "perfetto.json, a timeline for ui.perfetto.dev; summary.json and loss.svg are written again.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a directory with events.jsonl")
     parser.add_argument("--against", type=Path, metavar="REF_DIR", help="compare with this run, and draw its loss too")

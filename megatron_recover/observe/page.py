@@ -21,6 +21,7 @@ from megatron_recover.observe.check import SHOWN_VIOLATIONS, Verdict, Violation
 from megatron_recover.observe.goodput import Goodput, StepTime
 from megatron_recover.observe.history import History, is_training
 from megatron_recover.observe.lanes import Picture, picture
+from megatron_recover.observe.perfetto import TRACE_FILE
 from megatron_recover.observe.rules import RULES
 from megatron_recover.observe.summary import FaultSummary, RecoverySummary
 from megatron_recover.observe.timeline import Timeline
@@ -36,8 +37,8 @@ MAX_SEGMENTS = 32
 """With more members than this a row of quotas is told in words."""
 
 
-def render(verdict: Verdict, reference: History | None = None) -> str:
-    """The page of a judged run; with the loss of a reference run beside its own."""
+def render(verdict: Verdict, timeline: Timeline, reference: History | None = None, *, is_whole: bool = True) -> str:
+    """The page of a judged run; with the loss of a reference run beside its own. `is_whole`: see `perfetto.write`."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_recover.observe"), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -45,7 +46,7 @@ def render(verdict: Verdict, reference: History | None = None) -> str:
     environment.filters |= {"ms": _milliseconds, "seconds": _seconds, "percent": _percent, "plural": _plural}
     history, summary = verdict.history, verdict.summary
     goodput = Goodput(history)
-    pictures, told, num_episodes = _episodes(history, summary.faults)
+    pictures, told, num_episodes = _episodes(history, timeline, summary.faults)
     last_line = history.events[-1][0] if history.events else 0
     return environment.get_template("report.html").render(
         version=__version__,
@@ -61,7 +62,6 @@ def render(verdict: Verdict, reference: History | None = None) -> str:
         loss=_loss_chart(history, summary.faults, reference),
         speed=_speed_chart(goodput, summary.faults),
         faults=list(enumerate(summary.faults, start=1)),
-        describe=describe_fault,
         pictures=pictures,
         told=told,
         num_episodes=num_episodes,
@@ -72,6 +72,8 @@ def render(verdict: Verdict, reference: History | None = None) -> str:
         max_quota_rows=MAX_QUOTA_ROWS,
         max_segments=MAX_SEGMENTS,
         rules=_rules(verdict),
+        perfetto=TRACE_FILE,
+        is_whole=is_whole,
         problems=verdict.problems,
     )
 
@@ -165,24 +167,13 @@ def _rules(verdict: Verdict) -> list[RuleRow]:
 # --- Charts --------------------------------------------------------------------------------------------------------------
 
 
-def describe_fault(fault: FaultSummary) -> str:
-    """What a fault was, in words."""
-    where = f"at {fault.point.replace('_', ' ')}" if fault.point else f"({fault.cause})"
-    where += "".join(
-        f" of {name} {value}"
-        for name, value in (("microbatch", fault.microbatch), ("bucket", fault.bucket))
-        if value is not None
-    )
-    kind = {"kill": "killed", "stop": "stopped", "raise": "raised an exception"}.get(fault.kind, "ended")
-    return f"replica {fault.replica} rank {fault.rank} {kind} {where}"
-
-
-def _episodes(history: History, faults: Sequence[FaultSummary]) -> tuple[dict[int, Picture], dict[int, str], int]:
+def _episodes(
+    history: History, timeline: Timeline, faults: Sequence[FaultSummary]
+) -> tuple[dict[int, Picture], dict[int, str], int]:
     """Number of a fault -> the picture of what it set off, and -> what came of it in words; how many could be drawn.
 
     One picture for faults that struck while others were being recovered from; the slowest ones where there are many.
     """
-    timeline = Timeline(history)
     first: dict[int, int] = {}
     told: dict[int, str] = {}
     for index, episode in enumerate(timeline.episodes):
@@ -224,7 +215,7 @@ def _loss_chart(history: History, faults: tuple[FaultSummary, ...], reference: H
         ),
     ]  # fmt: skip
     marks = [
-        (number, _iteration(fault.label), describe_fault(fault))
+        (number, _iteration(fault.label), fault.words)
         for number, fault in enumerate(faults, start=1)
         if fault.label is not None and is_training(fault.label)
     ]
@@ -262,7 +253,7 @@ def _speed_chart(goodput: Goodput, faults: tuple[FaultSummary, ...]) -> charts.C
         charts.Curve("undisturbed, with as many replicas", "ideal", charts.path(_stairs(undisturbed), x, y)),
         charts.Curve("this run", "run", charts.path(_stairs(rates), x, y)),
     ]
-    marks = [(number, fault.t, describe_fault(fault)) for number, fault in enumerate(faults, start=1)]
+    marks = [(number, fault.t, fault.words) for number, fault in enumerate(faults, start=1)]
     return charts.Chart(
         name="Goodput", x_label="seconds since the start of the run", y_label="microbatches/s",
         about=f"Microbatches per second that entered committed training steps, between {min(rate for *_, rate in rates):.1f} "

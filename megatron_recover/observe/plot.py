@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_recover import trace
 from megatron_recover.observe.history import History, is_training
-from megatron_recover.observe.summary import FaultSummary, faults
+from megatron_recover.observe.summary import faults
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,15 +43,6 @@ def _members(history: History) -> tuple[list[int], list[int]]:
     return list(sizes), list(sizes.values())
 
 
-def _describe(fault: FaultSummary) -> str:
-    where = fault.point.replace("_", " ") if fault.point else fault.cause or ""
-    if fault.microbatch is not None:
-        where += f" of microbatch {fault.microbatch}"
-    if fault.bucket is not None:
-        where += f" of bucket {fault.bucket}"
-    return f"{fault.kind}: replica {fault.replica} rank {fault.rank}\n{where}"
-
-
 def _draw_faults(axes: Axes, below: Axes, history: History) -> None:
     """A line at the step that each fault hit; texts on alternating heights so that neighbours stay readable."""
     steps = [(fault, fault.label) for fault in faults(history) if fault.label is not None and is_training(fault.label)]
@@ -62,7 +53,8 @@ def _draw_faults(axes: Axes, below: Axes, history: History) -> None:
         if len(steps) > TEXTS:
             continue
         axes.annotate(
-            _describe(fault), xy=(at, 0.97 - 0.15 * (number % 3)), xycoords=("data", "axes fraction"), xytext=(5, 0),
+            f"{fault.kind}: replica {fault.replica} rank {fault.rank}\n{fault.where}",
+            xy=(at, 0.97 - 0.15 * (number % 3)), xycoords=("data", "axes fraction"), xytext=(5, 0),
             textcoords="offset points", color=_FAULT, fontsize=8, va="top",
             bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
         )  # fmt: skip

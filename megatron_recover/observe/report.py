@@ -1,12 +1,13 @@
-"""What a run leaves for its readers beside the trace, made from the trace at any time: page, numbers, loss plot."""
+"""What a run leaves for its readers, made from its trace at any time: page, Perfetto trace, numbers, loss plot."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_recover.observe import page, plot, summary
+from megatron_recover.observe import page, perfetto, plot, summary
 from megatron_recover.observe.check import check
 from megatron_recover.observe.history import History
+from megatron_recover.observe.timeline import Timeline
 
 
 def write(run_dir: Path, against: Path | None = None, place: Path | None = None) -> tuple[Path, ...]:
@@ -16,7 +17,10 @@ def write(run_dir: Path, against: Path | None = None, place: Path | None = None)
     there is no readable trace, and OSError where a file cannot be written.
     """
     verdict = check(run_dir, against)
-    reference = History.read(against) if against else None
+    history, reference = verdict.history, History.read(against) if against else None
+    timeline = Timeline(history)
     place = place or run_dir / page.PAGE_FILE
-    place.write_text(page.render(verdict, reference), encoding="utf-8")
-    return place, summary.save(place.parent, verdict.summary), plot.draw(place.parent, verdict.history, reference)
+    beside = place.parent / perfetto.TRACE_FILE
+    is_whole = perfetto.write(history, timeline, beside)
+    place.write_text(page.render(verdict, timeline, reference, is_whole=is_whole), encoding="utf-8")
+    return place, beside, summary.save(place.parent, verdict.summary), plot.draw(place.parent, history, reference)

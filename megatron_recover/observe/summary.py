@@ -35,6 +35,21 @@ class FaultSummary(msgspec.Struct, frozen=True, kw_only=True):
     bucket: int | None = None
     cause: str | None = None
 
+    @property
+    def where(self) -> str:
+        """What was going on, in words; for a fault from outside what ended the process."""
+        where = self.point.replace("_", " ") if self.point else self.cause or ""
+        what = (("microbatch", self.microbatch), ("bucket", self.bucket))
+        return where + "".join(f" of {name} {value}" for name, value in what if value is not None)
+
+    @property
+    def words(self) -> str:
+        """The fault in words."""
+        happened = {"kill": "killed", "stop": "stopped", "raise": "raised an exception"}.get(self.kind, "ended")
+        return f"replica {self.replica} rank {self.rank} {happened} " + (
+            f"at {self.where}" if self.point else f"({self.where})"
+        )
+
 
 class RecoverySummary(msgspec.Struct, frozen=True, kw_only=True):
     """What one new generation cost.

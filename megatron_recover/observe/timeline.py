@@ -25,7 +25,7 @@ Rank = tuple[int, int]
 class Span:
     """Something that a rank did for a while. Times are seconds since the start of the run."""
 
-    kind: Literal["forward", "backward", "reduce"] | trace.Phase
+    kind: Literal["forward", "backward", "reduce", "step"] | trace.Phase
     begin: float
     end: float
     step: int
@@ -152,7 +152,7 @@ class Timeline:
             found[rank] = []
             for step, inside in sorted(by_step.items()):
                 end = max(ends.get((*rank, step), 0.0), inside[-1].end)
-                found[rank].append(Span("forward", inside[0].begin, end, step, inside[0].generation))
+                found[rank].append(Span("step", inside[0].begin, end, step, inside[0].generation))
         return found
 
     @cached_property

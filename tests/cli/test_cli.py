@@ -156,7 +156,7 @@ def test_report_refuses_places_where_nothing_can_be(tmp_path: Path, capsys: pyte
     for flag, out, remedy in (
         ("--out", "/nowhere/page.html", "--out: there is no folder /nowhere; make it, or give another place"),
         ("--out", "/", "--out: / is a folder; give the page's file, for example /report.html"),
-        ("--out", "/proc/page.html", "/proc/page.html cannot be read or written (No such file or directory); "),
+        ("--out", "/proc/page.html", "/proc/perfetto.json cannot be read or written (No such file or directory); "),
         ("--against", "/nowhere", "--against: no trace at /nowhere; give the --run-dir of a run"),
     ):
         with pytest.raises(SystemExit) as end:
@@ -169,7 +169,8 @@ def test_report_writes_its_files_and_names_them(tmp_path: Path) -> None:
     run_dir = traces.write(tmp_path, traces.faulty_run().events)
     done = _run("report", str(run_dir))
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"wrote {run_dir / 'report.html'}, {run_dir / 'summary.json'} and {run_dir / 'loss.svg'}\n"
+    places = [str(run_dir / name) for name in ("report.html", "perfetto.json", "summary.json", "loss.svg")]
+    assert done.stdout == f"wrote {', '.join(places[:-1])} and {places[-1]}\n"
     assert (run_dir / "report.html").read_text().startswith("<!DOCTYPE html>")
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == 5
     assert (run_dir / "loss.svg").read_text().startswith("<?xml")

@@ -16,6 +16,7 @@ from megatron_recover.observe.check import check
 from megatron_recover.observe.history import History
 from megatron_recover.observe.page import render
 from megatron_recover.observe.rules import RULES
+from megatron_recover.observe.timeline import Timeline
 from tests.observe import traces
 
 PARTS = ["loss", "goodput", "faults", "recoveries", "quotas", "verdict"]
@@ -44,7 +45,12 @@ def page_of(tmp_path: Path, events: Iterable[trace.Event], tail: bytes = b"", ag
     run_dir = traces.write(tmp_path / "run", list(events))
     log = run_dir / trace.EVENTS_FILE
     log.write_bytes(log.read_bytes() + tail)
-    return Page(render(check(run_dir, against), History.read(against) if against else None))
+    return judged(run_dir, against)
+
+
+def judged(run_dir: Path, against: Path | None = None) -> Page:
+    verdict = check(run_dir, against)
+    return Page(render(verdict, Timeline(verdict.history), History.read(against) if against else None))
 
 
 def test_a_run_with_faults_has_every_part(tmp_path: Path) -> None:
@@ -139,7 +145,7 @@ def test_every_place_at_which_a_trace_can_be_cut_gives_a_page(tmp_path: Path) ->
     log = tmp_path / trace.EVENTS_FILE
     for size in [*range(0, 400, 133), *range(400, len(whole), 2999)]:
         log.write_bytes(whole[:size])
-        shown = Page(render(check(tmp_path)))
+        shown = judged(tmp_path)
         cut = size > 0 and whole[size - 1 : size] != b"\n"
         assert (f"in the middle of line {whole[:size].count(10) + 1}" in shown.text()) == cut
 
@@ -149,7 +155,7 @@ def test_a_writer_that_was_killed_in_mid_write_is_said_and_nothing_is_missing(tm
     lines = [msgspec.json.encode(event) + b"\n" for event in events]
     lines[40] = lines[40][:25] + lines[40]
     (tmp_path / trace.EVENTS_FILE).write_bytes(b"".join(lines))
-    text = Page(render(check(tmp_path))).text()
+    text = judged(tmp_path).text()
     assert "Line 41 of the trace is cut short" in text and "ends in the middle" not in text
     assert "All invariants hold" in text
 
@@ -230,7 +236,7 @@ def test_a_long_run_of_many_replicas_is_still_a_small_page(tmp_path: Path) -> No
                     changes["loss"] = 9.0 if step == 777 else 5.0
                 events.append(msgspec.structs.replace(event, **changes))
     run_dir = traces.write(tmp_path / "run", events)
-    shown = Page(render(check(run_dir)))
+    shown = judged(run_dir)
     assert len(shown.html) < 300_000
     curve = shown.all("loss", "svg/svg/path")[0].get("d") or ""
     assert curve.count(" ") < 2 * charts.MAX_POINTS + 10
