@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import psutil
@@ -37,10 +37,10 @@ _LOOK_S = 0.02
 
 
 class Stamp(NamedTuple):
-    """CPU-seconds that a job had used when it logged an iteration, and when that was."""
+    """What a job had used when it logged an iteration, and when that was."""
 
     iteration: int
-    cpu_s: float
+    used: float
     at_s: float
 
 
@@ -55,11 +55,13 @@ class Case:
     steps: int
     """Of each side, at least, while both are in steady state."""
     pairs: int
+    overlap: bool = False
+    """Both sides reduce gradients beside the backward (`--overlap-grad-reduce`)."""
 
 
-def _tree_cpu_s(root: psutil.Process) -> float:
+def tree_cpu_s(pid: int) -> float:
     """User and system seconds of a process and all its live descendants."""
-    total = 0.0
+    total, root = 0.0, psutil.Process(pid)
     for process in [root, *root.children(recursive=True)]:
         try:
             times = process.cpu_times()
@@ -72,14 +74,19 @@ def _tree_cpu_s(root: psutil.Process) -> float:
 class Side:
     """One of two jobs that run at the same time."""
 
-    def __init__(self, command: list[str], output: pathlib.Path, log: pathlib.Path) -> None:
-        """Start the command, its output in `output`; `log` is where its iterations are logged."""
+    def __init__(
+        self, command: list[str], output: pathlib.Path, log: pathlib.Path, used: Callable[[int], float] = tree_cpu_s
+    ) -> None:
+        """Start the command, its output in `output`; `log` is where its iterations are logged.
+
+        `used(pid)` is what it has used so far of what is measured.
+        """
         environment = {"OMP_NUM_THREADS": "1"} | inherited_environment()  # what both launchers would choose
         with open(output, "wb") as stream:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )  # fmt: skip
-        self._output, self._log, self._num_read = output, log, 0
+        self._output, self._log, self._num_read, self._used = output, log, 0, used
         self.stamps: list[Stamp] = []
 
     def look(self) -> None:
@@ -91,15 +98,15 @@ class Side:
             news = stream.read().rpartition(b"\n")[0]
         self._num_read += len(news)
         if found := ITERATION.findall(news):
-            self.stamps.append(Stamp(int(found[-1]), _tree_cpu_s(psutil.Process(self._process.pid)), time.monotonic()))
+            self.stamps.append(Stamp(int(found[-1]), self._used(self._process.pid), time.monotonic()))
 
     def between(self, begin_s: float, end_s: float) -> tuple[int, float]:
-        """Steps and CPU-seconds a step between two instants."""
+        """Steps between two instants, and what was used a step."""
         stamps = [stamp for stamp in self.stamps if begin_s <= stamp.at_s <= end_s]
         if len(stamps) < 2:
             return 0, 0.0
         steps = stamps[-1].iteration - stamps[0].iteration
-        return steps, (stamps[-1].cpu_s - stamps[0].cpu_s) / steps
+        return steps, (stamps[-1].used - stamps[0].used) / steps
 
     def end(self) -> None:
         """Stop the job."""
@@ -107,7 +114,7 @@ class Side:
 
 
 def measure(sides: Sequence[Side], steps: int, deadline_s: float) -> list[float]:
-    """CPU-seconds a step of each side, over at least so many of its steps while all are in steady state; ends them."""
+    """What each side used a step, over at least so many of its steps while all are in steady state; ends them."""
     deadline = time.monotonic() + deadline_s
     try:
         while time.monotonic() < deadline:
@@ -117,7 +124,7 @@ def measure(sides: Sequence[Side], steps: int, deadline_s: float) -> list[float]
                 begin_s = max(next(stamp.at_s for stamp in side.stamps if stamp.iteration > WARM_UP) for side in sides)
                 measured = [side.between(begin_s, deadline) for side in sides]
                 if all(num_steps >= steps for num_steps, _ in measured):
-                    return [cpu_s for _, cpu_s in measured]
+                    return [used for _, used in measured]
             time.sleep(_LOOK_S)
     finally:
         for side in sides:
@@ -151,6 +158,14 @@ def commands(job: Job, data: pathlib.Path, folder: pathlib.Path, name: str) -> t
 
 CASES = (
     Case("3 replicas x PP2, 24 microbatches of 256 tokens", Job(replicas=3, pp=2, microbatches=24), 256, 12, 4),
+    Case(
+        "3 replicas x PP2, 24 microbatches of 256 tokens, --overlap-grad-reduce on both sides",
+        Job(replicas=3, pp=2, microbatches=24),
+        256,
+        12,
+        4,
+        overlap=True,
+    ),
     Case("small steps: 12 microbatches of 128 tokens", Job(replicas=3, pp=2, microbatches=12), 128, 40, 3),
 )
 """The usual case has 2048 tokens a replica and step, still fewer than training of language models has; the small one shows what
@@ -166,7 +181,7 @@ def shaped(case: Case, *, steps: int) -> Job:
     return dataclasses.replace(
         case.job, steps=steps, determinism="fast", bucket_elements=40_000_000,  # the default
         extra=("--hidden-size", "128", "--num-layers", "4", "--seq-length", sequence, "--max-position-embeddings", sequence,
-               "--num-workers", "0"),
+               "--num-workers", "0", *(("--overlap-grad-reduce",) if case.overlap else ())),
     )  # fmt: skip
 
 
@@ -189,7 +204,7 @@ def rows() -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
         folder = pathlib.Path(name)
         data = text_data(folder)
-        for case in CASES:
-            values = [_pair(case, data, folder, f"{case.sequence}-{pair}") for pair in range(case.pairs)]
+        for index, case in enumerate(CASES):
+            values = [_pair(case, data, folder, f"{index}-{pair}") for pair in range(case.pairs)]
             result.append(row(f"overhead, CPU-seconds a step ({case.title})", values, "%", baseline=against, goal="<= 2"))
     return result

@@ -1,6 +1,7 @@
 """`scripts/pretrain_gpt.py` with every forward stretched to a fixed wall time, so that the number of cores decides nothing.
 
-The time comes from the flag `--paced-forward-s SECONDS`, which is taken away before Megatron sees the arguments.
+The time comes from the flag `--paced-forward-s SECONDS`. With `--second-pass-only` every pass is closed as it begins, so that
+what is dealt while it runs gets a pass of its own. Both flags are taken away before Megatron sees the arguments.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_recover import megatron as recover
+from megatron_recover.megatron.work_queue import WorkQueue
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "pretrain_gpt.py"
 
@@ -23,6 +25,7 @@ def main() -> None:
     """Train, paced."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage="%(prog)s --paced-forward-s SECONDS ...")
     parser.add_argument("--paced-forward-s", type=float, required=True)
+    parser.add_argument("--second-pass-only", action="store_true")
     paced, sys.argv[1:] = parser.parse_known_args()
     pretrain = recover.pretrain
 
@@ -36,8 +39,21 @@ def main() -> None:
 
         pretrain(configure, datasets, model_type, forward_paced, **others)
 
+    if paced.second_pass_only:
+        _close_passes_at_once()
     recover.pretrain = pretrain_paced
     runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def _close_passes_at_once() -> None:
+    begin = WorkQueue.__init__
+
+    def begin_closed(queue: WorkQueue, *args: Any, **kwargs: Any) -> None:
+        begin(queue, *args, **kwargs)
+        queue._has_asked = True
+        queue._member.end_pass()
+
+    WorkQueue.__init__ = begin_closed  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

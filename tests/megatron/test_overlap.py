@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import Plan, Work
 from megatron_recover.megatron.cpu import enable_cpu
@@ -72,11 +73,14 @@ class Job:
         self.member = Member()
         self.reduction = Reduction(
             [self.model], stage=0, is_last_stage=True, config=RecoverConfig(bucket_elements=SIZE, determinism=determinism),
-            member=self.member, gather=lambda value: [value],
+            member=self.member, gather=lambda value: [value], record=self.record,  # type: ignore[arg-type]
         )  # fmt: skip
         assert [bucket.size for region in self.reduction.regions for bucket in region.buckets] == [SIZE, SIZE]
         self.reduction.begin(0, 1)
         self.overlap = Overlap(self.reduction, lambda: plan, again=lambda: False)
+
+    def record(self, event: type[trace.Event], **fields: Any) -> None:
+        self.member.calls.append(f"{event.__name__} {fields['bucket']}")
 
     def backward(self, then: Any = lambda: None, into: tuple[int, ...] = BUCKETS) -> None:
         with self.model.no_sync():
@@ -122,6 +126,10 @@ def test_a_bucket_is_reduced_as_soon_as_the_last_backward_has_passed_it(determin
     assert job.held() == [0, 1, 2] and not threads()
     results = [slot.result for slot in job.reduction._gradient_slots]
     assert [result.tolist() for result in results] == [[6.0] * SIZE] * 2
+    # The trace says first what others may get.
+    assert job.member.calls == [
+        "BucketPassed 0", "sum", "Reduced 0", "BucketPassed 1", "sum", "Reduced 1", "sum", "Reduced 2",
+    ]  # fmt: skip
 
 
 def test_without_the_flag_nothing_is_reduced_before_the_pass_is_over() -> None:
@@ -141,7 +149,7 @@ def test_gradient_that_arrives_at_the_end_of_the_backward_is_waited_for(determin
     job = Job(determinism, PLAN.__class__(0, 1, (1,), PLAN.work, (1,), (), (), (1,)))
     with job.overlap:
         job.backward(into=(1,))
-        assert bool(threads()) == watched
+        assert (job.overlap._thread is not None) == watched
         job.overlap.finish()
     assert job.held() == [1]
 
@@ -176,3 +184,4 @@ def test_inv_8_a_pass_that_raises_leaves_no_thread_that_waits() -> None:
         thread.join(DEADLINE_S)
     assert not threads()
     assert 1 not in job.held(), "the earlier layer's gradient is not there"
+    assert job.overlap._error is None, "nor was it looked at"

@@ -1,0 +1,82 @@
+"""Goodput of a real run that loses half of its replicas one by one, over the best integer quotas.
+
+16 replicas whose forwards are paced to a fixed wall time, so that the number of cores decides nothing; one is killed in every
+second step, each time at another microbatch, until 8 are left. Ideal of a step without a death: the best integer quotas,
+ceil(M / replicas) microbatches of the run's median time. Of a step with one: the same with the survivors, but no less than what
+was dealt again takes from the kill on. Nothing else is granted: reduction, vote, optimizer and recovery count against us.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from benchmarks.common import Row, row
+from tests.system.jobs import ROOT, Job, text_data
+
+REPLICAS, LOST, FIRST_STEP, EVERY = 16, 8, 2, 2
+STEPS = FIRST_STEP + EVERY * LOST + 2
+PACE_S = 0.8
+JOB = Job(replicas=REPLICAS, microbatches=64, steps=STEPS, determinism="fast", extra=("--overlap-grad-reduce",))
+DEADLINE_S = 400.0
+RUNS = 1
+
+
+def chaos() -> str:
+    """Who dies when: the highest replicas first, each in another backward."""
+    return "\n".join(
+        f'[[fault]]\nreplica = {REPLICAS - 1 - index}\nrank = 0\npoint = "backward"\n'
+        f"step = {FIRST_STEP + EVERY * index}\noccurrence = {1 + index % 4}"
+        for index in range(LOST)
+    )
+
+
+def goodput(events: list[dict[str, Any]]) -> float:
+    """Ideal over measured seconds, from the second step (the first one loads and compiles) to the end."""
+    microbatch_s = statistics.median(event["seconds"] for event in events if event["event"] == "microbatch_finished")
+    kills = {event["step"]: event["t"] for event in events if event["event"] == "fault"}
+    ends = {
+        step: max(event["t"] for event in events if event["event"] == "committed" and event["step"] == step)
+        for step in range(STEPS)
+    }
+    ideal_s, replicas = 0.0, REPLICAS
+    for step in range(1, STEPS):
+        known_at_kill_s = 0.0
+        if step in kills:
+            lost = JOB.microbatches // replicas
+            replicas -= 1
+            known_at_kill_s = kills[step] - ends[step - 1] + math.ceil(lost / replicas) * microbatch_s
+        ideal_s += max(math.ceil(JOB.microbatches / replicas) * microbatch_s, known_at_kill_s)
+    return ideal_s / (ends[STEPS - 1] - ends[0])
+
+
+def measure() -> float:
+    """One run."""
+    with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
+        folder = pathlib.Path(name)
+        (folder / "chaos.toml").write_text(chaos())
+        command = [
+            sys.executable, "-m", "megatron_recover", "run", "--replicas", str(REPLICAS), "--run-dir", str(folder / "run"),
+            "--chaos", str(folder / "chaos.toml"), "--", str(ROOT / "benchmarks" / "paced_pretrain.py"),
+            *JOB.megatron_flags(text_data(folder), None), "--paced-forward-s", str(PACE_S),
+        ]  # fmt: skip
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=DEADLINE_S)
+        events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    assert len({event["replica"] for event in events if event["event"] == "fault"}) == LOST
+    return goodput(events)
+
+
+def rows() -> list[Row]:
+    """The row of this benchmark."""
+    return [
+        row(
+            f"goodput, {REPLICAS} replicas losing {LOST} one by one", [measure() for _ in range(RUNS)], "ratio",
+            baseline="the best integer quotas", goal=">= 0.97",
+        )
+    ]  # fmt: skip

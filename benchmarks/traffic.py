@@ -1,0 +1,50 @@
+"""Bytes moved a step: `megatron-recover run` over unmodified Megatron data parallelism, in a network namespace of its own each.
+
+Everything that crosses the namespace's loopback counts: gradients, votes, orders, heartbeats, pipeline messages. The same job
+on both sides, without a fault. Needs root and `unshare` (util-linux).
+"""
+
+from __future__ import annotations
+
+import pathlib
+import shlex
+import tempfile
+
+from benchmarks.common import Row, row
+from benchmarks.overhead import CASES, DEADLINE_S, Side, commands, measure, shaped
+from tests.system.jobs import text_data
+
+STEPS = 20
+
+
+def sent_bytes(pid: int) -> float:
+    """Bytes that have crossed the loopback of a process's network namespace, headers included."""
+    lines = pathlib.Path(f"/proc/{pid}/net/dev").read_text().splitlines()
+    [counters] = [line.partition(":")[2].split() for line in lines if line.strip().startswith("lo:")]
+    return float(counters[8])
+
+
+def _alone(command: list[str]) -> list[str]:
+    return ["unshare", "--net", "sh", "-c", f"ip link set lo up && exec {shlex.join(command)}"]
+
+
+def rows() -> list[Row]:
+    """The rows of this benchmark."""
+    result = []
+    with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
+        folder = pathlib.Path(name)
+        data = text_data(folder)
+        for index, case in enumerate(CASES):
+            job = shaped(case, steps=10_000)
+            ours, baseline = commands(job, data, folder, f"run-{index}")
+            log = folder / f"run-{index}" / "logs" / f"replica-0-rank-{job.tp * job.pp - 1}.log"
+            output = folder / f"{index}.baseline.log"
+            [moved] = measure([Side(_alone(ours), folder / f"{index}.log", log, sent_bytes)], STEPS, DEADLINE_S)
+            [expected] = measure([Side(_alone(baseline), output, output, sent_bytes)], STEPS, DEADLINE_S)
+            result.append(
+                row(
+                    f"bytes moved a step ({case.title}; ours {moved / 1e6:.2f} MB)", [moved / expected], "ratio",
+                    baseline="unmodified Megatron data parallelism under torchrun",
+                )
+            )  # fmt: skip
+    return result
