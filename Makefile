@@ -3,7 +3,7 @@ PY := .venv/bin/python
 SOURCES := megatron_recover patches scripts tests benchmarks setup.py
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test lint explore gpu-test campaign bench clean
+.PHONY: help setup demo test lint explore fuzz gpu-test campaign bench clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,9 @@ lint: setup      ## ruff (rules and format), mypy --strict on the pure parts, th
 explore: setup   ## explore the protocol's states at the larger size (long)
 	@echo "Exploring the larger scenarios; each prints a line when it is done (several minutes) ..."
 	@$(PY) -m megatron_recover.sim.explorer --config full
+
+fuzz: setup      ## SEEDS random jobs on a virtual clock from SEED on, each judged (default 10000 from 1)
+	@$(PY) -m megatron_recover.sim.fuzz --seeds $(or $(SEEDS),10000) --seed $(or $(SEED),1) --jobs 2
 
 gpu-test: setup  ## the CUDA and NCCL part; says why where there is no GPU
 	@$(PY) -m pytest -q tests/gpu

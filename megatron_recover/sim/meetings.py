@@ -59,7 +59,7 @@ class Meetings:
                 job.clock.at(job.clock.now + job.timing.together_s(seconds, number), self._sum, arrived, operation)
         dead = [number for number in operation.members if job.is_dead(number, rank.position)]
         if dead:
-            job.clock.after(job.timing.latency_s(), self._fail, rank, operation, tuple(dead))
+            job.clock.after(job.timing.latency_s(), self.fail, rank, operation, tuple(dead))
 
     def _strike(self, operation: Operation, meeting: Meeting, seconds: float) -> None:
         for arrived in meeting.here.values():
@@ -109,13 +109,14 @@ class Meetings:
             if meeting.position == position and victim in operation.members:
                 for arrived in list(meeting.here.values()):
                     if arrived.replica.number != victim and not self._has_what_it_needs(operation, meeting, victim):
-                        self.job.clock.after(self.job.timing.latency_s(), self._fail, arrived, operation, (victim,))
+                        self.job.clock.after(self.job.timing.latency_s(), self.fail, arrived, operation, (victim,))
 
     def _has_what_it_needs(self, operation: Operation, meeting: Meeting, victim: ReplicaId) -> bool:
         """Of a copy: the victim is another target, or the source and gone after it had sent."""
         return operation.source is not None and (operation.source != victim or victim in meeting.parts)
 
-    def _fail(self, rank: TimedRank, operation: Operation, suspects: tuple[ReplicaId, ...]) -> None:
+    def fail(self, rank: TimedRank, operation: Operation, suspects: tuple[ReplicaId, ...]) -> None:
+        """An operation fails on one rank, if it is still there."""
         meeting = self.open.get(_key(rank, operation))
         if meeting is not None and meeting.here.pop(rank.replica.number, None) is not None:
             rank.failed(operation, "a connection broke", suspects)

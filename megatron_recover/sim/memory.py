@@ -1,13 +1,18 @@
 """What the memory of simulated ranks holds: nothing, where only time matters, or how often each microbatch is in it.
 
-`Memory` is the former, for jobs of any size.
+`Memory` is the former, for jobs of any size; `Counts` the latter, so that exactly-once is checked in the data: the local
+gradient of a bucket, and the results, are multisets of microbatch ids.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron_recover.core.values import Apply, Plan
+from megatron_recover.core import invariants
+from megatron_recover.core.values import Apply, BucketId, Compute, Plan, ReplicaId
+from megatron_recover.sim.world import Counts as Multiset
+from megatron_recover.sim.world import add, checksum
 
 if TYPE_CHECKING:
     from megatron_recover.sim.training import Operation, TimedRank
@@ -33,3 +38,67 @@ class Memory:
 
     def apply(self, rank: TimedRank, order: Apply) -> None:
         """The results become the gradient."""
+
+
+class Counts(Memory):
+    """Holds multisets, and tells every fact. The methods that tests override to plant a bug say what a rank's threads do."""
+
+    def __init__(self, num_microbatches: int, observe: Callable[[invariants.Fact], None]) -> None:
+        self.zeros: Multiset = (0,) * num_microbatches
+        self.observe = observe
+        self.gradients: dict[TimedRank, dict[BucketId, Multiset]] = {}
+        self.results: dict[TimedRank, dict[BucketId, Multiset]] = {}
+        self.drifted: dict[ReplicaId, int] = {}
+        """The first step that a replica begins with other parameters than the rest."""
+
+    def passes(self, rank: TimedRank, plan: Plan) -> tuple[Compute, ...]:
+        """What a rank computes: all of a plan, whether or not it has been overtaken."""
+        return plan.computes
+
+    def local_gradient_after(self, before: Multiset, result: Multiset) -> Multiset:
+        """The local gradient after a reduction that delivered `result`: untouched (INV-3)."""
+        return before
+
+    def _has_drifted(self, rank: TimedRank, step: int) -> bool:
+        return step >= self.drifted.get(rank.replica.number, step + 1)
+
+    def compute(self, rank: TimedRank, plan: Plan) -> None:
+        mine = self.gradients.setdefault(rank, {})
+        for one in self.passes(rank, plan):
+            for bucket in one.into:
+                if bucket in rank.machine.buckets:
+                    before = mine.get(bucket, self.zeros)
+                    mine[bucket] = tuple(count + (i in one.microbatches) for i, count in enumerate(before))
+
+    def read(self, rank: TimedRank, operation: Operation) -> object:
+        if operation.source is not None:
+            return self.results[rank][operation.bucket]
+        counts = self.gradients.get(rank, {}).get(operation.bucket, self.zeros)
+        self.observe(
+            invariants.Read(rank.replica.number, rank.position, operation.step, operation.bucket, counts)
+        )  # fmt: skip
+        return counts
+
+    def add(self, parts: list[object]) -> object:
+        return add(parts)  # type: ignore[arg-type]
+
+    def result(self, rank: TimedRank, operation: Operation, result: object) -> int:
+        counts: Multiset = result  # type: ignore[assignment]
+        self.results.setdefault(rank, {})[operation.bucket] = counts
+        if operation.source is None:
+            mine = self.gradients.setdefault(rank, {})
+            mine[operation.bucket] = self.local_gradient_after(mine.get(operation.bucket, self.zeros), counts)
+        value = checksum(counts)
+        where = (rank.replica.number, rank.position, operation.generation, operation.step)
+        self.observe(invariants.Held(*where, operation.bucket, operation.version, value, counts))
+        # What is voted on covers the parameters, too: the bytes of a result are the same on all that reduced it.
+        return -value if self._has_drifted(rank, operation.step) else value
+
+    def apply(self, rank: TimedRank, order: Apply) -> None:
+        results = self.results.pop(rank, {})
+        self.gradients.pop(rank, None)
+        mine = [item for item in order.record.versions if item.bucket in rank.machine.buckets]
+        counts = tuple((item.bucket, results.get(item.bucket, ())) for item in mine)
+        versions = [(item.bucket, item.version) for item in order.record.versions]
+        digest = str((versions, self._has_drifted(rank, order.record.step)))
+        self.observe(invariants.Applied(rank.replica.number, rank.position, order.record.step, counts, digest))

@@ -227,10 +227,9 @@ class TimedJob:
         detect_s: float,
         stall_timeout_s: float,
         faults: Sequence[Fault] = (),
-        memory: Memory | None = None,
         min_replicas: int = 1,
     ) -> None:
-        """`timers_s`: seconds of every `core.coordinator.Setting`. Without `memory` no data is kept and nothing is checked."""
+        """`timers_s`: seconds of every `core.coordinator.Setting`."""
         self.table, self.timing, self.detect_s, self.stall_timeout_s = table, timing, detect_s, stall_timeout_s
         self.clock = Clock()
         self.shape = shape_of(table)
@@ -239,8 +238,9 @@ class TimedJob:
             for position in range(table.ranks)
         ]
         self.forward_share = timing.compute.forward_share
-        self.memory = memory or Memory()
-        self.history = invariants.History(self.shape) if memory is not None else None
+        self.memory = Memory()
+        self.history: invariants.History | None = None
+        """What the invariants remember; without it they are not checked, and `Memory` gives them nothing to check."""
         self.meetings = Meetings(self)
         self.account = Account()
         self.num_steps = table.steps
@@ -275,6 +275,10 @@ class TimedJob:
         return self._works[step]
 
     # --- messages ---
+
+    def saving_s(self, rank: TimedRank) -> float:
+        """How long a rank saves a checkpoint before its next step."""
+        return 0.0
 
     def send(self, source: Actor, destination: TimedReplica | TimedCoordinator, departs: float, message: Any) -> None:
         """Between leaders, or a leader and the coordinator."""
@@ -358,20 +362,21 @@ class TimedJob:
         if self.is_dead(number, position):
             return
         self._deaths.setdefault(number, self.clock.now)
-        self._bury(number, position)
+        self.bury(number, position)
         lost = coordinator.Lost(Loss(number, LossKind.PROCESS_ENDED, f"rank {position}: SIGKILL"))
         self.clock.after(self.detect_s, self.coordinator.feed, lost)
 
     def fence(self, number: ReplicaId) -> None:
         """Kill what is left of a replica."""
         for position in range(self.table.ranks):
-            self._bury(number, position)
+            self.bury(number, position)
 
     def is_dead(self, number: ReplicaId, position: int) -> bool:
         """Whether that rank is dead."""
         return number in self._dead and position in self._dead[number]
 
-    def _bury(self, number: ReplicaId, position: int) -> None:
+    def bury(self, number: ReplicaId, position: int) -> None:
+        """A rank is dead, and whoever is linked to it sees that; the coordinator has not heard of it."""
         if self.is_dead(number, position):
             return
         self._dead.setdefault(number, set()).add(position)

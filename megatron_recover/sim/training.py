@@ -20,7 +20,20 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_recover.core import rank
-from megatron_recover.core.values import Apply, BucketId, Close, Generation, Held, Order, Plan, ReplicaId, Stop, Version
+from megatron_recover.core.policy import exit_code
+from megatron_recover.core.values import (
+    Apply,
+    BucketId,
+    Close,
+    ExitCode,
+    Generation,
+    Held,
+    Order,
+    Plan,
+    ReplicaId,
+    Stop,
+    Version,
+)
 from megatron_recover.faults import FaultPoint
 from megatron_recover.sim.models import stage_of
 
@@ -79,18 +92,9 @@ class TimedRank:
     """One rank. `busy` says that its training thread can not take an order now."""
 
     __slots__ = (
-        "alive",
-        "busy",
-        "job",
-        "machine",
-        "operations",
-        "passing",
-        "plans_taken",
-        "position",
-        "replica",
-        "stage",
-        "turn",
-    )
+        "alive", "busy", "job", "leaves", "machine", "operations", "passing", "plans_taken", "position", "replica", "saving",
+        "stage", "turn",
+    )  # fmt: skip
 
     def __init__(self, job: TimedJob, replica: TimedReplica, position: int) -> None:
         self.job, self.replica, self.position = job, replica, position
@@ -101,6 +105,8 @@ class TimedRank:
         self.operations: deque[Operation] = deque()
         self.plans_taken = 0
         """Of this step."""
+        self.saving = self.leaves = False
+        """A checkpoint is being saved; a committed record asks for the end."""
         self.turn = 0
         """Of the training thread: an event that was meant for an older one is over."""
 
@@ -136,8 +142,18 @@ class TimedRank:
         """The training loop arrives at its next step, or at its end."""
         if not self.alive:
             return
+        pause_s = self.job.saving_s(self)
+        if pause_s and not self.saving:
+            self.saving = True
+            self.feed(rank.Save(over=False))
+            self._until(self.job.clock.now + pause_s, self.begin)
+            return
+        if self.saving:
+            self.saving = False
+            self.feed(rank.Save(over=True))
         step, self.busy, self.plans_taken = self.machine.step, False, 0
-        self.feed(rank.Begin(self.job.work(step)) if step < self.job.num_steps else rank.End())
+        over = step >= self.job.num_steps or self.leaves
+        self.feed(rank.End() if over else rank.Begin(self.job.work(step)))
         self.wake()
 
     def wake(self) -> None:
@@ -255,6 +271,7 @@ class TimedRank:
 
     def _apply(self, order: Apply) -> None:
         self.job.memory.apply(self, order)
+        self.leaves = exit_code(order.record.requests) != ExitCode.OK
         for fault in self.job.faults_at(self, FaultPoint.OPTIMIZER, step=order.record.step):
             self.job.strike_at(self.job.clock.now, fault)
         self._until(self.job.clock.now + self.job.timing.optimizer_s(), self.begin)

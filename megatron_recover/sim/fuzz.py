@@ -1,0 +1,413 @@
+"""Random jobs with random faults at random instants: first everything may happen (safety), then nothing more (liveness).
+
+    python -m megatron_recover.sim.fuzz --seeds 100000 --seed 1 [--jobs 2]
+
+A seed is a job: its shape, how long everything takes, what fails when. While it runs, every fact is checked against INV-1..7.
+After the last fault it has to end, and well (INV-8, INV-9). The explorer tries everything that can happen to small jobs; this
+tries some of what can happen to larger ones, with real timeouts, in the order that time gives. A seed that fails prints the line
+that runs it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from megatron_recover.core import coordinator, invariants, rank
+from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.replica import LinkLost
+from megatron_recover.core.values import ExitCode, Loss, LossKind, ReplicaId, Report
+from megatron_recover.sim.clock import Clock
+from megatron_recover.sim.memory import Counts
+from megatron_recover.sim.models import ComputeTable, JobTable, NetworkTable, Timing
+from megatron_recover.sim.timed import Actor, TimedCoordinator, TimedJob, TimedReplica
+from megatron_recover.sim.training import TimedRank
+
+COMMAND = "python -m megatron_recover.sim.fuzz"
+CALM_S = 2_000.0
+"""Virtual time in which a job has to end after its last fault; its steps take seconds."""
+MAX_EVENTS = 100_000
+"""Of a job: far more than any needs, and few enough to see at once that one goes round in circles."""
+SHAPES = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3))
+"""(ranks, stages)."""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What became of a seed."""
+
+    seed: int
+    exit_code: int
+    """Of the job."""
+    events: int
+    faults: tuple[str, ...]
+    """What was done to it, in words."""
+    problem: str | None
+    """What is wrong, or None."""
+
+
+class RandomTiming(Timing):
+    """Everything takes a time of its own: mostly short, sometimes long."""
+
+    def __init__(self, dice: random.Random, job: JobTable) -> None:
+        super().__init__(job, ComputeTable(microbatch_s=0.1), NetworkTable(bytes_per_s=1e9, gradient_bytes=1e6))
+        self.dice = dice
+        self.scale_s = 10 ** dice.uniform(-4, -1)
+        """Of messages: between much quicker than a microbatch and as slow as one."""
+        self.paces: dict[tuple[ReplicaId, int], float] = {}
+
+    def _some(self, mean_s: float) -> float:
+        return self.dice.expovariate(1 / mean_s) * (20 if self.dice.random() < 0.02 else 1)
+
+    def latency_s(self) -> float:
+        return self._some(self.scale_s)
+
+    def local_latency_s(self) -> float:
+        return self._some(self.scale_s / 3)
+
+    def message_s(self, num_bytes: float = 0.0) -> float:
+        return 0.0
+
+    def microbatch_s(self, replica: ReplicaId, step: int) -> float:
+        # The same for all ranks of a replica: they wait for each other inside the pass.
+        if (replica, step) not in self.paces:
+            self.paces[replica, step] = self._some(0.1)
+        return self.paces[replica, step]
+
+    def optimizer_s(self) -> float:
+        return self._some(0.05)
+
+    def reduce_s(self, bucket: int, num_members: int) -> float:
+        return self._some(0.02)
+
+    def together_s(self, seconds: float, replica: ReplicaId) -> float:
+        # No member knows when the others are done.
+        return seconds + self._some(0.02)
+
+    def transfer_s(self, bucket: int) -> float:
+        return self._some(0.02)
+
+
+class FreezingClock(Clock):
+    """A clock on which processes can be stopped: what concerns one of them waits until it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen: dict[TimedRank, float] = {}
+        """Stopped ranks, and until when."""
+
+    def at(self, time: float, call: Callable[..., None], *arguments: Any) -> None:
+        if self.frozen:
+            super().at(time, self._unless_frozen, call, arguments)
+        else:
+            super().at(time, call, *arguments)
+
+    def freeze(self, one: TimedRank, until: float) -> None:
+        """Stop a rank. What has been asked for already is looked at again when it is due."""
+        self.frozen[one] = until
+        self._queue = [
+            (due, order, call, arguments) if call == self._unless_frozen
+            else (due, order, self._unless_frozen, (call, arguments))
+            for due, order, call, arguments in self._queue
+        ]  # fmt: skip
+
+    def _unless_frozen(self, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        one = _process_of(call, arguments)
+        until = self.frozen.get(one, 0.0) if one is not None else 0.0
+        if until > self.now:
+            self.at(until, call, *arguments)
+        else:
+            call(*arguments)
+
+
+def _process_of(call: Callable[..., None], arguments: tuple[Any, ...]) -> TimedRank | None:
+    """The rank in whose process a call happens, if it is one's."""
+    for one in (getattr(call, "__self__", None), *arguments[:1]):
+        if isinstance(one, TimedRank):
+            return one
+        if isinstance(one, TimedReplica):
+            return one.ranks[0]
+    return None
+
+
+class RandomJob(TimedJob):
+    """A job whose messages take random times on FIFO links that may break, and to which faults happen."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = dice = random.Random(seed)
+        ranks, stages = dice.choice(SHAPES)
+        table = JobTable(
+            replicas=dice.randint(1, 6), ranks=ranks, stages=stages, microbatches=dice.randint(1, 9),
+            steps=dice.randint(1, 4), buckets=dice.randint(1, 2), seed=seed,
+        )  # fmt: skip
+        timers_s = {
+            "follow_timeout_s": 3.0, "finish_timeout_s": 20.0, "save_timeout_s": dice.choice((5.0, 60.0)), "grace_s": 0.2,
+            "load_timeout_s": math.inf, "start_timeout_s": math.inf,
+        }  # fmt: skip
+        super().__init__(
+            table, RandomTiming(dice, table), timers_s, detect_s=0.0, stall_timeout_s=dice.choice((2.0, 10.0)),
+            min_replicas=min(table.replicas, dice.choice((1, 1, 1, 2))),
+        )  # fmt: skip
+        self.clock = self.freezer = FreezingClock()
+        self.history = invariants.History(self.shape)
+        self.counts = Counts(table.microbatches, self.observe)
+        self.memory = self.counts
+        self.faults: list[str] = []
+        self.hit: set[ReplicaId] = set()
+        """Replicas that a fault has hit."""
+        self.saves: set[tuple[ReplicaId, int]] = set()
+        self.num_raised = 0
+        self.last_fault_s = 0.0
+        self._last: dict[object, float] = {}
+        """When the last message of a FIFO link arrives."""
+        self._broken: dict[tuple[ReplicaId, ReplicaId], int] = {}
+        """How often the link between two leaders broke: what was on it then is lost."""
+        for _ in range(dice.choice((0, 1, 1, 2, 2, 3, 5))):
+            self.clock.at(dice.expovariate(1 / (0.3 * table.steps)), dice.choice(_FAULTS), self)
+
+    # --- messages ---
+
+    def _in_order(self, link: object, time: float) -> float:
+        self._last[link] = arrives = max(time, self._last.get(link, 0.0))
+        return arrives
+
+    def send(self, source: Actor, destination: TimedReplica | TimedCoordinator, departs: float, message: Any) -> None:
+        arrives = self._in_order((source, destination), self.clock.now + self.timing.latency_s())
+        if isinstance(source, TimedReplica) and isinstance(destination, TimedReplica):
+            link = (source.number, destination.number)
+            self.clock.at(arrives, self._arrive, destination, link, self._broken.get(link, 0), message)
+        else:
+            self.clock.at(arrives, destination.receive, message)
+
+    def _arrive(self, destination: TimedReplica, link: tuple[ReplicaId, ReplicaId], breaks: int, message: Any) -> None:
+        if self._broken.get(link, 0) == breaks:
+            destination.receive(message)
+
+    def order(self, one: TimedReplica, order: Any) -> None:
+        for each in one.ranks:
+            delay_s = self.timing.local_latency_s() if each.position else 0.0
+            self.clock.at(self._in_order((one, each), self.clock.now + delay_s), each.obey, order)
+
+    def deliver_locally(self, one: TimedReplica, position: int, report: Report) -> None:
+        arrives = self._in_order((one.ranks[position], one), self.clock.now + self.timing.local_latency_s())
+        self.clock.at(arrives, one.feed, report)
+
+    def saving_s(self, rank: TimedRank) -> float:
+        if (rank.replica.number, rank.machine.step) not in self.saves or rank.saving:
+            return 0.0
+        return self.dice.expovariate(1 / 3.0)
+
+    # --- what the coordinator does takes time, too ---
+
+    def fence(self, number: ReplicaId) -> None:
+        self.clock.after(self.timing.latency_s(), super().fence, number)
+
+    def lose(self, number: ReplicaId, kind: LossKind, after_s: float) -> None:
+        """The coordinator hears of a loss."""
+        self.clock.after(after_s, self.coordinator.feed, coordinator.Lost(Loss(number, kind)))
+
+    # --- faults ---
+
+    def note(self, fault: str, *replicas: ReplicaId) -> None:
+        """A fault happens."""
+        self.faults.append(f"{self.clock.now:.4f} s: {fault}")
+        self.hit.update(replicas)
+        self.last_fault_s = self.clock.now
+
+    def some_rank(self) -> TimedRank | None:
+        """A rank that is alive."""
+        living = [each for one in self.replicas for each in one.ranks if each.alive]
+        return self.dice.choice(living) if living else None
+
+
+def _kill(job: RandomJob) -> None:
+    one = job.some_rank()
+    if one is not None:
+        job.note(f"replica {one.replica.number} rank {one.position} is killed", one.replica.number)
+        job.bury(one.replica.number, one.position)
+        job.lose(one.replica.number, LossKind.PROCESS_ENDED, job.dice.expovariate(1 / 0.1))
+
+
+def _kill_two(job: RandomJob) -> None:
+    _kill(job)
+    _kill(job)
+
+
+def _suspect(job: RandomJob) -> None:
+    """Fenced although it lives, and it goes on for a while."""
+    number = job.dice.randrange(job.table.replicas)
+    job.note(f"replica {number} is fenced, but lives", number)
+    job.lose(number, LossKind.SUSPECTED, 0.0)
+
+
+def _stop(job: RandomJob) -> None:
+    """SIGSTOP, and SIGCONT later: long enough to be fenced, or not."""
+    one = job.some_rank()
+    if one is not None:
+        seconds = job.dice.choice((0.1, 1.0, 4.0, 15.0))
+        job.note(f"replica {one.replica.number} rank {one.position} stands still for {seconds} s", one.replica.number)
+        job.freezer.freeze(one, job.clock.now + seconds)
+        job.last_fault_s += seconds
+
+
+def _break_link(job: RandomJob) -> None:
+    if job.table.replicas < 2:
+        return
+    a, b = job.dice.sample(range(job.table.replicas), 2)
+    job.note(f"the link between replicas {a} and {b} breaks", a, b)
+    for here, there in ((a, b), (b, a)):
+        job._broken[here, there] = job._broken.get((here, there), 0) + 1
+        one = job.replicas[here]
+        job.clock.at(job._in_order((job.replicas[there], one), job.clock.now), one.receive, LinkLost(there))
+
+
+def _fail_operation(job: RandomJob) -> None:
+    """A sum or copy fails on one rank, whatever it does elsewhere."""
+    busy = [meeting for meeting in job.meetings.open.values() if meeting.here]
+    if busy:
+        meeting = job.dice.choice(busy)
+        one = job.dice.choice(list(meeting.here.values()))
+        job.note(f"bucket {meeting.operation.bucket} fails on replica {one.replica.number} rank {one.position}")
+        job.hit.add(one.replica.number)
+        job.meetings.fail(one, meeting.operation, ())
+
+
+def _drift(job: RandomJob) -> None:
+    """The parameters of a replica are others from its next step on."""
+    one = job.dice.choice(job.replicas)
+    job.note(f"the parameters of replica {one.number} drift", one.number)
+    job.counts.drifted.setdefault(one.number, max(each.machine.step for each in one.ranks) + 1)
+
+
+def _raise(job: RandomJob) -> None:
+    """Computing a microbatch raises, and the process ends."""
+    one = job.some_rank()
+    if one is not None and one.passing is not None:
+        job.note(f"replica {one.replica.number} rank {one.position} raises", one.replica.number)
+        job.num_raised += 1
+        one.feed(rank.Raise((job.dice.randrange(job.table.microbatches),), "not finite"))
+        job.bury(one.replica.number, one.position)
+        job.lose(one.replica.number, LossKind.EXCEPTION, 1.0)
+
+
+def _save(job: RandomJob) -> None:
+    """A replica saves a checkpoint before its next step."""
+    one = job.dice.choice(job.replicas)
+    job.note(f"replica {one.number} saves", one.number)
+    job.saves.add((one.number, one.ranks[0].machine.step + 1))
+
+
+def _ask_exit(job: RandomJob) -> None:
+    """The launcher is told to end the job."""
+    job.note("the job is asked to exit")
+    job.coordinator.feed(coordinator.ExitAsked("SIGTERM"))
+
+
+_FAULTS = (
+    _kill, _kill, _kill, _kill_two, _suspect, _stop, _stop, _break_link, _break_link, _fail_operation, _drift, _raise, _save,
+    _ask_exit,
+)  # fmt: skip
+
+
+# --- Judging -------------------------------------------------------------------------------------------------------------
+
+
+def run(job: RandomJob, seed: int) -> Verdict:
+    """Run a job to its end and judge it."""
+    problem = None
+    try:
+        job.run(max_events=MAX_EVENTS, until_s=CALM_S)
+        problem = _ill_ended(job)
+    except InvariantViolation as violation:
+        problem = str(violation)
+    except RuntimeError as stuck:
+        problem = f"INV-8, INV-9: {stuck}"
+    except (ValueError, AssertionError, KeyError) as defect:
+        problem = f"{type(defect).__name__}: {defect}"
+    exit_code = -1 if job.account.exit_code is None else job.account.exit_code
+    return Verdict(seed, exit_code, job.clock.num_events, tuple(job.faults), problem)
+
+
+def _ill_ended(job: RandomJob) -> str | None:
+    """Why a job should not have ended as it did, or None."""
+    code, members = job.account.exit_code, job.coordinator.state.roster
+    assert job.history is not None
+    committed = dict(job.history.committed)
+    if code == ExitCode.OK:
+        behind = [number for number in members if committed.get(number, 0) < job.table.steps]
+        return f"INV-9: the job is over, and replicas {behind} have not committed all steps" if behind else None
+    asked = any("exit" in fault for fault in job.faults)
+    allowed = {
+        ExitCode.INTERRUPTED: asked,
+        ExitCode.TOO_FEW_REPLICAS: len(members) < job.coordinator.state.policy.min_replicas,
+        ExitCode.NO_REPLICA_LEFT: len(job.hit) == job.table.replicas,
+        ExitCode.DIVERGED: bool(job.counts.drifted),
+        ExitCode.POISONED_MICROBATCH: job.num_raised > 1,
+        ExitCode.FAILED: job.num_raised > 0,
+    }
+    if not allowed.get(ExitCode(code or 0), False):
+        return f"INV-9: the job ended with exit code {code}: {job.account.reason}"
+    ends = {committed.get(number, 0) for number in members if job.replicas[number].leads}
+    if code in (ExitCode.INTERRUPTED, ExitCode.TOO_FEW_REPLICAS) and len(ends) > 1:
+        return f"INV-2: the members end after different steps: {sorted(ends)}"
+    return None
+
+
+def fuzz(seed: int) -> Verdict:
+    """Run the job of a seed."""
+    return run(RandomJob(seed), seed)
+
+
+def verdicts(seeds: Iterable[int], jobs: int = 1) -> Iterator[Verdict]:
+    """Run the jobs of all seeds, in so many processes."""
+    if jobs == 1:
+        yield from map(fuzz, seeds)
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap(fuzz, seeds, chunksize=50)
+
+
+def replay_line(seed: int) -> str:
+    """The command that runs one seed again."""
+    return f"{COMMAND} --seed {seed} --seeds 1"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run seeds; the exit code is 1 if one fails."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.split("\n\n")[0])
+    parser.add_argument("--seeds", type=int, default=1000, help="how many (default: 1000)")
+    parser.add_argument("--seed", type=int, default=1, help="the first (default: 1)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
+    options = parser.parse_args(arguments)
+    if options.seeds < 1 or options.jobs < 1:
+        parser.error("--seeds and --jobs must be at least 1")
+    began = time.monotonic()
+    codes: Counter[int] = Counter()
+    failed = events = 0
+    for verdict in verdicts(range(options.seed, options.seed + options.seeds), options.jobs):
+        codes[verdict.exit_code] += 1
+        events += verdict.events
+        if verdict.problem is not None:
+            failed += 1
+            print(
+                "\n".join(["", *verdict.faults, f"seed {verdict.seed}: {verdict.problem}", replay_line(verdict.seed)]),
+                flush=True,
+            )
+        elif options.seeds == 1:
+            print("\n".join([*verdict.faults, f"seed {verdict.seed}: exit code {verdict.exit_code}"]))
+    ends = ", ".join(f"{code}: {count}" for code, count in sorted(codes.items()))
+    print(f"{options.seeds} seeds, {events} events, {time.monotonic() - began:.0f} s; exit codes {ends}")
+    print(f"{options.seeds - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

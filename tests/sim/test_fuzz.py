@@ -1,0 +1,153 @@
+"""The fuzzer: random jobs hold, a planted bug is found, and a seed that fails prints the line that fails again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from megatron_recover.core import coordinator, rank, recovery, replica
+from megatron_recover.core.values import Compute, Plan, Requested, Vote
+from megatron_recover.sim import fuzz
+from megatron_recover.sim.fuzz import RandomJob, Verdict, run, verdicts
+from megatron_recover.sim.memory import Counts
+from megatron_recover.sim.training import TimedRank
+
+SEEDS = 250
+PATIENCE = 500
+"""Seeds in which a planted bug has to be found; each is found in far fewer."""
+
+
+def test_random_jobs_hold_and_end_well() -> None:
+    found = list(verdicts(range(1, SEEDS + 1)))
+    assert [verdict for verdict in found if verdict.problem] == []
+    assert len({verdict.exit_code for verdict in found}) >= 4, "of all ways in which a job may end"
+    words = " ".join(fault for verdict in found for fault in verdict.faults)
+    for what in ("is killed", "is fenced", "stands still", "breaks", "fails on", "drift", "raises", "saves", "asked to exit"):
+        assert what in words
+
+
+def test_a_seed_always_gives_the_same_job() -> None:
+    assert list(verdicts(range(20, 40))) == list(verdicts(range(20, 40)))
+
+
+# --- Planted bugs --------------------------------------------------------------------------------------------------------
+
+
+def _first_failure(job_of: Callable[[int], RandomJob] = RandomJob) -> Verdict:
+    for seed in range(1, PATIENCE):
+        verdict = run(job_of(seed), seed)
+        if verdict.problem is not None:
+            print(f"seed {seed}: {verdict.problem}")
+            return verdict
+    pytest.fail(f"the bug was not found in {PATIENCE} seeds")
+
+
+def _handle(monkeypatch: pytest.MonkeyPatch, kind: type, handler: Callable[[replica.ReplicaState, Any], replica.Step]) -> None:
+    for rows in replica.TABLE.values():
+        if kind in rows:
+            monkeypatch.setitem(rows, kind, replica.Row(handler, frozenset(replica.Phase)))  # type: ignore[arg-type]
+
+
+def _with_memory(kind: type[Counts]) -> Callable[[int], RandomJob]:
+    def job_of(seed: int) -> RandomJob:
+        job = RandomJob(seed)
+        job.counts = job.memory = kind(job.table.microbatches, job.observe)
+        return job
+
+    return job_of
+
+
+def test_committing_without_votes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "tally", lambda votes, roster: next(iter(votes)).record)
+    assert "INV-6" in str(_first_failure().problem)
+
+
+def test_counting_the_votes_of_an_older_generation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica._on_generation
+
+    def keep_votes(state: replica.ReplicaState, new: Any) -> replica.Step:
+        after, effects = original(state, new)
+        return replace(after, votes=state.votes), effects
+
+    _handle(monkeypatch, replica.NewGeneration, keep_votes)
+    assert "INV-6" in str(_first_failure().problem)
+
+
+def test_a_reduction_in_place_is_found() -> None:
+    class InPlace(Counts):
+        def local_gradient_after(self, before: Any, result: Any) -> Any:
+            return result
+
+    assert "INV-" in str(_first_failure(_with_memory(InPlace)).problem)
+
+
+def test_skipping_the_passes_of_an_overtaken_plan_is_found() -> None:
+    class Skips(Counts):
+        def passes(self, rank: TimedRank, plan: Plan) -> tuple[Compute, ...]:
+            return plan.computes if plan.generation == rank.machine.promised else ()
+
+    assert "INV-" in str(_first_failure(_with_memory(Skips)).problem)
+
+
+def test_dealing_what_a_member_holds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = recovery.plan_of
+
+    def for_all(found: recovery.Recovery, number: int, generation: int, roster: Any) -> Plan:
+        dealt = tuple((number, i, into) for _, i, into in found.dealt)
+        return original(replace(found, dealt=dealt), number, generation, roster)
+
+    monkeypatch.setattr(replica, "plan_of", for_all)
+    assert "INV-7" in str(_first_failure().problem)
+
+
+def test_deciding_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "decide", lambda *_: ())
+    assert "INV-4" in str(_first_failure().problem)
+
+
+def test_results_that_count_after_the_promise_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Deaf(TimedRank):
+        __slots__ = ()
+
+        def _retire(self, generation: int) -> None:
+            pass
+
+    def job_of(seed: int) -> RandomJob:
+        job = RandomJob(seed)
+        for one in job.replicas:
+            one.ranks = [Deaf(job, one, position) for position in range(job.table.ranks)]
+        return job
+
+    monkeypatch.setattr(rank, "may_run", lambda state, generation: True)
+    assert "INV-5" in str(_first_failure(job_of).problem)
+
+
+def test_a_coordinator_that_ignores_who_cannot_go_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(coordinator.TABLE, Requested, lambda state, request: (state, ()))  # type: ignore[arg-type]
+    assert "INV-8" in str(_first_failure().problem)
+
+
+def test_keeping_what_an_outvoted_replica_took_part_in_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = recovery.recover
+    monkeypatch.setattr(replica, "recover", lambda statuses, trusted_from: original(statuses, 0))
+    assert "INV-" in str(_first_failure().problem)
+
+
+def test_a_failing_seed_prints_the_line_that_fails_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = replica._on_vote
+
+    def twice(state: replica.ReplicaState, vote: Vote) -> replica.Step:
+        return original(replace(state, phase=replica.Phase.WORKING) if vote.replica == 1 else state, vote)
+
+    _handle(monkeypatch, Vote, twice)
+    assert fuzz.main(["--seeds", "20"]) == 1
+    said = capsys.readouterr().out
+    line = next(line for line in said.splitlines() if line.startswith(fuzz.COMMAND))
+    assert fuzz.main(line.removeprefix(fuzz.COMMAND).split()) == 1
+    assert line in capsys.readouterr().out
+    assert "failed" in said.splitlines()[-1]
