@@ -4,8 +4,8 @@
 
 A seed is a job: its shape, how long everything takes, what fails when. While it runs, every fact is checked against INV-1..7.
 After the last fault it has to end, and well (INV-8, INV-9). The explorer tries everything that can happen to small jobs; this
-tries some of what can happen to larger ones, with real timeouts, in the order that time gives. A seed that fails prints the line
-that runs it again.
+tries some of what can happen to larger ones, with real timeouts, in the order that time gives. A seed that fails prints the
+line that runs it again.
 """
 
 from __future__ import annotations
