@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             failed.append(name)
         print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
     arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
-    Console().print(table(rows))
+    Console(width=None if sys.stdout.isatty() else 240).print(table(rows))
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
