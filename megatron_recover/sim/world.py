@@ -13,8 +13,8 @@ What is simulated, and why it is enough
   then it may still complete a reduction. Every other internal step (orders, reports, passes, publishing) follows at once.
   Each of them is invisible outside its node until the next message, commutes with everything elsewhere, and is undone by
   nothing but the loss of the whole node; and being early only adds behaviours: a published `Part` need not be used.
-* That holds for reductions beside the last backward as well: a bucket is published when the pass is closed, which is earlier than
-  backward can have passed it, and the rest of the pass, which is always computed, is in the node's gradient already.
+* That holds for reductions beside the last backward as well: a bucket is published when the pass is closed, which is earlier
+  than backward can have passed it, and the rest of the pass, which is always computed, is in the node's gradient already.
 """
 
 from __future__ import annotations
