@@ -88,6 +88,10 @@ def _more_shards_than_ranks(args: Namespace) -> bool:
     return (args.tensor_parallel_num_weight_shards or 1) > max(1, args.tensor_model_parallel_size)
 
 
+def _has_virtual_stages(args: Namespace) -> bool:
+    return bool(args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank)
+
+
 _DROP = "leave it out"
 
 # Note [Reductions over data parallelism]
@@ -118,6 +122,14 @@ REFUSALS = (
             "that gradient comes after the pass that it belongs to", _DROP),
     Refusal("--overlap-moe-expert-parallel-comm", _set("overlap_moe_expert_parallel_comm"),
             "it is another schedule of forward and backward", _DROP),
+    Refusal("--no-overlap-p2p-communication", lambda args: not args.overlap_p2p_comm and _has_virtual_stages(args),
+            "with virtual stages the schedule of a replica overlaps its messages", _DROP),
+    Refusal("--overlap-p2p-communication-warmup-flush", _set("overlap_p2p_comm_warmup_flush"),
+            "it receives what is next before it is known whether there is a next", _DROP),
+    Refusal("--fine-grained-activation-offloading", _set("fine_grained_activation_offloading"),
+            "it expects the same forwards and backwards in every step", _DROP),
+    Refusal("--moe-paged-stash", _set("moe_paged_stash"),
+            "it expects the same forwards and backwards in every step", _DROP),
     Refusal("--overlap-param-gather", _set("overlap_param_gather"),
             "replicas compare their parameters between two steps, when it has not gathered them", _DROP),
     Refusal("--num-distributed-optimizer-instances", _not("num_distributed_optimizer_instances", 1),
@@ -203,9 +215,6 @@ def cpu_refusals(args: Namespace) -> list[str]:
     found = []
     if args.sequence_parallel:
         found.append("--sequence-parallel needs CUDA: torch's LayerNorm does not know it; leave it out on a CPU")
-    virtual = args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank
-    if virtual and not args.overlap_p2p_comm:
-        found.append("--no-overlap-p2p-communication with virtual stages mixes messages up on gloo; leave it out on a CPU")
     return found
 
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_recover.megatron.work_queue import Task
@@ -29,6 +30,9 @@ from megatron_recover.megatron.work_queue import Task
 class Queue(Protocol):
     """What a schedule pulls its microbatches from; the same in the same order on all ranks of a replica."""
 
+    def prepare(self) -> None:
+        """One more forward, and `next` is called: ask now for what its answer hangs on, so that it need not wait."""
+
     def next(self) -> Task | None:
         """The next microbatch; None, for good, when the pass has no more. May wait for either to be known."""
 
@@ -36,51 +40,83 @@ class Queue(Protocol):
         """Whether it is known already that the pass has no more. Never waits."""
 
 
-class Stage:
-    """One pipeline stage in one pass: upstream's steps and messages, with what they need besides the microbatch.
+class Steps:
+    """Upstream's forward, backward and messages of one rank, with what they need besides the microbatch.
 
-    Upstream's `forward_step` and `backward_step` are looked up where upstream looks them up, so that the seams of
-    `schedule.Schedule` stand behind them here as well.
+    `forward_step` and `backward_step` are looked up where upstream looks them up, so that the seams of `schedule.Schedule`
+    stand behind them here as well.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        """`arguments`: what Megatron called its forward-backward function with."""
-        self._model, self._iterator = _only(arguments["model"]), _only(arguments["data_iterator"])
-        self._config = config = get_model_config(self._model)
-        self._function = arguments["forward_step_func"]
-        self._forward_only = bool(arguments.get("forward_only"))
-        self._first_val_step = arguments.get("first_val_step")
-        self._link = arguments.get("p2p_communicator") or P2PCommunicator(
+        """`arguments`: what Megatron called its forward-backward function with. Raises ValueError where modules are unlike."""
+        self._arguments = arguments
+        self._models, self._iterators = _list(arguments["model"]), _list(arguments["data_iterator"])
+        self.num_chunks = len(self._models)
+        self.config = config = get_model_config(self._models[0])
+        self.forward_only = bool(arguments.get("forward_only"))
+        self.link = arguments.get("p2p_communicator") or P2PCommunicator(
             parallel_state.get_pipeline_model_parallel_group(), config
         )
-        groups = arguments.get("pg_collection") or schedules._build_default_pg_collection()
-        self._cp_size = groups.cp.size()
-        shapes = schedules.get_tensor_shapes(
-            seq_length=arguments["seq_length"], micro_batch_size=arguments["micro_batch_size"],
-            decoder_seq_length=arguments.get("decoder_seq_length"), config=config, tp_group=groups.tp, cp_group=groups.cp,
+        self._groups = arguments.get("pg_collection") or schedules._build_default_pg_collection()
+        if not isinstance(self._groups, ProcessGroupCollection):
+            raise ValueError("a pipeline of unlike modules (MultiModuleProcessGroupCollection) is not supported")
+
+    def forward(self, received: Any, index: int, chunk: int, *, is_last_stage: bool, recompute_all: bool | None) -> Any:
+        """Output of the microbatch that is number `index` of the pass. `recompute_all`: None where the configuration says."""
+        output, _ = schedules.forward_step(
+            self._arguments["forward_step_func"], self._iterators[chunk], self._models[chunk], index + 1, received, [],
+            self.config, self._groups.cp.size(), checkpoint_activations_microbatch=recompute_all,
+            is_first_microbatch=schedules.check_first_val_step(
+                self._arguments.get("first_val_step"), self.forward_only, index == 0
+            ),
+            current_microbatch=index, vp_stage=chunk if self.num_chunks > 1 else None, is_last_stage=is_last_stage,
         )  # fmt: skip
-        adjust = arguments.get("adjust_tensor_shapes_fn")
-        self._received_shapes, self._sent_shapes = adjust(shapes, shapes) if adjust is not None else (shapes, shapes)
+        return output
+
+    def backward(self, received: Any, output: Any, gradient: Any) -> Any:
+        """Gradient of what was received."""
+        return schedules.backward_step(received, output, gradient, self.config)
+
+    def release(self, output: Any) -> None:
+        """The output was sent: its data can go, its graph stays."""
+        schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+
+    def shape(self) -> list[int]:
+        """Of every message between model chunks: [sequence, microbatch, hidden]."""
+        length = self._arguments["seq_length"] // self._groups.cp.size()
+        if self.config.sequence_parallel:
+            length //= self._groups.tp.size()
+        return [length, self._arguments["micro_batch_size"], self.config.hidden_size]
+
+    def shapes(self) -> tuple[list[Any], list[Any]]:
+        """Of what a stage with one chunk receives and sends."""
+        shapes = schedules.get_tensor_shapes(
+            seq_length=self._arguments["seq_length"], micro_batch_size=self._arguments["micro_batch_size"],
+            decoder_seq_length=self._arguments.get("decoder_seq_length"), config=self.config,
+            tp_group=self._groups.tp, cp_group=self._groups.cp,
+        )  # fmt: skip
+        adjust = self._arguments.get("adjust_tensor_shapes_fn")
+        return adjust(shapes, shapes) if adjust is not None else (shapes, shapes)
+
+
+class Stage:
+    """One pipeline stage in one pass."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps, self._link = steps, steps.link
+        self._received_shapes, self._sent_shapes = steps.shapes()
         self._num_forwards = 0
         self._pending: deque[tuple[Any, Any]] = deque()
         """(input, output) of the forwards whose backward has yet to come."""
 
     def run(self, queue: Queue) -> None:
         """Forward and backward of all that the queue gives (or forward alone), in upstream's order."""
-        timers = self._config.timers
-        if timers is not None:
-            timers("forward-backward", log_level=1).start(barrier=self._config.barrier_with_L1_time)
-        if self._forward_only:
-            while queue.next() is not None:
+        if self._steps.forward_only:
+            while self._next(queue):
                 self._send_forward(self._forward(self._receive_forward()))
-        else:
-            self._train(queue)
-        if timers is not None:
-            timers("forward-backward").stop()
-
-    def _train(self, queue: Queue) -> None:
+            return
         for _ in range(self._link.total_stages - self._link.current_stage - 1):
-            if queue.next() is None:
+            if not self._next(queue):
                 break
             received = self._receive_forward()
             output = self._forward(received)
@@ -94,7 +130,7 @@ class Stage:
 
     def _alternate(self, queue: Queue) -> None:
         """One forward, one backward, until the queue ends. See Note [When the end must be known]."""
-        more = queue.next() is not None
+        more = self._next(queue)
         received = self._receive_forward() if more else None
         while more:
             output = self._forward(received)
@@ -102,32 +138,36 @@ class Stage:
             self._keep(received, output)
             del output  # its graph has to go before the next forward
             gradient = self._backward(gradient)
-            if more := queue.next() is not None:
+            if more := self._next(queue):
                 received = self._link.send_backward_recv_forward(gradient, self._received_shapes, self._link.is_pp_first_stage)
             else:
                 self._send_backward(gradient)
+
+    @staticmethod
+    def _next(queue: Queue) -> bool:
+        if queue.next() is None:
+            return False
+        queue.prepare()
+        return True
 
     # --- upstream's steps and messages -----------------------------------------------------------------------------------
 
     def _forward(self, received: Any) -> Any:
         index, self._num_forwards = self._num_forwards, self._num_forwards + 1
-        partial = self._config.num_microbatches_with_partial_activation_checkpoints
+        partial = self._steps.config.num_microbatches_with_partial_activation_checkpoints
         in_flight = self._link.total_stages - self._link.current_stage
-        output, _ = schedules.forward_step(
-            self._function, self._iterator, self._model, self._num_forwards, received, [], self._config, self._cp_size,
-            checkpoint_activations_microbatch=None if partial is None else index % in_flight >= partial,
-            is_first_microbatch=schedules.check_first_val_step(self._first_val_step, self._forward_only, index == 0),
-            current_microbatch=index, is_last_stage=self._link.is_pp_last_stage,
+        return self._steps.forward(
+            received, index, 0, is_last_stage=self._link.is_pp_last_stage,
+            recompute_all=None if partial is None else index % in_flight >= partial,
         )  # fmt: skip
-        return output
 
     def _keep(self, received: Any, output: Any) -> None:
         self._pending.append((received, output))
-        schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+        self._steps.release(output)
 
     def _backward(self, gradient: Any) -> Any:
         """The backward of the oldest forward that has none."""
-        return schedules.backward_step(*self._pending.popleft(), gradient, self._config)
+        return self._steps.backward(*self._pending.popleft(), gradient)
 
     def _receive_forward(self) -> Any:
         return self._link.recv_forward(self._received_shapes, self._link.is_pp_first_stage)
@@ -139,9 +179,6 @@ class Stage:
         self._link.send_backward(gradient, self._link.is_pp_first_stage)
 
 
-def _only(items: Any) -> Any:
+def _list(items: Any) -> list[Any]:
     """Upstream takes one or a list of one."""
-    if not isinstance(items, list):
-        return items
-    [item] = items
-    return item
+    return items if isinstance(items, list) else [items]

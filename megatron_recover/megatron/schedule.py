@@ -1,7 +1,7 @@
-"""Runs upstream's pipeline schedule over a list of microbatch ids instead of over a count.
+"""Runs a pass: the pipeline over a queue of microbatch ids, each forward and backward known by its id.
 
-Decides which id each forward and backward of a pass belongs to, and which part of a pass the interleaved schedule can take.
-It never decides which ids a replica computes, never touches a gradient, and starts no gradient synchronisation.
+Decides which id each forward and backward of a pass belongs to, and which of the two pipelines runs it. It never decides which
+ids a replica computes, never touches a gradient, and starts no gradient synchronisation.
 
 Note [Whose microbatch is it]
     Every stage runs a pass's microbatches in the order of the list, so the k-th forward of a model chunk is ids[k]. The
@@ -12,11 +12,6 @@ Note [Divisor]
     `num_microbatches` means two things upstream: how long the schedule is, and what the losses are divided by
     (`schedules.forward_step`). Here the first is the length of the list and the second is M, the step's number of
     microbatches over all replicas, so that the sum over replicas is the gradient of the full batch.
-
-Note [Interleaved remainder]
-    The interleaved schedule takes whole groups of PP microbatches only. What is left of a pass after them, fewer than PP
-    microbatches at a time, runs through all chunks forwards, then through all chunks backwards (`Schedule._sweep`). Fewer
-    than PP in flight means that no send can wait for its own sender around the ring of stages.
 """
 
 from __future__ import annotations
@@ -26,13 +21,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import schedules
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_recover.megatron.pipeline import Queue, Stage
+from megatron_recover.megatron.interleaved import InterleavedStage
+from megatron_recover.megatron.pipeline import Queue, Stage, Steps
 from megatron_recover.megatron.work_queue import Task
 
 _TASK = "recover_task"
@@ -72,6 +65,10 @@ class _Pass:
             for tasks in (*self._forwards, *self._backwards):
                 tasks.append(task)
         return task
+
+    def prepare(self) -> None:
+        """As a `Queue`."""
+        self._queue.prepare()
 
     def next_forward(self, chunk: int) -> Task:
         return self._forwards[chunk].popleft()
@@ -146,66 +143,12 @@ class Schedule:
         config = get_model_config(chunks[0])
         self._pass = _Pass(queue, divisor, listener, len(chunks))
         try:
-            with _no_synchronisation(config, chunks):
-                if len(chunks) == 1:
-                    Stage(arguments).run(self._pass)
-                else:
-                    self._interleave(upstream, arguments, self._pass, chunks, config)
+            with _no_synchronisation(config, chunks), _timed(config):
+                steps = Steps(arguments)
+                (Stage if steps.num_chunks == 1 else InterleavedStage)(steps).run(self._pass)
             self._pass.check_ended(bool(arguments.get("forward_only")))
         finally:
             self._pass = None
-
-    def _interleave(
-        self, upstream: Callable[..., Any], arguments: Mapping[str, Any], queue: Queue, chunks: list[Any], config: Any
-    ) -> None:
-        """Upstream's interleaved schedule needs to know its end first: whole groups, then what is left of them."""
-        num_left = 0
-        while queue.next() is not None:
-            num_left += 1
-        if num_whole := _num_interleaved(num_left, len(chunks), config):
-            upstream(**{**arguments, "num_microbatches": num_whole})
-            num_left -= num_whole
-        while num_left:
-            num_swept = min(num_left, config.pipeline_model_parallel_size - 1)
-            self._sweep(arguments, num_swept, chunks, config)
-            num_left -= num_swept
-
-    def _sweep(self, arguments: Mapping[str, Any], num: int, chunks: list[Any], config: Any) -> None:
-        """All chunks forwards, then all chunks backwards, for `num` < PP microbatches. See Note [Interleaved remainder]."""
-        link = arguments.get("p2p_communicator") or P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), config)
-        cp_size = parallel_state.get_context_parallel_world_size()
-        shape = [arguments["seq_length"] // cp_size, arguments["micro_batch_size"], config.hidden_size]
-        if config.sequence_parallel:
-            shape[0] //= parallel_state.get_tensor_model_parallel_world_size()
-        first = [link.is_pp_first_stage and chunk == 0 for chunk in range(len(chunks))]
-        last = [link.is_pp_last_stage and chunk == len(chunks) - 1 for chunk in range(len(chunks))]
-        forward_only = bool(arguments.get("forward_only"))
-        kept: list[list[tuple[Any, Any]]] = [[] for _ in chunks]
-        for chunk, model in enumerate(chunks):
-            for index in range(num):
-                received = link.recv_forward(shape, first[chunk])
-                output, _ = schedules.forward_step(
-                    arguments["forward_step_func"], arguments["data_iterator"][chunk], model, num, received, [], config,
-                    cp_size, current_microbatch=index, vp_stage=chunk, is_last_stage=last[chunk],
-                )  # fmt: skip
-                link.send_forward(output, last[chunk])
-                if not forward_only:
-                    schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
-                    kept[chunk].append((received, output))
-        for chunk in reversed(range(len(chunks))):
-            for received, output in kept[chunk]:
-                gradient = link.recv_backward(shape, last[chunk])
-                link.send_backward(schedules.backward_step(received, output, gradient, config), first[chunk])
-
-
-def _num_interleaved(num: int, num_chunks: int, config: Any) -> int:
-    """How many of `num` microbatches upstream's schedule can take in one call (all, unless it is interleaved)."""
-    if num_chunks == 1:
-        return num
-    group = config.microbatch_group_size_per_vp_stage
-    if num >= group and (num % group == 0 or num % group >= config.pipeline_model_parallel_size):
-        return num
-    return num - num % group
 
 
 @contextlib.contextmanager
@@ -226,3 +169,14 @@ def _no_synchronisation(config: Any, chunks: Sequence[Any]) -> Iterator[None]:
             if hasattr(chunk, "no_sync"):
                 stack.enter_context(chunk.no_sync())
         yield
+
+
+@contextlib.contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """The timer that upstream's schedules run around themselves."""
+    if config.timers is None:
+        yield
+        return
+    config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    config.timers("forward-backward").stop()

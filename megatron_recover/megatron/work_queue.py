@@ -46,18 +46,22 @@ class WorkQueue:
         self._waiting: deque[Task] = deque(_tasks(plan, again=again))
         self._is_open, self._has_asked = True, False
 
+    def prepare(self) -> None:
+        """The schedule is about to call `next` after one more forward: have the pass closed, unless more is known.
+
+        Asked now, known when it is needed. Not earlier, so that what is dealt until then is still taken in.
+        """
+        if not self.has_ended() and not self._waiting and not self._has_asked:
+            self._has_asked = True
+            self._member.end_pass()
+
     def next(self) -> Task | None:
         """The next microbatch; None, for good, when there is none left. Waits while neither is known. Raises `JobStopped`."""
         while self._is_open and not self._waiting:
             self._take()
         if not self._waiting:
             return None
-        task = self._waiting.popleft()
-        if not self._waiting and not self._has_asked:
-            # Asked now, known when it is needed: the end of this forward and of the next backward are still to come.
-            self._has_asked = True
-            self._member.end_pass()
-        return task
+        return self._waiting.popleft()
 
     def has_ended(self) -> bool:
         """Whether it is known already that there is none left. Never waits."""

@@ -7,12 +7,14 @@ the product's: `CommitLoop`, `Schedule`, `Reduction`, upstream's schedules and i
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from megatron_recover.collectives.transport import PeerLost, Probe, Revoked
@@ -140,7 +142,10 @@ class LoopbackMember:
     def end_pass(self) -> None:
         if self.rank == 0:
             with self.job.changed:
+                self.job.await_loss(self.replica)
                 self.job.feed_rank(self.replica, self.rank, rank_machine.EndPass())
+                self.job.closed.add((self.replica, self.job.ranks[self.replica, 0].step))
+                self.job.changed.notify_all()
 
     def transport(self, generation: int) -> MemoryTransport:
         with self.job.changed:
@@ -167,21 +172,27 @@ class Strike:
     """A fault: end `replica` when its rank passes `point`. Stands for `faults.FaultInjector` in this process."""
 
     def __init__(
-        self, replica: int, rank: int, point: FaultPoint, *, step: int, microbatch: int | None = None, bucket: int | None = None
-    ) -> None:
+        self, replica: int, rank: int, point: FaultPoint, *, step: int, microbatch: int | None = None,
+        bucket: int | None = None, occurrence: int = 1, when: Literal["any", "open", "closed"] = "any",
+    ) -> None:  # fmt: skip
+        """`occurrence`: which passage that matches. `when`: whether the others' passes of the step can still be extended."""
         self.replica, self.rank, self.point = replica, rank, point
-        self.step, self.microbatch, self.bucket = step, microbatch, bucket
+        self.step, self.microbatch, self.bucket, self.occurrence, self.when = step, microbatch, bucket, occurrence, when
         self.struck = False
 
     def matches(self, replica: int, rank: int, point: FaultPoint, step: int | None, **where: int | None) -> bool:
-        return (
-            (self.replica, self.rank, self.point, self.step) == (replica, rank, point, step)
-            and self.microbatch in (None, where["microbatch"])
-            and self.bucket in (None, where["bucket"])
-        )
+        if (
+            (self.replica, self.rank, self.point, self.step) != (replica, rank, point, step)
+            or self.microbatch not in (None, where["microbatch"])
+            or self.bucket not in (None, where["bucket"])
+        ):
+            return False
+        self.occurrence -= 1
+        return self.occurrence == 0
 
     def __repr__(self) -> str:
         where = f"microbatch {self.microbatch}" if self.microbatch is not None else f"bucket {self.bucket}"
+        where += f", passage {self.occurrence}, passes {self.when}"
         return f"replica {self.replica} rank {self.rank} at {self.point.value}, step {self.step}, {where}"
 
 
@@ -197,8 +208,10 @@ class _Injector:
         self.job.check_alive(self.replica)
         for strike in self.job.strikes:
             if not strike.struck and strike.matches(self.replica, self.rank, point, step, microbatch=microbatch, bucket=bucket):
-                strike.struck = True
-                self.job.kill(self.replica)
+                self.job.await_passes(strike)
+                with self.job.changed:
+                    strike.struck = True
+                    self.job.kill(self.replica)
                 raise Killed
 
 
@@ -222,8 +235,10 @@ class Job:
         self._inbox: deque[tuple[str, Any, Any]] = deque()
         self._pumping = False
         self._gathered: dict[tuple[int, int], Any] = {}
-        self.wires: dict[Any, deque[Tensor]] = {}
-        """Activations and their gradients on the way between the stages of a replica."""
+        self.closed: set[tuple[int, int]] = set()
+        """(replica, step) of the passes that are closed, or will be."""
+        self.channels: dict[tuple[int, int, int], Channel] = {}
+        """By replica, source and target: activations and their gradients on the way between stages."""
 
     # --- threads ---------------------------------------------------------------------------------------------------------
 
@@ -306,6 +321,33 @@ class Job:
             self._post("leader", member, NewGeneration(self.generation, self.roster))
         self._pump()
 
+    def await_loss(self, replica: int) -> None:
+        """Keep this replica's pass open until it knows of the deaths that are to find it open; under the lock."""
+        step = self.ranks[replica, 0].step
+        ahead = [strike for strike in self.strikes if strike.when == "open" and strike.step == step]
+        if not ahead or replica in {strike.replica for strike in ahead}:
+            return
+
+        def are_known() -> bool:
+            state = self.ranks[replica, 0]
+            newest = [state.taken, *state.queue][-1]
+            return all(strike.struck for strike in ahead) and getattr(newest, "generation", 0) == self.generation
+
+        self.wait_for(are_known, replica)
+
+    def await_passes(self, strike: Strike) -> None:
+        """Put a death off until it finds the others' passes as it is to find them."""
+
+        def are_ready() -> bool:
+            others = [replica for replica in self.roster if replica != strike.replica]
+            if strike.when == "closed":
+                return all((replica, strike.step) in self.closed for replica in others)
+            taken = [self.ranks[replica, 0].taken for replica in others]
+            return strike.when == "any" or all(isinstance(each, Plan) and each.step == strike.step for each in taken)
+
+        with self.changed:
+            self.wait_for(are_ready, strike.replica)
+
     # --- messages --------------------------------------------------------------------------------------------------------
 
     def feed_rank(self, replica: int, rank: int, message: Any) -> None:
@@ -356,45 +398,102 @@ class Job:
                     self.records.setdefault(replica, []).append(record)
 
 
+class Channel:
+    """What one stage sends to another, as gloo does: the n-th send meets the n-th receive, and neither is over before."""
+
+    def __init__(self, job: Job, replica: int) -> None:
+        self._job, self._replica = job, replica
+        self._sent: list[Tensor] = []
+        self._num_received = 0
+
+    def send(self, tensor: Tensor) -> Handle:
+        with self._job.changed:
+            self._sent.append(tensor.detach().clone())
+            number = len(self._sent)
+            self._job.changed.notify_all()
+        return Handle(self._job, self._replica, lambda: self._num_received >= number)
+
+    def receive(self) -> Handle:
+        with self._job.changed:
+            number, self._num_received = self._num_received, self._num_received + 1
+            self._job.changed.notify_all()
+        into = torch.full((1,), math.nan).requires_grad_()
+        return Handle(
+            self._job, self._replica, lambda: len(self._sent) > number, into, lambda: into.data.copy_(self._sent[number])
+        )
+
+
+class Handle:
+    """A send or a receive that is on its way. What is received is in `tensor` after `wait`."""
+
+    def __init__(
+        self, job: Job, replica: int, is_over: Callable[[], bool], tensor: Tensor | None = None,
+        then: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._job, self._replica, self._is_over, self.tensor, self._then = job, replica, is_over, tensor, then
+
+    def wait(self) -> None:
+        with self._job.changed:
+            self._job.wait_for(self._is_over, self._replica)
+            self._then()
+
+
 class Link:
-    """Upstream's `P2PCommunicator` for a stage that is a thread: what 1F1B and our own sweep call."""
+    """Upstream's `P2PCommunicator` for a stage that is a thread: what the two pipelines call. The stages are a ring."""
 
     def __init__(self, job: Job, replica: int, stage: int, num_stages: int, config: Any) -> None:
-        self.job, self.replica, self.config, self.wires = job, replica, config, job.wires
+        self.job, self.replica, self.config = job, replica, config
         self.current_stage, self.total_stages = stage, num_stages
         self.is_pp_first_stage, self.is_pp_last_stage = stage == 0, stage == num_stages - 1
-        self.virtual_pipeline_model_parallel_size = None
 
-    def _send(self, way: str, to: int, tensors: Any) -> None:
-        for tensor in tensors if isinstance(tensors, list) else [tensors]:
-            with self.job.changed:
-                self.wires.setdefault((self.replica, way, to % self.total_stages), deque()).append(tensor.detach().clone())
-                self.job.changed.notify_all()
-
-    def _receive(self, way: str) -> list[Tensor]:
+    def _channel(self, source: int, target: int) -> Channel:
+        ends = (self.replica, source % self.total_stages, target % self.total_stages)
         with self.job.changed:
-            wire = self.wires.setdefault((self.replica, way, self.current_stage), deque())
-            self.job.wait_for(lambda: bool(wire), self.replica)
-            return [wire.popleft().requires_grad_()]
+            return self.job.channels.setdefault(ends, Channel(self.job, self.replica))
 
-    def recv_forward(self, shapes: Any, is_first_stage: bool) -> list[Tensor | None]:
-        return [None] if is_first_stage else self._receive("forward")
+    def _post(self, send: Any, to: int, receives: bool, source: int) -> dict[str, Handle]:
+        """Start a send (of a tensor, a list of one, or None) and a receive, of and to stages counted from this one."""
+        [tensor] = send if isinstance(send, list) else [send]
+        me, handles = self.current_stage, {}
+        if tensor is not None:
+            handles["send_next" if to > 0 else "send_prev"] = self._channel(me, me + to).send(tensor)
+        if receives:
+            handles["recv_next" if source > 0 else "recv_prev"] = self._channel(me + source, me).receive()
+        return handles
 
-    def recv_backward(self, shapes: Any, is_last_stage: bool) -> list[Tensor | None]:
-        return [None] if is_last_stage else self._receive("backward")
+    def _exchange(self, send: Any, to: int, receives: bool, source: int, *, overlap: bool = False) -> Any:
+        handles = self._post(send, to, receives, source)
+        received = handles["recv_next" if source > 0 else "recv_prev"].tensor if receives else None
+        if overlap:
+            return received, handles
+        for handle in handles.values():
+            handle.wait()
+        return received
+
+    def recv_forward(self, shapes: Any, is_first_stage: bool) -> Any:
+        received = self._exchange(None, +1, not is_first_stage, -1)
+        return received if isinstance(shapes[0], int) else [received]
+
+    def recv_backward(self, shapes: Any, is_last_stage: bool) -> Any:
+        received = self._exchange(None, -1, not is_last_stage, +1)
+        return received if isinstance(shapes[0], int) else [received]
 
     def send_forward(self, tensors: Any, is_last_stage: bool) -> None:
-        if not is_last_stage:
-            self._send("forward", self.current_stage + 1, tensors)
+        self._exchange(None if is_last_stage else tensors, +1, False, -1)
 
     def send_backward(self, tensors: Any, is_first_stage: bool) -> None:
-        if not is_first_stage:
-            self._send("backward", self.current_stage - 1, tensors)
+        self._exchange(None if is_first_stage else tensors, -1, False, +1)
 
     def send_forward_recv_backward(self, tensors: Any, shapes: Any, is_last_stage: bool) -> list[Tensor | None]:
-        self.send_forward(tensors, is_last_stage)
-        return self.recv_backward(shapes, is_last_stage)
+        return [self._exchange(None if is_last_stage else tensors, +1, not is_last_stage, +1)]
 
     def send_backward_recv_forward(self, tensors: Any, shapes: Any, is_first_stage: bool) -> list[Tensor | None]:
-        self.send_backward(tensors, is_first_stage)
-        return self.recv_forward(shapes, is_first_stage)
+        return [self._exchange(None if is_first_stage else tensors, -1, not is_first_stage, -1)]
+
+    def send_forward_recv_forward(self, output: Any, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False) -> Any:
+        return self._exchange(output, +1, recv_prev, -1, overlap=overlap_p2p_comm)
+
+    def send_backward_recv_backward(
+        self, input_tensor_grad: Any, recv_next: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
+    ) -> Any:
+        return self._exchange(input_tensor_grad, -1, recv_next, +1, overlap=overlap_p2p_comm)

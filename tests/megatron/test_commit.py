@@ -151,10 +151,10 @@ def second_strikes(victim: int, num_ranks: int, step: int = 1) -> Iterator[Strik
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("num_ranks", "num_chunks"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
-def test_without_faults(threads: Threads, num_replicas: int, num_ranks: int, overlap: bool) -> None:
-    run = Run(threads, num_replicas, num_ranks, [], overlap=overlap).check()
+def test_without_faults(threads: Threads, num_replicas: int, num_ranks: int, num_chunks: int, overlap: bool) -> None:
+    run = Run(threads, num_replicas, num_ranks, [], num_chunks=num_chunks, overlap=overlap).check()
     assert [event.provenance for event in run.log.of(trace.Reduced)] == ["ones"] * len(run.log.of(trace.Reduced))
 
 
@@ -166,6 +166,21 @@ def test_a_death_at_every_instant(threads: Threads, victim: int, num_ranks: int,
         print(strike)
         run = Run(threads, 2, num_ranks, [strike], overlap=overlap).check()
         assert strike.struck and run.job.dead == {victim}
+
+
+@pytest.mark.parametrize("when", ["open", "closed"])
+@pytest.mark.parametrize(("num_ranks", "num_chunks"), [(2, 1), (4, 1), (2, 2), (4, 2)])
+def test_a_death_in_every_forward_and_backward(threads: Threads, num_ranks: int, num_chunks: int, when: Any) -> None:
+    """What is lost is computed in the schedule that runs, if the other replica has not announced its end."""
+    victim, points = 1, (FaultPoint.FORWARD, FaultPoint.BACKWARD)
+    ids, chunks = share(M, range(2), victim), range(1, num_chunks + 1)
+    for rank, point, microbatch, occurrence in itertools.product(range(num_ranks), points, ids, chunks):
+        strike = Strike(victim, rank, point, step=1, microbatch=microbatch, occurrence=occurrence, when=when)
+        print(strike)
+        run = Run(threads, 2, num_ranks, [strike], num_chunks=num_chunks).check()
+        assert strike.struck
+        taken_in = [event.microbatches for event in run.log.of(trace.Extended)]
+        assert taken_in == ([ids] if when == "open" else [])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -280,8 +295,8 @@ def test_every_step_has_a_name_of_its_own_and_starts_from_known_parameters(
         assert [record.label for record in records] == labels
         assert [[version.bucket for version in record.versions] for record in records[-2:]] == [[ledger]] * 2
     for trainer in run.trainers.values():
-        values = [checksum(weight) for weight in trainer.model.parameters()]
-        assert trainer.loop.join([trainer.model]).parameters == combined(values)
+        values = [checksum(weight) for chunk in trainer.chunks for weight in chunk.parameters()]
+        assert trainer.loop.join(trainer.chunks).parameters == combined(values)
     joined = {event.label: event.parameter_digest for event in run.log.of(trace.Applied) if event.rank == 0}
     assert len({joined[label] for label in labels if label.startswith("train")}) == 3
     assert {joined[label] for label in labels if not label.startswith("train")} == {None}

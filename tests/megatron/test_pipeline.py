@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +15,17 @@ from megatron.core.pipeline_parallel import schedules
 
 from megatron_recover.core.values import Compute, Plan, Work
 from megatron_recover.megatron.cpu import enable_cpu
-from megatron_recover.megatron.pipeline import Stage
+from megatron_recover.megatron.interleaved import InterleavedStage
+from megatron_recover.megatron.pipeline import Stage, Steps
 from megatron_recover.megatron.work_queue import Task, WorkQueue
 from tests.megatron.toy import Stage as Model
 from tests.megatron.toy import model_config, start_world
 
 BUCKETS = (0, 1)
-TOLD = ("current_microbatch", "is_first_microbatch", "checkpoint_activations_microbatch")
+TOLD = ("current_microbatch", "is_first_microbatch", "checkpoint_activations_microbatch", "vp_stage", "is_last_stage")
 """What upstream's schedule tells its forward step."""
+SHAPE = [1, 1, 8]
+"""Of a message between chunks."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,66 +38,113 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class Link:
-    """A stage's `P2PCommunicator` to nobody: writes down what is asked of it, and answers with something to compute with."""
+class Handle:
+    """An operation that is on its way: what is received is not there before `wait`."""
 
-    def __init__(self, stage: int, num_stages: int, notes: list[str]) -> None:
+    def __init__(self, tensor: torch.Tensor | None) -> None:
+        self.tensor, self.waited = tensor, False
+
+    def wait(self) -> None:
+        self.waited = True
+        if self.tensor is not None:
+            self.tensor.data.zero_()
+
+
+class Link:
+    """A stage's `P2PCommunicator` to nobody: writes down what is sent and received, and gives something to compute with."""
+
+    def __init__(self, stage: int, num_stages: int, num_chunks: int, notes: list[str]) -> None:
         self.current_stage, self.total_stages = stage, num_stages
         self.is_pp_first_stage, self.is_pp_last_stage = stage == 0, stage == num_stages - 1
+        self.virtual_pipeline_model_parallel_size = num_chunks if num_chunks > 1 else None
+        self.pp_group = SimpleNamespace(rank=lambda: stage, size=lambda: num_stages)
         self.config = None
+        self.sends: dict[str, list[Handle]] = {"send_next": [], "send_prev": []}
         self._notes = notes
 
-    def _answer(self, name: str, nothing: bool) -> list[Any]:
-        self._notes.append(name)
-        return [None] if nothing else [torch.zeros(1, requires_grad=True)]
+    def _answer(self, name: str, nothing: bool) -> Any:
+        if not nothing:
+            self._notes.append(name)
+        return None if nothing else torch.zeros(1, requires_grad=True)
 
-    def recv_forward(self, shapes: Any, is_first_stage: bool) -> list[Any]:
-        return self._answer("recv_forward", is_first_stage)
+    def recv_forward(self, shapes: Any, is_first_stage: bool) -> Any:
+        answer = self._answer("recv_forward", is_first_stage)
+        return answer if shapes == SHAPE else [answer]
 
-    def recv_backward(self, shapes: Any, is_last_stage: bool) -> list[Any]:
-        return self._answer("recv_backward", is_last_stage)
+    def recv_backward(self, shapes: Any, is_last_stage: bool) -> Any:
+        answer = self._answer("recv_backward", is_last_stage)
+        return answer if shapes == SHAPE else [answer]
 
     def send_forward(self, tensors: Any, is_last_stage: bool) -> None:
-        self._notes.append("send_forward")
+        self._answer("send_forward", is_last_stage)
 
     def send_backward(self, tensors: Any, is_first_stage: bool) -> None:
-        self._notes.append("send_backward")
+        self._answer("send_backward", is_first_stage)
 
     def send_forward_recv_backward(self, tensors: Any, shapes: Any, is_last_stage: bool) -> list[Any]:
-        return self._answer("send_forward_recv_backward", is_last_stage)
+        return [self._answer("send_forward_recv_backward", is_last_stage)]
 
     def send_backward_recv_forward(self, tensors: Any, shapes: Any, is_first_stage: bool) -> list[Any]:
-        return self._answer("send_backward_recv_forward", is_first_stage)
+        return [self._answer("send_backward_recv_forward", is_first_stage)]
+
+    def send_forward_recv_forward(self, output: Any, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False) -> Any:
+        return self._both("forward", "send_next" * (output is not None), "recv_prev" * recv_prev, overlap_p2p_comm)
+
+    def send_backward_recv_backward(
+        self, input_tensor_grad: Any, recv_next: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
+    ) -> Any:
+        return self._both("backward", "send_prev" * (input_tensor_grad is not None), "recv_next" * recv_next, overlap_p2p_comm)
+
+    def _both(self, way: str, sends: str, receives: str, overlap: bool) -> Any:
+        if sends or receives:
+            self._notes.append(f"{way} {sends} {receives} overlap={overlap}")
+        received = torch.full((1,), math.nan if overlap else 0.0, requires_grad=True) if receives else None
+        if not overlap:
+            return received
+        handles = {name: Handle(received if name == receives else None) for name in (sends, receives) if name}
+        if sends:
+            assert all(handle.waited for handle in self.sends[sends][:-1]), "three sends on their way"
+            self.sends[sends].append(handles[sends])
+        return received, handles
 
 
 class Rank:
     """One stage with a model, whose operations are written down."""
 
-    def __init__(self, stage: int, num_stages: int, *, forward_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, stage: int, num_stages: int, num_chunks: int = 1, *, monkeypatch: pytest.MonkeyPatch, forward_only: bool = False,
+        group_size: int | None = None, partial: int | None = None, deallocate: bool = False,
+    ) -> None:  # fmt: skip
         self.notes: list[str] = []
         originals = (schedules.forward_step, schedules.backward_step)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            facts = {
-                name: kwargs.get(name)
-                for name in ("current_microbatch", "is_first_microbatch", "checkpoint_activations_microbatch")
-            }
-            self.notes.append(f"forward {facts}")
+            received = args[4][0] if isinstance(args[4], list) else args[4]
+            assert received is None or received.isfinite().all(), "used before it was received"
+            told = {name: ({"is_last_stage": True} | kwargs).get(name) for name in TOLD}
+            self.notes.append(f"forward {told}")
             return originals[0](*args, **kwargs)
 
-        def backward(*args: Any) -> Any:
+        def backward(received: Any, output: Any, gradient: Any, config: Any) -> Any:
+            given = gradient[0] if isinstance(gradient, list) else gradient
+            assert given is None or given.isfinite().all(), "used before it was received"
             self.notes.append("backward")
-            return originals[1](*args)
+            return originals[1](received, output, gradient, config)
 
         monkeypatch.setattr(schedules, "forward_step", forward)
         monkeypatch.setattr(schedules, "backward_step", backward)
-        config = model_config(num_stages)
-        config.num_microbatches_with_partial_activation_checkpoints = None
+        virtual = {} if num_chunks == 1 else {
+            "virtual_pipeline_model_parallel_size": num_chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False,
+            "microbatch_group_size_per_vp_stage": group_size,
+        }  # fmt: skip
+        config = model_config(num_stages, num_layers=num_stages * num_chunks, deallocate_pipeline_outputs=deallocate, **virtual)
+        config.num_microbatches_with_partial_activation_checkpoints = partial
         model = Model(config)
+        self.link = Link(stage, num_stages, num_chunks, self.notes)
         self.arguments = {
-            "forward_step_func": lambda iterator, model: (model(torch.ones(())), self._loss), "data_iterator": None,
-            "model": [model], "seq_length": 1, "micro_batch_size": 1, "forward_only": forward_only,
-            "p2p_communicator": Link(stage, num_stages, self.notes),
+            "forward_step_func": lambda iterator, model, recompute=None: (model(torch.ones(())) * 1, self._loss),
+            "data_iterator": [None] * num_chunks, "model": [model] * num_chunks, "seq_length": SHAPE[0], "micro_batch_size": 1,
+            "forward_only": forward_only, "p2p_communicator": self.link,
             "pg_collection": schedules._build_default_pg_collection(),
         }  # fmt: skip
 
@@ -107,6 +159,8 @@ class Given:
     def __init__(self, num: int) -> None:
         self._left = [Task(index, BUCKETS, 1, False) for index in range(num)]
 
+    def prepare(self) -> None: ...
+
     def next(self) -> Task | None:
         return self._left.pop(0) if self._left else None
 
@@ -114,33 +168,132 @@ class Given:
         return not self._left
 
 
+def operations(run: Callable[[Rank], object], *args: Any, **kwargs: Any) -> list[str]:
+    """What a rank does when `run` runs a schedule on it."""
+    with pytest.MonkeyPatch.context() as patch:
+        rank = Rank(*args, monkeypatch=patch, **kwargs)
+        run(rank)
+    return rank.notes
+
+
+def ours(num: int) -> Callable[[Rank], object]:
+    def run(rank: Rank) -> None:
+        steps = Steps(rank.arguments)
+        (Stage if steps.num_chunks == 1 else InterleavedStage)(steps).run(Given(num))
+        assert all(handle.waited for handles in rank.link.sends.values() for handle in handles), "a send was forgotten"
+
+    return run
+
+
+def upstreams(schedule: Callable[..., Any], num: int) -> Callable[[Rank], object]:
+    return lambda rank: schedule(**rank.arguments, num_microbatches=num)
+
+
+@pytest.mark.parametrize("partial", [None, 1])
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize(("stage", "num_stages"), [(stage, num) for num in (2, 3, 4) for stage in range(num)])
-def test_same_operations_as_upstreams_1f1b(
-    stage: int, num_stages: int, forward_only: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_same_operations_as_upstreams_1f1b(stage: int, num_stages: int, forward_only: bool, partial: int | None) -> None:
+    theirs, rank = schedules.forward_backward_pipelining_without_interleaving, (stage, num_stages)
+    options: Any = {"forward_only": forward_only, "partial": partial}
     for num in range(1, 10):
-        with monkeypatch.context() as patch:
-            theirs = Rank(stage, num_stages, forward_only=forward_only, monkeypatch=patch)
-            schedules.forward_backward_pipelining_without_interleaving(**theirs.arguments, num_microbatches=num)
-        with monkeypatch.context() as patch:
-            ours = Rank(stage, num_stages, forward_only=forward_only, monkeypatch=patch)
-            Stage(ours.arguments).run(Given(num))
-        assert ours.notes == theirs.notes, f"{num} microbatches"
+        expected = operations(upstreams(theirs, num), *rank, **options)
+        assert operations(ours(num), *rank, **options) == expected, f"{num} microbatches"
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_same_steps_as_upstreams_without_a_pipeline(forward_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_steps_as_upstreams_without_a_pipeline(forward_only: bool) -> None:
+    def theirs(rank: Rank) -> None:
+        arguments = {name: value for name, value in rank.arguments.items() if name != "p2p_communicator"}
+        schedules.forward_backward_no_pipelining(**arguments, num_microbatches=num)
+
     for num in range(1, 6):
-        with monkeypatch.context() as patch:
-            theirs = Rank(0, 1, forward_only=forward_only, monkeypatch=patch)
-            arguments = {name: value for name, value in theirs.arguments.items() if name != "p2p_communicator"}
-            schedules.forward_backward_no_pipelining(**arguments, num_microbatches=num)
-        with monkeypatch.context() as patch:
-            ours = Rank(0, 1, forward_only=forward_only, monkeypatch=patch)
-            Stage(ours.arguments).run(Given(num))
-        steps = [note for note in ours.notes if "send" not in note and "recv" not in note]
-        assert steps == theirs.notes, f"{num} microbatches"
+        expected = operations(theirs, 0, 1, forward_only=forward_only)
+        assert operations(ours(num), 0, 1, forward_only=forward_only) == expected, f"{num} microbatches"
+
+
+@pytest.mark.parametrize(
+    ("options", "quotas"),
+    [
+        ({}, "1 2 3 4 5"),
+        ({"forward_only": True}, "1 2 3"),
+        ({"partial": 2}, "1 3"),
+        ({"forward_only": True, "partial": 2}, "1 3"),
+        ({"deallocate": True}, "3"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_chunks", [2, 3])
+@pytest.mark.parametrize(("stage", "num_stages"), [(stage, num) for num in (2, 3, 4) for stage in range(num)])
+def test_same_operations_as_upstreams_interleaved(
+    stage: int, num_stages: int, num_chunks: int, options: dict[str, Any], quotas: str
+) -> None:
+    theirs, rank = schedules.forward_backward_pipelining_with_interleaving, (stage, num_stages, num_chunks)
+    for num in (int(groups) * num_stages for groups in quotas.split()):
+        expected = operations(upstreams(theirs, num), *rank, **options)
+        assert operations(ours(num), *rank, **options) == expected, f"{num} microbatches"
+
+
+@pytest.mark.parametrize(("stage", "num_stages"), [(stage, num) for num in (2, 3) for stage in range(num)])
+def test_same_operations_as_upstreams_with_larger_groups(stage: int, num_stages: int) -> None:
+    """Upstream takes a last group that is smaller, as long as the stages have enough to do."""
+    theirs, rank = schedules.forward_backward_pipelining_with_interleaving, (stage, num_stages, 2)
+    for num in (5, 10, 5 + num_stages, 9, 14):
+        expected = operations(upstreams(theirs, num), *rank, group_size=5)
+        assert operations(ours(num), *rank, group_size=5) == expected, f"{num} microbatches"
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_a_last_group_that_is_smaller_leaves_out_what_it_lacks(num_stages: int) -> None:
+    """Of the operations for a full group; both ends of a message alike, which tests/megatron/test_commit.py would see hang."""
+    for num in (each for each in range(1, 2 * num_stages) if each % num_stages):
+        full = num + -num % num_stages
+        for stage in range(num_stages):
+            rank = (stage, num_stages, 2)
+            found, of_full = operations(ours(num), *rank), operations(ours(full), *rank)
+            lacking = [note for note in of_full if any(f"'current_microbatch': {each}," in note for each in range(num, full))]
+            forwards = [note for note in of_full if note.startswith("forward {") and note not in lacking]
+            assert [note for note in found if note.startswith("forward {")] == forwards
+            assert found.count("backward") == 2 * num
+            for words in (("send_next",), ("recv_prev", "recv_forward"), ("send_prev",), ("recv_next", "recv_backward")):
+                counts = [sum(any(word in note for word in words) for note in notes) for notes in (found, of_full)]
+                assert counts[0] * full == counts[1] * num, words
+
+
+class Watched(Given):
+    """Notes how many forwards are done when it is told that `next` is near, and when `next` is called."""
+
+    def __init__(self, num: int, notes: list[str]) -> None:
+        super().__init__(num)
+        self._notes, self.prepared, self.asked = notes, [], []
+
+    def _num_forwards(self) -> int:
+        return sum(note.startswith("forward {") for note in self._notes)
+
+    def prepare(self) -> None:
+        self.prepared.append(self._num_forwards())
+
+    def next(self) -> Task | None:
+        self.asked.append(self._num_forwards())
+        return super().next()
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize(("num_stages", "num_chunks"), [(1, 1), (2, 1), (4, 1), (2, 2), (3, 2), (2, 3)])
+def test_the_queue_is_asked_as_late_as_can_be(num_stages: int, num_chunks: int, forward_only: bool) -> None:
+    """For the next microbatch when all forwards before its first one are done; asked to prepare one forward earlier."""
+    num = 3 * num_stages
+    slots = [group * num_stages * num_chunks + member for group in range(4) for member in range(num_stages)]
+    for stage in range(num_stages):
+
+        def run(rank: Rank) -> None:
+            steps = Steps(rank.arguments)
+            queue = Watched(num, rank.notes)
+            (Stage if num_chunks == 1 else InterleavedStage)(steps).run(queue)
+            first_forwards = slots[: num + 1]
+            assert queue.asked == first_forwards
+            assert queue.prepared == [forward - 1 for forward in first_forwards[1:]]
+
+        operations(run, stage, num_stages, num_chunks, forward_only=forward_only)
 
 
 # --- The queue -------------------------------------------------------------------------------------------------------------
@@ -159,10 +312,16 @@ class Stream:
         self._orders = list(orders)
         self.asked_after: list[int] = []
         self.handed_out = 0
+        self.arrived = 0
+        """Orders that are here before they are waited for."""
 
     def more_work(self) -> Plan | None:
-        assert self.asked_after, "nobody has asked for the end of the pass: this would wait for ever"
+        assert self.asked_after or self.arrived, "nobody has asked for the end of the pass: this would wait for ever"
+        self.arrived = max(0, self.arrived - 1)
         return self._orders.pop(0)
+
+    def has_order(self) -> bool:
+        return self.arrived > 0
 
     def end_pass(self) -> None:
         self.asked_after.append(self.handed_out)
@@ -173,6 +332,7 @@ def drain(queue: WorkQueue, member: Stream) -> list[int]:
     while (task := queue.next()) is not None:
         member.handed_out += 1
         found.append(task.microbatch)
+        queue.prepare()
     assert queue.next() is None
     return found
 
@@ -180,7 +340,7 @@ def drain(queue: WorkQueue, member: Stream) -> list[int]:
 def test_the_pass_ends_where_the_stream_says() -> None:
     member = Stream(None)
     assert drain(WorkQueue(member, plan(1, 0, 1, 2), again=False), member) == [0, 1, 2]
-    assert member.asked_after == [2], "asked when the last one that is known is handed out, once"
+    assert member.asked_after == [3], "asked when the last one that is known was handed out, once"
 
 
 def test_a_plan_before_the_end_extends_the_pass() -> None:
@@ -188,14 +348,22 @@ def test_a_plan_before_the_end_extends_the_pass() -> None:
     extended: list[Plan] = []
     queue = WorkQueue(member, plan(1, 0, 1), again=False, extended=extended.append)
     assert drain(queue, member) == [0, 1, 5, 6, 7]
-    assert member.asked_after == [1]
+    assert member.asked_after == [2]
     assert queue.plan.generation == 4
     assert [each.generation for each in extended] == [2, 4], "a plan without work for this replica extends nothing"
+
+
+def test_nobody_asks_for_the_end_while_more_is_known() -> None:
+    member = Stream(plan(2, 5, 6), plan(3, 7), None)
+    member.arrived = 1
+    assert drain(WorkQueue(member, plan(1, 0, 1), again=False), member) == [0, 1, 5, 6, 7]
+    assert member.asked_after == [4], "the plan that was there was taken in first, and what comes meanwhile still is"
 
 
 def test_a_plan_for_something_else_is_refused() -> None:
     member = Stream(plan(2, 5, work=Work("train 2", 8, BUCKETS)))
     queue = WorkQueue(member, plan(1, 0), again=False)
     queue.next()
+    queue.prepare()
     with pytest.raises(RuntimeError, match="ordered to work on"):
         queue.next()

@@ -163,13 +163,19 @@ VALUES = {
     "--wandb-project": "mine",
 }
 """Values that are refused, of flags that take one and for which 4 is none."""
+TOGETHER = {
+    "--no-overlap-p2p-communication": (
+        "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    )
+}
+"""What a flag is refused with."""
 
 
 @pytest.mark.parametrize("flag", [refusal.flag for refusal in REFUSALS])
 def test_what_is_not_supported_is_refused_by_name(flag: str, data: str) -> None:
     takes_value = FLAGS[flag].get("action") is None
     argument = f"{flag} {VALUES.get(flag, '4')}" if takes_value else flag
-    [line] = refused(data, argument, lanes=2)
+    [line] = refused(data, f"{argument} {TOGETHER.get(flag, '')}", lanes=2)
     assert line.startswith(f"{flag} is not supported with replicas: ")
     assert "; " in line
 
@@ -179,6 +185,7 @@ def test_what_is_not_supported_is_refused_by_name(flag: str, data: str) -> None:
     [
         "--moe-router-load-balancing-type aux_loss seq_aux_loss",
         "--ddp-average-in-collective",
+        "--no-overlap-p2p-communication",
         "--rerun-mode disabled --dataloader-type single --ckpt-format torch --cuda-graph-impl none",
         "--use-distributed-optimizer --calculate-per-token-loss --bf16 --log-throughput --swiglu",
     ],

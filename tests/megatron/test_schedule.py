@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_recover.megatron.pipeline import Queue
-from megatron_recover.megatron.schedule import Schedule, _num_interleaved
+from megatron_recover.megatron.schedule import Schedule
 from megatron_recover.megatron.work_queue import Task
 
 
@@ -42,6 +42,8 @@ class Given:
     def __init__(self, ids: tuple[int, ...]) -> None:
         self._left = [Task(microbatch, (), 1, False) for microbatch in ids]
 
+    def prepare(self) -> None: ...
+
     def next(self) -> Task | None:
         return self._left.pop(0) if self._left else None
 
@@ -57,8 +59,7 @@ class Upstream:
         self.seen: list[Any] = []
         self.schedule = Schedule(self._forward, self._backward)
         self.config = SimpleNamespace(
-            no_sync_func="theirs", grad_sync_func="theirs", finalize_model_grads_func=self._finalize,
-            pipeline_model_parallel_size=1, microbatch_group_size_per_vp_stage=1,
+            no_sync_func="theirs", grad_sync_func="theirs", finalize_model_grads_func=self._finalize, timers=None,
         )  # fmt: skip
         self.finalized = 0
         self.reports = True
@@ -113,17 +114,17 @@ class Upstream:
         """A pass whose operations come in the order of `schedule`."""
 
         class Stage:
-            def __init__(self, given: dict[str, Any]) -> None:
-                self.given = given
+            def __init__(self, steps: Any) -> None: ...
 
             def run(self, queue: Queue) -> None:
                 num = 0
                 while queue.next() is not None:
                     num += 1
                 if num:
-                    schedule(**{**self.given, "num_microbatches": num})
+                    schedule(**{**arguments, "num_microbatches": num})
 
-        with mock.patch("megatron_recover.megatron.schedule.Stage", Stage):
+        steps = mock.Mock(return_value=SimpleNamespace(num_chunks=1))
+        with mock.patch.multiple("megatron_recover.megatron.schedule", Stage=Stage, Steps=steps):
             self.schedule.run_pass(schedule, arguments, Given(ids), **others)
 
     def arguments(self) -> dict[str, Any]:
@@ -204,23 +205,3 @@ def test_an_evaluation_has_no_backwards() -> None:
     upstream = Upstream()
     arguments = upstream.arguments() | {"forward_only": True}
     upstream.run(upstream.forwards_only, arguments, (4, 6), divisor=8, listener=Notes())
-
-
-@pytest.mark.parametrize(
-    ("num", "pp", "group", "whole"),
-    [
-        (1, 2, 2, 0),
-        (2, 2, 2, 2),
-        (3, 2, 2, 2),
-        (7, 4, 4, 4),
-        (8, 4, 4, 8),
-        (5, 2, 4, 4),
-        (6, 2, 4, 6),
-        (3, 2, 4, 0),
-        (11, 2, 4, 11),
-    ],
-)
-def test_how_many_the_interleaved_schedule_takes(num: int, pp: int, group: int, whole: int) -> None:
-    config = SimpleNamespace(pipeline_model_parallel_size=pp, microbatch_group_size_per_vp_stage=group)
-    assert _num_interleaved(num, 2, config) == whole
-    assert _num_interleaved(num, 1, config) == num

@@ -86,8 +86,8 @@ def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Ten
 
 def model_config(num_stages: int = 1, **fields: Any) -> TransformerConfig:
     config = TransformerConfig(
-        num_layers=num_stages, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True,
-        pipeline_model_parallel_size=num_stages, pipeline_dtype=torch.float32, **fields,
+        hidden_size=8, num_attention_heads=1, use_cpu_initialization=True, pipeline_model_parallel_size=num_stages,
+        pipeline_dtype=torch.float32, **{"num_layers": num_stages, **fields},
     )  # fmt: skip
     config.timers = None
     return config
@@ -141,16 +141,22 @@ class Trainer:
 
     def __init__(
         self, job: Job, threads: Threads, member: LoopbackMember, faults: FaultInjector, config: RecoverConfig, *,
-        num_microbatches: int, noisy: bool = False, broken: int | None = None, overlap: bool = False, log: Any = None,
-        **model_fields: Any,
+        num_microbatches: int, num_chunks: int = 1, noisy: bool = False, broken: int | None = None, overlap: bool = False,
+        log: Any = None, **model_fields: Any,
     ) -> None:  # fmt: skip
         self.num_microbatches, self.noisy, self.broken = num_microbatches, noisy, broken
         num_stages = job.num_ranks
+        if num_chunks > 1:
+            model_fields |= {
+                "num_layers": num_stages * num_chunks, "virtual_pipeline_model_parallel_size": num_chunks,
+                "overlap_p2p_comm": True, "batch_p2p_comm": False,
+            }  # fmt: skip
         self.config = model_config(num_stages, **model_fields)
         self.config.finalize_model_grads_func = self._finalize if num_stages > 1 else finalize_model_grads
-        self.model = wrap(
-            Stage(self.config), check_for_nan_in_grad=broken is not None, overlap_grad_reduce=overlap
-        )  # fmt: skip
+        self.chunks = [
+            wrap(Stage(self.config), check_for_nan_in_grad=broken is not None, overlap_grad_reduce=overlap)
+            for _ in range(num_chunks)
+        ]
         self.cursor = MicrobatchCursor()
         self.iteration = 0
         self.link = Link(job, member.replica, member.rank, num_stages, self.config) if num_stages > 1 else None
@@ -160,8 +166,7 @@ class Trainer:
             gather=lambda holding: job.gather(member.replica, member.rank, holding),
         )  # fmt: skip
         threads.enter(member.rank, num_stages, self.loop)
-        self.iterator = self._samples()
-        self.validation = self._samples()
+        self.iterators, self.validation = ([self._samples() for _ in self.chunks] for _ in range(2))
         self.gradients: list[list[Tensor]] = []
         """Per training step the gradient of each parameter, as the optimizer finds it."""
         self.losses: list[list[dict[str, Tensor]]] = []
@@ -188,7 +193,8 @@ class Trainer:
         """Upstream's `train_step` in short: zero, forward-backward, optimizer (or an evaluation step)."""
         if not forward_only:
             self.iteration += 1
-            self.model.zero_grad_buffer()
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
         upstream = (
             schedules.forward_backward_pipelining_without_interleaving
             if self.link
@@ -196,22 +202,23 @@ class Trainer:
         )
         link = {"p2p_communicator": self.link, "pg_collection": schedules._build_default_pg_collection()} if self.link else {}
         losses = self.loop.run(
-            upstream, forward_step_func=forward_step, data_iterator=self.validation if forward_only else self.iterator,
-            model=[self.model], num_microbatches=self.num_microbatches, seq_length=1, micro_batch_size=1,
+            upstream, forward_step_func=forward_step, data_iterator=self.validation if forward_only else self.iterators,
+            model=self.chunks, num_microbatches=self.num_microbatches, seq_length=1, micro_batch_size=1,
             forward_only=forward_only, **link,
         )  # fmt: skip
         self.losses.append(losses)
         if not forward_only:
-            self.gradients.append([weight.main_grad.clone() for weight in self.model.module.weights])
+            weights = [weight for chunk in self.chunks for weight in chunk.module.weights]
+            self.gradients.append([weight.main_grad.clone() for weight in weights])
             with torch.no_grad():
-                for weight in self.model.module.weights:
+                for weight in weights:
                     weight -= weight.main_grad * 0.5
             self.loop.stepped()
 
     def expected(self) -> list[Tensor]:
         """The gradient of a full batch, exactly."""
         code = (2.0**self.num_microbatches - 1) / self.num_microbatches
-        return [names(size) * code for size in SIZES]
+        return [names(size) * code for size in SIZES * len(self.chunks)]
 
 
 def start_world(rank: int = 0, num_ranks: int = 1, store: dist.Store | None = None, **parallel: int) -> None:
