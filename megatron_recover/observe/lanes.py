@@ -15,7 +15,8 @@ from megatron_recover.observe.history import History
 from megatron_recover.observe.timeline import Episode, Span, Timeline, within
 
 MAX_LANES = 24
-MAX_REPLICAS = 6
+MIN_REPLICAS = 6
+"""So many are shown, if there are, of however many ranks; then a part of the ranks of each is shown."""
 MAX_BARS = 1500
 WIDE = 2.4
 """Percent of the width from which on a bar has room for its number; the picture is never narrower than 40rem."""
@@ -109,13 +110,22 @@ def picture(history: History, timeline: Timeline, episode: Episode) -> Picture:
 
 
 def _chosen(history: History, timeline: Timeline, episode: Episode) -> tuple[dict[int, list[int]], int]:
-    """Replica -> its ranks that are shown, and how many ranks there were: those that were lost, and some of the others."""
+    """Replica -> its ranks that are shown, and how many ranks there were.
+
+    Those that were lost come first, then those that took over what was lost, then the others.
+    """
     before = [one for one in history.generations.values() if one.generation < episode.generations[0].generation]
     members = sorted({*(before[-1].roster if before else ()), *episode.generations[-1].roster, *episode.lost})
     started = history.first(trace.RunStarted)
     known = {rank for _, rank in timeline.computing}
     num_ranks = max(started.layout.num_ranks if started else 0, max(known, default=0) + 1)
-    shown = sorted([*episode.lost, *(one for one in members if one not in episode.lost)][:MAX_REPLICAS])
+    most = max(MIN_REPLICAS, MAX_LANES // num_ranks)
+    newer = {one.generation for one in episode.generations}
+    helpers = {
+        replica for (replica, _), spans in timeline.computing.items()
+        if any(span.is_again and span.generation in newer for span in spans)
+    }  # fmt: skip
+    shown = sorted(sorted(members, key=lambda one: (one not in episode.lost, one not in helpers))[:most])
     each = max(1, MAX_LANES // max(1, len(shown)))
     chosen = {}
     for replica in shown:

@@ -65,6 +65,7 @@ def render(verdict: Verdict, timeline: Timeline, reference: History | None = Non
         pictures=pictures,
         told=told,
         num_episodes=num_episodes,
+        folded=_folded(len(summary.faults), pictures),
         phases=get_args(trace.Phase),
         recoveries=[(one, _bar(one)) for one in summary.recoveries],
         slowest=max((one.total_s for one in summary.recoveries if one.total_s is not None), default=None),
@@ -186,6 +187,11 @@ def _episodes(
                     told[number] += f", see fault {first[index]}"
     slowest = sorted(first, key=lambda index: timeline.episodes[index].fault - timeline.episodes[index].end)[:MAX_PICTURES]
     return {first[index]: picture(history, timeline, timeline.episodes[index]) for index in slowest}, told, len(first)
+
+
+def _folded(num_faults: int, pictures: dict[int, Picture]) -> list[int]:
+    """Numbers of the faults that are listed last, on demand: of many those without a picture."""
+    return [number for number in range(1, num_faults + 1) if number not in pictures] if num_faults > MAX_MARKS else []
 
 
 def _iteration(label: str) -> int:

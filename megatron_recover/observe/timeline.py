@@ -127,17 +127,14 @@ class Timeline:
     def recovering(self) -> dict[int, list[Span]]:
         """Phases of the recoveries, as the leader of each replica saw them; no two of a replica overlap."""
         found: dict[int, list[Span]] = defaultdict(list)
-        detected: dict[tuple[int, int], float] = {}
         for _, event in self._history.of(trace.Recovery):
-            end, key = event.t, (event.replica, event.generation)
-            if event.phase == "detect":  # written together with `agree`, which it comes before
-                detected[key] = event.seconds
+            spans, begin = found[event.replica], event.t - event.seconds
+            if event.phase == "detect":  # written together with `agree`, which tells when the detection was over
                 continue
-            begin = end - event.seconds
             if event.phase == "agree":
-                noticed = Span("detect", begin - detected.get(key, 0.0), begin, event.step, event.generation)
-                found[event.replica].append(noticed)
-            found[event.replica].append(Span(event.phase, begin, end, event.step, event.generation))
+                since = max(self._struck_at.get(event.generation, begin), spans[-1].end if spans else 0.0)
+                spans.append(Span("detect", min(since, begin), begin, event.step, event.generation))
+            spans.append(Span(event.phase, begin, event.t, event.step, event.generation))
         return {replica: _apart(found[replica], None) for replica in sorted(found)}
 
     @cached_property
@@ -180,25 +177,28 @@ class Timeline:
 
     def _episode(self, group: list[trace.Generation], steps: dict[int, int], ends: dict[int, float]) -> Episode:
         step = next((steps[one.generation] for one in reversed(group) if one.generation in steps), None)
-        fault = min(self._struck_at(one) for one in group)
+        fault = min(self._struck_at[one.generation] for one in group)
         end = max(ends[group[-1].generation], group[-1].t)
         seconds = max(end - fault, 1e-3)
         planned = min((plan.t for _, plan in self._history.plans.get(step, ())), default=fault) if step is not None else fault
         begin_shown = min(fault - 0.1 * seconds, max(planned, fault - 0.5 * seconds))
         return Episode(tuple(group), step, fault, end, begin_shown, end + 0.12 * (end - begin_shown))
 
-    def _struck_at(self, announced: trace.Generation) -> float:
-        """When what a generation answers to struck, or was seen first."""
-        history, lost = self._history, {one.replica for one in announced.losses}
-        injected = [event.t for _, event in history.of(trace.Fault) if event.replica in lost and event.t <= announced.t]
-        if injected:
-            return min(injected)
-        ended = [event.t for _, event in history.of(trace.Failure) if event.replica in lost and event.t <= announced.t]
-        noticed = [
-            event.seconds for _, event in history.of(trace.Recovery)
-            if (event.generation, event.phase) == (announced.generation, "detect")
-        ]  # fmt: skip
-        return min([*ended, announced.t - max(noticed, default=0.0)])
+    @cached_property
+    def _struck_at(self) -> dict[int, float]:
+        """Generation -> when the fault struck that it answers to, or was seen first."""
+        history = self._history
+        noticed: dict[int, float] = defaultdict(float)
+        for _, event in history.of(trace.Recovery):
+            if event.phase == "detect":
+                noticed[event.generation] = max(noticed[event.generation], event.seconds)
+        found = {}
+        for one in history.generations.values():
+            lost = {loss.replica for loss in one.losses}
+            injected = [event.t for _, event in history.of(trace.Fault) if event.replica in lost and event.t <= one.t]
+            ended = [event.t for _, event in history.of(trace.Failure) if event.replica in lost and event.t <= one.t]
+            found[one.generation] = min(injected) if injected else min([*ended, one.t - noticed[one.generation]])
+        return found
 
 
 def within(spans: Iterable[Span], begin: float, end: float) -> list[Span]:
@@ -221,6 +221,9 @@ def _seconds(spans: Iterable[Span], kind: str) -> list[float]:
 def _apart(spans: list[Span], gone_at: float | None) -> list[Span]:
     """In the order of time, each cut where the next begins or its process was gone: clocks are read a little apart."""
     ordered = sorted(spans, key=_begin)
-    limits = [*(one.begin for one in ordered[1:]), float("inf")]
     last = float("inf") if gone_at is None else gone_at
-    return [replace(one, end=max(one.begin, min(one.end, limit, last))) for one, limit in zip(ordered, limits, strict=True)]
+    for index, one in enumerate(ordered):
+        limit = min(last, ordered[index + 1].begin) if index + 1 < len(ordered) else last
+        if one.end > limit:
+            ordered[index] = replace(one, end=max(one.begin, limit))
+    return ordered

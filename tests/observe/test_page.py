@@ -184,6 +184,18 @@ def test_with_many_faults_the_slowest_are_drawn(tmp_path: Path) -> None:
     assert "8 of them, the slowest, are drawn" in shown.text("faults")
 
 
+def test_very_many_faults_are_listed_on_demand(tmp_path: Path) -> None:
+    run = traces.Run(replicas=27, microbatches=27)
+    for victim in range(26):
+        run.step_with_kill_in_backward(victim)
+    shown = page_of(tmp_path, run.finish().events)
+    (folded,) = shown.all("faults", "details")
+    listed = [item.get("id") for item in folded.iter("li") if item.get("id")]
+    assert listed == [f"fault-{number}" for number in range(page.MAX_PICTURES + 1, 27)]
+    assert f"{26 - page.MAX_PICTURES} more faults" in " ".join("".join(folded.itertext()).split())
+    assert shown.all("loss", "a") == [], "their numbers would hide each other"
+
+
 def test_a_fault_of_which_nobody_died_is_told_without_a_picture(tmp_path: Path) -> None:
     run = traces.Run()
     run.quiet_step()

@@ -151,11 +151,12 @@ def test_a_picture_of_a_large_job_shows_some_ranks_and_says_so() -> None:
     started = run.events[0]
     assert isinstance(started, trace.RunStarted)
     run.events[0] = msgspec.structs.replace(started, layout=trace.Layout(tp=4, pp=4))
+    run.roster = (*range(9, 40), *range(9))  # the first of it takes over what is lost
     run.step_with_kill_in_backward(30)
     one = drawn(run)
     assert (one.num_shown, one.num_ranks) == (MAX_LANES, 16 * 40)
     names = [group.name for group in one.groups]
-    assert "replica 30" in names and len(names) == 6
+    assert names == [f"replica {replica}" for replica in (0, 1, 2, 3, 9, 30)], "the lost, who took over, then others"
     assert [lane.name for group in one.groups for lane in group.lanes if lane.struck is not None] == ["rank 1"]
 
 
