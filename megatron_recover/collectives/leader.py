@@ -34,13 +34,13 @@ from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core import replica as machine
 from megatron_recover.core import values
 from megatron_recover.core.tree import neighbours
+from megatron_recover.core.vote import bare
 from megatron_recover.faults import FaultInjector, FaultPoint
 
 
 def digest(record: values.Record) -> str:
-    """Of a record without the voters' requests: equal where members vote or commit the same."""
-    bare = msgspec.structs.replace(record, requests=())
-    return hashlib.blake2b(msgspec.msgpack.encode(bare), digest_size=16).hexdigest()
+    """Of a record without what voters say of themselves: equal where members vote or commit the same."""
+    return hashlib.blake2b(msgspec.msgpack.encode(bare(record)), digest_size=16).hexdigest()
 
 
 Deliver = Callable[[Message], None]

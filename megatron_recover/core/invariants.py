@@ -6,8 +6,8 @@ it for a whole list. The explorer feeds what its simulated machines do. The chec
 order in which they can have happened: cause before effect.
 
 - INV-1 exactly once: a result that counts has each microbatch exactly once (`Held.counts`, `Applied.counts`).
-- INV-2 agreement: one record a step, all ranks of a replica hold what it names, equal checksums and digests everywhere; nothing
-  that a replica took part in which was outvoted before is voted through.
+- INV-2 agreement: one record a step, from which all members learn the same paces; all ranks of a replica hold what it names,
+  equal checksums and digests everywhere; nothing that a replica took part in which was outvoted before is voted through.
 - INV-3 no corruption: a local gradient that is read holds exactly what was planned into it (`Read`).
 - INV-4 decided once: no bucket is reduced while a member holds it complete in an older version that is not withdrawn.
 - INV-5 fencing: nothing of a generation older than the one that the replica entered has an effect.
@@ -37,6 +37,7 @@ from megatron_recover.core.values import (
     Version,
     Vote,
 )
+from megatron_recover.core.vote import bare
 
 
 class InvariantViolation(Exception):
@@ -127,7 +128,9 @@ class StepHistory(Value, frozen=True):
     """What is known of one step. Of members only: what a lost replica holds or was dealt matters to nobody any more."""
 
     record: Record | None = None
-    """Without requests."""
+    """Without what voters say of themselves."""
+    paces: frozenset[tuple[ReplicaId, tuple[tuple[ReplicaId, int], ...]]] = frozenset()
+    """Who committed it with which paces."""
     dealt: frozenset[tuple[ReplicaId, BucketId, MicrobatchId]] = frozenset()
     held: frozenset[tuple[ReplicaId, int, BucketId, Version]] = frozenset()
     """(replica, rank, bucket, version)."""
@@ -183,6 +186,7 @@ def _on_formed(history: History, fact: Formed) -> History:
             dealt=frozenset(item for item in step.dealt if item[0] in members),
             held=frozenset(item for item in step.held if item[0] in members),
             votes=frozenset(item for item in step.votes if item[0] in members),
+            paces=frozenset(item for item in step.paces if item[0] in members),
         )
         for number, step in history.steps
     }
@@ -267,7 +271,7 @@ def _on_voted(history: History, fact: Voted) -> History:
 
 
 def _on_committed(history: History, fact: Committed) -> History:
-    record = replace(fact.record, requests=())
+    record, paces = bare(fact.record), fact.record.paces
     who = f"replica {fact.replica} commits step {record.step} in generation {fact.generation}"
     _fence(history, fact.replica, fact.generation, f"commits step {record.step}")
     done = dict(history.committed).get(fact.replica, 0)
@@ -285,9 +289,11 @@ def _on_committed(history: History, fact: Committed) -> History:
         missing = [r for r in _roster(history, fact.generation) if (r, fact.generation) not in step.votes]
         if missing:
             raise InvariantViolation(6, f"{who} without the votes of replicas {missing}")
+    if other := next((item for item in step.paces if item[1] != paces), None) if fact.replica in history.rosters[-1] else None:
+        raise InvariantViolation(2, f"{who} and learns the paces {paces}; replica {other[0]} learned {other[1]}")
     committed = _with(history.committed, fact.replica, done + 1)
     history = replace(history, committed=committed)
-    step = replace(step, record=record)
+    step = replace(step, record=record, paces=step.paces | _current(history, fact.replica, {(fact.replica, paces)}))
     if all(dict(committed).get(replica, 0) > record.step for replica in history.rosters[-1]):
         # Nothing of the step can happen any more but that a lost replica commits or applies it.
         step = StepHistory(record=record, digests=step.digests)

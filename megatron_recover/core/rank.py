@@ -42,10 +42,12 @@ from megatron_recover.core.values import (
     BucketId,
     Close,
     Closing,
+    Computed,
     Ended,
     Generation,
     Held,
     Holds,
+    Journal,
     MicrobatchId,
     Order,
     Plan,
@@ -80,6 +82,8 @@ class RankState(Value, frozen=True):
     """Results of this step that count, by bucket."""
     unreported: tuple[Held, ...] = ()
     """Results that the leader does not know yet."""
+    journal: Journal = Journal()
+    """Of rank 0: its microbatches of this step."""
 
 
 # --- Inputs: any Order from the leader, and from the rank's own training thread: ------------------------------------------
@@ -98,6 +102,25 @@ class Take(Value, frozen=True):
 
 class EndPass(Value, frozen=True):
     """Rank 0 hands the last microbatch that it knows of to the schedule."""
+
+
+class Started(Value, frozen=True):
+    """Rank 0 begins the forward of a microbatch."""
+
+    microbatch: MicrobatchId
+
+
+class Finished(Value, frozen=True):
+    """Rank 0 has ended the backward of a microbatch (in evaluation its forward)."""
+
+    microbatch: MicrobatchId
+
+
+class Measured(Value, frozen=True):
+    """Rank 0's first pass of a training step is over; as in `values.Computed`."""
+
+    num_microbatches: int
+    elapsed_ns: int
 
 
 class Completed(Value, frozen=True):
@@ -132,7 +155,7 @@ class End(Value, frozen=True):
     """The training loop is over."""
 
 
-Input = Order | Begin | Take | EndPass | Completed | Failed | Raise | Save | End
+Input = Order | Begin | Take | Started | Finished | EndPass | Measured | Completed | Failed | Raise | Save | End
 
 
 # --- Effects -------------------------------------------------------------------------------------------------------------
@@ -173,7 +196,7 @@ def _on_promise(state: RankState, order: Promise) -> Step:
     if order.generation <= state.promised:
         return state, ()
     state, effects = _flush(replace(state, promised=order.generation))
-    return state, (Retire(order.generation), *effects, ToLeader(Promised(state.rank, order.generation)))
+    return state, (Retire(order.generation), *effects, ToLeader(Promised(state.rank, order.generation, state.journal)))
 
 
 def _on_order(state: RankState, order: Plan | Close | Apply) -> Step:
@@ -218,7 +241,7 @@ def _on_take(state: RankState, _: Take) -> Step:
         return replace(state, queue=tuple(rest)), ()
     state = replace(state, queue=tuple(rest), taken=order)
     if isinstance(order, Apply):
-        return replace(state, step=order.record.step + 1, held=(), unreported=()), ()
+        return replace(state, step=order.record.step + 1, held=(), unreported=(), journal=Journal()), ()
     if isinstance(order, Plan):
         replaced = results(order, state.replica)
         return replace(state, held=tuple(item for item in state.held if item.bucket not in replaced)), ()
@@ -228,6 +251,23 @@ def _on_take(state: RankState, _: Take) -> Step:
 def _on_end_pass(state: RankState, _: EndPass) -> Step:
     """Ask the leader to close the pass for all ranks at the same place in the stream of orders."""
     return state, (ToLeader(Closing(state.rank, state.step)),)
+
+
+def _on_started(state: RankState, started: Started) -> Step:
+    """Journal it."""
+    journal = state.journal
+    return replace(state, journal=replace(journal, started=(*journal.started, started.microbatch))), ()
+
+
+def _on_finished(state: RankState, finished: Finished) -> Step:
+    """Journal it."""
+    journal = state.journal
+    return replace(state, journal=replace(journal, finished=(*journal.finished, finished.microbatch))), ()
+
+
+def _on_measured(state: RankState, measured: Measured) -> Step:
+    """Tell the leader, for its vote."""
+    return state, (ToLeader(Computed(state.rank, state.step, measured.num_microbatches, measured.elapsed_ns)),)
 
 
 def _on_completed(state: RankState, completed: Completed) -> Step:
@@ -281,7 +321,10 @@ TABLE: Mapping[type, Callable[[RankState, Any], Step]] = {
     Stop: _on_stop,
     Begin: _on_begin,
     Take: _on_take,
+    Started: _on_started,
+    Finished: _on_finished,
     EndPass: _on_end_pass,
+    Measured: _on_measured,
     Completed: _on_completed,
     Failed: _on_failed,
     Raise: _on_raise,

@@ -3,8 +3,8 @@
 1. A member that has committed a step gives its record to those that have not (they voted for it, so they hold its results).
 2. A bucket that a member holds complete is decided and goes to those that lack it. Not so a result in which a replica took part
    that was outvoted since: in a step that nobody has committed it counts as held by nobody.
-3. An undecided bucket is reduced again, whole. Ids that no member's local gradient of that bucket holds are dealt,
-   least loaded first, and computed into exactly the undecided buckets that miss them.
+3. An undecided bucket is reduced again, whole. Ids that no member's local gradient of that bucket holds are dealt to those that
+   will be done with them first, and computed into exactly the undecided buckets that miss them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron_recover.core.bucket import Decision, decide
-from megatron_recover.core.quota import deal, even, share
+from megatron_recover.core.quota import ONE_STAGE, balanced, deal, share
+from megatron_recover.core.speed import UNKNOWN, Speeds, learn, paces
 from megatron_recover.core.values import (
     BucketId,
     Compute,
     Generation,
     MicrobatchId,
+    Pipeline,
     Plan,
     Record,
     ReplicaId,
@@ -47,18 +49,29 @@ class Recovery(Value, frozen=True):
     reason: str
 
 
-def fresh_plan(replica: ReplicaId, generation: Generation, roster: Sequence[ReplicaId], step: int, work: Work) -> Plan:
-    """The plan of a step that begins with nothing held by anyone."""
-    ids = share(work.num_microbatches, roster, replica)
+def fresh_plan(
+    replica: ReplicaId,
+    generation: Generation,
+    roster: Sequence[ReplicaId],
+    step: int,
+    work: Work,
+    *,
+    speeds: Speeds = UNKNOWN,
+    pipeline: Pipeline = ONE_STAGE,
+) -> Plan:
+    """The plan of a step that begins with nothing held by anyone. `speeds` are of all the steps before it."""
+    quotas = balanced(work.num_microbatches, paces(speeds, roster), pipeline)
+    ids = share(quotas, roster, replica)
     computes = (Compute(ids, work.buckets),) if ids else ()
-    quotas = even(work.num_microbatches, len(roster))
     return Plan(step, generation, tuple(roster), work, quotas, (), computes, work.buckets)
 
 
-def recover(statuses: Sequence[Status], trusted_from: Generation) -> Recovery | Disagreement:
+def recover(
+    statuses: Sequence[Status], trusted_from: Generation, *, speeds: Speeds = UNKNOWN, pipeline: Pipeline = ONE_STAGE
+) -> Recovery | Disagreement:
     """The answer to the statuses of all members of one generation, whose announcement says `trusted_from`.
 
-    Raises ValueError if their steps differ by more than one.
+    `speeds` are of all the steps that this member has committed. Raises ValueError if their steps differ by more than one.
     """
     ordered = sorted(statuses, key=lambda status: status.replica)
     step = max(status.step for status in ordered)
@@ -82,7 +95,11 @@ def recover(statuses: Sequence[Status], trusted_from: Generation) -> Recovery | 
     reduces = tuple(bucket for bucket in work.buckets if bucket not in decided)
     missing = _missing(held, reduces, work.num_microbatches)
     loads = {replica: {i for ids in contributions for i in ids} for replica, contributions in held.items()}
-    owners = deal(missing, {replica: len(ids) for replica, ids in loads.items()})
+    finished = {status.replica: set(status.journal.finished) if status.step == step else set() for status in ordered}
+    left = {replica: len(ids - finished[replica]) for replica, ids in loads.items()}
+    # A member that is behind has yet to learn from the step that it adopts; the others have.
+    pace = paces(learn(speeds, adopt) if adopt is not None else speeds, sorted(loads))
+    owners = deal(missing, left, dict(zip(sorted(loads), pace, strict=True)), pipeline)
     dealt = tuple((owners[microbatch], microbatch, missing[microbatch]) for microbatch in sorted(missing))
     quotas = tuple(len(loads[r] | {i for i, owner in owners.items() if owner == r}) for r in sorted(loads))
     if any(item.version < trusted_from for status in current for item in status.complete):

@@ -26,7 +26,9 @@ from msgspec.structs import replace
 
 from megatron_recover.core.bucket import complete, results
 from megatron_recover.core.policy import exit_code
+from megatron_recover.core.quota import ticks
 from megatron_recover.core.recovery import fresh_plan, plan_of, recover
+from megatron_recover.core.speed import Speeds, learn, said
 from megatron_recover.core.tree import TREE_ABOVE, awaited, neighbours, told
 from megatron_recover.core.values import (
     Apply,
@@ -38,6 +40,7 @@ from megatron_recover.core.values import (
     Busy,
     Close,
     Closing,
+    Computed,
     Diverged,
     Ended,
     Entered,
@@ -46,6 +49,7 @@ from megatron_recover.core.values import (
     Generation,
     Held,
     Holds,
+    Journal,
     LeaderMessage,
     MicrobatchId,
     NewGeneration,
@@ -130,6 +134,12 @@ class ReplicaState(Value, frozen=True):
     """Of `generation` (`NewGeneration.trusted_from`)."""
     ended: tuple[int, ...] = ()
     """Ranks whose training loop is over."""
+    pace_ns: int = 0
+    """What a microbatch of this step took, once its first pass is over."""
+    speeds: Speeds = Speeds()
+    """As of all steps that are committed."""
+    journal: Journal = Journal()
+    """Of this step, as rank 0 promised."""
 
 
 # --- Inputs: NewGeneration and Stop (coordinator), Report (ranks), Status and Vote (other leaders), and: -------------------
@@ -260,6 +270,8 @@ def _on_promised(state: ReplicaState, report: Promised) -> Step:
     if report.generation != state.generation or report.rank in state.promised:
         return state, ()
     state = replace(state, promised=tuple(sorted((*state.promised, report.rank))))
+    if report.rank == 0 and state.work is not None:  # else it may be that of the step before
+        state = replace(state, journal=report.journal)
     if len(state.promised) < state.shape.num_ranks:
         return state, ()
     # Only now: a rank that has not promised could still register an old result behind the back of this status (INV-5).
@@ -271,6 +283,7 @@ def _on_promised(state: ReplicaState, report: Promised) -> Step:
         state.contributions,
         _complete(state),
         state.committed,
+        state.journal,
     )
     before = _heard(state)
     entered = Entered(state.replica, state.generation, state.step, state.waited_for)
@@ -296,7 +309,7 @@ def _exchange(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
     effects = _handed_on(state, before, Statuses(state.replica, state.generation, statuses))
     if waiting_for(state):
         return state, effects
-    recovery = recover(statuses, state.trusted_from)
+    recovery = recover(statuses, state.trusted_from, speeds=state.speeds, pipeline=state.shape.pipeline)
     if isinstance(recovery, Disagreement):
         return _diverged(state, recovery, effects)
     state = replace(state, phase=Phase.IDLE, statuses=tuple(s for s in state.statuses if s.generation > state.generation))
@@ -331,11 +344,23 @@ def _on_closing(state: ReplicaState, report: Closing) -> Step:
     return state, (ToRanks(Close(state.step)),) if report.step == state.step else ()
 
 
+def _on_computed(state: ReplicaState, report: Computed) -> Step:
+    """Note how fast this replica is: its vote says so to all."""
+    if report.step != state.step or not report.num_microbatches:
+        return state, ()
+    pipeline = state.shape.pipeline
+    pace = report.elapsed_ns * pipeline.num_chunks // ticks(report.num_microbatches, pipeline)
+    return replace(state, pace_ns=max(1, pace)), ()
+
+
 def _start(state: ReplicaState) -> Step:
     """Give the ranks their plan: the one that a recovery left, or a fresh one. Needs phase IDLE and the step begun."""
     if state.work is None:
         return state, ()
-    plan = state.plan or fresh_plan(state.replica, state.generation, state.roster, state.step, state.work)
+    plan = state.plan or fresh_plan(
+        state.replica, state.generation, state.roster, state.step, state.work,
+        speeds=state.speeds, pipeline=state.shape.pipeline,
+    )  # fmt: skip
     if plan.work != state.work:
         conflict = Disagreement((), f"replica {state.replica} begins {state.work}, others {plan.work}")
         return _diverged(state, conflict)
@@ -377,7 +402,9 @@ def _vote(state: ReplicaState) -> Step:
     complete = _complete(state)
     if state.work is None or len(complete) < len(state.work.buckets):
         return state, ()
-    record = Record(state.step, state.work.label, complete, state.requests)
+    trains = len(state.work.buckets) == len(state.shape.bucket_ranks)
+    paces = said(state.speeds, state.replica, state.pace_ns) if trains else ()
+    record = Record(state.step, state.work.label, complete, state.requests, paces)
     before = _heard(state)
     ballots = gather(state.votes, (Ballot(record, (state.replica,)),))
     state, effects = _count(replace(state, phase=Phase.VOTED, votes=ballots), before)
@@ -423,6 +450,9 @@ def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
         # Whoever asked may be gone before the end, and the last record says how the job ended: it rides on from here.
         requests=unite((state.requests, record.requests)),
         committed=record,
+        pace_ns=0,
+        speeds=learn(state.speeds, record),
+        journal=Journal(),
     )
     apply = Apply(record, state.generation, state.roster)
     return state, (Committed(record, state.generation, adopted), ToRanks(apply))
@@ -538,6 +568,7 @@ def _rows(phase: Phase, *extra: tuple[type, Callable[[ReplicaState, Any], Step],
         NewGeneration: Row(_on_generation, frozenset({phase, Phase.PROMISING})),
         Begun: Row(_on_begun, frozenset({phase})),
         Closing: Row(_on_closing, frozenset({phase})),
+        Computed: Row(_on_computed, frozenset({phase})),
         Raised: Row(_on_raised, frozenset({phase})),
         Saving: Row(_on_saving, frozenset({phase})),
         Ended: Row(_on_ended, frozenset({phase})),

@@ -35,6 +35,15 @@ class Value(msgspec.Struct, frozen=True, tag=True):
     """Base of every protocol value: immutable, hashable, and told apart by its class name on the wire."""
 
 
+class Pipeline(Value, frozen=True):
+    """The stages through which a replica's microbatches go: what a pass takes depends on them (`core/quota.py`)."""
+
+    num_stages: int = 1
+    """PP."""
+    num_chunks: int = 1
+    """Model chunks of a stage: more than 1 with virtual stages (VPP)."""
+
+
 class Shape(Value, frozen=True):
     """What the protocol knows of a replica: its ranks and who holds which bucket; equal in all, or the run does not start."""
 
@@ -42,6 +51,7 @@ class Shape(Value, frozen=True):
     """Ranks of one replica (TP x PP x CP x lanes)."""
     bucket_ranks: tuple[tuple[int, ...], ...]
     """For each bucket the ranks (0..num_ranks-1) that hold it: those of its stage."""
+    pipeline: Pipeline = Pipeline()
 
 
 class Work(Value, frozen=True):
@@ -99,14 +109,26 @@ class Record(Value, frozen=True):
     requests: tuple[str, ...] = ()
     """What voters ask of all: in a vote the voter's own, in what is committed their sorted union. To exit, and what is said of
     the last checkpoint (`core/policy.py`). Nothing to do with `Requested`, which asks the coordinator for a generation."""
+    paces: tuple[tuple[ReplicaId, int], ...] = ()
+    """(voter, nanoseconds that one of its microbatches took; 0: it computed none), in a vote the voter's own, in what is
+    committed those of all voters, by replica. Empty unless the step trains (`core/speed.py`)."""
 
 
 class Vote(Value, frozen=True):
-    """One replica is ready to commit `record` (whose `requests` are its own) in `generation`."""
+    """One replica is ready to commit `record` (whose `requests` and `paces` are its own) in `generation`."""
 
     replica: ReplicaId
     generation: Generation
     record: Record
+
+
+class Journal(Value, frozen=True):
+    """How far a replica is with its microbatches of a step: what it has started and not finished is being computed."""
+
+    started: tuple[MicrobatchId, ...] = ()
+    """In the order in which its first stage began their forwards."""
+    finished: tuple[MicrobatchId, ...] = ()
+    """In the order in which their backwards (in evaluation forwards) ended there: all stages have their gradient."""
 
 
 class Status(Value, frozen=True):
@@ -124,6 +146,8 @@ class Status(Value, frozen=True):
     """Buckets of this step that it holds complete."""
     committed: Record | None
     """The record of `step - 1`, for members that have not committed it."""
+    journal: Journal = Journal()
+    """Of this step, when rank 0 promised."""
 
 
 class Statuses(Value, frozen=True):
@@ -236,6 +260,18 @@ class Promised(Value, frozen=True):
 
     rank: int
     generation: Generation
+    journal: Journal = Journal()
+    """Of rank 0, which has the first stage: a microbatch begins and ends there."""
+
+
+class Computed(Value, frozen=True):
+    """Rank 0's first pass of a training step is over."""
+
+    rank: int
+    step: int
+    num_microbatches: int
+    """In the pass, with all that it has taken in."""
+    elapsed_ns: int
 
 
 class Holds(Value, frozen=True):
@@ -279,7 +315,7 @@ class Saving(Value, frozen=True):
     over: bool
 
 
-Report = Begun | Closing | Promised | Holds | Blocked | Raised | Ended | Saving
+Report = Begun | Closing | Computed | Promised | Holds | Blocked | Raised | Ended | Saving
 
 
 # --- Membership ----------------------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """The commit rule: what a full set of votes says, and who is right when members disagree.
 
-A step is committed in a generation when *all* its members voted for records that are equal apart from requests (and, which
-`core/replica.py` sees to, no newer generation is promised). One missing vote means: nothing is known yet.
+A step is committed in a generation when *all* its members voted for records that are equal apart from what each says of
+itself, its requests and its pace (and, which `core/replica.py` sees to, no newer generation is promised). One missing vote
+means: nothing is known yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -26,6 +27,11 @@ def unite(requests: Iterable[Sequence[str]]) -> tuple[str, ...]:
     return tuple(sorted({request for group in requests for request in group}))
 
 
+def bare(record: Record) -> Record:
+    """What all votes for a step have to agree on: the record without what each voter says of itself."""
+    return msgspec.structs.replace(record, requests=(), paces=())
+
+
 def disagreement(opinions: Mapping[ReplicaId, Hashable], subject: str) -> Disagreement | None:
     """None if all opinions are equal, else who is in the minority. `subject` names what they are about."""
     groups: dict[Hashable, list[ReplicaId]] = {}
@@ -42,26 +48,27 @@ def disagreement(opinions: Mapping[ReplicaId, Hashable], subject: str) -> Disagr
 
 
 def gather(ballots: Sequence[Ballot], more: Iterable[Ballot]) -> tuple[Ballot, ...]:
-    """All votes, those for the same in one ballot. Of each voter the first word counts; requests are united."""
+    """All votes, those for the same in one ballot. A voter's first word counts; what they say of themselves is united."""
     known = {voter for ballot in ballots for voter in ballot.voters}
-    groups: dict[Record, tuple[list[ReplicaId], list[tuple[str, ...]]]] = {}
+    groups: dict[Record, list[tuple[Record, Sequence[ReplicaId]]]] = {}
     for ballot, voters in (
         *((ballot, ballot.voters) for ballot in ballots),
         *((ballot, [voter for voter in ballot.voters if voter not in known]) for ballot in more),
     ):
         if voters:
-            group = groups.setdefault(_bare(ballot.record), ([], []))
-            group[0].extend(voters)
-            group[1].append(ballot.record.requests)
-    return tuple(
-        sorted(
-            (
-                Ballot(msgspec.structs.replace(record, requests=unite(requests)), tuple(sorted(voters)))
-                for record, (voters, requests) in groups.items()
-            ),
-            key=lambda ballot: ballot.voters,
-        )
+            groups.setdefault(bare(ballot.record), []).append((ballot.record, voters))
+    united = (
+        Ballot(_united(record, group), tuple(sorted(voter for _, voters in group for voter in voters)))
+        for record, group in groups.items()
     )
+    return tuple(sorted(united, key=lambda ballot: ballot.voters))
+
+
+def _united(record: Record, said: Iterable[tuple[Record, Collection[ReplicaId]]]) -> Record:
+    """The bare record with what voters said of themselves in the records beside them."""
+    said = list(said)
+    paces = sorted((replica, pace) for each, voters in said for replica, pace in each.paces if replica in voters)
+    return msgspec.structs.replace(record, requests=unite(each.requests for each, _ in said), paces=tuple(paces))
 
 
 def voters_of(ballots: Iterable[Ballot]) -> frozenset[ReplicaId]:
@@ -72,19 +79,15 @@ def voters_of(ballots: Iterable[Ballot]) -> frozenset[ReplicaId]:
 def tally(ballots: Sequence[Ballot], roster: Sequence[ReplicaId]) -> Record | Disagreement | None:
     """The committed record, a disagreement, or None while a member's vote is missing.
 
-    `ballots` are what members said in one step and generation (`gather`). The record's requests are the union of the voters'.
+    `ballots` are what members said in one step and generation (`gather`). The record has the requests and paces of the voters.
     """
     members = frozenset(roster)
     if not members <= voters_of(ballots):
         return None
-    cast = [(_bare(ballot.record), ballot) for ballot in ballots if not members.isdisjoint(ballot.voters)]
+    cast = [(bare(ballot.record), ballot) for ballot in ballots if not members.isdisjoint(ballot.voters)]
     record = cast[0][0]
-    opinions = {voter: bare for bare, ballot in cast for voter in ballot.voters if voter in members}
+    opinions = {voter: opinion for opinion, ballot in cast for voter in ballot.voters if voter in members}
     conflict = disagreement(opinions, f"the result of step {record.step}")
     if conflict is not None:
         return conflict
-    return msgspec.structs.replace(record, requests=unite(ballot.record.requests for _, ballot in cast))
-
-
-def _bare(record: Record) -> Record:
-    return msgspec.structs.replace(record, requests=())
+    return _united(record, ((ballot.record, ballot.voters) for _, ballot in cast))

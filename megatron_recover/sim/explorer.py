@@ -113,7 +113,7 @@ class Explorer:
     def __init__(self, scenario: Scenario, simulator: Simulator | None = None, *, reduced: bool = True) -> None:
         """`reduced`: leave out what the module's docstring says need not be tried."""
         self.scenario = scenario
-        self.simulator = simulator or Simulator(slow=scenario.slow, passes_last=scenario.passes_last)
+        self.simulator = simulator or Simulator(slow=scenario.slow, passes_last=scenario.passes_last, paces=scenario.paces)
         self.shape = Shape(scenario.num_ranks, scenario.bucket_ranks)
         self.nodes: Table[Node] = Table()
         self.messages: Table[Message] = Table()

@@ -32,6 +32,8 @@ class Scenario(Value, frozen=True):
     """Checkpoint saves of any replica, from any instant to any later one."""
     tree_above: int = TREE_ABOVE
     """Above so many members status and vote go over a tree."""
+    paces: tuple[int, ...] = ()
+    """What each replica measures of itself in every step (`Simulator.paces`): unlike ones bring new quotas in the third."""
 
 
 ONE_RANK_TWO_BUCKETS = ((0,), (0,))
@@ -63,6 +65,11 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
             replicas=2, microbatches=2, steps=1, crashes=1, alarms=2, saves=1,
         ),
         Scenario("2 pipeline stages, a crash", num_ranks=2, bucket_ranks=TWO_STAGES, crashes=1),
+        Scenario("unlike speeds, a crash", microbatches=4, steps=3, crashes=1, paces=(1000, 3000, 1000)),
+        Scenario(
+            "2 replicas of unlike speeds, a failed operation or lost message, and a crash",
+            replicas=2, steps=3, crashes=1, alarms=1, paces=(2500, 1000),
+        ),
         Scenario("2 buckets, parameters that drift", bucket_ranks=ONE_RANK_TWO_BUCKETS, drifts=1),
         Scenario("parameters that drift, and a crash", crashes=1, drifts=1),
         Scenario("parameters that drift, and a false suspicion", suspicions=1, drifts=1),
@@ -74,6 +81,7 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("2 replicas, links that break twice and a crash", replicas=2, microbatches=2, crashes=1, alarms=2, links=True),
         Scenario("2 buckets, parameters that drift, and a crash", bucket_ranks=ONE_RANK_TWO_BUCKETS, crashes=1, drifts=1),
         Scenario("4 replicas, parameters that drift, and a crash", replicas=4, microbatches=4, steps=1, crashes=1, drifts=1),
+        Scenario("unlike speeds, 2 crashes", microbatches=4, steps=3, crashes=2, paces=(1000, 3000, 1000)),
         Scenario("2 stages, a crash and a false suspicion", num_ranks=2, bucket_ranks=TWO_STAGES, crashes=1, suspicions=1),
     ),
 }  # fmt: skip

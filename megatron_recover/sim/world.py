@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from megatron_recover.core import invariants, rank, replica
+from megatron_recover.core.quota import ticks
 from megatron_recover.core.values import (
     Apply,
     BucketId,
@@ -194,11 +195,13 @@ def new_node(number: ReplicaId, shape: Shape, work: Sequence[Work], tree_above: 
 class Simulator:
     """Carries out stimuli. The methods that tests override to plant a bug are the ones that model a rank's threads."""
 
-    def __init__(self, *, slow: bool = False, passes_last: bool = False) -> None:
+    def __init__(self, *, slow: bool = False, passes_last: bool = False, paces: Sequence[int] = ()) -> None:
         self.slow = slow
         """Training threads take an order at any later time instead of as soon as they can."""
         self.passes_last = passes_last
         """A pass runs for any time, and takes in what is dealt meanwhile, instead of ending as soon as it can."""
+        self.paces = paces
+        """What each replica measures of itself, in nanoseconds a microbatch; empty: nobody measures."""
 
     def stimulate(self, node: Node, stimulus: Stimulus) -> Outcome:
         """What `stimulus` does to `node`. Raises InvariantViolation or ValueError where the machines see a defect."""
@@ -372,6 +375,9 @@ class _Run:
                     counts = tuple(n + (i in done.microbatches) for i, n in enumerate(gradient[index]))
                     gradient = _put(gradient, index, counts)
         begins = bool(plan.computes) and not one.in_pass
+        if position == 0:
+            self.journal(plan, first=begins and not one.machine.journal.started)
+            one = self.ranks[position]
         self.ranks[position] = replace(
             one, gradient=gradient, in_pass=one.in_pass or begins, may_end=one.may_end or (begins and position == 0)
         )
@@ -379,6 +385,16 @@ class _Run:
             self.end_pass()
         if not self.ranks[position].in_pass:
             self.operate(position)
+
+    def journal(self, plan: Plan, *, first: bool) -> None:
+        """Rank 0 notes what it computes, and how long that took."""
+        ids = [microbatch for done in plan.computes for microbatch in done.microbatches]
+        for microbatch in ids:
+            self.feed(0, rank.Started(microbatch))
+            self.feed(0, rank.Finished(microbatch))
+        if first and self.simulator.paces:
+            elapsed = ticks(len(ids), self.leader.shape.pipeline) * self.simulator.paces[self.number]
+            self.feed(0, rank.Measured(len(ids), elapsed))
 
     def end_pass(self) -> None:
         self.ranks[0] = replace(self.ranks[0], may_end=False)

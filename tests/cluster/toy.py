@@ -107,7 +107,7 @@ class Toy:
 
     def fresh(self, plan: Plan) -> tuple[Compute, ...]:
         """What a step begins with that nobody has begun before."""
-        return (Compute(share(self.num_microbatches, plan.roster, self.context.replica), plan.work.buckets),)
+        return (Compute(share(plan.quotas, plan.roster, self.context.replica), plan.work.buckets),)
 
     def compute(self, step: int, generation: int, compute: Compute, *, again: bool) -> None:
         where = {"replica": self.context.replica, "rank": self.context.rank, "generation": generation, "step": step}

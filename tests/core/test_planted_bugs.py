@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import coordinator, rank, recovery, replica
+from megatron_recover.core import coordinator, rank, recovery, replica, vote
+from megatron_recover.core.speed import Speeds
 from megatron_recover.core.values import Ballot, Compute, Plan, Status, Vote
 from megatron_recover.core.vote import gather, voters_of
 from megatron_recover.sim.explorer import Exploration, Explorer, Scenario
@@ -127,7 +128,7 @@ def test_a_status_before_all_ranks_promised_is_caught(monkeypatch: pytest.Monkey
         return original(replace(state, promised=everyone), report)
 
     handle(monkeypatch, replica.Promised, at_once)
-    caught(explore(replicas=2, microbatches=2, num_ranks=2, bucket_ranks=SHARED, alarms=1), 5, 9)
+    caught(explore(replicas=2, microbatches=2, num_ranks=2, bucket_ranks=SHARED, alarms=1), 3, 5, 9)
 
 
 def test_tokens_summed_from_votes_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +202,7 @@ def test_forgetting_what_was_asked_for_during_a_save_is_caught(monkeypatch: pyte
 
 def test_keeping_what_an_outvoted_replica_took_part_in_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     original = recovery.recover
-    monkeypatch.setattr(replica, "recover", lambda statuses, trusted_from: original(statuses, 0))
+    monkeypatch.setattr(replica, "recover", lambda statuses, _, **known: original(statuses, 0, **known))
     caught(explore(drifts=1), 2)
 
 
@@ -215,6 +216,49 @@ def test_telling_of_an_outvoted_replica_only_once_is_caught(monkeypatch: pytest.
 
     monkeypatch.setattr(coordinator, "_announce", once)
     caught(explore(drifts=1, crashes=1), 2)
+
+
+UNLIKE = {"replicas": 2, "steps": 3, "alarms": 1, "paces": (2500, 1000)}
+
+
+def test_planning_with_ones_own_speed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It measures itself slow before the others have its word for it."""
+    original = replica.fresh_plan
+
+    def selfish(number: int, *arguments: Any, speeds: Speeds, **others: Any) -> Plan:
+        own = dict.fromkeys(range(2), 1000) | {number: UNLIKE["paces"][number]}
+        return original(number, *arguments, speeds=replace(speeds, believed=tuple(sorted(own.items()))), **others)
+
+    monkeypatch.setattr(replica, "fresh_plan", selfish)
+    caught(explore(**UNLIKE), 1, 7)
+
+
+def test_not_learning_from_an_adopted_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica._commit
+
+    def forgets(state: replica.ReplicaState, record: Any, *, adopted: bool) -> replica.Step:
+        after, effects = original(state, record, adopted=adopted)
+        return (replace(after, speeds=state.speeds) if adopted else after), effects
+
+    monkeypatch.setattr(replica, "_commit", forgets)
+    caught(explore(**UNLIKE), 1, 7)
+
+
+def test_dealing_before_the_adopted_step_is_learned_from_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "learn", lambda speeds, record: speeds)
+    caught(explore(**UNLIKE, crashes=1, microbatches=4), 1, 7)
+
+
+def test_paces_in_the_order_of_the_votes_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = vote._united
+
+    def as_they_came(bare: Any, said: Any) -> Any:
+        said = list(said)
+        paces = tuple(pace for record, _ in said for pace in record.paces)
+        return replace(original(bare, said), paces=paces)
+
+    monkeypatch.setattr(vote, "_united", as_they_came)
+    caught(explore(**UNLIKE), 2)
 
 
 def test_the_sum_of_multisets_is_what_the_checks_rest_on() -> None:
