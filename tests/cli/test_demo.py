@@ -29,7 +29,7 @@ def _faulty(*, steps: int = 20) -> traces.Run:
     run.quiet_step()
     run.step_with_kill_in_reduction(0)
     run.quiet_step()
-    run.step_with_kill_in_backward(2)
+    run.step_with_kill_in_backward(2, in_schedule=True)
     while run.trained < steps:
         run.quiet_step()
     return run.finish()
@@ -57,6 +57,7 @@ def test_the_demo_proves_what_the_traces_show(
     text = capsys.readouterr().out
     assert "PROVEN" in text and "NOT PROVEN" not in text and " NO]" not in text
     assert "train 2: replica 0 rank 0 was killed inside the reduction of bucket 1" in text
+    assert "train 4: microbatches 1, 3, 5 taken into the running 1F1B by replica 1" in text
     assert (tmp_path / "demo" / "faulty" / "loss.svg").exists()
     assert json.loads((tmp_path / "demo" / "faulty" / "summary.json").read_text())["param_bit_identical"] is True
 
@@ -86,6 +87,7 @@ FAILURES: list[tuple[str, Callable[[Events], Events]]] = [
     ("Real processes were killed", lambda events: _replace(events, trace.Fault, {"point": "forward"}, point="backward")),
     ("Real processes were killed", lambda events: _replace(events, trace.Fault, {"rank": 0}, point="backward")),
     ("Real processes were killed", lambda events: _replace(events, trace.Failure, {"cause": "exit code 1"})),
+    ("The others did not let", lambda events: [event for event in events if not isinstance(event, trace.Extended)]),
     ("Training went on", lambda events: _replace(events, trace.RunFinished, {"exit_code": 10})),
     ("Every step was made", lambda events: _replace(events, trace.Reduced, {"provenance": (2, 0, 1, 1, 1, 1)}, bucket=1)),
     ("Only what the dead", lambda events: [*events[:-1], WASTED, events[-1]]),

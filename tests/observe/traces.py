@@ -186,8 +186,11 @@ class Run:
             for order, phase in enumerate(get_args(trace.Phase), start=1):
                 self.add(trace.Recovery, **self.where(replica), phase=phase, seconds=0.01 * order * (replica + 1))
 
-    def step_with_kill_in_backward(self, victim: int) -> None:
-        """`victim` ends when it has finished all but one of its microbatches; the others compute them again."""
+    def step_with_kill_in_backward(self, victim: int, in_schedule: bool = False) -> None:
+        """`victim` ends when it has finished all but one of its microbatches; the others compute them again.
+
+        `in_schedule`: in the pass that they are in, else in a second one.
+        """
         dealt = self.deal(range(self.num_microbatches))
         self.plan(dealt, BUCKETS)
         for replica, ids in dealt.items():
@@ -197,6 +200,8 @@ class Run:
         again = self.deal(dealt[victim])
         self.plan(again, BUCKETS)
         for replica, ids in again.items():
+            if in_schedule:
+                self.add(trace.Extended, **self.where(replica), rank=0, microbatches=ids)
             self.compute(replica, ids, BUCKETS)
         self.reduce(BUCKETS)
         self.recovered()
