@@ -52,6 +52,8 @@ class FaultKind(enum.Enum):
     """SIGKILL: nothing of it runs any more."""
     STOP = "stop"
     """SIGSTOP: it keeps its sockets open and answers nothing."""
+    FREEZE = "freeze"
+    """SIGSTOP, and SIGCONT as soon as the trace has an event `Fault.until` of somebody else (`cluster.thawing`)."""
     RAISE = "raise"
     """A Python exception, as a NaN check or a lack of memory would raise."""
 
@@ -68,6 +70,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     bucket: int | None = None
     occurrence: int = 1
     """Strike at the n-th passage that matches everything above, counted from 1 in this process."""
+    until: str | None = None
+    """Of a freeze, and of nothing else: what ends it, by the name that the event has in the trace."""
 
     def matches(self, point: FaultPoint, step: int | None, microbatch: int | None, bucket: int | None) -> bool:
         """Whether a passage of `point` counts for this fault (occurrence aside)."""
@@ -97,8 +101,8 @@ class FaultInjector:
     def __init__(self, faults: Sequence[Fault], *, replica: int, rank: int, record: Callable[..., None]) -> None:
         """Keep those `faults` that are meant for this rank.
 
-        `record(replica=, rank=, point=, kind=, step=, microbatch=, bucket=)` (the fields of `trace.Fault`) is called just
-        before a fault is carried out and has to be durable when it returns.
+        `record(replica=, rank=, point=, kind=, step=, microbatch=, bucket=, until=)` (the fields of `trace.Fault`) is called
+        just before a fault is carried out and has to be durable when it returns.
         """
         self._replica, self._rank, self._record = replica, rank, record
         self._armed = [_Armed(fault) for fault in faults if (fault.replica, fault.rank) == (replica, rank)]
@@ -120,7 +124,7 @@ class FaultInjector:
             return
         self._record(
             replica=self._replica, rank=self._rank, point=point.value, kind=due.kind.value,
-            step=step, microbatch=microbatch, bucket=bucket,
+            step=step, microbatch=microbatch, bucket=bucket, until=due.until,
         )  # fmt: skip
         if due.kind is FaultKind.RAISE:
             raise InjectedFault(f"injected at {point.value} (step {step}, microbatch {microbatch}, bucket {bucket})")

@@ -19,7 +19,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -356,11 +356,20 @@ class Fault(Event, frozen=True, kw_only=True):
     rank: int
     point: str
     kind: str
-    """kill, stop or raise."""
+    """kill, stop, freeze or raise."""
     step: int | None = None
     generation: int | None = None
     microbatch: int | None = None
     bucket: int | None = None
+    until: str | None = None
+    """Of a freeze: the name of the event that ends it."""
+
+
+class Thawed(Event, frozen=True, kw_only=True):
+    """Launcher: a rank that a fault had frozen goes on."""
+
+    replica: int
+    rank: int
 
 
 class Failure(Event, frozen=True, kw_only=True):
@@ -406,9 +415,18 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     RunStarted | Joined | Generation | Entered | Stopping | RunFinished | Status | Plan | MicrobatchStarted | MicrobatchFinished
-    | BucketPassed | Extended | Reduced | Transferred | ReductionFailed | Voted | Committed | Applied | Fault | Failure | Fenced
-    | Recovery | Checkpoint
+    | BucketPassed | Extended | Reduced | Transferred | ReductionFailed | Voted | Committed | Applied | Fault | Thawed | Failure
+    | Fenced | Recovery | Checkpoint
 )  # fmt: skip
+
+
+def name_of(event: AnyEvent) -> str:
+    """What an event is called in a log."""
+    return _snake_case(type(event).__name__)
+
+
+NAMES = tuple(_snake_case(kind.__name__) for kind in get_args(AnyEvent))
+"""What all events are called in a log."""
 
 
 class EventLog:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from megatron_recover import toml_file
-from megatron_recover.faults import Fault, FaultPoint
+from megatron_recover import toml_file, trace
+from megatron_recover.faults import Fault, FaultKind, FaultPoint
+from megatron_recover.flags import did_you_mean
 
 CHAOS_FILE = "chaos.toml"
 
@@ -47,10 +48,23 @@ def parse(text: str, target: Target) -> tuple[Fault, ...]:
         raise ValueError("\n".join([*found, "'fault' is no array of tables; write each fault as a [[fault]] table"]))
     for index, table in enumerate(tables):
         start = toml_file.line_of_table(text, "fault", index)
-        found += toml_file.located(text, table, start, toml_file.mistakes(table, Fault, _limits(target)))
+        found += toml_file.located(text, table, start, _mistakes(table, target))
     if found:
         raise ValueError("\n".join(found))
     return tuple(msgspec.convert(tables, list[Fault]))
+
+
+def _mistakes(table: Mapping[str, object], target: Target) -> Iterator[toml_file.Mistake]:
+    yield from toml_file.mistakes(table, Fault, _limits(target))
+    until = table.get("until")
+    freezes = table.get("kind") == FaultKind.FREEZE.value
+    if freezes and until is None:
+        yield "until", 'until is missing; name the event of the trace that ends the freeze, such as until = "generation"'
+    elif isinstance(until, str) and not freezes:
+        yield "until", 'until is for a freeze only; give kind = "freeze"'
+    elif isinstance(until, str) and until not in trace.NAMES:
+        remedy = did_you_mean(until, trace.NAMES, f"known are {', '.join(trace.NAMES)}")
+        yield "until", f"until: there is no event '{until}'; {remedy}"
 
 
 def _limits(target: Target) -> dict[str, tuple[float, float]]:

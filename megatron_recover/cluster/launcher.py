@@ -24,6 +24,7 @@ from megatron_recover.cluster.console import Console
 from megatron_recover.cluster.forkserver import TOLD_TO_ALL
 from megatron_recover.cluster.job import LOGS, Job, Ports, sharing_a_gpu, write_description
 from megatron_recover.cluster.membership import Membership
+from megatron_recover.cluster.thawing import Thawing
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext
 from megatron_recover.core.coordinator import Policy
@@ -59,6 +60,7 @@ class Launcher:
         self._ports = Ports()
         self._started_at = time.monotonic()
         self._log = trace.EventLog(job.run_dir / trace.EVENTS_FILE, self._started_at)
+        self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
         self._fencing: set[int] = set()
         self._ending: tuple[int, str] | None = None
         self._end_by = 0.0
@@ -222,6 +224,10 @@ class Launcher:
                 self._loop.run_once(0.0)
             for end in ends:
                 self._ended(end)
+            for replica, rank in self._thawing.due():
+                if self._agent.thaw(replica, rank):
+                    self._thawing.done(replica, rank)
+                    self._log.record(trace.Thawed(replica=replica, rank=rank))
             for replica in [each for each in self._fencing if self._agent.is_fenced(each)]:
                 self._fencing.discard(replica)
                 self._log.record(trace.Fenced(replica=replica, ranks=tuple(range(self._job.num_ranks))))

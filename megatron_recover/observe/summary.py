@@ -27,7 +27,7 @@ class FaultSummary(msgspec.Struct, frozen=True, kw_only=True):
     replica: int
     rank: int
     kind: str
-    """kill, stop or raise; "external" for what nobody injected."""
+    """kill, stop, freeze or raise; "external" for what nobody injected."""
     point: str | None = None
     step: int | None = None
     label: str | None = None
@@ -45,7 +45,8 @@ class FaultSummary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def words(self) -> str:
         """The fault in words."""
-        happened = {"kill": "killed", "stop": "stopped", "raise": "raised an exception"}.get(self.kind, "ended")
+        words = {"kill": "killed", "stop": "stopped", "freeze": "frozen", "raise": "raised an exception"}
+        happened = words.get(self.kind, "ended")
         return f"replica {self.replica} rank {self.rank} {happened} " + (
             f"at {self.where}" if self.point else f"({self.where})"
         )

@@ -20,8 +20,10 @@ from megatron_recover.cluster.console import Console
 from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.config import RecoverConfig
+from megatron_recover.core.values import Loss, LossKind
 from megatron_recover.faults import Fault
 from megatron_recover.observe.check import check, describe
+from megatron_recover.observe.tail import Tail
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = Path(__file__).with_name("toy.py")
@@ -40,6 +42,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     dropped: tuple[tuple[int, int, int, int], ...] = ()
     """(replica, rank, step, bucket) whose first reduction is made to fail there."""
     script: str = str(TOY)
+    hasty: bool = False
+    """Run it under a launcher that gives up on whoever is frozen, and fences it late (`_Hasty`)."""
 
 
 class Outcome:
@@ -103,6 +107,36 @@ def run(spec: Spec, deadline_s: float = 60.0) -> Outcome:
     return Outcome(spec, done.returncode, done.stdout)
 
 
+class _Hasty(Launcher):
+    """Gives up on a frozen rank's replica at once, but kills it only when all others have applied two more steps.
+
+    Nothing in the protocol may rely on a fence that is quick: another node's agent may take as long as it likes.
+    """
+
+    def _spawn_all(self) -> None:
+        super()._spawn_all()
+        self._news = Tail(self._job.run_dir / trace.EVENTS_FILE)
+        self._overdue: dict[int, int] = {}
+        """Replica -> the step of the others that its fence waits for."""
+        self._look()
+
+    def _look(self) -> None:
+        for line in self._news.lines():
+            event, _ = trace.parse(line)
+            if isinstance(event, trace.Fault) and event.until is not None:
+                self._overdue[event.replica] = (event.step or 0) + 2
+                self._membership.lost(Loss(event.replica, LossKind.SUSPECTED, "it is frozen"))
+            elif isinstance(event, trace.Applied):
+                for replica in [each for each, step in self._overdue.items() if event.step >= step]:
+                    del self._overdue[replica]
+                    super()._fence(replica)
+        self._loop.after(0.01, self._look)
+
+    def _fence(self, replica: int) -> None:
+        if replica not in self._overdue:
+            super()._fence(replica)
+
+
 def main() -> int:
     """Run the job in this process."""
     spec = msgspec.json.decode(sys.argv[1], type=Spec)
@@ -118,7 +152,7 @@ def main() -> int:
         config=spec.config, run_dir=create_run_dir(Path(spec.run_dir)), faults=spec.faults,
         preload=("torch", "megatron_recover.collectives.direct", "megatron_recover.collectives.member"),
     )  # fmt: skip
-    return Launcher(job, Console(job)).run()
+    return (_Hasty if spec.hasty else Launcher)(job, Console(job)).run()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ rank = 1
 point = "promise"
 kind = "stop"
 """
+FREEZE = GOOD.replace('kind = "stop"', 'kind = "freeze"\nuntil = "generation"')
 
 
 def test_a_file_and_its_rendering_mean_the_same() -> None:
@@ -33,6 +34,9 @@ def test_a_file_and_its_rendering_mean_the_same() -> None:
         Fault(replica=2, rank=1, point=FaultPoint.PROMISE, kind=FaultKind.STOP),
     )
     assert parse(render(faults, "why"), TARGET) == faults
+    frozen = parse(FREEZE, TARGET)
+    assert (frozen[1].kind, frozen[1].until) == (FaultKind.FREEZE, "generation")
+    assert parse(render(frozen, "why"), TARGET) == frozen
 
 
 @pytest.mark.parametrize(
@@ -53,6 +57,9 @@ def test_a_file_and_its_rendering_mean_the_same() -> None:
         ("rank = 0\n", "", "line 2: rank is missing"),
         ("[[fault]]\nreplica = 1", "rate = 1\n[[fault]]\nreplica = 1", "line 2: unknown key 'rate'"),
         ("step = 3", "step = ", "not a TOML file"),
+        ('kind = "stop"', 'kind = "freeze"', "line 9: until is missing; name the event of the trace that ends the freeze"),
+        ('kind = "stop"', 'kind = "freeze"\nuntil = "generations"', "line 14: until: there is no event 'generations'"),
+        ('kind = "stop"', 'kind = "stop"\nuntil = "generation"', "line 14: until is for a freeze only"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_line(old: str, new: str, message: str) -> None:
