@@ -34,7 +34,7 @@ class Span:
     """The microbatch; of a sum, the bucket."""
     chunk: int = 0
     is_again: bool = False
-    """Whether the microbatch was dealt by a later plan than its step's first."""
+    """Whether an older plan had dealt the microbatch to somebody already."""
     is_lost: bool = False
     """Whether it never came to its end."""
 
@@ -68,8 +68,7 @@ class Timeline:
     @cached_property
     def computing(self) -> dict[Rank, list[Span]]:
         """Forwards and backwards of each rank in the order of time; no two overlap, since one thread did them."""
-        history = self._history
-        first = {step: min(plan.generation for _, plan in plans) for step, plans in history.plans.items()}
+        history, dealt = self._history, self._dealt
         found: dict[Rank, list[Span]] = defaultdict(list)
         open_since: dict[tuple[int, int, int, int, int, int], float] = {}
         for _, event in history.events:
@@ -80,7 +79,7 @@ class Timeline:
                 open_since[key] = event.t
                 continue
             begin = open_since.pop(key, event.t - event.seconds)
-            is_again = event.generation > first.get(event.step, event.generation)
+            is_again = event.generation > dealt.get((event.step, event.microbatch), event.generation)
             forward = Span(
                 "forward", begin, begin + event.seconds - event.backward_s, event.step, event.generation, event.microbatch,
                 event.chunk, is_again,
@@ -92,11 +91,23 @@ class Timeline:
         usual = {rank: median(_seconds(spans, "forward")) for rank, spans in found.items()}
         for (replica, rank, step, generation, microbatch, chunk), begin in open_since.items():
             end = begin + usual.get((replica, rank), 0.0)
-            is_again = generation > first.get(step, generation)
+            is_again = generation > dealt.get((step, microbatch), generation)
             found[replica, rank].append(
                 Span("forward", begin, end, step, generation, microbatch, chunk, is_again, is_lost=True)
             )
         return {rank: _apart(found[rank], self.gone_at.get(rank)) for rank in sorted(found)}
+
+    @cached_property
+    def _dealt(self) -> dict[tuple[int, int], int]:
+        """(step, microbatch) -> the first generation that dealt it, for steps that saw more than one."""
+        found: dict[tuple[int, int], int] = {}
+        for step, plans in self._history.plans.items():
+            if len({plan.generation for _, plan in plans}) > 1:
+                for _, plan in plans:
+                    for one in plan.computes:
+                        for microbatch in one.microbatches:
+                            found[step, microbatch] = min(plan.generation, found.get((step, microbatch), plan.generation))
+        return found
 
     @cached_property
     def gone_at(self) -> dict[Rank, float]:

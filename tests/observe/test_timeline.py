@@ -72,6 +72,20 @@ def test_what_a_lost_replica_began_and_what_others_did_again_is_marked() -> None
     assert began and all(not span.is_again for span in timeline.computing[2, 0])
 
 
+def test_what_a_late_replica_computes_first_is_not_called_again() -> None:
+    """Replica 0 begins the step after the loss: its own share was dealt to nobody before."""
+    run = traces.Run()
+    run.roster = (1, 2)
+    run.plan({1: (0, 1), 2: (2, 3)}, traces.BUCKETS)
+    run.roster = (0, 1, 2)
+    run.lose(2, 0, "backward", microbatch=2)
+    run.plan({0: (4, 5, 2), 1: (3,)}, traces.BUCKETS)
+    run.compute(0, (4, 5, 2), traces.BUCKETS)
+    run.compute(1, (3,), traces.BUCKETS)
+    spans = [span for some in Timeline(history_of(run)).computing.values() for span in some]
+    assert {(span.number, span.is_again) for span in spans} == {(4, False), (5, False), (2, True), (3, True)}
+
+
 def test_no_two_spans_of_a_thread_overlap() -> None:
     events = [
         msgspec.structs.replace(event, seconds=0.0008) if isinstance(event, trace.Recovery) else event
