@@ -20,8 +20,8 @@ Caller's contract
 Note [Passes]
     A pass of the schedule belongs to all ranks of a replica, and they must agree on what is in it without waiting for each
     other. It begins with a `Plan` that has computes, takes in the computes of every `Plan` that follows in the stream of
-    orders, and ends at `Close`. Rank 0 (of the first stage) feeds `EndPass` when it hands the last microbatch that it knows
-    of to the schedule, and the leader puts `Close` into the stream: the same place for everybody. So a microbatch that is
+    orders, and ends at `Close`. Rank 0 (of the first stage) feeds `EndPass` one forward before the schedule needs to know of
+    more than rank 0 does, and the leader puts `Close` into the stream: the same place for everybody. So a microbatch that is
     dealt before that moment is computed in the pass that runs; later ones open a pass of their own. Of the plans of a pass
     only the newest is reduced: the others are of generations that are over.
 """
@@ -101,7 +101,7 @@ class Take(Value, frozen=True):
 
 
 class EndPass(Value, frozen=True):
-    """Rank 0 hands the last microbatch that it knows of to the schedule."""
+    """Rank 0's schedule is about to need more microbatches than are known."""
 
 
 class Started(Value, frozen=True):

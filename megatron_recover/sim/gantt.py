@@ -1,0 +1,95 @@
+"""Draws the pictures and tables of docs/schedule.md from the schedules themselves, so that they cannot differ from the code.
+
+python -m megatron_recover.sim.gantt docs/schedule.md
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from megatron_recover.sim.timeline import Operation, Pipe, Timeline, disturbed, reopened, undisturbed
+
+_CHARACTERS = 2
+"""Of a picture's line for a forward; a backward has twice as many."""
+
+
+def drawn(page: str) -> str:
+    """The page with every `<!-- drawn: NAME -->` block filled anew. Raises KeyError for a name that is not known."""
+
+    def fill(block: re.Match[str]) -> str:
+        return f"{block[1]}\n{DRAWINGS[block[2]]()}\n{block[3]}"
+
+    return re.sub(r"(<!-- drawn: ([\w-]+) -->)\n.*?(<!-- end -->)", fill, page, flags=re.DOTALL)
+
+
+def picture(timeline: Timeline, num_own: int, dealt: float | None = None) -> str:
+    """One line a stage. Own microbatches are digits, those dealt late letters; `dealt` is when they were."""
+    pipe = timeline.pipe
+    per_unit = _CHARACTERS * pipe.num_chunks
+    width = round(timeline.end * per_unit)
+    lines = []
+    for stage in range(pipe.num_stages):
+        line = "." * width
+        for operation, start in timeline.starts.items():
+            if operation.stage == stage:
+                at, text = round(start * per_unit), _label(operation, pipe, num_own)
+                line = line[:at] + text + line[at + len(text) :]
+        lines.append(f"stage {stage} |{line}|")
+    marks = [(timeline.asked, "the end is asked for")] + ([] if dealt is None else [(dealt, "another replica's are dealt")])
+    lines += [f"         {' ' * round(time * per_unit)}^ {text}" for time, text in sorted(marks, reverse=True)]
+    return "```text\n" + "\n".join(lines) + "\n```"
+
+
+def _label(operation: Operation, pipe: Pipe, num_own: int) -> str:
+    microbatch, late = operation.microbatch, operation.microbatch - num_own
+    name = (str(microbatch) if late < 0 else chr(ord("A") + late)) + ("ab"[operation.chunk] if pipe.num_chunks > 1 else " ")
+    return f"[{name}]" if operation.is_backward else name
+
+
+def _late(pipe: Pipe, num_own: int, num_late: int, arrival: float) -> str:
+    return picture(disturbed(pipe, num_own, num_late, arrival), num_own, arrival)
+
+
+def _remainders() -> str:
+    """What a quota that is not a multiple of the stages costs, with virtual stages and without."""
+    lines = ["| microbatches | " + " | ".join(map(str, range(1, 13))) + " |", "|---" * 13 + "|"]
+    for pipe in (Pipe(2), Pipe(2, 2), Pipe(4), Pipe(4, 2)):
+        name = f"PP {pipe.num_stages}" + (f", {pipe.num_chunks} chunks" if pipe.num_chunks > 1 else "")
+        ends = [undisturbed(pipe, num).end / 3 for num in range(1, 13)]
+        lines.append(f"| {name} | " + " | ".join(f"{end:.3g}" for end in ends) + " |")
+    return "\n".join(lines)
+
+
+def _late_losses() -> str:
+    """How much longer a pass becomes by what is dealt at that time, in microbatches."""
+    fractions = [0.25, 0.5, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95]
+    lines = ["| dealt at | " + " | ".join(f"{fraction:.0%}" for fraction in fractions) + " |", "|---" * 10 + "|"]
+    for pipe, own, late in ((Pipe(4), 8, 2), (Pipe(4), 32, 2)):
+        end = undisturbed(pipe, own).end
+        models: tuple[tuple[str, Callable[[Pipe, int, int, float], Timeline]], ...] = (
+            ("as it is", disturbed), ("re-opened, at best", reopened),
+        )  # fmt: skip
+        for name, model in models:
+            longer = [(model(pipe, own, late, end * fraction).end - end) / 3 for fraction in fractions]
+            lines.append(f"| {own} + {late}, {name} | " + " | ".join(f"{each:.2g}" for each in longer) + " |")
+    return "\n".join(lines)
+
+
+DRAWINGS: Mapping[str, Callable[[], str]] = {
+    "fault-free": lambda: picture(undisturbed(Pipe(4), 6), 6),
+    "in-schedule": lambda: _late(Pipe(4), 6, 2, 11.0),
+    "second-pass": lambda: _late(Pipe(4), 6, 2, 21.0),
+    "virtual": lambda: picture(undisturbed(Pipe(2, 2), 4), 4),
+    "virtual-in-schedule": lambda: _late(Pipe(2, 2), 4, 1, 5.0),
+    "remainders": _remainders,
+    "late-losses": _late_losses,
+}
+"""What docs/schedule.md shows, by the name in its markers."""
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(drawn(path.read_text()))

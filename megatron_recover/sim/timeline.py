@@ -1,0 +1,232 @@
+"""When a pipeline does what: the real schedules, run over a link to nobody, and a model of how long each operation takes.
+
+The order of the operations is that of `megatron.pipeline` and `megatron.interleaved`, whose code runs here for every stage
+with a real `WorkQueue`. Of time it knows that a forward of a stage takes 1 and a backward 2 (a chunk's share of them with
+several chunks), and that messages take none, so what it shows as waiting is the schedule's own (its bubbles).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from megatron_recover.core.values import Compute, Plan, Work
+from megatron_recover.megatron.interleaved import InterleavedStage
+from megatron_recover.megatron.pipeline import Stage
+from megatron_recover.megatron.work_queue import WorkQueue
+
+FORWARD, BACKWARD = 1.0, 2.0
+"""Of a microbatch on a whole stage."""
+
+
+class Pipe(NamedTuple):
+    """The shape of a pipeline."""
+
+    num_stages: int
+    num_chunks: int = 1
+
+
+class Operation(NamedTuple):
+    """A forward or a backward of one microbatch on one chunk of a stage."""
+
+    stage: int
+    chunk: int
+    microbatch: int
+    is_backward: bool
+
+    def needs(self, pipe: Pipe) -> Operation | None:
+        """What must have ended before, on whichever stage; None for the first forward."""
+        ahead = -1 if not self.is_backward else 1
+        stage, chunk = self.stage + ahead, self.chunk
+        if not 0 <= stage < pipe.num_stages:
+            stage, chunk = stage % pipe.num_stages, chunk + ahead
+        if 0 <= chunk < pipe.num_chunks:
+            return self._replace(stage=stage, chunk=chunk)
+        return self._replace(is_backward=False) if self.is_backward else None
+
+    def seconds(self, pipe: Pipe) -> float:
+        """How long it takes."""
+        return (BACKWARD if self.is_backward else FORWARD) / pipe.num_chunks
+
+
+class Timeline(NamedTuple):
+    """What every stage did when."""
+
+    pipe: Pipe
+    starts: Mapping[Operation, float]
+    asked: float
+    """When the first stage asked for the end of the (first) pass: what is known before is still taken in."""
+    in_schedule: bool = False
+    """Whether microbatches that were dealt late were taken into the pass."""
+
+    @property
+    def end(self) -> float:
+        """When the last stage was done."""
+        return max(start + operation.seconds(self.pipe) for operation, start in self.starts.items())
+
+    @property
+    def bubbles(self) -> float:
+        """The fraction of its time that a stage waits, over all stages."""
+        busy = sum(operation.seconds(self.pipe) for operation in self.starts)
+        return 1 - busy / (self.end * self.pipe.num_stages)
+
+
+def undisturbed(pipe: Pipe, num: int) -> Timeline:
+    """A pass over so many microbatches that are all known when it begins."""
+    operations, asked = _sequences(pipe, num)
+    starts = _timed(pipe, operations)
+    return Timeline(pipe, starts, starts[asked])
+
+
+def disturbed(pipe: Pipe, num: int, num_late: int, arrival: float) -> Timeline:
+    """`num_late` further microbatches are dealt to the replica at the time `arrival`.
+
+    In the pass that runs if its end has not been asked for by then, else in one of their own.
+    """
+    alone = undisturbed(pipe, num)
+    if arrival <= alone.asked:
+        operations, asked = _sequences(pipe, num, num_late)
+        starts = _timed(pipe, operations)
+        return Timeline(pipe, starts, starts[asked], in_schedule=True)
+    first, _ = _sequences(pipe, num)
+    second, _ = _sequences(pipe, num_late)
+    later = [[each._replace(microbatch=each.microbatch + num) for each in operations] for operations in second]
+    earliest = {each: arrival for operations in later for each in operations}
+    both = [[*one, *other] for one, other in zip(first, later, strict=True)]
+    return Timeline(pipe, _timed(pipe, both, earliest), alone.asked)
+
+
+def reopened(pipe: Pipe, num: int, num_late: int, arrival: float) -> Timeline:
+    """What the best re-opening of a pass would come to: not built, see docs/schedule.md.
+
+    Every stage does what is ready, backwards first, within the number of microbatches that 1F1B has in flight, as if all
+    stages knew of the late microbatches at once and needed to agree on nothing. For pipelines without virtual stages.
+    """
+    alone = undisturbed(pipe, num)
+    stages = range(pipe.num_stages)
+    own = [[operation for operation in alone.starts if operation.stage == stage] for stage in stages]
+    late = [
+        [Operation(stage, 0, num + each, is_backward) for is_backward in (True, False) for each in range(num_late)]
+        for stage in stages
+    ]
+    starts: dict[Operation, float] = {}
+    ends: dict[Operation, float] = {}
+    free = [0.0] * pipe.num_stages
+    time = 0.0
+    while any(own) or any(late):
+        for stage in stages:
+            in_flight = sum(-1 if each.is_backward else 1 for each in starts if each.stage == stage)
+            choices = own[stage][:1] + [
+                each for each in late[stage] if time >= arrival and (each.is_backward or in_flight < pipe.num_stages - stage)
+            ]
+            ready = [each for each in choices if (need := each.needs(pipe)) is None or ends.get(need, math.inf) <= time]
+            if ready and free[stage] <= time:
+                chosen = min(ready, key=lambda each: (not each.is_backward, each.microbatch))
+                (late if chosen in late[stage] else own)[stage].remove(chosen)
+                starts[chosen], ends[chosen] = time, time + chosen.seconds(pipe)
+                free[stage] = ends[chosen]
+        time = min((end for end in (*ends.values(), arrival) if end > time), default=time)
+    return Timeline(pipe, starts, alone.asked, in_schedule=True)
+
+
+# --- The real schedules, over nothing --------------------------------------------------------------------------------------
+
+
+class _Member:
+    """A leader that deals `late` microbatches before the end of the pass, or none."""
+
+    def __init__(self, operations: list[Operation], late: Plan | None) -> None:
+        self._operations, self._orders = operations, [late] if late is not None else []
+        self.asked = 0
+        """How many operations had begun when it was asked to close the pass."""
+
+    def has_order(self) -> bool:
+        return bool(self._orders)
+
+    def more_work(self) -> Plan | None:
+        return self._orders.pop() if self._orders else None
+
+    def end_pass(self) -> None:
+        self.asked = len(self._operations)
+
+
+class _Steps:
+    """`pipeline.Steps` that only write down what they are asked for."""
+
+    forward_only = False
+
+    def __init__(self, pipe: Pipe, stage: int, operations: list[Operation]) -> None:
+        self._stage, self._operations, self.num_chunks = stage, operations, pipe.num_chunks
+        self.config = SimpleNamespace(
+            num_microbatches_with_partial_activation_checkpoints=None, deallocate_pipeline_outputs=False,
+            microbatch_group_size_per_vp_stage=pipe.num_stages,
+        )  # fmt: skip
+        self.link = _Link(pipe.num_stages, stage)
+
+    def forward(self, received: Any, index: int, chunk: int, **_: Any) -> tuple[int, int]:
+        self._operations.append(Operation(self._stage, chunk, index, False))
+        return index, chunk
+
+    def backward(self, received: Any, output: tuple[int, int], gradient: Any) -> str:
+        microbatch, chunk = output
+        self._operations.append(Operation(self._stage, chunk, microbatch, True))
+        return "gradient"
+
+    def release(self, output: Any) -> None: ...
+    def shape(self) -> list[int]:
+        return [1, 1, 1]
+
+    def shapes(self) -> tuple[list[Any], list[Any]]:
+        return [(1, 1, 1)], [(1, 1, 1)]
+
+
+class _Link:
+    """A `P2PCommunicator` to nobody."""
+
+    def __init__(self, num_stages: int, stage: int) -> None:
+        self.total_stages, self.current_stage = num_stages, stage
+        self.is_pp_first_stage, self.is_pp_last_stage = stage == 0, stage == num_stages - 1
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, overlap_p2p_comm=False, **__: (None, {}) if overlap_p2p_comm else None
+
+
+def _sequences(pipe: Pipe, num: int, num_late: int = 0) -> tuple[list[list[Operation]], Operation]:
+    """The operations of every stage in their order, and the one before which the first stage asks for the end."""
+    found: list[list[Operation]] = []
+    asked = 0
+    for stage in range(pipe.num_stages):
+        operations: list[Operation] = []
+        member = _Member(operations, _plan(2, range(num, num + num_late)) if num_late else None)
+        steps: Any = _Steps(pipe, stage, operations)
+        (Stage if pipe.num_chunks == 1 else InterleavedStage)(steps).run(WorkQueue(member, _plan(1, range(num)), again=False))
+        found.append(operations)
+        asked = member.asked if not stage else asked
+    return found, found[0][asked]
+
+
+def _plan(generation: int, microbatches: Iterable[int]) -> Plan:
+    return Plan(0, generation, (0,), Work("train 1", 0, (0,)), (0,), (), (Compute(tuple(microbatches), (0,)),), (0,))
+
+
+def _timed(
+    pipe: Pipe, sequences: Sequence[Sequence[Operation]], earliest: Mapping[Operation, float] | None = None
+) -> dict[Operation, float]:
+    """When each operation starts: after the one before it on its stage, after what it needs, and not before `earliest`."""
+    starts: dict[Operation, float] = {}
+    ends: dict[Operation, float] = {}
+    left = [list(reversed(operations)) for operations in sequences]
+    while any(left):
+        begun = 0
+        for stage, operations in enumerate(left):
+            while operations and ((need := operations[-1].needs(pipe)) is None or need in ends):
+                operation = operations.pop()
+                before = [end for other, end in ends.items() if other.stage == stage]
+                starts[operation] = max([*before, ends[need] if need else 0.0, (earliest or {}).get(operation, 0.0)])
+                ends[operation] = starts[operation] + operation.seconds(pipe)
+                begun += 1
+        if not begun:
+            raise RuntimeError(f"the schedule stands still: {[operations[-1:] for operations in left]}")
+    return starts
