@@ -43,10 +43,12 @@ class Lane:
     name: str
     computing: tuple[Bar, ...]
     reducing: tuple[Bar, ...]
+    frozen: tuple[Bar, ...]
+    """Where its process was stopped."""
     gone: float | None
     """Where its process ended."""
-    struck: float | None
-    """Where the fault struck, if it was this rank that it struck."""
+    struck: tuple[float, ...]
+    """Where faults struck it."""
 
 
 @dataclass(frozen=True)
@@ -129,29 +131,33 @@ def _chosen(history: History, timeline: Timeline, episode: Episode) -> tuple[dic
     each = max(1, MAX_LANES // max(1, len(shown)))
     chosen = {}
     for replica in shown:
-        struck = [rank for (of, rank) in timeline.gone_at if of == replica]
-        first = sorted(struck, key=lambda rank: timeline.gone_at[replica, rank])[:1]
-        chosen[replica] = sorted([*first, *(rank for rank in range(num_ranks) if rank not in first)][:each])
+        struck = [rank for (of, rank) in timeline.struck_at if of == replica]
+        chosen[replica] = sorted([*struck, *(rank for rank in range(num_ranks) if rank not in struck)][:each])
     return chosen, num_ranks * len(members)
 
 
 def _group(timeline: Timeline, episode: Episode, x: charts.Scale, replica: int, ranks: Sequence[int]) -> Group:
     phases = within(timeline.recovering.get(replica, ()), x.low, x.high)
-    is_lost = replica in episode.lost
-    gone = {rank: timeline.gone_at.get((replica, rank)) for rank in ranks} if is_lost else {}
-    first = min((at for at in gone.values() if at is not None), default=None)
     lanes = []
     for rank in ranks:
-        at = gone.get(rank)
+        place = (replica, rank)
+        gone = timeline.gone_at.get(place)
+        frozen = [(max(begin, x.low), min(end, x.high)) for begin, end in timeline.frozen.get(place, ())]
         lanes.append(
             Lane(
                 f"rank {rank}",
-                tuple(_bar(x, span) for span in within(timeline.computing.get((replica, rank), ()), x.low, x.high)),
-                tuple(_bar(x, span) for span in within(timeline.reducing.get((replica, rank), ()), x.low, x.high)),
-                gone=None if at is None else x.at(at),
-                struck=x.at(at) if at is not None and at == first else None,
+                tuple(_bar(x, span) for span in within(timeline.computing.get(place, ()), x.low, x.high)),
+                tuple(_bar(x, span) for span in within(timeline.reducing.get(place, ()), x.low, x.high)),
+                tuple(
+                    Bar("frozen", x.at(begin), round(x.at(end) - x.at(begin), 3), "the process is stopped")
+                    for begin, end in frozen
+                    if begin < end
+                ),
+                gone=x.at(gone) if gone is not None and gone <= x.high else None,
+                struck=tuple(x.at(at) for at in timeline.struck_at.get(place, ()) if x.low <= at <= x.high),
             )
         )
+    is_lost = replica in episode.lost
     return Group(f"replica {replica}", tuple(_bar(x, span, 10.0) for span in phases), tuple(lanes), is_lost)
 
 

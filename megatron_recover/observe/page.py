@@ -64,6 +64,7 @@ def render(verdict: Verdict, timeline: Timeline, reference: History | None = Non
         faults=list(enumerate(summary.faults, start=1)),
         pictures=pictures,
         told=told,
+        any_frozen=bool(timeline.frozen),
         num_episodes=num_episodes,
         folded=_folded(len(summary.faults), pictures),
         phases=get_args(trace.Phase),

@@ -45,8 +45,10 @@ class FaultSummary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def words(self) -> str:
         """The fault in words."""
-        words = {"kill": "killed", "stop": "stopped", "freeze": "frozen", "raise": "raised an exception"}
-        happened = words.get(self.kind, "ended")
+        words = {
+            "kill": "killed", "stop": "stopped", "freeze": "frozen", "raise": "raised an exception", "external": "ended",
+        }  # fmt: skip
+        happened = words.get(self.kind, self.kind)
         return f"replica {self.replica} rank {self.rank} {happened} " + (
             f"at {self.where}" if self.point else f"({self.where})"
         )

@@ -16,6 +16,7 @@ from typing import Literal
 from megatron_recover import trace
 from megatron_recover.core.policy import EXIT
 from megatron_recover.observe.history import History
+from megatron_recover.observe.summary import faults
 
 Rank = tuple[int, int]
 """Replica, and rank inside it."""
@@ -126,6 +127,26 @@ class Timeline:
         return found
 
     @cached_property
+    def frozen(self) -> dict[Rank, list[tuple[float, float]]]:
+        """Rank -> from when to when its process was stopped by an injected fault; until it was gone, or infinitely long."""
+        found: dict[Rank, list[tuple[float, float]]] = defaultdict(list)
+        thawed = [event for _, event in self._history.of(trace.Thawed)]
+        for _, fault in self._history.of(trace.Fault):
+            rank = (fault.replica, fault.rank)
+            if fault.kind in ("stop", "freeze"):
+                ends = [event.t for event in thawed if (event.replica, event.rank) == rank and event.t >= fault.t]
+                found[rank].append((fault.t, min([*ends, self.gone_at.get(rank, float("inf"))])))
+        return dict(found)
+
+    @cached_property
+    def struck_at(self) -> dict[Rank, list[float]]:
+        """Rank -> when faults struck it: the injected ones, and the first end of a replica that had none."""
+        found: dict[Rank, list[float]] = defaultdict(list)
+        for fault in faults(self._history):
+            found[fault.replica, fault.rank].append(fault.t)
+        return dict(found)
+
+    @cached_property
     def reducing(self) -> dict[Rank, list[Span]]:
         """Sums over the replicas that came to their end, of each rank; they may overlap what it computed, and each other."""
         found: dict[Rank, list[Span]] = defaultdict(list)
@@ -143,7 +164,7 @@ class Timeline:
             if event.phase == "detect":  # written together with `agree`, which tells when the detection was over
                 continue
             if event.phase == "agree":
-                since = max(self._struck_at.get(event.generation, begin), spans[-1].end if spans else 0.0)
+                since = max(self._faults_of.get(event.generation, begin), spans[-1].end if spans else 0.0)
                 spans.append(Span("detect", min(since, begin), begin, event.step, event.generation))
             spans.append(Span(event.phase, begin, event.t, event.step, event.generation))
         return {replica: _apart(found[replica], None) for replica in sorted(found)}
@@ -188,7 +209,7 @@ class Timeline:
 
     def _episode(self, group: list[trace.Generation], steps: dict[int, int], ends: dict[int, float]) -> Episode:
         step = next((steps[one.generation] for one in reversed(group) if one.generation in steps), None)
-        fault = min(self._struck_at[one.generation] for one in group)
+        fault = min(self._faults_of[one.generation] for one in group)
         end = max(ends[group[-1].generation], group[-1].t)
         seconds = max(end - fault, 1e-3)
         planned = min((plan.t for _, plan in self._history.plans.get(step, ())), default=fault) if step is not None else fault
@@ -196,7 +217,7 @@ class Timeline:
         return Episode(tuple(group), step, fault, end, begin_shown, end + 0.12 * (end - begin_shown))
 
     @cached_property
-    def _struck_at(self) -> dict[int, float]:
+    def _faults_of(self) -> dict[int, float]:
         """Generation -> when the fault struck that it answers to, or was seen first."""
         history = self._history
         noticed: dict[int, float] = defaultdict(float)

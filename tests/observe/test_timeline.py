@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from megatron_recover import trace
+from megatron_recover.core.values import LossKind
 from megatron_recover.observe.history import History
 from megatron_recover.observe.lanes import MAX_BARS, MAX_LANES, Picture, picture
 from megatron_recover.observe.timeline import Span, Timeline, within
@@ -152,12 +153,37 @@ def test_a_picture_has_a_lane_for_every_rank_and_says_who_was_struck() -> None:
     assert [(group.name, group.is_lost, [lane.name for lane in group.lanes]) for group in one.groups] == [
         (f"replica {replica}", replica == 2, ["rank 0", "rank 1"]) for replica in (0, 1, 2)
     ]
-    struck = [(group.name, lane.name) for group in one.groups for lane in group.lanes if lane.struck is not None]
+    struck = [(group.name, lane.name) for group in one.groups for lane in group.lanes if lane.struck]
     assert struck == [("replica 2", "rank 1")]
     assert [mark.name for mark in one.marks] == ["fault", "generation 2", "commit"]
     assert (one.num_shown, one.num_ranks, one.is_coarse) == (6, 6, False)
     texts = [bar.text for group in one.groups for lane in group.lanes for bar in lane.computing]
     assert "forward of microbatch 5, computed again, 1.0 ms" in texts
+
+
+def test_a_stopped_process_is_shown_until_it_is_thawed_or_gone() -> None:
+    run = traces.Run()
+    run.quiet_step()
+    run.plan(run.deal(range(6)), traces.BUCKETS)
+    run.add(trace.Fault, replica=1, rank=0, point="forward", kind="freeze", step=1, microbatch=1, until="generation")
+    run.add(trace.Fault, replica=2, rank=1, point="backward", kind="stop", step=1, microbatch=2)
+    frozen_at = run.t
+    run.roster, run.generation = (0, 1), 2
+    lost = trace.Lost(replica=2, kind=LossKind.SUSPECTED)
+    run.add(trace.Generation, generation=2, roster=run.roster, losses=(lost,), reason="suspected")
+    run.add(trace.Thawed, replica=1, rank=0)
+    run.add(trace.Fenced, replica=2, ranks=(0, 1))
+    run.statuses({}, lambda replica: ())
+    run.compute(0, range(6), traces.BUCKETS)
+    run.recovered()
+    timeline = Timeline(history_of(run))
+    thawed = next(event.t for event in run.events if isinstance(event, trace.Thawed))
+    assert timeline.frozen == {
+        (1, 0): [(pytest.approx(frozen_at - 0.001), thawed)], (2, 1): [(frozen_at, timeline.gone_at[2, 1])],
+    }  # fmt: skip
+    one = drawn(run)
+    frozen = {(group.name, lane.name): bool(lane.frozen) for group in one.groups for lane in group.lanes}
+    assert {place for place, shown in frozen.items() if shown} == {("replica 1", "rank 0"), ("replica 2", "rank 1")}
 
 
 def test_a_picture_of_a_large_job_shows_some_ranks_and_says_so() -> None:
@@ -171,7 +197,7 @@ def test_a_picture_of_a_large_job_shows_some_ranks_and_says_so() -> None:
     assert (one.num_shown, one.num_ranks) == (MAX_LANES, 16 * 40)
     names = [group.name for group in one.groups]
     assert names == [f"replica {replica}" for replica in (0, 1, 2, 3, 9, 30)], "the lost, who took over, then others"
-    assert [lane.name for group in one.groups for lane in group.lanes if lane.struck is not None] == ["rank 1"]
+    assert [lane.name for group in one.groups for lane in group.lanes if lane.struck] == ["rank 1"]
 
 
 def test_bars_that_nobody_could_tell_apart_are_drawn_as_one() -> None:
