@@ -180,10 +180,11 @@ def _episodes(
     told: dict[int, str] = {}
     for index, episode in enumerate(timeline.episodes):
         for number, fault in enumerate(faults, start=1):
-            if fault.replica in episode.lost and fault.t <= episode.end:
+            if episode.answers(fault) and number not in told:
                 first.setdefault(index, number)
-                generations = " and ".join(str(one.generation) for one in episode.generations)
-                told[number] = f"; over after {_seconds(episode.end - episode.fault)}, in generation {generations}"
+                names = [str(one.generation) for one in episode.generations]
+                generations = f"generation{'s' if len(names) > 1 else ''} {' and '.join(names)}"
+                told[number] = f"; over after {_seconds(episode.end - episode.fault)}, in {generations}"
                 if first[index] != number:
                     told[number] += f", see fault {first[index]}"
     slowest = sorted(first, key=lambda index: timeline.episodes[index].fault - timeline.episodes[index].end)[:MAX_PICTURES]

@@ -16,7 +16,7 @@ from typing import Literal
 from megatron_recover import trace
 from megatron_recover.core.policy import EXIT
 from megatron_recover.observe.history import History
-from megatron_recover.observe.summary import faults
+from megatron_recover.observe.summary import FaultSummary, faults
 
 Rank = tuple[int, int]
 """Replica, and rank inside it."""
@@ -58,6 +58,12 @@ class Episode:
     def lost(self) -> tuple[int, ...]:
         """Replicas that were lost in it."""
         return tuple(lost.replica for one in self.generations for lost in one.losses)
+
+    def answers(self, fault: FaultSummary) -> bool:
+        """Whether it is about a fault: that lost its replica, or struck between its begin and its last generation."""
+        if fault.replica in self.lost:
+            return fault.t <= self.end
+        return self.fault <= fault.t <= self.generations[-1].t
 
 
 class Timeline:
@@ -218,16 +224,24 @@ class Timeline:
 
     @cached_property
     def _faults_of(self) -> dict[int, float]:
-        """Generation -> when the fault struck that it answers to, or was seen first."""
+        """Generation -> when the fault struck that it answers to, or was seen first.
+
+        A replica that stood still may be suspected and go on: its fault is answered although it is not lost.
+        """
         history = self._history
         noticed: dict[int, float] = defaultdict(float)
         for _, event in history.of(trace.Recovery):
             if event.phase == "detect":
                 noticed[event.generation] = max(noticed[event.generation], event.seconds)
         found = {}
+        before = 0.0
         for one in history.generations.values():
             lost = {loss.replica for loss in one.losses}
-            injected = [event.t for _, event in history.of(trace.Fault) if event.replica in lost and event.t <= one.t]
+            injected = [
+                event.t for _, event in history.of(trace.Fault)
+                if event.t <= one.t and (event.replica in lost or (event.t > before and event.kind in ("stop", "freeze")))
+            ]  # fmt: skip
+            before = one.t
             ended = [event.t for _, event in history.of(trace.Failure) if event.replica in lost and event.t <= one.t]
             found[one.generation] = min(injected) if injected else min([*ended, one.t - noticed[one.generation]])
         return found

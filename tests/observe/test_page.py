@@ -206,6 +206,23 @@ def test_a_fault_of_which_nobody_died_is_told_without_a_picture(tmp_path: Path) 
     assert shown.all("fault-1", "figure") == []
 
 
+def test_a_fault_that_was_survived_has_the_picture_of_what_answered_it(tmp_path: Path) -> None:
+    run = traces.Run()
+    run.quiet_step()
+    run.plan(run.deal(range(6)), traces.BUCKETS)
+    run.add(trace.Fault, replica=1, rank=0, point="forward", kind="freeze", step=1, microbatch=1, until="generation")
+    run.generation += 1
+    run.add(trace.Generation, generation=2, roster=run.roster, reason="replica 0: no progress from replicas [1]")
+    run.add(trace.Thawed, replica=1, rank=0)
+    run.statuses({}, lambda replica: ())
+    run.quiet_step()
+    shown = page_of(tmp_path, run.finish().events)
+    assert "replica 1 rank 0 frozen at forward of microbatch 1" in shown.text("fault-1")
+    (figure,) = shown.all("fault-1", "figure")
+    labels = [one.get("aria-label") or "" for one in figure.iter("svg")]
+    assert any(label.startswith("What each rank did around generation 2") for label in labels)
+
+
 def test_a_run_that_only_evaluated(tmp_path: Path) -> None:
     events = [
         msgspec.structs.replace(event, label=f"evaluate 0/{event.step + 1}")

@@ -181,6 +181,8 @@ def test_a_stopped_process_is_shown_until_it_is_thawed_or_gone() -> None:
     assert timeline.frozen == {
         (1, 0): [(pytest.approx(frozen_at - 0.001), thawed)], (2, 1): [(frozen_at, timeline.gone_at[2, 1])],
     }  # fmt: skip
+    (episode,) = timeline.episodes
+    assert episode.fault == pytest.approx(frozen_at - 0.001), "it struck before the other, and was answered by the same"
     one = drawn(run)
     frozen = {(group.name, lane.name): bool(lane.frozen) for group in one.groups for lane in group.lanes}
     assert {place for place, shown in frozen.items() if shown} == {("replica 1", "rank 0"), ("replica 2", "rank 1")}
