@@ -29,7 +29,7 @@ rosters = st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True).map(s
 
 @given(st.integers(0, 40), rosters)
 def test_inv_1_shares_cut_the_batch_into_contiguous_even_pieces(num_microbatches: int, roster: tuple[int, ...]) -> None:
-    quotas = quota.balanced(num_microbatches, [1] * len(roster))
+    quotas = quota.balanced(num_microbatches, (1,) * len(roster))
     shares = [quota.share(quotas, roster, replica) for replica in roster]
     assert list(itertools.chain(*shares)) == list(range(num_microbatches))
     assert tuple(map(len, shares)) == quotas

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
-import statistics
 from collections.abc import Iterator
 
 import pytest
@@ -25,83 +23,65 @@ def every(num: int, num_members: int) -> Iterator[tuple[int, ...]]:
 
 @given(st.integers(0, 60), paces, pipelines)
 def test_inv_1_quotas_sum_to_the_batch(num: int, pace: list[int], pipeline: Pipeline) -> None:
-    quotas = quota.balanced(num, pace, pipeline)
+    quotas = quota.balanced(num, tuple(pace), pipeline)
     assert sum(quotas) == num and min(quotas) >= 0 and len(quotas) == len(pace)
 
 
-@given(st.integers(1, 9), st.lists(st.integers(1, 60), min_size=1, max_size=4), st.integers(1, 4))
-def test_no_other_quotas_have_a_smaller_makespan(num: int, pace: list[int], num_stages: int) -> None:
-    pipeline = Pipeline(num_stages)
+@given(st.integers(1, 9), st.lists(st.integers(1, 60), min_size=1, max_size=4), pipelines)
+def test_no_other_quotas_have_a_smaller_makespan(num: int, pace: list[int], pipeline: Pipeline) -> None:
     best = min(quota.makespan(each, pace, pipeline) for each in every(num, len(pace)))
-    assert quota.makespan(quota.balanced(num, pace, pipeline), pace, pipeline) == best
+    assert quota.makespan(quota.balanced(num, tuple(pace), pipeline), pace, pipeline) == best
 
 
-@given(st.integers(0, 200), st.lists(st.integers(1, 10**10), min_size=1, max_size=8), st.integers(1, 8))
-def test_the_head_start_changes_nothing(num: int, pace: list[int], num_stages: int) -> None:
-    pipeline = Pipeline(num_stages)
-    slowly = quota._filled((0,) * len(pace), num, 1, pace, pipeline)
-    assert quota.balanced(num, pace, pipeline) == slowly
+@given(st.integers(0, 60), pipelines)
+def test_a_longer_pass_takes_longer(num: int, pipeline: Pipeline) -> None:
+    assert quota.ticks(num, pipeline) < quota.ticks(num + 1, pipeline)
+    assert quota._most(quota.ticks(num, pipeline), pipeline) == num
+    assert quota._most(quota.ticks(num + 1, pipeline) - 1, pipeline) == num
 
 
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 4))
 def test_equal_speeds_give_even_quotas(num: int, num_members: int, num_stages: int) -> None:
     small, extra = divmod(num, num_members)
     even = tuple(small + (position < extra) for position in range(num_members))
-    assert quota.balanced(num, [5] * num_members, Pipeline(num_stages)) == even
+    assert quota.balanced(num, (5,) * num_members, Pipeline(num_stages)) == even
 
 
 def test_a_member_too_slow_for_a_single_microbatch_gets_none() -> None:
-    assert quota.balanced(12, [10, 10, 1000]) == (6, 6, 0)
-    assert quota.balanced(12, [10, 10, 50]) == (6, 5, 1)
+    assert quota.balanced(12, (10, 10, 1000)) == (6, 6, 0)
+    assert quota.balanced(12, (10, 10, 50)) == (6, 5, 1)
     assert quota.share((6, 6, 0), (3, 4, 5), 5) == ()
 
 
 def test_an_empty_pass_takes_no_time_and_a_full_one_its_bubble() -> None:
     assert [quota.ticks(num, Pipeline(4)) for num in range(4)] == [0, 4, 5, 6]
-    # Note [What a pass takes]: 8 of 2 chunks each, and the fill; 3 more are swept.
-    assert [quota.ticks(num, Pipeline(4, 2)) for num in (3, 4, 8, 11)] == [10, 11, 19, 29]
+    # Note [What a pass takes]: 8 of 2 chunks each, and the fill; the last 3 leave the last slot out.
+    assert [quota.ticks(num, Pipeline(4, 2)) for num in (3, 4, 8, 11)] == [10, 11, 19, 26]
 
 
-def test_virtual_stages_get_whole_groups() -> None:
-    assert quota.balanced(32, [10, 10, 20], Pipeline(4, 2)) == (16, 12, 4)
-    assert quota.balanced(14, [35, 21, 25], Pipeline(4, 2)) == (2, 8, 4)
-
-
-def test_virtual_stages_stay_close_to_the_optimum() -> None:
-    """Not the optimum itself, but within 1 % of it in each of 600 small jobs."""
-    chance = random.Random(1)
-    over = []
-    for _ in range(600):
-        pipeline = Pipeline(chance.randint(2, 4), chance.randint(2, 3))
-        num, pace = chance.randint(4, 16), [chance.randint(20, 60) for _ in range(chance.randint(2, 3))]
-        best = min(quota.makespan(each, pace, pipeline) for each in every(num, len(pace)))
-        over.append(quota.makespan(quota.balanced(num, pace, pipeline), pace, pipeline) / best)
-    assert statistics.mean(over) < 1.001 and max(over) <= 1.01
+def test_virtual_stages_leave_no_group_hardly_begun() -> None:
+    assert quota.balanced(24, (10, 10, 10), Pipeline(4, 2)) == (8, 8, 8)
+    assert quota.balanced(32, (10, 10, 25), Pipeline(4, 2)) == (14, 14, 4)
 
 
 def test_a_roster_without_members_has_no_quotas() -> None:
     with pytest.raises(ValueError, match="at least one member"):
-        quota.balanced(3, [])
+        quota.balanced(3, ())
 
 
 # --- Dealing -------------------------------------------------------------------------------------------------------------
 
+
 members = st.dictionaries(st.integers(0, 9), st.tuples(st.integers(0, 9), st.integers(1, 50)), min_size=1, max_size=6)
 
 
-@given(st.sets(st.integers(0, 30)), members, st.integers(1, 4))
+@given(st.sets(st.integers(0, 30)), members, pipelines)
 def test_inv_7_dealing_covers_every_lost_id_and_nobody_could_be_spared(
-    lost: set[int], state: dict[int, tuple[int, int]], num_stages: int
+    lost: set[int], state: dict[int, tuple[int, int]], pipeline: Pipeline
 ) -> None:
     loads, pace = ({member: item[index] for member, item in state.items()} for index in (0, 1))
-    pipeline = Pipeline(num_stages)
     dealt = quota.deal(lost, loads, pace, pipeline)
     assert set(dealt) == lost
     after = {replica: load + list(dealt.values()).count(replica) for replica, load in loads.items()}
     for receiver, other in itertools.product(set(dealt.values()), loads):
         assert quota.ticks(after[receiver], pipeline) * pace[receiver] <= quota.ticks(after[other] + 1, pipeline) * pace[other]
-
-
-def test_virtual_stages_are_dealt_whole_groups() -> None:
-    dealt = quota.deal(range(8), {0: 4, 1: 4}, {0: 1, 1: 1}, Pipeline(4, 2))
-    assert [dealt[i] for i in range(8)] == [0] * 4 + [1] * 4

@@ -132,7 +132,7 @@ class Run:
 
 def first_strikes(victim: int, num_replicas: int, num_ranks: int, step: int = 1) -> Iterator[Strike]:
     """Every instant of a step at which a rank of `victim` passes a fault point."""
-    ids = share(balanced(M, [1] * num_replicas), range(num_replicas), victim)
+    ids = share(balanced(M, (1,) * num_replicas), range(num_replicas), victim)
     for rank in range(num_ranks):
         for point, microbatch in itertools.product((FaultPoint.FORWARD, FaultPoint.BACKWARD), ids):
             yield Strike(victim, rank, point, step=step, microbatch=microbatch)
@@ -185,7 +185,7 @@ def test_a_death_in_every_forward_and_backward(threads: Threads, num_ranks: int,
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_death_in_evaluation(threads: Threads, num_ranks: int) -> None:
-    for rank, microbatch in itertools.product(range(num_ranks), share(balanced(M, [1, 1]), range(2), 1)):
+    for rank, microbatch in itertools.product(range(num_ranks), share(balanced(M, (1, 1)), range(2), 1)):
         strike = Strike(1, rank, FaultPoint.EVALUATE, step=2, microbatch=microbatch)
         print(strike)
         Run(threads, 2, num_ranks, [strike]).check()
