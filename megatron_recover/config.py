@@ -45,6 +45,9 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     then has links to at most 9 others, and a step takes a few more hops to commit."""
     ranks_per_gpu: int = 1
     """Ranks that share a GPU. More than 1 is for trying things out on few GPUs: it is slow, and NCCL goes through sockets."""
+    rebalance: Literal["on", "off"] = "on"
+    """`on`: each replica computes as many microbatches of a step as its measured speed allows. `off`: all as many, whatever
+    they take; then who computes what is the same in every run."""
     digest_interval: int = 1
     """Write the digest of the parameters to the trace every so many steps (0: never)."""
 

@@ -175,6 +175,21 @@ class Member:
             with self._changed:
                 self._step(machine.EndPass())
 
+    def started(self, microbatch: int) -> None:
+        """Rank 0 begins the forward of a microbatch: journalled, so that all know who computes what when somebody is lost."""
+        with self._changed:
+            self._step(machine.Started(microbatch))
+
+    def finished(self, microbatch: int) -> None:
+        """Rank 0 has ended the backward of a microbatch (in evaluation its forward)."""
+        with self._changed:
+            self._step(machine.Finished(microbatch))
+
+    def measured(self, num_microbatches: int, elapsed_ns: int) -> None:
+        """Rank 0 knows how long the first pass of a training step took: in this replica's next vote all learn it."""
+        with self._changed:
+            self._step(machine.Measured(num_microbatches, elapsed_ns))
+
     def transport(self, generation: int) -> Transport:
         """The data plane of the plan that is being obeyed, when its pass is closed. Raises `Revoked` when it is overtaken."""
         with self._changed:

@@ -117,7 +117,7 @@ class Finished(Value, frozen=True):
 
 
 class Measured(Value, frozen=True):
-    """Rank 0's first pass of a training step is over; as in `values.Computed`."""
+    """Rank 0 knows how long the first pass of a training step took; as in `values.Computed`."""
 
     num_microbatches: int
     elapsed_ns: int
@@ -267,7 +267,7 @@ def _on_finished(state: RankState, finished: Finished) -> Step:
 
 def _on_measured(state: RankState, measured: Measured) -> Step:
     """Tell the leader, for its vote."""
-    return state, (ToLeader(Computed(state.rank, state.step, measured.num_microbatches, measured.elapsed_ns)),)
+    return state, (ToLeader(Computed(state.rank, measured.num_microbatches, measured.elapsed_ns)),)
 
 
 def _on_completed(state: RankState, completed: Completed) -> Step:

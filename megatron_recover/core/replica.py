@@ -135,7 +135,7 @@ class ReplicaState(Value, frozen=True):
     ended: tuple[int, ...] = ()
     """Ranks whose training loop is over."""
     pace_ns: int = 0
-    """What a microbatch of this step took, once its first pass is over."""
+    """What a microbatch took in the last pass that was measured."""
     speeds: Speeds = Speeds()
     """As of all steps that are committed."""
     journal: Journal = Journal()
@@ -345,9 +345,7 @@ def _on_closing(state: ReplicaState, report: Closing) -> Step:
 
 
 def _on_computed(state: ReplicaState, report: Computed) -> Step:
-    """Note how fast this replica is: its vote says so to all."""
-    if report.step != state.step or not report.num_microbatches:
-        return state, ()
+    """Note how fast this replica is: its next vote says so to all."""
     pipeline = state.shape.pipeline
     pace = report.elapsed_ns * pipeline.num_chunks // ticks(report.num_microbatches, pipeline)
     return replace(state, pace_ns=max(1, pace)), ()
@@ -403,7 +401,7 @@ def _vote(state: ReplicaState) -> Step:
     if state.work is None or len(complete) < len(state.work.buckets):
         return state, ()
     trains = len(state.work.buckets) == len(state.shape.bucket_ranks)
-    paces = said(state.speeds, state.replica, state.pace_ns) if trains else ()
+    paces = said(state.speeds, state.replica, state.pace_ns if any(state.contributions) else 0) if trains else ()
     record = Record(state.step, state.work.label, complete, state.requests, paces)
     before = _heard(state)
     ballots = gather(state.votes, (Ballot(record, (state.replica,)),))
@@ -450,7 +448,6 @@ def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
         # Whoever asked may be gone before the end, and the last record says how the job ended: it rides on from here.
         requests=unite((state.requests, record.requests)),
         committed=record,
-        pace_ns=0,
         speeds=learn(state.speeds, record),
         journal=Journal(),
     )

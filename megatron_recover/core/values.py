@@ -265,12 +265,11 @@ class Promised(Value, frozen=True):
 
 
 class Computed(Value, frozen=True):
-    """Rank 0's first pass of a training step is over."""
+    """Rank 0 knows how long the first pass of a training step took; on a GPU it does only later, when its kernels are done."""
 
     rank: int
-    step: int
     num_microbatches: int
-    """In the pass, with all that it has taken in."""
+    """In the pass, with all that it took in; more than 0."""
     elapsed_ns: int
 
 

@@ -34,6 +34,7 @@ from megatron_recover.megatron.microbatches import Microbatches
 from megatron_recover.megatron.overlap import Overlap
 from megatron_recover.megatron.reduction import Gather, ReducingMember, Reduction, gather_over_replica
 from megatron_recover.megatron.schedule import Schedule
+from megatron_recover.megatron.stopwatch import Stopwatch
 from megatron_recover.megatron.work_queue import WorkQueue
 
 
@@ -50,6 +51,9 @@ class Member(ReducingMember, Protocol):
     def has_order(self) -> bool: ...
     def end_pass(self) -> None: ...
     def computed(self, generation: int) -> None: ...
+    def started(self, microbatch: int) -> None: ...
+    def finished(self, microbatch: int) -> None: ...
+    def measured(self, num_microbatches: int, elapsed_ns: int) -> None: ...
     def raised(self, microbatches: Sequence[int], error: BaseException) -> None: ...
 
 
@@ -79,6 +83,8 @@ class CommitLoop:
         self._faults, self._gather = faults, gather
         self._record = trace.Recorder(log, replica=member.replica, rank=member.rank)
         self._reduction: Reduction | None = None
+        self._stopwatch: Stopwatch | None = None
+        """Of rank 0, which speaks for the pace of the replica."""
         self._chunks: list[Any] = []
         self._parameters: list[tuple[Tensor, bool]] = []
         """Of all chunks, and whether tensor-parallel ranks must hold them alike; walking the modules anew is slow."""
@@ -139,6 +145,8 @@ class CommitLoop:
                 is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True), config=self._config,
                 member=self._member, gather=self._gather, record=self._record, faults=self._faults,
             )  # fmt: skip
+            if self._member.rank == 0 and self._config.rebalance == "on":
+                self._stopwatch = Stopwatch(self._reduction.device)
             self._reduction.parameters = combined([checksum(parameter) for parameter, _ in self._parameters])
             self._member.join(self._reduction.shape, f"{self._fingerprint()} {self._reduction.parameters:016x}")
         return self._reduction
@@ -162,7 +170,7 @@ class CommitLoop:
         reduction.begin(step, num_microbatches, _gradient_scale(chunks[0], arguments) if exactly else 1.0)
         microbatches = Microbatches(
             reduction, step, forward_only=forward_only, num_chunks=len(chunks), enter=self._enter_microbatch,
-            record=self._record, faults=self._faults,
+            record=self._record, faults=self._faults, journal=self._member if self._member.rank == 0 else None,
         )  # fmt: skip
         order = self._obey(upstream, arguments, reduction, microbatches, work)
         return self._apply(order, reduction, chunks, arguments)
@@ -198,20 +206,31 @@ class CommitLoop:
         again: bool,
     ) -> None:
         """A pass of the schedule that begins with `plan`, and the reduction that follows it."""
+        stopwatch = None if again or arguments.get("forward_only") else self._stopwatch
         queue = WorkQueue(self._member, plan, again=again, extended=self._extended)
         overlap = Overlap(reduction, lambda: queue.plan, again=lambda: again or queue.plan is not plan)
         try:
             with overlap:
                 microbatches.begin_pass(overlap)
+                if stopwatch is not None:
+                    self._tell_pace(stopwatch)  # of the step before, where it was not known any sooner
+                    stopwatch.begin()
                 self._schedule.run_pass(
                     upstream, arguments, queue, divisor=plan.work.num_microbatches, listener=microbatches
                 )  # fmt: skip
-                microbatches.end_pass()
+                num_computed = microbatches.end_pass()
+                if stopwatch is not None:
+                    stopwatch.end(num_computed)
+                    self._tell_pace(stopwatch)
                 self._member.computed(queue.plan.generation)
                 overlap.finish()
         except Exception as error:
             self._member.raised(microbatches.suspects(), error)
             raise
+
+    def _tell_pace(self, stopwatch: Stopwatch) -> None:
+        if (measured := stopwatch.take()) is not None:
+            self._member.measured(*measured)
 
     def _extended(self, plan: Plan) -> None:
         if self._member.rank == 0:

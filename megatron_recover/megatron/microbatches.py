@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -17,6 +18,13 @@ from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.overlap import Overlap
 from megatron_recover.megatron.reduction import Reduction
 from megatron_recover.megatron.work_queue import Task
+
+
+class Journal(Protocol):
+    """Who is told how far a step is: of rank 0 the control endpoint (`collectives.member.Member`)."""
+
+    def started(self, microbatch: int) -> None: ...
+    def finished(self, microbatch: int) -> None: ...
 
 
 class Microbatches:
@@ -32,10 +40,11 @@ class Microbatches:
         enter: Callable[[int, int], None],
         record: trace.Recorder,
         faults: FaultInjector | None,
+        journal: Journal | None = None,
     ) -> None:
-        """`enter(microbatch, chunk)` puts samples and random state at the beginning of a microbatch."""
+        """`enter(microbatch, chunk)` puts samples and random state at the beginning of a microbatch. `journal`: of rank 0."""
         self._reduction, self._step, self._forward_only, self._num_chunks = reduction, step, forward_only, num_chunks
-        self._enter, self._record, self._faults = enter, record, faults
+        self._enter, self._record, self._faults, self._journal = enter, record, faults, journal
         self._current: Task | None = None
         """What is being computed."""
         self._of_pass: list[int] = []
@@ -48,10 +57,11 @@ class Microbatches:
         self._of_pass.clear()
         self._overlap = overlap
 
-    def end_pass(self) -> None:
-        """All microbatches of the pass are done; an exception from here on is about any of them."""
+    def end_pass(self) -> int:
+        """All microbatches of the pass are done, so many; an exception from here on is about any of them."""
         self._current = None
         self._reduction.collect_into(None)
+        return len(self._of_pass)
 
     def suspects(self) -> tuple[int, ...]:
         """The ids one of which an exception is about: only within a microbatch is it known which."""
@@ -63,6 +73,8 @@ class Microbatches:
         self._current = task
         if not chunk:
             self._of_pass.append(task.microbatch)
+            if self._journal is not None:
+                self._journal.started(task.microbatch)
         self._record(
             trace.MicrobatchStarted, generation=task.generation, step=self._step, microbatch=task.microbatch, chunk=chunk
         )  # fmt: skip
@@ -111,4 +123,7 @@ class Microbatches:
             trace.MicrobatchFinished, generation=task.generation, step=self._step, microbatch=task.microbatch, chunk=chunk,
             seconds=round(seconds, 6), backward_s=round(backward_s, 6), into=taken,
         )  # fmt: skip
+        # The first chunk of the first stage comes last in a backward; an evaluation leaves the stage at the last chunk.
+        if self._journal is not None and chunk == (self._num_chunks - 1 if self._forward_only else 0):
+            self._journal.finished(task.microbatch)
         self._current = None

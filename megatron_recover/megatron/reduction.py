@@ -27,7 +27,7 @@ from megatron_recover import trace
 from megatron_recover.collectives.transport import Probe, Revoked, Transport, TransportError
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.invariants import InvariantViolation
-from megatron_recover.core.values import BucketId, Held, Plan, Shape, Transfer
+from megatron_recover.core.values import BucketId, Held, Pipeline, Plan, Shape, Transfer
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron import exact
 from megatron_recover.megatron.buckets import BackwardWatch, Bucket, find_regions, number
@@ -111,7 +111,8 @@ class Reduction:
         local = [bucket for region in self.regions for bucket in region.buckets]
         holdings = gather((stage, tuple(bucket.size for bucket in local)))
         bucket_ranks = number(self.regions, stage, holdings)
-        self.shape = Shape(len(holdings), bucket_ranks)
+        num_stages = 1 + max(stage for stage, _ in holdings)
+        self.shape = Shape(len(holdings), bucket_ranks, Pipeline(num_stages, max(1, len(chunks))))
         self.ledger_bucket: BucketId = len(bucket_ranks) - 1
         self._checks_finite = any(chunk.ddp_config.check_for_nan_in_grad for chunk in chunks)
         exactly = config.determinism == "exact"

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_recover.collectives.transport import PeerLost, Probe, Revoked
 from megatron_recover.core import rank as rank_machine
 from megatron_recover.core import replica as replica_machine
+from megatron_recover.core.quota import ticks
 from megatron_recover.core.values import Apply, Close, Held, NewGeneration, Plan, Record, Shape, Stop, Work
 from megatron_recover.faults import FaultPoint
 
@@ -139,6 +140,21 @@ class LoopbackMember:
     def computed(self, generation: int) -> None:
         pass
 
+    def started(self, microbatch: int) -> None:
+        self._feed(rank_machine.Started(microbatch))
+
+    def finished(self, microbatch: int) -> None:
+        self._feed(rank_machine.Finished(microbatch))
+
+    def measured(self, num_microbatches: int, elapsed_ns: int) -> None:
+        assert elapsed_ns > 0
+        elapsed = ticks(num_microbatches, self.job.leaders[self.replica].shape.pipeline) * self.job.paces[self.replica]
+        self._feed(rank_machine.Measured(num_microbatches, elapsed))
+
+    def _feed(self, message: Any) -> None:
+        with self.job.changed:
+            self.job.feed_rank(self.replica, self.rank, message)
+
     def end_pass(self) -> None:
         if self.rank == 0:
             with self.job.changed:
@@ -237,6 +253,8 @@ class Job:
         self._gathered: dict[tuple[int, int], Any] = {}
         self.closed: set[tuple[int, int]] = set()
         """(replica, step) of the passes that are closed, or will be."""
+        self.paces: tuple[int, ...] = ()
+        """What each replica measures, in nanoseconds a microbatch, whatever its passes take."""
         self.channels: dict[tuple[int, int, int], Channel] = {}
         """By replica, source and target: activations and their gradients on the way between stages."""
 

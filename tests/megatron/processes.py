@@ -288,7 +288,7 @@ def recovered(layout: Layout, rounds: Sequence[Round]) -> list[dict[str, Any]]:
     member = ScriptedMember(rounds)
     iteration = iter(range(1, 100))
     loop = CommitLoop(
-        member, RecoverConfig(bucket_elements=3000, determinism=layout.determinism), installation.originals,
+        member, RecoverConfig(bucket_elements=3000, determinism=layout.determinism, rebalance="off"), installation.originals,
         cursor=training.cursor, seed=lambda *_: None, iteration=lambda: next(iteration), fingerprint=lambda: "test",
     )  # fmt: skip
     installation.install(loop.replacements())

@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.quota import balanced, share
-from megatron_recover.core.values import Shape
+from megatron_recover.core.values import Pipeline, Shape
 from megatron_recover.faults import FaultPoint
 from megatron_recover.megatron import commit
 from megatron_recover.megatron.checksum import checksum, combined
@@ -76,13 +76,14 @@ class Run:
     def __init__(
         self, threads: Threads, num_replicas: int, num_ranks: int, strikes: list[Strike], *, num_microbatches: int = M,
         seed: int = 0, noisy: bool = False, determinism: str = "fast", broken: int | None = None,
-        then: Callable[[Trainer], object] = lambda trainer: None, **model_fields: Any,
+        paces: tuple[int, ...] = (), then: Callable[[Trainer], object] = lambda trainer: None, **model_fields: Any,
     ) -> None:  # fmt: skip
         self.job = Job(num_replicas, num_ranks, strikes, seed)
         self.log = Events()
         self.num_microbatches = num_microbatches
         self.trainers: dict[tuple[int, int], Trainer] = {}
-        config = RecoverConfig(bucket_elements=16, determinism=determinism)
+        self.job.paces = paces
+        config = RecoverConfig(bucket_elements=16, determinism=determinism, rebalance="on" if paces else "off")
 
         def life(member: Any, faults: Any) -> None:
             trainer = Trainer(
@@ -158,6 +159,20 @@ def test_without_faults(threads: Threads, num_replicas: int, num_ranks: int, num
     assert [event.provenance for event in run.log.of(trace.Reduced)] == ["ones"] * len(run.log.of(trace.Reduced))
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_quotas_follow_what_replicas_measure(threads: Threads, num_ranks: int) -> None:
+    """From the third step on, also in evaluation, where nobody measures; and whoever dies then."""
+    paces = (1000, 1000, 4000)
+    strike = Strike(0, num_ranks - 1, FaultPoint.BACKWARD, step=3)
+    run = Run(threads, 3, num_ranks, [strike], num_microbatches=8, paces=paces).check()
+    assert strike.struck
+    done = Counter((event.step, event.replica) for event in run.log.of(trace.MicrobatchStarted) if not event.rank + event.chunk)
+    pipeline = Pipeline(num_ranks)
+    for step, expected in enumerate([(1, 1, 1), (1, 1, 1), paces]):
+        assert tuple(done[step, replica] for replica in range(3)) == balanced(8, expected, pipeline)
+    assert balanced(8, paces, pipeline) != balanced(8, (1, 1, 1), pipeline)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("victim", [0, 1])
@@ -173,7 +188,7 @@ def test_a_death_at_every_instant(threads: Threads, victim: int, num_ranks: int,
 def test_a_death_in_every_forward_and_backward(threads: Threads, num_ranks: int, num_chunks: int, when: Any) -> None:
     """What is lost is computed in the schedule that runs, if the other replica has not announced its end."""
     victim, points = 1, (FaultPoint.FORWARD, FaultPoint.BACKWARD)
-    ids, chunks = share(M, range(2), victim), range(1, num_chunks + 1)
+    ids, chunks = share(balanced(M, (1, 1)), range(2), victim), range(1, num_chunks + 1)
     for rank, point, microbatch, occurrence in itertools.product(range(num_ranks), points, ids, chunks):
         strike = Strike(victim, rank, point, step=1, microbatch=microbatch, occurrence=occurrence, when=when)
         print(strike)
