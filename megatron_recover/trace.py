@@ -340,8 +340,10 @@ class Applied(Event, frozen=True, kw_only=True):
     label: str
     parameter_digest: str | None = None
     """Of all parameters of this rank; None where not due (`--recover-digest-interval`) or nothing was trained."""
+    lane_digest: str | None = None
+    """Of those parameters that every lane must hold alike, where that is not all of them: experts are spread over lanes."""
     replicated_digest: str | None = None
-    """Of those parameters that every tensor-parallel rank of the stage must hold alike; None like the above."""
+    """Of those parameters that every tensor-parallel rank of the stage must hold alike; None where `parameter_digest` is."""
     loss: float | None = None
     """Mean over the step's microbatches, on the last stage; None elsewhere."""
 

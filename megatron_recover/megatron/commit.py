@@ -13,6 +13,7 @@ Note [Who calls what]
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -57,6 +58,17 @@ class Member(ReducingMember, Protocol):
     def raised(self, microbatches: Sequence[int], error: BaseException) -> None: ...
 
 
+class HeldBy(enum.Enum):
+    """Which ranks of a replica must hold a parameter alike."""
+
+    STAGE = "stage"
+    """All of the stage."""
+    LANES = "lanes"
+    """Those of all lanes at the same tensor-parallel position."""
+    RANK = "rank"
+    """Perhaps no other: it is an expert's."""
+
+
 class CommitLoop:
     """One rank's steps. Created before Megatron builds its model; joins the run at its first step."""
 
@@ -86,8 +98,8 @@ class CommitLoop:
         self._stopwatch: Stopwatch | None = None
         """Of rank 0, which speaks for the pace of the replica."""
         self._chunks: list[Any] = []
-        self._parameters: list[tuple[Tensor, bool]] = []
-        """Of all chunks, and whether tensor-parallel ranks must hold them alike; walking the modules anew is slow."""
+        self._parameters: list[tuple[Tensor, HeldBy]] = []
+        """Of all chunks, and who else in the replica holds them; walking the modules anew is slow."""
         self._num_evaluations = 0
         self._applied: tuple[int, Apply, float | None] | None = None
         """The step whose optimizer has not run yet."""
@@ -139,7 +151,7 @@ class CommitLoop:
         """Tell the run what this rank holds (once); blocks until the first generation."""
         if self._reduction is None:
             self._chunks = list(chunks)
-            self._parameters = [(each, _is_replicated(each)) for chunk in chunks for each in chunk.parameters()]
+            self._parameters = [(each, _held_by(each)) for chunk in chunks for each in chunk.parameters()]
             self._reduction = Reduction(
                 chunks, stage=parallel_state.get_pipeline_model_parallel_rank(),
                 is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True), config=self._config,
@@ -280,17 +292,20 @@ class CommitLoop:
         (step, order, loss), self._applied = self._applied, None
         self._num_evaluations = 0 if trained else self._num_evaluations
         interval = self._config.digest_interval
-        parameters = replicated = None
+        digests: dict[str, str] = {}
         if trained and interval and step % interval == 0:
-            each = [(checksum(parameter), is_replicated) for parameter, is_replicated in self._parameters]
-            value = combined([value for value, _ in each])
-            parameters = f"{value:016x}"
+            each = [(checksum(parameter), held_by) for parameter, held_by in self._parameters]
+            everything = combined([value for value, _ in each])
             if self._reduction is not None:
-                self._reduction.parameters = value
-            replicated = f"{combined([value for value, is_replicated in each if is_replicated]):016x}"
+                self._reduction.parameters = everything
+            digests = {
+                "parameter_digest": f"{everything:016x}",
+                "replicated_digest": f"{combined([value for value, held_by in each if held_by is HeldBy.STAGE]):016x}",
+            }
+            if any(held_by is HeldBy.RANK for _, held_by in each):
+                digests["lane_digest"] = f"{combined([value for value, held_by in each if held_by is not HeldBy.RANK]):016x}"
         self._record(
-            trace.Applied, generation=order.generation, step=step, label=order.record.label, parameter_digest=parameters,
-            replicated_digest=replicated, loss=loss,
+            trace.Applied, generation=order.generation, step=step, label=order.record.label, loss=loss, **digests,
         )  # fmt: skip
 
     def _enter_microbatch(self, microbatch: int, chunk: int) -> None:
@@ -322,9 +337,10 @@ def _gradient_scale(chunk: Any, arguments: Mapping[str, Any]) -> float:
     return scale
 
 
-def _is_replicated(parameter: Any) -> bool:
-    """Whether every tensor-parallel rank of the stage must hold the parameter alike."""
-    return not getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, "allreduce", True)
+def _held_by(parameter: Any) -> HeldBy:
+    if not getattr(parameter, "allreduce", True):  # upstream's mark of an expert's
+        return HeldBy.RANK
+    return HeldBy.LANES if getattr(parameter, "tensor_model_parallel", False) else HeldBy.STAGE
 
 
 def _mean_loss(losses: Sequence[dict[str, Tensor]]) -> float | None:

@@ -147,7 +147,8 @@ def _equal_parameters(history: History) -> Findings:
             continue
         stage = event.rank // (layout.tp * layout.cp * layout.lanes)  # Megatron's rank order: tp, cp, dp, pp from fast to slow
         for key, digest in (
-            (("rank", event.step, stage, event.rank % layout.tp), event.parameter_digest),
+            (("rank", event.step, event.rank), event.parameter_digest),
+            (("lanes", event.step, stage, event.rank % layout.tp), event.lane_digest or event.parameter_digest),
             (("replicated", event.step, stage), event.replicated_digest),
         ):
             if digest is None:

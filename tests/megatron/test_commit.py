@@ -364,9 +364,10 @@ def test_the_loss_of_a_step_is_averaged_as_upstream_averages_it(threads: Threads
     assert commit._mean_loss(counted) == (9 + 11) / (6 + 4)
 
 
-def test_which_parameters_tensor_parallel_ranks_hold_alike() -> None:
+def test_which_ranks_hold_a_parameter_alike() -> None:
     split, of_an_expert = SimpleNamespace(tensor_model_parallel=True), SimpleNamespace(allreduce=False)
-    assert [commit._is_replicated(each) for each in (split, of_an_expert, SimpleNamespace())] == [False, False, True]
+    held_by = [commit._held_by(each) for each in (split, of_an_expert, SimpleNamespace())]
+    assert held_by == [commit.HeldBy.LANES, commit.HeldBy.RANK, commit.HeldBy.STAGE]
 
 
 @pytest.mark.parametrize(("num_microbatches", "outgrown"), [(4, False), (12, True)])

@@ -132,6 +132,16 @@ def tensor_parallel_copies_drift_apart(events: Events) -> int:
     return _find(events, trace.Applied, step=4, rank=1)
 
 
+def lanes_drift_apart(events: Events) -> int:
+    """Experts are spread over the two lanes, so their parameters differ; what both hold must not."""
+    _edit(events, trace.RunStarted, to={"layout": trace.Layout(tp=1, pp=1, lanes=2)})
+    for index, event in enumerate(events):
+        if isinstance(event, trace.Applied):
+            whole = event.step < 4 or event.rank == 0
+            events[index] = msgspec.structs.replace(event, lane_digest="router" if whole else "torn")
+    return _find(events, trace.Applied, step=4, rank=1)
+
+
 def an_exact_sum_changes_between_versions(events: Events) -> int:
     """The second reduction of a bucket sees a local gradient that the first has changed."""
     first = _find(events, trace.Reduced, step=1, bucket=0, version=2, replica=0)
@@ -382,6 +392,7 @@ BREAKAGES: list[tuple[str, Callable[[Events], int]]] = [
     ("INV-2", a_replica_skips_a_step),
     ("INV-2", parameters_drift_apart),
     ("INV-2", tensor_parallel_copies_drift_apart),
+    ("INV-2", lanes_drift_apart),
     ("INV-3", an_exact_sum_changes_between_versions),
     ("INV-3", a_rank_applies_before_the_commit),
     ("INV-4", a_decided_bucket_is_reduced_again),

@@ -35,6 +35,10 @@ BF16 = ("--bf16",)
 SOON = ("--recover-stall-timeout-s", "4", "--recover-follow-timeout-s", "3")
 VIRTUAL = ("--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 ZERO1 = ("--use-distributed-optimizer",)
+EXPERTS = (
+    *("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32"),
+    *("--moe-aux-loss-coeff", "0.01", "--disable-bias-linear"),
+)
 OVERLAP = ("--overlap-grad-reduce",)
 
 # A replica may lag behind by one step, so what is to strike inside a recovery must not depend on how far it is. Promise and
@@ -97,6 +101,12 @@ CASES = (
         "two lanes, distributed optimizer, bf16",
         Job(replicas=2, lanes=2, extra=(*ZERO1, *BF16, *OVERLAP)),
         ("1 0 reduce step=2 bucket=0",),
+        1,
+    ),
+    Case(
+        "experts spread over two lanes",
+        Job(replicas=2, lanes=2, extra=(*EXPERTS, *OVERLAP)),
+        ("1 1 reduce step=2 bucket=1",),
         1,
     ),
     Case("evaluation", Job(replicas=3, eval_interval=2), ("1 0 evaluate step=2", "0 0 evaluate step=7"), 1),
