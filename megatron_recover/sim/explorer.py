@@ -31,7 +31,7 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -52,7 +52,7 @@ from megatron_recover.core.values import (
     Work,
 )
 from megatron_recover.sim import network
-from megatron_recover.sim.network import Table, World
+from megatron_recover.sim.network import Faults, Table, World
 from megatron_recover.sim.scenario import CONFIGS, Scenario
 from megatron_recover.sim.world import (
     Begin,
@@ -94,6 +94,21 @@ class Exploration(Value, frozen=True):
     found: Found | None
 
 
+Links = tuple[tuple[int, int, tuple[int, ...]], ...]
+"""As in `World`."""
+
+
+class Own(NamedTuple):
+    """What a node can do by itself."""
+
+    generation: Generation
+    busy: bool
+    """Orders are on their way to a rank."""
+    stimuli: tuple[Stimulus, ...]
+    pending: tuple[tuple[int, Generation, int, Operation, tuple[ReplicaId, ...]], ...]
+    """As of `world.pending`."""
+
+
 class Effect(NamedTuple):
     """An `Outcome` in numbers."""
 
@@ -120,12 +135,17 @@ class Explorer:
         self.coordinators: Table[coordinator.CoordinatorState] = Table()
         self.histories: Table[invariants.History] = Table()
         self.effects: dict[tuple[int, Stimulus | int], Effect] = {}
-        self.needs: dict[tuple[int, int], bool] = {}
+        self.needs: dict[tuple[int, bool], tuple[int, int]] = {}
+        """Per node, and whether it is a member: messages that were judged, those that can still have an effect."""
         self.observed: dict[tuple[int, tuple[invariants.Fact, ...]], int] = {}
         self.data: dict[tuple[object, ...], list[int]] = {}
         """Numbers of the `Part`s and `Copy`s by everything but their content."""
         self.transitions = 0
-        self.stored: dict[tuple[int, int], bool] = {}
+        self.stored: dict[int, tuple[int, int]] = {}
+        """Per node the messages that were judged, and those that it would only store."""
+        self.decisions: dict[tuple[int, coordinator.Input], tuple[int, tuple[coordinator.Effect, ...]]] = {}
+        """What the coordinator does."""
+        self.own: dict[int, Own] = {}
         self.data_bits = 0
         """All `Part`s and `Copy`s."""
         self.void: dict[int, int] = {}
@@ -151,11 +171,7 @@ class Explorer:
             nodes,
             0,
             self.histories.number(invariants.History(self.shape)),
-            scenario.crashes,
-            scenario.suspicions,
-            scenario.alarms,
-            scenario.drifts,
-            scenario.saves,
+            Faults(scenario.crashes, scenario.suspicions, scenario.alarms, scenario.drifts, scenario.saves),
         )
         for number in range(scenario.replicas):
             world = self.coordinate(world, Hello(number, "same"))
@@ -163,42 +179,53 @@ class Explorer:
 
     def coordinate(self, world: World, message: coordinator.Input) -> World:
         """Feed the coordinator; a grace ends at once, and a member that follows late is covered by false suspicions."""
-        state, effects = coordinator.step(self.coordinators[world.coordinator], message)
-        world = world._replace(coordinator=self.coordinators.number(state))
-        for effect in effects:
+        key = (world.coordinator, message)
+        decision = self.decisions.get(key)
+        if decision is None:
+            state, effects = coordinator.step(self.coordinators[world.coordinator], message)
+            decision = self.decisions[key] = self.coordinators.number(state), effects
+        if decision[0] != world.coordinator:
+            world = world._replace(coordinator=decision[0])
+        for effect in decision[1]:
             if isinstance(effect, coordinator.Announce):
                 new = effect.generation
                 self.newest[new.generation, new.roster, new.trusted_from] = self.messages.number(new)
                 outvoted = tuple(loss.replica for loss in new.losses if loss.kind is LossKind.DIVERGED)
-                world = self.observe(world, (invariants.Formed(new.generation, new.roster, outvoted),))
-                world = self.post(world, -1, ((self.messages.number(new), new.roster),))
+                formed = (invariants.Formed(new.generation, new.roster, outvoted),)
+                messages, links = self.post(world, -1, ((self.messages.number(new), new.roster),))
+                world = world._replace(history=self.observe(world.history, formed), messages=messages, links=links)
             elif isinstance(effect, coordinator.Arm) and effect.timer.startswith("grace"):
                 world = self.coordinate(world, coordinator.TimerFired(effect.timer))
         return world
 
-    def observe(self, world: World, facts: tuple[invariants.Fact, ...]) -> World:
+    def observe(self, before: int, facts: tuple[invariants.Fact, ...]) -> int:
+        """The history after `facts`."""
         if not facts:
-            return world
-        key = (world.history, facts)
+            return before
+        key = (before, facts)
         number = self.observed.get(key)
         if number is None:
-            history = self.histories[world.history]
+            history = self.histories[before]
             for fact in facts:
                 history = invariants.observe(history, fact)
             number = self.observed[key] = self.histories.number(history)
-        return world._replace(history=number)
+        return number
 
-    def post(self, world: World, source: int, messages: tuple[tuple[int, tuple[ReplicaId, ...]], ...]) -> World:
-        """Put messages into the network."""
+    def post(self, world: World, source: int, messages: tuple[tuple[int, tuple[ReplicaId, ...]], ...]) -> tuple[int, Links]:
+        """The network with more messages."""
         bits = world.messages
+        if not self.scenario.links:
+            for number, _ in messages:
+                bits |= 1 << number
+            return bits, world.links
         links = {(a, b): queue for a, b, queue in world.links}
         for number, to in messages:
-            if self.scenario.links and not isinstance(self.messages[number], Part | Copy):
+            if isinstance(self.messages[number], Part | Copy):
+                bits |= 1 << number
+            else:
                 for destination in to:
                     links[source, destination] = (*links.get((source, destination), ()), number)
-            else:
-                bits |= 1 << number
-        return world._replace(messages=bits, links=tuple((a, b, queue) for (a, b), queue in sorted(links.items()) if queue))
+        return bits, tuple((a, b, queue) for (a, b), queue in sorted(links.items()) if queue)
 
     def stimulate(self, world: World, number: ReplicaId, stimulus: Stimulus | int) -> World:
         """The world after a stimulus (or the message of that number) has reached a node."""
@@ -217,9 +244,8 @@ class Explorer:
             return world
         self.transitions += 1
         nodes = (*world.nodes[:number], effect.node, *world.nodes[number + 1 :])
-        world = self.observe(world._replace(nodes=nodes), effect.facts)
-        if effect.messages:
-            world = self.post(world, number, effect.messages)
+        messages, links = self.post(world, number, effect.messages) if effect.messages else (world.messages, world.links)
+        world = World(world.coordinator, nodes, messages, self.observe(world.history, effect.facts), world.faults, links)
         for report in effect.reports:
             world = self.coordinate(world, self.blameless(report))
         return world
@@ -245,52 +271,61 @@ class Explorer:
 
     def faults(self, world: World) -> Iterator[tuple[Attempt, World]]:
         """Every fault that may still come."""
-        state = self.coordinators[world.coordinator]
+        state, left = self.coordinators[world.coordinator], world.faults
         for number in state.roster:
             lost = coordinator.Lost(Loss(number, LossKind.PROCESS_ENDED))
-            if world.crashes:
+            if left.crashes:
                 nodes = (*world.nodes[:number], 0, *world.nodes[number + 1 :])
                 links = tuple(link for link in world.links if link[1] != number)
-                dead = world._replace(nodes=nodes, crashes=world.crashes - 1, links=links)
+                dead = world._replace(nodes=nodes, faults=left._replace(crashes=left.crashes - 1), links=links)
                 yield f"replica {number} dies", self.coordinate(dead, lost)
-            if world.suspicions:
-                fenced = self.coordinate(world._replace(suspicions=world.suspicions - 1), lost)
+            if left.suspicions:
+                fenced = self.coordinate(world._replace(faults=left._replace(suspicions=left.suspicions - 1)), lost)
                 yield f"replica {number} is fenced, but lives", fenced
-            if world.saves:
-                saving = self.coordinate(world._replace(saves=world.saves - 1), Busy(number, False))
+            if left.saves:
+                saving = self.coordinate(world._replace(faults=left._replace(saves=left.saves - 1)), Busy(number, False))
                 yield f"replica {number} begins to save", saving
-            if world.drifts and world.nodes[number] and self.nodes[world.nodes[number]].between_steps():
-                after = self.stimulate(world._replace(drifts=world.drifts - 1), number, Drift())
+            if left.drifts and world.nodes[number] and self.nodes[world.nodes[number]].between_steps():
+                after = self.stimulate(world._replace(faults=left._replace(drifts=left.drifts - 1)), number, Drift())
                 yield f"the parameters of replica {number} drift", after
-        if world.alarms:
-            yield from self.alarm(world._replace(alarms=world.alarms - 1), state)
+        if left.alarms:
+            yield from self.alarm(world._replace(faults=left._replace(alarms=left.alarms - 1)), state)
 
     def may_fail(self, world: World) -> bool:
         """Whether a fault may still come."""
-        return any((world.crashes, world.suspicions, world.alarms, world.drifts, world.saves))
+        return any(world.faults)
 
     def stimuli(self, world: World, number: ReplicaId) -> list[Stimulus | int]:
         """What can reach a node: numbers of messages, and the node's own steps."""
         name = world.nodes[number]
-        node = self.nodes[name]
+        own = self.own_steps(name)
         state = self.coordinators[world.coordinator]
-        if self.layered and node.leader.generation < state.generation and number in state.roster:
+        if self.layered and own.generation < state.generation and number in state.roster:
             return [self.newest[state.generation, state.roster, state.trusted_from]]
         found: list[Stimulus | int] = [queue[0] for _, destination, queue in world.links if destination == number]
         found += network.numbers(world.messages & ~self.data_bits & ~self.void.get(name, 0))
-        leader = node.leader
-        if leader.phase is not replica.Phase.JOINING and leader.work is None and not leader.ended:
-            found.append(Begin())
-        found += [CarryOut(position) for position, one in enumerate(node.ranks) if one.orders]
-        if node.ranks[0].may_end:
-            found.append(EndPass())
-        if self.simulator.slow:
-            found += [TakeUp(position) for position, one in enumerate(node.ranks) if one.can_take()]
-        for position, generation, step, operation, members in pending(node):
+        found += own.stimuli
+        for position, generation, step, operation, members in own.pending:
             counts = self.delivered(world, position, generation, step, operation, members)
             if counts is not None:
                 found.append(Complete(position, counts))
         return found
+
+    def own_steps(self, name: int) -> Own:
+        own = self.own.get(name)
+        if own is None:
+            node = self.nodes[name]
+            leader, stimuli = node.leader, list[Stimulus]()
+            if leader.phase is not replica.Phase.JOINING and leader.work is None and not leader.ended:
+                stimuli.append(Begin())
+            stimuli += [CarryOut(position) for position, one in enumerate(node.ranks) if one.orders]
+            if node.ranks[0].may_end:
+                stimuli.append(EndPass())
+            if self.simulator.slow:
+                stimuli += [TakeUp(position) for position, one in enumerate(node.ranks) if one.can_take()]
+            busy = any(one.orders for one in node.ranks)
+            own = self.own[name] = Own(leader.generation, busy, tuple(stimuli), tuple(pending(node)))
+        return own
 
     def take(self, world: World, number: ReplicaId, stimulus: Stimulus | int) -> World | None:
         """The world after a stimulus, or None where it changes nothing."""
@@ -372,53 +407,55 @@ class Explorer:
     def harmless(self, world: World) -> World | None:
         """The world after one step whose order is of no consequence, if there is one."""
         state = self.coordinators[world.coordinator]
-        calm = not (self.may_fail(world) or self.drifted(world) or state.saves)
+        if state.over:
+            return None
+        calm = not (self.may_fail(world) or state.saves or self.drifted(world))
         for number, name in enumerate(world.nodes):
-            if not name or state.over:
+            if not name:
                 continue
-            node = self.nodes[name]
-            entered = node.leader.generation == state.generation and not any(one.orders for one in node.ranks)
-            if number not in state.roster or (calm and entered):
+            own = self.own_steps(name)
+            stimuli: Sequence[Stimulus | int]
+            if number not in state.roster or (calm and own.generation == state.generation and not own.busy):
                 stimuli = self.stimuli(world, number)
+            elif self.scenario.links:
+                continue
             else:
-                if self.scenario.links:
-                    continue
-                messages = network.numbers(world.messages & ~self.data_bits & ~self.void.get(name, 0))
-                stimuli = [message for message in messages if self.only_stored(name, message)]
+                bits = world.messages & ~self.data_bits & ~self.void.get(name, 0)
+                stimuli = network.numbers(bits & self.only_stored(name, bits))
             for stimulus in stimuli:
                 after = self.take(world, number, stimulus)
                 if after is not None:
                     return after
         return None
 
-    def only_stored(self, name: int, number: int) -> bool:
-        key = (name, number)
-        found = self.stored.get(key)
-        if found is None:
-            found = self.stored[key] = network.only_stored(self.nodes[name].leader, self.messages[number])
-        return found
+    def only_stored(self, name: int, bits: int) -> int:
+        """The messages that a node would only store; of those among `bits` it is known."""
+        judged, stored = self.stored.get(name, (0, 0))
+        if bits & ~judged:
+            for number in network.numbers(bits & ~judged):
+                stored |= network.only_stored(self.nodes[name].leader, self.messages[number]) << number
+            self.stored[name] = judged | bits, stored
+        return stored
 
     def tidy(self, world: World) -> World:
         """Drop the messages that can have no effect any more on anyone."""
-        state = self.coordinators[world.coordinator]
-        bits = kept = world.messages
-        while bits:
-            low = bits & -bits
-            bits ^= low
-            number = low.bit_length() - 1
-            for replica_id, name in enumerate(world.nodes):
-                if name and self.needed(number, name, replica_id in state.roster):
-                    break
-            else:
-                kept ^= low
+        roster = self.coordinators[world.coordinator].roster
+        needed = 0
+        for number, name in enumerate(world.nodes):
+            if name:
+                needed |= self.needed(world.messages, name, number in roster)
+        kept = world.messages & needed
         return world if kept == world.messages else world._replace(messages=kept)
 
-    def needed(self, number: int, name: int, member: bool) -> bool:
-        key = (number, name if member else -name)
-        found = self.needs.get(key)
-        if found is None:
-            found = self.needs[key] = network.needed(self.messages[number], self.nodes[name], member)
-        return found
+    def needed(self, bits: int, name: int, member: bool) -> int:
+        """The messages that can still have an effect on a node; of those among `bits` it is known."""
+        key = (name, member)
+        judged, needed = self.needs.get(key, (0, 0))
+        if bits & ~judged:
+            for number in network.numbers(bits & ~judged):
+                needed |= network.needed(self.messages[number], self.nodes[name], member) << number
+            self.needs[key] = judged | bits, needed
+        return needed
 
     # --- all of it ---
 
@@ -479,6 +516,8 @@ class Explorer:
 
     def drifted(self, world: World) -> list[ReplicaId]:
         """Members whose parameters are not those of the others."""
+        if not self.scenario.drifts:
+            return []
         roster = self.coordinators[world.coordinator].roster
         return [number for number in roster if world.nodes[number] and self.nodes[world.nodes[number]].drifted]
 

@@ -13,6 +13,17 @@ from megatron_recover.core.vote import voters_of
 from megatron_recover.sim.world import Copy, Message, Node, Part
 
 
+class Faults(NamedTuple):
+    """How many faults of each kind may still come."""
+
+    crashes: int
+    suspicions: int
+    alarms: int
+    drifts: int
+    saves: int
+    """That may still begin."""
+
+
 class World(NamedTuple):
     """A state of the whole job; components are numbered values, so that it is small and quick to compare."""
 
@@ -22,13 +33,7 @@ class World(NamedTuple):
     messages: int
     """Bit set of message numbers."""
     history: int
-    crashes: int
-    suspicions: int
-    alarms: int
-    drifts: int
-    """Faults that may still come."""
-    saves: int = 0
-    """That may still begin."""
+    faults: Faults
     links: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     """(source or -1 for the coordinator, destination, messages on the way)."""
 
