@@ -11,7 +11,7 @@ order in which they can have happened: cause before effect.
 - INV-3 no corruption: a local gradient that is read holds exactly what was planned into it (`Read`).
 - INV-4 decided once: no bucket is reduced while a member holds it complete in an older version that is not withdrawn.
 - INV-5 fencing: nothing of a generation older than the one that the replica entered has an effect.
-- INV-6 single history: generations are consecutive, one roster each, nobody comes back; commits have all members' votes.
+- INV-6 single history: generations are consecutive, one roster each, nobody comes back; commits have all members' equal votes.
 - INV-7 least work: nothing is dealt that a member holds.
 - INV-8 bounded waits, INV-9 progress: about what does *not* happen, so no single fact breaks them. The explorer raises them
   at states in which nothing can happen any more; a driver's deadline does in production.
@@ -136,8 +136,8 @@ class StepHistory(Value, frozen=True):
     """(replica, rank, bucket, version)."""
     checksums: frozenset[tuple[BucketId, Version, int, int]] = frozenset()
     """(bucket, version, rank, checksum)."""
-    votes: frozenset[tuple[ReplicaId, Generation]] = frozenset()
-    """Who voted in which generation for the record that is, or would be, committed."""
+    votes: frozenset[tuple[ReplicaId, Generation, Record]] = frozenset()
+    """Who voted in which generation for what, without what voters say of themselves."""
     digests: frozenset[tuple[int, str]] = frozenset()
     """(rank, parameter digest)."""
 
@@ -266,7 +266,7 @@ def _on_voted(history: History, fact: Voted) -> History:
                     f"replica {vote.replica} votes for bucket {item.bucket} version {item.version} of step {vote.record.step}"
                 )
                 raise InvariantViolation(2, f"{detail}, which its rank {rank} does not hold")
-    fresh = _current(history, vote.replica, {(vote.replica, vote.generation)})
+    fresh = _current(history, vote.replica, {(vote.replica, vote.generation, bare(vote.record))})
     return _at(history, vote.record.step, replace(step, votes=step.votes | fresh))
 
 
@@ -286,7 +286,7 @@ def _on_committed(history: History, fact: Committed) -> History:
     if fact.adopted and step.record is None:
         raise InvariantViolation(2, f"{who} by adopting a record that nobody committed")
     if not fact.adopted and fact.generation == len(history.rosters):
-        missing = [r for r in _roster(history, fact.generation) if (r, fact.generation) not in step.votes]
+        missing = [r for r in _roster(history, fact.generation) if (r, fact.generation, record) not in step.votes]
         if missing:
             raise InvariantViolation(6, f"{who} without the votes of replicas {missing}")
     if other := next((item for item in step.paces if item[1] != paces), None) if fact.replica in history.rosters[-1] else None:

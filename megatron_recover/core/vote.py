@@ -66,7 +66,7 @@ def gather(ballots: Sequence[Ballot], more: Iterable[Ballot]) -> tuple[Ballot, .
 
 def _united(record: Record, said: Iterable[tuple[Record, Collection[ReplicaId]]]) -> Record:
     """The bare record with what voters said of themselves in the records beside them."""
-    said = list(said)
+    said = [(each, frozenset(voters)) for each, voters in said]
     paces = sorted((replica, pace) for each, voters in said for replica, pace in each.paces if replica in voters)
     return msgspec.structs.replace(record, requests=unite(each.requests for each, _ in said), paces=tuple(paces))
 

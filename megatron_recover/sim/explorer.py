@@ -240,11 +240,12 @@ class Explorer:
                 outcome.reports,
                 outcome.facts,
             )
-        if effect.node == world.nodes[number] and not effect.messages and not effect.reports:
+        messages, links = self.post(world, number, effect.messages) if effect.messages else (world.messages, world.links)
+        same = effect.node == world.nodes[number] and (messages, links) == (world.messages, world.links)
+        if same and not effect.reports:
             return world
         self.transitions += 1
         nodes = (*world.nodes[:number], effect.node, *world.nodes[number + 1 :])
-        messages, links = self.post(world, number, effect.messages) if effect.messages else (world.messages, world.links)
         world = World(world.coordinator, nodes, messages, self.observe(world.history, effect.facts), world.faults, links)
         for report in effect.reports:
             world = self.coordinate(world, self.blameless(report))
@@ -303,13 +304,23 @@ class Explorer:
         if self.layered and own.generation < state.generation and number in state.roster:
             return [self.newest[state.generation, state.roster, state.trusted_from]]
         found: list[Stimulus | int] = [queue[0] for _, destination, queue in world.links if destination == number]
-        found += network.numbers(world.messages & ~self.data_bits & ~self.void.get(name, 0))
+        found += network.numbers(self.deliverable(world.messages, name))
         found += own.stimuli
         for position, generation, step, operation, members in own.pending:
             counts = self.delivered(world, position, generation, step, operation, members)
             if counts is not None:
                 found.append(Complete(position, counts))
         return found
+
+    def deliverable(self, bits: int, name: int) -> int:
+        """The messages that may do something to a node."""
+        bits &= ~self.data_bits & ~self.void.get(name, 0)
+        if len(self.nodes[name].leader.roster) > self.scenario.tree_above:
+            for number in network.numbers(bits):
+                if not network.reaches(self.messages[number], self.nodes[name].leader):
+                    self.void[name] = self.void.get(name, 0) | 1 << number
+                    bits &= ~(1 << number)
+        return bits
 
     def own_steps(self, name: int) -> Own:
         own = self.own.get(name)
@@ -349,9 +360,9 @@ class Explorer:
         if self.scenario.links:
             for a, b in itertools.combinations(state.roster, 2):
                 links = tuple(link for link in world.links if {link[0], link[1]} != {a, b})
-                broken = world._replace(links=links)
-                after = self.stimulate(self.stimulate(broken, a, replica.LinkLost(b)), b, replica.LinkLost(a))
-                if after != broken:
+                after = world if links == world.links else world._replace(links=links)
+                after = self.stimulate(self.stimulate(after, a, replica.LinkLost(b)), b, replica.LinkLost(a))
+                if after != world:
                     yield f"the link between {a} and {b} breaks", after
             return
         for number in state.roster:
@@ -420,7 +431,7 @@ class Explorer:
             elif self.scenario.links:
                 continue
             else:
-                bits = world.messages & ~self.data_bits & ~self.void.get(name, 0)
+                bits = self.deliverable(world.messages, name)
                 stimuli = network.numbers(bits & self.only_stored(name, bits))
             for stimulus in stimuli:
                 after = self.take(world, number, stimulus)

@@ -102,6 +102,13 @@ def needed(message: Message, node: Node, member: bool) -> bool:
     return leader.phase in (replica.Phase.JOINING, replica.Phase.PROMISING, replica.Phase.EXCHANGING)
 
 
+def reaches(message: Message, leader: replica.ReplicaState) -> bool:
+    """Whether a message can come to a replica at all: what is handed on in a tree goes to neighbours only."""
+    if not isinstance(message, Statuses | Votes):
+        return True
+    return message.generation == leader.generation and _goes_to(message, leader)
+
+
 def _goes_to(message: Status | Statuses | Vote | Votes, leader: replica.ReplicaState) -> bool:
     """Whether a message of its generation is meant for a replica: one that is handed on goes to a neighbour in the tree."""
     if isinstance(message, Status | Vote):

@@ -74,6 +74,12 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("parameters that drift, and a crash", crashes=1, drifts=1),
         Scenario("parameters that drift, and a false suspicion", suspicions=1, drifts=1),
         Scenario("links, and parameters that drift", drifts=1, links=True),
+        Scenario("a tree of 4 replicas, a crash", replicas=4, microbatches=4, tree_above=2, crashes=1),
+        Scenario("a tree of 4 replicas, a false suspicion", replicas=4, microbatches=4, tree_above=2, suspicions=1),
+        Scenario("a tree of 4 replicas, parameters that drift", replicas=4, microbatches=4, tree_above=2, drifts=1),
+        Scenario("a tree of 4 replicas on links, a crash", replicas=4, steps=1, tree_above=2, crashes=1, links=True),
+        Scenario("a row of 3 replicas, links that break", tree_above=1, alarms=1, links=True),
+        Scenario("a tree, a failed operation or lost message, and a crash", steps=1, tree_above=2, crashes=1, alarms=1),
     ),
     "full": (
         Scenario("4 replicas, 2 buckets, 2 crashes", replicas=4, microbatches=4, bucket_ranks=ONE_RANK_TWO_BUCKETS, crashes=2),

@@ -53,6 +53,9 @@ class Outcomes(Explorer):
         {"drifts": 1, "replicas": 3, "microbatches": 3, "steps": 1},
         {"crashes": 1, "replicas": 3, "microbatches": 3, "steps": 1},
         {"suspicions": 1, "replicas": 3, "microbatches": 3, "steps": 1},
+        {"crashes": 1, "replicas": 3, "microbatches": 3, "steps": 1, "tree_above": 1},
+        {"alarms": 1, "replicas": 3, "microbatches": 3, "steps": 1, "tree_above": 2},
+        {"drifts": 1, "replicas": 3, "microbatches": 3, "steps": 1, "tree_above": 1},
     ],
     ids=str,
 )

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import coordinator, rank, recovery, replica, vote
+from megatron_recover.core import coordinator, rank, recovery, replica, tree, vote
 from megatron_recover.core.speed import Speeds
-from megatron_recover.core.values import Ballot, Compute, Plan, Status, Vote
+from megatron_recover.core.values import Ballot, Compute, Plan, Status, Statuses, Vote, Votes
 from megatron_recover.core.vote import gather, voters_of
 from megatron_recover.sim.explorer import Exploration, Explorer, Scenario
 from megatron_recover.sim.world import Counts, Operation, Rank, Simulator, add
@@ -259,6 +259,91 @@ def test_paces_in_the_order_of_the_votes_are_caught(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(vote, "_united", as_they_came)
     caught(explore(**UNLIKE), 2)
+
+
+# --- In a tree: replica 0 is above 1, replica 1 above 2 -------------------------------------------------------------------
+
+IN_A_ROW = {"steps": 1, "tree_above": 1}
+
+
+def hand_on(monkeypatch: pytest.MonkeyPatch, forge: Callable[[replica.ReplicaState, Any], Any]) -> None:
+    """Have inner members hand on something else."""
+    original = replica._handed_on
+
+    def forged(state: replica.ReplicaState, before: frozenset[int], message: Any) -> tuple[replica.Effect, ...]:
+        return original(state, before, forge(state, message) if state.replica == 1 else message)
+
+    monkeypatch.setattr(replica, "_handed_on", forged)
+
+
+def test_handing_on_an_incomplete_word_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is decided without the word of all: the others wait, until nothing can happen any more."""
+
+    def alone(state: replica.ReplicaState, message: Statuses | Votes) -> Statuses | Votes:
+        if isinstance(message, Votes):
+            return message
+        return replace(message, statuses=tuple(item for item in message.statuses if item.replica != 2))
+
+    hand_on(monkeypatch, alone)
+    caught(explore(**IN_A_ROW), 9)
+
+
+def test_not_waiting_for_all_below_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The word of the grandchild is then never told to the root."""
+    monkeypatch.setattr(tree, "_all_below", lambda roster, number, heard, above: number in heard)
+    caught(explore(**IN_A_ROW), 9)
+
+
+def test_taking_the_votes_of_those_below_as_those_of_all_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica.tally
+
+    def hasty(votes: tuple[Ballot, ...], roster: tuple[int, ...]) -> Any:
+        return original(votes, tuple(number for number in roster if number in voters_of(votes)))
+
+    monkeypatch.setattr(replica, "tally", hasty)
+    caught(explore(**IN_A_ROW), 6)
+
+
+def test_mixing_generations_in_what_is_handed_on_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica._on_generation
+
+    def keep_votes(state: replica.ReplicaState, new: Any) -> replica.Step:
+        after, effects = original(state, new)
+        if after.generation == state.generation:
+            return after, effects
+        of_child = [replace(ballot, voters=(2,)) for ballot in state.votes if 2 in ballot.voters]
+        return replace(after, votes=tuple(of_child) if state.replica == 1 else ()), effects
+
+    handle(monkeypatch, replica.NewGeneration, keep_votes)
+    caught(explore(**IN_A_ROW, alarms=1), 6)
+
+
+def test_dropping_the_vote_of_a_minority_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it had voted like the others: these would commit a step in which a replica took part that has drifted."""
+
+    def one_opinion(state: replica.ReplicaState, message: Statuses | Votes) -> Statuses | Votes:
+        if isinstance(message, Statuses) or len(message.ballots) == 1:
+            return message
+        largest = max(message.ballots, key=lambda ballot: (len(ballot.voters), 0 in ballot.voters))
+        return replace(message, ballots=(replace(largest, voters=tuple(sorted(voters_of(message.ballots)))),))
+
+    hand_on(monkeypatch, one_opinion)
+    caught(explore(**IN_A_ROW, drifts=1), 6)
+
+
+def test_dropping_what_comes_before_its_generation_is_caught_in_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica._on_status
+
+    def strict(state: replica.ReplicaState, said: Statuses) -> replica.Step:
+        return original(state, said) if said.generation == state.generation else (state, ())
+
+    handle(monkeypatch, Statuses, strict)
+    caught(explore(**IN_A_ROW, crashes=1, links=True), 9)
+
+
+def test_keeping_silent_about_a_link_that_broke_is_caught_in_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "neighbours", lambda roster, number, above: ())
+    caught(explore(**IN_A_ROW, alarms=1, links=True), 9)
 
 
 def test_the_sum_of_multisets_is_what_the_checks_rest_on() -> None:
