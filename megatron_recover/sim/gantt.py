@@ -66,15 +66,20 @@ def _remainders() -> str:
 def _late_losses() -> str:
     """How much longer a pass becomes by what is dealt at that time, in microbatches."""
     fractions = [0.25, 0.5, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95]
-    lines = ["| dealt at | " + " | ".join(f"{fraction:.0%}" for fraction in fractions) + " |", "|---" * 10 + "|"]
+    always = [(twentieth + 0.5) / 20 for twentieth in range(20)]
+    lines = ["| dealt at | " + " | ".join(f"{fraction:.0%}" for fraction in fractions) + " | mean |", "|---" * 11 + "|"]
     for pipe, own, late in ((Pipe(4), 8, 2), (Pipe(4), 32, 2)):
         end = undisturbed(pipe, own).end
         models: tuple[tuple[str, Callable[[Pipe, int, int, float], Timeline]], ...] = (
             ("as it is", disturbed), ("re-opened, at best", reopened),
         )  # fmt: skip
         for name, model in models:
-            longer = [(model(pipe, own, late, end * fraction).end - end) / 3 for fraction in fractions]
-            lines.append(f"| {own} + {late}, {name} | " + " | ".join(f"{each:.2g}" for each in longer) + " |")
+            longer = {
+                fraction: (model(pipe, own, late, end * fraction).end - end) / 3 for fraction in {*fractions, *always}
+            }  # fmt: skip
+            mean = sum(longer[fraction] for fraction in always) / len(always)
+            cells = " | ".join(f"{longer[fraction]:.2g}" for fraction in fractions)
+            lines.append(f"| {own} + {late}, {name} | {cells} | {mean:.3g} |")
     return "\n".join(lines)
 
 

@@ -113,21 +113,20 @@ def reopened(pipe: Pipe, num: int, num_late: int, arrival: float) -> Timeline:
     ]
     starts: dict[Operation, float] = {}
     ends: dict[Operation, float] = {}
-    free = [0.0] * pipe.num_stages
-    time = 0.0
+    free, in_flight, time = [0.0] * pipe.num_stages, [0] * pipe.num_stages, 0.0
     while any(own) or any(late):
         for stage in stages:
-            in_flight = sum(-1 if each.is_backward else 1 for each in starts if each.stage == stage)
-            choices = own[stage][:1] + [
-                each for each in late[stage] if time >= arrival and (each.is_backward or in_flight < pipe.num_stages - stage)
-            ]
+            choices = own[stage][:1]
+            if time >= arrival:
+                choices += [each for each in late[stage] if each.is_backward or in_flight[stage] < pipe.num_stages - stage]
             ready = [each for each in choices if (need := each.needs(pipe)) is None or ends.get(need, math.inf) <= time]
             if ready and free[stage] <= time:
                 chosen = min(ready, key=lambda each: (not each.is_backward, each.microbatch))
                 (late if chosen in late[stage] else own)[stage].remove(chosen)
-                starts[chosen], ends[chosen] = time, time + chosen.seconds(pipe)
-                free[stage] = ends[chosen]
-        time = min((end for end in (*ends.values(), arrival) if end > time), default=time)
+                in_flight[stage] += -1 if chosen.is_backward else 1
+                starts[chosen], free[stage] = time, time + chosen.seconds(pipe)
+                ends[chosen] = free[stage]
+        time = min((instant for instant in (*free, arrival) if instant > time), default=time)
     return Timeline(pipe, starts, alone.asked, in_schedule=True)
 
 
@@ -218,14 +217,14 @@ def _timed(
     starts: dict[Operation, float] = {}
     ends: dict[Operation, float] = {}
     left = [list(reversed(operations)) for operations in sequences]
+    free = [0.0] * pipe.num_stages
     while any(left):
         begun = 0
         for stage, operations in enumerate(left):
             while operations and ((need := operations[-1].needs(pipe)) is None or need in ends):
                 operation = operations.pop()
-                before = [end for other, end in ends.items() if other.stage == stage]
-                starts[operation] = max([*before, ends[need] if need else 0.0, (earliest or {}).get(operation, 0.0)])
-                ends[operation] = starts[operation] + operation.seconds(pipe)
+                starts[operation] = max(free[stage], ends[need] if need else 0.0, (earliest or {}).get(operation, 0.0))
+                free[stage] = ends[operation] = starts[operation] + operation.seconds(pipe)
                 begun += 1
         if not begun:
             raise RuntimeError(f"the schedule stands still: {[operations[-1:] for operations in left]}")

@@ -1,7 +1,7 @@
 """`scripts/pretrain_gpt.py` where what a replica loses in a forward or backward is always dealt to the others in mid-pass.
 
-In a step with such a fault, the replica that is to die begins when all others are in their pass, and these do not ask for its end
-before they know of the loss. Otherwise which of the two comes first is chance: a pass takes less time here than a recovery.
+In a step with such a fault, the replica that is to die begins when all others are in their pass, and these do not ask for its
+end before they know of the loss. Otherwise which of the two comes first is chance: a pass takes less time here than a recovery.
 """
 
 from __future__ import annotations
