@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -118,8 +117,8 @@ class CommitLoop:
         }
 
     def choose_schedule(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """Seam `forward_backward`: what upstream chooses, run by this loop."""
-        return functools.partial(self.run, self._originals["forward_backward"](*args, **kwargs))
+        """Seam `forward_backward`: this loop, whichever schedule upstream would choose."""
+        return self.run
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         """Seam `train_step`: upstream's, after which the parameters that the optimizer has made are noted."""
@@ -163,8 +162,8 @@ class CommitLoop:
             self._member.join(self._reduction.shape, f"{self._fingerprint()} {self._reduction.parameters:016x}")
         return self._reduction
 
-    def run(self, upstream: Callable[..., Any], **arguments: Any) -> list[dict[str, Tensor]]:
-        """Stands for one call of `upstream`, a forward-backward function: a whole step, shared by all replicas.
+    def run(self, **arguments: Any) -> list[dict[str, Tensor]]:
+        """Stands for one call of upstream's forward-backward function: a whole step, shared by all replicas.
 
         Returns the loss dictionaries of all ids in their order on the last stage, else an empty list. Raises ValueError for
         `collect_non_loss_data`, which no replica has for the whole batch, and whatever `Member.next_order` raises.
@@ -184,24 +183,17 @@ class CommitLoop:
             reduction, step, forward_only=forward_only, num_chunks=len(chunks), enter=self._enter_microbatch,
             record=self._record, faults=self._faults, journal=self._member if self._member.rank == 0 else None,
         )  # fmt: skip
-        order = self._obey(upstream, arguments, reduction, microbatches, work)
+        order = self._obey(arguments, reduction, microbatches, work)
         return self._apply(order, reduction, chunks, arguments)
 
-    def _obey(
-        self,
-        upstream: Callable[..., Any],
-        arguments: dict[str, Any],
-        reduction: Reduction,
-        microbatches: Microbatches,
-        work: Work,
-    ) -> Apply:
+    def _obey(self, arguments: dict[str, Any], reduction: Reduction, microbatches: Microbatches, work: Work) -> Apply:
         again = False
         while not isinstance(order := self._member.next_order(), Apply):
             if order.work != work:
                 raise RuntimeError(f"ordered to work on {order.work} where Megatron is at {work}")
             plan = order
             if plan.computes:
-                self._run_pass(upstream, arguments, reduction, microbatches, plan, again)
+                self._run_pass(arguments, reduction, microbatches, plan, again)
             else:
                 self._member.computed(plan.generation)
                 reduction.reduce(plan, again=again)
@@ -210,7 +202,6 @@ class CommitLoop:
 
     def _run_pass(
         self,
-        upstream: Callable[..., Any],
         arguments: dict[str, Any],
         reduction: Reduction,
         microbatches: Microbatches,
@@ -227,9 +218,7 @@ class CommitLoop:
                 if stopwatch is not None:
                     self._tell_pace(stopwatch)  # of the step before, where it was not known any sooner
                     stopwatch.begin()
-                self._schedule.run_pass(
-                    upstream, arguments, queue, divisor=plan.work.num_microbatches, listener=microbatches
-                )  # fmt: skip
+                self._schedule.run_pass(arguments, queue, divisor=plan.work.num_microbatches, listener=microbatches)
                 num_computed = microbatches.end_pass()
                 if stopwatch is not None:
                     stopwatch.end(num_computed)

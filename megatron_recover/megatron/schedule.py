@@ -125,19 +125,11 @@ class Schedule:
         self._pass.listener.backward_ended(task, chunk)
         return gradient
 
-    def run_pass(
-        self,
-        upstream: Callable[..., Any],
-        arguments: Mapping[str, Any],
-        queue: Queue,
-        *,
-        divisor: int,
-        listener: Listener,
-    ) -> None:
+    def run_pass(self, arguments: Mapping[str, Any], queue: Queue, *, divisor: int, listener: Listener) -> None:
         """Run forward and backward (or `forward_only`) of the queue's ids, in its order, until it ends.
 
-        `upstream` is one of its forward-backward functions, `arguments` are what Megatron called it with. On return every
-        listener call was made for every id.
+        `arguments` are what Megatron called its forward-backward function with. On return every listener call was made for
+        every id.
         """
         chunks = arguments["model"] if isinstance(arguments["model"], list) else [arguments["model"]]
         config = get_model_config(chunks[0])

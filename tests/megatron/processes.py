@@ -112,6 +112,15 @@ class ScriptedMember:
     def end_pass(self) -> None:
         pass
 
+    def started(self, microbatch: int) -> None:
+        pass
+
+    def finished(self, microbatch: int) -> None:
+        pass
+
+    def measured(self, num_microbatches: int, elapsed_ns: int) -> None:
+        pass
+
     def computed(self, generation: int) -> None:
         pass
 
@@ -276,7 +285,6 @@ class _InOrder:
 def recovered(layout: Layout, rounds: Sequence[Round]) -> list[dict[str, Any]]:
     """Two steps through the commit loop; each by these rounds."""
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_recover.megatron import seams
     from megatron_recover.megatron.commit import CommitLoop
@@ -295,8 +303,7 @@ def recovered(layout: Layout, rounds: Sequence[Round]) -> list[dict[str, Any]]:
     try:
         steps = []
         for _ in range(2):
-            upstream = get_forward_backward_func()
-            steps.append(training.step(lambda **arguments: loop.run(upstream, **arguments)))  # noqa: B023
+            steps.append(training.step(loop.run))
             mine = {bucket for bucket, ranks in enumerate(member.shape.bucket_ranks) if member.rank in ranks}
             assert mine == member.held.keys(), "not all buckets of this rank were held"
     finally:

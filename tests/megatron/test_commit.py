@@ -326,7 +326,7 @@ def test_a_microbatch_is_seeded_and_read_by_what_it_is() -> None:
     loop._enter_microbatch(5, 1)
     assert (seeded, cursor.microbatch) == ([(3, 5, 1)], 5)
     with pytest.raises(ValueError, match="process_non_loss_data_func is not supported"):
-        loop.run(lambda **_: None, collect_non_loss_data=True)
+        loop.run(collect_non_loss_data=True)
 
 
 def test_exact_holds_where_losses_are_sums(threads: Threads, caplog: pytest.LogCaptureFixture) -> None:

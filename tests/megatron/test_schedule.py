@@ -125,7 +125,7 @@ class Upstream:
 
         steps = mock.Mock(return_value=SimpleNamespace(num_chunks=1))
         with mock.patch.multiple("megatron_recover.megatron.schedule", Stage=Stage, Steps=steps):
-            self.schedule.run_pass(schedule, arguments, Given(ids), **others)
+            self.schedule.run_pass(arguments, Given(ids), **others)
 
     def arguments(self) -> dict[str, Any]:
         model = SimpleNamespace(config=self.config)

@@ -195,14 +195,9 @@ class Trainer:
             self.iteration += 1
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
-        upstream = (
-            schedules.forward_backward_pipelining_without_interleaving
-            if self.link
-            else schedules.forward_backward_no_pipelining
-        )
         link = {"p2p_communicator": self.link, "pg_collection": schedules._build_default_pg_collection()} if self.link else {}
         losses = self.loop.run(
-            upstream, forward_step_func=forward_step, data_iterator=self.validation if forward_only else self.iterators,
+            forward_step_func=forward_step, data_iterator=self.validation if forward_only else self.iterators,
             model=self.chunks, num_microbatches=self.num_microbatches, seq_length=1, micro_batch_size=1,
             forward_only=forward_only, **link,
         )  # fmt: skip
