@@ -108,7 +108,7 @@ class Console:
             self._print(self._said.get())
         self._train_log.flush()
         if self._live is not None and not self._quiet:
-            self._live.update(Text(self.live_line()))
+            self._live.update(Text(self.live_line(), no_wrap=True, overflow="ellipsis"))
 
     def _print(self, text: str) -> None:
         if self._quiet:
