@@ -52,6 +52,31 @@ def test_with_as_many_replicas_never_undisturbed_the_nearest_number_tells() -> N
     assert goodput.lost_s == pytest.approx(0.4)
 
 
+def test_of_two_other_numbers_of_replicas_the_nearer_tells() -> None:
+    run = traces.Run(replicas=4, microbatches=12)
+    run.quiet_step()
+    run.step_with_kill_in_backward(3)
+    run.step_with_kill_in_backward(2)
+    run.step_with_kill_in_backward(1)
+    run.quiet_step()
+    goodput = Goodput(timed(run.finish(), [3.0, 9.0, 9.0, 9.0, 24.0]))
+    assert [one.replicas for one in goodput.steps] == [4, 4, 3, 2, 1]
+    # A microbatch of the largest quota took 1 s with four replicas and 2 s with one; with three they are four of them.
+    assert goodput.undisturbed_s(goodput.steps[2]) == pytest.approx(4.0)
+    assert goodput.undisturbed_s(goodput.steps[3]) == pytest.approx(12.0)
+
+
+def test_agreeing_to_end_is_no_step() -> None:
+    run = traces.quiet_run(3)
+    end = {"generation": 1, "step": 3, "label": "end 0"}
+    run.events.pop()
+    for replica in run.roster:
+        run.add(trace.Plan, replica=replica, **end, num_microbatches=0, roster=run.roster, quotas=(0, 0, 0))
+        run.add(trace.Committed, replica=replica, **end, digest="d", adopted=False, versions=())
+    steps = Goodput(History(enumerate(run.events, start=1))).steps
+    assert [one.label for one in steps] == ["train 1", "train 2", "train 3"]
+
+
 def test_without_an_undisturbed_step_nothing_is_claimed_and_without_a_fault_nothing_is_lost() -> None:
     run = traces.Run()
     run.step_with_kill_in_backward(2)
