@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -22,6 +23,8 @@ class FaultPoint(enum.Enum):
     """Before the rank joins; it has no step."""
     FORWARD = "forward"
     BACKWARD = "backward"
+    COMPUTE = "compute"
+    """Every forward and backward of a step; only to be slowed down."""
     BEFORE_REDUCE = "before_reduce"
     REDUCE = "reduce"
     """Inside the sum of a bucket over the replicas."""
@@ -56,6 +59,8 @@ class FaultKind(enum.Enum):
     """SIGSTOP, and SIGCONT as soon as the trace has an event `Fault.until` of somebody else (`cluster.thawing`)."""
     RAISE = "raise"
     """A Python exception, as a NaN check or a lack of memory would raise."""
+    SLOW = "slow"
+    """Every forward and backward takes `Fault.factor` times as long, for `Fault.steps` steps; nothing fails."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -72,6 +77,10 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Strike at the n-th passage that matches everything above, counted from 1 in this process."""
     until: str | None = None
     """Of a freeze, and of nothing else: what ends it, by the name that the event has in the trace."""
+    factor: float | None = None
+    """Of `slow`, and of nothing else, like `steps`: how many times as long."""
+    steps: int | None = None
+    """From `step` on (None: the first); None: to the end of the run."""
 
     def matches(self, point: FaultPoint, step: int | None, microbatch: int | None, bucket: int | None) -> bool:
         """Whether a passage of `point` counts for this fault (occurrence aside)."""
@@ -81,6 +90,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             and self.microbatch in (None, microbatch)
             and self.bucket in (None, bucket)
         )
+
+    def slows(self, step: int) -> bool:
+        """Whether it makes a step slow."""
+        first = self.step or 0
+        return self.kind is FaultKind.SLOW and first <= step and (self.steps is None or step < first + self.steps)
 
 
 class _Armed:
@@ -105,7 +119,10 @@ class FaultInjector:
         just before a fault is carried out and has to be durable when it returns.
         """
         self._replica, self._rank, self._record = replica, rank, record
-        self._armed = [_Armed(fault) for fault in faults if (fault.replica, fault.rank) == (replica, rank)]
+        mine = [fault for fault in faults if (fault.replica, fault.rank) == (replica, rank)]
+        self._armed = [_Armed(fault) for fault in mine if fault.kind is not FaultKind.SLOW]
+        self._slow = [fault for fault in mine if fault.kind is FaultKind.SLOW]
+        self._begun: set[Fault] = set()
         self._lock = threading.Lock()
 
     @classmethod
@@ -130,6 +147,23 @@ class FaultInjector:
             raise InjectedFault(f"injected at {point.value} (step {step}, microbatch {microbatch}, bucket {bucket})")
         # To this thread, which meets it before its next instruction; one sent to the process may let it run on a little.
         signal.pthread_kill(threading.get_ident(), signal.SIGKILL if due.kind is FaultKind.KILL else signal.SIGSTOP)
+
+    def computed(self, step: int, seconds: float) -> float:
+        """A forward or backward took so long: wait as long as slow ranks take more. Returns how long it took in all."""
+        factor = 1.0
+        for fault in self._slow:
+            if fault.factor is None or not fault.slows(step):
+                continue
+            factor *= fault.factor
+            if fault not in self._begun:
+                self._begun.add(fault)
+                self._record(
+                    replica=self._replica, rank=self._rank, point=fault.point.value, kind=fault.kind.value,
+                    step=step, microbatch=None, bucket=None, until=None,
+                )  # fmt: skip
+        if factor > 1:
+            time.sleep((factor - 1) * seconds)
+        return factor * seconds
 
     def _take(self, point: FaultPoint, step: int | None, microbatch: int | None, bucket: int | None) -> Fault | None:
         """Count the passage for every fault that it matches; the first whose turn has come is used up and returned."""

@@ -183,6 +183,10 @@ class Status(Event, frozen=True, kw_only=True):
     """(bucket, version) that it holds complete."""
     committed: int | None
     """The last step that it has committed."""
+    finished: tuple[int, ...] = ()
+    """Microbatches of the step that its first stage has finished, in that order: its journal."""
+    computing: tuple[int, ...] = ()
+    """Those that it has begun and not finished."""
 
 
 class Plan(Event, frozen=True, kw_only=True):
@@ -328,6 +332,8 @@ class Committed(Event, frozen=True, kw_only=True):
     """True: taken over from a member that had committed it in an older generation; False: by a full set of votes."""
     versions: tuple[Result, ...]
     requests: tuple[str, ...] = ()
+    paces: tuple[tuple[int, int], ...] = ()
+    """(voter, nanoseconds that one of its microbatches took; 0: it computed none): what quotas follow."""
 
 
 class Applied(Event, frozen=True, kw_only=True):
@@ -358,7 +364,7 @@ class Fault(Event, frozen=True, kw_only=True):
     rank: int
     point: str
     kind: str
-    """kill, stop, freeze or raise."""
+    """kill, stop, freeze, raise or slow."""
     step: int | None = None
     generation: int | None = None
     microbatch: int | None = None

@@ -56,6 +56,7 @@ def parse(text: str, target: Target) -> tuple[Fault, ...]:
 
 def _mistakes(table: Mapping[str, object], target: Target) -> Iterator[toml_file.Mistake]:
     yield from toml_file.mistakes(table, Fault, _limits(target))
+    yield from _slow_mistakes(table)
     until = table.get("until")
     freezes = table.get("kind") == FaultKind.FREEZE.value
     if freezes and until is None:
@@ -67,6 +68,24 @@ def _mistakes(table: Mapping[str, object], target: Target) -> Iterator[toml_file
         yield "until", f"until: there is no event '{until}'; {remedy}"
 
 
+def _slow_mistakes(table: Mapping[str, object]) -> Iterator[toml_file.Mistake]:
+    slow, compute = FaultKind.SLOW.value, FaultPoint.COMPUTE.value
+    if table.get("kind") != slow:
+        for key in ("factor", "steps"):
+            if key in table:
+                yield key, f'{key} is for a slow rank only; give kind = "{slow}"'
+        if table.get("point") == compute:
+            yield "point", f'point = "{compute}" is for a slow rank only; give kind = "{slow}"'
+        return
+    if "factor" not in table:
+        yield "factor", "factor is missing; say how many times as long the rank takes, such as factor = 2.0"
+    if table.get("point", compute) != compute:
+        yield "point", f'a slow rank is slow in every forward and backward; give point = "{compute}"'
+    for key in ("microbatch", "bucket", "occurrence"):
+        if key in table:
+            yield key, f"{key} does not fit a slow rank, which is so for whole steps; leave it out"
+
+
 def _limits(target: Target) -> dict[str, tuple[float, float]]:
     """The least and the greatest value of each number of a fault."""
     return {
@@ -76,6 +95,8 @@ def _limits(target: Target) -> dict[str, tuple[float, float]]:
         "microbatch": (0, target.num_microbatches - 1),
         "bucket": (0, math.inf),
         "occurrence": (1, math.inf),
+        "factor": (1, math.inf),
+        "steps": (1, math.inf),
     }
 
 
@@ -85,7 +106,7 @@ def render(faults: Sequence[Fault], comment: str) -> str:
     for fault in faults:
         lines += ["", "[[fault]]"]
         for key, value in msgspec.to_builtins(fault).items():
-            lines.append(f"{key} = {value}" if isinstance(value, int) else f'{key} = "{value}"')
+            lines.append(f"{key} = {value}" if isinstance(value, int | float) else f'{key} = "{value}"')
     return "\n".join(lines) + "\n"
 
 

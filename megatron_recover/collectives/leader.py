@@ -316,6 +316,8 @@ class Leader:
                 contributions=status.contributions,
                 complete=tuple((each.bucket, each.version) for each in status.complete),
                 committed=status.committed.step if status.committed is not None else None,
+                finished=status.journal.finished,
+                computing=status.journal.computing,
             )  # fmt: skip
         )
 
@@ -355,6 +357,7 @@ class Leader:
                 digest=digest(record),
                 adopted=adopted,
                 requests=record.requests,
+                paces=record.paces,
                 versions=tuple(
                     trace.Result(bucket=each.bucket, version=each.version, checksums=each.checksums) for each in record.versions
                 ),

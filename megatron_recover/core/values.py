@@ -130,6 +130,11 @@ class Journal(Value, frozen=True):
     finished: tuple[MicrobatchId, ...] = ()
     """In the order in which their backwards (in evaluation forwards) ended there: all stages have their gradient."""
 
+    @property
+    def computing(self) -> tuple[MicrobatchId, ...]:
+        """Begun and not finished."""
+        return tuple(microbatch for microbatch in self.started if microbatch not in self.finished)
+
 
 class Status(Value, frozen=True):
     """What a replica tells all members on entering a generation, after all its ranks promised."""

@@ -86,7 +86,7 @@ class Microbatches:
         self._since = time.perf_counter()
 
     def forward_ended(self, task: Task, chunk: int, tokens: Tensor, losses: dict[str, Tensor] | None) -> None:
-        self._seconds[task, chunk] = time.perf_counter() - self._since
+        self._seconds[task, chunk] = self._elapsed_s()
         if losses is not None and self._takes_ledger(task) and self._reduction.ledger is not None:
             self._reduction.ledger.write(task.microbatch, tokens, losses)
         if self._forward_only:
@@ -101,12 +101,17 @@ class Microbatches:
         self._since = time.perf_counter()
 
     def backward_ended(self, task: Task, chunk: int) -> None:
-        backward_s = time.perf_counter() - self._since
+        backward_s = self._elapsed_s()
         self._seconds[task, chunk] += backward_s
         self._finish(task, chunk, backward_s, self._reduction.count(task.microbatch, chunk, task.into))
 
     def _takes_ledger(self, task: Task) -> bool:
         return self._reduction.is_last_stage and self._reduction.ledger_bucket in task.into
+
+    def _elapsed_s(self) -> float:
+        """Of the forward or backward that ends now."""
+        seconds = time.perf_counter() - self._since
+        return seconds if self._faults is None else self._faults.computed(self._step, seconds)
 
     def _pass_fault(self, point: FaultPoint, task: Task) -> None:
         if self._faults is not None:

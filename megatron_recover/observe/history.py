@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_recover import trace
 from megatron_recover.core.values import LossKind
+from megatron_recover.faults import FaultKind
 
 Line = int
 Numbered = tuple[Line, trace.AnyEvent]
@@ -133,6 +134,14 @@ class History:
         return found
 
     @cached_property
+    def started(self) -> dict[int, list[tuple[Line, trace.MicrobatchStarted]]]:
+        """Step -> begun microbatches of all ranks."""
+        found: dict[int, list[tuple[Line, trace.MicrobatchStarted]]] = defaultdict(list)
+        for line, event in self.of(trace.MicrobatchStarted):
+            found[event.step].append((line, event))
+        return found
+
+    @cached_property
     def finished(self) -> dict[int, list[tuple[Line, trace.MicrobatchFinished]]]:
         """Step -> finished microbatches of all ranks.
 
@@ -164,6 +173,11 @@ class History:
             for lost in event.losses:
                 found.setdefault(lost.replica, (line, event))
         return found
+
+    @cached_property
+    def strikes(self) -> list[trace.Fault]:
+        """Injected faults that end a rank, stop it, or raise in it: all but slowness."""
+        return [event for _, event in self.of(trace.Fault) if event.kind != FaultKind.SLOW.value]
 
     @cached_property
     def outvoted(self) -> dict[int, tuple[int, int]]:

@@ -66,6 +66,8 @@ def agreement(history: History) -> Findings:
     """
     yield from _equal_results(history)
     yield from _equal_records(history)
+    yield from _equal_paces(history)
+    yield from _equal_quotas(history)
     yield from _backed_commits(history)
     yield from _equal_parameters(history)
     yield from omissions.whole_records(history)
@@ -106,6 +108,35 @@ def _equal_records(history: History) -> Findings:
                 if held.replica == event.replica and held.checksum != expected:
                     what = f"step {step} committed bucket {result.bucket} with checksum {expected}"
                     yield at, f"{what}, but {who(held)} holds {held.checksum}"
+
+
+def _equal_paces(history: History) -> Findings:
+    """Members that go on learn the same paces. One that is lost may have committed by votes that nobody else had."""
+    for step, by_replica in history.commits.items():
+        members = history.roster(max(event.generation for _, event in by_replica.values()))
+        commits = [commit for replica, commit in by_replica.items() if replica in members]
+        for line, event in commits:
+            if event.paces != commits[0][1].paces:
+                what = f"paces of step {step}: {list(event.paces)} on replica {event.replica}"
+                yield line, f"{what}, {list(commits[0][1].paces)} on replica {commits[0][1].replica}"
+
+
+def _equal_quotas(history: History) -> Findings:
+    """All plan the same quotas; those of a step that nobody has begun sum to M, and each computes its own."""
+    for step, plans in history.plans.items():
+        fresh = min(plan.generation for _, plan in plans)
+        firsts = {plan.generation: plan for _, plan in reversed(plans)}
+        for line, plan in plans:
+            first = firsts[plan.generation]
+            if plan.quotas != first.quotas:
+                what = f"step {step}, generation {plan.generation}: quotas {list(plan.quotas)} on replica {plan.replica}"
+                yield line, f"{what}, {list(first.quotas)} on replica {first.replica}"
+            if plan.generation > fresh or plan.replica not in plan.roster:
+                continue
+            own = sum(len(one.microbatches) for one in plan.computes)
+            if sum(plan.quotas) != plan.num_microbatches or own != plan.quotas[plan.roster.index(plan.replica)]:
+                what = f"step {step}: replica {plan.replica} computes {own} of {plan.num_microbatches} microbatches"
+                yield line, f"{what}, the quotas are {list(plan.quotas)}"
 
 
 def _backed_commits(history: History) -> Findings:

@@ -5,6 +5,7 @@ Everything here can be rebuilt from `events.jsonl` at any time; nothing is measu
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import get_args
 
@@ -27,7 +28,7 @@ class FaultSummary(msgspec.Struct, frozen=True, kw_only=True):
     replica: int
     rank: int
     kind: str
-    """kill, stop, freeze or raise; "external" for what nobody injected."""
+    """kill, stop, freeze, raise or slow; "external" for what nobody injected."""
     point: str | None = None
     step: int | None = None
     label: str | None = None
@@ -46,7 +47,8 @@ class FaultSummary(msgspec.Struct, frozen=True, kw_only=True):
     def words(self) -> str:
         """The fault in words."""
         words = {
-            "kill": "killed", "stop": "stopped", "freeze": "frozen", "raise": "raised an exception", "external": "ended",
+            "kill": "killed", "stop": "stopped", "freeze": "frozen", "raise": "raised an exception", "slow": "slowed down",
+            "external": "ended",
         }  # fmt: skip
         happened = words.get(self.kind, self.kind)
         return f"replica {self.replica} rank {self.rank} {happened} " + (
@@ -66,6 +68,8 @@ class RecoverySummary(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     step: int | None
     label: str | None
+    computing: dict[int, tuple[int, ...]]
+    """Replica -> the microbatches that it was computing when the generation was announced: of the lost ones as well."""
     detect_s: float | None
     """To the announcement of the generation, from the injected fault if there was one, else from the first sign of a loss."""
     agree_s: float | None
@@ -133,7 +137,7 @@ def faults(history: History) -> tuple[FaultSummary, ...]:
         )
         for _, event in history.of(trace.Fault)
     ]  # fmt: skip
-    explained = {fault.replica for fault in found}
+    explained = {event.replica for event in history.strikes}
     for _, event in history.of(trace.Failure):
         if event.replica not in explained:
             explained.add(event.replica)
@@ -154,7 +158,7 @@ def _recovery(history: History, announced: trace.Generation) -> RecoverySummary:
     seconds: dict[str, float] = {}
     for event in events:
         seconds[event.phase] = max(event.seconds, seconds.get(event.phase, 0.0))
-    injected = [event.t for _, event in history.of(trace.Fault) if event.replica in lost and event.t <= announced.t]
+    injected = [event.t for event in history.strikes if event.replica in lost and event.t <= announced.t]
     if injected:
         seconds["detect"] = round(announced.t - max(injected), 6)
     ends = [event.t for event in events if event.phase == "commit"]
@@ -165,9 +169,27 @@ def _recovery(history: History, announced: trace.Generation) -> RecoverySummary:
         reason=announced.reason,
         step=step,
         label=_label(history, step),
+        computing=_computing(history, step, announced),
         **{f"{phase}_s": seconds.get(phase) for phase in get_args(trace.Phase)},
         total_s=round(max(ends) - announced.t + seconds["detect"], 6) if ends else None,
     )
+
+
+def _computing(history: History, step: int | None, announced: trace.Generation) -> dict[int, tuple[int, ...]]:
+    """By what first stages had begun and not finished; a lost replica stays where it was."""
+    if step is None:
+        return {}
+    until = next(line for line, event in history.of(trace.Generation) if event is announced)
+    finished = history.finished[step]
+    last = max((event.chunk for _, event in finished), default=0) if not is_training(_label(history, step) or "") else 0
+    found: dict[int, list[int]] = defaultdict(list)
+    for line, begun in history.started[step]:
+        if line < until and (begun.rank, begun.chunk) == (0, 0):
+            found[begun.replica].append(begun.microbatch)
+    for line, ended in finished:
+        if line < until and (ended.rank, ended.chunk) == (0, last) and ended.microbatch in found[ended.replica]:
+            found[ended.replica].remove(ended.microbatch)
+    return {replica: tuple(ids) for replica, ids in sorted(found.items()) if ids}
 
 
 def summarize(history: History, comparison: Comparison | None = None) -> Summary:

@@ -238,7 +238,7 @@ class Timeline:
         for one in history.generations.values():
             lost = {loss.replica for loss in one.losses}
             injected = [
-                event.t for _, event in history.of(trace.Fault)
+                event.t for event in history.strikes
                 if event.t <= one.t and (event.replica in lost or (event.t > before and event.kind in ("stop", "freeze")))
             ]  # fmt: skip
             before = one.t

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_recover import faults as faults_module
 from megatron_recover.cluster.chaos import Target, faults_of, parse, render
 from megatron_recover.faults import Fault, FaultInjector, FaultKind, FaultPoint, InjectedFault
 
@@ -25,6 +26,54 @@ point = "promise"
 kind = "stop"
 """
 FREEZE = GOOD.replace('kind = "stop"', 'kind = "freeze"\nuntil = "generation"')
+
+
+SLOW = """
+[[fault]]
+replica = 1
+rank = 0
+point = "compute"
+kind = "slow"
+factor = 2.5
+step = 3
+steps = 4
+"""
+
+
+def test_a_slow_rank_is_written_and_read() -> None:
+    (fault,) = parse(SLOW, TARGET)
+    expected = {"point": FaultPoint.COMPUTE, "kind": FaultKind.SLOW, "factor": 2.5, "step": 3, "steps": 4}
+    assert fault == Fault(replica=1, rank=0, **expected)
+    assert parse(render((fault,), "why"), TARGET) == (fault,)
+    assert [step for step in range(10) if fault.slows(step)] == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("factor = 2.5\n", "", "line 2: factor is missing; say how many times as long"),
+        ("factor = 2.5", "factor = 0.5", "line 7: factor is 0.5; it must be 1 or more"),
+        ("steps = 4", "steps = 0", "line 9: steps is 0; it must be 1 or more"),
+        ('point = "compute"', 'point = "forward"', "line 5: a slow rank is slow in every forward and backward; give point"),
+        ('kind = "slow"', 'kind = "stop"', 'line 7: factor is for a slow rank only; give kind = "slow"'),
+        ('kind = "slow"', 'kind = "stop"', 'line 5: point = "compute" is for a slow rank only'),
+        ("step = 3", "microbatch = 3", "line 8: microbatch does not fit a slow rank"),
+    ],
+)
+def test_a_wrong_slow_rank_is_refused_with_the_line(old: str, new: str, message: str) -> None:
+    assert old in SLOW
+    with pytest.raises(ValueError) as refusal:
+        parse(SLOW.replace(old, new, 1), TARGET)
+    assert message in str(refusal.value)
+
+
+def test_a_slow_rank_waits_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept, said = [], []
+    monkeypatch.setattr(faults_module.time, "sleep", slept.append)
+    injector = FaultInjector(parse(SLOW, TARGET), replica=1, rank=0, record=lambda **fields: said.append(fields))
+    assert [injector.computed(step, 2.0) for step in (2, 3, 6, 7)] == [2.0, 5.0, 5.0, 2.0]
+    assert slept == [3.0, 3.0]
+    assert [(fault["kind"], fault["step"]) for fault in said] == [("slow", 3)]
 
 
 def test_a_file_and_its_rendering_mean_the_same() -> None:
@@ -73,7 +122,7 @@ def test_all_mistakes_of_a_file_are_told_at_once(tmp_path: Path) -> None:
     path = tmp_path / "chaos.toml"
     path.write_text(
         GOOD.replace("[[fault]]", "rate = 1\n[[fault]]", 1).replace("rank = 0\n", "")
-        .replace("step = 3", "step = -1\nsteps = 4")
+        .replace("step = 3", "step = -1\nstepz = 4")
         .replace('"promise"', '"promisse"').replace("replica = 2", 'replica = "two"')
     )  # fmt: skip
     with pytest.raises(ValueError) as refusal:
@@ -82,7 +131,7 @@ def test_all_mistakes_of_a_file_are_told_at_once(tmp_path: Path) -> None:
     assert [line.partition(";")[0] for line in lines] == [
         "line 2: unknown key 'rate'",
         "line 6: step is -1",
-        "line 7: unknown key 'steps'",
+        "line 7: unknown key 'stepz'",
         "line 3: rank is missing",
         "line 11: replica: Expected `int`, got `str`",
         "line 13: point: Invalid enum value 'promisse'",

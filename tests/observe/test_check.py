@@ -372,6 +372,27 @@ def a_run_ends_well_though_it_was_stopping(events: Events) -> int:
     return len(events) - 1
 
 
+def replicas_plan_different_quotas(events: Events) -> int:
+    return _edit(events, trace.Plan, to={"quotas": (1, 3, 2)}, step=0, replica=1)
+
+
+def quotas_leave_a_microbatch_out(events: Events) -> int:
+    for replica in range(2):
+        _edit(events, trace.Plan, to={"quotas": (2, 2, 1)}, step=0, replica=replica)
+    return _edit(events, trace.Plan, to={"quotas": (2, 2, 1)}, step=0, replica=2)
+
+
+def a_replica_computes_more_than_its_quota(events: Events) -> int:
+    for replica in range(2):
+        _edit(events, trace.Plan, to={"quotas": (1, 3, 2)}, step=0, replica=replica)
+    _edit(events, trace.Plan, to={"quotas": (1, 3, 2)}, step=0, replica=2)
+    return _find(events, trace.Plan, step=0, replica=0)
+
+
+def survivors_learn_different_paces(events: Events) -> int:
+    return _edit(events, trace.Committed, to={"paces": ((0, 7), (1, 7))}, step=1, replica=1)
+
+
 def a_run_ends_as_diverged_and_nothing_says_why(events: Events) -> int:
     return _edit(events, trace.RunFinished, to={"exit_code": 12})
 
@@ -432,6 +453,10 @@ BREAKAGES: list[tuple[str, Callable[[Events], int]]] = [
     ("INV-8", a_run_ends_well_although_a_survivor_lacks_the_last_step),
     ("INV-8", a_run_ends_well_though_it_was_stopping),
     ("INV-8", a_run_ends_as_diverged_and_nothing_says_why),
+    ("INV-2", replicas_plan_different_quotas),
+    ("INV-2", quotas_leave_a_microbatch_out),
+    ("INV-2", a_replica_computes_more_than_its_quota),
+    ("INV-2", survivors_learn_different_paces),
 ]
 
 

@@ -48,6 +48,28 @@ def test_the_summary_counts_what_a_hand_count_confirms(tmp_path: Path) -> None:
     assert (content["loss_max_abs_diff"], content["param_max_rel_diff"], content["param_bit_identical"]) == (0.0, 0.0, True)
 
 
+def test_a_recovery_says_who_was_computing_what() -> None:
+    run = traces.Run()
+    dealt = run.deal(range(run.num_microbatches))
+    run.plan(dealt, traces.BUCKETS)
+    run.compute(0, dealt[0][:1], traces.BUCKETS)
+    for replica, microbatch in ((0, dealt[0][1]), (2, dealt[2][0])):
+        run.add(trace.MicrobatchStarted, **run.where(replica), rank=0, microbatch=microbatch)
+    run.lose(2, 1, "forward")
+    run.recovered()
+    run.compute(0, dealt[1][:1], traces.BUCKETS)  # after the announcement
+    (recovery,) = summary.summarize(_history(run)).recoveries
+    assert recovery.computing == {0: (dealt[0][1],), 2: (dealt[2][0],)}
+
+
+def test_a_slow_rank_explains_no_death() -> None:
+    run = traces.Run()
+    run.quiet_step()
+    run.add(trace.Fault, **run.where(1), rank=0, point="compute", kind="slow")
+    run.add(trace.Failure, replica=1, rank=0, cause="SIGKILL")
+    assert [fault.kind for fault in summary.faults(_history(run))] == ["slow", "external"]
+
+
 def test_a_recovery_lists_every_phase_of_its_slowest_member(tmp_path: Path) -> None:
     first, second = summary.summarize(_history(traces.faulty_run())).recoveries
     assert (first.lost_replicas, second.lost_replicas) == ((2,), (0,))

@@ -16,6 +16,7 @@ import pytest
 from megatron_recover.faults import FaultPoint
 from tests.system.jobs import ROOT, Job, chaos_text, check, run_job
 from tests.system.test_endings import IN_A_SAVE
+from tests.system.test_rebalance import IN_PASSING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +149,8 @@ CASES = (
 
 
 def test_every_fault_point_strikes_a_real_process() -> None:
-    # That each of these faults struck is asserted below, and in test_endings.
-    points = {fault.split()[2] for case in CASES for fault in case.faults} | set(IN_A_SAVE)
+    # That each of these faults struck is asserted below, and in test_endings and test_rebalance.
+    points = {fault.split()[2] for case in CASES for fault in case.faults} | set(IN_A_SAVE) | set(IN_PASSING)
     assert points == {point.value for point in FaultPoint}
 
 
