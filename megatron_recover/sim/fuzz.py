@@ -97,33 +97,32 @@ class RandomTiming(Timing):
 
 
 class FreezingClock(Clock):
-    """A clock on which processes can be stopped: what concerns one of them waits until it goes on."""
+    """A clock on which processes can be stopped: what concerns one of them waits, in order, until it goes on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.frozen: dict[TimedRank, float] = {}
+        self._frozen: dict[TimedRank, float] = {}
         """Stopped ranks, and until when."""
+        self._waiting: dict[TimedRank, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
 
     def at(self, time: float, call: Callable[..., None], *arguments: Any) -> None:
-        if self.frozen:
-            super().at(time, self._unless_frozen, call, arguments)
-        else:
-            super().at(time, call, *arguments)
+        super().at(time, self._unless_frozen, call, arguments)
 
     def freeze(self, one: TimedRank, until: float) -> None:
-        """Stop a rank. What has been asked for already is looked at again when it is due."""
-        self.frozen[one] = until
-        self._queue = [
-            (due, order, call, arguments) if call == self._unless_frozen
-            else (due, order, self._unless_frozen, (call, arguments))
-            for due, order, call, arguments in self._queue
-        ]  # fmt: skip
+        """Stop a rank; it goes on at the latest of the times that are asked for."""
+        self._frozen[one] = max(until, self._frozen.get(one, 0.0))
+        super().at(until, self._thaw, one)
+
+    def _thaw(self, one: TimedRank) -> None:
+        if self._frozen.get(one, math.inf) <= self.now:
+            del self._frozen[one]
+            for call, arguments in self._waiting.pop(one, ()):
+                call(*arguments)
 
     def _unless_frozen(self, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         one = _process_of(call, arguments)
-        until = self.frozen.get(one, 0.0) if one is not None else 0.0
-        if until > self.now:
-            self.at(until, call, *arguments)
+        if one in self._frozen:
+            self._waiting.setdefault(one, []).append((call, arguments))
         else:
             call(*arguments)
 
