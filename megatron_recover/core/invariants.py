@@ -24,6 +24,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from megatron_recover.core.bucket import results
 from megatron_recover.core.values import (
     BucketId,
     Entered,
@@ -225,7 +226,10 @@ def _on_planned(history: History, fact: Planned) -> History:
                 f"microbatch {i} of step {plan.step} for bucket {bucket}, whose gradient replica {holders[bucket, i]} holds"
             )
             raise InvariantViolation(7, f"replica {replica} computes {detail}")
-    return _at(history, plan.step, replace(step, dealt=step.dealt | fresh))
+    # Its ranks give up what the plan replaces; of a bucket that only some of them held, the rest may still be fetched.
+    replaced = results(plan, replica)
+    held = frozenset(item for item in step.held if item[0] != replica or item[2] not in replaced)
+    return _at(history, plan.step, replace(step, dealt=step.dealt | fresh, held=held))
 
 
 def _on_read(history: History, fact: Read) -> History:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from megatron_recover.core.invariants import (
     Voted,
     check,
 )
-from megatron_recover.core.values import BucketVersion, Compute, Entered, Plan, Record, Shape, Vote, Work
+from megatron_recover.core.values import BucketVersion, Compute, Entered, Plan, Record, Shape, Transfer, Vote, Work
 
 SHAPE = Shape(2, ((0,), (1,)))
 WORK = Work("train 0", 2, (0, 1))
@@ -116,3 +117,24 @@ def test_what_a_lost_replica_does_is_lost() -> None:
     check(SHAPE, facts)
     zombie = [*good()[:13], Formed(2, (0,)), Committed(1, 1, RECORD, False)]
     check(SHAPE, zombie)
+
+
+def test_a_rank_gives_up_what_is_fetched_anew() -> None:
+    """Two ranks share a bucket; one had its result, gave it up to fetch it beside the other, and the source died in between."""
+    shape, work = Shape(2, ((0, 1),)), Work("train 0", 2, (0,))
+
+    def ordered(replica: int, generation: int, roster: tuple[int, ...], **what: Any) -> Planned:
+        parts = {"transfers": (), "computes": (), "reduces": ()} | what
+        return Planned(replica, Plan(0, generation, roster, work, (1, 1), **parts))
+
+    def has(replica: int, rank: int, generation: int) -> Held:
+        return Held(replica, rank, generation, 0, 0, 1, 5 + rank, (1, 1))
+
+    facts: list[Fact] = [Formed(1, (0, 1)), Entered(0, 1, 0), Entered(1, 1, 0)]
+    facts += [ordered(r, 1, (0, 1), computes=(Compute((r,), (0,)),), reduces=(0,)) for r in (0, 1)]
+    facts += [has(0, 1, 1), has(1, 0, 1), has(1, 1, 1), Formed(2, (0, 1)), Entered(0, 2, 0), Entered(1, 2, 0)]
+    facts += [ordered(r, 2, (0, 1), transfers=(Transfer(0, 1, 1, (0,)),)) for r in (0, 1)]
+    facts += [has(0, 0, 2), Formed(3, (0,)), Entered(0, 3, 0)]
+    check(shape, [*facts, ordered(0, 3, (0,), computes=(Compute((1,), (0,)),), reduces=(0,))])
+    with pytest.raises(InvariantViolation, match="INV-4"):
+        check(shape, [*facts[:-2], has(0, 1, 2), *facts[-2:], ordered(0, 3, (0,), reduces=(0,))])
