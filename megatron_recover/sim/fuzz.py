@@ -68,10 +68,11 @@ class RandomTiming(Timing):
         return self.dice.expovariate(1 / mean_s) * (20 if self.dice.random() < 0.02 else 1)
 
     def latency_s(self) -> float:
-        return self._some(self.scale_s)
+        # Less than it takes to be fenced for not following: without a fault nobody is.
+        return min(0.5, self._some(self.scale_s))
 
     def local_latency_s(self) -> float:
-        return self._some(self.scale_s / 3)
+        return min(0.5, self._some(self.scale_s / 3))
 
     def message_s(self, num_bytes: float = 0.0) -> float:
         return 0.0

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from megatron_recover.core.quota import balanced, makespan
-from megatron_recover.core.values import BucketId, Shape
+from megatron_recover.core.values import BucketId, Pipeline, Shape
 from megatron_recover.faults import Fault
 
 Count = Annotated[int, Meta(ge=1)]
@@ -178,17 +178,17 @@ class Timing:
 
     def ideal_step_s(self, num_members: int, num_microbatches: int) -> float:
         """A step over the best integer quotas: no loss, no vote, no plan; computing, reducing and the optimizer only."""
-        pace = [self.compute.microbatch_s] * num_members
-        quotas = balanced(num_microbatches, pace, num_stages=self.job.stages)
-        computing = makespan(quotas, pace, num_stages=self.job.stages)
-        return computing + self.reduction_s(num_members) + self.compute.optimizer_s
+        alike, pipeline = (1,) * num_members, Pipeline(self.job.stages)
+        slots = makespan(balanced(num_microbatches, alike, pipeline), alike, pipeline)
+        return slots * self.compute.microbatch_s + self.reduction_s(num_members) + self.compute.optimizer_s
 
 
 def shape_of(job: JobTable) -> Shape:
     """Which ranks hold which bucket: `job.buckets` for each stage, and the ledger, which the last stage holds."""
     width = job.ranks // job.stages
     ranks: Sequence[tuple[int, ...]] = [tuple(range(stage * width, (stage + 1) * width)) for stage in range(job.stages)]
-    return Shape(job.ranks, (*(ranks[stage] for stage in range(job.stages) for _ in range(job.buckets)), ranks[-1]))
+    buckets = (*(ranks[stage] for stage in range(job.stages) for _ in range(job.buckets)), ranks[-1])
+    return Shape(job.ranks, buckets, Pipeline(job.stages))
 
 
 def stage_of(job: JobTable, rank: int) -> int:

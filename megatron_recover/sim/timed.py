@@ -10,14 +10,15 @@ message at a time: who has many to send or to read is late with the last one.
 from __future__ import annotations
 
 import contextlib
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from megatron_recover.core import coordinator, invariants, replica
+from megatron_recover.core import recovery as planning
+from megatron_recover.core.tree import neighbours
 from megatron_recover.core.values import (
     Entered,
     Hello,
@@ -29,8 +30,10 @@ from megatron_recover.core.values import (
     ReplicaId,
     Report,
     Status,
+    Statuses,
     Stop,
     Vote,
+    Votes,
     Work,
 )
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
@@ -41,27 +44,30 @@ from megatron_recover.sim.models import JobTable, Timing, shape_of
 from megatron_recover.sim.training import TimedRank
 
 
+def _newest_kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same pure function, which remembers its newest answer."""
+    kept: list[Any] = [None, None]
+
+    def asked(*arguments: Any, **named: Any) -> Any:
+        if kept[0] != (arguments, named):
+            kept[:] = [(arguments, named), function(*arguments, **named)]
+        return kept[1]
+
+    return asked
+
+
 @contextlib.contextmanager
 def answers_shared() -> Iterator[None]:
-    """Have all members of a generation share the answer of `core.recovery.recover`, a pure function of their equal inputs.
-
-    Statuses travel by reference here, so that inputs are equal where they are the same objects. Only the newest is remembered.
-    """
-    original = replica.recover
-    newest: list[tuple[tuple[Status, ...], int, Any]] = []
-
-    def shared(statuses: tuple[Status, ...], trusted_from: int) -> Any:
-        for known, trusted, answer in newest:
-            if trusted == trusted_from and len(known) == len(statuses) and all(map(operator.is_, known, statuses)):
-                return answer
-        newest[:] = [(statuses, trusted_from, original(statuses, trusted_from))]
-        return newest[0][2]
-
-    replica.recover = shared  # type: ignore[assignment]
+    """Have all members share what each computes by itself in production: pure functions of what is equal in all of them."""
+    shared = [(replica, "recover"), (replica, "learn"), (planning, "balanced"), (planning, "paces")]
+    originals = [(module, name, getattr(module, name)) for module, name in shared]
+    for module, name, original in originals:
+        setattr(module, name, _newest_kept(original))
     try:
         yield
     finally:
-        replica.recover = original
+        for module, name, original in originals:
+            setattr(module, name, original)
 
 
 @dataclass
@@ -169,11 +175,9 @@ class TimedReplica(Actor):
 
     def _to_peers(self, effect: replica.ToPeers) -> None:
         job, message = self.job, effect.message
-        num_bytes = 0.0
         if isinstance(message, Vote):
             job.observe(invariants.Voted(message))
-        else:
-            num_bytes = job.size_of(message)
+        num_bytes = job.size_of(message)
         for peer in effect.peers:
             job.send(self, job.replicas[peer], self.occupied(num_bytes), message)
 
@@ -210,7 +214,7 @@ class TimedCoordinator(Actor):
         outvoted = tuple(loss.replica for loss in new.losses if loss.kind is LossKind.DIVERGED)
         job.observe(invariants.Formed(new.generation, new.roster, outvoted))
         job.announced(new)
-        num_bytes = job.size_of(new)
+        num_bytes = 4.0 * len(new.roster)
         for number in new.roster:
             job.send(self, job.replicas[number], self.occupied(num_bytes), new)
 
@@ -250,7 +254,8 @@ class TimedJob:
         self._deaths: dict[ReplicaId, float] = {}
         self._dead: dict[ReplicaId, set[int]] = {}
         self._works: dict[int, Work] = {}
-        self._sizes: tuple[object, float] = (None, 0.0)
+        self._status_bytes: dict[tuple[ReplicaId, int], float] = {}
+        """By replica and generation."""
         self._waits: dict[ReplicaId, tuple[object, ...]] = {}
 
     # --- running ---
@@ -297,11 +302,18 @@ class TimedJob:
         """From a rank to its leader."""
         self.clock.after(self.timing.local_latency_s(), one.feed, report)
 
-    def size_of(self, message: Status | NewGeneration) -> float:
-        """Bytes on the wire; of the message that was asked for last it is remembered."""
-        if self._sizes[0] is not message:
-            self._sizes = (message, float(len(msgspec.msgpack.encode(message))))
-        return self._sizes[1]
+    def size_of(self, message: replica.Word) -> float:
+        """Bytes on the wire, as far as they grow with the job."""
+        if isinstance(message, Status):
+            key = (message.replica, message.generation)
+            if key not in self._status_bytes:
+                self._status_bytes[key] = float(len(msgspec.msgpack.encode(message)))
+            return self._status_bytes[key]
+        if isinstance(message, Statuses):
+            return sum(self.size_of(status) for status in message.statuses)
+        if isinstance(message, Votes):
+            return sum(4.0 * len(ballot.voters) + 12.0 * len(ballot.record.paces) for ballot in message.ballots)
+        return 0.0
 
     def watch(self, one: TimedReplica) -> None:
         """INV-8: after the stall timeout without a change in what a leader waits for, it is told so."""
@@ -382,10 +394,10 @@ class TimedJob:
         self._dead.setdefault(number, set()).add(position)
         self.replicas[number].ranks[position].alive = False
         self.meetings.broken(number, position)
-        if position == 0:
-            for one in self.replicas:
-                if one.leads and one.state.generation and number in one.state.roster:
-                    self.clock.after(self.timing.latency_s(), one.receive, replica.LinkLost(number))
+        state = self.replicas[number].state
+        if position == 0 and number in state.roster:
+            for peer in neighbours(state.roster, number, state.tree_above):
+                self.clock.after(self.timing.latency_s(), self.replicas[peer].receive, replica.LinkLost(number))
 
     # --- what is noted ---
 
@@ -400,6 +412,7 @@ class TimedJob:
             deaths = [self._deaths[loss.replica] for loss in new.losses if loss.replica in self._deaths]
             self.account.recoveries[new.generation] = Recovery(min(deaths, default=self.clock.now), announced=self.clock.now)
             self.meetings.forget(new.generation - 2)
+            self._status_bytes.clear()
 
     def planned(self, one: TimedReplica, plan: Plan) -> None:
         """A leader gave a plan to its ranks."""

@@ -17,6 +17,7 @@ Note [Time of a pass]
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_recover.core import rank
@@ -28,8 +29,10 @@ from megatron_recover.core.values import (
     ExitCode,
     Generation,
     Held,
+    MicrobatchId,
     Order,
     Plan,
+    Promise,
     ReplicaId,
     Stop,
     Version,
@@ -57,13 +60,24 @@ class Operation(NamedTuple):
 class Pass:
     """A pass of the schedule that runs. See Note [Time of a pass]."""
 
-    __slots__ = ("base", "forward_s", "has_asked", "num_microbatches", "slot_s", "stage", "stages")
+    __slots__ = (
+        "base", "began", "forward_s", "has_asked", "is_closed", "microbatches", "num_finished", "num_started", "slot_s",
+        "stage", "stages",
+    )  # fmt: skip
 
     def __init__(self, base: float, slot_s: float, forward_share: float, stage: int, stages: int) -> None:
-        self.base, self.slot_s, self.forward_s = base, slot_s, slot_s * forward_share
+        self.began = self.base = base
+        self.slot_s, self.forward_s = slot_s, slot_s * forward_share
         self.stage, self.stages = stage, stages
-        self.num_microbatches = 0
-        self.has_asked = False
+        self.microbatches: list[MicrobatchId] = []
+        self.num_started = self.num_finished = 0
+        """Of those in the journal."""
+        self.has_asked = self.is_closed = False
+
+    @property
+    def num_microbatches(self) -> int:
+        """All that are known."""
+        return len(self.microbatches)
 
     def forward_begins(self, index: int) -> float:
         """When the forward of this microbatch begins, counted from 0, if it is known in time."""
@@ -76,12 +90,12 @@ class Pass:
         filled = self.stages * self.forward_s + (self.stages - self.stage - 1) * backward_s
         return self.base + filled + index * self.slot_s
 
-    def extend(self, num_microbatches: int, now: float) -> None:
+    def extend(self, microbatches: Sequence[MicrobatchId], now: float) -> None:
         """Take in more; what comes after its time moves everything behind it."""
         late = now - self.forward_begins(self.num_microbatches)
         if self.num_microbatches and late > 0:
             self.base += late
-        self.num_microbatches += num_microbatches
+        self.microbatches += microbatches
 
     def ends(self) -> float:
         """When the last backward is done."""
@@ -92,8 +106,8 @@ class TimedRank:
     """One rank. `busy` says that its training thread can not take an order now."""
 
     __slots__ = (
-        "alive", "busy", "job", "leaves", "machine", "operations", "passing", "plans_taken", "position", "replica", "saving",
-        "stage", "turn",
+        "alive", "busy", "job", "leaves", "machine", "operations", "passes", "passing", "plans_taken", "position", "replica",
+        "saving", "stage", "turn",
     )  # fmt: skip
 
     def __init__(self, job: TimedJob, replica: TimedReplica, position: int) -> None:
@@ -104,7 +118,8 @@ class TimedRank:
         self.passing: Pass | None = None
         self.operations: deque[Operation] = deque()
         self.plans_taken = 0
-        """Of this step."""
+        self.passes: list[Pass] = []
+        """Of this step, both."""
         self.saving = self.leaves = False
         """A checkpoint is being saved; a committed record asks for the end."""
         self.turn = 0
@@ -116,6 +131,8 @@ class TimedRank:
         """An order of the leader arrives."""
         if self.alive:
             joins = not self.machine.promised
+            if isinstance(order, Promise):
+                self._journal()
             self.feed(order)
             if joins:
                 self.job.clock.at(self.job.clock.now + self.job.timing.optimizer_s(), self.begin)
@@ -129,6 +146,20 @@ class TimedRank:
                 self._retire(effect.generation)
             else:
                 self.replica.reported(self.position, effect.report)
+
+    def _journal(self) -> None:
+        """Rank 0 notes what it has started and finished, when that is about to be said; nobody asks before."""
+        for running in self.passes if self.position == 0 else ():
+            for index in range(running.num_started, running.num_microbatches):
+                if running.forward_begins(index) > self.job.clock.now:
+                    break
+                self.feed(rank.Started(running.microbatches[index]))
+                running.num_started += 1
+            for index in range(running.num_finished, running.num_started):
+                if running.backward_begins(index + 1) > self.job.clock.now:
+                    break
+                self.feed(rank.Finished(running.microbatches[index]))
+                running.num_finished += 1
 
     def _retire(self, generation: Generation) -> None:
         """What runs across replicas fails at once; the training thread leaves the rest of its plan."""
@@ -159,40 +190,42 @@ class TimedRank:
     def wake(self) -> None:
         """Take orders for as long as the training thread is free."""
         while self.alive and not self.busy and self.machine.queue:
-            order = self.machine.queue[0]
-            self.feed(rank.Take())
-            if isinstance(order, Plan):
-                self._take_in(order)
-            elif isinstance(order, Close):
-                self._close()
-            elif isinstance(order, Apply):
-                self._apply(order)
-            elif isinstance(order, Stop):
-                self.busy = True
+            self._take()
+
+    def _take(self) -> None:
+        order = self.machine.queue[0]
+        self.feed(rank.Take())
+        if isinstance(order, Plan):
+            self._take_in(order)
+        elif isinstance(order, Close):
+            self._close()
+        elif isinstance(order, Apply):
+            self._apply(order)
+        elif isinstance(order, Stop):
+            self.busy = True
 
     def _take_in(self, plan: Plan) -> None:
         """Compute all of a plan: in the pass that runs, or in one that begins with it."""
         job = self.job
         job.memory.compute(self, plan)
         self.plans_taken += 1
-        count = sum(len(compute.microbatches) for compute in plan.computes)
-        if not count:
+        microbatches = [microbatch for compute in plan.computes for microbatch in compute.microbatches]
+        if not microbatches:
             if self.passing is None:
                 self._operate()
             return
         if self.position == 0:
-            job.computing(plan, count, in_schedule=self.passing is not None)
+            job.computing(plan, len(microbatches), in_schedule=self.passing is not None)
         if self.passing is None:
             slot_s = job.timing.microbatch_s(self.replica.number, plan.step)
             self.passing = Pass(job.clock.now, slot_s, job.forward_share, self.stage, job.table.stages)
+            self.passes.append(self.passing)
         running = self.passing
-        running.extend(count, job.clock.now)
+        running.extend(microbatches, job.clock.now)
         self._until(running.forward_begins(running.num_microbatches), self._exhausted)
-        if self.position == 0 and not running.has_asked:
-            running.has_asked = True
-            job.clock.at(running.forward_begins(running.num_microbatches - 1), self._ask_for_end, running)
+        job.clock.at(running.forward_begins(running.num_microbatches - 1), self._prepare, running, running.num_microbatches)
         if self.plans_taken == 1:
-            self._pass_points(running, count)
+            self._pass_points(running, len(microbatches))
 
     def _pass_points(self, running: Pass, count: int) -> None:
         """Faults that strike in a forward or backward of the step's first plan."""
@@ -201,9 +234,16 @@ class TimedRank:
                 begins = running.forward_begins if fault.point is FaultPoint.FORWARD else running.backward_begins
                 self.job.strike_at(begins(fault.occurrence - 1), fault)
 
-    def _ask_for_end(self, running: Pass) -> None:
-        if self.alive and self.passing is running:
-            self.feed(rank.EndPass())
+    def _prepare(self, running: Pass, num_microbatches: int) -> None:
+        """The last forward that is known begins: take in what has come; where that is nothing, ask for the end of the pass."""
+        while self.alive and self.passing is running and running.num_microbatches == num_microbatches and not running.is_closed:
+            if self.machine.queue and isinstance(self.machine.queue[0], Plan | Close):
+                self._take()
+            else:
+                if self.position == 0 and not running.has_asked:
+                    running.has_asked = True
+                    self.feed(rank.EndPass())
+                break
 
     def _exhausted(self) -> None:
         """The microbatches that are known have run out: take in what has come, or wait for it."""
@@ -212,10 +252,16 @@ class TimedRank:
 
     def _close(self) -> None:
         assert self.passing is not None, "a pass that nobody opened is closed"
+        self.passing.is_closed = True
         self._until(self.passing.ends(), self._pass_ended)
 
     def _pass_ended(self) -> None:
+        running = self.passing
+        assert running is not None
         self.busy, self.passing = False, None
+        if self.position == 0 and len(self.passes) == 1:
+            elapsed_ns = round((self.job.clock.now - running.began) * 1e9)
+            self.feed(rank.Measured(running.num_microbatches, elapsed_ns))
         self._operate()
         self.wake()
 
@@ -271,6 +317,7 @@ class TimedRank:
 
     def _apply(self, order: Apply) -> None:
         self.job.memory.apply(self, order)
+        self.passes = []
         self.leaves = exit_code(order.record.requests) != ExitCode.OK
         for fault in self.job.faults_at(self, FaultPoint.OPTIMIZER, step=order.record.step):
             self.job.strike_at(self.job.clock.now, fault)

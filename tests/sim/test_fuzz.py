@@ -132,7 +132,7 @@ def test_a_coordinator_that_ignores_who_cannot_go_on_is_found(monkeypatch: pytes
 
 def test_keeping_what_an_outvoted_replica_took_part_in_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = recovery.recover
-    monkeypatch.setattr(replica, "recover", lambda statuses, trusted_from: original(statuses, 0))
+    monkeypatch.setattr(replica, "recover", lambda statuses, trusted_from, **others: original(statuses, 0, **others))
     assert "INV-" in str(_first_failure().problem)
 
 

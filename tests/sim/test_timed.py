@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_recover.core.quota import makespan
+from megatron_recover.core.quota import ticks
+from megatron_recover.core.values import Pipeline
 from megatron_recover.sim.models import Timing
+from megatron_recover.sim.timeline import BACKWARD, FORWARD, Operation, Pipe, undisturbed
 from megatron_recover.sim.training import Pass
 from tests.sim.build import job_of, kill, scenario, step_seconds
 
@@ -13,54 +15,22 @@ TALK_S = 0.01
 """More than all messages of a step take here."""
 
 
-def _one_f_one_b(num_microbatches: int, stages: int, forward_s: float, backward_s: float) -> tuple[dict, dict]:
-    """Begin of every forward and end of every backward by (stage, microbatch), from what depends on what alone."""
-    begins: dict[tuple[int, int], float] = {}
-    ends: dict[tuple[int, int], float] = {}
-    orders = []
-    for stage in range(stages):
-        warm_up = min(num_microbatches, stages - stage - 1)
-        order = [("forward", i) for i in range(warm_up)]
-        for i in range(num_microbatches - warm_up):
-            order += [("forward", warm_up + i), ("backward", i)]
-        orders.append(order + [("backward", i) for i in range(num_microbatches - warm_up, num_microbatches)])
-    free = [0.0] * stages
-    while any(orders):
-        for stage, order in enumerate(orders):
-            if not order:
-                continue
-            what, i = order[0]
-            if what == "forward":
-                ready = (
-                    0.0 if stage == 0 else begins.get((stage - 1, i), -1.0) + forward_s if (stage - 1, i) in begins else None
-                )
-            else:
-                ready = begins[stage, i] + forward_s if stage == stages - 1 else ends.get((stage + 1, i))
-            if ready is None:
-                continue
-            order.pop(0)
-            begin = max(ready, free[stage])
-            free[stage] = begin + (forward_s if what == "forward" else backward_s)
-            if what == "forward":
-                begins[stage, i] = begin
-            else:
-                ends[stage, i] = free[stage]
-    return begins, ends
-
-
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("num_microbatches", [4, 5, 9])
-def test_the_times_of_a_pass_are_those_of_1f1b(stages: int, num_microbatches: int) -> None:
-    forward_s, backward_s = 1.0, 2.0
-    begins, ends = _one_f_one_b(num_microbatches, stages, forward_s, backward_s)
+def test_the_times_of_a_pass_are_those_of_the_real_schedule(stages: int, num_microbatches: int) -> None:
+    timeline = undisturbed(Pipe(stages), num_microbatches)
     for stage in range(stages):
-        running = Pass(0.0, forward_s + backward_s, forward_s / (forward_s + backward_s), stage, stages)
-        running.extend(num_microbatches, 0.0)
-        assert running.ends() == pytest.approx(max(end for (s, _), end in ends.items() if s == stage))
+        running = Pass(0.0, FORWARD + BACKWARD, FORWARD / (FORWARD + BACKWARD), stage, stages)
+        running.extend(range(num_microbatches), 0.0)
         for i in range(num_microbatches):
-            assert running.backward_begins(i) + backward_s == pytest.approx(ends[stage, i])
+            assert running.backward_begins(i) == pytest.approx(timeline.starts[Operation(stage, 0, i, True)])
             # While the pipeline fills, a stage may wait for its neighbour a little longer than the formula says.
-            assert running.forward_begins(i) <= begins[stage, i] + 1e-9 or stage + i < stages
+            begins = timeline.starts[Operation(stage, 0, i, False)]
+            assert running.forward_begins(i) == pytest.approx(begins) or (
+                stage + i < stages and running.forward_begins(i) < begins
+            )
+        assert running.ends() == running.backward_begins(num_microbatches - 1) + BACKWARD
+    assert Pass.ends(running) <= timeline.end == pytest.approx((num_microbatches + stages - 1) * (FORWARD + BACKWARD))
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -71,7 +41,7 @@ def test_an_undisturbed_step_takes_the_ideal_time_and_little_talk(stages: int) -
     ideal = Timing(what.job, what.compute, what.network).ideal_step_s(4, 32)
     for seconds in step_seconds(job)[1:]:
         assert ideal < seconds < ideal + TALK_S
-    assert ideal > makespan((8,), (1.0,), num_stages=stages)
+    assert ideal > ticks(8, Pipeline(stages))
 
 
 def test_what_dies_early_is_dealt_into_the_passes_that_run() -> None:
@@ -91,10 +61,10 @@ def test_what_dies_in_the_reduction_is_computed_in_a_second_pass() -> None:
     [recovery] = job.account.recoveries.values()
     assert (recovery.redone, recovery.in_schedule) == (8, 0)
     timing = Timing(what.job, what.compute, what.network)
-    undisturbed = timing.ideal_step_s(4, 32)
-    second_pass = makespan((3, 3, 2), (1.0,) * 3, num_stages=2)
+    alone = timing.ideal_step_s(4, 32)
+    second_pass = ticks(3, Pipeline(2))
     # Bucket 0 is safe, bucket 1 had got half its way when it was broken off; the rest is still to be reduced by the three.
-    assert undisturbed + second_pass < step_seconds(job)[2] < undisturbed + second_pass + timing.reduction_s(4) + 0.1
+    assert alone + second_pass < step_seconds(job)[2] < alone + second_pass + timing.reduction_s(4) + 0.1
 
 
 def test_survivors_know_what_to_do_soon_after_the_death() -> None:
