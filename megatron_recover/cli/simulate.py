@@ -1,19 +1,29 @@
-"""`megatron-recover simulate SCENARIO`: runs the protocol's machines on a virtual clock, against the usual alternatives."""
+"""`megatron-recover simulate SCENARIO`: runs the protocol's machines on a virtual clock, against the usual alternatives; or,
+with `--processes`, the same scenario for real, and tells how far the two are apart."""
 
 from __future__ import annotations
 
+import argparse
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.sim import result, scenario_file
-from megatron_recover.sim.policies import simulate
+from megatron_recover.sim.models import Scenario
+from megatron_recover.sim.policies import RecoverJob, simulate
+
+TEXT = ("argparse.py", "ast.py", "bdb.py", "calendar.py", "cmd.py")
+"""Of the standard library: what real processes train on."""
 
 
-def main(argv: list[str]) -> int:
-    """Simulate one scenario and tell what it found."""
+def _parser() -> Parser:
     parser = Parser(
         prog="megatron-recover simulate",
         description="Run a job of any size on a virtual clock: the protocol's own machines, with models of compute, network "
@@ -24,24 +34,72 @@ def main(argv: list[str]) -> int:
     parser.add_argument("scenario", type=Path, metavar="SCENARIO", help="a TOML file")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help=f"also write {result.RESULT_FILE} and {result.STEPS_FILE} there"
+        "--out", type=Path, metavar="DIR", help=f"write {result.RESULT_FILE} and {result.STEPS_FILE} there, too"
     )
+    parser.add_argument(
+        "--processes", type=Path, metavar="RUN_DIR",
+        help="run the scenario on real processes of this machine, in this new run directory, and compare step times",
+    )  # fmt: skip
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Simulate one scenario, or run it, and tell what that found."""
+    parser = _parser()
     arguments = parser.parse_args(argv)
     try:
         scenario = scenario_file.load(arguments.scenario)
     except ValueError as error:
         parser.error(str(error))
+    if arguments.processes is not None:
+        return _on_processes(parser, arguments, scenario)
     outcomes = simulate(scenario)
     found = result.summary(scenario, outcomes)
+    table = ("policy", "gpu_hours", "microbatches"), result.throughput(outcomes)
+    return _tell(parser, arguments, found, result.lines(found), table)
+
+
+def _on_processes(parser: Parser, arguments: argparse.Namespace, scenario: Scenario) -> int:
+    """The same scenario for real: what `run` makes of it, and the times of its steps beside the simulated ones."""
+    from megatron_recover.cli import data, run
+    from megatron_recover.cluster import chaos, rehearsal
+
+    refused = "\n".join(f"--processes: {arguments.scenario}: {line}" for line in rehearsal.refusals(scenario))
+    if refused:
+        parser.error(refused)
+    with tempfile.TemporaryDirectory(prefix="megatron-recover-") as folder:
+        text, faults = Path(folder) / "text", Path(folder) / chaos.CHAOS_FILE
+        data.write_dataset(text, [Path(sysconfig.get_paths()["stdlib"]) / name for name in TEXT])
+        faults.write_text(chaos.render(scenario.fault, str(arguments.scenario)))
+        code = run.main([
+            "--replicas", str(scenario.job.replicas), "--run-dir", str(arguments.processes), "--chaos", str(faults), "--quiet",
+            "--", *rehearsal.flags(scenario, text),
+        ])  # fmt: skip
+    if code != ExitCode.OK:
+        print(f"megatron-recover simulate: the run ended with exit code {code}; see {arguments.processes}", file=sys.stderr)
+        return code
+    job = RecoverJob(scenario)
+    job.run()
+    found = result.comparison(job.step_seconds, [one.seconds for one in rehearsal.step_times(arguments.processes)])
+    table = tuple(found["steps"][0]), (tuple(step.values()) for step in found["steps"])
+    return _tell(parser, arguments, found, result.comparison_lines(found), table)
+
+
+def _tell(
+    parser: Parser,
+    arguments: argparse.Namespace,
+    found: Mapping[str, Any],
+    lines: Iterable[str],
+    table: tuple[tuple[str, ...], Iterable[tuple[Any, ...]]],
+) -> int:
+    """Print it, and write it where that was asked for."""
     text = msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
     if arguments.out is not None:
         try:
             arguments.out.mkdir(parents=True, exist_ok=True)
             (arguments.out / result.RESULT_FILE).write_text(text + "\n")
-            result.write_csv(
-                arguments.out / result.STEPS_FILE, ("policy", "gpu_hours", "microbatches"), result.throughput(outcomes)
-            )  # fmt: skip
+            result.write_csv(arguments.out / result.STEPS_FILE, *table)
         except OSError as error:
             parser.error(f"--out {arguments.out}: cannot be written ({error.strerror}); give another folder")
-    print(text if arguments.json else "\n".join(result.lines(found)))
+    print(text if arguments.json else "\n".join(lines))
     return ExitCode.OK

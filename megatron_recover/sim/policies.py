@@ -168,7 +168,7 @@ class RecoverJob(TimedJob):
         self.failures, self.losses = failures, Losses(scenario)
         self.meter = Meter("recover", scenario)
         self.step_seconds: list[float] = []
-        """Of every step that was simulated."""
+        """Of every step, from commit to commit."""
         self.num_left_out = 0
         """Steps whose time was only added."""
         self._disturbed = True
@@ -251,6 +251,7 @@ class RecoverJob(TimedJob):
             self.num_left_out += count
             self.num_steps -= count
             self.meter.spend(count * seconds)
+            self.step_seconds += [seconds] * count
             self.meter.commit(self.table.microbatches, count)
             if self._next_loss is not None:
                 self._schedule(self._next_loss - count * seconds)

@@ -87,3 +87,24 @@ def throughput(outcomes: Mapping[PolicyName, Outcome]) -> Iterable[tuple[str, fl
     for policy, outcome in outcomes.items():
         for spent, done in outcome.curve:
             yield policy, round(spent / 3600, 4), done
+
+
+def comparison(simulated_s: Sequence[float], real_s: Sequence[float]) -> dict[str, Any]:
+    """The times of a scenario's steps, simulated and real. The first one, in which processes warm up, is left out."""
+    steps = [
+        {"step": step, "simulated_s": simulated, "real_s": real, "simulated_over_real": simulated / real}
+        for step, (simulated, real) in enumerate(zip(simulated_s, real_s, strict=True))
+        if step
+    ]
+    total = sum(step["simulated_s"] for step in steps) / sum(step["real_s"] for step in steps)
+    worst = max((step["simulated_over_real"] for step in steps), key=lambda ratio: abs(ratio - 1))
+    return {"steps": steps, "simulated_over_real": total, "worst_step_simulated_over_real": worst}
+
+
+def comparison_lines(found: Mapping[str, Any]) -> Iterable[str]:
+    """The same for people."""
+    yield f"{'step':>5}{'simulated, s':>14}{'real, s':>10}{'simulated over real':>21}"
+    for step in found["steps"]:
+        ratio = step["simulated_over_real"]
+        yield f"{step['step']:>5}{step['simulated_s']:>14.3f}{step['real_s']:>10.3f}{ratio:>21.3f}"
+    yield f"all steps: {found['simulated_over_real']:.3f}, the worst: {found['worst_step_simulated_over_real']:.3f}"

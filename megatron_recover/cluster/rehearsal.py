@@ -1,0 +1,53 @@
+"""A simulated scenario on real processes: the command that runs it, and how long its steps took.
+
+A small GPT stands for the model; each of its forwards is stretched to the scenario's wall time by
+`benchmarks/paced_pretrain.py`, so that the number of cores decides little. What is dealt, summed, voted and recovered is real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import megatron_recover
+from megatron_recover.observe.goodput import Goodput, StepTime
+from megatron_recover.observe.history import History
+from megatron_recover.sim.models import Scenario
+
+PACED = Path(megatron_recover.__file__).parents[1] / "benchmarks" / "paced_pretrain.py"
+MAX_PROCESSES = 32
+"""More ranks than this on one machine measure the machine."""
+HEADS = 4
+"""Of the model's attention; tensor parallelism divides them."""
+
+
+def refusals(scenario: Scenario) -> Iterator[str]:
+    """Why a scenario cannot be run on real processes of this machine, one line each."""
+    job, failures = scenario.job, scenario.failures
+    if job.replicas * job.ranks > MAX_PROCESSES:
+        yield f"[job] replicas x ranks is {job.replicas * job.ranks}; on one machine it must be at most {MAX_PROCESSES}"
+    if HEADS % (job.ranks // job.stages):
+        yield f"[job] ranks / stages is {job.ranks // job.stages}; the small model needs 1, 2 or 4"
+    if failures.every_steps is not None or failures.per_gpu_hour is not None:
+        yield "[failures] has a rate; real processes take exact [[fault]] tables"
+    if not PACED.is_file():
+        yield f"{PACED} is not there; run this in a checkout of the project"
+
+
+def flags(scenario: Scenario, data: Path) -> list[str]:
+    """The script and its flags: what stands behind `--` of `megatron-recover run`."""
+    job = scenario.job
+    text = (
+        f"--num-layers {max(2, job.stages)} --hidden-size 32 --num-attention-heads {HEADS} --seq-length 32"
+        f" --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size {job.microbatches} --train-iters {job.steps}"
+        f" --lr 1e-3 --lr-decay-style constant --seed {job.seed} --tensor-model-parallel-size {job.ranks // job.stages}"
+        f" --pipeline-model-parallel-size {job.stages} --tokenizer-type NullTokenizer --vocab-size 257 --split 80,20,0"
+        f" --data-path {data} --log-interval 1 --eval-interval 1000000 --eval-iters 1 --recover-bucket-elements 8000"
+        f" --paced-forward-s {scenario.compute.microbatch_s * scenario.compute.forward_share}"
+    )
+    return [str(PACED), *text.split()]
+
+
+def step_times(run_dir: Path) -> tuple[StepTime, ...]:
+    """Every training step of a run, from its trace."""
+    return tuple(one for one in Goodput(History.read(run_dir)).steps if one.is_training)
