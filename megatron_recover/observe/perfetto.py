@@ -1,4 +1,4 @@
-"""A run as Perfetto and chrome://tracing show it: processes are replicas, threads are ranks, one more process is the job.
+"""A run as Perfetto shows it: processes are replicas, threads are ranks, one more process is the job.
 
 The format is Chrome's trace events (the JSON object form: complete events `X` that nest on each thread, instants `i`, counters
 `C`, names `M`; times in microseconds). Sums run beside the computing of a rank, so they have threads of their own, as many as
