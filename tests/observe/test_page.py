@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from xml.etree import ElementTree
@@ -309,3 +311,11 @@ def test_the_report_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
     assert files[0] == place and {file.parent for file in files} == {place.parent}
     assert sorted(path.name for path in run_dir.iterdir()) == [trace.EVENTS_FILE]
     assert report.write(run_dir)[0] == run_dir / page.PAGE_FILE
+
+
+def test_an_installed_package_has_the_templates(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    subprocess.run(command, cwd=root, check=True, capture_output=True, timeout=60)
+    place = Path("megatron_recover") / "observe" / "templates"
+    assert {path.name for path in (tmp_path / place).iterdir()} == {path.name for path in (root / place).iterdir()}
