@@ -23,9 +23,9 @@ lint: setup      ## ruff (rules and format), mypy --strict on the pure parts, th
 	@$(PY) -m mypy
 	@.venv/bin/lint-imports --no-cache
 
-explore: setup   ## explore the protocol's states at the larger size (long)
-	@echo "Exploring the larger scenarios; each prints a line when it is done (several minutes) ..."
-	@$(PY) -m megatron_recover.sim.explorer --config full
+explore: setup   ## explore more than 10^7 states of the protocol, JOBS scenarios at a time (long)
+	@echo "Exploring the larger scenarios; each prints a line when it is done (about half an hour on two cores) ..."
+	@$(PY) -m megatron_recover.sim.explorer --config full --jobs $(or $(JOBS),2)
 
 fuzz: setup      ## SEEDS random jobs on a virtual clock from SEED on, each judged (default 10000 from 1)
 	@$(PY) -m megatron_recover.sim.fuzz --seeds $(or $(SEEDS),10000) --seed $(or $(SEED),1) --jobs 2

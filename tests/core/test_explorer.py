@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -85,6 +86,21 @@ def test_a_violation_is_printed_with_the_way_to_it(monkeypatch: pytest.MonkeyPat
 def test_the_exit_code_is_0_where_nothing_breaks(capsys: pytest.CaptureFixture[str]) -> None:
     assert explorer.main(["--config", "ci", "--only", "links and a crash"]) == 0
     assert "no invariant broken in 7795 states" in capsys.readouterr().out
+
+
+def test_scenarios_explored_side_by_side_are_told_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = explorer.main(["--only", "a tree of 4 replicas,"]), re.sub(r"[\d.]+ s$", "", capsys.readouterr().out, flags=re.M)
+    beside = (
+        explorer.main(["--only", "a tree of 4 replicas,", "--jobs", "2"]),
+        re.sub(r"[\d.]+ s$", "", capsys.readouterr().out, flags=re.M),
+    )
+    assert alone == beside and alone[1].count("states") == 4
+
+
+def test_the_number_of_jobs_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        explorer.main(["--jobs", "0"])
+    assert exit_.value.code == 2 and "--jobs is 0; it must be at least 1" in capsys.readouterr().err
 
 
 def test_more_states_than_the_limit_are_an_error() -> None:
