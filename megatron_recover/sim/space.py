@@ -1,0 +1,460 @@
+"""Every state of a small job and what can happen in it: the core's own machines, every order of messages, every fault.
+
+The network keeps every message that can still matter and delivers any of them to anyone at any time, again and again or
+never: lost, late, repeated and reordered messages are all in it, more than TCP allows. Scenarios with `links` have FIFO links
+instead, each message once, that break and lose what is on them: there a message that the machine drops is really gone.
+What is handed on in a tree comes to nobody but those to whom it goes.
+
+What is not tried twice (each is another order of independent steps, or covered by another outcome; `reduced=False` tries it
+all, and a test compares the two)
+----------------------------------------------------------------------------------------------------------------------------
+* Inside a node: `sim/world.py`.
+* Generations come in layers: once one is announced, members of older ones only enter it. What they did before entering
+  reads no message of the new generation, so it can as well have happened before the announcement. (Not with `links`: there
+  messages of a generation may arrive before its announcement.)
+* A vote or status that is only stored, because those of two or more other members are missing, is delivered at once. It has
+  no effect before the last one comes, a new generation discards it delivered or not, and the last one may still be lost.
+  In a tree it may also make a node hand on what it has: a message more, which nobody has to receive.
+* A node that no new generation can reach (it is not in the newest roster; or it has entered the newest and no fault is left to
+  come) takes its steps at once: they only add messages, none disables another, and nobody has to receive what they send.
+* A crash is seen by the coordinator at once: until then the dead replica just does nothing, as any replica may at any time.
+  A fenced replica is never killed: being killed is doing nothing from then on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from megatron_recover.core import coordinator, invariants, replica
+from megatron_recover.core.tree import neighbours
+from megatron_recover.core.values import (
+    Busy,
+    Entered,
+    Generation,
+    Hello,
+    LeaderMessage,
+    Loss,
+    LossKind,
+    ReplicaId,
+    Shape,
+    Work,
+)
+from megatron_recover.sim import network
+from megatron_recover.sim.network import Faults, Table, World
+from megatron_recover.sim.scenario import Scenario
+from megatron_recover.sim.world import (
+    Begin,
+    CarryOut,
+    Complete,
+    Copy,
+    Counts,
+    Drift,
+    EndPass,
+    Fail,
+    Message,
+    Node,
+    Operation,
+    Part,
+    Simulator,
+    Stimulus,
+    TakeUp,
+    add,
+    new_node,
+    pending,
+)
+
+Links = tuple[tuple[int, int, tuple[int, ...]], ...]
+"""As in `World`."""
+
+
+class Own(NamedTuple):
+    """What a node can do by itself."""
+
+    generation: Generation
+    busy: bool
+    """Orders are on their way to a rank."""
+    stimuli: tuple[Stimulus, ...]
+    pending: tuple[tuple[int, Generation, int, Operation, tuple[ReplicaId, ...]], ...]
+    """As of `world.pending`."""
+
+
+class Effect(NamedTuple):
+    """An `Outcome` in numbers."""
+
+    node: int
+    messages: tuple[tuple[int, tuple[ReplicaId, ...]], ...]
+    reports: tuple[LeaderMessage, ...]
+    facts: tuple[invariants.Fact, ...]
+
+
+Attempt = str | tuple[ReplicaId, Stimulus | int]
+"""A fault in words, or what reached which replica."""
+
+
+class Space:
+    """The states of one scenario. All its tables only remember pure functions of their keys."""
+
+    def __init__(self, scenario: Scenario, simulator: Simulator | None = None, *, reduced: bool = True) -> None:
+        """`reduced`: leave out what the module's docstring says need not be tried."""
+        self.scenario = scenario
+        self.simulator = simulator or Simulator(slow=scenario.slow, passes_last=scenario.passes_last, paces=scenario.paces)
+        self.shape = Shape(scenario.num_ranks, scenario.bucket_ranks)
+        self.nodes: Table[Node] = Table()
+        self.messages: Table[Message] = Table()
+        self.coordinators: Table[coordinator.CoordinatorState] = Table()
+        self.histories: Table[invariants.History] = Table()
+        self.effects: dict[tuple[int, Stimulus | int], Effect] = {}
+        self.needs: dict[tuple[int, bool], tuple[int, int]] = {}
+        """Per node, and whether it is a member: messages that were judged, those that can still have an effect."""
+        self.observed: dict[tuple[int, tuple[invariants.Fact, ...]], int] = {}
+        self.data: dict[tuple[object, ...], list[int]] = {}
+        """Numbers of the `Part`s and `Copy`s by everything but their content."""
+        self.transitions = 0
+        self.stored: dict[int, tuple[int, int]] = {}
+        """Per node the messages that were judged, and those that it would only store."""
+        self.decisions: dict[tuple[int, coordinator.Input], tuple[int, tuple[coordinator.Effect, ...]]] = {}
+        """What the coordinator does."""
+        self.own: dict[int, Own] = {}
+        self.data_bits = 0
+        """All `Part`s and `Copy`s."""
+        self.void: dict[int, int] = {}
+        """Per node the messages that are known to change nothing there."""
+        self.newest: dict[tuple[Generation, tuple[ReplicaId, ...], Generation], int] = {}
+        """Numbers of announcements by all that a replica reads in them (and nobody asks for an exit here)."""
+        self.reduced = reduced
+        self.layered = reduced and not scenario.links
+        self.attempt: Attempt = "the job starts"
+        """What is being tried, for the report of a violation."""
+
+    # --- one step ---
+
+    def initial(self) -> World:
+        """Generation 1 is announced, nobody has entered it."""
+        scenario = self.scenario
+        buckets = tuple(range(len(scenario.bucket_ranks)))
+        work = [Work(f"train {step}", scenario.microbatches, buckets) for step in range(scenario.steps)]
+        nodes = tuple(self.nodes.number(new_node(r, self.shape, work, scenario.tree_above)) for r in range(scenario.replicas))
+        state = coordinator.CoordinatorState(coordinator.Policy(scenario.replicas))
+        world = World(
+            self.coordinators.number(state),
+            nodes,
+            0,
+            self.histories.number(invariants.History(self.shape)),
+            Faults(scenario.crashes, scenario.suspicions, scenario.alarms, scenario.drifts, scenario.saves),
+        )
+        for number in range(scenario.replicas):
+            world = self.coordinate(world, Hello(number, "same"))
+        return world
+
+    def coordinate(self, world: World, message: coordinator.Input) -> World:
+        """Feed the coordinator; a grace ends at once, and a member that follows late is covered by false suspicions."""
+        key = (world.coordinator, message)
+        decision = self.decisions.get(key)
+        if decision is None:
+            state, effects = coordinator.step(self.coordinators[world.coordinator], message)
+            decision = self.decisions[key] = self.coordinators.number(state), effects
+        if decision[0] != world.coordinator:
+            world = world._replace(coordinator=decision[0])
+        for effect in decision[1]:
+            if isinstance(effect, coordinator.Announce):
+                new = effect.generation
+                self.newest[new.generation, new.roster, new.trusted_from] = self.messages.number(new)
+                outvoted = tuple(loss.replica for loss in new.losses if loss.kind is LossKind.DIVERGED)
+                formed = (invariants.Formed(new.generation, new.roster, outvoted),)
+                messages, links = self.post(world, -1, ((self.messages.number(new), new.roster),))
+                world = world._replace(history=self.observe(world.history, formed), messages=messages, links=links)
+            elif isinstance(effect, coordinator.Arm) and effect.timer.startswith("grace"):
+                world = self.coordinate(world, coordinator.TimerFired(effect.timer))
+        return world
+
+    def observe(self, before: int, facts: tuple[invariants.Fact, ...]) -> int:
+        """The history after `facts`."""
+        if not facts:
+            return before
+        key = (before, facts)
+        number = self.observed.get(key)
+        if number is None:
+            history = self.histories[before]
+            for fact in facts:
+                history = invariants.observe(history, fact)
+            number = self.observed[key] = self.histories.number(history)
+        return number
+
+    def post(self, world: World, source: int, messages: tuple[tuple[int, tuple[ReplicaId, ...]], ...]) -> tuple[int, Links]:
+        """The network with more messages."""
+        bits = world.messages
+        if not self.scenario.links:
+            for number, _ in messages:
+                bits |= 1 << number
+            return bits, world.links
+        links = {(a, b): queue for a, b, queue in world.links}
+        for number, to in messages:
+            if isinstance(self.messages[number], Part | Copy):
+                bits |= 1 << number
+            else:
+                for destination in to:
+                    links[source, destination] = (*links.get((source, destination), ()), number)
+        return bits, tuple((a, b, queue) for (a, b), queue in sorted(links.items()) if queue)
+
+    def stimulate(self, world: World, number: ReplicaId, stimulus: Stimulus | int) -> World:
+        """The world after a stimulus (or the message of that number) has reached a node."""
+        key = (world.nodes[number], stimulus)
+        effect = self.effects.get(key)
+        if effect is None:
+            what = self.messages[stimulus] if isinstance(stimulus, int) else stimulus
+            outcome = self.simulator.stimulate(self.nodes[world.nodes[number]], what)  # type: ignore[arg-type]
+            effect = self.effects[key] = Effect(
+                self.nodes.number(outcome.node),
+                tuple((self.message(message), to) for message, to in outcome.messages),
+                outcome.reports,
+                outcome.facts,
+            )
+        messages, links = self.post(world, number, effect.messages) if effect.messages else (world.messages, world.links)
+        same = effect.node == world.nodes[number] and (messages, links) == (world.messages, world.links)
+        if same and not effect.reports:
+            return world
+        self.transitions += 1
+        nodes = (*world.nodes[:number], effect.node, *world.nodes[number + 1 :])
+        world = World(world.coordinator, nodes, messages, self.observe(world.history, effect.facts), world.faults, links)
+        for report in effect.reports:
+            world = self.coordinate(world, self.blameless(report))
+        return world
+
+    def blameless(self, report: LeaderMessage) -> LeaderMessage:
+        """Who waited for whom decides nothing before so many generations have borne no fruit, more than there are alarms."""
+        if isinstance(report, Entered) and self.scenario.alarms < coordinator.Policy(self.scenario.replicas).max_fruitless:
+            return replace(report, waited_for=())
+        return report
+
+    # --- what can happen ---
+
+    def steps(self, world: World) -> Iterator[tuple[Attempt, World]]:
+        """Every step of a live node: what happens, and the state after it."""
+        for number, name in enumerate(world.nodes):
+            if name:
+                for stimulus in self.stimuli(world, number):
+                    after = self.take(world, number, stimulus)
+                    if after is not None:
+                        yield self.attempt, after
+        for save in self.coordinators[world.coordinator].saves:
+            yield f"the save of replica {save.replica} is over", self.coordinate(world, Busy(save.replica, True))
+
+    def faults(self, world: World) -> Iterator[tuple[Attempt, World]]:
+        """Every fault that may still come."""
+        state, left = self.coordinators[world.coordinator], world.faults
+        for number in state.roster:
+            lost = coordinator.Lost(Loss(number, LossKind.PROCESS_ENDED))
+            if left.crashes:
+                nodes = (*world.nodes[:number], 0, *world.nodes[number + 1 :])
+                links = tuple(link for link in world.links if link[1] != number)
+                dead = world._replace(nodes=nodes, faults=left._replace(crashes=left.crashes - 1), links=links)
+                yield f"replica {number} dies", self.coordinate(dead, lost)
+            if left.suspicions:
+                fenced = self.coordinate(world._replace(faults=left._replace(suspicions=left.suspicions - 1)), lost)
+                yield f"replica {number} is fenced, but lives", fenced
+            if left.saves:
+                saving = self.coordinate(world._replace(faults=left._replace(saves=left.saves - 1)), Busy(number, False))
+                yield f"replica {number} begins to save", saving
+            if left.drifts and world.nodes[number] and self.nodes[world.nodes[number]].between_steps():
+                after = self.stimulate(world._replace(faults=left._replace(drifts=left.drifts - 1)), number, Drift())
+                yield f"the parameters of replica {number} drift", after
+        if left.alarms:
+            yield from self.alarm(world._replace(faults=left._replace(alarms=left.alarms - 1)), state)
+
+    def may_fail(self, world: World) -> bool:
+        """Whether a fault may still come."""
+        return any(world.faults)
+
+    def stimuli(self, world: World, number: ReplicaId) -> list[Stimulus | int]:
+        """What can reach a node: numbers of messages, and the node's own steps."""
+        name = world.nodes[number]
+        own = self.own_steps(name)
+        state = self.coordinators[world.coordinator]
+        if self.layered and own.generation < state.generation and number in state.roster:
+            return [self.newest[state.generation, state.roster, state.trusted_from]]
+        found: list[Stimulus | int] = [queue[0] for _, destination, queue in world.links if destination == number]
+        found += network.numbers(self.deliverable(world.messages, name))
+        found += own.stimuli
+        for position, generation, step, operation, members in own.pending:
+            counts = self.delivered(world, position, generation, step, operation, members)
+            if counts is not None:
+                found.append(Complete(position, counts))
+        return found
+
+    def deliverable(self, bits: int, name: int) -> int:
+        """The messages that may do something to a node."""
+        bits &= ~self.data_bits & ~self.void.get(name, 0)
+        if len(self.nodes[name].leader.roster) > self.scenario.tree_above:
+            for number in network.numbers(bits):
+                if not network.reaches(self.messages[number], self.nodes[name].leader):
+                    self.void[name] = self.void.get(name, 0) | 1 << number
+                    bits &= ~(1 << number)
+        return bits
+
+    def own_steps(self, name: int) -> Own:
+        own = self.own.get(name)
+        if own is None:
+            node = self.nodes[name]
+            leader, stimuli = node.leader, list[Stimulus]()
+            if leader.phase is not replica.Phase.JOINING and leader.work is None and not leader.ended:
+                stimuli.append(Begin())
+            stimuli += [CarryOut(position) for position, one in enumerate(node.ranks) if one.orders]
+            if node.ranks[0].may_end:
+                stimuli.append(EndPass())
+            if self.simulator.slow:
+                stimuli += [TakeUp(position) for position, one in enumerate(node.ranks) if one.can_take()]
+            busy = any(one.orders for one in node.ranks)
+            own = self.own[name] = Own(leader.generation, busy, tuple(stimuli), tuple(pending(node)))
+        return own
+
+    def take(self, world: World, number: ReplicaId, stimulus: Stimulus | int) -> World | None:
+        """The world after a stimulus, or None where it changes nothing."""
+        self.attempt = number, stimulus
+        if self.scenario.links and isinstance(stimulus, int):
+            return self.stimulate(network.received(world, number, stimulus), number, stimulus)
+        after = self.stimulate(world, number, stimulus)
+        if after is not world:
+            return after
+        if isinstance(stimulus, int):
+            name = world.nodes[number]
+            self.void[name] = self.void.get(name, 0) | 1 << stimulus
+        return None
+
+    def alarm(self, world: World, state: coordinator.CoordinatorState) -> Iterator[tuple[Attempt, World]]:
+        """A new generation is asked for although nobody died."""
+        if self.scenario.links:
+            for a, b in itertools.combinations(state.roster, 2):
+                links = tuple(link for link in world.links if {link[0], link[1]} != {a, b})
+                after = world if links == world.links else world._replace(links=links)
+                after = self.stimulate(self.stimulate(after, a, replica.LinkLost(b)), b, replica.LinkLost(a))
+                if after != world:
+                    yield f"the link between {a} and {b} breaks", after
+            return
+        for number in state.roster:
+            for position, *_ in pending(self.nodes[world.nodes[number]]):
+                after = self.stimulate(world, number, Fail(position))
+                if after.coordinator != world.coordinator:
+                    yield f"an operation of replica {number} rank {position} fails", after
+        for number in state.roster:
+            # One of the members will do: who asks changes nothing but that it asks no more in this generation.
+            leader = self.nodes[world.nodes[number]].leader
+            peers = neighbours(leader.roster, number, leader.tree_above) if leader.roster else ()
+            after = self.stimulate(world, number, replica.LinkLost(peers[0])) if peers else world
+            if after.coordinator != world.coordinator:
+                yield f"replica {number} asks for a new generation", after
+                return
+
+    def message(self, message: Message) -> int:
+        number = self.messages.number(message)
+        if isinstance(message, Part | Copy):
+            self.data_bits |= 1 << number
+            numbers = self.data.setdefault(network.address(message), [])
+            if number not in numbers:
+                numbers.append(number)
+        return number
+
+    def delivered(
+        self, world: World, position: int, generation: Generation, step: int, operation: Operation, members: tuple[int, ...]
+    ) -> Counts | None:
+        """What an operation would deliver, or None while somebody has not contributed."""
+        version = operation.version if operation.source is not None else 0
+        parts = []
+        for member in members if operation.source is None else (operation.source,):
+            numbers = self.data.get((member, position, generation, step, operation.bucket, version), ())
+            here = [number for number in numbers if world.messages >> number & 1]
+            if not here:
+                return None
+            part = self.messages[here[0]]
+            parts.append(part.counts if isinstance(part, Part | Copy) else ())
+        return add(parts)
+
+    # --- what need not be tried, what need not be kept ---
+
+    def settle(self, world: World, trail: list[Attempt] | None = None) -> World:
+        """Take the steps whose order is of no consequence (the module's docstring says which), and drop useless messages."""
+        while True:
+            after = self.harmless(world) if self.reduced else None
+            if after is None:
+                return self.tidy(world)
+            world = after
+            if trail is not None:
+                trail.append(self.attempt)
+
+    def harmless(self, world: World) -> World | None:
+        """The world after one step whose order is of no consequence, if there is one."""
+        state = self.coordinators[world.coordinator]
+        if state.over:
+            return None
+        calm = not (self.may_fail(world) or state.saves or self.drifted(world))
+        for number, name in enumerate(world.nodes):
+            if not name:
+                continue
+            own = self.own_steps(name)
+            stimuli: Sequence[Stimulus | int]
+            if number not in state.roster or (calm and own.generation == state.generation and not own.busy):
+                stimuli = self.stimuli(world, number)
+            elif self.scenario.links:
+                continue
+            else:
+                bits = self.deliverable(world.messages, name)
+                stimuli = network.numbers(bits & self.only_stored(name, bits))
+            for stimulus in stimuli:
+                after = self.take(world, number, stimulus)
+                if after is not None:
+                    return after
+        return None
+
+    def only_stored(self, name: int, bits: int) -> int:
+        """The messages that a node would only store; of those among `bits` it is known."""
+        judged, stored = self.stored.get(name, (0, 0))
+        if bits & ~judged:
+            for number in network.numbers(bits & ~judged):
+                stored |= network.only_stored(self.nodes[name].leader, self.messages[number]) << number
+            self.stored[name] = judged | bits, stored
+        return stored
+
+    def tidy(self, world: World) -> World:
+        """Drop the messages that can have no effect any more on anyone."""
+        roster = self.coordinators[world.coordinator].roster
+        needed = 0
+        for number, name in enumerate(world.nodes):
+            if name:
+                needed |= self.needed(world.messages, name, number in roster)
+        kept = world.messages & needed
+        return world if kept == world.messages else world._replace(messages=kept)
+
+    def needed(self, bits: int, name: int, member: bool) -> int:
+        """The messages that can still have an effect on a node; of those among `bits` it is known."""
+        key = (name, member)
+        judged, needed = self.needs.get(key, (0, 0))
+        if bits & ~judged:
+            for number in network.numbers(bits & ~judged):
+                needed |= network.needed(self.messages[number], self.nodes[name], member) << number
+            self.needs[key] = judged | bits, needed
+        return needed
+
+    # --- how it ends ---
+
+    def over(self, world: World) -> bool:
+        """Whether the job has ended as it should: all members finished, none is left, or no majority says which is right."""
+        state = self.coordinators[world.coordinator]
+        if not state.over:
+            return False
+        if not self.tied(world) and not set(state.roster) <= {item.replica for item in state.finished}:
+            raise invariants.InvariantViolation(9, "the job was stopped although members could go on")
+        return True
+
+    def tied(self, world: World) -> bool:
+        """Whether half of the members have drifted, so that no majority says which half is right."""
+        return 2 * len(self.drifted(world)) == len(self.coordinators[world.coordinator].roster) > 0
+
+    def drifted(self, world: World) -> list[ReplicaId]:
+        """Members whose parameters are not those of the others."""
+        if not self.scenario.drifts:
+            return []
+        roster = self.coordinators[world.coordinator].roster
+        return [number for number in roster if world.nodes[number] and self.nodes[world.nodes[number]].drifted]
