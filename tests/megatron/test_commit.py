@@ -173,8 +173,7 @@ def test_quotas_follow_what_replicas_measure(threads: Threads, num_ranks: int) -
     assert balanced(8, paces, pipeline) != balanced(8, (1, 1, 1), pipeline)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("num_ranks", "overlap"), [(1, False), (1, True), (2, False), (2, True), (4, True)])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_death_at_every_instant(threads: Threads, victim: int, num_ranks: int, overlap: bool) -> None:
     for strike in first_strikes(victim, 2, num_ranks):
