@@ -33,8 +33,8 @@ fuzz: setup      ## SEEDS random jobs on a virtual clock from SEED on, each judg
 gpu-test: setup  ## the CUDA and NCCL part; says why where there is no GPU
 	@$(PY) -m pytest -q tests/gpu
 
-campaign: setup  ## RUNS real jobs with random shapes and faults from SEED on, each judged (default 100 from 1)
-	@$(PY) -m tests.system.campaign --runs $(or $(RUNS),100) --seed $(or $(SEED),1)
+campaign: setup  ## real jobs of random shapes until FAULTS (300) random faults from SEED (1) on have struck, each judged; OUT=FILE: the record
+	@$(PY) -m tests.system.campaign --faults $(or $(FAULTS),300) --seed $(or $(SEED),1) $(if $(OUT),--out $(OUT))
 
 bench: setup     ## all benchmarks: a table, and bench.json
 	@$(PY) -m benchmarks.run
