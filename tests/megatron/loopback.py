@@ -230,6 +230,10 @@ class _Injector:
                     self.job.kill(self.replica)
                 raise Killed
 
+    def computed(self, step: int, seconds: float) -> float:
+        """Nobody is slow."""
+        return seconds
+
 
 class Job:
     """All replicas, their machines and the messages between them, under one lock."""
