@@ -39,15 +39,17 @@ def world() -> Iterator[None]:
 
 
 class Handle:
-    """An operation that is on its way: what is received is not there before `wait`."""
+    """An operation that is on its way: before `wait` what is received is not there, and what is sent may not go."""
 
-    def __init__(self, tensor: torch.Tensor | None) -> None:
-        self.tensor, self.waited = tensor, False
+    def __init__(self, received: torch.Tensor | None = None, sent: torch.Tensor | None = None) -> None:
+        self._received, self._sent, self.waited = received, sent, False
+        self._data = None if sent is None else sent.data_ptr()
 
     def wait(self) -> None:
         self.waited = True
-        if self.tensor is not None:
-            self.tensor.data.zero_()
+        assert self._sent is None or self._sent.data_ptr() == self._data, "freed before it was sent"
+        if self._received is not None:
+            self._received.data.zero_()
 
 
 class Link:
@@ -88,21 +90,23 @@ class Link:
         return [self._answer("send_backward_recv_forward", is_first_stage)]
 
     def send_forward_recv_forward(self, output: Any, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False) -> Any:
-        return self._both("forward", "send_next" * (output is not None), "recv_prev" * recv_prev, overlap_p2p_comm)
+        return self._both("forward", output, "send_next", "recv_prev" * recv_prev, overlap_p2p_comm)
 
     def send_backward_recv_backward(
         self, input_tensor_grad: Any, recv_next: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
     ) -> Any:
-        return self._both("backward", "send_prev" * (input_tensor_grad is not None), "recv_next" * recv_next, overlap_p2p_comm)
+        return self._both("backward", input_tensor_grad, "send_prev", "recv_next" * recv_next, overlap_p2p_comm)
 
-    def _both(self, way: str, sends: str, receives: str, overlap: bool) -> Any:
+    def _both(self, way: str, sent: torch.Tensor | None, sends: str, receives: str, overlap: bool) -> Any:
+        sends *= sent is not None
         if sends or receives:
             self._notes.append(f"{way} {sends} {receives} overlap={overlap}")
         received = torch.full((1,), math.nan if overlap else 0.0, requires_grad=True) if receives else None
         if not overlap:
             return received
-        handles = {name: Handle(received if name == receives else None) for name in (sends, receives) if name}
+        handles = {receives: Handle(received=received)} if receives else {}
         if sends:
+            handles[sends] = Handle(sent=sent)
             assert all(handle.waited for handle in self.sends[sends][:-1]), "three sends on their way"
             self.sends[sends].append(handles[sends])
         return received, handles
