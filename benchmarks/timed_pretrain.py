@@ -20,6 +20,7 @@ MARK = "parts of a step: "
 def _put_clocks() -> None:
     from megatron_recover.collectives.direct import DirectTransport
     from megatron_recover.collectives.leader import Leader
+    from megatron_recover.collectives.member import Member
     from megatron_recover.megatron import commit
     from megatron_recover.megatron.commit import CommitLoop
     from megatron_recover.megatron.microbatches import Microbatches
@@ -49,7 +50,9 @@ def _put_clocks() -> None:
     clock(commit, "read_losses", "loss reports of all microbatches")
     clock(Reduction, "_checksum", "checksums of the results")
     clock(Reduction, "apply", "results into the gradient buffer")
-    clock(Reduction, "check_finite", "check for values that are not finite")
+    clock(Reduction, "_check_finite", "check for values that are not finite")
+    clock(Member, "started", "journal")
+    clock(Member, "finished", "journal")
     clock(Leader, "_step", "machine of the replica, in the leader's control thread")
     train_step: Callable[..., Any] = CommitLoop.train_step
 

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.quotas import major_minor, over_recover
 from megatron_recover.core import quota
 from megatron_recover.core.values import Pipeline
+from megatron_recover.sim.timeline import Pipe, undisturbed
 
 paces = st.lists(st.integers(1, 4000), min_size=1, max_size=6)
 pipelines = st.builds(Pipeline, st.integers(1, 4), st.just(1)) | st.builds(Pipeline, st.integers(2, 4), st.integers(2, 3))
@@ -59,9 +61,40 @@ def test_an_empty_pass_takes_no_time_and_a_full_one_its_bubble() -> None:
     assert [quota.ticks(num, Pipeline(4, 2)) for num in (3, 4, 8, 11)] == [10, 11, 19, 26]
 
 
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+def test_a_pass_takes_what_the_schedule_takes(num_stages: int, num_chunks: int) -> None:
+    """Against the timeline of the schedules themselves (docs/schedule.md): equal for whole groups, never less, hardly more."""
+    if num_stages == 1 and num_chunks > 1:
+        pytest.skip("virtual stages need a pipeline")
+    for num in range(1, 17):
+        takes = undisturbed(Pipe(num_stages, num_chunks), num).end / 3 * num_chunks
+        reckoned = quota.ticks(num, Pipeline(num_stages, num_chunks))
+        assert takes <= reckoned * 1.0001 and reckoned <= 1.1 * takes, (num, takes, reckoned)
+        if num_chunks == 1 or not num % num_stages:
+            assert reckoned == pytest.approx(takes)
+
+
 def test_virtual_stages_leave_no_group_hardly_begun() -> None:
     assert quota.balanced(24, (10, 10, 10), Pipeline(4, 2)) == (8, 8, 8)
     assert quota.balanced(32, (10, 10, 25), Pipeline(4, 2)) == (14, 14, 4)
+
+
+def test_recovers_table_of_wasted_work_is_reproduced() -> None:
+    """B = 8192: (quota, majors, minor quota), and what is computed and zeroed; ours waste nothing and take as many rounds."""
+    rules = {world: major_minor(8192, world) for world in (64, 63, 60, 48, 40, 32)}
+    assert {world: rule[:3] for world, rule in rules.items()} == {
+        64: (128, 64, 0), 63: (131, 62, 70), 60: (137, 59, 109), 48: (171, 47, 155), 40: (205, 39, 197), 32: (256, 32, 0),
+    }  # fmt: skip
+    assert [round(100 * rule.zeroed / 8192, 2) for rule in rules.values()] == [0.0, 0.74, 0.34, 0.2, 0.1, 0.0]
+    for world, rule in rules.items():
+        quotas = quota.balanced(8192, (7,) * world)
+        assert sum(quotas) == 8192 and max(quotas) == rule.quota
+
+
+@given(st.integers(1, 300), st.lists(st.integers(1, 400), min_size=1, max_size=9), pipelines)
+def test_no_step_takes_longer_than_by_recovers_rule(num: int, pace: list[int], pipeline: Pipeline) -> None:
+    assert over_recover(num, pace, pipeline) <= 1
 
 
 def test_a_roster_without_members_has_no_quotas() -> None:

@@ -1,0 +1,95 @@
+"""A replica that slows down twofold and recovers: how soon quotas follow, and the step against the harmonic ideal.
+
+A real job of 4 replicas whose forwards are paced to a fixed wall time, so that the number of cores decides nothing; replica 1
+is slowed by a chaos fault for some steps. Harmonic ideal of a step: M / sum(1 / pace) with the paces that the trace shows, as
+if microbatches could be divided; reduction, vote and optimizer count against us.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from benchmarks.common import Row, row
+from tests.system.jobs import ROOT, Job, text_data
+
+PACE_S, FACTOR, SLOW_FROM, SLOW_FOR, STEPS = 0.2, 2.0, 4, 8, 18
+WITHIN = 3
+"""Steps after which quotas must have followed."""
+REPLICAS, STRAGGLER, MICROBATCHES = 4, 1, 28
+CHAOS = f"""
+[[fault]]
+replica = {STRAGGLER}
+rank = 0
+point = "compute"
+kind = "slow"
+factor = {FACTOR}
+step = {SLOW_FROM}
+steps = {SLOW_FOR}
+"""
+
+
+def run(folder: pathlib.Path, data: pathlib.Path, rebalance: str) -> list[dict[str, Any]]:
+    """The events of one run."""
+    job = Job(replicas=REPLICAS, microbatches=MICROBATCHES, steps=STEPS, determinism="fast", rebalance=rebalance)
+    chaos, run_dir = folder / "chaos.toml", folder / rebalance
+    chaos.write_text(CHAOS)
+    command = [
+        sys.executable, "-m", "megatron_recover", "run", "--replicas", str(REPLICAS), "--run-dir", str(run_dir),
+        "--chaos", str(chaos), "--", str(ROOT / "benchmarks" / "paced_pretrain.py"),
+        *job.megatron_flags(data, None), "--paced-forward-s", str(PACE_S),
+    ]  # fmt: skip
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=240)
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def over_ideal(events: list[dict[str, Any]], step: int) -> float:
+    """Seconds from the commit before to that of the step, over the harmonic ideal."""
+    end, begin = (
+        max(event["t"] for event in events if event["event"] == "committed" and event["step"] == at) for at in (step, step - 1)
+    )
+    paces = [
+        statistics.median(
+            event["seconds"] for event in events
+            if event["event"] == "microbatch_finished" and (event["step"], event["replica"]) == (step, replica)
+        )
+        for replica in range(REPLICAS)
+    ]  # fmt: skip
+    return (end - begin) / (MICROBATCHES / sum(1 / pace for pace in paces))
+
+
+def quotas(events: list[dict[str, Any]]) -> list[list[int]]:
+    """Of each step."""
+    found = {event["step"]: event["quotas"] for event in events if event["event"] == "plan"}
+    return [found[step] for step in range(STEPS)]
+
+
+def rows() -> list[Row]:
+    """The rows of this benchmark."""
+    with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
+        folder = pathlib.Path(name)
+        data = text_data(folder)
+        with_quotas, without = (run(folder, data, rebalance) for rebalance in ("on", "off"))
+    seen = quotas(with_quotas)
+    print(*seen, sep="\n", file=sys.stderr)
+    back = SLOW_FROM + SLOW_FOR
+    alike = max(seen[SLOW_FROM]) - min(seen[SLOW_FROM]) <= 1
+    cut = next((step for step in range(SLOW_FROM, back) if seen[step][STRAGGLER] < min(seen[SLOW_FROM])), STEPS)
+    restored = next((step for step in range(back, STEPS) if max(seen[step]) - min(seen[step]) <= 1), 2 * STEPS)
+    slow, after = range(SLOW_FROM + WITHIN, back), range(back + WITHIN, STEPS)
+    ideal = "the harmonic ideal of the measured paces"
+    return [
+        row("quotas even before a straggler", [float(alike)], "yes", goal="== 1"),
+        row("steps until a straggler's share is cut", [float(cut - SLOW_FROM)], "steps", goal="<= 3"),
+        row("steps until it is given back", [float(restored - back)], "steps", goal="<= 3"),
+        row("step with a straggler", [over_ideal(with_quotas, each) for each in slow], "ratio", baseline=ideal, goal="<= 1.1"),
+        row(
+            "step after it recovered", [over_ideal(with_quotas, each) for each in after], "ratio", baseline=ideal, goal="<= 1.1"
+        ),
+        row("step with a straggler, even quotas", [over_ideal(without, each) for each in slow], "ratio", baseline=ideal),
+    ]
