@@ -131,14 +131,17 @@ class Run:
         assert max(taken.values()) == 1, [key for key, count in taken.items() if count > 1]
 
 
-def first_strikes(victim: int, num_replicas: int, num_ranks: int, step: int = 1) -> Iterator[Strike]:
+def first_strikes(
+    victim: int, num_replicas: int, num_ranks: int, step: int = 1, num_chunks: int = 1
+) -> Iterator[Strike]:  # fmt: skip
     """Every instant of a step at which a rank of `victim` passes a fault point."""
     ids = share(balanced(M, (1,) * num_replicas), range(num_replicas), victim)
     for rank in range(num_ranks):
         for point, microbatch in itertools.product((FaultPoint.FORWARD, FaultPoint.BACKWARD), ids):
             yield Strike(victim, rank, point, step=step, microbatch=microbatch)
         yield Strike(victim, rank, FaultPoint.BEFORE_REDUCE, step=step)
-        for bucket in range(rank * NUM_BUCKETS, (rank + 1) * NUM_BUCKETS + (rank == num_ranks - 1)):
+        num_buckets = NUM_BUCKETS * num_chunks
+        for bucket in range(rank * num_buckets, (rank + 1) * num_buckets + (rank == num_ranks - 1)):
             yield Strike(victim, rank, FaultPoint.REDUCE, step=step, bucket=bucket)
 
 
@@ -173,12 +176,13 @@ def test_quotas_follow_what_replicas_measure(threads: Threads, num_ranks: int) -
     assert balanced(8, paces, pipeline) != balanced(8, (1, 1, 1), pipeline)
 
 
-@pytest.mark.parametrize(("num_ranks", "overlap"), [(1, False), (1, True), (2, False), (2, True), (4, True)])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("num_ranks", "num_chunks"), [(1, 1), (2, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_death_at_every_instant(threads: Threads, victim: int, num_ranks: int, overlap: bool) -> None:
-    for strike in first_strikes(victim, 2, num_ranks):
+def test_a_death_at_every_instant(threads: Threads, victim: int, num_ranks: int, num_chunks: int, overlap: bool) -> None:
+    for strike in first_strikes(victim, 2, num_ranks, num_chunks=num_chunks):
         print(strike)
-        run = Run(threads, 2, num_ranks, [strike], overlap=overlap).check()
+        run = Run(threads, 2, num_ranks, [strike], overlap=overlap, num_chunks=num_chunks).check()
         assert strike.struck and run.job.dead == {victim}
 
 
