@@ -23,7 +23,7 @@ from megatron_recover.observe.history import History, is_training
 from megatron_recover.observe.lanes import Picture, picture
 from megatron_recover.observe.perfetto import TRACE_FILE
 from megatron_recover.observe.rules import RULES
-from megatron_recover.observe.summary import FaultSummary, RecoverySummary
+from megatron_recover.observe.summary import FaultSummary, RecoverySummary, Summary
 from megatron_recover.observe.timeline import Timeline
 
 PAGE_FILE = "report.html"
@@ -46,7 +46,8 @@ def render(verdict: Verdict, timeline: Timeline, reference: History | None = Non
     environment.filters |= {"ms": _milliseconds, "seconds": _seconds, "percent": _percent, "plural": _plural}
     history, summary = verdict.history, verdict.summary
     goodput = Goodput(history)
-    pictures, told, num_episodes = _episodes(history, timeline, summary.faults)
+    items = _items(history, timeline, summary)
+    late = [one for one in items if one.picture is None] if len(items) > MAX_MARKS else []
     last_line = history.events[-1][0] if history.events else 0
     return environment.get_template("report.html").render(
         version=__version__,
@@ -61,12 +62,11 @@ def render(verdict: Verdict, timeline: Timeline, reference: History | None = Non
         ending=_ending(verdict),
         loss=_loss_chart(history, summary.faults, reference),
         speed=_speed_chart(goodput, summary.faults),
-        faults=list(enumerate(summary.faults, start=1)),
-        pictures=pictures,
-        told=told,
+        faults=[one for one in items if one not in late],
+        late_faults=late,
+        num_pictures=sum(one.picture is not None for one in items),
+        num_episodes=len(timeline.episodes),
         any_frozen=bool(timeline.frozen),
-        num_episodes=num_episodes,
-        folded=_folded(len(summary.faults), pictures),
         phases=get_args(trace.Phase),
         recoveries=[(one, _bar(one)) for one in summary.recoveries],
         slowest=max((one.total_s for one in summary.recoveries if one.total_s is not None), default=None),
@@ -169,31 +169,55 @@ def _rules(verdict: Verdict) -> list[RuleRow]:
 # --- Charts --------------------------------------------------------------------------------------------------------------
 
 
-def _episodes(
-    history: History, timeline: Timeline, faults: Sequence[FaultSummary]
-) -> tuple[dict[int, Picture], dict[int, str], int]:
-    """Number of a fault -> the picture of what it set off, and -> what came of it in words; how many could be drawn.
+@dataclass(frozen=True)
+class Item:
+    """A fault and what came of it."""
 
-    One picture for faults that struck while others were being recovered from; the slowest ones where there are many.
-    """
+    number: int
+    fault: FaultSummary
+    outcome: str
+    """In words; empty where nothing answered it."""
+    picture: Picture | None = None
+    computing: tuple[tuple[int, str], ...] = ()
+    """With a picture: for each generation in it who was computing what when it was announced."""
+
+
+def _items(history: History, timeline: Timeline, summary: Summary) -> list[Item]:
+    """Every fault; the slowest episodes with a picture, at the first of the faults that they answer."""
+    episodes = timeline.episodes
+    of = {
+        number: next((index for index, episode in enumerate(episodes) if episode.answers(fault)), None)
+        for number, fault in enumerate(summary.faults, start=1)
+    }
     first: dict[int, int] = {}
-    told: dict[int, str] = {}
-    for index, episode in enumerate(timeline.episodes):
-        for number, fault in enumerate(faults, start=1):
-            if episode.answers(fault) and number not in told:
-                first.setdefault(index, number)
-                names = [str(one.generation) for one in episode.generations]
-                generations = f"generation{'s' if len(names) > 1 else ''} {' and '.join(names)}"
-                told[number] = f"; over after {_seconds(episode.end - episode.fault)}, in {generations}"
-                if first[index] != number:
-                    told[number] += f", see fault {first[index]}"
-    slowest = sorted(first, key=lambda index: timeline.episodes[index].fault - timeline.episodes[index].end)[:MAX_PICTURES]
-    return {first[index]: picture(history, timeline, timeline.episodes[index]) for index in slowest}, told, len(first)
+    for number, index in of.items():
+        if index is not None:
+            first.setdefault(index, number)
+    slowest = sorted(first, key=lambda index: episodes[index].fault - episodes[index].end)[:MAX_PICTURES]
+    items = []
+    for number, fault in enumerate(summary.faults, start=1):
+        index = of[number]
+        if index is None:
+            items.append(Item(number, fault, ""))
+            continue
+        episode = episodes[index]
+        names = [str(one.generation) for one in episode.generations]
+        outcome = f"over after {_seconds(episode.end - episode.fault)}, in generation{'s' if len(names) > 1 else ''} "
+        outcome += " and ".join(names) + (f", see fault {first[index]}" if first[index] != number else "")
+        if index not in slowest or first[index] != number:
+            items.append(Item(number, fault, outcome))
+            continue
+        computing = tuple(
+            (one.generation, _computing(one)) for one in summary.recoveries if str(one.generation) in names and one.computing
+        )
+        items.append(Item(number, fault, outcome, picture(history, timeline, episode), computing))
+    return items
 
 
-def _folded(num_faults: int, pictures: dict[int, Picture]) -> list[int]:
-    """Numbers of the faults that are listed last, on demand: of many those without a picture."""
-    return [number for number in range(1, num_faults + 1) if number not in pictures] if num_faults > MAX_MARKS else []
+def _computing(recovery: RecoverySummary) -> str:
+    told = [f"replica {replica}: {' '.join(map(str, ids))}" for replica, ids in recovery.computing.items()]
+    rest = [f"{_plural(len(told) - MAX_SEGMENTS, 'more replica')}"] if len(told) > MAX_SEGMENTS else []
+    return "; ".join([*told[:MAX_SEGMENTS], *rest])
 
 
 def _iteration(label: str) -> int:

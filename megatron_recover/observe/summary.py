@@ -152,15 +152,35 @@ def faults(history: History) -> tuple[FaultSummary, ...]:
     return tuple(sorted(found, key=lambda fault: fault.t))
 
 
-def _recovery(history: History, announced: trace.Generation) -> RecoverySummary:
+def struck_at(history: History) -> dict[int, float]:
+    """Generation -> when the first injected fault struck that it answers to; generations without one are left out.
+
+    It answers to the newest fault of each replica that it lost, and to processes that were stopped since the generation
+    before: a replica that stood still may be suspected and yet go on.
+    """
+    found = {}
+    before = 0.0
+    for one in history.generations.values():
+        lost = {loss.replica for loss in one.losses}
+        newest: dict[int, float] = {}
+        for fault in history.strikes:
+            stood_still = fault.kind in ("stop", "freeze") and fault.t > before
+            if fault.t <= one.t and (fault.replica in lost or stood_still):
+                newest[fault.replica] = fault.t
+        if newest:
+            found[one.generation] = min(newest.values())
+        before = one.t
+    return found
+
+
+def _recovery(history: History, announced: trace.Generation, struck: float | None) -> RecoverySummary:
     lost = tuple(one.replica for one in announced.losses)
     events = [event for _, event in history.of(trace.Recovery) if event.generation == announced.generation]
     seconds: dict[str, float] = {}
     for event in events:
         seconds[event.phase] = max(event.seconds, seconds.get(event.phase, 0.0))
-    injected = [event.t for event in history.strikes if event.replica in lost and event.t <= announced.t]
-    if injected:
-        seconds["detect"] = round(announced.t - max(injected), 6)
+    if struck is not None and events:
+        seconds["detect"] = round(announced.t - struck, 6)
     ends = [event.t for event in events if event.phase == "commit"]
     step = events[0].step if events else None
     return RecoverySummary(
@@ -197,6 +217,7 @@ def summarize(history: History, comparison: Comparison | None = None) -> Summary
     work, goodput = Work(history), Goodput(history)
     records = [record for _, record in history.records.values()]
     training = [record for record in records if is_training(record.label)]
+    strikes = struck_at(history)
     started, ended = history.first(trace.RunStarted), history.first(trace.RunFinished)
     newest = history.generations[max(history.generations)] if history.generations else None
     curve = [loss for label, loss in history.losses().items() if is_training(label)]
@@ -211,7 +232,9 @@ def summarize(history: History, comparison: Comparison | None = None) -> Summary
         exit_code=ended.exit_code if ended else None,
         seconds=history.events[-1][1].t if history.events else 0.0,
         faults=faults(history),
-        recoveries=tuple(_recovery(history, one) for one in list(history.generations.values())[1:]),
+        recoveries=tuple(
+            _recovery(history, one, strikes.get(one.generation)) for one in list(history.generations.values())[1:]
+        ),
         microbatches_lost=len(work.lost),
         microbatches_redone=len(work.redone),
         microbatches_redone_in_schedule=sum(each.in_schedule for each in work.redone),

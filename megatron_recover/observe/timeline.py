@@ -15,8 +15,9 @@ from typing import Literal
 
 from megatron_recover import trace
 from megatron_recover.core.policy import EXIT
+from megatron_recover.faults import FaultKind
 from megatron_recover.observe.history import History
-from megatron_recover.observe.summary import FaultSummary, faults
+from megatron_recover.observe.summary import FaultSummary, faults, struck_at
 
 Rank = tuple[int, int]
 """Replica, and rank inside it."""
@@ -63,7 +64,7 @@ class Episode:
         """Whether it is about a fault: that lost its replica, or struck between its begin and its last generation."""
         if fault.replica in self.lost:
             return fault.t <= self.end
-        return self.fault <= fault.t <= self.generations[-1].t
+        return fault.kind != FaultKind.SLOW.value and self.fault <= fault.t <= self.generations[-1].t
 
 
 class Timeline:
@@ -146,10 +147,11 @@ class Timeline:
 
     @cached_property
     def struck_at(self) -> dict[Rank, list[float]]:
-        """Rank -> when faults struck it: the injected ones, and the first end of a replica that had none."""
+        """Rank -> when faults struck it: the injected ones but slowness, and the first end of a replica that had none."""
         found: dict[Rank, list[float]] = defaultdict(list)
         for fault in faults(self._history):
-            found[fault.replica, fault.rank].append(fault.t)
+            if fault.kind != FaultKind.SLOW.value:
+                found[fault.replica, fault.rank].append(fault.t)
         return dict(found)
 
     @cached_property
@@ -224,26 +226,18 @@ class Timeline:
 
     @cached_property
     def _faults_of(self) -> dict[int, float]:
-        """Generation -> when the fault struck that it answers to, or was seen first.
-
-        A replica that stood still may be suspected and go on: its fault is answered although it is not lost.
-        """
+        """Generation -> when the fault struck that it answers to, or was seen first."""
         history = self._history
         noticed: dict[int, float] = defaultdict(float)
         for _, event in history.of(trace.Recovery):
             if event.phase == "detect":
                 noticed[event.generation] = max(noticed[event.generation], event.seconds)
-        found = {}
-        before = 0.0
+        found = struck_at(history)
         for one in history.generations.values():
-            lost = {loss.replica for loss in one.losses}
-            injected = [
-                event.t for event in history.strikes
-                if event.t <= one.t and (event.replica in lost or (event.t > before and event.kind in ("stop", "freeze")))
-            ]  # fmt: skip
-            before = one.t
-            ended = [event.t for _, event in history.of(trace.Failure) if event.replica in lost and event.t <= one.t]
-            found[one.generation] = min(injected) if injected else min([*ended, one.t - noticed[one.generation]])
+            if one.generation not in found:
+                lost = {loss.replica for loss in one.losses}
+                ended = [event.t for _, event in history.of(trace.Failure) if event.replica in lost and event.t <= one.t]
+                found[one.generation] = min([*ended, one.t - noticed[one.generation]])
         return found
 
 

@@ -136,3 +136,14 @@ def test_a_run_that_comes_to_nothing_is_told(
         cli.main(["top", str(run_dir)])
     assert end.value.code == ExitCode.BAD_INPUT
     assert "has gone: the run was refused, or ended before it trained" in capsys.readouterr().err
+
+
+def test_a_run_that_has_a_folder_and_no_trace_yet_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("time.sleep", growing(tmp_path / trace.EVENTS_FILE, [b"".join(lines_of(traces.quiet_run(1)))]))
+    assert cli.main(["top", str(tmp_path)]) == ExitCode.OK
+    first, step, last = capsys.readouterr().out.splitlines()
+    assert (first, step.split(" | ")[0], last.split(" after")[0]) == (
+        "waiting for the run to start", "train 1", "ended with exit code 0 (ok)",
+    )  # fmt: skip

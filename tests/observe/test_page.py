@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.observe import charts, page, report
+from megatron_recover.observe import charts, page, perfetto, report
 from megatron_recover.observe.check import check
 from megatron_recover.observe.history import History
 from megatron_recover.observe.page import render
@@ -220,9 +220,22 @@ def test_a_fault_that_was_survived_has_the_picture_of_what_answered_it(tmp_path:
     run.quiet_step()
     shown = page_of(tmp_path, run.finish().events)
     assert "replica 1 rank 0 frozen at forward of microbatch 1" in shown.text("fault-1")
+    assert "in generation 2" in shown.text("fault-1")
     (figure,) = shown.all("fault-1", "figure")
     labels = [one.get("aria-label") or "" for one in figure.iter("svg")]
     assert any(label.startswith("What each rank did around generation 2") for label in labels)
+
+
+def test_who_was_computing_what_is_told(tmp_path: Path) -> None:
+    run = traces.Run()
+    run.quiet_step()
+    run.step_with_kill_in_backward(2)
+    fault = next(index for index, event in enumerate(run.events) if isinstance(event, trace.Fault))
+    for rank in (0, 1):
+        begun = trace.MicrobatchStarted(t=run.events[fault].t, replica=2, rank=rank, generation=1, step=1, microbatch=5)
+        run.events.insert(fault, begun)
+    shown = page_of(tmp_path, run.finish().events)
+    assert "Being computed when generation 2 was announced: replica 2: 5." in shown.text("fault-1")
 
 
 def test_a_run_that_only_evaluated(tmp_path: Path) -> None:
@@ -269,6 +282,8 @@ def test_a_long_run_of_many_replicas_is_still_a_small_page(tmp_path: Path) -> No
     run_dir = traces.write(tmp_path / "run", events)
     shown = judged(run_dir)
     assert len(shown.html) < 300_000
+    speed = shown.all("goodput", "svg/svg/path")[1].get("d") or ""
+    assert speed.count(" ") < 4 * charts.MAX_POINTS + 10
     curve = shown.all("loss", "svg/svg/path")[0].get("d") or ""
     assert curve.count(" ") < 2 * charts.MAX_POINTS + 10
     assert "train 1 to 1500" in shown.text("quotas") and "1 each of 40 replicas" in shown.text("quotas")
@@ -311,6 +326,14 @@ def test_the_report_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
     assert files[0] == place and {file.parent for file in files} == {place.parent}
     assert sorted(path.name for path in run_dir.iterdir()) == [trace.EVENTS_FILE]
     assert report.write(run_dir)[0] == run_dir / page.PAGE_FILE
+    assert "perfetto.json beside this page has every forward" in judged(run_dir).text()
+
+
+def test_the_page_says_when_the_perfetto_file_has_only_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perfetto, "MAX_SPANS", 50)
+    run_dir = traces.write(tmp_path, traces.faulty_run().events)
+    place, *_ = report.write(run_dir)
+    assert "the run has too many to show them all" in Page(place.read_text()).text()
 
 
 def test_an_installed_package_has_the_templates(tmp_path: Path) -> None:

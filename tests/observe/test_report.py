@@ -71,7 +71,12 @@ def test_a_slow_rank_explains_no_death() -> None:
 
 
 def test_a_recovery_lists_every_phase_of_its_slowest_member(tmp_path: Path) -> None:
-    first, second = summary.summarize(_history(traces.faulty_run())).recoveries
+    run = traces.faulty_run()
+    first, second = summary.summarize(_history(run)).recoveries
+    faults = [event.t for event in run.events if isinstance(event, trace.Fault)]
+    for one, fault in zip((first, second), faults, strict=True):
+        told = [event.t for event in run.events if isinstance(event, trace.Recovery) and event.generation == one.generation]
+        assert one.total_s == pytest.approx(max(told) - fault), "from the fault to the last member's commit"
     assert (first.lost_replicas, second.lost_replicas) == ((2,), (0,))
     # The traces' clocks give 0.01 s x phase x (replica + 1); replica 1 is the slowest survivor of both. An injected fault is
     # two events, one millisecond each, before the announcement.
@@ -79,6 +84,24 @@ def test_a_recovery_lists_every_phase_of_its_slowest_member(tmp_path: Path) -> N
         phases = (one.agree_s, one.redeal_s, one.recompute_s, one.reduce_s, one.commit_s)
         assert phases == pytest.approx((0.04, 0.06, 0.08, 0.1, 0.12))
         assert one.detect_s == pytest.approx(0.003)
+
+
+def test_a_replica_that_stood_still_and_went_on_was_detected_from_then_on() -> None:
+    run = traces.Run()
+    run.quiet_step()
+    run.add(trace.Fault, replica=1, rank=0, point="forward", kind="freeze", step=1, microbatch=1, until="generation")
+    frozen_at = run.t
+    run.t = 5.0
+    run.generation += 1
+    run.add(trace.Generation, generation=2, roster=run.roster, reason="replica 0: no progress from replicas [1]")
+    run.recovered()
+    (recovery,) = summary.summarize(_history(run)).recoveries
+    assert recovery.detect_s == pytest.approx(5.001 - frozen_at)
+    run.t = 9.0
+    run.generation += 1
+    run.add(trace.Generation, generation=3, roster=run.roster, reason="replica 0: connection closed")
+    run.recovered()
+    assert summary.summarize(_history(run)).recoveries[1].detect_s == pytest.approx(0.03), "that has another cause"
 
 
 def test_a_failure_that_nobody_injected_is_a_fault_from_outside() -> None:
