@@ -36,6 +36,7 @@ from megatron_recover.core.values import (
     Finished,
     Held,
     Holds,
+    Journal,
     NewGeneration,
     Plan,
     Promise,
@@ -98,6 +99,15 @@ def follower(partner: Partner) -> Iterator[Follower]:
     made = Follower(partner).joined().planned()
     yield made
     made.close()
+
+
+def test_the_journal_and_the_pace_are_told_without_a_message_of_their_own(follower: Follower) -> None:
+    """Of rank 0; a follower stands for it here. What is measured goes to the leader, which is in the same process."""
+    follower.member.started(2)
+    follower.member.finished(2)
+    follower.member.started(3)
+    follower.leader.send(Enter(Promise(2, (0, 1)), ((0, "a"), (1, "b"))))
+    follower.leader.expect(Promised(1, 2, Journal((2, 3), (2,))))
 
 
 def test_a_step_without_failures_is_one_report_and_one_order(follower: Follower) -> None:

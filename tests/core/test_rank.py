@@ -5,10 +5,26 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from megatron_recover.core import rank
 from megatron_recover.core.invariants import InvariantViolation
-from megatron_recover.core.rank import Begin, Completed, End, EndPass, Failed, Raise, RankState, Retire, Save, Take, ToLeader
+from megatron_recover.core.rank import (
+    Begin,
+    Completed,
+    End,
+    EndPass,
+    Failed,
+    Finished,
+    Measured,
+    Raise,
+    RankState,
+    Retire,
+    Save,
+    Started,
+    Take,
+    ToLeader,
+)
 from megatron_recover.core.values import (
     Apply,
     Begun,
@@ -16,9 +32,11 @@ from megatron_recover.core.values import (
     Close,
     Closing,
     Compute,
+    Computed,
     Ended,
     Held,
     Holds,
+    Journal,
     Plan,
     Promise,
     Promised,
@@ -53,6 +71,22 @@ def test_all_results_of_a_plan_are_one_report() -> None:
     assert effects == [] and state.held == (Held(0, 1, 5),)
     _, effects = feed(state, Completed(Held(1, 1, 6)))
     assert effects == [ToLeader(Holds(1, 0, (Held(0, 1, 5), Held(1, 1, 6))))]
+
+
+def test_the_journal_rides_in_the_promise_and_ends_with_the_step() -> None:
+    state, effects = feed(at_plan(), Started(0), Started(1), Finished(0))
+    assert effects == []
+    assert state.journal == Journal((0, 1), (0,)) and state.journal.computing == (1,)
+    state, effects = feed(state, Promise(2, (0,)))
+    assert effects == [Retire(2), ToLeader(Promised(1, 2, Journal((0, 1), (0,))))]
+    record_held = record(0, complete(0), complete(1))
+    held = replace(state, held=(Held(0, 1, 7), Held(1, 1, 7)))
+    state, _ = feed(held, Apply(record_held, 2, (0,)), Take())
+    assert state.journal == Journal()
+
+
+def test_a_measurement_goes_to_the_leader() -> None:
+    assert feed(at_plan(), Measured(4, 1000))[1] == [ToLeader(Computed(1, 4, 1000))]
 
 
 def test_a_promise_retires_then_reports_then_acknowledges() -> None:

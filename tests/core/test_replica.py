@@ -17,14 +17,18 @@ from megatron_recover.core.values import (
     Close,
     Closing,
     Compute,
+    Computed,
     Diverged,
     Ended,
     Entered,
     ExitCode,
     Failing,
     Finished,
+    Held,
     Holds,
+    Journal,
     NewGeneration,
+    Pipeline,
     Plan,
     Promise,
     Promised,
@@ -103,6 +107,45 @@ def test_lost_microbatches_are_dealt_and_computed_into_undecided_buckets() -> No
     assert isinstance(decided, Decided) and decided.dealt == ((2, 0),) and "microbatches [2]" in decided.reason
     assert order == ToRanks(Plan(0, 2, (0, 1), WORK, (2, 1), (), (Compute((2,), (0,)),), (0,)))
     assert state.contributions == ((0, 2),)
+
+
+def test_lost_microbatches_go_to_whoever_is_done_first_by_the_journals() -> None:
+    """Both hold three; this replica has one of them left, the other all."""
+    work = Work("train 0", 9, (0,))
+    own, others = Journal((0, 1, 2), (0, 1)), Journal((3,), ())
+    state, effects = lead(
+        working(work=work),
+        NewGeneration(2, (0, 1)),
+        Promised(0, 2, own),
+        status(1, work=work, contributions=((3, 4, 5),), journal=others),
+    )
+    (sent,) = [effect.message for effect in effects if isinstance(effect, ToPeers)]
+    assert sent.journal == own
+    (decided,) = [effect for effect in effects if isinstance(effect, Decided)]
+    assert decided.dealt == ((6, 0), (7, 0), (8, 0))
+
+
+def test_a_journal_of_the_step_before_is_not_that_of_this_one() -> None:
+    """Rank 0 has not taken the order to apply when it promises."""
+    state, _ = lead(working(roster=(0,)), holds())
+    state, effects = lead(state, NewGeneration(2, (0,)), Promised(0, 2, Journal((0, 1, 2), (0, 1, 2))))
+    (sent,) = [effect.message for effect in effects if isinstance(effect, ToPeers)]
+    assert (sent.step, sent.journal) == (1, Journal())
+
+
+def test_a_pace_rides_in_the_vote_of_a_training_step() -> None:
+    shape = Shape(1, ((0,), (0,)), Pipeline(3))
+    training, evaluation = Work("train 0", 3, (0, 1)), Work("evaluate 0", 3, (1,))
+    both = Holds(0, 0, (Held(0, 1, 7), Held(1, 1, 7)))
+    state, effects = lead(working(shape=shape, work=training, roster=(0,)), Computed(0, 3, 1000), both)
+    (said,) = [effect.message for effect in effects if isinstance(effect, ToPeers)]
+    assert said.record.paces == ((0, 200),), "3 microbatches on 3 stages take 5 slots"
+    state, effects = lead(state, Begun(0, 1, evaluation), holds(step=1, bucket=1))
+    (said,) = [effect.message for effect in effects if isinstance(effect, ToPeers)]
+    assert said.record.paces == ()
+    state, effects = lead(state, Begun(0, 2, Work("train 1", 3, (0, 1))), Holds(0, 2, both.held))
+    (said,) = [effect.message for effect in effects if isinstance(effect, ToPeers)]
+    assert said.record.paces == ((0, 200),), "the last that is known, where a pass is measured too late"
 
 
 def test_a_decided_bucket_is_fetched_and_nothing_is_computed() -> None:

@@ -162,10 +162,11 @@ def test_without_faults(threads: Threads, num_replicas: int, num_ranks: int, num
     assert [event.provenance for event in run.log.of(trace.Reduced)] == ["ones"] * len(run.log.of(trace.Reduced))
 
 
+@pytest.mark.parametrize("slowest", [4000, 100_000])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_quotas_follow_what_replicas_measure(threads: Threads, num_ranks: int) -> None:
-    """From the third step on, also in evaluation, where nobody measures; and whoever dies then."""
-    paces = (1000, 1000, 4000)
+def test_quotas_follow_what_replicas_measure(threads: Threads, num_ranks: int, slowest: int) -> None:
+    """From the third step on, also in evaluation, where nobody measures, down to quota 0; and whoever dies then."""
+    paces = (1000, 1000, slowest)
     strike = Strike(0, num_ranks - 1, FaultPoint.BACKWARD, step=3)
     run = Run(threads, 3, num_ranks, [strike], num_microbatches=8, paces=paces).check()
     assert strike.struck
