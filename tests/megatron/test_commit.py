@@ -162,6 +162,25 @@ def test_without_faults(threads: Threads, num_replicas: int, num_ranks: int, num
     assert [event.provenance for event in run.log.of(trace.Reduced)] == ["ones"] * len(run.log.of(trace.Reduced))
 
 
+@pytest.mark.parametrize(("num_ranks", "num_chunks"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
+def test_the_last_backward_of_every_chunk_is_known_when_it_begins(
+    threads: Threads, num_ranks: int, num_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or no reduction would run beside it."""
+    begins, seen = Microbatches.backward_begins, {}
+
+    def noted(self: Microbatches, task: Task, chunk: int, last: bool) -> None:
+        seen.setdefault((self._step, threading.current_thread().name, chunk), []).append(last)
+        begins(self, task, chunk, last)
+
+    monkeypatch.setattr(Microbatches, "backward_begins", noted)
+    for num_microbatches in (2, 4, 5):
+        Run(threads, 1, num_ranks, [], num_chunks=num_chunks, num_microbatches=num_microbatches)
+        assert len(seen) == 3 * num_ranks * num_chunks
+        assert set(map(tuple, seen.values())) == {(*[False] * (num_microbatches - 1), True)}
+        seen.clear()
+
+
 @pytest.mark.parametrize("slowest", [4000, 100_000])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_quotas_follow_what_replicas_measure(threads: Threads, num_ranks: int, slowest: int) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
 
 from megatron_recover.core.values import Compute, Plan, Work
 from megatron_recover.megatron.cpu import enable_cpu
@@ -298,6 +299,13 @@ def test_the_queue_is_asked_as_late_as_can_be(num_stages: int, num_chunks: int, 
             assert queue.prepared == [forward - 1 for forward in first_forwards[1:]]
 
         operations(run, stage, num_stages, num_chunks, forward_only=forward_only)
+
+
+def test_a_pipeline_of_unlike_modules_is_refused() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        rank = Rank(0, 2, monkeypatch=patch)
+    with pytest.raises(ValueError, match="unlike modules .* is not supported"):
+        Steps(rank.arguments | {"pg_collection": MultiModuleProcessGroupCollection({"language": None})})
 
 
 # --- The queue -------------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ LAYOUTS = {
     "tp2-per-token": Layout(tp=2, per_token=True, overlap=True),
     "tp2-bf16": Layout(tp=2, bf16=True, overlap=True),
     "pp2-vpp2": Layout(pp=2, vpp=2, overlap=True),
+    "pp4-vpp2": Layout(pp=4, vpp=2),  # passes of fewer microbatches than stages
     "lanes2": Layout(lanes=2),
     "lanes2-per-token": Layout(lanes=2, per_token=True, overlap=True),
     "zero1": Layout(lanes=2, distributed_optimizer=True),
