@@ -99,13 +99,11 @@ def picture(history: History, timeline: Timeline, episode: Episode) -> Picture:
     while sum(len(lane.computing) + len(lane.reducing) for group in groups for lane in group.lanes) > MAX_BARS:
         room = 2 * room or 0.1
         groups = tuple(_coarser(group, room) for group in groups)
-    first = episode.generations[0].generation
-    names = ", ".join(f"replica {replica}" for replica in episode.lost)
+    what = "the loss of " + ", ".join(f"replica {replica}" for replica in episode.lost) if episode.lost else "the fault"
     unit, per = ("ms", 1e3) if episode.end - episode.fault < 10 else ("s", 1.0)
     relative = charts.Scale(per * (episode.begin_shown - episode.fault), per * (episode.end_shown - episode.fault))
     return Picture(
-        about=f"What each rank did around {f'the loss of {names}' if names else f'generation {first}'}: "
-        f"{(episode.end - episode.fault) * 1e3:.0f} ms from the fault to the end of the recovery.",
+        about=f"What each rank did around {what}: {(episode.end - episode.fault) * 1e3:.0f} ms from the fault to the commit.",
         groups=groups, marks=_marks(history, episode, x), ticks=charts.ticks(relative, 9), x_label=f"{unit} since the fault",
         num_shown=sum(len(ranks) for ranks in chosen.values()), num_ranks=num_ranks, is_coarse=room > 0,
     )  # fmt: skip
@@ -114,10 +112,10 @@ def picture(history: History, timeline: Timeline, episode: Episode) -> Picture:
 def _chosen(history: History, timeline: Timeline, episode: Episode) -> tuple[dict[int, list[int]], int]:
     """Replica -> its ranks that are shown, and how many ranks there were.
 
-    Those that were lost come first, then those that took over what was lost, then the others.
+    Those that were lost or struck come first, then those that took over what was lost, then the others.
     """
-    before = [one for one in history.generations.values() if one.generation < episode.generations[0].generation]
-    members = sorted({*(before[-1].roster if before else ()), *episode.generations[-1].roster, *episode.lost})
+    before = [one for one in history.generations.values() if one.t <= episode.fault]
+    members = sorted({member for one in (*before[-1:], *episode.generations) for member in one.roster} | {*episode.lost})
     started = history.first(trace.RunStarted)
     known = {rank for _, rank in timeline.computing}
     num_ranks = max(started.layout.num_ranks if started else 0, max(known, default=0) + 1)
@@ -127,12 +125,16 @@ def _chosen(history: History, timeline: Timeline, episode: Episode) -> tuple[dic
         replica for (replica, _), spans in timeline.computing.items()
         if any(span.is_again and span.generation in newer for span in spans)
     }  # fmt: skip
-    shown = sorted(sorted(members, key=lambda one: (one not in episode.lost, one not in helpers))[:most])
+    struck = {
+        replica for (replica, _), times in timeline.struck_at.items()
+        if any(episode.begin_shown <= t <= episode.end_shown for t in times)
+    }  # fmt: skip
+    shown = sorted(sorted(members, key=lambda one: (one not in {*episode.lost, *struck}, one not in helpers))[:most])
     each = max(1, MAX_LANES // max(1, len(shown)))
     chosen = {}
     for replica in shown:
-        struck = [rank for (of, rank) in timeline.struck_at if of == replica]
-        chosen[replica] = sorted([*struck, *(rank for rank in range(num_ranks) if rank not in struck)][:each])
+        first = [rank for (of, rank) in timeline.struck_at if of == replica]
+        chosen[replica] = sorted([*first, *(rank for rank in range(num_ranks) if rank not in first)][:each])
     return chosen, num_ranks * len(members)
 
 

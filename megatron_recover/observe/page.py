@@ -24,7 +24,7 @@ from megatron_recover.observe.lanes import Picture, picture
 from megatron_recover.observe.perfetto import TRACE_FILE
 from megatron_recover.observe.rules import RULES
 from megatron_recover.observe.summary import FaultSummary, RecoverySummary, Summary
-from megatron_recover.observe.timeline import Timeline
+from megatron_recover.observe.timeline import Episode, Timeline
 
 PAGE_FILE = "report.html"
 
@@ -65,7 +65,7 @@ def render(verdict: Verdict, timeline: Timeline, reference: History | None = Non
         faults=[one for one in items if one not in late],
         late_faults=late,
         num_pictures=sum(one.picture is not None for one in items),
-        num_episodes=len(timeline.episodes),
+        is_part=sum(one.picture is not None for one in items) == MAX_PICTURES,
         any_frozen=bool(timeline.frozen),
         phases=get_args(trace.Phase),
         recoveries=[(one, _bar(one)) for one in summary.recoveries],
@@ -183,35 +183,44 @@ class Item:
 
 
 def _items(history: History, timeline: Timeline, summary: Summary) -> list[Item]:
-    """Every fault; the slowest episodes with a picture, at the first of the faults that they answer."""
-    episodes = timeline.episodes
-    of = {
-        number: next((index for index, episode in enumerate(episodes) if episode.answers(fault)), None)
-        for number, fault in enumerate(summary.faults, start=1)
-    }
+    """Every fault; with pictures at the first of the faults that an episode is about, of the slowest if they are many."""
+    episodes: list[Episode] = list(timeline.episodes)
+    of: dict[int, int] = {}
     first: dict[int, int] = {}
-    for number, index in of.items():
+    for number, fault in enumerate(summary.faults, start=1):
+        index = next((index for index, episode in enumerate(episodes) if episode.answers(fault)), None)
+        if index is None and (unanswered := timeline.around(fault)) is not None:
+            index = len(episodes)
+            episodes.append(unanswered)
         if index is not None:
+            of[number] = index
             first.setdefault(index, number)
-    slowest = sorted(first, key=lambda index: episodes[index].fault - episodes[index].end)[:MAX_PICTURES]
+    slowest = sorted(first, key=lambda index: (not episodes[index].generations, episodes[index].fault - episodes[index].end))
     items = []
     for number, fault in enumerate(summary.faults, start=1):
-        index = of[number]
-        if index is None:
+        episode = episodes[of[number]] if number in of else None
+        if episode is None:
             items.append(Item(number, fault, ""))
-            continue
-        episode = episodes[index]
-        names = [str(one.generation) for one in episode.generations]
-        outcome = f"over after {_seconds(episode.end - episode.fault)}, in generation{'s' if len(names) > 1 else ''} "
-        outcome += " and ".join(names) + (f", see fault {first[index]}" if first[index] != number else "")
-        if index not in slowest or first[index] != number:
-            items.append(Item(number, fault, outcome))
-            continue
-        computing = tuple(
-            (one.generation, _computing(one)) for one in summary.recoveries if str(one.generation) in names and one.computing
-        )
-        items.append(Item(number, fault, outcome, picture(history, timeline, episode), computing))
+        elif first[of[number]] != number:
+            items.append(Item(number, fault, f"{_outcome(episode)}, see fault {first[of[number]]}"))
+        elif of[number] not in slowest[:MAX_PICTURES]:
+            items.append(Item(number, fault, _outcome(episode)))
+        else:
+            generations = {one.generation for one in episode.generations}
+            computing = tuple(
+                (one.generation, _computing(one)) for one in summary.recoveries
+                if one.generation in generations and one.computing
+            )  # fmt: skip
+            items.append(Item(number, fault, _outcome(episode), picture(history, timeline, episode), computing))
     return items
+
+
+def _outcome(episode: Episode) -> str:
+    names = [str(one.generation) for one in episode.generations]
+    if not names:
+        return "nothing had to be recovered"
+    where = f"generation{'s' if len(names) > 1 else ''} {' and '.join(names)}"
+    return f"over after {_seconds(episode.end - episode.fault)}, in {where}"
 
 
 def _computing(recovery: RecoverySummary) -> str:

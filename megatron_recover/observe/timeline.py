@@ -43,7 +43,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Episode:
-    """What one or more faults set off: the generations up to the one that finished the step, or up to the next episode."""
+    """What one or more faults set off: the generations up to the one that finished the step, or up to the next episode.
+
+    There is none where nothing had to be agreed on: a rank that is slow, or that stood still for too short.
+    """
 
     generations: tuple[trace.Generation, ...]
     step: int | None
@@ -62,9 +65,9 @@ class Episode:
 
     def answers(self, fault: FaultSummary) -> bool:
         """Whether it is about a fault: that lost its replica, or struck between its begin and its last generation."""
-        if fault.replica in self.lost:
-            return fault.t <= self.end
-        return fault.kind != FaultKind.SLOW.value and self.fault <= fault.t <= self.generations[-1].t
+        if not self.generations or fault.kind == FaultKind.SLOW.value:
+            return not self.generations and fault.t == self.fault
+        return self.fault <= fault.t <= (self.end if fault.replica in self.lost else self.generations[-1].t)
 
 
 class Timeline:
@@ -147,11 +150,10 @@ class Timeline:
 
     @cached_property
     def struck_at(self) -> dict[Rank, list[float]]:
-        """Rank -> when faults struck it: the injected ones but slowness, and the first end of a replica that had none."""
+        """Rank -> when faults struck it: the injected ones, and the first end of a replica that had none."""
         found: dict[Rank, list[float]] = defaultdict(list)
         for fault in faults(self._history):
-            if fault.kind != FaultKind.SLOW.value:
-                found[fault.replica, fault.rank].append(fault.t)
+            found[fault.replica, fault.rank].append(fault.t)
         return dict(found)
 
     @cached_property
@@ -214,6 +216,15 @@ class Timeline:
             else:
                 groups.append([one])
         return tuple(self._episode(group, steps, ends) for group in groups)
+
+    def around(self, fault: FaultSummary) -> Episode | None:
+        """What to look at around a fault that nothing answered: the step that it struck; None where that is not known."""
+        if fault.step is None or fault.step not in self._history.plans:
+            return None
+        begin = min(plan.t for _, plan in self._history.plans[fault.step])
+        commits = self._history.commits.get(fault.step, {})
+        end = max([fault.t, *(commit.t for _, commit in commits.values())])
+        return Episode((), fault.step, fault.t, end, min(begin, fault.t), end + max(0.05 * (end - begin), 1e-3))
 
     def _episode(self, group: list[trace.Generation], steps: dict[int, int], ends: dict[int, float]) -> Episode:
         step = next((steps[one.generation] for one in reversed(group) if one.generation in steps), None)

@@ -183,7 +183,7 @@ def test_with_many_faults_the_slowest_are_drawn(tmp_path: Path) -> None:
     # Every recovery of this trace is as long as its members are many: each event takes a millisecond.
     assert figures == list(range(1, page.MAX_PICTURES + 1))
     assert "over after" in shown.text("fault-12")
-    assert "8 of them, the slowest, are drawn" in shown.text("faults")
+    assert "No more than 8 are drawn, those that took longest" in shown.text("faults")
 
 
 def test_very_many_faults_are_listed_on_demand(tmp_path: Path) -> None:
@@ -198,14 +198,15 @@ def test_very_many_faults_are_listed_on_demand(tmp_path: Path) -> None:
     assert shown.all("loss", "a") == [], "their numbers would hide each other"
 
 
-def test_a_fault_of_which_nobody_died_is_told_without_a_picture(tmp_path: Path) -> None:
+def test_a_fault_that_nothing_answered_has_the_picture_of_its_step(tmp_path: Path) -> None:
     run = traces.Run()
     run.quiet_step()
     run.add(trace.Fault, replica=1, rank=0, point="forward", kind="stop", step=1, microbatch=2)
     run.quiet_step()
     shown = page_of(tmp_path, run.finish().events)
     assert "replica 1 rank 0 stopped at forward of microbatch 2" in shown.text("fault-1")
-    assert shown.all("fault-1", "figure") == []
+    assert "nothing had to be recovered" in shown.text("fault-1")
+    assert len(shown.all("fault-1", "figure")) == 1, "the step that it struck"
 
 
 def test_a_fault_that_was_survived_has_the_picture_of_what_answered_it(tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_a_fault_that_was_survived_has_the_picture_of_what_answered_it(tmp_path:
     assert "in generation 2" in shown.text("fault-1")
     (figure,) = shown.all("fault-1", "figure")
     labels = [one.get("aria-label") or "" for one in figure.iter("svg")]
-    assert any(label.startswith("What each rank did around generation 2") for label in labels)
+    assert any(label.startswith("What each rank did around the fault") for label in labels)
 
 
 def test_who_was_computing_what_is_told(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from megatron_recover import trace
 from megatron_recover.core.values import LossKind
 from megatron_recover.observe.history import History
 from megatron_recover.observe.lanes import MAX_BARS, MAX_LANES, Picture, picture
+from megatron_recover.observe.summary import faults
 from megatron_recover.observe.timeline import Span, Timeline, within
 from tests.observe import traces
 
@@ -131,6 +132,24 @@ def test_a_fault_in_a_recovery_belongs_to_the_same_episode() -> None:
     (episode,) = Timeline(history_of(run.finish())).episodes
     assert episode.lost == (2, 1) and [one.generation for one in episode.generations] == [2, 3]
     assert episode.fault == next(event.t for event in run.events if isinstance(event, trace.Fault))
+
+
+def test_a_slow_rank_is_seen_in_its_step_and_not_in_the_loss_that_comes_later() -> None:
+    run = traces.Run()
+    run.quiet_step()
+    run.add(trace.Fault, replica=2, rank=0, point="compute", kind="slow", step=1)
+    run.quiet_step()
+    run.step_with_kill_in_backward(2)
+    history = history_of(run.finish())
+    slow, kill = faults(history)
+    timeline = Timeline(history)
+    (episode,) = timeline.episodes
+    assert episode.answers(kill) and not episode.answers(slow)
+    seen = timeline.around(slow)
+    assert seen is not None and seen.answers(slow) and not seen.answers(kill)
+    commits = [event.t for event in run.events if isinstance(event, trace.Committed) and event.step == 1]
+    assert (seen.begin_shown, seen.end) == (slow.t, max(commits)), "the step had not begun, and then it did"
+    assert len(picture(history, timeline, seen).groups) == 3
 
 
 def test_a_request_to_end_is_no_episode_and_a_suspicion_is_one() -> None:
