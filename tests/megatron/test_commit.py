@@ -162,6 +162,19 @@ def test_without_faults(threads: Threads, num_replicas: int, num_ranks: int, num
     assert [event.provenance for event in run.log.of(trace.Reduced)] == ["ones"] * len(run.log.of(trace.Reduced))
 
 
+@pytest.mark.parametrize(("num_ranks", "num_chunks", "group_size"), [(3, 3, 3), (2, 3, 3), (3, 2, 5)])
+def test_any_number_of_microbatches_goes_through_the_chunks(
+    threads: Threads, num_ranks: int, num_chunks: int, group_size: int
+) -> None:
+    """Also where upstream refuses it; the link would hang if the stages disagreed on a message."""
+    for num_microbatches in range(1, 9):
+        fields = {"num_microbatches": num_microbatches, "microbatch_group_size_per_vp_stage": group_size}
+        run = Run(threads, 1, num_ranks, [], num_chunks=num_chunks, **fields)
+        for trainer in run.trainers.values():
+            for found, expected in zip(trainer.gradients[0], trainer.expected(), strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize(("num_ranks", "num_chunks"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
 def test_the_last_backward_of_every_chunk_is_known_when_it_begins(
     threads: Threads, num_ranks: int, num_chunks: int, monkeypatch: pytest.MonkeyPatch
@@ -221,12 +234,12 @@ def test_a_death_in_every_forward_and_backward(threads: Threads, num_ranks: int,
         assert taken_in == ([ids] if when == "open" else [])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_death_in_evaluation(threads: Threads, num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "num_chunks"), [(1, 1), (2, 1), (2, 2)])
+def test_a_death_in_evaluation(threads: Threads, num_ranks: int, num_chunks: int) -> None:
     for rank, microbatch in itertools.product(range(num_ranks), share(balanced(M, (1, 1)), range(2), 1)):
         strike = Strike(1, rank, FaultPoint.EVALUATE, step=2, microbatch=microbatch)
         print(strike)
-        Run(threads, 2, num_ranks, [strike]).check()
+        Run(threads, 2, num_ranks, [strike], num_chunks=num_chunks).check()
         assert strike.struck
 
 
