@@ -22,7 +22,7 @@ def main() -> None:
     """Run the job and print the table."""
     with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
         folder = pathlib.Path(name)
-        job = shaped(CASES[1], steps=STEPS)
+        job = shaped(CASES[-1], steps=STEPS)
         command, _ = commands(job, text_data(folder), folder, "run")
         command[command.index("--") + 1] = str(ROOT / "benchmarks" / "timed_pretrain.py")
         subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr, timeout=300)
