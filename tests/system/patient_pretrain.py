@@ -32,12 +32,10 @@ def main() -> None:
 def _be_patient(folder: pathlib.Path, victims: dict[int, int]) -> None:
     """`victims`: who is to die in a step."""
     begin, end_pass = WorkQueue.__init__, Member.end_pass
-    opened = 0  # the generation in which the pass was opened
 
     def begin_together(self: WorkQueue, member: Member, *args: Any, **others: Any) -> None:
-        nonlocal opened
         begin(self, member, *args, **others)
-        step, opened = member.step, member.generation
+        step = member.step
         (folder / f"begun.{step}.{member.replica}").touch()
         while victims.get(step) == member.replica and not all(
             (folder / f"begun.{step}.{replica}").exists() for replica in member.roster
@@ -45,7 +43,7 @@ def _be_patient(folder: pathlib.Path, victims: dict[int, int]) -> None:
             time.sleep(0.005)  # the others are other processes; nothing but the files tells what they are at
 
     def end_knowing(self: Member) -> None:
-        if victims.get(self.step, self.replica) != self.replica and opened == self.generation:
+        if victims.get(self.step, self.replica) in set(self.roster) - {self.replica}:  # its loss is still to come
             with self._changed:
                 self._wait_until(lambda: bool(self._state.queue))
         end_pass(self)

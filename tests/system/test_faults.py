@@ -29,10 +29,14 @@ class Case:
     left: int
     script: str = "scripts/pretrain_gpt.py"
     taken_in: int | None = None
-    """How many microbatches are dealt into running passes; None: chance."""
+    """How many microbatches are computed in passes that had begun when they were dealt again; None: chance."""
+    extended: tuple[int, ...] = ()
+    """Replicas whose running passes take something in for certain, whether or not they live to compute it."""
 
 
 BF16 = ("--bf16",)
+LENIENT = ("--recover-stall-timeout-s", "4", "--recover-follow-timeout-s", "100")
+"""Who stands still is suspected soon, and has all the time to come back."""
 SOON = ("--recover-stall-timeout-s", "4", "--recover-follow-timeout-s", "3")
 VIRTUAL = ("--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 ZERO1 = ("--use-distributed-optimizer",)
@@ -112,7 +116,7 @@ CASES = (
     ),
     Case("evaluation", Job(replicas=3, eval_interval=2), ("1 0 evaluate step=2", "0 0 evaluate step=7"), 1),
     Case("start-up", Job(replicas=2, pp=2), ("1 0 start_up",), 1),
-    Case("two replicas in the same instant", Job(replicas=4), ("0 0 backward step=2", "2 0 backward step=2"), 2),
+    Case("two replicas in the same instant", Job(replicas=4, extra=OVERLAP), ("0 0 backward step=2", "2 0 backward step=2"), 2),
     Case(
         "per-token loss",
         Job(replicas=2, tp=2, microbatches=5, extra=("--calculate-per-token-loss",)),
@@ -133,6 +137,25 @@ CASES = (
         1,
         script="tests/system/patient_pretrain.py",
         taken_in=2,
+    ),
+    Case(
+        "work just taken over, in the pass that took it in",
+        Job(replicas=3, pp=2, microbatches=24, extra=OVERLAP),  # many: each of the others is dealt some of them
+        ("2 1 backward step=1", "1 0 recompute step=1"),
+        1,
+        script="tests/system/patient_pretrain.py",
+        extended=(0, 1),
+    ),
+    Case(
+        "ranks that are frozen and go on",
+        Job(replicas=3, pp=2, extra=OVERLAP, timeouts=LENIENT),
+        (
+            "1 1 reduce step=1 bucket=4 kind=freeze until=generation",
+            "0 1 promise occurrence=2 kind=freeze until=generation",
+            "2 0 in_vote step=3 kind=freeze until=generation",
+            "1 0 optimizer step=4 kind=freeze until=microbatch_finished",
+        ),
+        3,
     ),
     Case(
         "ranks that stand still",
@@ -166,6 +189,7 @@ def test_job_ends_as_if_nothing_had_died(
     assert outcome.summary["steps"] == case.job.steps
     assert outcome.summary["microbatches_wasted"] == 0
     assert outcome.summary["microbatches_redone"] == outcome.summary["microbatches_lost"]
+    assert {event["replica"] for event in outcome.events("extended")} >= set(case.extended), outcome.command
     assert case.taken_in in (None, outcome.summary["microbatches_redone_in_schedule"]), outcome.command
     verdict, report = check(outcome.run_dir, reference(case.job))
     assert verdict == 0, f"{outcome.command}\n{report}"
