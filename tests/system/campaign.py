@@ -50,8 +50,9 @@ lanes, VP virtual stages, M microbatches a step, determinism, Megatron's flags) 
 recovery from another (`tests/system/scenarios.py`; a fault that its run did not reach is not listed). A standstill is noticed
 after 4 s here, and who does not follow is given up after 4 more. A run passes if it ends with code 0 within {deadline_s:.0f}
 s and has made all steps, `check` finds every invariant kept, and, if it is exact, its parameters are bit-identical to those
-of the failure-free run of one replica. *In the running pass*: those microbatches computed again that a schedule took in while
-it ran. *Worst recovery* adds up the phases of the slowest one, from the fault to the votes.
+of the failure-free run of one replica. `uneven` and `patient` name scripts that bring about what is rare: a decided bucket
+that some lack, a death that finds all others in their pass. *In the running pass*: those microbatches computed again that a
+schedule took in while it ran. *Worst recovery* adds up the phases of the slowest one, from the fault to the votes.
 """
 
 

@@ -16,6 +16,7 @@ from tests.system.jobs import Job
 MAX_PROCESSES = 8
 STEPS = 6
 UNEVEN = "tests/system/uneven_pretrain.py"
+PATIENT = "tests/system/patient_pretrain.py"
 PLAIN = "scripts/pretrain_gpt.py"
 OVERLAP = "--overlap-grad-reduce"
 TIMEOUTS = ("--recover-stall-timeout-s", "4", "--recover-follow-timeout-s", "4")
@@ -64,7 +65,8 @@ class Scenario:
         ]
         if any(flag.startswith("--num-layers-per") for flag in job.extra):
             words[0] += " VP2"
-        return " ".join(words + (["saves"] if self.saves else []) + (["uneven"] if self.script == UNEVEN else []))
+        words += ["saves"] if self.saves else []
+        return " ".join(words + [name for script, name in ((UNEVEN, "uneven"), (PATIENT, "patient")) if script == self.script])
 
 
 class _Draw:
@@ -154,7 +156,7 @@ def scenario(seed: int) -> Scenario:
     """The scenario of a seed."""
     draw = _Draw(seed)
     special = draw.dice.random()
-    if special < 0.25:
+    if special < 0.3:
         return _special(draw)
     step = draw.dice.randrange(2)
     while draw.victims and step < STEPS:
@@ -169,8 +171,8 @@ def scenario(seed: int) -> Scenario:
 def _special(draw: _Draw) -> Scenario:
     """The rarer points, each of which needs something of its job; and one more fault later."""
     dice, job, victims = draw.dice, draw.job, draw.victims
-    what = dice.choice(("start_up", "evaluate", "checkpoint", "transfer"))
-    script, saves = PLAIN, False
+    what = dice.choice(("start_up", "evaluate", "checkpoint", "transfer", "in_flight"))
+    script, saves, later = PLAIN, False, IN_A_STEP[:4]
     if what == "start_up":
         draw.faults.append(Fault(replica=victims.pop(), rank=dice.randrange(draw.num_ranks), point=FaultPoint.START_UP))
     elif what == "evaluate":
@@ -183,10 +185,18 @@ def _special(draw: _Draw) -> Scenario:
         victims.remove(0)
         point = dice.choice((FaultPoint.CHECKPOINT, FaultPoint.CHECKPOINT_TRACKER))
         draw.faults.append(Fault(replica=0, rank=0, point=point, occurrence=2))
+    elif what == "in_flight":
+        # As `_Draw.in_flight`, and for certain. The script waits for who is to die in a pass: nobody else may fail in one.
+        script, later = PATIENT, IN_A_STEP[2:4]
+        draw.faults.append(
+            Fault(replica=victims.pop(), rank=dice.randrange(draw.num_ranks), point=dice.choice(IN_A_PASS), step=1)
+        )
+        if victims:
+            draw.strike(FaultPoint.RECOMPUTE, 1)
     else:
         # In its step 1 replica 0 alone holds all: it is the source, the others are targets.
         script = UNEVEN
         draw.strike(FaultPoint.TRANSFER, 1)
     if victims:
-        draw.strike(dice.choice(IN_A_STEP[:4]), 4)
+        draw.strike(dice.choice(later), 4)
     return Scenario(job=job, faults=tuple(draw.faults), script=script, saves=saves)

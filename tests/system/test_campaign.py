@@ -6,7 +6,7 @@ from collections import Counter
 
 from megatron_recover.cluster import chaos
 from megatron_recover.faults import FaultKind, FaultPoint
-from tests.system.scenarios import MAX_PROCESSES, OVERLAP, STEPS, scenario
+from tests.system.scenarios import MAX_PROCESSES, OVERLAP, PATIENT, PLAIN, STEPS, UNEVEN, scenario
 
 SEEDS = range(1, 201)
 
@@ -39,6 +39,7 @@ def test_everything_comes_up() -> None:
     assert {(fault.point, fault.kind) for fault in faults} >= {
         (point, FaultKind.FREEZE) for point in (FaultPoint.REDUCE, FaultPoint.PROMISE, FaultPoint.IN_VOTE)
     }
+    assert {plan.script for plan in plans} == {PLAIN, PATIENT, UNEVEN}
     assert {plan.job.pp for plan in plans} == {1, 2, 4} and {plan.job.tp for plan in plans} == {1, 2}
     assert {plan.job.lanes for plan in plans} == {1, 2} and {plan.job.determinism for plan in plans} == {"fast", "exact"}
     flags = {flag for plan in plans for flag in plan.job.extra}
