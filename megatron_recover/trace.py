@@ -100,7 +100,7 @@ class Transfer(Part, frozen=True, kw_only=True):
 
 
 class Pass(Part, frozen=True, kw_only=True):
-    """One run of the schedule: these microbatches, their gradient kept for these buckets only."""
+    """Microbatches to compute, their gradient kept for these buckets only."""
 
     microbatches: tuple[int, ...]
     into: tuple[int, ...]

@@ -66,7 +66,7 @@ class Work(Value, frozen=True):
 
 
 class Compute(Value, frozen=True):
-    """One pass of the schedule over some microbatches."""
+    """Microbatches to compute, for the same buckets; a part of a pass (`core/rank.py`, Note [Passes])."""
 
     microbatches: tuple[MicrobatchId, ...]
     into: tuple[BucketId, ...]
@@ -196,10 +196,10 @@ class Promise(Value, frozen=True):
 
 
 class Plan(Value, frozen=True):
-    """What a replica does next for a step: its transfers, its passes, then its reductions.
+    """What a replica does next for a step: it computes, then transfers, then reduces.
 
-    Transfers and reductions cross replicas and end early when a newer generation comes. Passes (and reductions over lanes)
-    stay inside the replica and are always carried out in full, because all ranks of a replica must run the same
+    Transfers and reductions cross replicas and end early when a newer generation comes. What is computed (and reductions over
+    lanes) stays inside the replica and is always carried out in full, because all ranks of a replica must run the same
     collectives in the same order.
     """
 
@@ -213,7 +213,7 @@ class Plan(Value, frozen=True):
     transfers: tuple[Transfer, ...]
     computes: tuple[Compute, ...]
     reduces: tuple[BucketId, ...]
-    """Buckets to reduce in this generation, in this order."""
+    """Buckets to reduce in this generation. All replicas do so in one order, that in which backward passes them."""
 
 
 class Close(Value, frozen=True):
