@@ -59,7 +59,8 @@ def _newest_kept(function: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def answers_shared() -> Iterator[None]:
     """Have all members share what each computes by itself in production: pure functions of what is equal in all of them."""
-    shared = [(replica, "recover"), (replica, "learn"), (planning, "balanced"), (planning, "paces")]
+    shared = [(replica, name) for name in ("recover", "learn", "tally", "voters_of")]
+    shared += [(planning, name) for name in ("balanced", "paces")]
     originals = [(module, name, getattr(module, name)) for module, name in shared]
     for module, name, original in originals:
         setattr(module, name, _newest_kept(original))
@@ -251,6 +252,8 @@ class TimedJob:
         self.replicas = [TimedReplica(self, number) for number in range(table.replicas)]
         self.coordinator = TimedCoordinator(self, coordinator.Policy(table.replicas, min_replicas), timers_s)
         self._faults = {fault: fault.occurrence for fault in faults}
+        self.missed: set[ReplicaId] = set()
+        """Members of the newest generation of which a rank is dead."""
         self._deaths: dict[ReplicaId, float] = {}
         self._dead: dict[ReplicaId, set[int]] = {}
         self._works: dict[int, Work] = {}
@@ -392,6 +395,7 @@ class TimedJob:
         if self.is_dead(number, position):
             return
         self._dead.setdefault(number, set()).add(position)
+        self.missed.add(number)
         self.replicas[number].ranks[position].alive = False
         self.meetings.broken(number, position)
         state = self.replicas[number].state
@@ -408,6 +412,7 @@ class TimedJob:
 
     def announced(self, new: NewGeneration) -> None:
         """The coordinator made a generation."""
+        self.missed &= set(new.roster)
         if new.generation > 1:
             deaths = [self._deaths[loss.replica] for loss in new.losses if loss.replica in self._deaths]
             self.account.recoveries[new.generation] = Recovery(min(deaths, default=self.clock.now), announced=self.clock.now)
