@@ -3,7 +3,7 @@ PY := .venv/bin/python
 SOURCES := megatron_recover patches scripts tests benchmarks setup.py
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test lint explore fuzz gpu-test campaign bench clean
+.PHONY: help setup demo test lint explore fuzz sweep gpu-test campaign bench clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,6 +29,9 @@ explore: setup   ## explore more than 10^7 states of the protocol, JOBS scenario
 
 fuzz: setup      ## SEEDS random jobs on a virtual clock from SEED on, each judged (default 10000 from 1)
 	@$(PY) -m megatron_recover.sim.fuzz --seeds $(or $(SEEDS),10000) --seed $(or $(SEED),1) --jobs 2
+
+sweep: setup     ## simulate rates of failures and sizes up to 100,000 GPUs: OUT/sweep.csv and a plot (default runs/sweep; long)
+	@$(PY) -m megatron_recover.sim.sweep scenarios/large.toml --out $(or $(OUT),runs/sweep) --losses $(or $(LOSSES),4)
 
 gpu-test: setup  ## the CUDA and NCCL part; says why where there is no GPU
 	@$(PY) -m pytest -q tests/gpu

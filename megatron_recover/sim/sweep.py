@@ -1,0 +1,129 @@
+"""How goodput goes with the rate of failures, and with the size of a job: CSV, and a plot of both.
+
+    python -m megatron_recover.sim.sweep scenarios/large.toml --out DIR [--only rates|sizes] [--losses 8]
+
+Decides only which scenarios are simulated. Every point runs as long as `--losses` losses are expected to take. Jobs of other
+sizes have as many microbatches for each replica.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_recover.sim import result, scenario_file
+from megatron_recover.sim.models import Scenario, Timing
+from megatron_recover.sim.policies import HOUR_S, Losses, simulate
+
+COMMAND = "python -m megatron_recover.sim.sweep"
+RATES = (
+    ("RSC-2", 2.34 / (1000 * 24 * 8)),
+    ("Llama 3", 419 / (54 * 24 * 16_384)),
+    ("Meta, 98,304 GPUs", 1 / (0.3 * 98_304)),
+    ("Llama 3 x 10", 10 * 419 / (54 * 24 * 16_384)),
+    ("Llama 3 x 100", 100 * 419 / (54 * 24 * 16_384)),
+    ("ReCoVer's test", 1 / (5 * 116 / HOUR_S * 512)),
+)
+"""Name and losses per GPU-hour: 2.34 failures per 1,000 node-days of 8 GPUs (Kokolis et al. 2024; their other cluster, RSC-1,
+has 6.5, the rate of the third line), 419 interruptions in 54 days on 16,384 GPUs (Llama 3, 2024), one failure every 18 minutes
+on 98,304 GPUs (FT-HSDP, 2026), one every 5 steps of 512 GPUs."""
+AT_SIZE = "Meta, 98,304 GPUs"
+"""The rate at which the size varies."""
+GPUS = (2_048, 8_192, 32_768, 100_032)
+HEAD = ("sweep", "rate", "losses_per_gpu_hour", "gpus", "policy", "losses", "hours", "goodput_of_ideal", "kill_to_plan_s")
+CSV_FILE, PLOT_FILE = "sweep.csv", "sweep.svg"
+
+Point = tuple[Any, ...]
+"""One line of the CSV, as in `HEAD`."""
+
+
+def point(base: Scenario, sweep: str, rate: str, replicas: int, losses: float) -> Iterator[Point]:
+    """All policies of one scenario."""
+    job = base.job
+    per_gpu_hour = dict(RATES)[rate]
+    failures = msgspec.structs.replace(base.failures, every_steps=None, per_gpu_hour=per_gpu_hour)
+    table = msgspec.structs.replace(job, replicas=replicas, microbatches=job.microbatches // job.replicas * replicas)
+    what = msgspec.structs.replace(base, job=table, failures=failures)
+    step_s = Timing(table, what.compute, what.network).ideal_step_s(replicas, table.microbatches)
+    steps = round(losses / (Losses(what).hazard(replicas) * step_s)) + 4
+    what = msgspec.structs.replace(what, job=msgspec.structs.replace(table, steps=steps))
+    for policy, outcome in simulate(what).items():
+        waited = "" if outcome.kill_to_plan_s is None else round(outcome.kill_to_plan_s[0], 4)
+        yield (
+            sweep, rate, f"{per_gpu_hour:.3g}", replicas * job.ranks, policy, outcome.losses,
+            round(outcome.seconds / HOUR_S, 3), round(outcome.goodput_of_ideal, 5), waited,
+        )  # fmt: skip
+
+
+def points(base: Scenario, only: str | None, losses: float, gpus: Sequence[int] = GPUS) -> Iterator[Point]:
+    """The sweep of rates at the scenario's size, then that of sizes."""
+    if only != "sizes":
+        for rate, _ in RATES:
+            yield from point(base, "rate", rate, base.job.replicas, losses)
+    if only != "rates":
+        for number in gpus:
+            yield from point(base, "size", AT_SIZE, number // base.job.ranks, losses)
+
+
+def draw(path: Path, found: Sequence[Point]) -> None:
+    """Goodput over rate and over size."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
+    colours = {"recover": "#1f5fa8", "shrink": "#f2b441", "drop-step": "#5f6368", "checkpoint-restart": "#b3261e"}
+    with pyplot.rc_context(style | {"svg.hashsalt": "sweep"}):
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
+        for policy, colour in colours.items():
+            rates = sorted((float(row[2]), row[7]) for row in found if row[0] == "rate" and row[4] == policy)
+            sizes = [(row[3], row[7]) for row in found if row[0] == "size" and row[4] == policy]
+            for axes, line in ((left, rates), (right, sizes)):
+                if line:
+                    axes.plot(*zip(*line, strict=True), color=colour, marker="o", markersize=3, label=policy)
+        left.set(xscale="log", xlabel="losses per GPU-hour", ylabel="goodput of ideal", ylim=(0, 1.02))
+        right.set(xscale="log", xlabel=f"GPUs, at the rate of {AT_SIZE}")
+        for axes in (left, right):
+            axes.grid(color="#e8eaed")
+            if axes.lines:
+                axes.legend(frameon=False, fontsize=8, loc="lower left")
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the sweep; exit code 2 for a wrong scenario."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.split("\n\n")[0])
+    parser.add_argument("scenario", type=Path, help="a scenario with all policies, e.g. scenarios/large.toml")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"where {CSV_FILE} and {PLOT_FILE} go")
+    parser.add_argument("--only", choices=("rates", "sizes"), help="one of the two sweeps")
+    parser.add_argument("--losses", type=float, default=8, help="expected at each point (default: 8)")
+    parser.add_argument("--max-gpus", type=int, default=GPUS[-1], help=f"the largest size (default: {GPUS[-1]})")
+    options = parser.parse_args(arguments)
+    if not options.losses > 0:
+        parser.error(f"--losses is {options.losses:g}; it must be above 0")
+    try:
+        base = scenario_file.load(options.scenario)
+    except ValueError as error:
+        parser.error(str(error))
+    options.out.mkdir(parents=True, exist_ok=True)
+    found: list[Point] = []
+    began = time.monotonic()
+    for row in points(base, options.only, options.losses, [number for number in GPUS if number <= options.max_gpus]):
+        found.append(row)
+        print(f"{time.monotonic() - began:6.0f} s  {' | '.join(map(str, row))}", flush=True)
+        result.write_csv(options.out / CSV_FILE, HEAD, found)
+    draw(options.out / PLOT_FILE, found)
+    print(f"wrote {options.out / CSV_FILE} and {options.out / PLOT_FILE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

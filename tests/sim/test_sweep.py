@@ -1,0 +1,64 @@
+"""The sweep: every point is simulated and written, and a higher rate costs more."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from megatron_recover.sim import sweep
+from megatron_recover.sim.sweep import CSV_FILE, HEAD, PLOT_FILE, RATES
+
+SCENARIO = """\
+policies = ["recover", "checkpoint-restart"]
+
+[job]
+replicas = 8
+ranks = 4
+stages = 2
+microbatches = 64
+steps = 1
+
+[compute]
+microbatch_s = 60.0
+
+[network]
+bytes_per_s = 1e9
+gradient_bytes = 1e8
+
+[failures]
+until_replicas = 2
+
+[checkpoint]
+save_s = 5
+restart_s = 600
+"""
+
+
+def test_rates_are_swept_into_a_table_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario = tmp_path / "small.toml"
+    scenario.write_text(SCENARIO)
+    assert sweep.main([str(scenario), "--out", str(tmp_path), "--only", "rates", "--losses", "2"]) == 0
+    with (tmp_path / CSV_FILE).open() as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == HEAD
+    assert [row["rate"] for row in rows if row["policy"] == "recover"] == [name for name, _ in RATES]
+    assert all(float(row["goodput_of_ideal"]) > 0.97 for row in rows if row["policy"] == "recover")
+    restarted = [float(row["goodput_of_ideal"]) for row in rows if row["policy"] == "checkpoint-restart"]
+    assert restarted[0] > restarted[-1], "losses cost a restart more the oftener they come"
+    assert "<svg" in (tmp_path / PLOT_FILE).read_text()
+    assert len(capsys.readouterr().out.splitlines()) == len(rows) + 1
+
+
+def test_sizes_keep_the_share_of_a_replica(tmp_path: Path) -> None:
+    scenario = tmp_path / "small.toml"
+    scenario.write_text(SCENARIO)
+    found = list(sweep.points(sweep.scenario_file.load(scenario), "sizes", 1, (32, 320)))
+    assert [(row[3], row[4]) for row in found] == [(n, p) for n in (32, 320) for p in ("recover", "checkpoint-restart")]
+
+
+def test_a_wrong_argument_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        sweep.main([str(tmp_path / "nothing.toml"), "--out", str(tmp_path)])
+    assert ended.value.code == 2 and "cannot be read" in capsys.readouterr().err
