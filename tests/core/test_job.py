@@ -40,11 +40,14 @@ class Job(RuleBasedStateMachine):
         microbatches=st.integers(1, 7),
         shape=st.sampled_from(sorted(SHAPES)),
         slow=st.booleans(),
+        tree_above=st.sampled_from([64, 1, 2, 3]),
         faults=st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 3), st.integers(0, 2)),
     )
-    def start(self, replicas: int, microbatches: int, shape: str, slow: bool, faults: tuple[int, ...]) -> None:
+    def start(self, replicas: int, microbatches: int, shape: str, slow: bool, tree_above: int, faults: tuple[int, ...]) -> None:
         num_ranks, bucket_ranks = SHAPES[shape]
-        scenario = Scenario("random", replicas, microbatches, bucket_ranks, num_ranks, 3, *faults, self.links, slow)
+        scenario = Scenario(
+            "random", replicas, microbatches, bucket_ranks, num_ranks, 3, *faults, self.links, slow, tree_above=tree_above
+        )
         self.explorer = Explorer(scenario, reduced=False)
         self.world = self.explorer.tidy(self.explorer.initial())
 
