@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_recover.sim import explorer
 from megatron_recover.sim.explorer import Explorer, World
 from megatron_recover.sim.scenario import CONFIGS, Scenario
 
+CONTRACT = Path(__file__).parents[2] / "docs" / "protocol.md"
 SHARED = ((0, 1),)
 
 
@@ -22,6 +24,9 @@ def test_no_behaviour_of_a_small_job_breaks_an_invariant(scenario: Scenario) -> 
     print(f"{scenario.name}: {report.states} states, {report.transitions} transitions, {report.ends} ends")
     assert report.found is None, "\n".join((*report.found.lines, report.found.detail))
     assert report.ends > 1, "the exploration ended before the jobs did"
+    name = re.escape(scenario.name.removeprefix("4 replicas, "))
+    row = re.search(rf"^\| {name}(?: \(.*\))? \| ([\d,]+) \|$", CONTRACT.read_text(), re.MULTILINE)
+    assert row is not None and row[1] == f"{report.states:,}", "docs/protocol.md has another number of states"
 
 
 class Outcomes(Explorer):
