@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import batched
 
 import msgspec
 
@@ -43,10 +44,21 @@ def digest(record: values.Record) -> str:
     return hashlib.blake2b(msgspec.msgpack.encode(bare(record)), digest_size=16).hexdigest()
 
 
+def _parts(message: machine.Word) -> Iterator[machine.Word]:
+    """The message in frames of bounded size: the machine takes in parts what several members say."""
+    if not isinstance(message, values.Statuses):
+        yield message
+        return
+    for statuses in batched(message.statuses, STATUSES_A_FRAME):
+        yield msgspec.structs.replace(message, statuses=statuses)
+
+
 Deliver = Callable[[Message], None]
 """Hands a message of the leader to its own rank."""
 
 _GOODBYE_S = 5.0
+STATUSES_A_FRAME = 64
+"""Of those that are handed on in a tree: each has a line per bucket and rank, and a frame has room for 64 MiB."""
 _AGREED = (machine.Phase.IDLE, machine.Phase.WORKING, machine.Phase.VOTED)
 
 
@@ -256,7 +268,8 @@ class Leader:
                 point, last = FaultPoint.IN_VOTE, FaultPoint.AFTER_VOTE
         for index, peer in enumerate(peers or (None,)):
             if peer is not None:
-                self._send_to_peer(peer, message)
+                for part in _parts(message):
+                    self._send_to_peer(peer, part)
             if index == 0 and self._faults is not None:
                 self._faults.at(point, step=step)
         if last is not None and self._faults is not None:

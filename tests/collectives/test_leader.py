@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_recover.collectives import leader
 from megatron_recover.collectives.member import JobStopped, Member
 from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Peer, PeerHello, connect
 from megatron_recover.config import RankContext, RecoverConfig
@@ -163,6 +164,15 @@ def test_in_a_tree_a_leader_has_links_to_its_neighbours_of_the_generation_only(l
     leading.announce(2, (0, 1, 2, 4, 5))
     assert leading.handed_on() == Statuses(5, 2, (Status(5, 2, 0, None, (), (), None),))
     leading.other.wait(lambda: leading.other.closed)
+
+
+def test_many_statuses_are_handed_on_in_several_frames(lead: Lead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader, "STATUSES_A_FRAME", 2)
+    leading = lead(roster=(0, 1, 2), tree_above=1)
+    leading.speak(Statuses(1, 1, (status(1, 1),)), Statuses(1, 1, (status(1, 2),)))
+    leading.other.wait(lambda: len(leading.other.received) == 3)
+    _, *frames = leading.other.received
+    assert [[each.replica for each in frame.statuses] for frame in frames if isinstance(frame, Statuses)] == [[0, 1], [2]]
 
 
 def test_in_a_tree_the_root_says_nothing_before_it_has_heard_from_all(lead: Lead) -> None:

@@ -232,6 +232,20 @@ def test_an_incomplete_word_is_not_handed_on_and_its_sender_is_waited_for() -> N
     assert effects == [] and replica.waiting_for(state) == (1,)
 
 
+def test_what_comes_in_parts_is_handed_on_once_and_whole() -> None:
+    state = lead(replica.ReplicaState(1, SHAPE, 2), NewGeneration(2, tuple(range(7))), Promised(0, 2))[0]
+    everybody = tuple(status(number, work=None) for number in range(7))
+    state, _ = lead(state, Statuses(3, 2, everybody[3:4]))
+    state, effects = lead(state, Statuses(4, 2, everybody[4:5]))
+    assert [effect.peers for effect in effects if isinstance(effect, ToPeers)] == [(0,)]
+    state, effects = lead(state, Statuses(0, 2, everybody[:3]), Statuses(0, 2, everybody[3:6]))
+    assert effects == [] and replica.waiting_for(state) == (0,)
+    state, effects = lead(state, Statuses(0, 2, everybody[6:]))
+    (effect,) = effects
+    assert isinstance(effect, ToPeers) and effect.peers == (3, 4)
+    assert isinstance(effect.message, Statuses) and len(effect.message.statuses) == 7
+
+
 def test_inv_5_handed_on_votes_of_another_generation_or_step_count_for_nothing() -> None:
     state = inner()
     for stale in (ballots(4, 4, generation=1), ballots(4, 4, step=1), ballots(4, 4, generation=3), ballots(9, 4)):
