@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.common import Row, row
 from tests.system.jobs import ROOT, Job, text_data
 
-PACE_S, FACTOR, SLOW_FROM, SLOW_FOR, STEPS = 0.2, 2.0, 4, 8, 18
+PACE_S, FACTOR, SLOW_FROM, SLOW_FOR, STEPS = 0.3, 2.0, 4, 7, 16
 WITHIN = 3
 """Steps after which quotas must have followed."""
 REPLICAS, STRAGGLER, MICROBATCHES = 4, 1, 28
