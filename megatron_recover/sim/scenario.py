@@ -74,6 +74,10 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("parameters that drift, and a crash", crashes=1, drifts=1),
         Scenario("parameters that drift, and a false suspicion", suspicions=1, drifts=1),
         Scenario("links, and parameters that drift", drifts=1, links=True),
+        Scenario(
+            "a row of 3 replicas of unlike speeds, a crash",
+            microbatches=4, steps=3, tree_above=1, crashes=1, paces=(1000, 3000, 1000),
+        ),
         Scenario("a tree of 4 replicas, a crash", replicas=4, microbatches=4, tree_above=2, crashes=1),
         Scenario("a tree of 4 replicas, a false suspicion", replicas=4, microbatches=4, tree_above=2, suspicions=1),
         Scenario("a tree of 4 replicas, parameters that drift", replicas=4, microbatches=4, tree_above=2, drifts=1),

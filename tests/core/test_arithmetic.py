@@ -89,17 +89,20 @@ def test_inv_2_a_step_is_committed_only_by_equal_votes_of_all(roster: tuple[int,
 
 @given(st.lists(st.tuples(st.sets(st.integers(0, 9), min_size=1), records), max_size=8), st.data())
 def test_what_is_gathered_in_parts_is_what_all_votes_say(parts: list[tuple[set[int], Record]], data: st.DataObject) -> None:
-    """However a tree groups votes, and whatever comes twice: who said what, and what was asked for."""
+    """However a tree groups votes, and whatever comes twice: who said what, what was asked for, and how fast who is."""
+    paces: dict[int, int] = {}
     said = dict(item for voters, of in reversed(parts) for item in dict.fromkeys(voters, of).items())
     together: tuple[Ballot, ...] = ()
-    for voters, of in parts:
-        part = vote.gather((), [Ballot(of, (voter,)) for voter in sorted(voters)])
+    for number, (voters, of) in enumerate(parts):
+        part = vote.gather((), [Ballot(replace(of, paces=((voter, number),)), (voter,)) for voter in sorted(voters)])
+        paces = dict.fromkeys(voters, number) | paces
         together = vote.gather(together, part)
     cut = data.draw(st.integers(0, len(together)))
     assert vote.gather(together[:cut], together[cut:]) == vote.gather(together, together) == together
-    bare = {voter: replace(ballot.record, requests=()) for ballot in together for voter in ballot.voters}
-    assert bare == {voter: replace(of, requests=()) for voter, of in said.items()}
-    assert len({replace(ballot.record, requests=()) for ballot in together}) == len(together)
+    bare = {voter: vote.bare(ballot.record) for ballot in together for voter in ballot.voters}
+    assert bare == {voter: vote.bare(of) for voter, of in said.items()}
+    assert len({vote.bare(ballot.record) for ballot in together}) == len(together)
+    assert all(tuple((voter, paces[voter]) for voter in ballot.voters) == ballot.record.paces for ballot in together)
     asked = {request for ballot in together for request in ballot.record.requests}
     assert asked >= {request for of in said.values() for request in of.requests}
 
