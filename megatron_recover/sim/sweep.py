@@ -57,7 +57,7 @@ def point(base: Scenario, sweep: str, rate: str, replicas: int, losses: float) -
         waited = "" if outcome.kill_to_plan_s is None else round(outcome.kill_to_plan_s[0], 4)
         yield (
             sweep, rate, f"{per_gpu_hour:.3g}", replicas * job.ranks, policy, outcome.losses,
-            round(outcome.seconds / HOUR_S, 3), round(outcome.goodput_of_ideal, 5), waited,
+            round(outcome.seconds / HOUR_S, 3), round(outcome.goodput_of_ideal, 6), waited,
         )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def points(base: Scenario, only: str | None, losses: float, gpus: Sequence[int] 
 
 
 def draw(path: Path, found: Sequence[Point]) -> None:
-    """Goodput over rate and over size."""
+    """The part of the time that losses took (1 - goodput), over rate and over size."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -83,17 +83,17 @@ def draw(path: Path, found: Sequence[Point]) -> None:
     with pyplot.rc_context(style | {"svg.hashsalt": "sweep"}):
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
         for policy, colour in colours.items():
-            rates = sorted((float(row[2]), row[7]) for row in found if row[0] == "rate" and row[4] == policy)
-            sizes = [(row[3], row[7]) for row in found if row[0] == "size" and row[4] == policy]
+            rates = sorted((float(row[2]), 1 - row[7]) for row in found if row[0] == "rate" and row[4] == policy)
+            sizes = [(row[3], 1 - row[7]) for row in found if row[0] == "size" and row[4] == policy]
             for axes, line in ((left, rates), (right, sizes)):
                 if line:
                     axes.plot(*zip(*line, strict=True), color=colour, marker="o", markersize=3, label=policy)
-        left.set(xscale="log", xlabel="losses per GPU-hour", ylabel="goodput of ideal", ylim=(0, 1.02))
+        left.set(xscale="log", yscale="log", xlabel="losses per GPU-hour", ylabel="part of the time that losses took")
         right.set(xscale="log", xlabel=f"GPUs, at the rate of {AT_SIZE}")
         for axes in (left, right):
             axes.grid(color="#e8eaed")
-            if axes.lines:
-                axes.legend(frameon=False, fontsize=8, loc="lower left")
+            axes.set_visible(bool(axes.lines))
+        (left if left.lines else right).legend(frameon=False, fontsize=8)
         figure.savefig(path, metadata={"Date": None})
         pyplot.close(figure)
 
