@@ -33,7 +33,7 @@ from megatron_recover.megatron.ledger import count_tokens, read_losses
 from megatron_recover.megatron.microbatches import Microbatches
 from megatron_recover.megatron.overlap import Overlap
 from megatron_recover.megatron.reduction import Gather, ReducingMember, Reduction, gather_over_replica
-from megatron_recover.megatron.schedule import Schedule
+from megatron_recover.megatron.schedule import run_pass
 from megatron_recover.megatron.stopwatch import Stopwatch
 from megatron_recover.megatron.work_queue import WorkQueue
 
@@ -89,7 +89,6 @@ class CommitLoop:
         random state; `iteration()` is Megatron's current one, from 1; `fingerprint()` goes to `Member.join`.
         """
         self._member, self._config, self._originals = member, config, originals
-        self._schedule = Schedule(originals["forward_step"], originals["backward_step"])
         self._cursor, self._seed, self._iteration, self._fingerprint = cursor, seed, iteration, fingerprint
         self._faults, self._gather = faults, gather
         self._record = trace.Recorder(log, replica=member.replica, rank=member.rank)
@@ -107,10 +106,8 @@ class CommitLoop:
     # --- seams -----------------------------------------------------------------------------------------------------------
 
     def replacements(self) -> dict[str, Any]:
-        """What stands behind each seam of the commit loop and of its schedule."""
+        """What stands behind each seam of the commit loop."""
         return {
-            "forward_step": self._schedule.forward_step,
-            "backward_step": self._schedule.backward_step,
             "forward_backward": self.choose_schedule,
             "train_step": self.train_step,
             "finish_grad_sync": gradient_is_reduced,
@@ -218,7 +215,7 @@ class CommitLoop:
                 if stopwatch is not None:
                     self._tell_pace(stopwatch)  # of the step before, where it was not known any sooner
                     stopwatch.begin()
-                self._schedule.run_pass(arguments, queue, divisor=plan.work.num_microbatches, listener=microbatches)
+                run_pass(arguments, queue, divisor=plan.work.num_microbatches, listener=microbatches)
                 num_computed = microbatches.end_pass()
                 if stopwatch is not None:
                     stopwatch.end(num_computed)

@@ -23,14 +23,15 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
-from megatron_recover.megatron.pipeline import Queue, Steps
+from megatron_recover.megatron.pipeline import Queue, Upstream
+from megatron_recover.megatron.work_queue import Task
 
 
 class Slot(NamedTuple):
     """A forward, in the order in which every stage does them, and a backward. See Note [Slots]."""
 
-    microbatch: int | None
-    """Its number in the pass; None: vacant."""
+    index: int | None
+    """Of the microbatch in the pass; None: vacant."""
     chunk: int
     """Of the forward; the backward's is counted from the last chunk."""
 
@@ -42,7 +43,9 @@ class Slots:
         """`group_size`: the most microbatches that pass a chunk before the next one begins, at least `num_stages`."""
         self._queue, self._num_stages, self._num_chunks, self._group_size = queue, num_stages, num_chunks, group_size
         self._slots: list[Slot] = []
-        self._num_microbatches = self._num_in_group = 0
+        self.tasks: list[Task] = []
+        """The microbatches of the pass, as far as they are known."""
+        self._num_in_group = 0
         self._has_ended = False
 
     def at(self, index: int) -> Slot | None:
@@ -57,11 +60,12 @@ class Slots:
             self._queue.prepare()
 
     def _grow(self) -> None:
-        if self._queue.next() is None:
+        task = self._queue.next()
+        if task is None:
             self._has_ended = True
         else:
-            self._slots.append(Slot(self._num_microbatches, 0))
-            self._num_microbatches += 1
+            self._slots.append(Slot(len(self.tasks), 0))
+            self.tasks.append(task)
             self._num_in_group += 1
         if self._num_in_group == self._group_size or self._has_ended and self._num_in_group:
             self._complete_group()
@@ -78,13 +82,15 @@ class Slots:
 class InterleavedStage:
     """One pipeline stage and its chunks in one pass."""
 
-    def __init__(self, steps: Steps) -> None:
-        self._steps, self._link = steps, steps.link
-        self._shape = steps.shape()
-        self._num_stages, self._num_chunks = self._link.total_stages, steps.num_chunks
-        self._group_size = steps.config.microbatch_group_size_per_vp_stage
-        self._num_warmup = 2 * (self._num_stages - self._link.current_stage - 1) + (self._num_chunks - 1) * self._group_size
+    def __init__(self, upstream: Upstream, queue: Queue) -> None:
+        self._upstream, self._queue, self._link = upstream, queue, upstream.link
+        self._shape = upstream.shape()
+        self._num_stages, self._num_chunks = self._link.total_stages, upstream.num_chunks
+        group_size = upstream.config.microbatch_group_size_per_vp_stage
+        self._slots = Slots(queue, num_stages=self._num_stages, num_chunks=self._num_chunks, group_size=group_size)
+        self._num_warmup = 2 * (self._num_stages - self._link.current_stage - 1) + (self._num_chunks - 1) * group_size
         """Forwards before the first backward."""
+        self._num_backwards = [0] * self._num_chunks
         self._inputs: list[deque[_Message]] = [deque() for _ in range(self._num_chunks)]
         self._gradients: list[deque[_Message]] = [deque() for _ in range(self._num_chunks)]
         self._pending: list[deque[tuple[Any, Any]]] = [deque() for _ in range(self._num_chunks)]
@@ -92,20 +98,17 @@ class InterleavedStage:
         self._sends: dict[str, Any] = {}
         """Handle of the last send in each direction."""
 
-    def run(self, queue: Queue) -> None:
+    def run(self) -> None:
         """Forward and backward of all that the queue gives (or forward alone), in upstream's order."""
-        self._slots = Slots(
-            queue, num_stages=self._num_stages, num_chunks=self._num_chunks, group_size=self._group_size
-        )  # fmt: skip
         if self._slots.at(0) is None:
             return
         if not self._is_first(0):
             self._inputs[0].append(_Message(self._link.recv_forward(self._shape, False)))
         forward = backward = 0
-        while self._slots.at(forward) is not None and (forward < self._num_warmup or self._steps.forward_only):
+        while self._slots.at(forward) is not None and (forward < self._num_warmup or self._upstream.forward_only):
             self._pass_on(forward, self._forward(forward), overlap=False)
             forward += 1
-        if self._steps.forward_only:
+        if self._upstream.forward_only:
             return
         self._expect_first_gradient(overlap=self._slots.at(forward) is not None)
         while self._slots.at(forward) is not None:
@@ -130,28 +133,32 @@ class InterleavedStage:
     def _forward(self, index: int) -> Any:
         """The forward of a slot: what there is to send."""
         self._slots.prepare(index + 1)
-        microbatch, chunk = self._slots.at(index)
-        if microbatch is None:
+        number, chunk = self._slots.at(index)
+        if number is None:
             return None
         received = None if self._is_first(chunk) else self._inputs[chunk].popleft().get()
-        partial = self._steps.config.num_microbatches_with_partial_activation_checkpoints
-        in_flight = index if self._steps.forward_only else index % (self._num_warmup + 1)
-        output = self._steps.forward(
-            received, microbatch, chunk, is_last_stage=self._is_last(chunk),
+        partial = self._upstream.config.num_microbatches_with_partial_activation_checkpoints
+        in_flight = index if self._upstream.forward_only else index % (self._num_warmup + 1)
+        output = self._upstream.forward(
+            self._slots.tasks[number], received, number, chunk, is_last_stage=self._is_last(chunk),
             recompute_all=None if partial is None else in_flight >= partial,
         )  # fmt: skip
-        if not self._steps.forward_only:
+        if not self._upstream.forward_only:
             self._pending[chunk].append((received, output))
         return None if self._is_last(chunk) else output
 
     def _backward(self, index: int) -> Any:
         """The backward of a slot: what there is to send."""
-        microbatch, from_last = self._slots.at(index)
-        if microbatch is None:
+        number, from_last = self._slots.at(index)
+        if number is None:
             return None
         chunk = self._num_chunks - 1 - from_last
         gradient = None if self._is_last(chunk) else self._gradients[chunk].popleft().get()
-        gradient = self._steps.backward(*self._pending[chunk].popleft(), gradient)
+        self._num_backwards[chunk] += 1
+        last = self._num_backwards[chunk] == len(self._slots.tasks) and self._queue.has_ended()
+        gradient = self._upstream.backward(
+            self._slots.tasks[number], *self._pending[chunk].popleft(), gradient, chunk, last=last
+        )  # fmt: skip
         return None if self._is_first(chunk) else gradient
 
     # --- upstream's messages ---------------------------------------------------------------------------------------------
@@ -166,9 +173,9 @@ class InterleavedStage:
         if chunk is not None:
             self._inputs[chunk].append(_Message(received, handles.get("recv_prev")))
         self._sent("send_next", handles)
-        if self._steps.config.deallocate_pipeline_outputs and "send_next" in self._sends:
+        if self._upstream.config.deallocate_pipeline_outputs and "send_next" in self._sends:
             self._sends.pop("send_next").wait()  # it still reads what is freed
-        self._steps.release(output)
+        self._upstream.release(output)
 
     def _pass_back(self, index: int, gradient: Any, *, overlap: bool) -> None:
         """Send the gradient of a backward slot; receive that of a later one."""
@@ -200,7 +207,7 @@ class InterleavedStage:
         """
         behind = index + 1 - self._num_stages if is_leading else index + 1
         slot = self._slots.at(behind) if behind >= 0 else None
-        if slot is None or slot.microbatch is None or (is_leading and slot.chunk == last):
+        if slot is None or slot.index is None or (is_leading and slot.chunk == last):
             return None
         return slot.chunk + is_leading
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from megatron_recover.core.values import Compute, Plan, Work
 from megatron_recover.megatron.interleaved import InterleavedStage
 from megatron_recover.megatron.pipeline import Stage
-from megatron_recover.megatron.work_queue import WorkQueue
+from megatron_recover.megatron.work_queue import Task, WorkQueue
 
 FORWARD, BACKWARD = 1.0, 2.0
 """Of a microbatch on a whole stage."""
@@ -151,8 +151,8 @@ class _Member:
         self.asked = len(self._operations)
 
 
-class _Steps:
-    """`pipeline.Steps` that only write down what they are asked for."""
+class _Upstream:
+    """A `pipeline.Upstream` that only writes down what it is asked for."""
 
     forward_only = False
 
@@ -164,13 +164,12 @@ class _Steps:
         )  # fmt: skip
         self.link = _Link(pipe.num_stages, stage)
 
-    def forward(self, received: Any, index: int, chunk: int, **_: Any) -> tuple[int, int]:
+    def forward(self, task: Task, received: Any, index: int, chunk: int, **_: Any) -> str:
         self._operations.append(Operation(self._stage, chunk, index, False))
-        return index, chunk
+        return "output"
 
-    def backward(self, received: Any, output: tuple[int, int], gradient: Any) -> str:
-        microbatch, chunk = output
-        self._operations.append(Operation(self._stage, chunk, microbatch, True))
+    def backward(self, task: Task, received: Any, output: Any, gradient: Any, chunk: int, **_: Any) -> str:
+        self._operations.append(Operation(self._stage, chunk, task.microbatch, True))
         return "gradient"
 
     def release(self, output: Any) -> None: ...
@@ -199,8 +198,9 @@ def _sequences(pipe: Pipe, num: int, num_late: int = 0) -> tuple[list[list[Opera
     for stage in range(pipe.num_stages):
         operations: list[Operation] = []
         member = _Member(operations, _plan(2, range(num, num + num_late)) if num_late else None)
-        steps: Any = _Steps(pipe, stage, operations)
-        (Stage if pipe.num_chunks == 1 else InterleavedStage)(steps).run(WorkQueue(member, _plan(1, range(num)), again=False))
+        upstream: Any = _Upstream(pipe, stage, operations)
+        queue = WorkQueue(member, _plan(1, range(num)), again=False)
+        (Stage if pipe.num_chunks == 1 else InterleavedStage)(upstream, queue).run()
         found.append(operations)
         asked = member.asked if not stage else asked
     return found, found[0][asked]

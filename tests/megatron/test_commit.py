@@ -356,7 +356,7 @@ def test_every_step_has_a_name_of_its_own_and_starts_from_known_parameters(
 def test_a_microbatch_is_seeded_and_read_by_what_it_is() -> None:
     seeded, cursor = [], MicrobatchCursor()
     loop = CommitLoop(
-        SimpleNamespace(replica=0, rank=0), RecoverConfig(), {"forward_step": None, "backward_step": None}, cursor=cursor,
+        SimpleNamespace(replica=0, rank=0), RecoverConfig(), {}, cursor=cursor,
         seed=lambda *what: seeded.append(what), iteration=lambda: 3, fingerprint=lambda: "",
     )  # fmt: skip
     loop._enter_microbatch(5, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import MultiModuleProcessGroupCollectio
 from megatron_recover.core.values import Compute, Plan, Work
 from megatron_recover.megatron.cpu import enable_cpu
 from megatron_recover.megatron.interleaved import InterleavedStage
-from megatron_recover.megatron.pipeline import Stage, Steps
+from megatron_recover.megatron.pipeline import Stage, Upstream
 from megatron_recover.megatron.work_queue import Task, WorkQueue
 from tests.megatron.toy import Stage as Model
 from tests.megatron.toy import model_config, start_world
@@ -158,11 +158,21 @@ class Rank:
         return output.sum(), {}
 
 
+class Silent:
+    """A listener that nobody asks."""
+
+    def forward_begins(self, task: Task, chunk: int) -> None: ...
+    def forward_ended(self, task: Task, chunk: int, tokens: torch.Tensor, losses: Any) -> None: ...
+    def backward_begins(self, task: Task, chunk: int, last: bool) -> None: ...
+    def backward_ended(self, task: Task, chunk: int) -> None: ...
+
+
 class Given:
     """A queue whose work is all known."""
 
-    def __init__(self, num: int) -> None:
-        self._left = [Task(index, BUCKETS, 1, False) for index in range(num)]
+    def __init__(self, num: int, ids: Sequence[int] | None = None) -> None:
+        """`ids`: of the microbatches; 0, 1, ... unless given."""
+        self._left = [Task(microbatch, BUCKETS, 1, False) for microbatch in ids or range(num)]
 
     def prepare(self) -> None: ...
 
@@ -183,8 +193,8 @@ def operations(run: Callable[[Rank], object], *args: Any, **kwargs: Any) -> list
 
 def ours(num: int) -> Callable[[Rank], object]:
     def run(rank: Rank) -> None:
-        steps = Steps(rank.arguments)
-        (Stage if steps.num_chunks == 1 else InterleavedStage)(steps).run(Given(num))
+        upstream = Upstream(rank.arguments, divisor=num, listener=Silent())
+        (Stage if upstream.num_chunks == 1 else InterleavedStage)(upstream, Given(num)).run()
         assert all(handle.waited for handles in rank.link.sends.values() for handle in handles), "a send was forgotten"
 
     return run
@@ -291,9 +301,9 @@ def test_the_queue_is_asked_as_late_as_can_be(num_stages: int, num_chunks: int, 
     for stage in range(num_stages):
 
         def run(rank: Rank) -> None:
-            steps = Steps(rank.arguments)
+            upstream = Upstream(rank.arguments, divisor=num, listener=Silent())
             queue = Watched(num, rank.notes)
-            (Stage if num_chunks == 1 else InterleavedStage)(steps).run(queue)
+            (Stage if num_chunks == 1 else InterleavedStage)(upstream, queue).run()
             first_forwards = slots[: num + 1]
             assert queue.asked == first_forwards
             assert queue.prepared == [forward - 1 for forward in first_forwards[1:]]
@@ -305,7 +315,8 @@ def test_a_pipeline_of_unlike_modules_is_refused() -> None:
     with pytest.MonkeyPatch.context() as patch:
         rank = Rank(0, 2, monkeypatch=patch)
     with pytest.raises(ValueError, match="unlike modules .* is not supported"):
-        Steps(rank.arguments | {"pg_collection": MultiModuleProcessGroupCollection({"language": None})})
+        arguments = rank.arguments | {"pg_collection": MultiModuleProcessGroupCollection({"language": None})}
+        Upstream(arguments, divisor=1, listener=Silent())
 
 
 # --- The queue -------------------------------------------------------------------------------------------------------------

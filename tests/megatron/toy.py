@@ -107,33 +107,24 @@ class Threads:
     def __init__(self) -> None:
         self._local = threading.local()
         self._originals = {
-            "forward_step": schedules.forward_step,
-            "backward_step": schedules.backward_step,
             "rank": parallel_state.get_pipeline_model_parallel_rank,
             "last": parallel_state.is_pipeline_last_stage,
             "finish": DistributedDataParallel.finish_grad_sync,
         }
 
-    @property
-    def originals(self) -> dict[str, Any]:
-        return {name: self._originals[name] for name in ("forward_step", "backward_step")}
-
     def install(self) -> None:
         local = self._local
-        schedules.forward_step = lambda *args, **kwargs: local.seams["forward_step"](*args, **kwargs)
-        schedules.backward_step = lambda *args, **kwargs: local.seams["backward_step"](*args, **kwargs)
         parallel_state.get_pipeline_model_parallel_rank = lambda: local.stage
         parallel_state.is_pipeline_last_stage = lambda *_, **__: local.is_last
         DistributedDataParallel.finish_grad_sync = gradient_is_reduced
 
     def remove(self) -> None:
-        schedules.forward_step, schedules.backward_step = self._originals["forward_step"], self._originals["backward_step"]
         parallel_state.get_pipeline_model_parallel_rank = self._originals["rank"]
         parallel_state.is_pipeline_last_stage = self._originals["last"]
         DistributedDataParallel.finish_grad_sync = self._originals["finish"]
 
-    def enter(self, stage: int, num_stages: int, loop: CommitLoop) -> None:
-        self._local.stage, self._local.is_last, self._local.seams = stage, stage == num_stages - 1, loop.replacements()
+    def enter(self, stage: int, num_stages: int) -> None:
+        self._local.stage, self._local.is_last = stage, stage == num_stages - 1
 
 
 class Trainer:
@@ -161,11 +152,11 @@ class Trainer:
         self.iteration = 0
         self.link = Link(job, member.replica, member.rank, num_stages, self.config) if num_stages > 1 else None
         self.loop = CommitLoop(
-            member, config, threads.originals, cursor=self.cursor, seed=lambda *_: None, iteration=lambda: self.iteration,
+            member, config, {}, cursor=self.cursor, seed=lambda *_: None, iteration=lambda: self.iteration,
             fingerprint=lambda: "toy", log=log, faults=faults,
             gather=lambda holding: job.gather(member.replica, member.rank, holding),
         )  # fmt: skip
-        threads.enter(member.rank, num_stages, self.loop)
+        threads.enter(member.rank, num_stages)
         self.iterators, self.validation = ([self._samples() for _ in self.chunks] for _ in range(2))
         self.gradients: list[list[Tensor]] = []
         """Per training step the gradient of each parameter, as the optimizer finds it."""
