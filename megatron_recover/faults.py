@@ -148,7 +148,7 @@ class FaultInjector:
         # To this thread, which meets it before its next instruction; one sent to the process may let it run on a little.
         signal.pthread_kill(threading.get_ident(), signal.SIGKILL if due.kind is FaultKind.KILL else signal.SIGSTOP)
 
-    def computed(self, step: int, seconds: float) -> float:
+    def stretch(self, step: int, seconds: float) -> float:
         """A forward or backward took so long: wait as long as slow ranks take more. Returns how long it took in all."""
         factor = 1.0
         for fault in self._slow:

@@ -169,8 +169,8 @@ class Member:
         with self._changed:
             return bool(self._state.queue) or self._failure is not None
 
-    def end_pass(self) -> None:
-        """The schedule is given the last microbatch that is known: have the pass closed, unless a plan is on its way."""
+    def ask_close(self) -> None:
+        """Nothing more is known to compute: have the pass closed. Plans that are on their way still belong to it."""
         if self.rank == 0:
             with self._changed:
                 self._step(machine.EndPass())
@@ -206,7 +206,7 @@ class Member:
             retired.close()
         return transport
 
-    def computed(self, generation: int) -> None:
+    def pass_ended(self, generation: int) -> None:
         """A pass is done whose newest plan is of `generation`."""
         if self._leader is not None:
             self._leader.clock.computed(generation)

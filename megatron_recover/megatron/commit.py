@@ -30,15 +30,15 @@ from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.checksum import checksum, combined
 from megatron_recover.megatron.data import MicrobatchCursor
 from megatron_recover.megatron.ledger import count_tokens, read_losses
-from megatron_recover.megatron.microbatches import Microbatches
+from megatron_recover.megatron.microbatches import JournalKeeper, Microbatches
 from megatron_recover.megatron.overlap import Overlap
 from megatron_recover.megatron.reduction import Gather, ReducingMember, Reduction, gather_over_replica
 from megatron_recover.megatron.schedule import run_pass
 from megatron_recover.megatron.stopwatch import Stopwatch
-from megatron_recover.megatron.work_queue import WorkQueue
+from megatron_recover.megatron.work_queue import PlanningMember, WorkQueue
 
 
-class Member(ReducingMember, Protocol):
+class Member(ReducingMember, PlanningMember, JournalKeeper, Protocol):
     """What of `collectives.member.Member` the commit loop needs."""
 
     generation: int
@@ -47,12 +47,7 @@ class Member(ReducingMember, Protocol):
     def join(self, shape: Shape, fingerprint: str) -> None: ...
     def begin(self, work: Work, requests: Sequence[str] = ()) -> int: ...
     def next_order(self) -> Plan | Apply: ...
-    def more_work(self) -> Plan | None: ...
-    def has_order(self) -> bool: ...
-    def end_pass(self) -> None: ...
-    def computed(self, generation: int) -> None: ...
-    def started(self, microbatch: int) -> None: ...
-    def finished(self, microbatch: int) -> None: ...
+    def pass_ended(self, generation: int) -> None: ...
     def measured(self, num_microbatches: int, elapsed_ns: int) -> None: ...
     def raised(self, microbatches: Sequence[int], error: BaseException) -> None: ...
 
@@ -192,7 +187,7 @@ class CommitLoop:
             if plan.computes:
                 self._run_pass(arguments, reduction, microbatches, plan, again)
             else:
-                self._member.computed(plan.generation)
+                self._member.pass_ended(plan.generation)
                 reduction.reduce(plan, again=again)
             again = True
         return order
@@ -220,7 +215,7 @@ class CommitLoop:
                 if stopwatch is not None:
                     stopwatch.end(num_computed)
                     self._tell_pace(stopwatch)
-                self._member.computed(queue.plan.generation)
+                self._member.pass_ended(queue.plan.generation)
                 overlap.finish()
         except Exception as error:
             self._member.raised(microbatches.suspects(), error)

@@ -20,7 +20,7 @@ from megatron_recover.megatron.reduction import Reduction
 from megatron_recover.megatron.work_queue import Task
 
 
-class Journal(Protocol):
+class JournalKeeper(Protocol):
     """Who is told how far a step is: of rank 0 the control endpoint (`collectives.member.Member`)."""
 
     def started(self, microbatch: int) -> None: ...
@@ -40,7 +40,7 @@ class Microbatches:
         enter: Callable[[int, int], None],
         record: trace.Recorder,
         faults: FaultInjector | None,
-        journal: Journal | None = None,
+        journal: JournalKeeper | None = None,
     ) -> None:
         """`enter(microbatch, chunk)` puts samples and random state at the beginning of a microbatch. `journal`: of rank 0."""
         self._reduction, self._step, self._forward_only, self._num_chunks = reduction, step, forward_only, num_chunks
@@ -111,7 +111,7 @@ class Microbatches:
     def _elapsed_s(self) -> float:
         """Of the forward or backward that ends now."""
         seconds = time.perf_counter() - self._since
-        return seconds if self._faults is None else self._faults.computed(self._step, seconds)
+        return seconds if self._faults is None else self._faults.stretch(self._step, seconds)
 
     def _pass_fault(self, point: FaultPoint, task: Task) -> None:
         if self._faults is not None:

@@ -60,7 +60,7 @@ class Overlap:
             self._passed = {bucket: threading.Event() for bucket in plan.reduces}
             self._thread = threading.Thread(target=self._run, args=(plan,), name="recover-reduce", daemon=True)
             self._thread.start()
-        self._reduction.watch(task, chunk, self._pass)
+        self._reduction.watch(task, chunk, self._has_passed)
 
     def finish(self) -> None:
         """The pass is over: reduce what is left; return when the plan is carried out. Raises what the reduction raises."""
@@ -83,7 +83,7 @@ class Overlap:
         except BaseException as error:  # carried over to the training thread
             self._error = error
 
-    def _pass(self, bucket: BucketId) -> None:
+    def _has_passed(self, bucket: BucketId) -> None:
         if bucket not in self._passed or self._passed[bucket].is_set():
             return
         if self._stream is not None:
@@ -92,7 +92,7 @@ class Overlap:
 
     def _release(self) -> None:
         for bucket in self._passed:
-            self._pass(bucket)
+            self._has_passed(bucket)
 
     def _wait_for(self, bucket: BucketId) -> None:
         # Ended by the backward or, whatever becomes of it, by `finish` or `__exit__` (INV-8).

@@ -30,7 +30,7 @@ class PlanningMember(Protocol):
 
     def more_work(self) -> Plan | None: ...
     def has_order(self) -> bool: ...
-    def end_pass(self) -> None: ...
+    def ask_close(self) -> None: ...
 
 
 class WorkQueue:
@@ -53,7 +53,7 @@ class WorkQueue:
         """
         if not self.has_ended() and not self._waiting and not self._has_asked:
             self._has_asked = True
-            self._member.end_pass()
+            self._member.ask_close()
 
     def next(self) -> Task | None:
         """The next microbatch; None, for good, when there is none left. Waits while neither is known. Raises `JobStopped`."""

@@ -147,7 +147,7 @@ class _Member:
     def more_work(self) -> Plan | None:
         return self._orders.pop() if self._orders else None
 
-    def end_pass(self) -> None:
+    def ask_close(self) -> None:
         self.asked = len(self._operations)
 
 

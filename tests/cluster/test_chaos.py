@@ -71,7 +71,7 @@ def test_a_slow_rank_waits_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> 
     slept, said = [], []
     monkeypatch.setattr(faults_module.time, "sleep", slept.append)
     injector = FaultInjector(parse(SLOW, TARGET), replica=1, rank=0, record=lambda **fields: said.append(fields))
-    assert [injector.computed(step, 2.0) for step in (2, 3, 6, 7)] == [2.0, 5.0, 5.0, 2.0]
+    assert [injector.stretch(step, 2.0) for step in (2, 3, 6, 7)] == [2.0, 5.0, 5.0, 2.0]
     assert slept == [3.0, 3.0]
     assert [(fault["kind"], fault["step"]) for fault in said] == [("slow", 3)]
 

@@ -137,7 +137,7 @@ class LoopbackMember:
         with self.job.changed:
             return bool(self.job.ranks[self.replica, self.rank].queue)
 
-    def computed(self, generation: int) -> None:
+    def pass_ended(self, generation: int) -> None:
         pass
 
     def started(self, microbatch: int) -> None:
@@ -155,7 +155,7 @@ class LoopbackMember:
         with self.job.changed:
             self.job.feed_rank(self.replica, self.rank, message)
 
-    def end_pass(self) -> None:
+    def ask_close(self) -> None:
         if self.rank == 0:
             with self.job.changed:
                 self.job.await_loss(self.replica)
@@ -230,7 +230,7 @@ class _Injector:
                     self.job.kill(self.replica)
                 raise Killed
 
-    def computed(self, step: int, seconds: float) -> float:
+    def stretch(self, step: int, seconds: float) -> float:
         """Nobody is slow."""
         return seconds
 

@@ -109,7 +109,7 @@ class ScriptedMember:
     def has_order(self) -> bool:
         return True
 
-    def end_pass(self) -> None:
+    def ask_close(self) -> None:
         pass
 
     def started(self, microbatch: int) -> None:
@@ -121,7 +121,7 @@ class ScriptedMember:
     def measured(self, num_microbatches: int, elapsed_ns: int) -> None:
         pass
 
-    def computed(self, generation: int) -> None:
+    def pass_ended(self, generation: int) -> None:
         pass
 
     def transport(self, generation: int) -> AloneTransport:

@@ -346,7 +346,7 @@ class Stream:
     def has_order(self) -> bool:
         return self.arrived > 0
 
-    def end_pass(self) -> None:
+    def ask_close(self) -> None:
         self.asked_after.append(self.handed_out)
 
 

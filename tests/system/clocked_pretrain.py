@@ -21,7 +21,7 @@ def main() -> None:
 
     def elapsed_s(self: Microbatches) -> float:
         nonlocal now_ns
-        seconds = SECONDS if self._faults is None else self._faults.computed(self._step, SECONDS)
+        seconds = SECONDS if self._faults is None else self._faults.stretch(self._step, SECONDS)
         now_ns += int(1e9 * seconds)
         return seconds
 

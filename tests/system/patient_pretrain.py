@@ -31,7 +31,7 @@ def main() -> None:
 
 def _be_patient(folder: pathlib.Path, victims: dict[int, int]) -> None:
     """`victims`: who is to die in a step."""
-    begin, end_pass = WorkQueue.__init__, Member.end_pass
+    begin, ask_close = WorkQueue.__init__, Member.ask_close
 
     def begin_together(self: WorkQueue, member: Member, *args: Any, **others: Any) -> None:
         begin(self, member, *args, **others)
@@ -46,10 +46,10 @@ def _be_patient(folder: pathlib.Path, victims: dict[int, int]) -> None:
         if victims.get(self.step, self.replica) in set(self.roster) - {self.replica}:  # its loss is still to come
             with self._changed:
                 self._wait_until(lambda: bool(self._state.queue))
-        end_pass(self)
+        ask_close(self)
 
     WorkQueue.__init__ = begin_together  # type: ignore[method-assign]
-    Member.end_pass = end_knowing  # type: ignore[method-assign]
+    Member.ask_close = end_knowing  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
