@@ -15,6 +15,7 @@ import collections
 import itertools
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -59,13 +60,12 @@ schedule took in while it ran. *Worst recovery* adds up the phases of the slowes
 class Row:
     """One run of the campaign: what it was and what came of it."""
 
-    def __init__(self, seed: int, plan: Scenario, outcome: Outcome | None, seconds: float, verdict: str) -> None:
-        """`outcome` is None where the run did not end."""
+    def __init__(self, seed: int, plan: Scenario, outcome: Outcome, seconds: float, verdict: str) -> None:
         self.seed, self.plan, self.seconds, self.verdict = seed, plan, seconds, verdict
-        self.faults = outcome.events("fault") if outcome is not None else []
+        self.faults = outcome.events("fault")
         self.num_struck = sum(event["kind"] != "slow" for event in self.faults)
         """A slow rank fails at nothing: it does not count."""
-        self._summary = outcome.summary if outcome is not None and (outcome.run_dir / "summary.json").is_file() else {}
+        self._summary = outcome.summary if (outcome.run_dir / "summary.json").is_file() else {}
 
     @property
     def passed(self) -> bool:
@@ -102,22 +102,25 @@ class Campaign:
         reference = self._reference(plan)
         run_dir = self._folder / f"run-{seed}"
         save = self._folder / f"save-{seed}" if plan.saves else None
-        outcome, since = None, time.monotonic()
+        since = time.monotonic()
         try:
             outcome = run_job(
                 plan.job, run_dir, self._data, chaos=chaos.render(plan.faults, f"seed {seed}"), save=save,
                 deadline_s=DEADLINE_S, quiet=True, script=ROOT / plan.script,
             )  # fmt: skip
-            verdict, output = self._judge(outcome, reference), outcome.output
+            verdict = self._judge(outcome, reference)
         except AssertionError as error:  # it was killed at its deadline
-            verdict, output = f"FAILED: no end within {DEADLINE_S:.0f} s", str(error)
+            outcome, verdict = Outcome(-1, str(error), run_dir, ""), f"FAILED: no end within {DEADLINE_S:.0f} s"
         row = Row(seed, plan, outcome, time.monotonic() - since, verdict)
         if row.passed:
             shutil.rmtree(run_dir)
         else:
             self._keep.mkdir(parents=True, exist_ok=True)
             shutil.move(run_dir, self._keep / f"run-{seed}")
-            print(f"{output[-3000:]}\nrun again with: python -m tests.system.campaign --faults 1 --seed {seed}", flush=True)
+            print(
+                f"{outcome.output[-3000:]}\nrun again with: python -m tests.system.campaign --faults 1 --seed {seed}",
+                flush=True,
+            )
         if save is not None:
             shutil.rmtree(save, ignore_errors=True)
         return row
@@ -183,6 +186,7 @@ def main() -> int:
     keep = arguments.keep or pathlib.Path(tempfile.gettempdir()) / "megatron-recover-failed"
     command = f"make campaign FAULTS={arguments.faults} SEED={arguments.seed} OUT=docs/campaign.md"
     rows: list[Row] = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a campaign that is told to end takes its run with it
     print(COLUMNS, flush=True)
     with tempfile.TemporaryDirectory(prefix="megatron-recover-campaign-") as name:
         campaign = Campaign(pathlib.Path(name), keep)

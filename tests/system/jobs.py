@@ -127,6 +127,9 @@ def _run(command: Sequence[str], deadline_s: float, line: str) -> tuple[int, str
     )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=deadline_s)
+    except KeyboardInterrupt:
+        process.kill()  # which ends all its ranks
+        raise
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)
         try:

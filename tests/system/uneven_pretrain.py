@@ -23,7 +23,14 @@ def main() -> None:
 
     def hold_late(self: Member, held: Held) -> bool:
         step = self._state.step
-        if self.replica > 0 and step in STEPS and step not in late and held.bucket == self._state.buckets[-1]:
+        # With nobody else left there is nobody who would call for a newer generation.
+        if (
+            self.replica > 0
+            and len(self.roster) > 1
+            and step in STEPS
+            and step not in late
+            and held.bucket == self._state.buckets[-1]
+        ):
             late.add(step)
             with self._changed:
                 self._changed.wait_for(lambda: self._state.promised > self.generation)
