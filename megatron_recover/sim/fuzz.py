@@ -25,6 +25,7 @@ import msgspec
 from megatron_recover.core import coordinator, invariants, rank
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.replica import LinkLost
+from megatron_recover.core.tree import TREE_ABOVE
 from megatron_recover.core.values import ExitCode, Loss, LossKind, ReplicaId, Report
 from megatron_recover.sim.clock import Clock
 from megatron_recover.sim.memory import Counts
@@ -145,7 +146,7 @@ class RandomJob(TimedJob):
         self.dice = dice = random.Random(seed)
         ranks, stages = dice.choice(SHAPES)
         table = JobTable(
-            replicas=dice.randint(1, 6), ranks=ranks, stages=stages, microbatches=dice.randint(1, 9),
+            replicas=dice.randint(1, 7), ranks=ranks, stages=stages, microbatches=dice.randint(1, 9),
             steps=dice.randint(1, 4), buckets=dice.randint(1, 2), seed=seed,
         )  # fmt: skip
         timers_s = {
@@ -154,7 +155,7 @@ class RandomJob(TimedJob):
         }  # fmt: skip
         super().__init__(
             table, RandomTiming(dice, table), timers_s, detect_s=0.0, stall_timeout_s=dice.choice((2.0, 10.0)),
-            min_replicas=min(table.replicas, dice.choice((1, 1, 1, 2))),
+            min_replicas=min(table.replicas, dice.choice((1, 1, 1, 2))), tree_above=dice.choice((TREE_ABOVE, 1, 2, 3)),
         )  # fmt: skip
         self.clock = self.freezer = FreezingClock()
         self.history = invariants.History(self.shape)

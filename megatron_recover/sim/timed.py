@@ -18,7 +18,7 @@ import msgspec
 
 from megatron_recover.core import coordinator, invariants, replica
 from megatron_recover.core import recovery as planning
-from megatron_recover.core.tree import neighbours
+from megatron_recover.core.tree import TREE_ABOVE, neighbours
 from megatron_recover.core.values import (
     Entered,
     Hello,
@@ -127,10 +127,10 @@ class Actor:
 class TimedReplica(Actor):
     """One replica: its leader's machine and its ranks."""
 
-    def __init__(self, job: TimedJob, number: ReplicaId) -> None:
+    def __init__(self, job: TimedJob, number: ReplicaId, tree_above: int) -> None:
         super().__init__(job)
         self.number = number
-        self.state = replica.ReplicaState(number, job.shape)
+        self.state = replica.ReplicaState(number, job.shape, tree_above)
         self.ranks = [TimedRank(job, self, position) for position in range(job.table.ranks)]
 
     @property
@@ -233,8 +233,9 @@ class TimedJob:
         stall_timeout_s: float,
         faults: Sequence[Fault] = (),
         min_replicas: int = 1,
+        tree_above: int = TREE_ABOVE,
     ) -> None:
-        """`timers_s`: seconds of every `core.coordinator.Setting`."""
+        """`timers_s`: seconds of every `core.coordinator.Setting`. `tree_above`: as in `core.replica.ReplicaState`."""
         self.table, self.timing, self.detect_s, self.stall_timeout_s = table, timing, detect_s, stall_timeout_s
         self.clock = Clock()
         self.shape = shape_of(table)
@@ -249,7 +250,7 @@ class TimedJob:
         self.meetings = Meetings(self)
         self.account = Account()
         self.num_steps = table.steps
-        self.replicas = [TimedReplica(self, number) for number in range(table.replicas)]
+        self.replicas = [TimedReplica(self, number, tree_above) for number in range(table.replicas)]
         self.coordinator = TimedCoordinator(self, coordinator.Policy(table.replicas, min_replicas), timers_s)
         self._faults = {fault: fault.occurrence for fault in faults}
         self.missed: set[ReplicaId] = set()
