@@ -16,8 +16,9 @@ from megatron_recover import trace
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.quota import balanced, share
 from megatron_recover.faults import FaultPoint
-from megatron_recover.megatron import schedule, work_queue
+from megatron_recover.megatron import work_queue
 from megatron_recover.megatron.buckets import BackwardWatch
+from megatron_recover.megatron.microbatches import Microbatches
 from megatron_recover.megatron.reduction import Reduction
 from tests.megatron.loopback import Strike
 from tests.megatron.test_commit import NUM_BUCKETS, Run, first_strikes, second_strikes, threads
@@ -96,13 +97,9 @@ def one_death(threads: Threads) -> Iterator[Callable[[], Run]]:
 
 def test_a_bucket_that_is_reduced_before_the_pass_is_closed_is_seen(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_seen(one_death(threads))
-    next_backward = schedule._Pass.next_backward
-
-    def hasty(self: Any, task: work_queue.Task, chunk: int) -> bool:
-        next_backward(self, task, chunk)
-        return not self._backwards[chunk]  # whether or not `Close` has come
-
-    monkeypatch.setattr(schedule._Pass, "next_backward", hasty)
+    begins = Microbatches.backward_begins
+    # Whether or not `Close` has come, any backward may be the last one.
+    monkeypatch.setattr(Microbatches, "backward_begins", lambda self, task, chunk, last: begins(self, task, chunk, True))
     assert is_seen(one_death(threads))
 
 
