@@ -86,7 +86,33 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("a tree, a failed operation or lost message, and a crash", steps=1, tree_above=2, crashes=1, alarms=1),
     ),
     "full": (
+        # The longest first: they decide when the last of several processes is done.
+        Scenario("4 replicas, 2 crashes and a false suspicion", replicas=4, microbatches=4, crashes=2, suspicions=1),
+        Scenario("4 replicas, 3 crashes and a false suspicion", replicas=4, microbatches=4, steps=1, crashes=3, suspicions=1),
+        Scenario(
+            "4 replicas, passes, a crash and a false suspicion",
+            replicas=4, microbatches=4, steps=1, crashes=1, suspicions=1, passes_last=True,
+        ),
         Scenario("4 replicas, 2 buckets, 2 crashes", replicas=4, microbatches=4, bucket_ranks=ONE_RANK_TWO_BUCKETS, crashes=2),
+        Scenario("a failed operation or lost message, a crash and a false suspicion", crashes=1, alarms=1, suspicions=1),
+        Scenario(
+            "a tree of 4 replicas, 2 crashes and a false suspicion",
+            replicas=4, microbatches=4, tree_above=2, crashes=2, suspicions=1,
+        ),
+        Scenario(
+            "a tree of 4 replicas, a failed operation or lost message, and a crash",
+            replicas=4, microbatches=4, steps=1, tree_above=2, crashes=1, alarms=1,
+        ),
+        Scenario("a tree of 5 replicas, a crash", replicas=5, microbatches=5, tree_above=2, crashes=1),
+        Scenario("a row of 3 replicas, links that break and a crash", tree_above=1, crashes=1, alarms=1, links=True),
+        Scenario("passes of 2 stages, 2 crashes", num_ranks=2, bucket_ranks=TWO_STAGES, crashes=2, passes_last=True),
+        Scenario(
+            "passes, 2 buckets, 2 crashes and a false suspicion",
+            bucket_ranks=ONE_RANK_TWO_BUCKETS, crashes=2, suspicions=1, passes_last=True,
+        ),
+        Scenario("passes, a failed operation or lost message, and a crash", crashes=1, alarms=1, passes_last=True),
+        Scenario("2 buckets, a failed operation or lost message, and a crash",
+                 bucket_ranks=ONE_RANK_TWO_BUCKETS, crashes=1, alarms=1),
         Scenario("2 buckets, 2 crashes and a false suspicion", bucket_ranks=ONE_RANK_TWO_BUCKETS, crashes=2, suspicions=1),
         Scenario("2 replicas, links that break twice and a crash", replicas=2, microbatches=2, crashes=1, alarms=2, links=True),
         Scenario("2 buckets, parameters that drift, and a crash", bucket_ranks=ONE_RANK_TWO_BUCKETS, crashes=1, drifts=1),
