@@ -18,7 +18,6 @@ Caller's contract (docs/protocol.md has all of it)
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -28,14 +27,27 @@ from megatron_recover.core.bucket import complete, results
 from megatron_recover.core.policy import exit_code
 from megatron_recover.core.quota import ticks
 from megatron_recover.core.recovery import fresh_plan, plan_of, recover
-from megatron_recover.core.speed import Speeds, learn, said
-from megatron_recover.core.tree import TREE_ABOVE, awaited, neighbours, told
+from megatron_recover.core.replica_state import (
+    Committed,
+    Decided,
+    Effect,
+    Input,
+    LinkLost,
+    Phase,
+    ReplicaState,
+    ToCoordinator,
+    ToPeers,
+    ToRanks,
+    WaitExpired,
+    Word,
+)
+from megatron_recover.core.speed import learn, said
+from megatron_recover.core.tree import awaited, neighbours, told
 from megatron_recover.core.values import (
     Apply,
     Ballot,
     Begun,
     Blocked,
-    BucketId,
     BucketVersion,
     Busy,
     Close,
@@ -46,171 +58,28 @@ from megatron_recover.core.values import (
     Entered,
     Failing,
     Finished,
-    Generation,
-    Held,
     Holds,
     Journal,
-    LeaderMessage,
-    MicrobatchId,
     NewGeneration,
-    Order,
-    Plan,
     Promise,
     Promised,
     Raised,
     Record,
     ReplicaId,
-    Report,
     Requested,
     Saving,
-    Shape,
     Status,
     Statuses,
     Stop,
-    Value,
-    Version,
     Vote,
     Votes,
-    Work,
 )
 from megatron_recover.core.vote import Disagreement, gather, tally, unite, voters_of
 
-
-class Phase(enum.Enum):
-    """Where a replica is in its generation."""
-
-    JOINING = "joining"
-    """No generation yet."""
-    PROMISING = "promising"
-    """Waits for its own ranks to promise."""
-    EXCHANGING = "exchanging"
-    """Has sent its status; waits for the status of every member."""
-    IDLE = "idle"
-    """All statuses are there; its training loop has not begun the step."""
-    WORKING = "working"
-    """Its ranks compute and reduce."""
-    VOTED = "voted"
-    """All its ranks hold all results; waits for the vote of every member."""
-    STOPPED = "stopped"
-    """Told to stop. Nothing follows."""
-
-
-class ReplicaState(Value, frozen=True):
-    """What a leader knows. Start with `ReplicaState(replica, shape)`."""
-
-    replica: ReplicaId
-    shape: Shape
-    tree_above: int = TREE_ABOVE
-    """Above so many members status and vote go over a tree; the same in all replicas."""
-    phase: Phase = Phase.JOINING
-    generation: Generation = 0
-    roster: tuple[ReplicaId, ...] = ()
-    step: int = 0
-    """The step that is not committed yet."""
-    work: Work | None = None
-    """The step's work once the training loop has begun it."""
-    requests: tuple[str, ...] = ()
-    """What all its votes ask for from now on: requests of its ranks (`Begun`), of generations (`NewGeneration`), and all that a
-    record has carried."""
-    promised: tuple[int, ...] = ()
-    """Ranks that promised `generation`."""
-    contributions: tuple[tuple[MicrobatchId, ...], ...] = ()
-    """Per bucket of the shape the ids that this replica's local gradients hold or will hold."""
-    held: tuple[tuple[Held, ...], ...] = ()
-    """Per rank its complete results of this step, by bucket."""
-    plan: Plan | None = None
-    """The plan that the ranks obey, or (phase IDLE) that waits for the training loop to begin the step."""
-    statuses: tuple[Status, ...] = ()
-    """Newest status of each member, own included, by replica."""
-    votes: tuple[Ballot, ...] = ()
-    """Votes for this step."""
-    committed: Record | None = None
-    """Record of `step - 1`."""
-    blocked: bool = False
-    """A newer generation was asked for."""
-    waited_for: tuple[ReplicaId, ...] = ()
-    """Until `Entered` says it: whom this replica waited for when it left a generation."""
-    trusted_from: Generation = 0
-    """Of `generation` (`NewGeneration.trusted_from`)."""
-    ended: tuple[int, ...] = ()
-    """Ranks whose training loop is over."""
-    pace_ns: int = 0
-    """What a microbatch took in the last pass that was measured."""
-    speeds: Speeds = Speeds()
-    """As of all steps that are committed."""
-    journal: Journal = Journal()
-    """Of this step, as rank 0 promised."""
-
-
-# --- Inputs: NewGeneration and Stop (coordinator), Report (ranks), Status and Vote (other leaders), and: -------------------
-
-
-class LinkLost(Value, frozen=True):
-    """The link to another leader broke; messages may be lost."""
-
-    peer: ReplicaId
-    detail: str = ""
-
-
-class WaitExpired(Value, frozen=True):
-    """A wait took too long. Dropped unless the replica still waits in this generation and step."""
-
-    generation: Generation
-    step: int
-
-
-Input = NewGeneration | Stop | Report | Status | Statuses | Vote | Votes | LinkLost | WaitExpired
-
-
-# --- Effects -------------------------------------------------------------------------------------------------------------
-
-
-class ToRanks(Value, frozen=True):
-    """Send to every rank of this replica."""
-
-    order: Order
-
-
-Word = Status | Statuses | Vote | Votes
-"""What leaders say to each other."""
-
-
-class ToPeers(Value, frozen=True):
-    """Send to these leaders. A roster of one has no peers, and in a tree others hear of a status or vote only from what is
-    handed on: the effect still comes, when this replica says it."""
-
-    peers: tuple[ReplicaId, ...]
-    message: Word
-
-
-class ToCoordinator(Value, frozen=True):
-    """Send to the coordinator."""
-
-    message: LeaderMessage
-
-
-class Decided(Value, frozen=True):
-    """A recovery plan was made: what was decided and why (the plan itself follows in `ToRanks`)."""
-
-    step: int
-    generation: Generation
-    decided: tuple[tuple[BucketId, Version, ReplicaId], ...]
-    """(bucket, version, a member that holds it)."""
-    dealt: tuple[tuple[MicrobatchId, ReplicaId], ...]
-    """Who recomputes what."""
-    reason: str
-
-
-class Committed(Value, frozen=True):
-    """The step is committed here."""
-
-    record: Record
-    generation: Generation
-    adopted: bool
-    """The record came with a member's status instead of from votes."""
-
-
-Effect = ToRanks | ToPeers | ToCoordinator | Decided | Committed
+__all__ = [
+    "Committed", "Decided", "Effect", "Input", "LinkLost", "Phase", "ReplicaState", "ToCoordinator", "ToPeers", "ToRanks",
+    "WaitExpired", "Word", "step", "waiting_for",
+]  # fmt: skip
 
 # --- The machine ---------------------------------------------------------------------------------------------------------
 
@@ -559,7 +428,19 @@ class Row(NamedTuple):
     """Phases in which the state may be afterwards."""
 
 
-def _rows(phase: Phase, *extra: tuple[type, Callable[[ReplicaState, Any], Step], tuple[Phase, ...]]) -> dict[type, Row]:
+_Answer = tuple[type, Callable[[ReplicaState, Any], Step], tuple[Phase, ...]]
+"""An input, its handler, and the phases that it may lead to besides the one it comes in."""
+
+
+def _statuses(leads_to: tuple[Phase, ...] = ()) -> tuple[_Answer, ...]:
+    return (Status, _on_status, leads_to), (Statuses, _on_status, leads_to)
+
+
+def _votes(leads_to: tuple[Phase, ...] = ()) -> tuple[_Answer, ...]:
+    return (Vote, _on_vote, leads_to), (Votes, _on_vote, leads_to)
+
+
+def _rows(phase: Phase, *extra: _Answer) -> dict[type, Row]:
     """The rows of a phase: what every living phase answers, and `extra`."""
     rows: dict[type, Row] = {
         NewGeneration: Row(_on_generation, frozenset({phase, Phase.PROMISING})),
@@ -582,51 +463,41 @@ _AFTER_EXCHANGE = (Phase.IDLE, Phase.WORKING, Phase.VOTED)
 TABLE: Mapping[Phase, Mapping[type, Row]] = {
     Phase.JOINING: _rows(
         Phase.JOINING,
-        (Status, _on_status, ()),
-        (Statuses, _on_status, ()),
+        *_statuses(),
     ),
     Phase.PROMISING: _rows(
         Phase.PROMISING,
-        (Status, _on_status, ()),
-        (Statuses, _on_status, ()),
+        *_statuses(),
         (Holds, _on_holds, ()),
         (Promised, _on_promised, (Phase.EXCHANGING, *_AFTER_EXCHANGE)),
         (LinkLost, _on_link_lost, ()),
     ),
     Phase.EXCHANGING: _rows(
         Phase.EXCHANGING,
-        (Status, _on_status, _AFTER_EXCHANGE),
-        (Statuses, _on_status, _AFTER_EXCHANGE),
-        (Vote, _on_vote, ()),
-        (Votes, _on_vote, ()),
+        *_statuses(_AFTER_EXCHANGE),
+        *_votes(),
         (LinkLost, _on_link_lost, ()),
         (WaitExpired, _on_expired, ()),
     ),
     Phase.IDLE: _rows(
         Phase.IDLE,
-        (Status, _on_status, ()),
-        (Statuses, _on_status, ()),
+        *_statuses(),
         (Begun, _on_begun, (Phase.WORKING,)),
-        (Vote, _on_vote, ()),
-        (Votes, _on_vote, ()),
+        *_votes(),
         (LinkLost, _on_link_lost, ()),
     ),
     Phase.WORKING: _rows(
         Phase.WORKING,
-        (Status, _on_status, ()),
-        (Statuses, _on_status, ()),
+        *_statuses(),
         (Holds, _on_holds, (Phase.VOTED, Phase.IDLE)),
-        (Vote, _on_vote, ()),
-        (Votes, _on_vote, ()),
+        *_votes(),
         (Blocked, _on_blocked, ()),
         (LinkLost, _on_link_lost, ()),
     ),
     Phase.VOTED: _rows(
         Phase.VOTED,
-        (Status, _on_status, ()),
-        (Statuses, _on_status, ()),
-        (Vote, _on_vote, (Phase.IDLE,)),
-        (Votes, _on_vote, (Phase.IDLE,)),
+        *_statuses(),
+        *_votes((Phase.IDLE,)),
         (LinkLost, _on_link_lost, ()),
         (WaitExpired, _on_expired, ()),
     ),
