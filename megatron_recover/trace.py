@@ -23,6 +23,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from megatron_recover.core.policy import EXIT
 from megatron_recover.core.values import LossKind
 
 EVENTS_FILE = "events.jsonl"
@@ -141,6 +142,11 @@ class Generation(Event, frozen=True, kw_only=True):
     losses: tuple[Lost, ...] = ()
     """Since the previous generation."""
     reason: str = ""
+
+    @property
+    def request(self) -> str | None:
+        """Why the run is to end, where the generation was made for nothing but to carry that: it is no recovery."""
+        return None if self.losses or not self.reason.startswith(EXIT) else self.reason.removeprefix(EXIT)
 
 
 class Entered(Event, frozen=True, kw_only=True):

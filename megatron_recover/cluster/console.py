@@ -19,7 +19,6 @@ from rich.text import Text
 
 from megatron_recover import trace
 from megatron_recover.cluster.job import LOGS, TRAIN_LOG, Job
-from megatron_recover.core.policy import EXIT
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.progress import Progress
 from megatron_recover.observe.tail import Tail
@@ -144,7 +143,7 @@ class Console:
             case trace.Generation():
                 self._roster = event.roster
                 self._repairing = event.generation if event.losses else 0
-                if not event.losses and event.reason.startswith(EXIT):  # made to carry the request; nobody was lost
+                if event.request is not None:
                     return
                 if event.generation > 1 or event.losses:
                     lost = "; ".join(f"replica {loss.replica} lost: {loss.kind.value} {loss.detail}" for loss in event.losses)

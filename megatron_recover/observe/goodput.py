@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
-from megatron_recover.core.policy import EXIT
 from megatron_recover.observe.history import History, is_training
 
 
@@ -72,7 +71,7 @@ class Goodput:
             replicas, is_disturbed = len(roster), False
             while passed < len(announced) and announced[passed][0] <= record.t:
                 newer, passed = announced[passed][1], passed + 1
-                is_disturbed |= bool(newer.losses) or not newer.reason.startswith(EXIT)
+                is_disturbed |= newer.request is None
                 roster = newer.roster
             found.append(StepTime(step, record.label, begin, record.t, replicas, microbatches, is_disturbed))
         return tuple(found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_recover import trace
-from megatron_recover.core.policy import EXIT
 from megatron_recover.observe.history import is_training
 
 SHOWN_QUOTAS = 16
@@ -69,8 +68,8 @@ class Progress:
 
     def _generation_begins(self, event: trace.Generation) -> None:
         self._generation, self._roster = event.generation, event.roster
-        if not event.losses and event.reason.startswith(EXIT):  # made to carry the request; nobody was lost
-            self._asked = event.reason.removeprefix(EXIT)
+        if event.request is not None:
+            self._asked = event.request
             return
         self._recoveries += event.generation > 1
         if event.losses:

@@ -14,7 +14,6 @@ from statistics import median
 from typing import Literal
 
 from megatron_recover import trace
-from megatron_recover.core.policy import EXIT
 from megatron_recover.faults import FaultKind
 from megatron_recover.observe.history import History
 from megatron_recover.observe.summary import FaultSummary, faults, struck_at
@@ -198,9 +197,7 @@ class Timeline:
     def episodes(self) -> tuple[Episode, ...]:
         """Every recovery, in the order of time; a generation that only carries a request to end is none."""
         history = self._history
-        announced = [
-            one for one in list(history.generations.values())[1:] if one.losses or not one.reason.startswith(EXIT)
-        ]  # fmt: skip
+        announced = [one for one in list(history.generations.values())[1:] if one.request is None]
         ends: dict[int, float] = defaultdict(float)
         steps: dict[int, int] = {}
         finished: set[int] = set()
