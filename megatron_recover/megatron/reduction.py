@@ -3,7 +3,7 @@
 Decides when a result is complete on this rank. It never writes a local gradient (INV-3), never decides whether a step is
 committed, and never reports a result whose provenance is not one for every microbatch of the step (INV-1).
 
-Note [Tally]
+Note [Provenance]
     Beside its elements a bucket carries one float64 tensor: how often each id is in its gradient, counted when a backward has
     really finished, and at the end the bound of `exact`. It goes through the same sums as the gradient, over lanes and
     replicas.
@@ -70,11 +70,11 @@ class _Slot:
         """In which backward passes the buckets, the last stage's ledger at the end; equal on all replicas."""
         self.result = result
         self.counts: list[float] = []
-        """How often each id is in the local gradient; see Note [Tally]."""
+        """How often each id is in the local gradient; see Note [Provenance]."""
         self.bound = 0.0
         """Of the local gradient (`exact`)."""
-        self.total = result.new_empty(0)
-        """The tally of the result."""
+        self.provenance = result.new_empty(0)
+        """The provenance of the result."""
         self.passed_by: Task | None = None
         """The microbatch in whose backward the bucket was passed, since the last reduction."""
         self.lanes = bucket.region.group if bucket is not None and bucket.region.num_lanes > 1 else None
@@ -162,7 +162,7 @@ class Reduction:
             self._slots.append(_Slot(self.ledger_bucket, None, self.ledger.rows().new_empty(num_microbatches * NUM_COLUMNS)))
         for slot in self._slots:
             slot.counts, slot.bound, slot.passed_by = [0.0] * num_microbatches, 0.0, None
-            slot.total = torch.empty(num_microbatches + 1, dtype=torch.float64, device=self.device)
+            slot.provenance = torch.empty(num_microbatches + 1, dtype=torch.float64, device=self.device)
         for accumulator in self._accumulators.values():
             accumulator.zero_()
 
@@ -245,10 +245,10 @@ class Reduction:
             wait_for(slot.id)
             self._check_finite(slot)
             self._note_passed(slot)
-            source, tally = self._over_lanes(slot), self._tally_over_lanes(slot)
+            source, provenance = self._over_lanes(slot), self._provenance_over_lanes(slot)
             if transport is not None:
                 transport = self._cross(
-                    plan.generation, slot.id, functools.partial(self._sum, transport, slot, source, tally, plan.generation)
+                    plan.generation, slot.id, functools.partial(self._sum, transport, slot, source, provenance, plan.generation)
                 )  # fmt: skip
 
     def _cross(self, generation: int, bucket: BucketId | None, operation: Callable[[], Transport]) -> Transport | None:
@@ -265,10 +265,10 @@ class Reduction:
             self._transfer(transport, transfer, plan.generation)
         return transport
 
-    def _sum(self, transport: Transport, slot: _Slot, source: Tensor, tally: Tensor, generation: int) -> Transport:
+    def _sum(self, transport: Transport, slot: _Slot, source: Tensor, provenance: Tensor, generation: int) -> Transport:
         since = time.perf_counter()
         transport.sum_into(
-            [source, tally], [slot.result, slot.total], tag=self._tag(slot.id, 0),
+            [source, provenance], [slot.result, slot.provenance], tag=self._tag(slot.id, 0),
             deadline_s=self._config.stall_timeout_s, probe=self._probe(slot.id),
         )  # fmt: skip
         self._complete(slot, generation, time.perf_counter() - since)
@@ -301,11 +301,11 @@ class Reduction:
         region = slot.bucket.region
         return slot.bucket.sum_over_lanes(self._accumulators.get(region, region.local))
 
-    def _tally_over_lanes(self, slot: _Slot) -> Tensor:
-        tally = torch.tensor([*slot.counts, slot.bound], dtype=torch.float64, device=self.device)
+    def _provenance_over_lanes(self, slot: _Slot) -> Tensor:
+        provenance = torch.tensor([*slot.counts, slot.bound], dtype=torch.float64, device=self.device)
         if slot.lanes is not None:
-            dist.all_reduce(tally, group=slot.lanes)
-        return tally
+            dist.all_reduce(provenance, group=slot.lanes)
+        return provenance
 
     def _transfer(self, transport: Transport, transfer: Transfer, generation: int) -> None:
         slot = next((slot for slot in self._slots if slot.id == transfer.bucket), None)
@@ -314,7 +314,7 @@ class Reduction:
         if self._faults is not None:
             self._faults.at(FaultPoint.TRANSFER, step=self._step, bucket=slot.id)
         transport.copy_into(
-            [slot.result, slot.total], source=transfer.source, targets=transfer.targets, tag=self._tag(slot.id, 1),
+            [slot.result, slot.provenance], source=transfer.source, targets=transfer.targets, tag=self._tag(slot.id, 1),
             deadline_s=self._config.stall_timeout_s,
         )  # fmt: skip
         if self._member.replica in transfer.targets:
@@ -328,7 +328,7 @@ class Reduction:
 
     def _complete(self, slot: _Slot, generation: int, seconds: float) -> None:
         value = self._checksum(slot)
-        counts = tuple(int(count) for count in slot.total[:-1].tolist())
+        counts = tuple(int(count) for count in slot.provenance[:-1].tolist())
         provenance = "ones" if all(count == slot.num_lanes for count in counts) else counts
         self._record(
             trace.Reduced, generation=generation, step=self._step, bucket=slot.id, version=generation, checksum=value,
@@ -341,12 +341,12 @@ class Reduction:
         return combined((checksum(slot.result), self.parameters))
 
     def _check(self, slot: _Slot) -> None:
-        wrong = [index for index, count in enumerate(slot.total[:-1].tolist()) if count != slot.num_lanes]
+        wrong = [index for index, count in enumerate(slot.provenance[:-1].tolist()) if count != slot.num_lanes]
         if wrong:
             raise InvariantViolation(
                 1,
                 f"step {self._step}, bucket {slot.id}: microbatches {wrong} are not counted exactly once "
-                f"(counts {slot.total[:-1].tolist()}, {slot.num_lanes} lanes)",
+                f"(counts {slot.provenance[:-1].tolist()}, {slot.num_lanes} lanes)",
             )
 
     def _hold(self, held: Held) -> None:
@@ -382,7 +382,7 @@ class Reduction:
         for slot in self._gradient_slots:
             if slot.bucket is not None and slot.id in buckets:
                 slot.bucket.apply(slot.result)
-                if self._accumulators and not exact.fits(float(slot.total[-1]), self._exponent):
+                if self._accumulators and not exact.fits(float(slot.provenance[-1]), self._exponent):
                     logger.warning(
                         "step %d is not exact: the gradient of bucket %d outgrew the grid of 2**%d; replicas are bit-identical "
                         "all the same, but the run may differ from one without failures", self._step, slot.id, self._exponent,

@@ -41,7 +41,7 @@ def chunk() -> Any:
 
 
 class Transport:
-    """Sums over this rank alone, and copies the `sent` tally; notes every call."""
+    """Sums over this rank alone, and copies the `sent` provenance; notes every call."""
 
     def __init__(self, member: Member) -> None:
         self.member = member
@@ -69,8 +69,8 @@ class Transport:
         self._called("copy", tag)
         if source != self.member.replica:
             tensors[0].fill_(7)
-            for tally in tensors[1:]:
-                tally.copy_(torch.tensor(self.sent))
+            for provenance in tensors[1:]:
+                provenance.copy_(torch.tensor(self.sent))
 
 
 class Member:
@@ -176,15 +176,15 @@ def test_values_that_are_not_finite_are_found_wherever_the_gradient_is(
     assert bool(member.held) == is_finite
 
 
-def test_every_bucket_gets_its_own_tally_over_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_bucket_gets_its_own_provenance_over_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     reduction, _ = begun(())
     reduction.count(0, 0, (0,))
     reduction.count(1, 0, (1,))
     for slot in reduction._slots[:2]:
         slot.lanes = "both lanes"
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group: tensor.mul_(2))
-    tallies = [reduction._tally_over_lanes(reduction._slots[at]) for at in (1, 2, 0)]
-    assert [tally.tolist() for tally in tallies] == [[0, 2, 0], [0, 0, 0], [2, 0, 0]]
+    provenances = [reduction._provenance_over_lanes(reduction._slots[at]) for at in (1, 2, 0)]
+    assert [provenance.tolist() for provenance in provenances] == [[0, 2, 0], [0, 0, 0], [2, 0, 0]]
 
 
 @pytest.mark.parametrize("ids", [(0,), (0, 1, 1)], ids=["one is missing", "one is there twice"])
@@ -195,10 +195,10 @@ def test_inv_1_a_sum_that_is_not_of_every_microbatch_once_is_not_even_offered(id
     assert member.held == []
 
 
-@pytest.mark.parametrize("tally", [[1.0, 0.0, 0.0], [1.0, 2.0, 0.0]], ids=["one is missing", "one is there twice"])
-def test_inv_1_a_transferred_result_is_checked_like_a_sum(tally: list[float]) -> None:
+@pytest.mark.parametrize("provenance", [[1.0, 0.0, 0.0], [1.0, 2.0, 0.0]], ids=["one is missing", "one is there twice"])
+def test_inv_1_a_transferred_result_is_checked_like_a_sum(provenance: list[float]) -> None:
     reduction, member = begun()
-    member.open.sent = tally
+    member.open.sent = provenance
     with pytest.raises(InvariantViolation, match="not counted exactly once"):
         reduction.reduce(plan(2, [Transfer(0, 1, 0, (1,))], [1]))
     assert member.held == []
