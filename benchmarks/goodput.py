@@ -1,9 +1,10 @@
 """Goodput of a real run that loses half of its replicas one by one, over the best integer quotas.
 
-16 replicas whose forwards are paced to a fixed wall time, so that the number of cores decides nothing; one is killed in every
-second step, each time at another microbatch, until 8 are left. Ideal of a step without a death: the best integer quotas,
-ceil(M / replicas) microbatches of the run's median time. Of a step with one: the same with the survivors, but no less than what
-was dealt again takes from the kill on. Nothing else is granted: reduction, vote, optimizer and recovery count against us.
+16 replicas whose forwards and backwards are paced to a fixed wall time, so that the number of cores decides nothing; one is
+killed in every second step, each time at another microbatch, until 8 are left. Ideal of a step without a death: the best
+integer quotas, ceil(M / replicas) microbatches of the run's median time. Of a step with one: the same with the survivors, but
+no less than what was dealt again takes from the kill on. Nothing else is granted: reduction, vote, optimizer and recovery
+count against us.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from tests.system.jobs import ROOT, Job, text_data
 
 REPLICAS, LOST, FIRST_STEP, EVERY = 16, 8, 2, 2
 STEPS = FIRST_STEP + EVERY * LOST + 2
-PACE_S = 0.8
+PACE_S = 0.4
+"""Of a forward, and of a backward."""
 JOB = Job(replicas=REPLICAS, microbatches=64, steps=STEPS, determinism="fast", extra=("--overlap-grad-reduce",))
 DEADLINE_S = 400.0
 RUNS = 1
@@ -65,6 +67,7 @@ def measure() -> float:
             sys.executable, "-m", "megatron_recover", "run", "--replicas", str(REPLICAS), "--run-dir", str(folder / "run"),
             "--chaos", str(folder / "chaos.toml"), "--", str(ROOT / "benchmarks" / "paced_pretrain.py"),
             *JOB.megatron_flags(text_data(folder), None), "--paced-forward-s", str(PACE_S),
+            "--paced-backward-s", str(PACE_S),
         ]  # fmt: skip
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=DEADLINE_S)
         events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]

@@ -1,7 +1,8 @@
 """`scripts/pretrain_gpt.py` with every forward stretched to a fixed wall time, so that the number of cores decides nothing.
 
-The time comes from the flag `--paced-forward-s SECONDS`. With `--second-pass-only` every pass is closed as it begins, so that
-what is dealt while it runs gets a pass of its own. Both flags are taken away before Megatron sees the arguments.
+The time comes from the flag `--paced-forward-s SECONDS`; backwards are stretched by `--paced-backward-s`, for jobs whose
+replicas are many more than the cores. With `--second-pass-only` every pass is closed as it begins, so that what is dealt while
+it runs gets a pass of its own. All these flags are taken away before Megatron sees the arguments.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_recover import megatron as recover
+from megatron_recover.megatron.microbatches import Microbatches
 from megatron_recover.megatron.work_queue import WorkQueue
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "pretrain_gpt.py"
@@ -25,6 +27,7 @@ def main() -> None:
     """Train, paced."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage="%(prog)s --paced-forward-s SECONDS ...")
     parser.add_argument("--paced-forward-s", type=float, required=True)
+    parser.add_argument("--paced-backward-s", type=float, default=0.0)
     parser.add_argument("--second-pass-only", action="store_true")
     paced, sys.argv[1:] = parser.parse_known_args()
     pretrain = recover.pretrain
@@ -39,10 +42,22 @@ def main() -> None:
 
         pretrain(configure, datasets, model_type, forward_paced, **others)
 
+    if paced.paced_backward_s:
+        _pace_backwards(paced.paced_backward_s)
     if paced.second_pass_only:
         _close_passes_at_once()
     recover.pretrain = pretrain_paced
     runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def _pace_backwards(seconds: float) -> None:
+    ended = Microbatches.backward_ended
+
+    def ended_paced(microbatches: Microbatches, *args: Any) -> None:
+        time.sleep(max(0.0, microbatches._since + seconds - time.perf_counter()))
+        ended(microbatches, *args)
+
+    Microbatches.backward_ended = ended_paced  # type: ignore[method-assign]
 
 
 def _close_passes_at_once() -> None:
