@@ -18,6 +18,9 @@ from megatron_recover.flags import did_you_mean
 
 CHAOS_FILE = "chaos.toml"
 
+_SLOWEST = 1000
+"""Times: what is slower stands still, which is another kind of fault."""
+
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """The job that faults are meant for."""
@@ -95,7 +98,7 @@ def _limits(target: Target) -> dict[str, tuple[float, float]]:
         "microbatch": (0, target.num_microbatches - 1),
         "bucket": (0, math.inf),
         "occurrence": (1, math.inf),
-        "factor": (1, math.inf),
+        "factor": (1, _SLOWEST),
         "steps": (1, math.inf),
     }
 

@@ -95,7 +95,7 @@ def recover(
     reduces = tuple(bucket for bucket in work.buckets if bucket not in decided)
     missing = _missing(held, reduces, work.num_microbatches)
     loads = {replica: {i for ids in contributions for i in ids} for replica, contributions in held.items()}
-    finished = {status.replica: set(status.journal.finished) if status.step == step else set() for status in ordered}
+    finished = {status.replica: set(status.journal.finished) for status in ordered}
     left = {replica: len(ids - finished[replica]) for replica, ids in loads.items()}
     # A member that is behind has yet to learn from the step that it adopts; the others have.
     pace = paces(learn(speeds, adopt) if adopt is not None else speeds, sorted(loads))

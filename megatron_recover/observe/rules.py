@@ -194,9 +194,11 @@ def _equal_parameters(history: History) -> Findings:
 def no_corruption(history: History) -> Findings:
     """INV-3: nothing but backward changes a local gradient before the commit.
 
-    A trace shows it in two ways: no rank applies before its leader has committed; and in `exact` runs every version of a
-    bucket is the same sum whoever computed what, so two versions that differ were made from a changed gradient.
+    A trace shows it in three ways: no rank applies before its leader has committed; none sums a bucket before the backwards
+    that it counts have passed it; and in `exact` runs every version of a bucket is the same sum whoever computed what, so two
+    versions that differ were made from a changed gradient.
     """
+    yield from _summed_when_passed(history)
     for line, event in history.of(trace.Applied):
         commit = history.commits.get(event.step, {}).get(event.replica)
         if commit and commit[0] > line:
@@ -216,6 +218,21 @@ def no_corruption(history: History) -> Findings:
                 f"step {result.step}, bucket {result.bucket}, rank {result.rank}: versions {other.version} and {result.version}"
             )
             yield line, f"{what} differ ({other.checksum} and {result.checksum}), though sums are exact"
+
+
+def _summed_when_passed(history: History) -> Findings:
+    """With `--overlap-grad-reduce` a bucket is summed before its last backward has ended, but not before that has passed it."""
+    put: dict[tuple[int, int, int, int], dict[tuple[int, int], Line]] = defaultdict(dict)
+    for line, event in history.events:
+        if isinstance(event, trace.MicrobatchFinished | trace.BucketPassed):
+            for bucket in (event.bucket,) if isinstance(event, trace.BucketPassed) else event.into:
+                put[event.replica, event.rank, event.step, bucket].setdefault((event.generation, event.microbatch), line)
+    for line, result in history.of(trace.Reduced):
+        for (generation, microbatch), since in put[result.replica, result.rank, result.step, result.bucket].items():
+            if generation <= result.version and since > line:
+                what = f"{who(result)} summed bucket {result.bucket} of step {result.step}"
+                yield line, f"{what} before microbatch {microbatch} was in it (line {since})"
+                break
 
 
 def decided_once(history: History) -> Findings:
@@ -275,6 +292,8 @@ def fencing(history: History) -> Findings:
             yield line, f"{did} after it was fenced (line {dead_since})"
         if generation in history.generations and replica not in history.roster(generation):
             yield line, f"{did} in generation {generation}, to which it does not belong"
+        if isinstance(event, trace.Reduced) and event.version != event.generation:
+            yield line, f"{did} of version {event.version}, which generation {event.generation} cannot make"
         if isinstance(event, trace.Entered):
             entered[replica] = max(event.generation, entered.get(replica, 0))
         elif isinstance(event, trace.Voted | trace.Committed) and event.generation < entered.get(replica, 0):
@@ -284,7 +303,13 @@ def fencing(history: History) -> Findings:
 
 
 def _backed_status(history: History, line: Line, status: trace.Status) -> Findings:
-    """A status counts only results that all ranks of the replica held before they promised."""
+    """A status counts only results that all ranks of the replica held before they promised, and finished microbatches."""
+    done = {
+        event.microbatch for at, event in history.finished[status.step]
+        if (event.replica, event.rank) == (status.replica, 0) and at < line
+    }  # fmt: skip
+    if unfinished := [microbatch for microbatch in status.finished if microbatch not in done]:
+        yield line, f"replica {status.replica} says that it has finished microbatches {unfinished} of step {status.step}"
     for bucket, version in status.complete:
         for rank in history.ranks_of(bucket):
             since = history.held_since.get((status.step, bucket, version, status.replica, rank))

@@ -52,7 +52,8 @@ def test_a_slow_rank_is_written_and_read() -> None:
     ("old", "new", "message"),
     [
         ("factor = 2.5\n", "", "line 2: factor is missing; say how many times as long"),
-        ("factor = 2.5", "factor = 0.5", "line 7: factor is 0.5; it must be 1 or more"),
+        ("factor = 2.5", "factor = 0.5", "line 7: factor is 0.5; it must be 1 to 1000"),
+        ("factor = 2.5", "factor = inf", "line 7: factor is inf; it must be 1 to 1000"),
         ("steps = 4", "steps = 0", "line 9: steps is 0; it must be 1 or more"),
         ('point = "compute"', 'point = "forward"', "line 5: a slow rank is slow in every forward and backward; give point"),
         ('kind = "slow"', 'kind = "stop"', 'line 7: factor is for a slow rank only; give kind = "slow"'),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from megatron_recover.core.quota import balanced
-from megatron_recover.core.speed import FAR, MEMORY, TOLERANCE, Speeds, learn, paces
+from megatron_recover.core.speed import FAR, MEMORY, TOLERANCE, Speeds, learn, paces, said
 from megatron_recover.core.values import Record
 from tests.core.build import record
 
@@ -105,6 +105,18 @@ def test_a_member_that_computes_nothing_is_tried_again_and_caught_by_one_measure
     for step in range(401, 500):
         back = learn(back, trained(step, (10 * MS, 10 * MS, 10 * MS if quotas(back, 12, 3)[2] else 0)))
     assert quotas(back, 12, 3) == (4, 4, 4)
+
+
+def test_a_member_without_a_microbatch_says_so_in_its_votes_and_comes_back() -> None:
+    """Its silence would leave its estimate as it is, and itself without work for the rest of the run."""
+    speeds, shares = Speeds(), []
+    for step in range(150):
+        mine = quotas(speeds, 6, 3)
+        shares.append(mine)
+        measured = (10 * MS, 10 * MS, (90 if step < 20 else 10) * MS)
+        votes = [said(speeds, member, measured[member] if mine[member] else 0) for member in range(3)]
+        speeds = learn(speeds, replace(record(step), paces=tuple(pace for vote in votes for pace in vote)))
+    assert shares[19] == (3, 3, 0) and shares[149] == (2, 2, 2)
 
 
 def test_an_evaluation_teaches_nothing() -> None:

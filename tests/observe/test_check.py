@@ -132,6 +132,19 @@ def tensor_parallel_copies_drift_apart(events: Events) -> int:
     return _find(events, trace.Applied, step=4, rank=1)
 
 
+def a_bucket_is_summed_before_backward_has_passed_it(events: Events) -> int:
+    index = _find(events, trace.Reduced, step=2, bucket=0, replica=1)
+    return _move(events, index, _find(events, trace.Plan, step=2, replica=1))
+
+
+def a_generation_makes_another_ones_version(events: Events) -> int:
+    return _edit(events, trace.Reduced, to={"generation": 1}, step=2, bucket=0, replica=1)
+
+
+def a_journal_has_what_was_never_finished(events: Events) -> int:
+    return _edit(events, trace.Status, to={"finished": (4,)}, step=3, generation=3, replica=1)
+
+
 def lanes_drift_apart(events: Events) -> int:
     """Experts are spread over the two lanes, so their parameters differ; what both hold must not."""
     _edit(events, trace.RunStarted, to={"layout": trace.Layout(tp=1, pp=1, lanes=2)})
@@ -414,6 +427,9 @@ BREAKAGES: list[tuple[str, Callable[[Events], int]]] = [
     ("INV-2", parameters_drift_apart),
     ("INV-2", tensor_parallel_copies_drift_apart),
     ("INV-2", lanes_drift_apart),
+    ("INV-3", a_bucket_is_summed_before_backward_has_passed_it),
+    ("INV-5", a_generation_makes_another_ones_version),
+    ("INV-5", a_journal_has_what_was_never_finished),
     ("INV-3", an_exact_sum_changes_between_versions),
     ("INV-3", a_rank_applies_before_the_commit),
     ("INV-4", a_decided_bucket_is_reduced_again),
