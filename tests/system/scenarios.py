@@ -19,6 +19,7 @@ UNEVEN = "tests/system/uneven_pretrain.py"
 PATIENT = "tests/system/patient_pretrain.py"
 PLAIN = "scripts/pretrain_gpt.py"
 OVERLAP = "--overlap-grad-reduce"
+TREE = ("--recover-tree-above", "2")
 TIMEOUTS = ("--recover-stall-timeout-s", "4", "--recover-follow-timeout-s", "4")
 
 LAYOUTS = ((1, 1, 1), (1, 1, 1), (1, 2, 1), (1, 2, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 4, 1), (1, 1, 2), (1, 2, 2))
@@ -65,6 +66,7 @@ class Scenario:
         ]
         if any(flag.startswith("--num-layers-per") for flag in job.extra):
             words[0] += " VP2"
+        words += ["rebalance"] if job.rebalance == "on" else []
         words += ["saves"] if self.saves else []
         return " ".join(words + [name for script, name in ((UNEVEN, "uneven"), (PATIENT, "patient")) if script == self.script])
 
@@ -88,9 +90,12 @@ class _Draw:
             extra += ("--num-layers", str(2 * pp), "--num-layers-per-virtual-pipeline-stage", "1")
         if dice.random() < 0.6:
             extra += (OVERLAP,)
+        if dice.random() < 0.3:
+            extra += TREE
         most = min(5, MAX_PROCESSES // (tp * pp * lanes))
         return Job(
             replicas=max(dice.randint(2, most), dice.randint(2, most)), tp=tp, pp=pp, lanes=lanes, steps=STEPS,
+            rebalance=dice.choice(("on", "off")),
             microbatches=dice.choice((6, 9, 12)), determinism="fast" if dice.random() < 0.2 else "exact", extra=extra,
             timeouts=TIMEOUTS,
         )  # fmt: skip
@@ -114,7 +119,8 @@ class _Draw:
 
     def occurrence(self) -> int:
         """Which of its microbatches of a step: every member has at least so many."""
-        return 1 + self.dice.randrange(max(1, self.job.microbatches // self.job.replicas))
+        sure = 1 if self.job.rebalance == "on" else max(1, self.job.microbatches // self.job.replicas)
+        return 1 + self.dice.randrange(sure)
 
     # --- What can happen in a step ---------------------------------------------------------------------------------------
 
