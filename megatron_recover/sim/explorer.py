@@ -109,7 +109,8 @@ def explored_beside(scenarios: Sequence[Scenario], jobs: int) -> Iterator[tuple[
     if jobs == 1:
         yield from map(explored, scenarios)
         return
-    with multiprocessing.Pool(jobs, maxtasksperchild=1) as pool:
+    # Not forked: whoever imports this may have threads, whose locks a forked child would wait for.
+    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
         yield from pool.imap(explored, scenarios)
 
 

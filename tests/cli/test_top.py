@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import os
 import pty
+import select
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -78,13 +81,20 @@ def test_on_a_terminal_one_line_is_rewritten_and_ctrl_c_leaves_it_whole(tmp_path
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "megatron_recover", "top", str(run_dir)]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "60"}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test in the background ignores it
+    )  # fmt: skip
     os.close(theirs)
-    shown = b""
-    while b"train 5" not in shown:
-        shown += os.read(ours, 1000)
-    process.send_signal(2)
-    assert process.wait(timeout=30) == ExitCode.OK
+    shown, until = b"", time.monotonic() + 60
+    try:
+        while b"train 5" not in shown and select.select([ours], [], [], max(0.0, until - time.monotonic()))[0]:
+            shown += os.read(ours, 1000)
+        assert b"train 5" in shown
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == ExitCode.OK
+    finally:
+        process.kill()
     while chunk := _read(ours):
         shown += chunk
     os.close(ours)

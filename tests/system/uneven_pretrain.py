@@ -23,10 +23,10 @@ def main() -> None:
 
     def hold_late(self: Member, held: Held) -> bool:
         step = self._state.step
-        # With nobody else left there is nobody who would call for a newer generation.
+        # Without replica 0 nobody has all results and calls for a newer generation when no vote of the others comes.
         if (
             self.replica > 0
-            and len(self.roster) > 1
+            and 0 in self.roster
             and step in STEPS
             and step not in late
             and held.bucket == self._state.buckets[-1]
