@@ -11,7 +11,7 @@ import enum
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -97,12 +97,34 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.kind is FaultKind.SLOW and first <= step and (self.steps is None or step < first + self.steps)
 
 
-class _Armed:
-    """A fault and how many matching passages are left until it strikes."""
+class Passages:
+    """Counts how often one rank passes the points of its faults: what says, here and in the simulator, when each strikes."""
 
-    def __init__(self, fault: Fault) -> None:
-        self.fault = fault
-        self.num_left = fault.occurrence
+    def __init__(self, faults: Iterable[Fault] = ()) -> None:
+        self._left: list[tuple[Fault, int]] = []
+        """Faults that have not struck, and how many matching passages are left until they do."""
+        for fault in faults:
+            self.add(fault)
+
+    def add(self, fault: Fault) -> None:
+        """One more fault of this rank; what was passed before does not count for it."""
+        self._left.append((fault, fault.occurrence))
+
+    def take(
+        self, point: FaultPoint, *, step: int | None = None, microbatch: int | None = None, bucket: int | None = None
+    ) -> Fault | None:
+        """Count a passage for every fault that it matches; the first whose turn has come is used up and returned."""
+        due: Fault | None = None
+        left = []
+        for fault, num_left in self._left:
+            matches = fault.matches(point, step, microbatch, bucket)
+            num_left -= matches
+            if due is None and matches and num_left <= 0:
+                due = fault
+            else:
+                left.append((fault, num_left))
+        self._left = left
+        return due
 
 
 class InjectedFault(Exception):
@@ -120,7 +142,7 @@ class FaultInjector:
         """
         self._replica, self._rank, self._record = replica, rank, record
         mine = [fault for fault in faults if (fault.replica, fault.rank) == (replica, rank)]
-        self._armed = [_Armed(fault) for fault in mine if fault.kind is not FaultKind.SLOW]
+        self._passages = Passages(fault for fault in mine if fault.kind is not FaultKind.SLOW)
         self._slow = [fault for fault in mine if fault.kind is FaultKind.SLOW]
         self._begun: set[Fault] = set()
         self._lock = threading.Lock()
@@ -136,7 +158,7 @@ class FaultInjector:
     ) -> None:
         """Pass a fault point: return, or be killed, stopped, or raise `InjectedFault`, once per fault."""
         with self._lock:
-            due = self._take(point, step, microbatch, bucket)
+            due = self._passages.take(point, step=step, microbatch=microbatch, bucket=bucket)
         if due is None:
             return
         self._record(
@@ -164,16 +186,3 @@ class FaultInjector:
         if factor > 1:
             time.sleep((factor - 1) * seconds)
         return factor * seconds
-
-    def _take(self, point: FaultPoint, step: int | None, microbatch: int | None, bucket: int | None) -> Fault | None:
-        """Count the passage for every fault that it matches; the first whose turn has come is used up and returned."""
-        due = None
-        for armed in self._armed:
-            if armed.fault.matches(point, step, microbatch, bucket):
-                armed.num_left -= 1
-                if armed.num_left <= 0 and due is None:
-                    due = armed
-        if due is None:
-            return None
-        self._armed.remove(due)
-        return due.fault

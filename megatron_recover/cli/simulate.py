@@ -17,7 +17,7 @@ from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.sim import result, scenario_file
 from megatron_recover.sim.models import Scenario
-from megatron_recover.sim.policies import RecoverJob, simulate
+from megatron_recover.sim.policies import run_recover, simulate
 
 TEXT = ("argparse.py", "ast.py", "bdb.py", "calendar.py", "cmd.py")
 """Of the standard library: what real processes train on."""
@@ -29,7 +29,7 @@ def _parser() -> Parser:
         description="Run a job of any size on a virtual clock: the protocol's own machines, with models of compute, network "
         "and failures around them; and what checkpoint-restart and others would have made of it.",
         epilog="Scenarios are in scenarios/, their keys in docs/simulation.md. Exit code 2: the scenario has mistakes, each "
-        "told with its line.",
+        "told with its line, or a [[fault]] that never struck.",
     )
     parser.add_argument("scenario", type=Path, metavar="SCENARIO", help="a TOML file")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -53,7 +53,10 @@ def main(argv: list[str]) -> int:
         parser.error(str(error))
     if arguments.processes is not None:
         return _on_processes(parser, arguments, scenario)
-    outcomes = simulate(scenario)
+    try:
+        outcomes = simulate(scenario)
+    except ValueError as error:
+        parser.error(_in_file(arguments.scenario, error))
     found = result.summary(scenario, outcomes)
     table = ("policy", "gpu_hours", "microbatches"), result.throughput(outcomes)
     return _tell(parser, arguments, found, result.lines(found), table)
@@ -67,6 +70,10 @@ def _on_processes(parser: Parser, arguments: argparse.Namespace, scenario: Scena
     refused = "\n".join(f"--processes: {arguments.scenario}: {line}" for line in rehearsal.refusals(scenario))
     if refused:
         parser.error(refused)
+    try:
+        job = run_recover(scenario)
+    except ValueError as error:
+        parser.error(_in_file(arguments.scenario, error))
     with tempfile.TemporaryDirectory(prefix="megatron-recover-") as folder:
         text, faults = Path(folder) / "text", Path(folder) / chaos.CHAOS_FILE
         data.write_dataset(text, [Path(sysconfig.get_paths()["stdlib"]) / name for name in TEXT])
@@ -78,11 +85,13 @@ def _on_processes(parser: Parser, arguments: argparse.Namespace, scenario: Scena
     if code != ExitCode.OK:
         print(f"megatron-recover simulate: the run ended with exit code {code}; see {arguments.processes}", file=sys.stderr)
         return code
-    job = RecoverJob(scenario)
-    job.run()
     found = result.comparison(job.step_seconds, [one.seconds for one in rehearsal.step_times(arguments.processes)])
     table = tuple(found["steps"][0]), (tuple(step.values()) for step in found["steps"])
     return _tell(parser, arguments, found, result.comparison_lines(found), table)
+
+
+def _in_file(path: Path, error: ValueError) -> str:
+    return "\n".join(f"{path}: {line}" for line in str(error).splitlines())
 
 
 def _tell(

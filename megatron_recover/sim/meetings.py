@@ -53,7 +53,7 @@ class Meetings:
             self._copy(rank, operation, meeting)
         elif len(meeting.here) == len(operation.members):
             seconds = job.timing.reduce_s(operation.bucket, len(operation.members))
-            if job.num_faults:
+            if job.awaits_faults:
                 self._strike(operation, meeting, seconds)
             for number, arrived in meeting.here.items():
                 job.clock.at(job.clock.now + job.timing.together_s(seconds, number), self._sum, arrived, operation)
@@ -62,9 +62,10 @@ class Meetings:
             job.clock.after(job.timing.latency_s(), self.fail, rank, operation, tuple(dead))
 
     def _strike(self, operation: Operation, meeting: Meeting, seconds: float) -> None:
+        job = self.job
         for arrived in meeting.here.values():
-            for fault in self.job.faults_at(arrived, FaultPoint.REDUCE, step=operation.step, bucket=operation.bucket):
-                self.job.strike_at(self.job.clock.now + seconds / 2, fault)
+            point = FaultPoint.REDUCE if arrived.plans_taken == 1 else FaultPoint.SECOND_REDUCE
+            job.pass_fault(arrived, point, step=operation.step, bucket=operation.bucket, at=job.clock.now + seconds / 2)
 
     def _copy(self, rank: TimedRank, operation: Operation, meeting: Meeting) -> None:
         """The source goes on at once; a target has its copy a transfer later than both are here."""

@@ -225,7 +225,8 @@ class RecoverJob(TimedJob):
         victim, position = self._victim(), self.losses.dice.randrange(self.table.ranks)
         if self.failures.at == "reduction":
             bucket = self.losses.dice.choice(self.buckets_of[position])
-            self.add_fault(Fault(replica=victim, rank=position, point=FaultPoint.REDUCE, step=plan.step, bucket=bucket))
+            for point in (FaultPoint.REDUCE, FaultPoint.SECOND_REDUCE):  # whichever comes first; it dies once
+                self.add_fault(Fault(replica=victim, rank=position, point=point, step=plan.step, bucket=bucket))
         else:
             seconds = self.meter.ideal_s(len(plan.roster), plan.work.num_microbatches)
             self.clock.after(part * seconds, self.kill, victim, position)
@@ -237,7 +238,7 @@ class RecoverJob(TimedJob):
         self._ended = self.clock.now
         self._alike = 0 if self._disturbed else self._alike + 1
         self._disturbed = False
-        if self._alike >= 2 and self.failures.every_steps is None and not self.num_faults:
+        if self._alike >= 2 and self.failures.every_steps is None and not self.awaits_faults:
             self._leave_out(step)
 
     def _leave_out(self, step: int) -> None:
@@ -266,12 +267,28 @@ def timers_of(failures: FailuresTable) -> dict[str, float]:
     }  # fmt: skip
 
 
-def recover(scenario: Scenario) -> Outcome:
-    """Ours: the real machines. Raises RuntimeError when the job does not end, or not well."""
+def run_recover(scenario: Scenario) -> RecoverJob:
+    """A job that has run. Raises RuntimeError when it does not end, or not well, and ValueError as `simulate`."""
     job = RecoverJob(scenario)
     account = job.run()
     if account.exit_code:
         raise RuntimeError(f"the simulated job ended with exit code {account.exit_code}: {account.reason}")
+    mistakes = [
+        f"[[fault]] {number} (replica {fault.replica}, rank {fault.rank}, {fault.point.value}, occurrence {fault.occurrence}) "
+        "never struck: the rank does not pass that point so often in this job, or is dead before; give another step or "
+        "bucket or a smaller occurrence, or leave the fault out"
+        for number, fault in enumerate(scenario.fault, 1)
+        if fault in job.unstruck
+    ]
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    return job
+
+
+def recover(scenario: Scenario) -> Outcome:
+    """Ours: the real machines. Raises as `run_recover`."""
+    job = run_recover(scenario)
+    account = job.account
     outcome = job.meter.outcome
     outcome.steps_left_out = job.num_left_out
     recoveries = [recovery for recovery in account.recoveries.values() if recovery.planned]
@@ -404,5 +421,9 @@ _POLICIES: Mapping[PolicyName, Callable[[Scenario], Outcome]] = MappingProxyType
 
 
 def simulate(scenario: Scenario) -> dict[PolicyName, Outcome]:
-    """All policies of a scenario. Raises RuntimeError when the simulated job of `recover` does not end well."""
+    """All policies of a scenario.
+
+    Raises RuntimeError when the simulated job of `recover` does not end well, and ValueError with one line for each of the
+    scenario's faults that never struck although the job ended.
+    """
     return {policy: _POLICIES[policy](scenario) for policy in scenario.policies}

@@ -17,7 +17,8 @@ from megatron_recover.flags import did_you_mean
 from megatron_recover.sim.models import Scenario, Table
 
 SIMULATED = (
-    FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.BEFORE_REDUCE, FaultPoint.REDUCE, FaultPoint.OPTIMIZER,
+    FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.RECOMPUTE, FaultPoint.BEFORE_REDUCE, FaultPoint.REDUCE,
+    FaultPoint.SECOND_REDUCE, FaultPoint.OPTIMIZER,
 )  # fmt: skip
 """Fault points that the simulator has."""
 

@@ -10,7 +10,7 @@ message at a time: who has many to send or to read is late with the last one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ from megatron_recover.core.values import (
     Votes,
     Work,
 )
-from megatron_recover.faults import Fault, FaultKind, FaultPoint
+from megatron_recover.faults import Fault, FaultKind, FaultPoint, Passages
 from megatron_recover.sim.clock import Clock
 from megatron_recover.sim.meetings import Meetings
 from megatron_recover.sim.memory import Memory
@@ -252,11 +252,16 @@ class TimedJob:
         self.num_steps = table.steps
         self.replicas = [TimedReplica(self, number, tree_above) for number in range(table.replicas)]
         self.coordinator = TimedCoordinator(self, coordinator.Policy(table.replicas, min_replicas), timers_s)
-        self._faults = {fault: fault.occurrence for fault in faults}
+        self.unstruck: list[Fault] = []
+        """Exact faults that have not struck."""
+        self._passages: dict[tuple[ReplicaId, int], Passages] = {}
+        """Of the living ranks that have exact faults."""
         self.missed: set[ReplicaId] = set()
         """Members of the newest generation of which a rank is dead."""
         self._deaths: dict[ReplicaId, float] = {}
         self._dead: dict[ReplicaId, set[int]] = {}
+        for fault in faults:
+            self.add_fault(fault)
         self._works: dict[int, Work] = {}
         self._status_bytes: dict[tuple[ReplicaId, int], float] = {}
         """By replica and generation."""
@@ -339,39 +344,37 @@ class TimedJob:
     # --- faults ---
 
     @property
-    def num_faults(self) -> int:
-        """Exact faults that have not struck."""
-        return len(self._faults)
+    def awaits_faults(self) -> bool:
+        """Whether an exact fault may still strike."""
+        return bool(self._passages)
 
-    def faults_at(
-        self, rank: TimedRank, *points: FaultPoint, step: int | None = None, bucket: int | None = None
-    ) -> Iterable[Fault]:
-        """Faults that strike where this rank is now."""
-        if not self._faults:
-            return ()
-        step = rank.machine.step if step is None else step
-        found = []
-        for fault in list(self._faults):
-            here = (fault.replica, fault.rank) == (rank.replica.number, rank.position) and fault.point in points
-            if here and fault.step in (None, step) and fault.bucket in (None, bucket):
-                if fault.point in (FaultPoint.FORWARD, FaultPoint.BACKWARD):  # the caller counts these
-                    found.append(fault)
-                else:
-                    self._faults[fault] -= 1
-                    if not self._faults[fault]:
-                        found.append(fault)
-        return found
+    def awaits_fault(self, rank: TimedRank) -> bool:
+        """Whether an exact fault may still strike this rank."""
+        return (rank.replica.number, rank.position) in self._passages
+
+    def pass_fault(
+        self, rank: TimedRank, point: FaultPoint, *, step: int | None = None, bucket: int | None = None, at: float | None = None
+    ) -> None:
+        """A rank passes a fault point, at once or at a later time; `step` None: of the one that it is in."""
+        passages = self._passages.get((rank.replica.number, rank.position))
+        if passages is None:
+            return
+        due = passages.take(point, step=rank.machine.step if step is None else step, bucket=bucket)
+        if due is not None:
+            if due.kind is not FaultKind.KILL:
+                raise ValueError(f"a fault of kind {due.kind.value} is not simulated")
+            self.clock.at(self.clock.now if at is None else at, self._strike, due)
+
+    def _strike(self, fault: Fault) -> None:
+        if not self.is_dead(fault.replica, fault.rank):
+            self.unstruck.remove(fault)
+            self.kill(fault.replica, fault.rank)
 
     def add_fault(self, fault: Fault) -> None:
-        """One more exact fault."""
-        self._faults[fault] = fault.occurrence
-
-    def strike_at(self, time: float, fault: Fault) -> None:
-        """Carry a fault out at that time, once."""
-        if self._faults.pop(fault, None) is not None:
-            if fault.kind is not FaultKind.KILL:
-                raise ValueError(f"a fault of kind {fault.kind.value} is not simulated")
-            self.clock.at(time, self.kill, fault.replica, fault.rank)
+        """One more exact fault; on a rank that is dead it never strikes."""
+        self.unstruck.append(fault)
+        if not self.is_dead(fault.replica, fault.rank):
+            self._passages.setdefault((fault.replica, fault.rank), Passages()).add(fault)
 
     def kill(self, number: ReplicaId, position: int = 0) -> None:
         """SIGKILL of one rank: its replica is lost as soon as the coordinator hears of it."""
@@ -396,6 +399,7 @@ class TimedJob:
         if self.is_dead(number, position):
             return
         self._dead.setdefault(number, set()).add(position)
+        self._passages.pop((number, position), None)
         self.missed.add(number)
         self.replicas[number].ranks[position].alive = False
         self.meetings.broken(number, position)

@@ -224,15 +224,15 @@ class TimedRank:
         running.extend(microbatches, job.clock.now)
         self._until(running.forward_begins(running.num_microbatches), self._exhausted)
         job.clock.at(running.forward_begins(running.num_microbatches - 1), self._prepare, running, running.num_microbatches)
-        if self.plans_taken == 1:
+        if job.awaits_fault(self):
             self._pass_points(running, len(microbatches))
 
     def _pass_points(self, running: Pass, count: int) -> None:
-        """Faults that strike in a forward or backward of the step's first plan."""
-        for fault in self.job.faults_at(self, FaultPoint.FORWARD, FaultPoint.BACKWARD):
-            if fault.occurrence <= count:
-                begins = running.forward_begins if fault.point is FaultPoint.FORWARD else running.backward_begins
-                self.job.strike_at(begins(fault.occurrence - 1), fault)
+        """The last `count` microbatches of a pass are sure to be computed, unless the rank dies: pass their fault points."""
+        forward = FaultPoint.FORWARD if self.plans_taken == 1 else FaultPoint.RECOMPUTE
+        for index in range(running.num_microbatches - count, running.num_microbatches):
+            self.job.pass_fault(self, forward, at=running.forward_begins(index))
+            self.job.pass_fault(self, FaultPoint.BACKWARD, at=running.backward_begins(index))
 
     def _prepare(self, running: Pass, num_microbatches: int) -> None:
         """The last forward that is known begins: take in what has come; where that is nothing, ask for the end of the pass."""
@@ -268,7 +268,10 @@ class TimedRank:
     def _operate(self) -> None:
         """The pass is over: what crosses replicas, as the newest plan has it."""
         plan = self.machine.taken
-        if not isinstance(plan, Plan) or not rank.may_run(self.machine, plan.generation):
+        if not isinstance(plan, Plan):
+            return
+        self.job.pass_fault(self, FaultPoint.BEFORE_REDUCE)
+        if not rank.may_run(self.machine, plan.generation):
             return
         mine, me = self.machine.buckets, self.replica.number
         for item in plan.transfers:
@@ -280,9 +283,6 @@ class TimedRank:
         for bucket in plan.reduces:
             if bucket in mine:
                 self.operations.append(Operation(plan.generation, plan.step, bucket, plan.generation, None, plan.roster))
-        if any(operation.source is None for operation in self.operations):
-            for fault in self.job.faults_at(self, FaultPoint.BEFORE_REDUCE):
-                self.job.strike_at(self.job.clock.now, fault)
         self._advance()
 
     def _advance(self) -> None:
@@ -319,8 +319,7 @@ class TimedRank:
         self.job.memory.apply(self, order)
         self.passes = []
         self.leaves = exit_code(order.record.requests) != ExitCode.OK
-        for fault in self.job.faults_at(self, FaultPoint.OPTIMIZER, step=order.record.step):
-            self.job.strike_at(self.job.clock.now, fault)
+        self.job.pass_fault(self, FaultPoint.OPTIMIZER, step=order.record.step)
         self._until(self.job.clock.now + self.job.timing.optimizer_s(), self.begin)
 
     def _until(self, time: float, then: object) -> None:

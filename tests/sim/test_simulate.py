@@ -85,3 +85,23 @@ def test_a_wrong_scenario_ends_with_code_2_and_the_line(scenario: Path, capsys: 
     said = capsys.readouterr()
     assert ended.value.code == 2 and said.out == ""
     assert f"megatron-recover simulate: {scenario}: line 24: save_s: Expected `float` >= 0.0" in said.err
+
+
+@pytest.mark.parametrize("flags", [(), ("--processes", "RUN_DIR")])
+def test_a_fault_that_never_strikes_ends_with_code_2_and_its_name(
+    flags: tuple[str, ...], scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head, rest = SCENARIO.split("[job]")
+    faults = "".join(
+        f'[[fault]]\nreplica = {replica}\nrank = 0\npoint = "forward"\noccurrence = {occurrence}\n'
+        for replica, occurrence in ((0, 3), (1, 1000))
+    )
+    rest = rest.replace("every_steps = 5\nuntil_replicas = 2\n", "")
+    scenario.write_text(f'policies = ["recover"]\n{head.split(chr(10), 1)[1]}[job]{rest}{faults}')
+    run_dir = tmp_path / "run"
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", str(scenario), *(str(run_dir) if flag == "RUN_DIR" else flag for flag in flags)])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == "" and not run_dir.exists()
+    assert f"{scenario}: [[fault]] 2 (replica 1, rank 0, forward, occurrence 1000) never struck" in said.err
+    assert "[[fault]] 1 " not in said.err

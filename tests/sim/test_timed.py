@@ -6,7 +6,8 @@ import pytest
 
 from megatron_recover.core.quota import ticks
 from megatron_recover.core.values import Pipeline
-from megatron_recover.sim.models import Timing
+from megatron_recover.faults import Fault, FaultPoint
+from megatron_recover.sim.models import Scenario, Timing
 from megatron_recover.sim.timeline import BACKWARD, FORWARD, Operation, Pipe, undisturbed
 from megatron_recover.sim.training import Pass
 from tests.sim.build import job_of, kill, scenario, step_seconds
@@ -89,3 +90,37 @@ def test_a_busy_control_thread_is_late_with_the_last_message() -> None:
     slow.run()
     # Per step a leader sends three votes and reads three, one after the other.
     assert step_seconds(slow)[2] - step_seconds(quick)[2] > 0.3
+
+
+def struck(what: Scenario, *faults: Fault) -> list[tuple[int, int]]:
+    """(step of each recovery, replicas that finished it) for a job with these faults, each of which has to strike."""
+    job = job_of(what, *faults)
+    assert job.run().exit_code == 0 and not job.unstruck and not job.awaits_faults
+    return [(recovery.step, job.account.steps[recovery.step].members) for recovery in job.account.recoveries.values()]
+
+
+@pytest.mark.parametrize("point", ["forward", "backward"])
+def test_occurrences_are_counted_over_the_whole_run(point: str) -> None:
+    what = scenario(job={"replicas": 2, "microbatches": 8, "steps": 6})  # each has four in a step
+    assert struck(what, Fault(replica=1, rank=0, point=FaultPoint(point), occurrence=10)) == [(2, 1)]
+    assert struck(what, Fault(replica=1, rank=0, point=FaultPoint(point), occurrence=8)) == [(1, 1)]
+
+
+@pytest.mark.parametrize("first", ["forward", "reduce"])  # what is dealt goes to the pass that runs, or to one of its own
+@pytest.mark.parametrize(("point", "occurrence"), [("backward", 9), ("recompute", 1)])
+def test_work_that_is_taken_over_passes_its_points(first: str, point: str, occurrence: int) -> None:
+    # Eight are each replica's own; the ninth backward is of what the lost one leaves.
+    assert struck(scenario(), kill(3, 0, first, 1), kill(1, 1, point, 1, occurrence=occurrence)) == [(1, 2), (1, 2)]
+
+
+def test_a_forward_of_work_that_is_taken_over_is_no_first_one() -> None:
+    job = job_of(scenario(), kill(3, 0, "forward", 1), kill(1, 1, "forward", 1, occurrence=9))
+    assert job.run().exit_code == 0
+    assert [fault.replica for fault in job.unstruck] == [1]
+
+
+def test_a_sum_after_a_loss_is_a_second_one() -> None:
+    late = kill(1, 0, "second_reduce", 1)
+    assert struck(scenario(), kill(3, 0, "reduce", 1), late)[-1][0] == 1
+    job = job_of(scenario(), late)
+    assert job.run().exit_code == 0 and job.unstruck == [late] and len(job.account.recoveries) == 0
