@@ -65,7 +65,7 @@ def measure() -> float:
         (folder / "chaos.toml").write_text(chaos())
         command = [
             sys.executable, "-m", "megatron_recover", "run", "--replicas", str(REPLICAS), "--run-dir", str(folder / "run"),
-            "--chaos", str(folder / "chaos.toml"), "--", str(ROOT / "benchmarks" / "paced_pretrain.py"),
+            "--chaos", str(folder / "chaos.toml"), "--", str(ROOT / "scripts" / "paced_pretrain.py"),
             *JOB.megatron_flags(text_data(folder), None), "--paced-forward-s", str(PACE_S),
             "--paced-backward-s", str(PACE_S),
         ]  # fmt: skip

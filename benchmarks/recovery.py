@@ -88,7 +88,7 @@ def measure(job: Job, folder: pathlib.Path, data: pathlib.Path, point: str, pace
     ]))  # fmt: skip
     command = [
         sys.executable, "-m", "megatron_recover", "run", "--replicas", str(job.replicas), "--run-dir", str(run_dir),
-        "--chaos", str(chaos), "--", str(ROOT / "benchmarks" / "paced_pretrain.py"),
+        "--chaos", str(chaos), "--", str(ROOT / "scripts" / "paced_pretrain.py"),
         *job.megatron_flags(data, None), "--paced-forward-s", str(pace_s), *flags,
     ]  # fmt: skip
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=DEADLINE_S)

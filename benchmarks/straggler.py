@@ -41,7 +41,7 @@ def run(folder: pathlib.Path, data: pathlib.Path, rebalance: str) -> list[dict[s
     chaos.write_text(CHAOS)
     command = [
         sys.executable, "-m", "megatron_recover", "run", "--replicas", str(REPLICAS), "--run-dir", str(run_dir),
-        "--chaos", str(chaos), "--", str(ROOT / "benchmarks" / "paced_pretrain.py"),
+        "--chaos", str(chaos), "--", str(ROOT / "scripts" / "paced_pretrain.py"),
         *job.megatron_flags(data, None), "--paced-forward-s", str(PACE_S),
     ]  # fmt: skip
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=240)

@@ -1,7 +1,7 @@
 """A simulated scenario on real processes: the command that runs it, and how long its steps took.
 
 A small GPT stands for the model; each of its forwards is stretched to the scenario's wall time by
-`benchmarks/paced_pretrain.py`, so that the number of cores decides little. What is dealt, summed, voted and recovered is real.
+`scripts/paced_pretrain.py`, so that the number of cores decides little. What is dealt, summed, voted and recovered is real.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_recover.observe.goodput import Goodput, StepTime
 from megatron_recover.observe.history import History
 from megatron_recover.sim.models import Scenario
 
-PACED = Path(megatron_recover.__file__).parents[1] / "benchmarks" / "paced_pretrain.py"
+PACED = Path(megatron_recover.__file__).parents[1] / "scripts" / "paced_pretrain.py"
 MAX_PROCESSES = 32
 """More ranks than this on one machine measure the machine."""
 HEADS = 4
@@ -31,7 +31,7 @@ def refusals(scenario: Scenario) -> Iterator[str]:
     if failures.every_steps is not None or failures.per_gpu_hour is not None:
         yield "[failures] has a rate; real processes take exact [[fault]] tables"
     if not PACED.is_file():
-        yield f"{PACED} is not there; run this in a checkout of the project"
+        yield f"{PACED} is not there: an installed package has no scripts; clone the repository and run this in its root folder"
 
 
 def flags(scenario: Scenario, data: Path) -> list[str]:

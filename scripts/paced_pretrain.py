@@ -1,4 +1,4 @@
-"""`scripts/pretrain_gpt.py` with every forward stretched to a fixed wall time, so that the number of cores decides nothing.
+"""`pretrain_gpt.py` with every forward stretched to a fixed wall time, so that the number of cores decides nothing.
 
 The time comes from the flag `--paced-forward-s SECONDS`; backwards are stretched by `--paced-backward-s`, for jobs whose
 replicas are many more than the cores. With `--second-pass-only` every pass is closed as it begins, so that what is dealt while
@@ -20,7 +20,7 @@ from megatron_recover import megatron as recover
 from megatron_recover.megatron.microbatches import Microbatches
 from megatron_recover.megatron.work_queue import WorkQueue
 
-SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "pretrain_gpt.py"
+SCRIPT = pathlib.Path(__file__).resolve().with_name("pretrain_gpt.py")
 
 
 def main() -> None:
