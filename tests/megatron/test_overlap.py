@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import Plan, Work
-from megatron_recover.megatron.cpu import enable_cpu
 from megatron_recover.megatron.overlap import Overlap
 from megatron_recover.megatron.reduction import Reduction
 from megatron_recover.megatron.work_queue import Task
+from tests.megatron.test_pipeline import world
 from tests.megatron.test_reducing import Member
-from tests.megatron.toy import model_config, start_world, wrap
+from tests.megatron.toy import model_config, wrap
+
+__all__ = ["world"]
 
 DEADLINE_S = 30.0
 SIZE = 8
 BUCKETS = (0, 1, 2)
 """Upstream lays the buffer out in the order of backward: that of the later weights, that of the earlier ones; the ledger."""
 PLAN = Plan(0, 1, (1,), Work("train 1", 1, BUCKETS), (1,), (), (), BUCKETS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    if not torch.cuda.is_available():
-        enable_cpu()
-    start_world()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 class Between(torch.autograd.Function):
