@@ -171,9 +171,8 @@ class Member:
 
     def ask_close(self) -> None:
         """Nothing more is known to compute: have the pass closed. Plans that are on their way still belong to it."""
-        if self.rank == 0:
-            with self._changed:
-                self._step(machine.EndPass())
+        with self._changed:
+            self._step(machine.EndPass())
 
     def started(self, microbatch: int) -> None:
         """Rank 0 begins the forward of a microbatch: journalled, so that all know who computes what when somebody is lost."""

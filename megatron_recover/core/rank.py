@@ -7,9 +7,9 @@ Caller's contract
 * Control thread: feed every order of the leader's stream, in order. Carry the effects out before the next input.
 * Training thread: `Begin` on arriving at a step; then `Take` whenever the queue is not empty and obey `state.taken`:
 
-  - a `Plan`: run all its computes in full, whatever happens, in one pass (Note [Passes]); then its transfers and
-    reductions one by one, each only while `may_run(state, plan.generation)`; `Completed` after each that succeeded, `Failed` at
-    the first that did not (then leave the rest of the plan), and `Take` again;
+  - a `Plan`: run all its computes in full, whatever happens, in one pass (Note [Passes]); as soon as `in_pass` is over, its
+    `bucket.operations` one by one, each only while `may_run(state, plan.generation)`; `Completed` after each that succeeded,
+    `Failed` at the first that did not (then leave the rest of the plan), and `Take` again;
   - an `Apply`: the results are the gradient now; go on to the next step;
   - a `Stop`: end.
 
@@ -24,6 +24,9 @@ Note [Passes]
     more than rank 0 does, and the leader puts `Close` into the stream: the same place for everybody. So a microbatch that is
     dealt before that moment is computed in the pass that runs; later ones open a pass of their own. Of the plans of a pass
     only the newest is reduced: the others are of generations that are over.
+
+    The machine knows whether a pass runs here (`in_pass`) and whether its end was asked for, and the end of a pass that nobody
+    opened is a defect.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from megatron_recover.core.bucket import results
+from megatron_recover.core.bucket import Operation, operations, results
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import (
     Apply,
@@ -78,6 +81,10 @@ class RankState(Value, frozen=True):
     """Orders that the training thread has not taken yet."""
     taken: Plan | Apply | Stop | None = None
     """The order that the training thread obeys."""
+    in_pass: bool = False
+    """Whether the training thread runs a pass: it has taken a plan that computes, and no `Close` since."""
+    has_asked: bool = False
+    """Of rank 0: the end of that pass is asked for."""
     held: tuple[Held, ...] = ()
     """Results of this step that count, by bucket."""
     unreported: tuple[Held, ...] = ()
@@ -101,7 +108,7 @@ class Take(Value, frozen=True):
 
 
 class EndPass(Value, frozen=True):
-    """Rank 0's schedule is about to need more microbatches than are known."""
+    """Rank 0's schedule is about to need more microbatches than are known; once in a pass is enough."""
 
 
 class Started(Value, frozen=True):
@@ -191,6 +198,14 @@ def may_run(state: RankState, generation: Generation) -> bool:
     return generation == state.promised and not (state.queue and isinstance(state.queue[0], Stop))
 
 
+def due(state: RankState) -> tuple[Operation, ...]:
+    """What the training thread has to do across replicas, when it has obeyed the order that it took last (Note [Passes])."""
+    plan = state.taken
+    if not isinstance(plan, Plan) or state.in_pass or not may_run(state, plan.generation):
+        return ()
+    return operations(plan, state.replica, state.buckets)
+
+
 def _on_promise(state: RankState, order: Promise) -> Step:
     """Retire what is older, report what is held, acknowledge; in this order."""
     if order.generation <= state.promised:
@@ -238,19 +253,24 @@ def _on_take(state: RankState, _: Take) -> Step:
         raise ValueError("there is no order to take: ask only when the queue is not empty")
     order, *rest = state.queue
     if isinstance(order, Close):
-        return replace(state, queue=tuple(rest)), ()
+        if not state.in_pass:
+            raise ValueError(f"replica {state.replica} rank {state.rank} is told to close a pass, and none is open")
+        return replace(state, queue=tuple(rest), in_pass=False, has_asked=False), ()
     state = replace(state, queue=tuple(rest), taken=order)
     if isinstance(order, Apply):
         return replace(state, step=order.record.step + 1, held=(), unreported=(), journal=Journal()), ()
     if isinstance(order, Plan):
         replaced = results(order, state.replica)
-        return replace(state, held=tuple(item for item in state.held if item.bucket not in replaced)), ()
+        held = tuple(item for item in state.held if item.bucket not in replaced)
+        return replace(state, held=held, in_pass=state.in_pass or bool(order.computes)), ()
     return state, ()
 
 
 def _on_end_pass(state: RankState, _: EndPass) -> Step:
     """Ask the leader to close the pass for all ranks at the same place in the stream of orders."""
-    return state, (ToLeader(Closing(state.rank, state.step)),)
+    if state.rank != 0 or not state.in_pass or state.has_asked:
+        return state, ()
+    return replace(state, has_asked=True), (ToLeader(Closing(state.rank, state.step)),)
 
 
 def _on_started(state: RankState, started: Started) -> Step:

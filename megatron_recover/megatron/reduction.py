@@ -16,7 +16,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +26,9 @@ from torch import Tensor
 from megatron_recover import trace
 from megatron_recover.collectives.transport import Probe, Revoked, Transport, TransportError
 from megatron_recover.config import RecoverConfig
+from megatron_recover.core.bucket import Operation, operations
 from megatron_recover.core.invariants import InvariantViolation
-from megatron_recover.core.values import BucketId, Held, Pipeline, Plan, Shape, Transfer
+from megatron_recover.core.values import BucketId, Held, Pipeline, Plan, Shape
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron import exact
 from megatron_recover.megatron.buckets import BackwardWatch, Bucket, find_regions, number
@@ -239,9 +240,11 @@ class Reduction:
         self._again = again
         if self._faults is not None:
             self._faults.at(FaultPoint.BEFORE_REDUCE, step=self._step)
-        due = sorted((slot for slot in self._slots if slot.id in plan.reduces), key=lambda slot: slot.order)
-        transport = self._cross(plan.generation, None, lambda: self._begin_crossing(plan))
-        for slot in due:
+        slots = {slot.id: slot for slot in sorted(self._slots, key=lambda slot: slot.order)}
+        due = operations(plan, self._member.replica, slots)
+        copies = [each for each in due if each.source is not None]
+        transport = self._cross(plan.generation, None, lambda: self._begin_crossing(plan.generation, slots, copies))
+        for slot in (slots[each.bucket] for each in due if each.source is None):
             wait_for(slot.id)
             self._check_finite(slot)
             self._note_passed(slot)
@@ -259,10 +262,10 @@ class Reduction:
             self._fail(generation, bucket, error)
             return None
 
-    def _begin_crossing(self, plan: Plan) -> Transport:
-        transport = self._member.transport(plan.generation)
-        for transfer in plan.transfers:
-            self._transfer(transport, transfer, plan.generation)
+    def _begin_crossing(self, generation: int, slots: Mapping[BucketId, _Slot], copies: Sequence[Operation]) -> Transport:
+        transport = self._member.transport(generation)
+        for copy in copies:
+            self._copy(transport, slots[copy.bucket], copy)
         return transport
 
     def _sum(self, transport: Transport, slot: _Slot, source: Tensor, provenance: Tensor, generation: int) -> Transport:
@@ -307,24 +310,22 @@ class Reduction:
             dist.all_reduce(provenance, group=slot.lanes)
         return provenance
 
-    def _transfer(self, transport: Transport, transfer: Transfer, generation: int) -> None:
-        slot = next((slot for slot in self._slots if slot.id == transfer.bucket), None)
-        if slot is None:
-            return
+    def _copy(self, transport: Transport, slot: _Slot, copy: Operation) -> None:
+        assert copy.source is not None
         if self._faults is not None:
             self._faults.at(FaultPoint.TRANSFER, step=self._step, bucket=slot.id)
         transport.copy_into(
-            [slot.result, slot.provenance], source=transfer.source, targets=transfer.targets, tag=self._tag(slot.id, 1),
+            [slot.result, slot.provenance], source=copy.source, targets=copy.members[1:], tag=self._tag(slot.id, 1),
             deadline_s=self._config.stall_timeout_s,
         )  # fmt: skip
-        if self._member.replica in transfer.targets:
+        if self._member.replica != copy.source:
             value = self._checksum(slot)
             self._check(slot)
             self._record(
-                trace.Transferred, generation=generation, step=self._step, bucket=slot.id, version=transfer.version,
-                source=transfer.source, checksum=value,
+                trace.Transferred, generation=copy.generation, step=self._step, bucket=slot.id, version=copy.version,
+                source=copy.source, checksum=value,
             )  # fmt: skip
-            self._hold(Held(slot.id, transfer.version, value))
+            self._hold(Held(slot.id, copy.version, value))
 
     def _complete(self, slot: _Slot, generation: int, seconds: float) -> None:
         value = self._checksum(slot)

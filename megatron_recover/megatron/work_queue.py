@@ -44,15 +44,14 @@ class WorkQueue:
         """The newest plan that was taken in: what is to be reduced after the pass."""
         self._member, self._work, self._extended = member, plan.work, extended
         self._waiting: deque[Task] = deque(_tasks(plan, again=again))
-        self._is_open, self._has_asked = True, False
+        self._is_open = True
 
     def prepare(self) -> None:
         """The schedule is about to call `next` after one more forward: have the pass closed, unless more is known.
 
         Asked now, known when it is needed. Not earlier, so that what is dealt until then is still taken in.
         """
-        if not self.has_ended() and not self._waiting and not self._has_asked:
-            self._has_asked = True
+        if not self.has_ended() and not self._waiting:
             self._member.ask_close()
 
     def next(self) -> Task | None:

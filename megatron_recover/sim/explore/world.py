@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from megatron_recover.core import invariants, rank, replica
+from megatron_recover.core.bucket import Operation
 from megatron_recover.core.quota import ticks
 from megatron_recover.core.values import (
     Apply,
@@ -78,16 +79,6 @@ class Copy(Value, frozen=True):
 Message = NewGeneration | Status | Statuses | Vote | Votes | Part | Copy
 
 
-class Operation(Value, frozen=True):
-    """What a rank's training thread has to do next across replicas."""
-
-    bucket: BucketId
-    version: Version
-    source: ReplicaId | None
-    """Fetch from this replica, or None: reduce."""
-    targets: tuple[ReplicaId, ...]
-
-
 class Rank(Value, frozen=True):
     """A rank: its machine, its memory, and what its threads have yet to do."""
 
@@ -97,12 +88,13 @@ class Rank(Value, frozen=True):
     results: tuple[Counts, ...]
     """Per bucket of the rank the memory of its result, () where unspecified."""
     operations: tuple[Operation, ...] = ()
+    """What its training thread has to do next across replicas."""
     orders: tuple[Order, ...] = ()
     """On their way from the leader."""
-    in_pass: bool = False
-    """The schedule runs, and takes in what is dealt until `Close`."""
-    may_end: bool = False
-    """Rank 0 only: it has not asked for the end of its pass."""
+
+    def may_end(self) -> bool:
+        """Whether it runs a pass whose end it has not asked for."""
+        return self.machine.in_pass and not self.machine.has_asked
 
     def can_take(self) -> bool:
         """Whether the training thread is free and has an order to take."""
@@ -215,7 +207,7 @@ class Simulator:
         elif isinstance(stimulus, TakeUp):
             run.take(stimulus.rank)
         elif isinstance(stimulus, EndPass):
-            run.end_pass()
+            run.feed(0, rank.EndPass())
         elif isinstance(stimulus, Fail):
             run.fail(stimulus.rank)
         elif isinstance(stimulus, Complete):
@@ -351,7 +343,6 @@ class _Run:
         if isinstance(order, Plan):
             self.compute(position, order)
         elif isinstance(order, Close):
-            self.ranks[position] = replace(one, in_pass=False)
             self.operate(position)
         elif isinstance(order, Apply):
             zeros = (0,) * len(one.gradient[0]) if one.gradient else ()
@@ -374,46 +365,31 @@ class _Run:
                 if bucket in done.into:
                     counts = tuple(n + (i in done.microbatches) for i, n in enumerate(gradient[index]))
                     gradient = _put(gradient, index, counts)
-        begins = bool(plan.computes) and not one.in_pass
+        self.ranks[position] = replace(one, gradient=gradient)
         if position == 0:
-            self.journal(plan, first=begins and not one.machine.journal.started)
-            one = self.ranks[position]
-        self.ranks[position] = replace(
-            one, gradient=gradient, in_pass=one.in_pass or begins, may_end=one.may_end or (begins and position == 0)
-        )
-        if self.ranks[position].may_end and not self.simulator.passes_last:
-            self.end_pass()
-        if not self.ranks[position].in_pass:
+            self.journal(plan)
+            if not self.simulator.passes_last:
+                self.feed(position, rank.EndPass())
+        if not self.ranks[position].machine.in_pass:
             self.operate(position)
 
-    def journal(self, plan: Plan, *, first: bool) -> None:
-        """Rank 0 notes what it computes, and how long that took."""
+    def journal(self, plan: Plan) -> None:
+        """Rank 0 notes what it computes, and of the first pass of a step how long that took."""
+        first = not self.ranks[0].machine.journal.started
         ids = [microbatch for done in plan.computes for microbatch in done.microbatches]
         for microbatch in ids:
             self.feed(0, rank.Started(microbatch))
             self.feed(0, rank.Finished(microbatch))
-        if first and self.simulator.paces:
+        if ids and first and self.simulator.paces:
             elapsed = ticks(len(ids), self.leader.shape.pipeline) * self.simulator.paces[self.number]
             self.feed(0, rank.Measured(len(ids), elapsed))
-
-    def end_pass(self) -> None:
-        self.ranks[0] = replace(self.ranks[0], may_end=False)
-        self.feed(0, rank.EndPass())
 
     def operate(self, position: int) -> None:
         """The pass is over: begin what crosses replicas, as the newest plan has it."""
         one = self.ranks[position]
-        plan = one.machine.taken
-        if not isinstance(plan, Plan):
-            return
-        operations = [
-            Operation(item.bucket, item.version, item.source, item.targets)
-            for item in plan.transfers
-            if self.number in (item.source, *item.targets)
-        ] + [Operation(bucket, plan.generation, None, ()) for bucket in plan.reduces]
-        mine = tuple(item for item in operations if item.bucket in one.machine.buckets)
-        self.ranks[position] = replace(one, operations=mine if rank.may_run(one.machine, plan.generation) else ())
-        self.advance(position)
+        if isinstance(one.machine.taken, Plan):
+            self.ranks[position] = replace(one, operations=rank.due(one.machine))
+            self.advance(position)
 
     def advance(self, position: int) -> None:
         """Arrive at the next operation: send a copy and go on, or give up the old result and wait for the new one."""
@@ -424,7 +400,7 @@ class _Run:
             index = one.machine.buckets.index(operation.bucket)
             if operation.source == self.number:
                 copy = Copy(self.number, position, plan.generation, plan.step, *_what(operation), one.results[index])
-                self.out.append((copy, operation.targets))
+                self.out.append((copy, operation.members[1:]))
                 one = replace(one, operations=one.operations[1:])
                 continue
             if operation.source is None:
@@ -437,13 +413,9 @@ class _Run:
         self.ranks[position] = one
 
 
-def pending(node: Node) -> list[tuple[int, Generation, int, Operation, tuple[ReplicaId, ...]]]:
-    """(rank, generation, step, operation, members) of every operation that could complete."""
-    return [
-        (position, one.machine.taken.generation, one.machine.taken.step, one.operations[0], one.machine.taken.roster)
-        for position, one in enumerate(node.ranks)
-        if one.operations and isinstance(one.machine.taken, Plan)
-    ]
+def pending(node: Node) -> list[tuple[int, Operation]]:
+    """(rank, operation) of every operation that could complete."""
+    return [(position, one.operations[0]) for position, one in enumerate(node.ranks) if one.operations]
 
 
 def add(parts: Iterable[Counts]) -> Counts:

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_recover.core import invariants
+from megatron_recover.core.bucket import Operation
 from megatron_recover.core.values import Apply, BucketId, Compute, Plan, ReplicaId
 from megatron_recover.sim.world import Counts as Multiset
 from megatron_recover.sim.world import add, checksum
 
 if TYPE_CHECKING:
-    from megatron_recover.sim.training import Operation, TimedRank
+    from megatron_recover.sim.training import TimedRank
 
 
 class Memory:

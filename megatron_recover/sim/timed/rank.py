@@ -18,16 +18,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from megatron_recover.core import rank
+from megatron_recover.core.bucket import Operation
 from megatron_recover.core.policy import exit_code
 from megatron_recover.core.values import (
     Apply,
-    BucketId,
     Close,
     ExitCode,
-    Generation,
     Held,
     MicrobatchId,
     Order,
@@ -35,7 +34,6 @@ from megatron_recover.core.values import (
     Promise,
     ReplicaId,
     Stop,
-    Version,
 )
 from megatron_recover.faults import FaultPoint
 from megatron_recover.sim.models import stage_of
@@ -44,25 +42,11 @@ if TYPE_CHECKING:
     from megatron_recover.sim.timed import TimedJob, TimedReplica
 
 
-class Operation(NamedTuple):
-    """What a rank's training thread does across replicas, in the order of its plan."""
-
-    generation: Generation
-    step: int
-    bucket: BucketId
-    version: Version
-    source: ReplicaId | None
-    """Fetch from this replica, or None: reduce."""
-    members: tuple[ReplicaId, ...]
-    """Who meets here: all of the roster, or source and targets."""
-
-
 class Pass:
     """A pass of the schedule that runs. See Note [Time of a pass]."""
 
     __slots__ = (
-        "base", "began", "forward_s", "has_asked", "is_closed", "microbatches", "num_finished", "num_started", "slot_s",
-        "stage", "stages",
+        "base", "began", "forward_s", "microbatches", "num_finished", "num_started", "slot_s", "stage", "stages",
     )  # fmt: skip
 
     def __init__(self, base: float, slot_s: float, forward_share: float, stage: int, stages: int) -> None:
@@ -72,7 +56,6 @@ class Pass:
         self.microbatches: list[MicrobatchId] = []
         self.num_started = self.num_finished = 0
         """Of those in the journal."""
-        self.has_asked = self.is_closed = False
 
     @property
     def num_microbatches(self) -> int:
@@ -100,6 +83,11 @@ class Pass:
     def ends(self) -> float:
         """When the last backward is done."""
         return self.backward_begins(self.num_microbatches - 1) + self.slot_s - self.forward_s
+
+
+def key_of(operation: Operation) -> tuple[int | None, ...]:
+    """An operation without its members, who may be many."""
+    return operation.generation, operation.step, operation.bucket, operation.version, operation.source
 
 
 class TimedRank:
@@ -211,7 +199,7 @@ class TimedRank:
         self.plans_taken += 1
         microbatches = [microbatch for compute in plan.computes for microbatch in compute.microbatches]
         if not microbatches:
-            if self.passing is None:
+            if not self.machine.in_pass:
                 self._operate()
             return
         if self.position == 0:
@@ -236,13 +224,13 @@ class TimedRank:
 
     def _prepare(self, running: Pass, num_microbatches: int) -> None:
         """The last forward that is known begins: take in what has come; where that is nothing, ask for the end of the pass."""
-        while self.alive and self.passing is running and running.num_microbatches == num_microbatches and not running.is_closed:
+        while (
+            self.alive and self.machine.in_pass and self.passing is running and running.num_microbatches == num_microbatches
+        ):  # fmt: skip
             if self.machine.queue and isinstance(self.machine.queue[0], Plan | Close):
                 self._take()
             else:
-                if self.position == 0 and not running.has_asked:
-                    running.has_asked = True
-                    self.feed(rank.EndPass())
+                self.feed(rank.EndPass())
                 break
 
     def _exhausted(self) -> None:
@@ -251,8 +239,7 @@ class TimedRank:
         self.wake()
 
     def _close(self) -> None:
-        assert self.passing is not None, "a pass that nobody opened is closed"
-        self.passing.is_closed = True
+        assert self.passing is not None
         self._until(self.passing.ends(), self._pass_ended)
 
     def _pass_ended(self) -> None:
@@ -267,23 +254,13 @@ class TimedRank:
 
     def _operate(self) -> None:
         """The pass is over: what crosses replicas, as the newest plan has it."""
-        plan = self.machine.taken
-        if not isinstance(plan, Plan):
+        if not isinstance(self.machine.taken, Plan):
             return
         self.job.pass_fault(self, FaultPoint.BEFORE_REDUCE)
-        if not rank.may_run(self.machine, plan.generation):
-            return
-        mine, me = self.machine.buckets, self.replica.number
-        for item in plan.transfers:
-            if item.bucket in mine and me in (item.source, *item.targets):
-                members = (item.source, *item.targets)
-                self.operations.append(
-                    Operation(plan.generation, plan.step, item.bucket, item.version, item.source, members)
-                )  # fmt: skip
-        for bucket in plan.reduces:
-            if bucket in mine:
-                self.operations.append(Operation(plan.generation, plan.step, bucket, plan.generation, None, plan.roster))
-        self._advance()
+        due = rank.due(self.machine)
+        if due:
+            self.operations.extend(due)
+            self._advance()
 
     def _advance(self) -> None:
         """Arrive at the next operation."""
@@ -294,7 +271,7 @@ class TimedRank:
 
     def completed(self, operation: Operation, checksum: int | None) -> None:
         """The operation at which this rank is has delivered a result (None: it only sent one)."""
-        if not self.alive or not self.operations or self.operations[0][:5] != operation[:5]:
+        if not self.alive or not self.operations or key_of(self.operations[0]) != key_of(operation):
             return
         self.operations.popleft()
         if checksum is not None:
@@ -304,7 +281,7 @@ class TimedRank:
 
     def failed(self, operation: Operation, reason: str, suspects: tuple[ReplicaId, ...]) -> None:
         """The operation at which this rank is has failed here."""
-        if not self.alive or not self.operations or self.operations[0][:5] != operation[:5]:
+        if not self.alive or not self.operations or key_of(self.operations[0]) != key_of(operation):
             return
         self._leave()
         self.feed(rank.Failed(operation.generation, reason, suspects))

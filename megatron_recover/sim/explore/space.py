@@ -78,7 +78,7 @@ class Own(NamedTuple):
     busy: bool
     """Orders are on their way to a rank."""
     stimuli: tuple[Stimulus, ...]
-    pending: tuple[tuple[int, Generation, int, Operation, tuple[ReplicaId, ...]], ...]
+    pending: tuple[tuple[int, Operation], ...]
     """As of `world.pending`."""
 
 
@@ -279,8 +279,8 @@ class Space:
         found: list[Stimulus | int] = [queue[0] for _, destination, queue in world.links if destination == number]
         found += network.numbers(self.deliverable(world.messages, name))
         found += own.stimuli
-        for position, generation, step, operation, members in own.pending:
-            counts = self.delivered(world, position, generation, step, operation, members)
+        for position, operation in own.pending:
+            counts = self.delivered(world, position, operation)
             if counts is not None:
                 found.append(Complete(position, counts))
         return found
@@ -303,7 +303,7 @@ class Space:
             if leader.phase is not replica.Phase.JOINING and leader.work is None and not leader.ended:
                 stimuli.append(Begin())
             stimuli += [CarryOut(position) for position, one in enumerate(node.ranks) if one.orders]
-            if node.ranks[0].may_end:
+            if node.ranks[0].may_end():
                 stimuli.append(EndPass())
             if self.simulator.slow:
                 stimuli += [TakeUp(position) for position, one in enumerate(node.ranks) if one.can_take()]
@@ -335,7 +335,7 @@ class Space:
                     yield f"the link between {a} and {b} breaks", after
             return
         for number in state.roster:
-            for position, *_ in pending(self.nodes[world.nodes[number]]):
+            for position, _ in pending(self.nodes[world.nodes[number]]):
                 after = self.stimulate(world, number, Fail(position))
                 if after.coordinator != world.coordinator:
                     yield f"an operation of replica {number} rank {position} fails", after
@@ -357,14 +357,13 @@ class Space:
                 numbers.append(number)
         return number
 
-    def delivered(
-        self, world: World, position: int, generation: Generation, step: int, operation: Operation, members: tuple[int, ...]
-    ) -> Counts | None:
+    def delivered(self, world: World, position: int, operation: Operation) -> Counts | None:
         """What an operation would deliver, or None while somebody has not contributed."""
         version = operation.version if operation.source is not None else 0
         parts = []
-        for member in members if operation.source is None else (operation.source,):
-            numbers = self.data.get((member, position, generation, step, operation.bucket, version), ())
+        for member in operation.members if operation.source is None else (operation.source,):
+            address = (member, position, operation.generation, operation.step, operation.bucket, version)
+            numbers = self.data.get(address, ())
             here = [number for number in numbers if world.messages >> number & 1]
             if not here:
                 return None

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_recover.core.bucket import Operation
 from megatron_recover.core.values import ReplicaId
 from megatron_recover.faults import FaultPoint
-from megatron_recover.sim.training import Operation, TimedRank
+from megatron_recover.sim.training import TimedRank, key_of
 
 if TYPE_CHECKING:
     from megatron_recover.sim.timed import TimedJob
@@ -128,4 +129,4 @@ class Meetings:
 
 
 def _key(rank: TimedRank, operation: Operation) -> Key:
-    return (*operation[:5], rank.position)
+    return (*key_of(operation), rank.position)
