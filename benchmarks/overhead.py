@@ -9,6 +9,10 @@ in which both are in steady state (between log lines of iterations), pair by pai
 
 Neither side has worker processes that read data (`--num-workers 0`): ours never has, and on a CPU they would cost the baseline
 more than they save.
+
+On neither side does the C library give memory back to the kernel within a step (`KEEP_MEMORY`). With its defaults it does so
+when the top of the heap happens to be free: upstream's forward and backward fault those pages in again, 3,000 to 10,000 a step
+from one rank to the next of either side, which is more CPU time than all that is measured here.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ from megatron_recover.config import inherited_environment
 from tests.system.jobs import ROOT, Job, text_data
 
 ITERATION = re.compile(rb"iteration\s+(\d+)/")
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+"""glibc's, in bytes; 32 MiB is the most that it takes."""
 _LOOK_S = 0.02
 """Between two looks at the logs."""
 
@@ -81,7 +87,7 @@ class Side:
 
         `used(pid)` is what it has used so far of what is measured.
         """
-        environment = {"OMP_NUM_THREADS": "1"} | inherited_environment()  # what both launchers would choose
+        environment = {"OMP_NUM_THREADS": "1"} | inherited_environment() | KEEP_MEMORY  # one thread: as both launchers choose
         with open(output, "wb") as stream:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
