@@ -25,13 +25,13 @@ lint: setup      ## ruff (rules and format), mypy --strict on the pure parts, th
 
 explore: setup   ## explore more than 10^7 states of the protocol, JOBS scenarios at a time (long)
 	@echo "Exploring the larger scenarios; each prints a line when it is done (about ten minutes on two cores) ..."
-	@$(PY) -m megatron_recover.sim.explorer --config full --jobs $(or $(JOBS),2)
+	@$(PY) -m megatron_recover.sim.explore.explorer --config full --jobs $(or $(JOBS),2)
 
 fuzz: setup      ## SEEDS random jobs on a virtual clock from SEED on, each judged (default 10000 from 1)
-	@$(PY) -m megatron_recover.sim.fuzz --seeds $(or $(SEEDS),10000) --seed $(or $(SEED),1) --jobs 2
+	@$(PY) -m megatron_recover.sim.timed.fuzz --seeds $(or $(SEEDS),10000) --seed $(or $(SEED),1) --jobs 2
 
 sweep: setup     ## simulate rates of failures and sizes up to 100,000 GPUs: OUT/sweep.csv and a plot (default runs/sweep; long)
-	@$(PY) -m megatron_recover.sim.sweep scenarios/large.toml --out $(or $(OUT),runs/sweep) --losses $(or $(LOSSES),4)
+	@$(PY) -m megatron_recover.sim.timed.sweep scenarios/large.toml --out $(or $(OUT),runs/sweep) --losses $(or $(LOSSES),4)
 
 gpu-test: setup  ## the CUDA and NCCL part; says why where there is no GPU
 	@$(PY) -m pytest -q tests/gpu

@@ -14,8 +14,9 @@ from typing import NoReturn
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
     """The remedy for a word that is none of `known`: the one that is like it, or else `otherwise`."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {close[0]}?" if close else otherwise
+    named = {each.lstrip("-"): each for each in known}  # the dashes of flags, which all have, make no two of them alike
+    close = difflib.get_close_matches(word.lstrip("-"), named, n=1)
+    return f"did you mean {named[close[0]]}?" if close else otherwise
 
 
 def unknown(argv: Sequence[str], parser: ArgumentParser, elsewhere: str = "") -> list[str]:

@@ -15,9 +15,9 @@ import msgspec
 
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
-from megatron_recover.sim import result, scenario_file
-from megatron_recover.sim.models import Scenario
-from megatron_recover.sim.policies import run_recover, simulate
+from megatron_recover.sim.timed import result, scenario_file
+from megatron_recover.sim.timed.models import Scenario
+from megatron_recover.sim.timed.policies import run_recover, simulate
 
 TEXT = ("argparse.py", "ast.py", "bdb.py", "calendar.py", "cmd.py")
 """Of the standard library: what real processes train on."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import megatron_recover
 from megatron_recover.observe.goodput import Goodput, StepTime
 from megatron_recover.observe.history import History
-from megatron_recover.sim.models import Scenario
+from megatron_recover.sim.timed.models import Scenario
 
 PACED = Path(megatron_recover.__file__).parents[1] / "scripts" / "paced_pretrain.py"
 MAX_PROCESSES = 32

@@ -177,12 +177,12 @@ class Member:
     def started(self, microbatch: int) -> None:
         """Rank 0 begins the forward of a microbatch: journalled, so that all know who computes what when somebody is lost."""
         with self._changed:
-            self._step(machine.Started(microbatch))
+            self._step(machine.MicrobatchStarted(microbatch))
 
     def finished(self, microbatch: int) -> None:
         """Rank 0 has ended the backward of a microbatch (in evaluation its forward)."""
         with self._changed:
-            self._step(machine.Finished(microbatch))
+            self._step(machine.MicrobatchFinished(microbatch))
 
     def measured(self, num_microbatches: int, elapsed_ns: int) -> None:
         """Rank 0 knows how long the first pass of a training step took: in this replica's next vote all learn it."""

@@ -66,7 +66,7 @@ def results(plan: Plan, replica: ReplicaId) -> dict[BucketId, Version]:
 
 
 def operations(plan: Plan, replica: ReplicaId, buckets: Iterable[BucketId]) -> tuple[Operation, ...]:
-    """What a plan has a rank do across replicas, in its order: copies, then sums in the order of `buckets`, which are its own."""
+    """What a plan has a rank do across replicas: copies, then sums in the order of `buckets`, which are those of the rank."""
     mine = dict.fromkeys(buckets)
     copies = (
         Operation(plan.generation, plan.step, item.bucket, item.version, item.source, (item.source, *item.targets))

@@ -111,13 +111,13 @@ class EndPass(Value, frozen=True):
     """Rank 0's schedule is about to need more microbatches than are known; once in a pass is enough."""
 
 
-class Started(Value, frozen=True):
+class MicrobatchStarted(Value, frozen=True):
     """Rank 0 begins the forward of a microbatch."""
 
     microbatch: MicrobatchId
 
 
-class Finished(Value, frozen=True):
+class MicrobatchFinished(Value, frozen=True):
     """Rank 0 has ended the backward of a microbatch (in evaluation its forward)."""
 
     microbatch: MicrobatchId
@@ -162,7 +162,9 @@ class End(Value, frozen=True):
     """The training loop is over."""
 
 
-Input = Order | Begin | Take | Started | Finished | EndPass | Measured | Completed | Failed | Raise | Save | End
+Input = (
+    Order | Begin | Take | MicrobatchStarted | MicrobatchFinished | EndPass | Measured | Completed | Failed | Raise | Save | End
+)
 
 
 # --- Effects -------------------------------------------------------------------------------------------------------------
@@ -273,13 +275,13 @@ def _on_end_pass(state: RankState, _: EndPass) -> Step:
     return replace(state, has_asked=True), (ToLeader(Closing(state.rank, state.step)),)
 
 
-def _on_started(state: RankState, started: Started) -> Step:
+def _on_started(state: RankState, started: MicrobatchStarted) -> Step:
     """Journal it."""
     journal = state.journal
     return replace(state, journal=replace(journal, started=(*journal.started, started.microbatch))), ()
 
 
-def _on_finished(state: RankState, finished: Finished) -> Step:
+def _on_finished(state: RankState, finished: MicrobatchFinished) -> Step:
     """Journal it."""
     journal = state.journal
     return replace(state, journal=replace(journal, finished=(*journal.finished, finished.microbatch))), ()
@@ -341,8 +343,8 @@ TABLE: Mapping[type, Callable[[RankState, Any], Step]] = {
     Stop: _on_stop,
     Begin: _on_begin,
     Take: _on_take,
-    Started: _on_started,
-    Finished: _on_finished,
+    MicrobatchStarted: _on_started,
+    MicrobatchFinished: _on_finished,
     EndPass: _on_end_pass,
     Measured: _on_measured,
     Completed: _on_completed,

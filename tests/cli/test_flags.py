@@ -35,6 +35,7 @@ NO_SCRIPT = "run: the training script is missing; write it and its flags behind 
         ("run --replicas 3 script.py --num-layers 4", [NO_SCRIPT]),
         ("run", [NO_SCRIPT]),
         ("run --replicas 3 --", [NO_SCRIPT]),
+        ("simulate x --bogus", ["simulate: --bogus is unknown; megatron-recover simulate --help lists all"]),
         ("demo --jsn", ["demo: --jsn is unknown; did you mean --json?"]),
         ("check --agains x", ["check: --agains is unknown; did you mean --against?"]),
         ("check", ["check: the following arguments are required: RUN_DIR"]),

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_recover.core import recovery
-from megatron_recover.sim import explorer
-from megatron_recover.sim.explorer import Explorer, World
-from megatron_recover.sim.scenario import CONFIGS, Scenario
+from megatron_recover.sim.explore import explorer
+from megatron_recover.sim.explore.explorer import Explorer, World
+from megatron_recover.sim.explore.scenario import CONFIGS, Scenario
 
 CONTRACT = Path(__file__).parents[2] / "docs" / "protocol.md"
 SHARED = ((0, 1),)

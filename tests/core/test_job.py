@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from megatron_recover.sim.explorer import Explorer
-from megatron_recover.sim.scenario import Scenario
+from megatron_recover.sim.explore.explorer import Explorer
+from megatron_recover.sim.explore.scenario import Scenario
 
 MAX_STEPS = 20_000
 """Of the way to the end; far more than any of these jobs needs."""

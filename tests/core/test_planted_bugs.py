@@ -12,11 +12,13 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, rank, recovery, replica, tree, vote
+from megatron_recover.core.bucket import Operation
 from megatron_recover.core.speed import Speeds
 from megatron_recover.core.values import Ballot, Compute, Plan, Status, Statuses, Vote, Votes
 from megatron_recover.core.vote import gather, voters_of
-from megatron_recover.sim.explorer import Exploration, Explorer, Scenario
-from megatron_recover.sim.world import Counts, Operation, Rank, Simulator, add
+from megatron_recover.sim.explore.explorer import Exploration, Explorer, Scenario
+from megatron_recover.sim.explore.world import Rank, Simulator
+from megatron_recover.sim.multiset import Multiset, add
 
 TWO_BUCKETS = ((0,), (0,))
 SHARED = ((0, 1),)
@@ -73,7 +75,7 @@ def test_a_reduction_in_place_is_caught() -> None:
     """It shows where one rank of a replica completed and another did not: the bucket is withdrawn and read once more."""
 
     class InPlace(Simulator):
-        def local_gradient_after(self, before: Counts, result: Counts) -> Counts:
+        def local_gradient_after(self, before: Multiset, result: Multiset) -> Multiset:
             return result
 
     caught(explore(InPlace(), replicas=2, microbatches=2, num_ranks=2, bucket_ranks=SHARED, alarms=1), 1, 3)
@@ -140,7 +142,7 @@ def test_tokens_summed_from_votes_are_caught(monkeypatch: pytest.MonkeyPatch) ->
         return original(replace(state, requests=(tokens,)))
 
     class FromVotes(Simulator):
-        def applied(self, node: Rank, order: Any, bucket: int) -> Counts:
+        def applied(self, node: Rank, order: Any, bucket: int) -> Multiset:
             tokens = [int(word) for request in order.record.requests for word in request.split()[1:]]
             return tuple(tokens.count(i) for i in range(len(node.gradient[0])))
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from megatron_recover.core import rank
+from megatron_recover.core.bucket import Operation, operations
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.rank import (
     Begin,
@@ -15,13 +16,13 @@ from megatron_recover.core.rank import (
     End,
     EndPass,
     Failed,
-    Finished,
     Measured,
+    MicrobatchFinished,
+    MicrobatchStarted,
     Raise,
     RankState,
     Retire,
     Save,
-    Started,
     Take,
     ToLeader,
 )
@@ -74,7 +75,7 @@ def test_all_results_of_a_plan_are_one_report() -> None:
 
 
 def test_the_journal_rides_in_the_promise_and_ends_with_the_step() -> None:
-    state, effects = feed(at_plan(), Started(0), Started(1), Finished(0))
+    state, effects = feed(at_plan(), MicrobatchStarted(0), MicrobatchStarted(1), MicrobatchFinished(0))
     assert effects == []
     assert state.journal == Journal((0, 1), (0,)) and state.journal.computing == (1,)
     state, effects = feed(state, Promise(2, (0,)))
@@ -218,13 +219,53 @@ def test_inv_5_and_8_hold_for_any_order_of_inputs(messages: list[rank.Input]) ->
                 assert effect.report.generation == state.promised
 
 
+def rank_0_at_plan(plan: Plan = PLAN) -> RankState:
+    return feed(RankState(0, 0, (0, 1)), Promise(1, (0, 1)), Begin(WORK), plan, Take())[0]
+
+
 def test_a_pass_ends_at_the_same_place_in_the_stream_on_every_rank() -> None:
     newer = Plan(0, 2, (0,), WORK, (3,), (), (Compute((2,), (0, 1)),), (0, 1))
-    _, effects = feed(at_plan(), EndPass())
-    assert effects == [ToLeader(Closing(1, 0))]
     state, _ = feed(at_plan(), Promise(2, (0,)), newer, Close(0))
     assert state.queue == (newer, Close(0)), "the plan that came before belongs to the pass, the end comes behind it"
     state, _ = feed(state, Take())
-    assert state.taken == newer
+    assert state.taken == newer and state.in_pass
     state, effects = feed(state, Take())
     assert (state.taken, state.queue, effects) == (newer, (), []), "what is reduced after the pass is the newest plan"
+    assert not state.in_pass
+
+
+def test_rank_0_asks_once_for_the_end_of_a_pass() -> None:
+    state, effects = feed(rank_0_at_plan(), EndPass(), EndPass())
+    assert effects == [ToLeader(Closing(0, 0))]
+    newer = Plan(0, 2, (0,), WORK, (3,), (), (Compute((2,), (0, 1)),), (0, 1))
+    state, effects = feed(state, Promise(2, (0,)), newer, Take(), EndPass())
+    assert not any(isinstance(effect, ToLeader) and isinstance(effect.report, Closing) for effect in effects), (
+        "the end is on its way behind what came meanwhile"
+    )
+    state, _ = feed(state, Close(0), Take())
+    again = Plan(0, 3, (0,), WORK, (3,), (), (Compute((2,), (0, 1)),), (0, 1))
+    assert feed(state, EndPass())[1] == [], "no pass runs"
+    assert feed(state, Promise(3, (0,)), again, Take(), EndPass())[1][-1] == ToLeader(Closing(0, 0)), "another pass"
+    assert feed(at_plan(), EndPass())[1] == [], "rank 0 speaks for all"
+
+
+def test_a_pass_that_nobody_opened_is_not_closed() -> None:
+    nothing_to_compute = Plan(0, 1, (0, 1), WORK, (2, 1), (), (), (0, 1))
+    with pytest.raises(ValueError, match="none is open"):
+        feed(at_plan(nothing_to_compute), Close(0), Take())
+
+
+def test_nothing_crosses_replicas_while_a_pass_runs_or_after_a_newer_promise() -> None:
+    sums = tuple(Operation(1, 0, bucket, 1, None, (0, 1)) for bucket in (0, 1))
+    assert rank.due(at_plan()) == ()
+    state, _ = feed(at_plan(), Close(0), Take())
+    assert rank.due(state) == sums
+    assert rank.due(feed(state, Promise(2, (0, 1)))[0]) == ()
+
+
+def test_copies_go_before_sums_and_only_to_those_that_take_part() -> None:
+    plan = Plan(0, 2, (0, 1, 2), WORK, (1, 1, 1), (Transfer(1, 1, 0, (2,)),), (), (0, 2))
+    copy, sums = Operation(2, 0, 1, 1, 0, (0, 2)), [Operation(2, 0, bucket, 2, None, (0, 1, 2)) for bucket in (2, 0)]
+    assert operations(plan, 0, (2, 1, 0)) == operations(plan, 2, (2, 1, 0)) == (copy, *sums)
+    assert operations(plan, 1, (2, 1, 0)) == tuple(sums)
+    assert operations(plan, 2, (0,)) == (sums[1],), "of other stages' buckets nothing"

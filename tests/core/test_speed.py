@@ -107,6 +107,27 @@ def test_a_member_that_computes_nothing_is_tried_again_and_caught_by_one_measure
     assert quotas(back, 12, 3) == (4, 4, 4)
 
 
+def test_a_pair_that_replaces_an_estimate_counts_as_two_measurements() -> None:
+    """What the old estimate was made of is gone: the next measurement counts for a third, not for a sixteenth."""
+    [before] = learned(*[(10 * MS,)] * 20).estimates
+    [odd] = learned(*[(10 * MS,)] * 20, (20 * MS,)).estimates
+    [replaced] = learned(*[(10 * MS,)] * 20, (20 * MS,), (22 * MS,)).estimates
+    [later] = learned(*[(10 * MS,)] * 20, (20 * MS,), (22 * MS,), (24 * MS,)).estimates
+    assert (before.num, before.pace_ns) == (MEMORY, 10 * MS)
+    assert (odd.num, odd.pace_ns, odd.odd_ns) == (MEMORY, 10 * MS, 20 * MS)
+    assert (replaced.num, replaced.pace_ns, replaced.odd_ns) == (2, 21 * MS, 0)
+    assert (later.num, later.pace_ns) == (3, 22 * MS)
+
+
+def test_what_was_forgotten_weighs_no_more_than_one_measurement() -> None:
+    """Of a member that computed nothing: the first measurement near what is left of its estimate counts for half."""
+    slow = 100 * MS
+    [known] = learned(*[(slow,)] * 20, *[(0,)] * 3).estimates
+    assert known.pace_ns < slow and known.odd_ns == slow
+    [measured] = learned(*[(slow,)] * 20, *[(0,)] * 3, (known.pace_ns - 10 * MS,)).estimates
+    assert (measured.num, measured.pace_ns) == (2, known.pace_ns - 5 * MS)
+
+
 def test_a_member_without_a_microbatch_says_so_in_its_votes_and_comes_back() -> None:
     """Its silence would leave its estimate as it is, and itself without work for the rest of the run."""
     speeds, shares = Speeds(), []

@@ -141,10 +141,10 @@ class LoopbackMember:
         pass
 
     def started(self, microbatch: int) -> None:
-        self._feed(rank_machine.Started(microbatch))
+        self._feed(rank_machine.MicrobatchStarted(microbatch))
 
     def finished(self, microbatch: int) -> None:
-        self._feed(rank_machine.Finished(microbatch))
+        self._feed(rank_machine.MicrobatchFinished(microbatch))
 
     def measured(self, num_microbatches: int, elapsed_ns: int) -> None:
         assert elapsed_ns > 0

@@ -347,7 +347,7 @@ class Stream:
         return self.arrived > 0
 
     def ask_close(self) -> None:
-        self.asked_after.append(self.handed_out)
+        self.asked_after = self.asked_after or [self.handed_out]  # as the rank's machine: once in a pass
 
 
 def drain(queue: WorkQueue, member: Stream) -> list[int]:

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, rank, recovery, replica
 from megatron_recover.core.values import Compute, Plan, Requested, Vote
-from megatron_recover.sim import fuzz
-from megatron_recover.sim.fuzz import RandomJob, Verdict, run, verdicts
-from megatron_recover.sim.memory import Counts
-from megatron_recover.sim.training import TimedRank
+from megatron_recover.sim.timed import fuzz
+from megatron_recover.sim.timed.fuzz import RandomJob, Verdict, run, verdicts
+from megatron_recover.sim.timed.memory import Counts
+from megatron_recover.sim.timed.rank import TimedRank
 
 SEEDS = 250
 PATIENCE = 500

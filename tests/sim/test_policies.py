@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_recover.sim import policies
-from megatron_recover.sim.models import Timing
-from megatron_recover.sim.policies import Losses, RecoverJob, recover, simulate, young_daly
+from megatron_recover.sim.timed import policies
+from megatron_recover.sim.timed.models import Timing
+from megatron_recover.sim.timed.policies import Losses, RecoverJob, recover, simulate, young_daly
 from tests.sim.build import scenario
 
 EVERY_THIRD = {"every_steps": 3, "until_replicas": 2, "at": "reduction"}

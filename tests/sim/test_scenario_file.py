@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recover.sim.scenario_file import load, parse
+from megatron_recover.sim.timed.scenario_file import load, parse
 
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
 GOOD = """\
@@ -53,6 +53,7 @@ ONE_FAULT = GOOD.replace("every_steps = 2\n", "").replace(', "checkpoint-restart
         ("replicas = 4", "replicas = 0", "line 4: replicas: Expected `int` >= 1"),
         ("replicas = 4", "replicas = 40", "line 7: microbatches is 32; it must be at least replicas, which is 40"),
         ("stages = 2", "stages = 3", "line 6: stages is 3; it must divide ranks, which is 2"),
+        ("replicas = 4", "replicas = 4\nseed = -1", "line 5: seed: Expected `int` >= 0"),
         ("microbatch_s = 1.0", "microbatch_s = -1.0", "line 11: microbatch_s: Expected `float` > 0.0"),
         ("microbatch_s = 1.0", "microbatch_s = nan", "line 11: microbatch_s"),
         ("bytes_per_s = 1e9", "bytes_per_s = inf", "line 14: bytes_per_s is inf; it must be a finite number"),

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recover.sim import sweep
-from megatron_recover.sim.sweep import CSV_FILE, HEAD, PLOT_FILE, RATES
+from megatron_recover.sim.timed import sweep
+from megatron_recover.sim.timed.sweep import CSV_FILE, HEAD, PLOT_FILE, RATES
 
 SCENARIO = """\
 policies = ["recover", "checkpoint-restart"]

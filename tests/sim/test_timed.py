@@ -7,9 +7,9 @@ import pytest
 from megatron_recover.core.quota import ticks
 from megatron_recover.core.values import Pipeline
 from megatron_recover.faults import Fault, FaultPoint
-from megatron_recover.sim.models import Scenario, Timing
-from megatron_recover.sim.timeline import BACKWARD, FORWARD, Operation, Pipe, undisturbed
-from megatron_recover.sim.training import Pass
+from megatron_recover.sim.draw.timeline import BACKWARD, FORWARD, Action, Pipe, undisturbed
+from megatron_recover.sim.timed.models import Scenario, Timing
+from megatron_recover.sim.timed.rank import Pass
 from tests.sim.build import job_of, kill, scenario, step_seconds
 
 TALK_S = 0.01
@@ -24,9 +24,9 @@ def test_the_times_of_a_pass_are_those_of_the_real_schedule(stages: int, num_mic
         running = Pass(0.0, FORWARD + BACKWARD, FORWARD / (FORWARD + BACKWARD), stage, stages)
         running.extend(range(num_microbatches), 0.0)
         for i in range(num_microbatches):
-            assert running.backward_begins(i) == pytest.approx(timeline.starts[Operation(stage, 0, i, True)])
+            assert running.backward_begins(i) == pytest.approx(timeline.starts[Action(stage, 0, i, True)])
             # While the pipeline fills, a stage may wait for its neighbour a little longer than the formula says.
-            begins = timeline.starts[Operation(stage, 0, i, False)]
+            begins = timeline.starts[Action(stage, 0, i, False)]
             assert running.forward_begins(i) == pytest.approx(begins) or (
                 stage + i < stages and running.forward_begins(i) < begins
             )

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recover.sim.gantt import DRAWINGS, drawn
-from megatron_recover.sim.timeline import Operation, Pipe, Timeline, disturbed, reopened, undisturbed
+from megatron_recover.sim.draw.gantt import DRAWINGS, drawn
+from megatron_recover.sim.draw.timeline import Action, Pipe, Timeline, disturbed, reopened, undisturbed
 
 PAGE = Path(__file__).parents[2] / "docs" / "schedule.md"
 PIPES = [Pipe(1), Pipe(2), Pipe(4), Pipe(2, 2), Pipe(4, 2), Pipe(3, 3)]
@@ -15,7 +15,7 @@ PIPES = [Pipe(1), Pipe(2), Pipe(4), Pipe(2, 2), Pipe(4, 2), Pipe(3, 3)]
 
 def test_the_drawn_schedules_are_current() -> None:
     page = PAGE.read_text()
-    assert drawn(page) == page, "run: python -m megatron_recover.sim.gantt docs/schedule.md"
+    assert drawn(page) == page, "run: python -m megatron_recover.sim.draw.gantt docs/schedule.md"
     assert all(f"<!-- drawn: {name} -->" in page for name in DRAWINGS)
 
 
@@ -41,7 +41,7 @@ def test_everything_is_computed_once_and_after_what_it_needs(pipe: Pipe) -> None
         asked = undisturbed(pipe, num).asked
         for timeline in (disturbed(pipe, num, late, asked), disturbed(pipe, num, late, asked + 0.1)):
             assert set(timeline.starts) == {
-                Operation(stage, chunk, microbatch, is_backward)
+                Action(stage, chunk, microbatch, is_backward)
                 for stage in range(pipe.num_stages) for chunk in range(pipe.num_chunks)
                 for microbatch in range(num + late) for is_backward in (False, True)
             }  # fmt: skip

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from megatron_recover.cluster import rehearsal
-from megatron_recover.sim.models import Scenario
+from megatron_recover.sim.timed.models import Scenario
 from tests.sim.build import scenario
 from tests.system.jobs import ROOT, check
 

@@ -1,6 +1,6 @@
 """Draws the machines' tables for docs/states.md, so that the picture cannot differ from the code.
 
-python -m megatron_recover.sim.diagram > docs/states.md
+python -m megatron_recover.sim.draw.diagram > docs/states.md
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ def page() -> str:
     """docs/states.md as it has to be."""
     parts = [
         "# States",
-        "Drawn from the tables of the machines by `python -m megatron_recover.sim.diagram > docs/states.md`; a test keeps it "
-        "current.\nInputs that a table does not list for a phase are dropped: they are late, repeated, or mean nothing there.",
+        "Drawn from the tables of the machines by `python -m megatron_recover.sim.draw.diagram > docs/states.md`; a test "
+        "keeps it current.\n"
+        "Inputs that a table does not list for a phase are dropped: they are late, repeated, or mean nothing there.",
         "## One replica (`core/replica.py`)",
         _phases(),
         _replica_diagram(),

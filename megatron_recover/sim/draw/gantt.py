@@ -1,6 +1,6 @@
 """Draws the pictures and tables of docs/schedule.md from the schedules themselves, so that they cannot differ from the code.
 
-python -m megatron_recover.sim.gantt docs/schedule.md
+python -m megatron_recover.sim.draw.gantt docs/schedule.md
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megatron_recover.sim.timeline import Operation, Pipe, Timeline, disturbed, reopened, undisturbed
+from megatron_recover.sim.draw.timeline import Action, Pipe, Timeline, disturbed, reopened, undisturbed
 
 _CHARACTERS = 2
 """Of a picture's line for a forward; a backward has twice as many."""
@@ -43,7 +43,7 @@ def picture(timeline: Timeline, num_own: int, dealt: float | None = None) -> str
     return "```text\n" + "\n".join(lines) + "\n```"
 
 
-def _label(operation: Operation, pipe: Pipe, num_own: int) -> str:
+def _label(operation: Action, pipe: Pipe, num_own: int) -> str:
     microbatch, late = operation.microbatch, operation.microbatch - num_own
     name = (str(microbatch) if late < 0 else chr(ord("A") + late)) + ("ab"[operation.chunk] if pipe.num_chunks > 1 else " ")
     return f"[{name}]" if operation.is_backward else name

@@ -28,7 +28,7 @@ class Pipe(NamedTuple):
     num_chunks: int = 1
 
 
-class Operation(NamedTuple):
+class Action(NamedTuple):
     """A forward or a backward of one microbatch on one chunk of a stage."""
 
     stage: int
@@ -36,7 +36,7 @@ class Operation(NamedTuple):
     microbatch: int
     is_backward: bool
 
-    def needs(self, pipe: Pipe) -> Operation | None:
+    def needs(self, pipe: Pipe) -> Action | None:
         """What must have ended before, on whichever stage; None for the first forward."""
         ahead = -1 if not self.is_backward else 1
         stage, chunk = self.stage + ahead, self.chunk
@@ -55,7 +55,7 @@ class Timeline(NamedTuple):
     """What every stage did when."""
 
     pipe: Pipe
-    starts: Mapping[Operation, float]
+    starts: Mapping[Action, float]
     asked: float
     """When the first stage asked for the end of the (first) pass: what is known before is still taken in."""
     in_schedule: bool = False
@@ -108,11 +108,11 @@ def reopened(pipe: Pipe, num: int, num_late: int, arrival: float) -> Timeline:
     stages = range(pipe.num_stages)
     own = [[operation for operation in alone.starts if operation.stage == stage] for stage in stages]
     late = [
-        [Operation(stage, 0, num + each, is_backward) for is_backward in (True, False) for each in range(num_late)]
+        [Action(stage, 0, num + each, is_backward) for is_backward in (True, False) for each in range(num_late)]
         for stage in stages
     ]
-    starts: dict[Operation, float] = {}
-    ends: dict[Operation, float] = {}
+    starts: dict[Action, float] = {}
+    ends: dict[Action, float] = {}
     free, in_flight, time = [0.0] * pipe.num_stages, [0] * pipe.num_stages, 0.0
     while any(own) or any(late):
         for stage in stages:
@@ -136,7 +136,7 @@ def reopened(pipe: Pipe, num: int, num_late: int, arrival: float) -> Timeline:
 class _Member:
     """A leader that deals `late` microbatches before the end of the pass, or none."""
 
-    def __init__(self, operations: list[Operation], late: Plan | None) -> None:
+    def __init__(self, operations: list[Action], late: Plan | None) -> None:
         self._operations, self._orders = operations, [late] if late is not None else []
         self.asked = 0
         """How many operations had begun when it was asked to close the pass."""
@@ -156,7 +156,7 @@ class _Upstream:
 
     forward_only = False
 
-    def __init__(self, pipe: Pipe, stage: int, operations: list[Operation]) -> None:
+    def __init__(self, pipe: Pipe, stage: int, operations: list[Action]) -> None:
         self._stage, self._operations, self.num_chunks = stage, operations, pipe.num_chunks
         self.config = SimpleNamespace(
             num_microbatches_with_partial_activation_checkpoints=None, deallocate_pipeline_outputs=False,
@@ -165,11 +165,11 @@ class _Upstream:
         self.link = _Link(pipe.num_stages, stage)
 
     def forward(self, task: Task, received: Any, index: int, chunk: int, **_: Any) -> str:
-        self._operations.append(Operation(self._stage, chunk, index, False))
+        self._operations.append(Action(self._stage, chunk, index, False))
         return "output"
 
     def backward(self, task: Task, received: Any, output: Any, gradient: Any, chunk: int, **_: Any) -> str:
-        self._operations.append(Operation(self._stage, chunk, task.microbatch, True))
+        self._operations.append(Action(self._stage, chunk, task.microbatch, True))
         return "gradient"
 
     def release(self, output: Any) -> None: ...
@@ -191,12 +191,12 @@ class _Link:
         return lambda *_, overlap_p2p_comm=False, **__: (None, {}) if overlap_p2p_comm else None
 
 
-def _sequences(pipe: Pipe, num: int, num_late: int = 0) -> tuple[list[list[Operation]], Operation]:
+def _sequences(pipe: Pipe, num: int, num_late: int = 0) -> tuple[list[list[Action]], Action]:
     """The operations of every stage in their order, and the one before which the first stage asks for the end."""
-    found: list[list[Operation]] = []
+    found: list[list[Action]] = []
     asked = 0
     for stage in range(pipe.num_stages):
-        operations: list[Operation] = []
+        operations: list[Action] = []
         member = _Member(operations, _plan(2, range(num, num + num_late)) if num_late else None)
         upstream: Any = _Upstream(pipe, stage, operations)
         queue = WorkQueue(member, _plan(1, range(num)), again=False)
@@ -211,11 +211,11 @@ def _plan(generation: int, microbatches: Iterable[int]) -> Plan:
 
 
 def _timed(
-    pipe: Pipe, sequences: Sequence[Sequence[Operation]], earliest: Mapping[Operation, float] | None = None
-) -> dict[Operation, float]:
+    pipe: Pipe, sequences: Sequence[Sequence[Action]], earliest: Mapping[Action, float] | None = None
+) -> dict[Action, float]:
     """When each operation starts: after the one before it on its stage, after what it needs, and not before `earliest`."""
-    starts: dict[Operation, float] = {}
-    ends: dict[Operation, float] = {}
+    starts: dict[Action, float] = {}
+    ends: dict[Action, float] = {}
     left = [list(reversed(operations)) for operations in sequences]
     free = [0.0] * pipe.num_stages
     while any(left):

@@ -1,10 +1,10 @@
 """Explores every behaviour of a small job: the core's own machines, every order of messages, every instant of a fault.
 
-    python -m megatron_recover.sim.explorer --config ci
+    python -m megatron_recover.sim.explore.explorer --config ci
 
 Breadth first from the announcement of generation 1. Where an invariant breaks, the shortest way found to it is printed and
 the exit code is 1. A state in which nothing can happen any more must be one in which all members have finished (INV-8, INV-9).
-`sim/space.py` says what is tried, and what is left out.
+`sim/explore/space.py` says what is tried, and what is left out.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_recover.core import invariants
 from megatron_recover.core.values import ReplicaId, Value
-from megatron_recover.sim.network import World
-from megatron_recover.sim.scenario import CONFIGS, Scenario
-from megatron_recover.sim.space import Space
-from megatron_recover.sim.world import Stimulus
+from megatron_recover.sim.explore.network import World
+from megatron_recover.sim.explore.scenario import CONFIGS, Scenario
+from megatron_recover.sim.explore.space import Space
+from megatron_recover.sim.explore.world import Stimulus
 
 
 class Found(Value, frozen=True):
@@ -116,7 +116,9 @@ def explored_beside(scenarios: Sequence[Scenario], jobs: int) -> Iterator[tuple[
 
 def main(arguments: list[str] | None = None) -> int:
     """Explore the scenarios of a configuration; the exit code is 1 if one breaks an invariant."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_recover.sim.explorer", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_recover.sim.explore.explorer", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("--config", choices=sorted(CONFIGS), default="ci", help="which scenarios (default: ci)")
     parser.add_argument("--only", default="", help="only scenarios whose name contains this")
     parser.add_argument("--jobs", type=int, default=1, help="scenarios explored at a time, each by a process (default: 1)")

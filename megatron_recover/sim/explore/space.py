@@ -8,7 +8,7 @@ What is handed on in a tree comes to nobody but those to whom it goes.
 What is not tried twice (each is another order of independent steps, or covered by another outcome; `reduced=False` tries it
 all, and a test compares the two)
 ----------------------------------------------------------------------------------------------------------------------------
-* Inside a node: `sim/world.py`.
+* Inside a node: `sim/explore/world.py`.
 * Generations come in layers: once one is announced, members of older ones only enter it. What they did before entering
   reads no message of the new generation, so it can as well have happened before the announcement. (Not with `links`: there
   messages of a generation may arrive before its announcement.)
@@ -30,6 +30,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, invariants, replica
+from megatron_recover.core.bucket import Operation
 from megatron_recover.core.tree import neighbours
 from megatron_recover.core.values import (
     Busy,
@@ -43,29 +44,27 @@ from megatron_recover.core.values import (
     Shape,
     Work,
 )
-from megatron_recover.sim import network
-from megatron_recover.sim.network import Faults, Table, World
-from megatron_recover.sim.scenario import Scenario
-from megatron_recover.sim.world import (
+from megatron_recover.sim.explore import network
+from megatron_recover.sim.explore.network import Faults, Table, World
+from megatron_recover.sim.explore.scenario import Scenario
+from megatron_recover.sim.explore.world import (
     Begin,
     CarryOut,
     Complete,
     Copy,
-    Counts,
     Drift,
     EndPass,
     Fail,
     Message,
     Node,
-    Operation,
     Part,
     Simulator,
     Stimulus,
     TakeUp,
-    add,
     new_node,
     pending,
 )
+from megatron_recover.sim.multiset import Multiset, add
 
 Links = tuple[tuple[int, int, tuple[int, ...]], ...]
 """As in `World`."""
@@ -357,7 +356,7 @@ class Space:
                 numbers.append(number)
         return number
 
-    def delivered(self, world: World, position: int, operation: Operation) -> Counts | None:
+    def delivered(self, world: World, position: int, operation: Operation) -> Multiset | None:
         """What an operation would deliver, or None while somebody has not contributed."""
         version = operation.version if operation.source is not None else 0
         parts = []

@@ -19,7 +19,7 @@ What is simulated, and why it is enough
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -49,8 +49,7 @@ from megatron_recover.core.values import (
     Votes,
     Work,
 )
-
-Counts = tuple[int, ...]
+from megatron_recover.sim.multiset import Multiset, checksum
 
 
 class Part(Value, frozen=True):
@@ -61,7 +60,7 @@ class Part(Value, frozen=True):
     generation: Generation
     step: int
     bucket: BucketId
-    counts: Counts
+    counts: Multiset
 
 
 class Copy(Value, frozen=True):
@@ -73,7 +72,7 @@ class Copy(Value, frozen=True):
     step: int
     bucket: BucketId
     version: Version
-    counts: Counts
+    counts: Multiset
 
 
 Message = NewGeneration | Status | Statuses | Vote | Votes | Part | Copy
@@ -83,9 +82,9 @@ class Rank(Value, frozen=True):
     """A rank: its machine, its memory, and what its threads have yet to do."""
 
     machine: rank.RankState
-    gradient: tuple[Counts, ...]
+    gradient: tuple[Multiset, ...]
     """Per bucket of the rank its local gradient."""
-    results: tuple[Counts, ...]
+    results: tuple[Multiset, ...]
     """Per bucket of the rank the memory of its result, () where unspecified."""
     operations: tuple[Operation, ...] = ()
     """What its training thread has to do next across replicas."""
@@ -144,7 +143,7 @@ class Complete(Value, frozen=True):
     """The operation at which a rank is completes with this result."""
 
     rank: int
-    counts: Counts
+    counts: Multiset
 
 
 class Fail(Value, frozen=True):
@@ -218,11 +217,11 @@ class Simulator:
         after = replace(node, leader=run.leader, ranks=tuple(run.ranks), drifted=run.drifted)
         return Outcome(after, tuple(run.out), tuple(run.up), tuple(run.facts))
 
-    def local_gradient_after(self, before: Counts, result: Counts) -> Counts:
+    def local_gradient_after(self, before: Multiset, result: Multiset) -> Multiset:
         """The local gradient after a reduction that delivered `result`: untouched (INV-3)."""
         return before
 
-    def applied(self, node: Rank, order: Apply, bucket: BucketId) -> Counts:
+    def applied(self, node: Rank, order: Apply, bucket: BucketId) -> Multiset:
         """What becomes the gradient of a bucket."""
         return node.results[node.machine.buckets.index(bucket)]
 
@@ -297,7 +296,7 @@ class _Run:
         self.ranks[position] = replace(self.ranks[position], orders=tuple(rest))
         self.feed(position, order)
 
-    def complete(self, position: int, counts: Counts) -> None:
+    def complete(self, position: int, counts: Multiset) -> None:
         one = self.ranks[position]
         operation, *rest = one.operations
         index = one.machine.buckets.index(operation.bucket)
@@ -353,7 +352,7 @@ class _Run:
             )
             digest = str(([(item.bucket, item.version) for item in order.record.versions], self.drifted))
             self.facts.append(invariants.Applied(self.number, position, order.record.step, counts, digest))
-            empty: tuple[Counts, ...] = ((),) * len(one.results)
+            empty: tuple[Multiset, ...] = ((),) * len(one.results)
             self.ranks[position] = replace(one, gradient=(zeros,) * len(one.gradient), results=empty)
 
     def compute(self, position: int, plan: Plan) -> None:
@@ -378,8 +377,8 @@ class _Run:
         first = not self.ranks[0].machine.journal.started
         ids = [microbatch for done in plan.computes for microbatch in done.microbatches]
         for microbatch in ids:
-            self.feed(0, rank.Started(microbatch))
-            self.feed(0, rank.Finished(microbatch))
+            self.feed(0, rank.MicrobatchStarted(microbatch))
+            self.feed(0, rank.MicrobatchFinished(microbatch))
         if ids and first and self.simulator.paces:
             elapsed = ticks(len(ids), self.leader.shape.pipeline) * self.simulator.paces[self.number]
             self.feed(0, rank.Measured(len(ids), elapsed))
@@ -416,19 +415,6 @@ class _Run:
 def pending(node: Node) -> list[tuple[int, Operation]]:
     """(rank, operation) of every operation that could complete."""
     return [(position, one.operations[0]) for position, one in enumerate(node.ranks) if one.operations]
-
-
-def add(parts: Iterable[Counts]) -> Counts:
-    """The sum of multisets."""
-    return tuple(map(sum, zip(*parts, strict=True)))
-
-
-def checksum(counts: Counts) -> int:
-    """Stands for the checksum of a result's bytes."""
-    value = 0
-    for count in counts:
-        value = value * 10 + count
-    return value
 
 
 def _what(operation: Operation) -> tuple[BucketId, Version]:

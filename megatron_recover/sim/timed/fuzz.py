@@ -1,6 +1,6 @@
 """Random jobs with random faults at random instants: first everything may happen (safety), then nothing more (liveness).
 
-    python -m megatron_recover.sim.fuzz --seeds 100000 --seed 1 [--jobs 2]
+    python -m megatron_recover.sim.timed.fuzz --seeds 100000 --seed 1 [--jobs 2]
 
 A seed is a job: its shape, how long everything takes, what fails when. While it runs, every fact is checked against INV-1..7.
 After the last fault it has to end, and well (INV-8, INV-9). The explorer tries everything that can happen to small jobs; this
@@ -27,13 +27,13 @@ from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.replica import LinkLost
 from megatron_recover.core.tree import TREE_ABOVE
 from megatron_recover.core.values import ExitCode, Loss, LossKind, ReplicaId, Report
-from megatron_recover.sim.clock import Clock
-from megatron_recover.sim.memory import Counts
-from megatron_recover.sim.models import ComputeTable, JobTable, NetworkTable, Timing
-from megatron_recover.sim.timed import Actor, TimedCoordinator, TimedJob, TimedReplica
-from megatron_recover.sim.training import TimedRank
+from megatron_recover.sim.timed.clock import Clock
+from megatron_recover.sim.timed.job import Actor, TimedCoordinator, TimedJob, TimedReplica
+from megatron_recover.sim.timed.memory import Counts
+from megatron_recover.sim.timed.models import ComputeTable, JobTable, NetworkTable, Timing
+from megatron_recover.sim.timed.rank import TimedRank
 
-COMMAND = "python -m megatron_recover.sim.fuzz"
+COMMAND = "python -m megatron_recover.sim.timed.fuzz"
 CALM_S = 2_000.0
 """Virtual time in which a job has to end after its last fault; its steps take seconds."""
 MAX_EVENTS = 100_000

@@ -3,8 +3,8 @@
     job = TimedJob(scenario.job, Timing(...), timers_s, ...)
     job.run()
 
-What is decided is decided by `core`; what takes time, and how much, is said by `sim/models.py`. Every control thread takes one
-message at a time: who has many to send or to read is late with the last one.
+What is decided is decided by `core`; what takes time, and how much, is said by `sim/timed/models.py`. Every control thread
+takes one message at a time: who has many to send or to read is late with the last one.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from megatron_recover.core.values import (
     Work,
 )
 from megatron_recover.faults import Fault, FaultKind, FaultPoint, Passages
-from megatron_recover.sim.clock import Clock
-from megatron_recover.sim.meetings import Meetings
-from megatron_recover.sim.memory import Memory
-from megatron_recover.sim.models import JobTable, Timing, shape_of
-from megatron_recover.sim.training import TimedRank
+from megatron_recover.sim.timed.clock import Clock
+from megatron_recover.sim.timed.meetings import Meetings
+from megatron_recover.sim.timed.memory import Memory
+from megatron_recover.sim.timed.models import JobTable, Timing, shape_of
+from megatron_recover.sim.timed.rank import TimedRank
 
 
 def _newest_kept(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +83,7 @@ class StepTime:
 
 
 @dataclass
-class Recovery:
+class RecoveryTime:
     """What one generation after the first cost."""
 
     began: float
@@ -91,7 +91,8 @@ class Recovery:
     announced: float = 0.0
     planned: float = 0.0
     """When the last member had its plan."""
-    step: int = 0
+    step: int | None = None
+    """The one that was planned again."""
     redone: int = 0
     """Microbatches dealt again."""
     in_schedule: int = 0
@@ -103,7 +104,7 @@ class Account:
     """What a run has shown."""
 
     steps: dict[int, StepTime] = field(default_factory=dict)
-    recoveries: dict[int, Recovery] = field(default_factory=dict)
+    recoveries: dict[int, RecoveryTime] = field(default_factory=dict)
     """By generation."""
     messages: int = 0
     """Between leaders, and between them and the coordinator."""
@@ -221,7 +222,7 @@ class TimedCoordinator(Actor):
 
 
 class TimedJob:
-    """A job that runs. Subclass it to change what can go wrong between its parts (`sim/fuzz.py`)."""
+    """A job that runs. Subclass it to change what can go wrong between its parts (`sim/timed/fuzz.py`)."""
 
     def __init__(
         self,
@@ -420,7 +421,8 @@ class TimedJob:
         self.missed &= set(new.roster)
         if new.generation > 1:
             deaths = [self._deaths[loss.replica] for loss in new.losses if loss.replica in self._deaths]
-            self.account.recoveries[new.generation] = Recovery(min(deaths, default=self.clock.now), announced=self.clock.now)
+            now = self.clock.now
+            self.account.recoveries[new.generation] = RecoveryTime(min(deaths, default=now), announced=now)
             self.meetings.forget(new.generation - 2)
             self._status_bytes.clear()
 
@@ -428,7 +430,7 @@ class TimedJob:
         """A leader gave a plan to its ranks."""
         self.observe(invariants.Planned(one.number, plan))
         recovery = self.account.recoveries.get(plan.generation)
-        if recovery is not None and not recovery.step:
+        if recovery is not None and recovery.step is None:
             recovery.step = plan.step
         if recovery is not None and recovery.step == plan.step:
             recovery.planned = self.clock.now

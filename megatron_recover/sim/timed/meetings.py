@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from megatron_recover.core.bucket import Operation
 from megatron_recover.core.values import ReplicaId
 from megatron_recover.faults import FaultPoint
-from megatron_recover.sim.training import TimedRank, key_of
+from megatron_recover.sim.timed.rank import TimedRank, key_of
 
 if TYPE_CHECKING:
-    from megatron_recover.sim.timed import TimedJob
+    from megatron_recover.sim.timed.job import TimedJob
 
 Key = tuple[object, ...]
 """An operation without its members, who may be many, and the position of those that meet."""

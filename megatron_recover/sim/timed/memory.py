@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from megatron_recover.core import invariants
 from megatron_recover.core.bucket import Operation
 from megatron_recover.core.values import Apply, BucketId, Compute, Plan, ReplicaId
-from megatron_recover.sim.world import Counts as Multiset
-from megatron_recover.sim.world import add, checksum
+from megatron_recover.sim.multiset import Multiset, add, checksum
 
 if TYPE_CHECKING:
-    from megatron_recover.sim.training import TimedRank
+    from megatron_recover.sim.timed.rank import TimedRank
 
 
 class Memory:

@@ -1,6 +1,6 @@
 """What a simulated job consists of and how long things take: the tables of a scenario file, and the formulas over them.
 
-Decides no rule of the protocol; `sim/timed.py` asks it for seconds only. Every field that has a unit ends in it.
+Decides no rule of the protocol; `sim/timed/job.py` asks it for seconds only. Every field that has a unit ends in it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class JobTable(Table, frozen=True, kw_only=True):
     steps: Count
     buckets: Count = 4
     """Reduction buckets of each stage, the ledger not counted."""
-    seed: int = 1
+    seed: Annotated[int, Meta(ge=0)] = 1
+    """Of what is random: who is lost, and when."""
 
 
 class ComputeTable(Table, frozen=True, kw_only=True):
@@ -125,7 +126,7 @@ class Scenario(Table, frozen=True, kw_only=True):
 
 
 class Timing:
-    """Seconds of everything, for a job without surprises. The fuzzer's has surprises (`sim/fuzz.py`)."""
+    """Seconds of everything, for a job without surprises. The fuzzer's has surprises (`sim/timed/fuzz.py`)."""
 
     def __init__(self, job: JobTable, compute: ComputeTable, network: NetworkTable) -> None:
         self.job, self.compute, self.network = job, compute, network

@@ -1,7 +1,7 @@
 """What a job does about a loss, and what that costs: the protocol of `core` on the virtual clock, and the usual alternatives.
 
-`recover` runs the machines (`sim/timed.py`). The others are baselines, in closed form, step by step, over the same models and
-the same random losses. They pay nothing for votes, plans or membership: where a baseline is simplified, it is in its favour.
+`recover` runs the machines (`sim/timed/job.py`). The others are baselines, in closed form, step by step, over the same models
+and the same random losses. They pay nothing for votes, plans or membership: a baseline is simplified in its favour.
 
 checkpoint-restart
     A blocking save every n steps, n by Daly's formula (Daly 2006; Young 1974 is its first term). A loss ends the job; after
@@ -25,8 +25,8 @@ from types import MappingProxyType
 
 from megatron_recover.core.values import NewGeneration, Plan, ReplicaId
 from megatron_recover.faults import Fault, FaultPoint
-from megatron_recover.sim.models import FailuresTable, PolicyName, Scenario, Timing
-from megatron_recover.sim.timed import TimedJob, TimedReplica
+from megatron_recover.sim.timed.job import TimedJob, TimedReplica
+from megatron_recover.sim.timed.models import FailuresTable, PolicyName, Scenario, Timing
 
 HOUR_S = 3600.0
 

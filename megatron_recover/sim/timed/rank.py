@@ -27,6 +27,7 @@ from megatron_recover.core.values import (
     Apply,
     Close,
     ExitCode,
+    Generation,
     Held,
     MicrobatchId,
     Order,
@@ -36,10 +37,10 @@ from megatron_recover.core.values import (
     Stop,
 )
 from megatron_recover.faults import FaultPoint
-from megatron_recover.sim.models import stage_of
+from megatron_recover.sim.timed.models import stage_of
 
 if TYPE_CHECKING:
-    from megatron_recover.sim.timed import TimedJob, TimedReplica
+    from megatron_recover.sim.timed.job import TimedJob, TimedReplica
 
 
 class Pass:
@@ -141,12 +142,12 @@ class TimedRank:
             for index in range(running.num_started, running.num_microbatches):
                 if running.forward_begins(index) > self.job.clock.now:
                     break
-                self.feed(rank.Started(running.microbatches[index]))
+                self.feed(rank.MicrobatchStarted(running.microbatches[index]))
                 running.num_started += 1
             for index in range(running.num_finished, running.num_started):
                 if running.backward_begins(index + 1) > self.job.clock.now:
                     break
-                self.feed(rank.Finished(running.microbatches[index]))
+                self.feed(rank.MicrobatchFinished(running.microbatches[index]))
                 running.num_finished += 1
 
     def _retire(self, generation: Generation) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_recover.sim.models import PolicyName, Scenario
-from megatron_recover.sim.policies import Outcome, best_checkpoint_restart
+from megatron_recover.sim.timed.models import PolicyName, Scenario
+from megatron_recover.sim.timed.policies import Outcome, best_checkpoint_restart
 
 RESULT_FILE = "result.json"
 STEPS_FILE = "throughput.csv"

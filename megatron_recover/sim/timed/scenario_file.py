@@ -1,6 +1,6 @@
 """Scenario files: what `megatron-recover simulate` is asked for, judged before anything is simulated.
 
-`sim/models.py` has the tables and what each key means; here is what does not fit together.
+`sim/timed/models.py` has the tables and what each key means; here is what does not fit together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from megatron_recover import toml_file
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from megatron_recover.flags import did_you_mean
-from megatron_recover.sim.models import Scenario, Table
+from megatron_recover.sim.timed.models import Scenario, Table
 
 SIMULATED = (
     FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.RECOMPUTE, FaultPoint.BEFORE_REDUCE, FaultPoint.REDUCE,

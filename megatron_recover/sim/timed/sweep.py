@@ -1,6 +1,6 @@
 """How goodput goes with the rate of failures, and with the size of a job: CSV, and a plot of both.
 
-    python -m megatron_recover.sim.sweep scenarios/large.toml --out DIR [--only rates|sizes] [--losses 8]
+    python -m megatron_recover.sim.timed.sweep scenarios/large.toml --out DIR [--only rates|sizes] [--losses 8]
 
 Decides only which scenarios are simulated. Every point runs as long as `--losses` losses are expected to take. Jobs of other
 sizes have as many microbatches for each replica.
@@ -17,11 +17,11 @@ from typing import Any
 
 import msgspec
 
-from megatron_recover.sim import result, scenario_file
-from megatron_recover.sim.models import Scenario, Timing
-from megatron_recover.sim.policies import HOUR_S, Losses, simulate
+from megatron_recover.sim.timed import result, scenario_file
+from megatron_recover.sim.timed.models import Scenario, Timing
+from megatron_recover.sim.timed.policies import HOUR_S, Losses, simulate
 
-COMMAND = "python -m megatron_recover.sim.sweep"
+COMMAND = "python -m megatron_recover.sim.timed.sweep"
 RATES = (
     ("RSC-2", 2.34 / (1000 * 24 * 8)),
     ("Llama 3", 419 / (54 * 24 * 16_384)),
