@@ -13,7 +13,7 @@ from megatron_recover.collectives import leader
 from megatron_recover.collectives.member import JobStopped, Member
 from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Peer, PeerHello, connect
 from megatron_recover.config import RankContext, RecoverConfig
-from megatron_recover.core.values import Entered, NewGeneration, Requested, Shape, Status, Statuses, Stop, Work
+from megatron_recover.core.values import Entered, Held, NewGeneration, Requested, Shape, Status, Statuses, Stop, Vote, Work
 from tests.collectives.partners import FakeEndpoint, Partner
 
 pytestmark = pytest.mark.timeout(30)
@@ -155,6 +155,30 @@ def test_inv_8_a_status_that_does_not_come_is_waited_for_until_the_stall_timeout
     # Each wait is watched, the one in the next generation too.
     leading.announce(2)
     assert leading.requested().generation == 2
+
+
+def test_inv_8_the_timer_of_a_wait_that_is_over_does_not_end_one_like_it(lead: Lead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First for a status, then for a vote: of the same members, in the same generation and step."""
+    leading = lead(stall_timeout_s=60.0).heard()
+    member, timers = leading.member, list[Callable[[], None]]()
+    monkeypatch.setattr(member._loop, "after", lambda seconds, then: timers.append(then))
+    leading.announce(2)
+    leading.other.wait(lambda: leading.other.received)
+    leading.other.received.clear()
+    leading.speak(status(2))
+    member.begin(WORK)
+    member.next_order()
+    assert member.hold(Held(0, 2, 7))
+    leading.other.wait(lambda: leading.other.received)
+    assert isinstance(leading.other.received[0], Vote)
+    leading.other.wait(lambda: len(timers) == 2)
+    over, running = timers
+    fired = threading.Event()
+    member._loop.post(over)
+    member._loop.post(fired.set)
+    assert fired.wait(10) and timers == [over, running], "nothing has expired"
+    member._loop.post(running)
+    assert leading.requested() == Requested(0, 2, "no vote of replicas (1,) came")
 
 
 def test_in_a_tree_a_leader_has_links_to_its_neighbours_of_the_generation_only(lead: Lead) -> None:
