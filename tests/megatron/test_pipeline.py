@@ -121,7 +121,9 @@ class Rank:
         group_size: int | None = None, partial: int | None = None, deallocate: bool = False,
     ) -> None:  # fmt: skip
         self.notes: list[str] = []
-        originals = (schedules.forward_step, schedules.backward_step)
+        self.released: list[Any] = []
+        """Outputs that were given up. With several chunks that is when they were sent, which upstream notices elsewhere."""
+        originals = (schedules.forward_step, schedules.backward_step, schedules.deallocate_output_tensor)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             received = args[4][0] if isinstance(args[4], list) else args[4]
@@ -136,6 +138,14 @@ class Rank:
             self.notes.append("backward")
             return originals[1](received, output, gradient, config)
 
+        def release(output: Any, deallocate: bool) -> None:
+            if deallocate and num_chunks == 1:
+                self.notes.append("release")
+            if deallocate and output is not None and not any(each is output for each in self.released):
+                self.released.append(output)
+            originals[2](output, deallocate)
+
+        monkeypatch.setattr(schedules, "deallocate_output_tensor", release)
         monkeypatch.setattr(schedules, "forward_step", forward)
         monkeypatch.setattr(schedules, "backward_step", backward)
         virtual = {} if num_chunks == 1 else {
@@ -188,7 +198,7 @@ def operations(run: Callable[[Rank], object], *args: Any, **kwargs: Any) -> list
     with pytest.MonkeyPatch.context() as patch:
         rank = Rank(*args, monkeypatch=patch, **kwargs)
         run(rank)
-    return rank.notes
+    return [*rank.notes, f"{len(rank.released)} released"]
 
 
 def ours(num: int) -> Callable[[Rank], object]:
@@ -204,12 +214,12 @@ def upstreams(schedule: Callable[..., Any], num: int) -> Callable[[Rank], object
     return lambda rank: schedule(**rank.arguments, num_microbatches=num)
 
 
-@pytest.mark.parametrize("partial", [None, 1])
-@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"forward_only": True}, {"partial": 1}, {"forward_only": True, "partial": 1}, {"deallocate": True}], ids=str
+)
 @pytest.mark.parametrize(("stage", "num_stages"), [(stage, num) for num in (2, 3, 4) for stage in range(num)])
-def test_same_operations_as_upstreams_1f1b(stage: int, num_stages: int, forward_only: bool, partial: int | None) -> None:
+def test_same_operations_as_upstreams_1f1b(stage: int, num_stages: int, options: dict[str, Any]) -> None:
     theirs, rank = schedules.forward_backward_pipelining_without_interleaving, (stage, num_stages)
-    options: Any = {"forward_only": forward_only, "partial": partial}
     for num in range(1, 10):
         expected = operations(upstreams(theirs, num), *rank, **options)
         assert operations(ours(num), *rank, **options) == expected, f"{num} microbatches"
