@@ -45,7 +45,7 @@ class FaultPoint(enum.Enum):
     """Forward of a microbatch that was dealt again."""
     TRANSFER = "transfer"
     SECOND_REDUCE = "second_reduce"
-    """Inside a reduction of a step that has lost a replica."""
+    """Inside a reduction of a step that was planned again: it has lost a replica, or a link broke."""
 
 
 class FaultKind(enum.Enum):

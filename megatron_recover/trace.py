@@ -100,7 +100,7 @@ class Transfer(Part, frozen=True, kw_only=True):
     targets: tuple[int, ...]
 
 
-class Pass(Part, frozen=True, kw_only=True):
+class Compute(Part, frozen=True, kw_only=True):
     """Microbatches to compute, their gradient kept for these buckets only."""
 
     microbatches: tuple[int, ...]
@@ -209,7 +209,7 @@ class Plan(Event, frozen=True, kw_only=True):
     quotas: tuple[int, ...]
     """Microbatches held by or dealt to each member, in the order of `roster`."""
     transfers: tuple[Transfer, ...] = ()
-    computes: tuple[Pass, ...] = ()
+    computes: tuple[Compute, ...] = ()
     """Of this replica."""
     reduces: tuple[int, ...] = ()
     """Buckets to reduce in this generation."""
@@ -321,7 +321,7 @@ class Voted(Event, frozen=True, kw_only=True):
     generation: int
     step: int
     digest: str
-    """Of the record without the voters' requests, which are the only part in which equal votes differ."""
+    """Of the record without what voters say of themselves (requests, paces): all in which equal votes differ."""
 
 
 class Committed(Event, frozen=True, kw_only=True):
@@ -333,7 +333,7 @@ class Committed(Event, frozen=True, kw_only=True):
     step: int
     label: str
     digest: str
-    """Of the record without its requests: equal to that of the votes."""
+    """Of the record without what voters said of themselves: equal to that of the votes."""
     adopted: bool
     """True: taken over from a member that had committed it in an older generation; False: by a full set of votes."""
     versions: tuple[Result, ...]

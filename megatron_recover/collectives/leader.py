@@ -97,7 +97,7 @@ class Leader:
 
     def report(self, report: values.Report) -> None:
         """A report of one of this replica's ranks."""
-        self._step(report)
+        self._feed(report)
 
     def see_ranks_off(self) -> None:
         """Give the ranks a moment to read their `Stop` and hang up: closing first could reset the link under it."""
@@ -174,9 +174,9 @@ class Leader:
                 for peer in self._outgoing.keys() - set(wanted):
                     self._loop.drop(self._outgoing.pop(peer))
                 self.clock.announced(new.generation, message.noticed_s)
-                self._step(new)
+                self._feed(new)
             case values.Stop():
-                self._step(message)
+                self._feed(message)
             case _:
                 self._fail(f"the coordinator sent a {type(message).__name__}")
 
@@ -187,7 +187,7 @@ class Leader:
     def _from_peer(self, link: Link, message: Message) -> None:
         said = isinstance(message, values.Status | values.Statuses | values.Vote | values.Votes)
         if said and message.replica == self._incoming[link]:
-            self._step(message)
+            self._feed(message)
         else:
             self._peer_lost(link, f"sent a {type(message).__name__}")
             self._loop.drop(link)
@@ -195,11 +195,11 @@ class Leader:
     def _peer_lost(self, link: Link, why: str) -> None:
         peer = self._incoming.pop(link, None)
         if peer is not None:
-            self._step(machine.LinkLost(peer, why))
+            self._feed(machine.LinkLost(peer, why))
 
     # --- The machine -------------------------------------------------------------------------------------------------
 
-    def _step(self, event: machine.Input) -> None:
+    def _feed(self, event: machine.Input) -> None:
         self._state, effects = machine.step(self._state, event)
         if self._state.phase in _AGREED:  # noted before the ranks hear of it, who note what they do next
             self.clock.agreed(self._state.step, begun=self._state.phase is not machine.Phase.IDLE)
@@ -284,7 +284,7 @@ class Leader:
                 self._loop.send(link, PeerHello(self._context.replica))
         except LinkClosed as closed:
             why = str(closed)
-            self._loop.post(lambda: self._step(machine.LinkLost(peer, why)))
+            self._loop.post(lambda: self._feed(machine.LinkLost(peer, why)))
             return
         self._loop.send(link, message)
 
@@ -296,7 +296,7 @@ class Leader:
         for peer, known in list(self._outgoing.items()):
             if known is link:
                 del self._outgoing[peer]
-                self._step(machine.LinkLost(peer, why))
+                self._feed(machine.LinkLost(peer, why))
 
     # --- Waits (INV-8) -----------------------------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ class Leader:
         # Compared by identity: the same wait may have ended and begun again in the meantime.
         if self._waiting is waiting:
             self._waiting = ()
-            self._step(machine.WaitExpired(self._state.generation, self._state.step))
+            self._feed(machine.WaitExpired(self._state.generation, self._state.step))
 
     # --- Trace -------------------------------------------------------------------------------------------------------
 
@@ -351,7 +351,7 @@ class Leader:
                     trace.Transfer(bucket=each.bucket, version=each.version, source=each.source, targets=each.targets)
                     for each in plan.transfers
                 ),
-                computes=tuple(trace.Pass(microbatches=each.microbatches, into=each.into) for each in plan.computes),
+                computes=tuple(trace.Compute(microbatches=each.microbatches, into=each.into) for each in plan.computes),
                 reduces=plan.reduces,
                 decided=tuple(
                     trace.Decided(bucket=bucket, version=version, source=source)

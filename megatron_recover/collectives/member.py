@@ -84,7 +84,7 @@ class Member:
         self._addresses: dict[int, str] = {}
         """Of the promised generation: replica -> data address of its rank at this one's position."""
         self._transport: Transport | None = None
-        self._requests: list[str] = []
+        self._unsaid: list[str] = []
         self._failure: JobStopped | None = None
         self._has_raised = self._heard = False
         self._closed = False
@@ -123,10 +123,10 @@ class Member:
         """Arrive at the next step; its number."""
         with self._changed:
             self._raise_if_stopped()
-            asked = tuple(sorted({*requests, *self._requests}))
-            self._requests.clear()
+            asked = tuple(sorted({*requests, *self._unsaid}))
+            self._unsaid.clear()
             self.step = self._state.step
-            self._step(machine.Begin(work, asked))
+            self._feed(machine.Begin(work, asked))
             return self.step
 
     def next_order(self) -> Plan | Apply:
@@ -135,7 +135,7 @@ class Member:
             self._wait_until(lambda: bool(self._state.queue) or self._failure is not None)
             if self._failure is not None:
                 raise self._failure
-            self._step(machine.Take())
+            self._feed(machine.Take())
             order = self._state.taken
             if isinstance(order, Stop):
                 raise JobStopped(order.exit_code, order.reason)
@@ -158,7 +158,7 @@ class Member:
             self._wait_until(lambda: bool(self._state.queue) or self._failure is not None)
             closed = self._failure is None and isinstance(self._state.queue[0], Close)
             if closed:
-                self._step(machine.Take())
+                self._feed(machine.Take())
                 return None
         order = self.next_order()
         assert isinstance(order, Plan), order
@@ -172,22 +172,22 @@ class Member:
     def ask_close(self) -> None:
         """Nothing more is known to compute: have the pass closed. Plans that are on their way still belong to it."""
         with self._changed:
-            self._step(machine.EndPass())
+            self._feed(machine.EndPass())
 
     def started(self, microbatch: int) -> None:
         """Rank 0 begins the forward of a microbatch: journalled, so that all know who computes what when somebody is lost."""
         with self._changed:
-            self._step(machine.MicrobatchStarted(microbatch))
+            self._feed(machine.MicrobatchStarted(microbatch))
 
     def finished(self, microbatch: int) -> None:
         """Rank 0 has ended the backward of a microbatch (in evaluation its forward)."""
         with self._changed:
-            self._step(machine.MicrobatchFinished(microbatch))
+            self._feed(machine.MicrobatchFinished(microbatch))
 
     def measured(self, num_microbatches: int, elapsed_ns: int) -> None:
         """Rank 0 knows how long the first pass of a training step took: in this replica's next vote all learn it."""
         with self._changed:
-            self._step(machine.Measured(num_microbatches, elapsed_ns))
+            self._feed(machine.Measured(num_microbatches, elapsed_ns))
 
     def transport(self, generation: int) -> Transport:
         """The data plane of the plan that is being obeyed, when its pass is closed. Raises `Revoked` when it is overtaken."""
@@ -213,7 +213,7 @@ class Member:
     def hold(self, held: Held) -> bool:
         """A result is complete here. False, and nothing has happened, if a newer generation was promised."""
         with self._changed:
-            self._step(machine.Completed(held))
+            self._feed(machine.Completed(held))
             return held in self._state.held
 
     def blocked(self, generation: int, error: BaseException) -> None:
@@ -224,7 +224,7 @@ class Member:
         elif isinstance(error, DeadlineExceeded):
             suspects = error.peers
         with self._changed:
-            self._step(machine.Failed(generation, f"{type(error).__name__}: {error}", suspects))
+            self._feed(machine.Failed(generation, f"{type(error).__name__}: {error}", suspects))
 
     def raised(self, microbatches: Sequence[int], error: BaseException) -> None:
         """Computing one of `microbatches` (empty: something else) raised; returns when the coordinator will know. Then end.
@@ -235,23 +235,23 @@ class Member:
             return
         self._has_raised = True
         with self._changed:
-            self._step(machine.Raise(tuple(microbatches), f"{type(error).__name__}: {error}"))
+            self._feed(machine.Raise(tuple(microbatches), f"{type(error).__name__}: {error}"))
             self._changed.wait_for(lambda: self._heard or self._failure is not None, _LAST_WORDS_DEADLINE_S)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """Around a checkpoint save, on all ranks of the replica: meanwhile the others know why they have to wait for it."""
         with self._changed:
-            self._step(machine.Save(over=False))
+            self._feed(machine.Save(over=False))
         yield
         # Not after an exception: the replica is about to end, and its end says more.
         with self._changed:
-            self._step(machine.Save(over=True))
+            self._feed(machine.Save(over=True))
 
     def request(self, request: str) -> None:
         """Have `request` ("exit: SIGTERM", ...) ride in this replica's next vote. Any thread."""
         with self._changed:
-            self._requests.append(request)
+            self._unsaid.append(request)
 
     def close(self) -> None:
         """End a training loop that is over: answer the others until the whole job ends, then close everything.
@@ -262,7 +262,7 @@ class Member:
             if self._closed:
                 return
             if self._control.is_alive():
-                self._step(machine.End())
+                self._feed(machine.End())
                 self._wait_until(lambda: self._stopped_by() is not None)
             stopped = self._stopped_by()
             self._closed = True
@@ -305,7 +305,7 @@ class Member:
 
     # --- The machine, under the lock -----------------------------------------------------------------------------------
 
-    def _step(self, event: machine.Input) -> None:
+    def _feed(self, event: machine.Input) -> None:
         self._state, effects = machine.step(self._state, event)
         for effect in effects:
             match effect:
@@ -370,12 +370,12 @@ class Member:
                 with self._changed:
                     if promise.generation > self._state.promised:
                         self._addresses = dict(data_addresses)
-                    self._step(promise)
+                    self._feed(promise)
                 if self._uplink is not None:  # from here on a lost leader is no late start
                     self._loop.watch(self._uplink, lambda link, message: self._deliver(message), self._leader_lost)
             case Plan() | Close() | Apply() | Stop():
                 with self._changed:
-                    self._step(message)
+                    self._feed(message)
             case Heard():
                 with self._changed:
                     self._heard = True

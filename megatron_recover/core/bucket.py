@@ -14,26 +14,12 @@ from megatron_recover.core.values import (
     BucketVersion,
     Generation,
     Held,
-    Plan,
     ReplicaId,
     Shape,
     Status,
     Value,
     Version,
 )
-
-
-class Operation(Value, frozen=True):
-    """What a rank does across replicas: it meets the ranks of its position in `members` for a sum or a copy of a bucket."""
-
-    generation: Generation
-    step: int
-    bucket: BucketId
-    version: Version
-    """Of the result."""
-    source: ReplicaId | None
-    """Who sends its result to the other members; None: a sum over all of them, for all of them."""
-    members: tuple[ReplicaId, ...]
 
 
 class Decision(Value, frozen=True):
@@ -57,28 +43,6 @@ def complete(shape: Shape, held: Sequence[Sequence[Held]], buckets: Iterable[Buc
         if len(present) == len(items) and len({item.version for item in present}) == 1:
             found.append(BucketVersion(bucket, present[0].version, tuple(item.checksum for item in present)))
     return tuple(found)
-
-
-def results(plan: Plan, replica: ReplicaId) -> dict[BucketId, Version]:
-    """The results that a plan brings to a replica, with the version of each: its reductions and the transfers to it."""
-    brought = {item.bucket: item.version for item in plan.transfers if replica in item.targets}
-    return brought | dict.fromkeys(plan.reduces, plan.generation)
-
-
-def operations(plan: Plan, replica: ReplicaId, buckets: Iterable[BucketId]) -> tuple[Operation, ...]:
-    """What a plan has a rank do across replicas: copies, then sums in the order of `buckets`, which are those of the rank."""
-    mine = dict.fromkeys(buckets)
-    copies = (
-        Operation(plan.generation, plan.step, item.bucket, item.version, item.source, (item.source, *item.targets))
-        for item in plan.transfers
-        if item.bucket in mine and replica in (item.source, *item.targets)
-    )
-    sums = (
-        Operation(plan.generation, plan.step, bucket, plan.generation, None, plan.roster)
-        for bucket in mine
-        if bucket in plan.reduces
-    )
-    return (*copies, *sums)
 
 
 def decide(statuses: Sequence[Status], buckets: Iterable[BucketId], trusted_from: Generation) -> tuple[Decision, ...]:

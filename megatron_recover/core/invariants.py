@@ -24,7 +24,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from megatron_recover.core.bucket import results
+from megatron_recover.core.plan import results
 from megatron_recover.core.values import (
     BucketId,
     Entered,

@@ -8,7 +8,7 @@ Caller's contract
 * Training thread: `Begin` on arriving at a step; then `Take` whenever the queue is not empty and obey `state.taken`:
 
   - a `Plan`: run all its computes in full, whatever happens, in one pass (Note [Passes]); as soon as `in_pass` is over, its
-    `bucket.operations` one by one, each only while `may_run(state, plan.generation)`; `Completed` after each that succeeded,
+    `plan.operations` one by one, each only while `may_run(state, plan.generation)`; `Completed` after each that succeeded,
     `Failed` at the first that did not (then leave the rest of the plan), and `Take` again;
   - an `Apply`: the results are the gradient now; go on to the next step;
   - a `Stop`: end.
@@ -36,8 +36,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from megatron_recover.core.bucket import Operation, operations, results
 from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.plan import results
 from megatron_recover.core.values import (
     Apply,
     Begun,
@@ -198,14 +198,6 @@ def step(state: RankState, message: Input) -> Step:
 def may_run(state: RankState, generation: Generation) -> bool:
     """Whether an operation across the replicas of `generation` may begin or go on."""
     return generation == state.promised and not (state.queue and isinstance(state.queue[0], Stop))
-
-
-def due(state: RankState) -> tuple[Operation, ...]:
-    """What the training thread has to do across replicas, when it has obeyed the order that it took last (Note [Passes])."""
-    plan = state.taken
-    if not isinstance(plan, Plan) or state.in_pass or not may_run(state, plan.generation):
-        return ()
-    return operations(plan, state.replica, state.buckets)
 
 
 def _on_promise(state: RankState, order: Promise) -> Step:

@@ -12,19 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron_recover.core.bucket import Decision, decide
-from megatron_recover.core.quota import ONE_STAGE, balanced, deal, share
+from megatron_recover.core.quota import ONE_STAGE, deal
 from megatron_recover.core.speed import UNKNOWN, Speeds, learn, paces
 from megatron_recover.core.values import (
     BucketId,
-    Compute,
     Generation,
     MicrobatchId,
     Pipeline,
-    Plan,
     Record,
     ReplicaId,
     Status,
-    Transfer,
     Value,
     Work,
 )
@@ -47,23 +44,6 @@ class Recovery(Value, frozen=True):
     """(who computes, which microbatch, into which buckets), by id."""
     quotas: tuple[int, ...]
     reason: str
-
-
-def fresh_plan(
-    replica: ReplicaId,
-    generation: Generation,
-    roster: Sequence[ReplicaId],
-    step: int,
-    work: Work,
-    *,
-    speeds: Speeds = UNKNOWN,
-    pipeline: Pipeline = ONE_STAGE,
-) -> Plan:
-    """The plan of a step that begins with nothing held by anyone. `speeds` are of all the steps before it."""
-    quotas = balanced(work.num_microbatches, paces(speeds, roster), pipeline)
-    ids = share(quotas, roster, replica)
-    computes = (Compute(ids, work.buckets),) if ids else ()
-    return Plan(step, generation, tuple(roster), work, quotas, (), computes, work.buckets)
 
 
 def recover(
@@ -119,29 +99,3 @@ def _missing(
             if microbatch not in present:
                 missing[microbatch] = (*missing.get(microbatch, ()), bucket)
     return missing
-
-
-def plan_of(recovery: Recovery, replica: ReplicaId, generation: Generation, roster: Sequence[ReplicaId]) -> Plan:
-    """The part of one member in a recovery whose `work` is known."""
-    if recovery.work is None:
-        raise ValueError("nobody has begun the step: it has no recovery plan")
-    transfers = []
-    for decision in recovery.decisions:
-        targets = tuple(member for member in roster if member not in decision.holders)
-        if targets:
-            transfers.append(Transfer(decision.bucket, decision.version, decision.source, targets))
-    passes: dict[tuple[BucketId, ...], list[MicrobatchId]] = {}
-    for owner, microbatch, into in recovery.dealt:
-        if owner == replica:
-            passes.setdefault(into, []).append(microbatch)
-    computes = tuple(Compute(tuple(ids), into) for into, ids in sorted(passes.items()))
-    return Plan(
-        recovery.step,
-        generation,
-        tuple(roster),
-        recovery.work,
-        recovery.quotas,
-        tuple(transfers),
-        computes,
-        recovery.reduces,
-    )

@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from megatron_recover.core.bucket import complete, results
+from megatron_recover.core.bucket import complete
+from megatron_recover.core.plan import fresh_plan, plan_of, results
 from megatron_recover.core.policy import exit_code
 from megatron_recover.core.quota import ticks
-from megatron_recover.core.recovery import fresh_plan, plan_of, recover
+from megatron_recover.core.recovery import recover
 from megatron_recover.core.replica_state import (
     Committed,
     Decided,

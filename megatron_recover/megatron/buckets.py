@@ -10,7 +10,8 @@ Note [Columns]
 
 Note [Local gradient]
     `Region.local` is upstream's own buffer: backward accumulates into it and nothing else writes it until the step is committed
-    (INV-3). A result is a separate tensor.
+    (INV-3). A result is a separate tensor. With `exact` the local gradient is an fp64 accumulator instead (`Reduction`);
+    upstream's buffer then holds one microbatch, and is emptied after each.
 """
 
 from __future__ import annotations
@@ -145,14 +146,14 @@ class BackwardWatch:
         """How many parameters of each bucket the backward has yet to reach."""
         self._left: dict[Any, list[BucketId]] | None = None
         self._passed: Callable[[BucketId], None] = lambda bucket: None
-        self._accumulators = []
+        self._nodes = []
         for param in (param for of_chunk in self._buckets.values() for param in of_chunk):
             with torch.enable_grad():
                 # The node that accumulates into a leaf. Upstream has hung its hook, which adds to `main_grad`, on it already;
                 # hooks run in the order of their registration. Kept, since the leaf itself does not keep it.
                 node = param.expand_as(param).grad_fn.next_functions[0][0]
             node.register_hook(lambda *_, param=param: self._reached(param))
-            self._accumulators.append(node)
+            self._nodes.append(node)
 
     def begin(self, chunk: int, passed: Callable[[BucketId], None]) -> None:
         """Watch the backward of `chunk` that is about to begin: `passed(bucket)` is called within it."""

@@ -150,8 +150,8 @@ class CommitLoop:
             )  # fmt: skip
             if self._member.rank == 0 and self._config.rebalance == "on":
                 self._stopwatch = Stopwatch(self._reduction.device)
-            self._reduction.parameters = combined([checksum(parameter) for parameter, _ in self._parameters])
-            self._member.join(self._reduction.shape, f"{self._fingerprint()} {self._reduction.parameters:016x}")
+            self._reduction.parameters_checksum = combined([checksum(parameter) for parameter, _ in self._parameters])
+            self._member.join(self._reduction.shape, f"{self._fingerprint()} {self._reduction.parameters_checksum:016x}")
         return self._reduction
 
     def run(self, **arguments: Any) -> list[dict[str, Tensor]]:
@@ -175,22 +175,18 @@ class CommitLoop:
             reduction, step, forward_only=forward_only, num_chunks=len(chunks), enter=self._enter_microbatch,
             record=self._record, faults=self._faults, journal=self._member if self._member.rank == 0 else None,
         )  # fmt: skip
-        order = self._obey(arguments, reduction, microbatches, work)
-        return self._apply(order, reduction, chunks, arguments)
-
-    def _obey(self, arguments: dict[str, Any], reduction: Reduction, microbatches: Microbatches, work: Work) -> Apply:
-        again = False
-        while not isinstance(order := self._member.next_order(), Apply):
+        order = self._member.next_order()
+        reduction.first_generation = order.generation
+        while not isinstance(order, Apply):
             if order.work != work:
                 raise RuntimeError(f"ordered to work on {order.work} where Megatron is at {work}")
-            plan = order
-            if plan.computes:
-                self._run_pass(arguments, reduction, microbatches, plan, again)
+            if order.computes:
+                self._run_pass(arguments, reduction, microbatches, order)
             else:
-                self._member.pass_ended(plan.generation)
-                reduction.reduce(plan, again=again)
-            again = True
-        return order
+                self._member.pass_ended(order.generation)
+                reduction.reduce(order)
+            order = self._member.next_order()
+        return self._apply(order, reduction, chunks, arguments)
 
     def _run_pass(
         self,
@@ -198,12 +194,12 @@ class CommitLoop:
         reduction: Reduction,
         microbatches: Microbatches,
         plan: Plan,
-        again: bool,
     ) -> None:
         """A pass of the schedule that begins with `plan`, and the reduction that follows it."""
-        stopwatch = None if again or arguments.get("forward_only") else self._stopwatch
-        queue = WorkQueue(self._member, plan, again=again, extended=self._extended)
-        overlap = Overlap(reduction, lambda: queue.plan, again=lambda: again or queue.plan is not plan)
+        times = plan.generation == reduction.first_generation and not arguments.get("forward_only")
+        stopwatch = self._stopwatch if times else None
+        queue = WorkQueue(self._member, plan, self._extended)
+        overlap = Overlap(reduction, lambda: queue.plan)
         try:
             with overlap:
                 microbatches.begin_pass(overlap)
@@ -278,7 +274,7 @@ class CommitLoop:
             each = [(checksum(parameter), held_by) for parameter, held_by in self._parameters]
             everything = combined([value for value, _ in each])
             if self._reduction is not None:
-                self._reduction.parameters = everything
+                self._reduction.parameters_checksum = everything
             digests = {
                 "parameter_digest": f"{everything:016x}",
                 "replicated_digest": f"{combined([value for value, held_by in each if held_by is HeldBy.STAGE]):016x}",

@@ -78,7 +78,8 @@ class Microbatches:
         self._record(
             trace.MicrobatchStarted, generation=task.generation, step=self._step, microbatch=task.microbatch, chunk=chunk
         )  # fmt: skip
-        point = FaultPoint.EVALUATE if self._forward_only else FaultPoint.RECOMPUTE if task.again else FaultPoint.FORWARD
+        planned_before = task.generation != self._reduction.first_generation
+        point = FaultPoint.EVALUATE if self._forward_only else FaultPoint.RECOMPUTE if planned_before else FaultPoint.FORWARD
         self._pass_fault(point, task)
         self._enter(task.microbatch, chunk)
         # Fused weight gradients look up where they go in the forward, others in the backward.
@@ -103,7 +104,7 @@ class Microbatches:
     def backward_ended(self, task: Task, chunk: int) -> None:
         backward_s = self._elapsed_s()
         self._seconds[task, chunk] += backward_s
-        self._finish(task, chunk, backward_s, self._reduction.count(task.microbatch, chunk, task.into))
+        self._finish(task, chunk, backward_s, self._reduction.end_backward(task.microbatch, chunk, task.into))
 
     def _takes_ledger(self, task: Task) -> bool:
         return self._reduction.is_last_stage and self._reduction.ledger_bucket in task.into

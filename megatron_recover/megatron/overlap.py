@@ -32,9 +32,9 @@ class Overlap:
     Used as a context manager around the pass: leaving it by an exception leaves the reduction.
     """
 
-    def __init__(self, reduction: Reduction, plan: Callable[[], Plan], *, again: Callable[[], bool]) -> None:
-        """`plan()`: what the pass reduces; `again()`: whether its step was planned before. Asked when the pass is closed."""
-        self._reduction, self._plan, self._again = reduction, plan, again
+    def __init__(self, reduction: Reduction, plan: Callable[[], Plan]) -> None:
+        """`plan()`: what the pass reduces. Asked when the pass is closed."""
+        self._reduction, self._plan = reduction, plan
         self._passed: dict[BucketId, threading.Event] = {}
         self._stream = torch.cuda.Stream(reduction.device) if reduction.device.type == "cuda" else None
         self._written: dict[BucketId, torch.cuda.Event] = {}
@@ -65,7 +65,7 @@ class Overlap:
     def finish(self) -> None:
         """The pass is over: reduce what is left; return when the plan is carried out. Raises what the reduction raises."""
         if self._thread is None:
-            self._reduction.reduce(self._plan(), again=self._again())
+            self._reduction.reduce(self._plan())
             return
         self._release()
         self._thread.join()
@@ -77,7 +77,7 @@ class Overlap:
     def _run(self, plan: Plan) -> None:
         try:
             with torch.cuda.stream(self._stream):  # its device, too; nothing without a GPU
-                self._reduction.reduce(plan, again=self._again(), wait_for=self._wait_for)
+                self._reduction.reduce(plan, wait_for=self._wait_for)
         except Abandoned:
             pass
         except BaseException as error:  # carried over to the training thread

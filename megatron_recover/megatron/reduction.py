@@ -1,7 +1,8 @@
 """From local gradients to results: buckets, their provenance, sums over lanes and over replicas.
 
 Decides when a result is complete on this rank. It never writes a local gradient (INV-3), never decides whether a step is
-committed, and never reports a result whose provenance is not one for every microbatch of the step (INV-1).
+committed, and never reports a result whose provenance is not one for every microbatch of the step (INV-1). With `exact` the
+local gradient is an fp64 accumulator: upstream's buffer then holds one microbatch, and is emptied after each.
 
 Note [Provenance]
     Beside its elements a bucket carries one float64 tensor: how often each id is in its gradient, counted when a backward has
@@ -26,8 +27,8 @@ from torch import Tensor
 from megatron_recover import trace
 from megatron_recover.collectives.transport import Probe, Revoked, Transport, TransportError
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.bucket import Operation, operations
 from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.plan import Operation, operations
 from megatron_recover.core.values import BucketId, Held, Pipeline, Plan, Shape
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron import exact
@@ -88,7 +89,7 @@ class _Slot:
 class Reduction:
     """The buckets of one rank, for the life of the rank.
 
-    Order of calls in a step: `begin`; any number of passes, with `collect_into` before and `count` after every
+    Order of calls in a step: `begin`; any number of passes, with `collect_into` before and `end_backward` after every
     backward, and of `reduce`; then `apply`, after which the local gradient is the step's. `reduce` may run beside the last
     backwards of a pass, in another thread (`overlap.Overlap`): it touches a bucket only when it has been passed.
     """
@@ -140,9 +141,12 @@ class Reduction:
         """Buckets that have been passed by the backward that is being watched."""
         self._collecting_into: Sequence[BucketId] | None = None
         self._redirected = contextlib.ExitStack()
-        self._again = False
-        self.parameters = 0
-        """Checksum of the parameters that the step starts from. It goes into every checksum that is voted on, so a replica
+        self._generation = 0
+        """Of the plan that is being reduced."""
+        self.first_generation = 0
+        """Of the step's first order here, set when it has come: what is planned in a later one is planned again."""
+        self.parameters_checksum = 0
+        """Of the parameters that the step starts from. It goes into every checksum that is voted on, so a replica
         whose parameters have drifted is outvoted at its next step instead of training on."""
 
     def buckets(self, forward_only: bool) -> tuple[BucketId, ...]:
@@ -183,7 +187,7 @@ class Reduction:
         return self._watch is not None and (bool(self._accumulators) or all(slot.id in into for slot in self._gradient_slots))
 
     def watch(self, task: Task, chunk: int, passed: Callable[[BucketId], None]) -> None:
-        """The chunk's last backward of a pass begins: until `count`, a bucket counts the id as soon as it has been passed.
+        """The chunk's last backward of a pass begins: until it ends, a bucket counts the id as soon as it has been passed.
 
         `passed(bucket)` is told then; not of buckets that the backward leaves out a parameter of.
         """
@@ -199,7 +203,7 @@ class Reduction:
 
         self._watch.begin(chunk, count_and_pass)
 
-    def count(self, microbatch: int, chunk: int, into: Sequence[BucketId]) -> tuple[BucketId, ...]:
+    def end_backward(self, microbatch: int, chunk: int, into: Sequence[BucketId]) -> tuple[BucketId, ...]:
         """A backward has finished: count the id in the buckets `into` of this chunk; those are returned."""
         of_chunk = [slot for slot in self._gradient_slots if slot.bucket is not None and slot.bucket.region.chunk == chunk]
         taken = [slot for slot in of_chunk if slot.id in into]
@@ -231,13 +235,13 @@ class Reduction:
 
     # --- reducing --------------------------------------------------------------------------------------------------------
 
-    def reduce(self, plan: Plan, *, again: bool = False, wait_for: Callable[[BucketId], None] = lambda bucket: None) -> None:
+    def reduce(self, plan: Plan, *, wait_for: Callable[[BucketId], None] = lambda bucket: None) -> None:
         """Carry out a plan's transfers, then its sums, bucket by bucket: over lanes in full, over replicas until one fails.
 
-        `again`: the plan is not the first of its step. `wait_for(bucket)` returns when the last backward has passed it. Raises
-        RuntimeError for a gradient that is not finite, if Megatron was told to check, before anyone gets a part of it.
+        `wait_for(bucket)` returns when the last backward has passed it. Raises RuntimeError for a gradient that is not finite,
+        if Megatron was told to check, before anyone gets a part of it.
         """
-        self._again = again
+        self._generation = plan.generation
         if self._faults is not None:
             self._faults.at(FaultPoint.BEFORE_REDUCE, step=self._step)
         slots = {slot.id: slot for slot in sorted(self._slots, key=lambda slot: slot.order)}
@@ -339,7 +343,7 @@ class Reduction:
         self._hold(Held(slot.id, generation, value))
 
     def _checksum(self, slot: _Slot) -> int:
-        return combined((checksum(slot.result), self.parameters))
+        return combined((checksum(slot.result), self.parameters_checksum))
 
     def _check(self, slot: _Slot) -> None:
         wrong = [index for index, count in enumerate(slot.provenance[:-1].tolist()) if count != slot.num_lanes]
@@ -368,7 +372,7 @@ class Reduction:
         faults = self._faults
         if faults is None:
             return None
-        point = FaultPoint.SECOND_REDUCE if self._again else FaultPoint.REDUCE
+        point = FaultPoint.REDUCE if self._generation == self.first_generation else FaultPoint.SECOND_REDUCE
 
         def probe(instant: str) -> None:
             if instant == "middle":

@@ -21,8 +21,6 @@ class Task(NamedTuple):
     """The buckets whose local gradient it goes to."""
     generation: Generation
     """Of the plan that asks for it."""
-    again: bool
-    """Another replica had it, or its gradient, and is lost."""
 
 
 class PlanningMember(Protocol):
@@ -36,14 +34,12 @@ class PlanningMember(Protocol):
 class WorkQueue:
     """The microbatches of one pass: those of the plan that opens it, and of every plan that arrives before it is closed."""
 
-    def __init__(
-        self, member: PlanningMember, plan: Plan, *, again: bool, extended: Callable[[Plan], None] = lambda plan: None
-    ) -> None:
-        """`again`: `plan` is not the first of its step. `extended(plan)` is called for each one that is taken in later."""
+    def __init__(self, member: PlanningMember, plan: Plan, extended: Callable[[Plan], None] = lambda plan: None) -> None:
+        """`extended(plan)` is called for each plan that is taken in later."""
         self.plan = plan
         """The newest plan that was taken in: what is to be reduced after the pass."""
         self._member, self._work, self._extended = member, plan.work, extended
-        self._waiting: deque[Task] = deque(_tasks(plan, again=again))
+        self._waiting: deque[Task] = deque(_tasks(plan))
         self._is_open = True
 
     def prepare(self) -> None:
@@ -78,12 +74,10 @@ class WorkQueue:
         self.plan = plan
         if plan.computes:
             self._extended(plan)
-        self._waiting.extend(_tasks(plan, again=True))
+        self._waiting.extend(_tasks(plan))
 
 
-def _tasks(plan: Plan, *, again: bool) -> tuple[Task, ...]:
+def _tasks(plan: Plan) -> tuple[Task, ...]:
     return tuple(
-        Task(microbatch, compute.into, plan.generation, again)
-        for compute in plan.computes
-        for microbatch in compute.microbatches
+        Task(microbatch, compute.into, plan.generation) for compute in plan.computes for microbatch in compute.microbatches
     )

@@ -296,7 +296,7 @@ def _speed_chart(goodput: Goodput, faults: tuple[FaultSummary, ...]) -> charts.C
     ]
     marks = [(number, fault.t, fault.words) for number, fault in enumerate(faults, start=1)]
     return charts.Chart(
-        name="Goodput", x_label="seconds since the start of the run", y_label="microbatches/s",
+        name="Goodput over time", x_label="seconds since the start of the run", y_label="microbatches/s",
         about=f"Microbatches per second that entered committed training steps, between {min(rate for *_, rate in rates):.1f} "
         f"and {max(rate for *_, rate in rates):.1f}.",
         x_ticks=charts.ticks(x, 7), y_ticks=charts.ticks(y, 5), curves=tuple(curves),

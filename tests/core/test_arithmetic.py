@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from megatron_recover.core import bucket, quota, recovery, vote
+from megatron_recover.core.plan import plan_of
 from megatron_recover.core.values import (
     Ballot,
     BucketVersion,
@@ -157,7 +158,7 @@ def test_inv_1_4_7_a_recovery_plan_covers_every_bucket_exactly_once(statuses: li
         return
     assert recovery.recover(statuses[::-1], 0) == found, "the plan depends on the order of the statuses"
     roster = tuple(item.replica for item in statuses)
-    plans = {replica: recovery.plan_of(found, replica, 2, roster) for replica in roster}
+    plans = {replica: plan_of(found, replica, 2, roster) for replica in roster}
     assert max(found.quotas) <= found.work.num_microbatches
     for replica, count in zip(roster, found.quotas, strict=True):
         (mine,) = (s.contributions for s in statuses if s.replica == replica)
@@ -232,7 +233,7 @@ def test_a_plan_needs_work() -> None:
     found = recovery.recover([status(0, work=None)], 0)
     assert isinstance(found, recovery.Recovery)
     with pytest.raises(ValueError, match="nobody has begun"):
-        recovery.plan_of(found, 0, 1, (0,))
+        plan_of(found, 0, 1, (0,))
 
 
 def test_what_an_outvoted_replica_took_part_in_is_withdrawn() -> None:

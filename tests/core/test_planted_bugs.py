@@ -12,12 +12,12 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, rank, recovery, replica, tree, vote
-from megatron_recover.core.bucket import Operation
+from megatron_recover.core.plan import Operation, plan_of
 from megatron_recover.core.speed import Speeds
 from megatron_recover.core.values import Ballot, Compute, Plan, Status, Statuses, Vote, Votes
 from megatron_recover.core.vote import gather, voters_of
 from megatron_recover.sim.explore.explorer import Exploration, Explorer, Scenario
-from megatron_recover.sim.explore.world import Rank, Simulator
+from megatron_recover.sim.explore.node import Rank, Threads
 from megatron_recover.sim.multiset import Multiset, add
 
 TWO_BUCKETS = ((0,), (0,))
@@ -26,7 +26,7 @@ SHARED = ((0, 1),)
 pytestmark = pytest.mark.timeout(120)
 
 
-def explore(simulator: Simulator | None = None, **scenario: Any) -> Exploration:
+def explore(simulator: Threads | None = None, **scenario: Any) -> Exploration:
     return Explorer(Scenario("planted", **scenario), simulator).run(limit=500_000)
 
 
@@ -74,7 +74,7 @@ def test_a_replica_that_commits_in_a_generation_it_promised_to_leave_is_caught(m
 def test_a_reduction_in_place_is_caught() -> None:
     """It shows where one rank of a replica completed and another did not: the bucket is withdrawn and read once more."""
 
-    class InPlace(Simulator):
+    class InPlace(Threads):
         def local_gradient_after(self, before: Multiset, result: Multiset) -> Multiset:
             return result
 
@@ -82,7 +82,7 @@ def test_a_reduction_in_place_is_caught() -> None:
 
 
 def test_acting_on_the_local_outcome_of_a_reduction_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = recovery.plan_of
+    original = plan_of
 
     def selfish(found: recovery.Recovery, number: int, generation: int, roster: Any) -> Plan:
         plan = original(found, number, generation, roster)
@@ -141,7 +141,7 @@ def test_tokens_summed_from_votes_are_caught(monkeypatch: pytest.MonkeyPatch) ->
         tokens = "tokens " + " ".join(str(i) for i in (state.contributions or ((),))[-1])
         return original(replace(state, requests=(tokens,)))
 
-    class FromVotes(Simulator):
+    class FromVotes(Threads):
         def applied(self, node: Rank, order: Any, bucket: int) -> Multiset:
             tokens = [int(word) for request in order.record.requests for word in request.split()[1:]]
             return tuple(tokens.count(i) for i in range(len(node.gradient[0])))
@@ -151,7 +151,7 @@ def test_tokens_summed_from_votes_are_caught(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_dealing_a_lost_microbatch_to_everyone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = recovery.plan_of
+    original = plan_of
 
     def for_all(found: recovery.Recovery, number: int, generation: int, roster: Any) -> Plan:
         return original(
@@ -163,23 +163,23 @@ def test_dealing_a_lost_microbatch_to_everyone_is_caught(monkeypatch: pytest.Mon
 
 
 def test_a_recomputed_gradient_outside_the_dump_is_caught() -> None:
-    class NoDump(Simulator):
-        def passes(self, plan: Plan, machine: rank.RankState) -> tuple[Compute, ...]:
+    class NoDump(Threads):
+        def computes(self, plan: Plan, machine: rank.RankState) -> tuple[Compute, ...]:
             return tuple(replace(item, into=plan.work.buckets) for item in plan.computes)
 
     caught(explore(NoDump(), bucket_ranks=TWO_BUCKETS, crashes=2), 1, 3)
 
 
 def test_skipping_the_passes_of_an_overtaken_plan_is_caught() -> None:
-    class Skips(Simulator):
-        def passes(self, plan: Plan, machine: rank.RankState) -> tuple[Compute, ...]:
+    class Skips(Threads):
+        def computes(self, plan: Plan, machine: rank.RankState) -> tuple[Compute, ...]:
             return plan.computes if plan.generation == machine.promised else ()
 
     caught(explore(Skips(slow=True), replicas=2, microbatches=2, alarms=1), 1, 3)
 
 
 def test_a_result_that_counts_after_the_promise_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Late(Simulator):
+    class Late(Threads):
         def retired(self, operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
             return operations
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from megatron_recover.core import rank
-from megatron_recover.core.bucket import Operation, operations
 from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.plan import Operation, operations
 from megatron_recover.core.rank import (
     Begin,
     Completed,
@@ -253,14 +253,6 @@ def test_a_pass_that_nobody_opened_is_not_closed() -> None:
     nothing_to_compute = Plan(0, 1, (0, 1), WORK, (2, 1), (), (), (0, 1))
     with pytest.raises(ValueError, match="none is open"):
         feed(at_plan(nothing_to_compute), Close(0), Take())
-
-
-def test_nothing_crosses_replicas_while_a_pass_runs_or_after_a_newer_promise() -> None:
-    sums = tuple(Operation(1, 0, bucket, 1, None, (0, 1)) for bucket in (0, 1))
-    assert rank.due(at_plan()) == ()
-    state, _ = feed(at_plan(), Close(0), Take())
-    assert rank.due(state) == sums
-    assert rank.due(feed(state, Promise(2, (0, 1)))[0]) == ()
 
 
 def test_copies_go_before_sums_and_only_to_those_that_take_part() -> None:

@@ -301,7 +301,7 @@ def test_inv_9_only_the_microbatch_being_computed_is_suspected() -> None:
         reduction, 0, forward_only=False, num_chunks=1, enter=lambda *_: None, record=lambda *_, **__: None, faults=None
     )  # fmt: skip
     microbatches.begin_pass(SimpleNamespace())  # type: ignore[arg-type]
-    tasks = [Task(microbatch, (0, 1), 1, False) for microbatch in (4, 2)]
+    tasks = [Task(microbatch, (0, 1), 1) for microbatch in (4, 2)]
     for task in tasks:
         microbatches.forward_begins(task, 0)
         assert microbatches.suspects() == (task.microbatch,)
@@ -347,7 +347,7 @@ def test_every_step_has_a_name_of_its_own_and_starts_from_known_parameters(
         assert [[version.bucket for version in record.versions] for record in records[-2:]] == [[ledger]] * 2
     for trainer in run.trainers.values():
         values = [checksum(weight) for chunk in trainer.chunks for weight in chunk.parameters()]
-        assert trainer.loop.join(trainer.chunks).parameters == combined(values)
+        assert trainer.loop.join(trainer.chunks).parameters_checksum == combined(values)
     joined = {event.label: event.parameter_digest for event in run.log.of(trace.Applied) if event.rank == 0}
     assert len({joined[label] for label in labels if label.startswith("train")}) == 3
     assert {joined[label] for label in labels if not label.startswith("train")} == {None}

@@ -7,10 +7,16 @@ import torch
 
 from megatron_recover.megatron.checksum import checksum, combined
 from megatron_recover.megatron.ledger import Ledger, count_tokens, read_losses
+from megatron_recover.sim.timed.models import LEDGER_COLUMNS
 
 
 def report(value: float) -> dict[str, torch.Tensor]:
     return {"lm loss": torch.tensor([value, 7.0]), "aux": torch.tensor(value / 3, dtype=torch.float64)}
+
+
+def test_the_simulators_ledger_is_as_large_as_this_one() -> None:
+    assert Ledger(5).rows().shape == (5, LEDGER_COLUMNS)
+    assert Ledger(5).rows().element_size() == 8
 
 
 def test_a_replica_that_computed_nothing_reads_what_the_others_wrote() -> None:

@@ -66,7 +66,7 @@ class Job:
         )  # fmt: skip
         assert [bucket.size for region in self.reduction.regions for bucket in region.buckets] == [SIZE, SIZE]
         self.reduction.begin(0, 1)
-        self.overlap = Overlap(self.reduction, lambda: plan, again=lambda: False)
+        self.overlap = Overlap(self.reduction, lambda: plan)
 
     def record(self, event: type[trace.Event], **fields: Any) -> None:
         self.member.calls.append(f"{event.__name__} {fields['bucket']}")
@@ -75,9 +75,9 @@ class Job:
         with self.model.no_sync():
             loss = self.model(then)
             self.reduction.collect_into(into)
-            self.overlap.last_backward_begins(Task(0, into, 1, False), 0)
+            self.overlap.last_backward_begins(Task(0, into, 1), 0)
             loss.backward()
-            self.reduction.count(0, 0, into)
+            self.reduction.end_backward(0, 0, into)
             self.reduction.collect_into(None)
 
     def held(self) -> list[int]:
@@ -147,7 +147,7 @@ def test_a_parameter_whose_gradient_comes_twice_is_not_trained_wrongly() -> None
     job = Job()
     with pytest.raises(RuntimeError, match="leave it out"), job.overlap, job.model.no_sync():
         loss = job.model(lambda: None)
-        job.overlap.last_backward_begins(Task(0, BUCKETS, 1, False), 0)
+        job.overlap.last_backward_begins(Task(0, BUCKETS, 1), 0)
         loss.backward(retain_graph=True)
         loss.backward()
 

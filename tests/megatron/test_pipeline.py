@@ -182,7 +182,7 @@ class Given:
 
     def __init__(self, num: int, ids: Sequence[int] | None = None) -> None:
         """`ids`: of the microbatches; 0, 1, ... unless given."""
-        self._left = [Task(microbatch, BUCKETS, 1, False) for microbatch in ids or range(num)]
+        self._left = [Task(microbatch, BUCKETS, 1) for microbatch in ids or range(num)]
 
     def prepare(self) -> None: ...
 
@@ -372,14 +372,14 @@ def drain(queue: WorkQueue, member: Stream) -> list[int]:
 
 def test_the_pass_ends_where_the_stream_says() -> None:
     member = Stream(None)
-    assert drain(WorkQueue(member, plan(1, 0, 1, 2), again=False), member) == [0, 1, 2]
+    assert drain(WorkQueue(member, plan(1, 0, 1, 2)), member) == [0, 1, 2]
     assert member.asked_after == [3], "asked when the last one that is known was handed out, once"
 
 
 def test_a_plan_before_the_end_extends_the_pass() -> None:
     member = Stream(plan(2, 5), plan(3), plan(4, 6, 7), None)
     extended: list[Plan] = []
-    queue = WorkQueue(member, plan(1, 0, 1), again=False, extended=extended.append)
+    queue = WorkQueue(member, plan(1, 0, 1), extended.append)
     assert drain(queue, member) == [0, 1, 5, 6, 7]
     assert member.asked_after == [2]
     assert queue.plan.generation == 4
@@ -389,13 +389,13 @@ def test_a_plan_before_the_end_extends_the_pass() -> None:
 def test_nobody_asks_for_the_end_while_more_is_known() -> None:
     member = Stream(plan(2, 5, 6), plan(3, 7), None)
     member.arrived = 1
-    assert drain(WorkQueue(member, plan(1, 0, 1), again=False), member) == [0, 1, 5, 6, 7]
+    assert drain(WorkQueue(member, plan(1, 0, 1)), member) == [0, 1, 5, 6, 7]
     assert member.asked_after == [4], "the plan that was there was taken in first, and what comes meanwhile still is"
 
 
 def test_a_plan_for_something_else_is_refused() -> None:
     member = Stream(plan(2, 5, work=Work("train 2", 8, BUCKETS)))
-    queue = WorkQueue(member, plan(1, 0), again=False)
+    queue = WorkQueue(member, plan(1, 0))
     queue.next()
     queue.prepare()
     with pytest.raises(RuntimeError, match="ordered to work on"):

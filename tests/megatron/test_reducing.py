@@ -140,7 +140,7 @@ def begun(
 def compute(reduction: Reduction, ids: Sequence[int]) -> None:
     for microbatch in ids:
         reduction.regions[0].local += 2.0**microbatch
-        reduction.count(microbatch, 0, EVERYTHING)
+        reduction.end_backward(microbatch, 0, EVERYTHING)
         reduction.count_ledger(microbatch)
 
 
@@ -156,9 +156,9 @@ def versions(member: Member) -> list[tuple[int, int]]:
 def test_a_backward_counts_for_the_buckets_of_its_own_chunk() -> None:
     reduction, _ = begun((), num_chunks=2)
     everything = range(5)
-    assert reduction.count(0, 0, everything) == (0, 1)
-    assert reduction.count(0, 1, everything) == (2, 3)
-    assert reduction.count(1, 1, (0, 3)) == (3,)
+    assert reduction.end_backward(0, 0, everything) == (0, 1)
+    assert reduction.end_backward(0, 1, everything) == (2, 3)
+    assert reduction.end_backward(1, 1, (0, 3)) == (3,)
 
 
 @pytest.mark.parametrize("determinism", ["fast", "exact"])
@@ -178,8 +178,8 @@ def test_values_that_are_not_finite_are_found_wherever_the_gradient_is(
 
 def test_every_bucket_gets_its_own_provenance_over_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     reduction, _ = begun(())
-    reduction.count(0, 0, (0,))
-    reduction.count(1, 0, (1,))
+    reduction.end_backward(0, 0, (0,))
+    reduction.end_backward(1, 0, (1,))
     for slot in reduction._slots[:2]:
         slot.lanes = "both lanes"
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group: tensor.mul_(2))
@@ -218,7 +218,7 @@ def test_buckets_are_summed_in_the_order_of_backward() -> None:
     """All members sum in one order: a rank with an order of its own would wait for the others for ever."""
     reduction, member = begun(num_chunks=2)
     for microbatch in range(M):
-        reduction.count(microbatch, 1, (2, 3))
+        reduction.end_backward(microbatch, 1, (2, 3))
     reduction.reduce(plan(1, reduces=(4, 1, 3, 2, 0)))
     assert versions(member) == [(2, 1), (3, 1), (0, 1), (1, 1), (4, 1)]
 
@@ -299,7 +299,7 @@ def test_whether_a_step_is_exact_depends_on_its_own_gradient(caplog: pytest.LogC
         reduction.begin(0, M, scale)
         for microbatch, value in enumerate(values):
             reduction.regions[0].local[:6] += value
-            reduction.count(microbatch, 0, EVERYTHING)
+            reduction.end_backward(microbatch, 0, EVERYTHING)
             reduction.count_ledger(microbatch)
         reduction.reduce(plan(1))
         reduction.apply(EVERYTHING)
@@ -335,7 +335,7 @@ def test_inv_2_parameters_that_differ_make_checksums_that_differ() -> None:
     checksums = []
     for parameters in (0, 1):
         reduction, member = begun()
-        reduction.parameters = parameters
+        reduction.parameters_checksum = parameters
         reduction.reduce(plan(1, [Transfer(0, 1, 0, (1,))], [1]))
         checksums.append([held.checksum for held in member.held])
     assert all(one != other for one, other in zip(*checksums, strict=True))
@@ -344,9 +344,11 @@ def test_inv_2_parameters_that_differ_make_checksums_that_differ() -> None:
 def test_fault_points_say_whether_it_is_the_steps_first_reduction() -> None:
     points = Points()
     reduction, _ = begun(faults=points)
+    reduction.first_generation = 1
     reduction.reduce(plan(1, reduces=[0]))
-    reduction.reduce(plan(2, [Transfer(0, 1, 0, (1,))], [1]), again=True)
+    reduction.reduce(plan(2, [Transfer(0, 1, 0, (1,))], [1]))
     reduction.begin(4, M)
+    reduction.first_generation = 2
     compute(reduction, range(M))
     reduction.reduce(plan(2, reduces=[2]))
     before = (FaultPoint.BEFORE_REDUCE, None)

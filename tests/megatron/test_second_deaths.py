@@ -118,19 +118,19 @@ def test_a_bucket_that_is_read_before_backward_has_passed_it_is_seen(threads: Th
 
 
 def test_an_id_that_is_counted_twice_is_seen(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = Reduction.count
+    end_backward = Reduction.end_backward
 
     def twice(self: Reduction, microbatch: int, chunk: int, into: Any) -> Any:
         self._counted.clear()  # what the watch has counted beside the backward
-        return count(self, microbatch, chunk, into)
+        return end_backward(self, microbatch, chunk, into)
 
-    monkeypatch.setattr(Reduction, "count", twice)
+    monkeypatch.setattr(Reduction, "end_backward", twice)
     assert is_seen(one_death(threads))
 
 
 def test_gradient_that_goes_into_a_decided_bucket_is_seen(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    def into_all(plan: Any, *, again: bool) -> tuple[work_queue.Task, ...]:
-        return tuple(task._replace(into=plan.work.buckets) for task in tasks(plan, again=again))
+    def into_all(plan: Any) -> tuple[work_queue.Task, ...]:
+        return tuple(task._replace(into=plan.work.buckets) for task in tasks(plan))
 
     tasks = work_queue._tasks
     monkeypatch.setattr(work_queue, "_tasks", into_all)

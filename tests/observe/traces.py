@@ -58,7 +58,7 @@ class Run:
             self.add(
                 trace.Plan, **self.where(replica), label=self.label, num_microbatches=self.num_microbatches, roster=self.roster,
                 quotas=tuple(len(dealt.get(one, ())) for one in self.roster), transfers=transfers,
-                computes=(trace.Pass(microbatches=ids, into=into),) if ids else (), reduces=into,
+                computes=(trace.Compute(microbatches=ids, into=into),) if ids else (), reduces=into,
             )  # fmt: skip
 
     @property

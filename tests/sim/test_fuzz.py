@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, rank, recovery, replica
+from megatron_recover.core.plan import plan_of
 from megatron_recover.core.values import Compute, Plan, Requested, Vote
 from megatron_recover.sim.timed import fuzz
 from megatron_recover.sim.timed.fuzz import RandomJob, Verdict, run, verdicts
@@ -86,14 +87,14 @@ def test_a_reduction_in_place_is_found() -> None:
 
 def test_skipping_the_passes_of_an_overtaken_plan_is_found() -> None:
     class Skips(Counts):
-        def passes(self, rank: TimedRank, plan: Plan) -> tuple[Compute, ...]:
+        def computes(self, rank: TimedRank, plan: Plan) -> tuple[Compute, ...]:
             return plan.computes if plan.generation == rank.machine.promised else ()
 
     assert "INV-" in str(_first_failure(_with_memory(Skips)).problem)
 
 
 def test_dealing_what_a_member_holds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = recovery.plan_of
+    original = plan_of
 
     def for_all(found: recovery.Recovery, number: int, generation: int, roster: Any) -> Plan:
         dealt = tuple((number, i, into) for _, i, into in found.dealt)

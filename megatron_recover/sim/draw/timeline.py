@@ -66,12 +66,6 @@ class Timeline(NamedTuple):
         """When the last stage was done."""
         return max(start + operation.seconds(self.pipe) for operation, start in self.starts.items())
 
-    @property
-    def bubbles(self) -> float:
-        """The fraction of its time that a stage waits, over all stages."""
-        busy = sum(operation.seconds(self.pipe) for operation in self.starts)
-        return 1 - busy / (self.end * self.pipe.num_stages)
-
 
 def undisturbed(pipe: Pipe, num: int) -> Timeline:
     """A pass over so many microbatches that are all known when it begins."""
@@ -199,7 +193,7 @@ def _sequences(pipe: Pipe, num: int, num_late: int = 0) -> tuple[list[list[Actio
         operations: list[Action] = []
         member = _Member(operations, _plan(2, range(num, num + num_late)) if num_late else None)
         upstream: Any = _Upstream(pipe, stage, operations)
-        queue = WorkQueue(member, _plan(1, range(num)), again=False)
+        queue = WorkQueue(member, _plan(1, range(num)))
         (Stage if pipe.num_chunks == 1 else InterleavedStage)(upstream, queue).run()
         found.append(operations)
         asked = member.asked if not stage else asked

@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron_recover.core import invariants
 from megatron_recover.core.values import ReplicaId, Value
 from megatron_recover.sim.explore.network import World
+from megatron_recover.sim.explore.node import Stimulus
 from megatron_recover.sim.explore.scenario import CONFIGS, Scenario
 from megatron_recover.sim.explore.space import Space
-from megatron_recover.sim.explore.world import Stimulus
 
 
 class Found(Value, frozen=True):

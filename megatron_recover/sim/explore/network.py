@@ -10,7 +10,7 @@ from megatron_recover.core import replica
 from megatron_recover.core.tree import told
 from megatron_recover.core.values import NewGeneration, ReplicaId, Status, Statuses, Vote, Votes
 from megatron_recover.core.vote import voters_of
-from megatron_recover.sim.explore.world import Copy, Message, Node, Part
+from megatron_recover.sim.explore.node import Copy, Message, Node, Part
 
 
 class Faults(NamedTuple):

@@ -33,7 +33,7 @@ class Scenario(Value, frozen=True):
     tree_above: int = TREE_ABOVE
     """Above so many members status and vote go over a tree."""
     paces: tuple[int, ...] = ()
-    """What each replica measures of itself in every step (`Simulator.paces`): unlike ones bring new quotas in the third."""
+    """What each replica measures of itself in every step (`Threads.paces`): unlike ones bring new quotas in the third."""
 
 
 ONE_RANK_TWO_BUCKETS = ((0,), (0,))

@@ -8,7 +8,7 @@ What is handed on in a tree comes to nobody but those to whom it goes.
 What is not tried twice (each is another order of independent steps, or covered by another outcome; `reduced=False` tries it
 all, and a test compares the two)
 ----------------------------------------------------------------------------------------------------------------------------
-* Inside a node: `sim/explore/world.py`.
+* Inside a node: `sim/explore/node.py`.
 * Generations come in layers: once one is announced, members of older ones only enter it. What they did before entering
   reads no message of the new generation, so it can as well have happened before the announcement. (Not with `links`: there
   messages of a generation may arrive before its announcement.)
@@ -30,7 +30,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, invariants, replica
-from megatron_recover.core.bucket import Operation
+from megatron_recover.core.plan import Operation
 from megatron_recover.core.tree import neighbours
 from megatron_recover.core.values import (
     Busy,
@@ -46,8 +46,7 @@ from megatron_recover.core.values import (
 )
 from megatron_recover.sim.explore import network
 from megatron_recover.sim.explore.network import Faults, Table, World
-from megatron_recover.sim.explore.scenario import Scenario
-from megatron_recover.sim.explore.world import (
+from megatron_recover.sim.explore.node import (
     Begin,
     CarryOut,
     Complete,
@@ -58,12 +57,13 @@ from megatron_recover.sim.explore.world import (
     Message,
     Node,
     Part,
-    Simulator,
     Stimulus,
     TakeUp,
+    Threads,
     new_node,
     pending,
 )
+from megatron_recover.sim.explore.scenario import Scenario
 from megatron_recover.sim.multiset import Multiset, add
 
 Links = tuple[tuple[int, int, tuple[int, ...]], ...]
@@ -97,10 +97,10 @@ Attempt = str | tuple[ReplicaId, Stimulus | int]
 class Space:
     """The states of one scenario. All its tables only remember pure functions of their keys."""
 
-    def __init__(self, scenario: Scenario, simulator: Simulator | None = None, *, reduced: bool = True) -> None:
+    def __init__(self, scenario: Scenario, threads: Threads | None = None, *, reduced: bool = True) -> None:
         """`reduced`: leave out what the module's docstring says need not be tried."""
         self.scenario = scenario
-        self.simulator = simulator or Simulator(slow=scenario.slow, passes_last=scenario.passes_last, paces=scenario.paces)
+        self.threads = threads or Threads(slow=scenario.slow, passes_last=scenario.passes_last, paces=scenario.paces)
         self.shape = Shape(scenario.num_ranks, scenario.bucket_ranks)
         self.nodes: Table[Node] = Table()
         self.messages: Table[Message] = Table()
@@ -205,7 +205,7 @@ class Space:
         effect = self.effects.get(key)
         if effect is None:
             what = self.messages[stimulus] if isinstance(stimulus, int) else stimulus
-            outcome = self.simulator.stimulate(self.nodes[world.nodes[number]], what)  # type: ignore[arg-type]
+            outcome = self.threads.stimulate(self.nodes[world.nodes[number]], what)  # type: ignore[arg-type]
             effect = self.effects[key] = Effect(
                 self.nodes.number(outcome.node),
                 tuple((self.message(message), to) for message, to in outcome.messages),
@@ -304,7 +304,7 @@ class Space:
             stimuli += [CarryOut(position) for position, one in enumerate(node.ranks) if one.orders]
             if node.ranks[0].may_end():
                 stimuli.append(EndPass())
-            if self.simulator.slow:
+            if self.threads.slow:
                 stimuli += [TakeUp(position) for position, one in enumerate(node.ranks) if one.can_take()]
             busy = any(one.orders for one in node.ranks)
             own = self.own[name] = Own(leader.generation, busy, tuple(stimuli), tuple(pending(node)))

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from megatron_recover.core import coordinator, invariants, replica
-from megatron_recover.core import recovery as planning
+from megatron_recover.core import plan as planning
 from megatron_recover.core.tree import TREE_ABOVE, neighbours
 from megatron_recover.core.values import (
     Entered,

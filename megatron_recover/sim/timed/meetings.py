@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_recover.core.bucket import Operation
+from megatron_recover.core.plan import Operation
 from megatron_recover.core.values import ReplicaId
 from megatron_recover.faults import FaultPoint
 from megatron_recover.sim.timed.rank import TimedRank, key_of

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_recover.core import invariants
-from megatron_recover.core.bucket import Operation
+from megatron_recover.core.plan import Operation
 from megatron_recover.core.values import Apply, BucketId, Compute, Plan, ReplicaId
 from megatron_recover.sim.multiset import Multiset, add, checksum
 
@@ -51,7 +51,7 @@ class Counts(Memory):
         self.drifted: dict[ReplicaId, int] = {}
         """The first step that a replica begins with other parameters than the rest."""
 
-    def passes(self, rank: TimedRank, plan: Plan) -> tuple[Compute, ...]:
+    def computes(self, rank: TimedRank, plan: Plan) -> tuple[Compute, ...]:
         """What a rank computes: all of a plan, whether or not it has been overtaken."""
         return plan.computes
 
@@ -64,7 +64,7 @@ class Counts(Memory):
 
     def compute(self, rank: TimedRank, plan: Plan) -> None:
         mine = self.gradients.setdefault(rank, {})
-        for one in self.passes(rank, plan):
+        for one in self.computes(rank, plan):
             for bucket in one.into:
                 if bucket in rank.machine.buckets:
                     before = mine.get(bucket, self.zeros)

@@ -16,6 +16,9 @@ from megatron_recover.core.quota import balanced, makespan
 from megatron_recover.core.values import BucketId, Pipeline, Shape
 from megatron_recover.faults import Fault
 
+LEDGER_COLUMNS = 64
+"""Of `megatron/ledger.py`, whose import needs torch; a test compares them."""
+
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
 Amount = Annotated[float, Meta(gt=0)]
@@ -152,10 +155,11 @@ class Timing:
         return self.compute.optimizer_s
 
     def bucket_bytes(self, bucket: BucketId) -> float:
-        """Of one rank; the ledger has three numbers a microbatch (docs/architecture.md)."""
+        """Of one rank, provenance included; the ledger has a row of `LEDGER_COLUMNS` numbers a microbatch."""
+        provenance = 8.0 * (self.job.microbatches + 1)
         if bucket == self.job.stages * self.job.buckets:
-            return 24.0 * self.job.microbatches
-        return self.network.gradient_bytes / self.job.buckets
+            return 8.0 * LEDGER_COLUMNS * self.job.microbatches + provenance
+        return self.network.gradient_bytes / self.job.buckets + provenance
 
     def together_s(self, seconds: float, replica: int) -> float:
         """When an operation that takes so long is over at one of its members: at all of them at once."""
@@ -173,9 +177,10 @@ class Timing:
         return self.bucket_bytes(bucket) / self.network.bytes_per_s + self.network.latency_s
 
     def reduction_s(self, num_members: int) -> float:
-        """All buckets of a stage; the last stage also has the ledger."""
-        ledger = self.job.stages * self.job.buckets
-        return self.job.buckets * self.reduce_s(0, num_members) + self.reduce_s(ledger, num_members)
+        """All buckets of a stage, after the last backward. The last stage has the ledger too, and begins while others drain."""
+        drain_s = (self.job.stages - 1) * (1 - self.compute.forward_share) * self.compute.microbatch_s
+        ledger_s = self.reduce_s(self.job.stages * self.job.buckets, num_members)
+        return self.job.buckets * self.reduce_s(0, num_members) + max(0.0, ledger_s - drain_s)
 
     def ideal_step_s(self, num_members: int, num_microbatches: int) -> float:
         """A step over the best integer quotas: no loss, no vote, no plan; computing, reducing and the optimizer only."""

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_recover.core import rank
-from megatron_recover.core.bucket import Operation
+from megatron_recover.core.plan import Operation, operations
 from megatron_recover.core.policy import exit_code
 from megatron_recover.core.values import (
     Apply,
@@ -255,12 +255,12 @@ class TimedRank:
 
     def _operate(self) -> None:
         """The pass is over: what crosses replicas, as the newest plan has it."""
-        if not isinstance(self.machine.taken, Plan):
+        plan = self.machine.taken
+        if not isinstance(plan, Plan):
             return
         self.job.pass_fault(self, FaultPoint.BEFORE_REDUCE)
-        due = rank.due(self.machine)
-        if due:
-            self.operations.extend(due)
+        if rank.may_run(self.machine, plan.generation):
+            self.operations.extend(operations(plan, self.replica.number, self.machine.buckets))
             self._advance()
 
     def _advance(self) -> None:

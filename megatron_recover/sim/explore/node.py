@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from megatron_recover.core import invariants, rank, replica
-from megatron_recover.core.bucket import Operation
+from megatron_recover.core.plan import Operation, operations
 from megatron_recover.core.quota import ticks
 from megatron_recover.core.values import (
     Apply,
@@ -130,13 +130,13 @@ class CarryOut(Value, frozen=True):
 
 
 class TakeUp(Value, frozen=True):
-    """The training thread of a rank takes its next order; left to chance only where `Simulator.slow`."""
+    """The training thread of a rank takes its next order; left to chance only where `Threads.slow`."""
 
     rank: int
 
 
 class EndPass(Value, frozen=True):
-    """Rank 0 begins the last forward that it knows of; left to chance only where `Simulator.passes_last`."""
+    """Rank 0 begins the last forward that it knows of; left to chance only where `Threads.passes_last`."""
 
 
 class Complete(Value, frozen=True):
@@ -183,7 +183,7 @@ def new_node(number: ReplicaId, shape: Shape, work: Sequence[Work], tree_above: 
     return Node(replica.ReplicaState(number, shape, tree_above), tuple(ranks), tuple(work))
 
 
-class Simulator:
+class Threads:
     """Carries out stimuli. The methods that tests override to plant a bug are the ones that model a rank's threads."""
 
     def __init__(self, *, slow: bool = False, passes_last: bool = False, paces: Sequence[int] = ()) -> None:
@@ -225,8 +225,8 @@ class Simulator:
         """What becomes the gradient of a bucket."""
         return node.results[node.machine.buckets.index(bucket)]
 
-    def passes(self, plan: Plan, machine: rank.RankState) -> tuple[Compute, ...]:
-        """The passes that a rank runs: all of them, whether or not the plan has been overtaken."""
+    def computes(self, plan: Plan, machine: rank.RankState) -> tuple[Compute, ...]:
+        """What a rank computes: all of a plan, whether or not it has been overtaken."""
         return plan.computes
 
     def retired(self, operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
@@ -237,8 +237,8 @@ class Simulator:
 class _Run:
     """One stimulus being carried out; the only mutable thing here."""
 
-    def __init__(self, simulator: Simulator, node: Node) -> None:
-        self.simulator = simulator
+    def __init__(self, threads: Threads, node: Node) -> None:
+        self.threads = threads
         self.work = node.work
         self.leader = node.leader
         self.ranks = list(node.ranks)
@@ -281,7 +281,7 @@ class _Run:
         for effect in effects:
             if isinstance(effect, rank.Retire):
                 # What runs across replicas fails at once; the training thread leaves the rest of its plan.
-                left = self.simulator.retired(self.ranks[position].operations)
+                left = self.threads.retired(self.ranks[position].operations)
                 self.ranks[position] = replace(self.ranks[position], operations=left)
             else:
                 self.lead(effect.report)
@@ -300,7 +300,7 @@ class _Run:
         one = self.ranks[position]
         operation, *rest = one.operations
         index = one.machine.buckets.index(operation.bucket)
-        gradient = self.simulator.local_gradient_after(one.gradient[index], counts)
+        gradient = self.threads.local_gradient_after(one.gradient[index], counts)
         self.ranks[position] = replace(
             one,
             operations=tuple(rest),
@@ -331,7 +331,7 @@ class _Run:
                 if one.orders and (position == 0 or not isinstance(one.orders[0], Promise)):
                     self.carry_out(position)
                     busy = True
-                elif one.can_take() and not self.simulator.slow:
+                elif one.can_take() and not self.threads.slow:
                     self.take(position)
                     busy = True
 
@@ -346,7 +346,7 @@ class _Run:
         elif isinstance(order, Apply):
             zeros = (0,) * len(one.gradient[0]) if one.gradient else ()
             counts = tuple(
-                (item.bucket, self.simulator.applied(one, order, item.bucket))
+                (item.bucket, self.threads.applied(one, order, item.bucket))
                 for item in order.record.versions
                 if item.bucket in one.machine.buckets
             )
@@ -359,7 +359,7 @@ class _Run:
         """Compute all of a plan, whatever happens: in the pass that runs, or in one that begins with it."""
         one = self.ranks[position]
         gradient = one.gradient
-        for done in self.simulator.passes(plan, one.machine):
+        for done in self.threads.computes(plan, one.machine):
             for index, bucket in enumerate(one.machine.buckets):
                 if bucket in done.into:
                     counts = tuple(n + (i in done.microbatches) for i, n in enumerate(gradient[index]))
@@ -367,7 +367,7 @@ class _Run:
         self.ranks[position] = replace(one, gradient=gradient)
         if position == 0:
             self.journal(plan)
-            if not self.simulator.passes_last:
+            if not self.threads.passes_last:
                 self.feed(position, rank.EndPass())
         if not self.ranks[position].machine.in_pass:
             self.operate(position)
@@ -379,15 +379,17 @@ class _Run:
         for microbatch in ids:
             self.feed(0, rank.MicrobatchStarted(microbatch))
             self.feed(0, rank.MicrobatchFinished(microbatch))
-        if ids and first and self.simulator.paces:
-            elapsed = ticks(len(ids), self.leader.shape.pipeline) * self.simulator.paces[self.number]
+        if ids and first and self.threads.paces:
+            elapsed = ticks(len(ids), self.leader.shape.pipeline) * self.threads.paces[self.number]
             self.feed(0, rank.Measured(len(ids), elapsed))
 
     def operate(self, position: int) -> None:
         """The pass is over: begin what crosses replicas, as the newest plan has it."""
         one = self.ranks[position]
-        if isinstance(one.machine.taken, Plan):
-            self.ranks[position] = replace(one, operations=rank.due(one.machine))
+        plan = one.machine.taken
+        if isinstance(plan, Plan):
+            runs = rank.may_run(one.machine, plan.generation)
+            self.ranks[position] = replace(one, operations=operations(plan, self.number, one.machine.buckets) if runs else ())
             self.advance(position)
 
     def advance(self, position: int) -> None:
