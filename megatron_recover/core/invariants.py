@@ -29,7 +29,9 @@ from megatron_recover.core.values import (
     BucketId,
     Entered,
     Generation,
+    LossKind,
     MicrobatchId,
+    NewGeneration,
     Plan,
     Record,
     ReplicaId,
@@ -117,6 +119,11 @@ class Applied(Value, frozen=True):
     """Per bucket of the rank how often each microbatch is in the gradient, if known."""
     digest: str | None
     """Of the rank's parameters afterwards, if known."""
+
+
+def formed(new: NewGeneration) -> Formed:
+    """The fact of an announcement."""
+    return Formed(new.generation, new.roster, tuple(loss.replica for loss in new.losses if loss.kind is LossKind.DIVERGED))
 
 
 Fact = Formed | Entered | Planned | Read | Held | Voted | Committed | Applied

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron_recover.core.values import Record
+
 Multiset = tuple[int, ...]
 
 
@@ -16,8 +18,18 @@ def add(parts: Iterable[Multiset]) -> Multiset:
 
 
 def checksum(counts: Multiset) -> int:
-    """Stands for the checksum of a result's bytes."""
+    """Stands for the checksum of a result's bytes, which is the same on all that reduced it."""
     value = 0
     for count in counts:
         value = value * 10 + count
     return value
+
+
+def voted(counts: Multiset, *, drifted: bool) -> int:
+    """Stands for the checksum that is voted on: it covers the parameters, too. `drifted`: they are not those of the others."""
+    return -checksum(counts) if drifted else checksum(counts)
+
+
+def digest(record: Record, *, drifted: bool) -> str:
+    """Stands for the digest of the parameters that a committed step has made."""
+    return str(([(item.bucket, item.version) for item in record.versions], drifted))

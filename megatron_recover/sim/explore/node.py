@@ -49,7 +49,7 @@ from megatron_recover.core.values import (
     Votes,
     Work,
 )
-from megatron_recover.sim.multiset import Multiset, checksum
+from megatron_recover.sim.multiset import Multiset, checksum, digest, voted
 
 
 class Part(Value, frozen=True):
@@ -309,11 +309,9 @@ class _Run:
         )
         plan = one.machine.taken
         if isinstance(plan, Plan):
-            value = checksum(counts)
             where = (self.number, position, plan.generation, plan.step)
-            self.facts.append(invariants.Held(*where, *_what(operation), value, counts))
-            # What is voted on covers the parameters, too: the bytes of a result are the same on all that reduced it.
-            self.feed(position, rank.Completed(Held(*_what(operation), -value if self.drifted else value)))
+            self.facts.append(invariants.Held(*where, *_what(operation), checksum(counts), counts))
+            self.feed(position, rank.Completed(Held(*_what(operation), voted(counts, drifted=self.drifted))))
             self.advance(position)
 
     def fail(self, position: int) -> None:
@@ -350,8 +348,8 @@ class _Run:
                 for item in order.record.versions
                 if item.bucket in one.machine.buckets
             )
-            digest = str(([(item.bucket, item.version) for item in order.record.versions], self.drifted))
-            self.facts.append(invariants.Applied(self.number, position, order.record.step, counts, digest))
+            made = digest(order.record, drifted=self.drifted)
+            self.facts.append(invariants.Applied(self.number, position, order.record.step, counts, made))
             empty: tuple[Multiset, ...] = ((),) * len(one.results)
             self.ranks[position] = replace(one, gradient=(zeros,) * len(one.gradient), results=empty)
 

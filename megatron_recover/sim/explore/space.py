@@ -162,8 +162,7 @@ class Space:
             if isinstance(effect, coordinator.Announce):
                 new = effect.generation
                 self.newest[new.generation, new.roster, new.trusted_from] = self.messages.number(new)
-                outvoted = tuple(loss.replica for loss in new.losses if loss.kind is LossKind.DIVERGED)
-                formed = (invariants.Formed(new.generation, new.roster, outvoted),)
+                formed = (invariants.formed(new),)
                 messages, links = self.post(world, -1, ((self.messages.number(new), new.roster),))
                 world = world._replace(history=self.observe(world.history, formed), messages=messages, links=links)
             elif isinstance(effect, coordinator.Arm) and effect.timer.startswith("grace"):

@@ -213,8 +213,7 @@ class TimedCoordinator(Actor):
 
     def _announce(self, new: NewGeneration) -> None:
         job = self.job
-        outvoted = tuple(loss.replica for loss in new.losses if loss.kind is LossKind.DIVERGED)
-        job.observe(invariants.Formed(new.generation, new.roster, outvoted))
+        job.observe(invariants.formed(new))
         job.announced(new)
         num_bytes = 4.0 * len(new.roster)
         for number in new.roster:

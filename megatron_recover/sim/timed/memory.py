@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_recover.core import invariants
 from megatron_recover.core.plan import Operation
 from megatron_recover.core.values import Apply, BucketId, Compute, Plan, ReplicaId
-from megatron_recover.sim.multiset import Multiset, add, checksum
+from megatron_recover.sim.multiset import Multiset, add, checksum, digest, voted
 
 if TYPE_CHECKING:
     from megatron_recover.sim.timed.rank import TimedRank
@@ -88,17 +88,14 @@ class Counts(Memory):
         if operation.source is None:
             mine = self.gradients.setdefault(rank, {})
             mine[operation.bucket] = self.local_gradient_after(mine.get(operation.bucket, self.zeros), counts)
-        value = checksum(counts)
         where = (rank.replica.number, rank.position, operation.generation, operation.step)
-        self.observe(invariants.Held(*where, operation.bucket, operation.version, value, counts))
-        # What is voted on covers the parameters, too: the bytes of a result are the same on all that reduced it.
-        return -value if self._has_drifted(rank, operation.step) else value
+        self.observe(invariants.Held(*where, operation.bucket, operation.version, checksum(counts), counts))
+        return voted(counts, drifted=self._has_drifted(rank, operation.step))
 
     def apply(self, rank: TimedRank, order: Apply) -> None:
         results = self.results.pop(rank, {})
         self.gradients.pop(rank, None)
         mine = [item for item in order.record.versions if item.bucket in rank.machine.buckets]
         counts = tuple((item.bucket, results.get(item.bucket, ())) for item in mine)
-        versions = [(item.bucket, item.version) for item in order.record.versions]
-        digest = str((versions, self._has_drifted(rank, order.record.step)))
-        self.observe(invariants.Applied(rank.replica.number, rank.position, order.record.step, counts, digest))
+        made = digest(order.record, drifted=self._has_drifted(rank, order.record.step))
+        self.observe(invariants.Applied(rank.replica.number, rank.position, order.record.step, counts, made))
