@@ -295,7 +295,8 @@ def test_inv_9_all_microbatches_of_a_pass_are_suspected_where_its_sum_is_not_fin
 
 def test_inv_9_only_the_microbatch_being_computed_is_suspected() -> None:
     reduction: Any = SimpleNamespace(
-        ledger=None, ledger_bucket=1, is_last_stage=False, count=lambda *_: (0,), collect_into=lambda into: None
+        ledger=None, ledger_bucket=1, is_last_stage=False, first_generation=1, end_backward=lambda *_: (0,),
+        collect_into=lambda into: None,
     )  # fmt: skip
     microbatches = Microbatches(
         reduction, 0, forward_only=False, num_chunks=1, enter=lambda *_: None, record=lambda *_, **__: None, faults=None
