@@ -18,6 +18,7 @@ from megatron_recover import trace
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.timing import RecoveryClock
 from megatron_recover.collectives.wire import (
+    STATUSES_A_FRAME,
     Announcement,
     Enter,
     Heard,
@@ -57,8 +58,6 @@ Deliver = Callable[[Message], None]
 """Hands a message of the leader to its own rank."""
 
 _GOODBYE_S = 5.0
-STATUSES_A_FRAME = 64
-"""Of those that are handed on in a tree: each has a line per bucket and rank, and a frame has room for 64 MiB."""
 _AGREED = (machine.Phase.IDLE, machine.Phase.WORKING, machine.Phase.VOTED)
 
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 
 import msgspec
+from msgspec.structs import replace
 
 from megatron_recover.core import values
 from megatron_recover.core.values import ReplicaId, Shape, Value
@@ -22,6 +23,8 @@ from megatron_recover.core.values import ReplicaId, Shape, Value
 FORMAT_VERSION = 1
 MAX_BODY_BYTES = 64 * 2**20
 """A status carries the contributions of every bucket: far below this at any size we know of."""
+STATUSES_A_FRAME = 64
+"""Of those that are handed on in a tree: each has a line per bucket and rank, and a frame has only so much room."""
 _HEADER = struct.Struct("!2sHI")
 _MAGIC = b"mr"
 _CHUNK_BYTES = 2**18
@@ -86,6 +89,41 @@ class Heard(Value, frozen=True):
     """Leader to a rank: its `Raised` is on its way to the coordinator, the process may end now."""
 
 
+class PackedStatuses(Value, frozen=True):
+    """How `values.Statuses` travels: each committed record once. It has the pace of every member, and is mostly the same."""
+
+    replica: ReplicaId
+    generation: values.Generation
+    records: tuple[values.Record, ...]
+    statuses: tuple[tuple[values.Status, int | None], ...]
+    """Each without its record, and the position of that in `records`."""
+
+
+def packed(message: values.Statuses) -> PackedStatuses:
+    """For the wire."""
+    positions: dict[values.Record, int] = {}
+    statuses = tuple(
+        (
+            replace(status, committed=None),
+            None if status.committed is None else positions.setdefault(status.committed, len(positions)),
+        )
+        for status in message.statuses
+    )
+    return PackedStatuses(message.replica, message.generation, tuple(positions), statuses)
+
+
+def unpacked(message: PackedStatuses) -> values.Statuses:
+    """From the wire. Raises ValueError where a record is missing."""
+    for _, position in message.statuses:
+        if position is not None and not 0 <= position < len(message.records):
+            raise ValueError(f"a status refers to record {position} of {len(message.records)}")
+    statuses = (
+        status if position is None else replace(status, committed=message.records[position])
+        for status, position in message.statuses
+    )
+    return values.Statuses(message.replica, message.generation, tuple(statuses))
+
+
 Message = (
     RankHello | LeaderHello | PeerHello | Announcement | Enter | Heard
     | values.Plan | values.Close | values.Apply | values.Stop
@@ -93,6 +131,7 @@ Message = (
     | values.Vote | values.Votes | values.Status | values.Statuses
     | values.Entered | values.Requested | values.Busy | values.Failing | values.Diverged | values.Finished
 )  # fmt: skip
+_Framed = Message | PackedStatuses
 
 
 class Link:
@@ -106,7 +145,7 @@ class Link:
         self._incoming = bytearray()
         self._outgoing: deque[memoryview] = deque()
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(Message).decode
+        self._decode = msgspec.msgpack.Decoder(_Framed).decode
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -118,7 +157,7 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Queue a message and hand the socket what it takes now. Raises `LinkClosed`."""
-        body = self._encode(message)
+        body = self._encode(packed(message) if isinstance(message, values.Statuses) else message)
         if len(body) > MAX_BODY_BYTES:
             raise ValueError(f"a {type(message).__name__} of {len(body)} bytes exceeds the wire's {MAX_BODY_BYTES}")
         self._outgoing.append(memoryview(_HEADER.pack(_MAGIC, FORMAT_VERSION, len(body)) + body))
@@ -169,8 +208,9 @@ class Link:
             if len(self._incoming) < end:
                 return
             try:
-                message = self._decode(self._incoming[_HEADER.size : end])
-            except msgspec.DecodeError as error:
+                framed = self._decode(self._incoming[_HEADER.size : end])
+                message = unpacked(framed) if isinstance(framed, PackedStatuses) else framed
+            except ValueError as error:  # msgspec's own is one
                 raise LinkClosed(f"not a message: {error}") from error
             del self._incoming[:end]
             yield message

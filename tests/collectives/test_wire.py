@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,11 +18,13 @@ from megatron_recover.collectives.wire import (
     Link,
     LinkClosed,
     Message,
+    PackedStatuses,
     PeerHello,
     RankHello,
     address_of,
     connect,
     listen,
+    packed,
 )
 from megatron_recover.core.values import (
     Ballot,
@@ -40,6 +43,7 @@ from megatron_recover.core.values import (
 
 pytestmark = pytest.mark.timeout(30)
 
+RECORDS = tuple(Record(6, "train 7", (), paces=((0, pace),)) for pace in (1, 2))
 MESSAGES: tuple[Message, ...] = (
     RankHello(1, Shape(2, ((0,), (0, 1))), "fingerprint", "127.0.0.1:1/token"),
     Enter(Promise(3, (0, 2)), ((0, "a:1"), (2, "b:2"))),
@@ -48,6 +52,9 @@ MESSAGES: tuple[Message, ...] = (
     Status(0, 3, 7, Work("train 8", 4, (0, 1)), ((0, 1), ()), (), None),
     Votes(1, 3, 7, (Ballot(Record(7, "train 8", (BucketVersion(0, 3, (1, 2)),)), (1, 3, 4)),)),
     Statuses(1, 3, (Status(1, 3, 7, None, ((), ()), (), None), Status(3, 3, 7, None, ((), ()), (), None))),
+    Statuses(
+        1, 3, tuple(Status(replica, 3, 7, None, (), (), record) for replica, record in enumerate((*RECORDS, None, *RECORDS)))
+    ),
 )
 
 
@@ -178,3 +185,20 @@ def test_timers_and_posted_calls_are_made_in_order() -> None:
         loop.run_once(1.0)
     assert made == ["posted", "early", "late"]
     loop.close()
+
+
+def test_a_record_that_many_members_have_committed_travels_once() -> None:
+    record = Record(6, "train 7", (), paces=tuple((replica, 10**8 + replica) for replica in range(3000)))
+    statuses = [Status(replica, 3, 7, None, (), (), record) for replica in range(51)]
+    one, many = (len(msgspec.msgpack.encode(packed(Statuses(0, 3, tuple(statuses[:num]))))) for num in (1, 51))
+    assert many - one < 50 * 200 < one
+
+
+def test_a_status_whose_record_is_missing_ends_the_link() -> None:
+    body = msgspec.msgpack.encode(PackedStatuses(1, 3, (), ((Status(1, 3, 7, None, (), (), None), 0),)))
+    link, theirs = pair()
+    theirs.sendall(struct.pack("!2sHI", b"mr", FORMAT_VERSION, len(body)) + body)
+    with pytest.raises(LinkClosed, match="record 0 of 0"):
+        list(link.receive())
+    link.close()
+    theirs.close()

@@ -10,12 +10,15 @@ takes one message at a time: who has many to send or to read is late with the la
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
+from megatron_recover.collectives.wire import STATUSES_A_FRAME
 from megatron_recover.core import coordinator, invariants, replica
 from megatron_recover.core import plan as planning
 from megatron_recover.core.tree import TREE_ABOVE, neighbours
@@ -27,6 +30,7 @@ from megatron_recover.core.values import (
     LossKind,
     NewGeneration,
     Plan,
+    Record,
     ReplicaId,
     Report,
     Status,
@@ -263,8 +267,10 @@ class TimedJob:
         for fault in faults:
             self.add_fault(fault)
         self._works: dict[int, Work] = {}
-        self._status_bytes: dict[tuple[ReplicaId, int], float] = {}
-        """By replica and generation."""
+        self._status_bytes: dict[tuple[ReplicaId, int], tuple[float, float]] = {}
+        """By replica and generation; see `_bytes_of`."""
+        self._record_bytes: tuple[Record | None, float] = (None, 0.0)
+        """Of the newest record that was measured."""
         self._waits: dict[ReplicaId, tuple[object, ...]] = {}
 
     # --- running ---
@@ -314,15 +320,26 @@ class TimedJob:
     def size_of(self, message: replica.Word) -> float:
         """Bytes on the wire, as far as they grow with the job."""
         if isinstance(message, Status):
-            key = (message.replica, message.generation)
-            if key not in self._status_bytes:
-                self._status_bytes[key] = float(len(msgspec.msgpack.encode(message)))
-            return self._status_bytes[key]
+            return sum(self._bytes_of(message))
         if isinstance(message, Statuses):
-            return sum(self.size_of(status) for status in message.statuses)
+            found = [(id(status.committed), *self._bytes_of(status)) for status in message.statuses]
+            records = {record: num_bytes for record, _, num_bytes in found}
+            num_frames = math.ceil(len(found) / STATUSES_A_FRAME)
+            return num_frames * sum(records.values()) + sum(num_bytes for _, num_bytes, _ in found)
         if isinstance(message, Votes):
             return sum(4.0 * len(ballot.voters) + 12.0 * len(ballot.record.paces) for ballot in message.ballots)
         return 0.0
+
+    def _bytes_of(self, status: Status) -> tuple[float, float]:
+        """Of a status without the record that it carries, and of that, which most have in common."""
+        key = (status.replica, status.generation)
+        if key not in self._status_bytes:
+            record = status.committed
+            if record is not self._record_bytes[0]:
+                self._record_bytes = record, float(len(msgspec.msgpack.encode(record)))
+            bare = float(len(msgspec.msgpack.encode(replace(status, committed=None))))
+            self._status_bytes[key] = bare, self._record_bytes[1]
+        return self._status_bytes[key]
 
     def watch(self, one: TimedReplica) -> None:
         """INV-8: after the stall timeout without a change in what a leader waits for, it is told so."""
