@@ -163,12 +163,12 @@ def commands(job: Job, data: pathlib.Path, folder: pathlib.Path, name: str) -> t
 
 
 CASES = (
-    Case("3 replicas x PP2, 24 microbatches of 256 tokens", Job(replicas=3, pp=2, microbatches=24), 256, 12, 4),
+    Case("3 replicas x PP2, 24 microbatches of 256 tokens", Job(replicas=3, pp=2, microbatches=24), 256, 25, 4),
     Case(
         "3 replicas x PP2, 24 microbatches of 256 tokens, --overlap-grad-reduce on both sides",
         Job(replicas=3, pp=2, microbatches=24),
         256,
-        12,
+        25,
         4,
         overlap=True,
     ),
