@@ -8,7 +8,7 @@ between replicas; a commit has to be backed by votes, and a vote by results.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from megatron_recover import trace
 from megatron_recover.observe import omissions
@@ -21,12 +21,13 @@ Rule = Callable[[History], Findings]
 def exactly_once(history: History) -> Findings:
     """INV-1: a committed bucket counts each microbatch of its step once, by its provenance and by what was computed."""
     for step, (line, record) in history.records.items():
+        computed = {version: _computed(history, step, version) for version in {each.version for each in record.versions}}
         for result in record.versions:
             for at, held in history.results[step, result.bucket, result.version]:
                 if isinstance(held, trace.Reduced) and held.provenance != "ones":
                     wrong = {microbatch: count for microbatch, count in enumerate(held.provenance) if count != 1}
                     yield at, f"step {step} committed bucket {result.bucket}, which counts microbatch: times {wrong}"
-            for message in _computed_once(history, step, result):
+            for message in _computed_once(history, step, result, computed[result.version]):
                 yield line, message
 
     yield from omissions.every_microbatch(history)
@@ -39,17 +40,30 @@ def exactly_once(history: History) -> Findings:
         applied.add(key)
 
 
-def _computed_once(history: History, step: int, result: trace.Result) -> Iterator[str]:
+Computed = Mapping[tuple[int, tuple[int, ...]], Counter[int]]
+"""By rank and the buckets that it went into (few different ones, of many buckets each): how often a microbatch was computed."""
+
+
+def _computed(history: History, step: int, version: int) -> Computed:
+    """What the members of a generation had computed of a step up to then."""
+    members = frozenset(history.roster(version))
+    found: dict[tuple[int, tuple[int, ...]], Counter[int]] = defaultdict(Counter)
+    for _, event in history.finished[step]:
+        if event.replica in members and event.generation <= version:
+            found[event.rank, event.into][event.microbatch] += 1
+    return found
+
+
+def _computed_once(history: History, step: int, result: trace.Result, computed: Computed) -> Iterator[str]:
     """Count, on each rank position, the microbatches that the members of the bucket's version put into it."""
     num_microbatches = history.num_microbatches(step)
     if num_microbatches is None:
         yield f"step {step} was committed, but nobody planned it"
         return
-    members = history.roster(result.version)
-    counts: dict[int, Counter[int]] = defaultdict(Counter)
-    for _, event in history.finished[step]:
-        if result.bucket in event.into and event.replica in members and event.generation <= result.version:
-            counts[event.rank][event.microbatch] += 1
+    members, counts = history.roster(result.version), defaultdict[int, Counter[int]](Counter)
+    for (rank, into), microbatches in computed.items():
+        if result.bucket in into:
+            counts[rank] += microbatches
     for rank in history.ranks_of(result.bucket):
         ids = {*range(num_microbatches), *counts[rank]}
         if wrong := {i: counts[rank][i] for i in sorted(ids) if counts[rank][i] != (i < num_microbatches)}:
