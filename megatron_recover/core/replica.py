@@ -190,8 +190,7 @@ def _exchange(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
         effects += more
     if recovery.work is not None:
         decided = tuple((item.bucket, item.version, item.source) for item in recovery.decisions)
-        dealt = tuple((microbatch, owner) for owner, microbatch, _ in recovery.dealt)
-        effects += (Decided(recovery.step, state.generation, decided, dealt, recovery.reason),)
+        effects += (Decided(recovery.step, state.generation, decided, recovery.dealt, recovery.reason),)
         state = replace(state, plan=plan_of(recovery, state.replica, state.generation, state.roster))
     else:
         state = replace(state, plan=None)

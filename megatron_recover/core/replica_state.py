@@ -152,8 +152,8 @@ class Decided(Value, frozen=True):
     generation: Generation
     decided: tuple[tuple[BucketId, Version, ReplicaId], ...]
     """(bucket, version, a member that holds it)."""
-    dealt: tuple[tuple[MicrobatchId, ReplicaId], ...]
-    """Who recomputes what."""
+    dealt: tuple[tuple[ReplicaId, MicrobatchId, tuple[BucketId, ...]], ...]
+    """Who recomputes what, as `core.recovery.Recovery` has it."""
     reason: str
 
 

@@ -104,7 +104,7 @@ def test_lost_microbatches_are_dealt_and_computed_into_undecided_buckets() -> No
     state = working()
     state, effects = lead(state, NewGeneration(2, (0, 1)), Promised(0, 2), status(1, contributions=((1,),)))
     decided, order = effects[-2:]
-    assert isinstance(decided, Decided) and decided.dealt == ((2, 0),) and "microbatches [2]" in decided.reason
+    assert isinstance(decided, Decided) and decided.dealt == ((0, 2, (0,)),) and "microbatches [2]" in decided.reason
     assert order == ToRanks(Plan(0, 2, (0, 1), WORK, (2, 1), (), (Compute((2,), (0,)),), (0,)))
     assert state.contributions == ((0, 2),)
 
@@ -122,7 +122,7 @@ def test_lost_microbatches_go_to_whoever_is_done_first_by_the_journals() -> None
     (sent,) = [effect.message for effect in effects if isinstance(effect, ToPeers)]
     assert sent.journal == own
     (decided,) = [effect for effect in effects if isinstance(effect, Decided)]
-    assert decided.dealt == ((6, 0), (7, 0), (8, 0))
+    assert decided.dealt == tuple((0, microbatch, (0,)) for microbatch in (6, 7, 8))
 
 
 def test_a_journal_of_the_step_before_is_not_that_of_this_one() -> None:

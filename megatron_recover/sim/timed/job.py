@@ -269,6 +269,8 @@ class TimedJob:
         self._works: dict[int, Work] = {}
         self._status_bytes: dict[tuple[ReplicaId, int], tuple[float, float]] = {}
         """By replica and generation; see `_bytes_of`."""
+        self._statuses_bytes: dict[tuple[ReplicaId, int], float] = {}
+        """By who hands them up (-1: down, to all), and generation."""
         self._record_bytes: tuple[Record | None, float] = (None, 0.0)
         """Of the newest record that was measured."""
         self._waits: dict[ReplicaId, tuple[object, ...]] = {}
@@ -322,13 +324,22 @@ class TimedJob:
         if isinstance(message, Status):
             return sum(self._bytes_of(message))
         if isinstance(message, Statuses):
-            found = [(id(status.committed), *self._bytes_of(status)) for status in message.statuses]
-            records = {record: num_bytes for record, _, num_bytes in found}
-            num_frames = math.ceil(len(found) / STATUSES_A_FRAME)
-            return num_frames * sum(records.values()) + sum(num_bytes for _, num_bytes, _ in found)
+            # What goes down the tree is the same for everybody; who is where in it decides what goes up.
+            goes_down = len(message.statuses) == len(self.coordinator.state.roster)
+            key = (-1 if goes_down else message.replica, message.generation)
+            if key not in self._statuses_bytes:
+                self._statuses_bytes[key] = self._bytes_together(message.statuses)
+            return self._statuses_bytes[key]
         if isinstance(message, Votes):
             return sum(4.0 * len(ballot.voters) + 12.0 * len(ballot.record.paces) for ballot in message.ballots)
         return 0.0
+
+    def _bytes_together(self, statuses: Sequence[Status]) -> float:
+        """Of statuses that are handed on: each record once a frame."""
+        found = [(id(status.committed), *self._bytes_of(status)) for status in statuses]
+        records = {record: num_bytes for record, _, num_bytes in found}
+        num_frames = math.ceil(len(found) / STATUSES_A_FRAME)
+        return num_frames * sum(records.values()) + sum(num_bytes for _, num_bytes, _ in found)
 
     def _bytes_of(self, status: Status) -> tuple[float, float]:
         """Of a status without the record that it carries, and of that, which most have in common."""
@@ -441,6 +452,7 @@ class TimedJob:
             self.account.recoveries[new.generation] = RecoveryTime(min(deaths, default=now), announced=now)
             self.meetings.forget(new.generation - 2)
             self._status_bytes.clear()
+            self._statuses_bytes.clear()
 
     def planned(self, one: TimedReplica, plan: Plan) -> None:
         """A leader gave a plan to its ranks."""
