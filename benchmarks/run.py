@@ -51,6 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := sorted(set(chosen) - set(known)):
         parser.error(f"--only: no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
 
+    if not arguments.out.parent.is_dir():
+        parser.error(f"--out: there is no folder {arguments.out.parent}; make it, or give another place")
+
     rows: list[Row] = []
     failed: list[str] = []
     for name in chosen:
@@ -61,8 +64,11 @@ def main(argv: list[str] | None = None) -> int:
         except Exception:
             traceback.print_exc()  # one broken benchmark must not take the others' numbers away; the exit code tells
             failed.append(name)
+        except KeyboardInterrupt:
+            failed.append(f"{name} and what follows (interrupted)")
+            break
+        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
         print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
-    arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
     Console(width=None if sys.stdout.isatty() else 240).print(table(rows))
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

@@ -67,7 +67,9 @@ def _choices(kind: Any) -> list[str]:
     """The values of a field that has only some."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return [str(member.value) for member in kind]
-    return [str(value) for value in get_args(kind)] if get_origin(kind) is Literal else []
+    if get_origin(kind) is Literal:
+        return [str(value) for value in get_args(kind)]
+    return next((choices for part in get_args(kind) if (choices := _choices(part))), [])
 
 
 def line_of_table(text: str, name: str, index: int = 0) -> int:

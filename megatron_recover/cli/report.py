@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from megatron_recover.cli.check import no_trace
@@ -22,7 +23,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a directory with events.jsonl")
     parser.add_argument("--against", type=Path, metavar="REF_DIR", help="compare with this run, and draw its loss too")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the page here, and the rest beside it (default: RUN_DIR/report.html)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the page here, the timeline beside it and nothing else (default: RUN_DIR/report.html)",
     )
     arguments = parser.parse_args(argv)
     if not (arguments.run_dir / EVENTS_FILE).is_file():
@@ -32,7 +36,7 @@ def main(argv: list[str]) -> int:
     if arguments.out is not None and arguments.out.is_dir():
         parser.error(f"--out: {arguments.out} is a folder; give the page's file, for example {arguments.out / PAGE_FILE}")
     try:
-        files = report.write(arguments.run_dir, arguments.against, arguments.out)
+        files, cuts = report.write(arguments.run_dir, arguments.against, arguments.out)
     except TraceError as error:
         parser.error(f"cannot read the trace: {error}")
     except OSError as error:
@@ -42,5 +46,7 @@ def main(argv: list[str]) -> int:
         parser.error(
             f"{error.filename} cannot be read or written ({error.strerror}); make room for it, or write elsewhere by --out"
         )
+    for line in cuts:
+        print(f"line {line} of the trace was cut short: its writer was killed in mid-write; the page says so", file=sys.stderr)
     print(f"wrote {', '.join(map(str, files[:-1]))} and {files[-1]}")
     return ExitCode.OK

@@ -144,7 +144,7 @@ def main(argv: list[str]) -> int:
         done = "emptied" if existed else "removed"
         print(f"megatron-recover run: nothing was trained, so {job.run_dir} was {done} again", file=sys.stderr)
     elif exit_code < 128:  # who asked for the end at once does not want to wait for a plot
-        _report(job.run_dir)
+        _report(job)
     return exit_code
 
 
@@ -157,12 +157,19 @@ def _empty(folder: Path) -> None:
             path.unlink()
 
 
-def _report(run_dir: Path) -> None:
-    """`summary.json` and the loss plot, for whatever the run has got to."""
+def _report(job: Job) -> None:
+    """`summary.json` and the loss plot, for whatever the run has got to; and which exact faults it has not got to."""
     from megatron_recover.observe import plot, summary
 
+    run_dir = job.run_dir
     try:
-        summary.write(run_dir)
+        struck = summary.write(run_dir).faults
+        for number, fault in chaos.unstruck(job.faults, [(one.replica, one.rank, one.point) for one in struck]):
+            print(
+                f"megatron-recover run: [[fault]] {number} of {run_dir / chaos.CHAOS_FILE} never struck (replica "
+                f"{fault.replica}, rank {fault.rank}, {fault.point.value}): the rank did not pass that so often, or was gone",
+                file=sys.stderr,
+            )
         plot.write(run_dir)
     except (KeyboardInterrupt, OSError) as error:  # the run is over and has said how
         why = error.strerror if isinstance(error, OSError) else "interrupted"

@@ -4,6 +4,7 @@ with `--processes`, the same scenario for real, and tells how far the two are ap
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import sysconfig
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_recover import toml_file
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.sim.timed import result, scenario_file
@@ -29,7 +31,7 @@ def _parser() -> Parser:
         description="Run a job of any size on a virtual clock: the protocol's own machines, with models of compute, network "
         "and failures around them; and what checkpoint-restart and others would have made of it.",
         epilog="Scenarios are in scenarios/, their keys in docs/simulation.md. Exit code 2: the scenario has mistakes, each "
-        "told with its line, or a [[fault]] that never struck.",
+        "told with its line, or a [[fault]] that never struck or took the last replica.",
     )
     parser.add_argument("scenario", type=Path, metavar="SCENARIO", help="a TOML file")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -91,7 +93,13 @@ def _on_processes(parser: Parser, arguments: argparse.Namespace, scenario: Scena
 
 
 def _in_file(path: Path, error: ValueError) -> str:
-    return "\n".join(f"{path}: {line}" for line in str(error).splitlines())
+    """What the run of a scenario found wrong with it, with the lines of the faults that it names."""
+    text, told = path.read_text(encoding="utf-8"), []
+    for mistake in str(error).splitlines():
+        named = re.match(r"\[\[fault\]\] (\d+)", mistake)
+        line = toml_file.line_of_table(text, "fault", int(named[1]) - 1) if named else 0
+        told.append(f"{path}: line {line}: {mistake}" if line else f"{path}: {mistake}")
+    return "\n".join(told)
 
 
 def _tell(

@@ -107,6 +107,5 @@ def watch(place: Path, wait: Callable[[float], None], clock: Callable[[], float]
         if seen and not place.is_file():
             raise Gone
         silent_s = clock() - news_at
-        silence = f" | nothing new for {silent_s:.0f} s" if seen and silent_s >= SILENCE_S else ""
-        yield "now", (progress.line() if seen else _WAITING) + silence
+        yield "now", progress.line(silent_s if silent_s >= SILENCE_S else 0.0) if seen else _WAITING
         wait(INTERVAL_S)

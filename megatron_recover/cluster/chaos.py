@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -202,3 +203,13 @@ def faults_of(argument: str, target: Target) -> tuple[tuple[Fault, ...], str]:
     except ValueError as error:
         raise ValueError("\n".join(f"--chaos {argument}: {line}" for line in str(error).splitlines())) from error
     return faults, render(faults, f"--chaos {argument}; this file reproduces it")
+
+
+def unstruck(faults: Sequence[Fault], struck: Sequence[tuple[int, int, str | None]]) -> Iterator[tuple[int, Fault]]:
+    """Those that never struck, numbered from 1; `struck`: replica, rank and point of each fault that the trace has."""
+    left = Counter(struck)
+    for number, fault in enumerate(faults, 1):
+        where = (fault.replica, fault.rank, fault.point.value)
+        if not left[where]:
+            yield number, fault
+        left[where] -= 1

@@ -37,8 +37,18 @@ MAX_SEGMENTS = 32
 """With more members than this a row of quotas is told in words."""
 
 
-def render(verdict: Verdict, timeline: Timeline, reference: History | None = None, *, is_whole: bool = True) -> str:
-    """The page of a judged run; with the loss of a reference run beside its own. `is_whole`: see `perfetto.write`."""
+def render(
+    verdict: Verdict,
+    timeline: Timeline,
+    reference: History | None = None,
+    *,
+    is_whole: bool = True,
+    perfetto_file: str = TRACE_FILE,
+) -> str:
+    """The page of a judged run; with the loss of a reference run beside its own.
+
+    `is_whole`: see `perfetto.write`; `perfetto_file`: what that wrote, beside the page.
+    """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_recover.observe"), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -74,7 +84,7 @@ def render(verdict: Verdict, timeline: Timeline, reference: History | None = Non
         max_quota_rows=MAX_QUOTA_ROWS,
         max_segments=MAX_SEGMENTS,
         rules=_rules(verdict),
-        perfetto=TRACE_FILE,
+        perfetto=perfetto_file,
         is_whole=is_whole,
         problems=verdict.problems,
     )

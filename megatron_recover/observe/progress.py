@@ -75,11 +75,13 @@ class Progress:
         if event.losses:
             self._repairing = event.generation, ", ".join(f"replica {lost.replica}" for lost in event.losses)
 
-    def line(self) -> str:
-        """What is known, what matters most first: a narrow terminal cuts the end off."""
+    def line(self, silent_s: float = 0.0) -> str:
+        """What is known, what matters most first: a narrow terminal cuts the end off. `silent_s`: how long nothing was new."""
         parts = [self._label or "starting"]
         if self._label and self._num_iterations is not None and is_training(self._label):
             parts[0] += f"/{self._num_iterations}"
+        if silent_s:
+            parts.append(f"nothing new for {silent_s:.0f} s")
         if self._repairing:
             parts.append(f"recovering from the loss of {self._repairing[1]}")
         if self._asked:
@@ -89,11 +91,13 @@ class Progress:
         if self._seconds is not None:
             parts.append(f"{1000 * self._seconds:.0f} ms" if self._seconds < 10 else f"{self._seconds:.1f} s")
         if self._generation:
-            parts += [f"generation {self._generation}", f"replicas {len(self._roster)}/{self._num_replicas}"]
+            parts.append(f"replicas {len(self._roster)}/{self._num_replicas}")
         if self._recoveries:
             parts.append(f"recoveries {self._recoveries}")
         if self._quotas:
             parts.append(f"quotas {_short(self._quotas)}")
+        if self._generation:
+            parts.append(f"generation {self._generation}")
         return " | ".join(parts)
 
 

@@ -6,21 +6,27 @@ from pathlib import Path
 
 from megatron_recover.observe import page, perfetto, plot, summary
 from megatron_recover.observe.check import check
-from megatron_recover.observe.history import History
+from megatron_recover.observe.history import History, Line
 from megatron_recover.observe.timeline import Timeline
 
 
-def write(run_dir: Path, against: Path | None = None, place: Path | None = None) -> tuple[Path, ...]:
-    """Write the page to `place` (default: into the run directory) and the other files beside it; returns their paths.
+def write(run_dir: Path, against: Path | None = None, place: Path | None = None) -> tuple[tuple[Path, ...], tuple[Line, ...]]:
+    """Write the page, the Perfetto trace, and numbers and loss plot again, all into the run directory.
+
+    With a `place` elsewhere, write the page there and the Perfetto trace beside it under the page's name, nothing else: what
+    lies there may be another run's. Returns the files, and the lines of the trace that were cut short.
 
     `against`: compare with this reference run, and draw its loss too. Raises FileNotFoundError or `trace.TraceError` where
     there is no readable trace, and OSError where a file cannot be written.
     """
     verdict = check(run_dir, against)
     history, reference = verdict.history, History.read(against) if against else None
-    timeline = Timeline(history)
-    place = place or run_dir / page.PAGE_FILE
-    beside = place.parent / perfetto.TRACE_FILE
+    timeline, cuts = Timeline(history), tuple(line for line, _ in history.cuts)
+    beside = run_dir / perfetto.TRACE_FILE if place is None else place.with_name(f"{place.stem}.{perfetto.TRACE_FILE}")
     is_whole = perfetto.write(history, timeline, beside)
-    place.write_text(page.render(verdict, timeline, reference, is_whole=is_whole), encoding="utf-8")
-    return place, beside, summary.save(place.parent, verdict.summary), plot.draw(place.parent, history, reference)
+    page_file = place or run_dir / page.PAGE_FILE
+    text = page.render(verdict, timeline, reference, is_whole=is_whole, perfetto_file=beside.name)
+    page_file.write_text(text, encoding="utf-8")
+    if place is not None:
+        return (page_file, beside), cuts
+    return (page_file, beside, summary.save(run_dir, verdict.summary), plot.draw(run_dir, history, reference)), cuts

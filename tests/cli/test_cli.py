@@ -156,13 +156,27 @@ def test_report_refuses_places_where_nothing_can_be(tmp_path: Path, capsys: pyte
     for flag, out, remedy in (
         ("--out", "/nowhere/page.html", "--out: there is no folder /nowhere; make it, or give another place"),
         ("--out", "/", "--out: / is a folder; give the page's file, for example /report.html"),
-        ("--out", "/proc/page.html", "/proc/perfetto.json cannot be read or written (No such file or directory); "),
+        ("--out", "/proc/page.html", "/proc/page.perfetto.json cannot be read or written (No such file or directory); "),
         ("--against", "/nowhere", "--against: no trace at /nowhere; give the --run-dir of a run"),
     ):
         with pytest.raises(SystemExit) as end:
             cli.main(["report", run_dir, flag, out])
         assert end.value.code == ExitCode.BAD_INPUT
         assert f"megatron-recover report: {remedy}" in capsys.readouterr().err
+
+
+def test_report_says_that_the_trace_was_cut_and_writes_nothing_but_what_it_was_asked_for(tmp_path: Path) -> None:
+    run_dir = traces.write(tmp_path / "run", traces.faulty_run().events)
+    events = run_dir / "events.jsonl"
+    events.write_bytes(events.read_bytes()[:-20])
+    place = tmp_path / "page.html"
+    (tmp_path / "summary.json").write_text("another run's")
+    done = _run("report", str(run_dir), "--out", str(place))
+    assert done.returncode == 0 and "of the trace was cut short" in done.stderr
+    assert done.stdout == f"wrote {place} and {tmp_path / 'page.perfetto.json'}\n"
+    assert (tmp_path / "summary.json").read_text() == "another run's"
+    assert sorted(path.name for path in run_dir.iterdir()) == ["events.jsonl"]
+    assert "page.perfetto.json" in place.read_text()
 
 
 def test_report_writes_its_files_and_names_them(tmp_path: Path) -> None:

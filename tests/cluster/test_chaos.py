@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_recover import faults as faults_module
-from megatron_recover.cluster.chaos import Target, faults_of, parse, render
+from megatron_recover.cluster.chaos import Target, faults_of, parse, render, unstruck
 from megatron_recover.faults import Fault, FaultInjector, FaultKind, FaultPoint, InjectedFault
 
 TARGET = Target(num_replicas=4, num_ranks=2, num_microbatches=8, num_steps=100)
@@ -206,3 +206,10 @@ def test_the_injector_strikes_once_at_the_nth_passage_and_records_before() -> No
 
 def test_without_faults_there_is_no_injector() -> None:
     assert FaultInjector.of((), replica=0, rank=0, record=lambda **fields: None) is None
+
+
+def test_what_never_struck_is_named_once_for_each_passage_that_is_missing() -> None:
+    faults = [Fault(replica=1, rank=0, point=FaultPoint.FORWARD, step=step) for step in (1, 500)]
+    faults.append(Fault(replica=2, rank=0, point=FaultPoint.REDUCE))
+    assert list(unstruck(faults, [(1, 0, "forward"), (2, 1, None)])) == [(2, faults[1]), (3, faults[2])]
+    assert list(unstruck(faults, [(2, 0, "reduce"), (1, 0, "forward"), (1, 0, "forward")])) == []

@@ -323,17 +323,18 @@ def test_the_report_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
     run_dir = traces.write(tmp_path / "run", traces.faulty_run().events)
     place = tmp_path / "elsewhere" / "page.html"
     place.parent.mkdir()
-    files = report.write(run_dir, place=place)
-    assert files[0] == place and {file.parent for file in files} == {place.parent}
+    files, _ = report.write(run_dir, place=place)
+    assert files == (place, place.with_name("page.perfetto.json"))
     assert sorted(path.name for path in run_dir.iterdir()) == [trace.EVENTS_FILE]
-    assert report.write(run_dir)[0] == run_dir / page.PAGE_FILE
+    (first, *_), _ = report.write(run_dir)
+    assert first == run_dir / page.PAGE_FILE
     assert "perfetto.json beside this page has every forward" in judged(run_dir).text()
 
 
 def test_the_page_says_when_the_perfetto_file_has_only_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perfetto, "MAX_SPANS", 50)
     run_dir = traces.write(tmp_path, traces.faulty_run().events)
-    place, *_ = report.write(run_dir)
+    (place, *_), _ = report.write(run_dir)
     assert "the run has too many to show them all" in Page(place.read_text()).text()
 
 

@@ -21,11 +21,11 @@ def test_every_step_is_told_once_with_what_it_ended_as() -> None:
     assert [line[0] for line in lines] == [f"train {number}" for number in range(1, 6)]
     assert [line[1] for line in lines] == ["loss 5.0000", "loss 4.9000", "loss 4.8000", "loss 4.7000", "loss 4.6000"]
     assert [line[3:] for line in lines] == [
-        ["generation 1", "replicas 3/3", "quotas 2 2 2"],
-        ["generation 2", "replicas 2/3", "recoveries 1", "quotas 1 1"],
-        ["generation 2", "replicas 2/3", "recoveries 1", "quotas 3 3"],
-        ["generation 3", "replicas 1/3", "recoveries 2", "quotas 3"],
-        ["generation 3", "replicas 1/3", "recoveries 2", "quotas 6"],
+        ["replicas 3/3", "quotas 2 2 2", "generation 1"],
+        ["replicas 2/3", "recoveries 1", "quotas 1 1", "generation 2"],
+        ["replicas 2/3", "recoveries 1", "quotas 3 3", "generation 2"],
+        ["replicas 1/3", "recoveries 2", "quotas 3", "generation 3"],
+        ["replicas 1/3", "recoveries 2", "quotas 6", "generation 3"],
     ]
 
 

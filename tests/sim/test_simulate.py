@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -103,5 +104,21 @@ def test_a_fault_that_never_strikes_ends_with_code_2_and_its_name(
         main(["simulate", str(scenario), *(str(run_dir) if flag == "RUN_DIR" else flag for flag in flags)])
     said = capsys.readouterr()
     assert ended.value.code == 2 and said.out == "" and not run_dir.exists()
-    assert f"{scenario}: [[fault]] 2 (replica 1, rank 0, forward, occurrence 1000) never struck" in said.err
+    line = scenario.read_text()[: scenario.read_text().rindex("[[fault]]")].count("\n") + 1
+    assert f"{scenario}: line {line}: [[fault]] 2 (replica 1, rank 0, forward, occurrence 1000) never struck" in said.err
     assert "[[fault]] 1 " not in said.err
+
+
+@pytest.mark.parametrize("flags", [(), ("--processes", "RUN_DIR")])
+def test_faults_that_take_every_replica_end_with_code_2_and_the_last_ones_line(
+    flags: tuple[str, ...], scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head, rest = SCENARIO.split("[job]")
+    faults = "".join(f'[[fault]]\nreplica = {replica}\nrank = 0\npoint = "forward"\n' for replica in range(4))
+    rest = rest.replace("every_steps = 5\nuntil_replicas = 2\n", "")
+    scenario.write_text(f'policies = ["recover"]\n{head.split(chr(10), 1)[1]}[job]{rest}{faults}')
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", str(scenario), *(str(tmp_path / "run") if flag == "RUN_DIR" else flag for flag in flags)])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    assert re.search(r": line \d+: \[\[fault\]\] \d \(.*\) ends the job: no replica is left", said.err)

@@ -183,6 +183,10 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, help="write the record to this file, after every run")
     parser.add_argument("--keep", type=pathlib.Path, help="keep the folders of failed runs here (default: a temporary folder)")
     arguments = parser.parse_args()
+    if arguments.faults < 1:
+        parser.error(f"--faults is {arguments.faults}; give at least 1")
+    if arguments.out is not None and not arguments.out.parent.is_dir():
+        parser.error(f"--out: there is no folder {arguments.out.parent}; make it, or give another place")
     keep = arguments.keep or pathlib.Path(tempfile.gettempdir()) / "megatron-recover-failed"
     command = f"make campaign FAULTS={arguments.faults} SEED={arguments.seed} OUT=docs/campaign.md"
     rows: list[Row] = []

@@ -256,6 +256,8 @@ class TimedJob:
         self.num_steps = table.steps
         self.replicas = [TimedReplica(self, number, tree_above) for number in range(table.replicas)]
         self.coordinator = TimedCoordinator(self, coordinator.Policy(table.replicas, min_replicas), timers_s)
+        self.struck: list[Fault] = []
+        """Exact faults in the order in which they struck."""
         self.unstruck: list[Fault] = []
         """Exact faults that have not struck."""
         self._passages: dict[tuple[ReplicaId, int], Passages] = {}
@@ -396,6 +398,7 @@ class TimedJob:
     def _strike(self, fault: Fault) -> None:
         if not self.is_dead(fault.replica, fault.rank):
             self.unstruck.remove(fault)
+            self.struck.append(fault)
             self.kill(fault.replica, fault.rank)
 
     def add_fault(self, fault: Fault) -> None:

@@ -19,7 +19,7 @@ from megatron_recover.faults import Fault
 LEDGER_COLUMNS = 64
 """Of `megatron/ledger.py`, whose import needs torch; a test compares them."""
 
-Count = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 Seconds = Annotated[float, Meta(ge=0)]
 Amount = Annotated[float, Meta(gt=0)]
 

@@ -113,7 +113,12 @@ def main(arguments: list[str] | None = None) -> int:
         base = scenario_file.load(options.scenario)
     except ValueError as error:
         parser.error(str(error))
-    options.out.mkdir(parents=True, exist_ok=True)
+    if base.fault:
+        parser.error(f"{options.scenario}: a sweep draws its losses; leave the [[fault]] tables out")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out}: cannot be made ({error.strerror}); give another folder")
     found: list[Point] = []
     began = time.monotonic()
     for row in points(base, options.only, options.losses, [number for number in GPUS if number <= options.max_gpus]):
