@@ -20,7 +20,10 @@ if [ -n "${PYTHON:-}" ]; then
         exit 2
     fi
 fi
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && .venv/bin/python -c '' 2>/dev/null; then
+# The console script names its interpreter by its whole path, which is another one when the checkout was moved.
+starts() { [ -x "$(sed -n '1s/^#!//p' .venv/bin/megatron-recover 2>/dev/null)" ]; }
+
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && .venv/bin/python -c '' 2>/dev/null && starts; then
     exit 0
 fi
 

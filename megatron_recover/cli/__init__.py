@@ -6,6 +6,7 @@ Nothing heavy is imported here: a verb's module, and with it torch, is imported 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import shlex
 import shutil
@@ -57,6 +58,14 @@ def usage() -> str:
     )
 
 
+def _missing() -> str | None:
+    """What the interpreter lacks that every verb needs, in words."""
+    if sys.version_info < (3, 12):  # noqa: UP036 - a checkout is started by whatever python there is
+        return f"is Python {sys.version_info[0]}.{sys.version_info[1]}, and 3.12 or newer is needed"
+    absent = [name for name in ("msgspec", "rich") if importlib.util.find_spec(name) is None]
+    return f"has no {' and no '.join(absent)}" if absent else None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; returns the exit code of the process (argparse's own exits pass through)."""
     arguments = sys.argv[1:] if argv is None else argv
@@ -70,6 +79,10 @@ def main(argv: list[str] | None = None) -> int:
     if verb not in VERBS:
         remedy = did_you_mean(verb, VERBS, f"verbs are {', '.join(VERBS)}")
         print(f"megatron-recover: unknown verb '{verb}'; {remedy}", file=sys.stderr)
+        return 2
+    if (missing := _missing()) is not None:
+        remedy = "run `make setup` in the checkout once, then `. .venv/bin/activate`"
+        print(f"megatron-recover {verb}: {sys.executable} {missing}; {remedy}", file=sys.stderr)
         return 2
     try:
         code: int = importlib.import_module(f"megatron_recover.cli.{verb}").main(rest)

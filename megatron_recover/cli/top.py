@@ -44,7 +44,9 @@ def main(argv: list[str]) -> int:
         "line that is rewritten, else one line a step. It ends with the run, or by Ctrl-C, which leaves the run alone.",
         epilog=f"Exit code 0: the run has ended, however it did, or Ctrl-C. {ExitCode.BAD_INPUT:d}: there is no run.",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run, which may be about to start")
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run; in an empty one the run is waited for"
+    )
     run_dir = parser.parse_args(argv).run_dir
     place = run_dir / trace.EVENTS_FILE
     if not place.is_file() and not _may_start(run_dir):
@@ -89,7 +91,7 @@ def watch(place: Path, wait: Callable[[float], None], clock: Callable[[], float]
     ValueError for a line of it that is no event.
     """
     tail, progress = Tail(place), Progress()
-    seen, news_at = place.is_file(), clock()
+    seen, news_at, was_silent = place.is_file(), clock(), False
     if not seen:
         yield "news", _WAITING
     while True:
@@ -107,5 +109,9 @@ def watch(place: Path, wait: Callable[[float], None], clock: Callable[[], float]
         if seen and not place.is_file():
             raise Gone
         silent_s = clock() - news_at
-        yield "now", progress.line(silent_s if silent_s >= SILENCE_S else 0.0) if seen else _WAITING
+        is_silent = seen and silent_s >= SILENCE_S
+        if is_silent and not was_silent:
+            yield "news", progress.line(silent_s)
+        was_silent = is_silent
+        yield "now", progress.line(silent_s if is_silent else 0.0) if seen else _WAITING
         wait(INTERVAL_S)

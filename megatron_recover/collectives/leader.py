@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import batched
 
 import msgspec
@@ -30,6 +30,7 @@ from megatron_recover.collectives.wire import (
     PeerHello,
     RankHello,
     connect,
+    frame,
     listen,
 )
 from megatron_recover.config import RankContext, RecoverConfig
@@ -265,16 +266,16 @@ class Leader:
                 point, last = FaultPoint.STATUS, None
             case values.Vote(record=values.Record(step=step)) | values.Votes(step=step):
                 point, last = FaultPoint.IN_VOTE, FaultPoint.AFTER_VOTE
+        framed = [frame(part) for part in _parts(message)] if peers else []
         for index, peer in enumerate(peers or (None,)):
             if peer is not None:
-                for part in _parts(message):
-                    self._send_to_peer(peer, part)
+                self._send_to_peer(peer, framed)
             if index == 0 and self._faults is not None:
                 self._faults.at(point, step=step)
         if last is not None and self._faults is not None:
             self._faults.at(last, step=step)
 
-    def _send_to_peer(self, peer: int, message: Message) -> None:
+    def _send_to_peer(self, peer: int, framed: Sequence[bytes]) -> None:
         link = self._outgoing.get(peer)
         try:
             if link is None:
@@ -285,7 +286,8 @@ class Leader:
             why = str(closed)
             self._loop.post(lambda: self._feed(machine.LinkLost(peer, why)))
             return
-        self._loop.send(link, message)
+        for each in framed:
+            self._loop.put(link, each)
 
     def _unexpected_answer(self, link: Link, message: Message) -> None:
         self._loop.drop(link)

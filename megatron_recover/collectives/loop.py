@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from megatron_recover.collectives.wire import Link, LinkClosed, Message
+from megatron_recover.collectives.wire import Link, LinkClosed, Message, frame
 
 OnMessage = Callable[[Link, Message], None]
 OnClosed = Callable[[Link, str], None]
@@ -78,10 +78,14 @@ class Loop:
 
     def send(self, link: Link, message: Message) -> None:
         """Send without waiting. On a link that broke `on_closed` is called soon; on one that was dropped nothing happens."""
+        self.put(link, frame(message))
+
+    def put(self, link: Link, framed: bytes) -> None:
+        """`send` of what is framed already."""
         if link not in self._links:
             return
         try:
-            link.send(message)
+            link.put(framed)
         except LinkClosed as closed:
             why = str(closed)
             self.post(lambda: self._closed(link, why))

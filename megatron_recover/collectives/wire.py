@@ -101,27 +101,42 @@ class PackedStatuses(Value, frozen=True):
 
 def packed(message: values.Statuses) -> PackedStatuses:
     """For the wire."""
-    positions: dict[values.Record, int] = {}
-    statuses = tuple(
-        (
-            replace(status, committed=None),
-            None if status.committed is None else positions.setdefault(status.committed, len(positions)),
-        )
-        for status in message.statuses
-    )
-    return PackedStatuses(message.replica, message.generation, tuple(positions), statuses)
+    records: list[values.Record] = []
+    statuses = tuple((replace(status, committed=None), _position(records, status.committed)) for status in message.statuses)
+    return PackedStatuses(message.replica, message.generation, tuple(records), statuses)
 
 
-def unpacked(message: PackedStatuses) -> values.Statuses:
-    """From the wire. Raises ValueError where a record is missing."""
+def _position(records: list[values.Record], record: values.Record | None) -> int | None:
+    """Where it is among them, at the end if it was not yet. There are few, and most often it is one of them itself."""
+    if record is None:
+        return None
+    for same in (lambda other: other is record, lambda other: other == record):
+        for position, other in enumerate(records):
+            if same(other):
+                return position
+    records.append(record)
+    return len(records) - 1
+
+
+def unpacked(message: PackedStatuses, known: list[values.Record]) -> values.Statuses:
+    """From the wire. Records that are `known` stay those; others replace them. Raises ValueError where a record is missing."""
     for _, position in message.statuses:
         if position is not None and not 0 <= position < len(message.records):
             raise ValueError(f"a status refers to record {position} of {len(message.records)}")
+    records = [next((other for other in known if other == record), record) for record in message.records]
+    known[:] = records
     statuses = (
-        status if position is None else replace(status, committed=message.records[position])
-        for status, position in message.statuses
+        status if position is None else replace(status, committed=records[position]) for status, position in message.statuses
     )
     return values.Statuses(message.replica, message.generation, tuple(statuses))
+
+
+def frame(message: Message) -> bytes:
+    """A message as it travels; the same for all whom it is sent to."""
+    body = msgspec.msgpack.encode(packed(message) if isinstance(message, values.Statuses) else message)
+    if len(body) > MAX_BODY_BYTES:
+        raise ValueError(f"a {type(message).__name__} of {len(body)} bytes exceeds the wire's {MAX_BODY_BYTES}")
+    return _HEADER.pack(_MAGIC, FORMAT_VERSION, len(body)) + body
 
 
 Message = (
@@ -144,7 +159,8 @@ class Link:
         self._socket = connection
         self._incoming = bytearray()
         self._outgoing: deque[memoryview] = deque()
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._known: list[values.Record] = []
+        """Those of the newest statuses: what comes in several frames shares them in memory, too."""
         self._decode = msgspec.msgpack.Decoder(_Framed).decode
 
     def fileno(self) -> int:
@@ -157,10 +173,11 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Queue a message and hand the socket what it takes now. Raises `LinkClosed`."""
-        body = self._encode(packed(message) if isinstance(message, values.Statuses) else message)
-        if len(body) > MAX_BODY_BYTES:
-            raise ValueError(f"a {type(message).__name__} of {len(body)} bytes exceeds the wire's {MAX_BODY_BYTES}")
-        self._outgoing.append(memoryview(_HEADER.pack(_MAGIC, FORMAT_VERSION, len(body)) + body))
+        self.put(frame(message))
+
+    def put(self, framed: bytes) -> None:
+        """`send` of what is framed already."""
+        self._outgoing.append(memoryview(framed))
         self.flush()
 
     def flush(self) -> None:
@@ -209,7 +226,7 @@ class Link:
                 return
             try:
                 framed = self._decode(self._incoming[_HEADER.size : end])
-                message = unpacked(framed) if isinstance(framed, PackedStatuses) else framed
+                message = unpacked(framed, self._known) if isinstance(framed, PackedStatuses) else framed
             except ValueError as error:  # msgspec's own is one
                 raise LinkClosed(f"not a message: {error}") from error
             del self._incoming[:end]

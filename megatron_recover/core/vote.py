@@ -34,11 +34,12 @@ def bare(record: Record) -> Record:
 
 def disagreement(opinions: Mapping[ReplicaId, Hashable], subject: str) -> Disagreement | None:
     """None if all opinions are equal, else who is in the minority. `subject` names what they are about."""
+    first = next(iter(opinions.values()), None)
+    if all(opinion is first or opinion == first for opinion in opinions.values()):  # most often; hashing them takes longer
+        return None
     groups: dict[Hashable, list[ReplicaId]] = {}
     for replica in sorted(opinions):
         groups.setdefault(opinions[replica], []).append(replica)
-    if len(groups) <= 1:
-        return None
     sides = " against ".join(str(group) for group in groups.values())
     largest = max(groups.values(), key=len)
     if 2 * len(largest) <= len(opinions):

@@ -257,8 +257,11 @@ class CommitLoop:
         reduction = self.join(())
         self._step = self._member.begin(Work(f"end {round}", 0, reduction.buckets(forward_only=True)))
         reduction.begin(self._step, 0)
-        while not isinstance(order := self._member.next_order(), Apply):
+        order = self._member.next_order()
+        reduction.first_generation = order.generation
+        while not isinstance(order, Apply):
             reduction.reduce(order)
+            order = self._member.next_order()
         self._applied = (self._step, order, None)
         self.stepped(trained=False)
 

@@ -100,10 +100,10 @@ def describe(verdict: Verdict) -> str:
     if summary.reference is not None:
         answers = {True: "bit-identical", False: "not bit-identical", None: "digests not comparable"}
         identical = answers[summary.param_bit_identical]
-        lines.append(
-            f"against {summary.reference}: parameters {identical} (max relative difference {summary.param_max_rel_diff}), "
-            f"losses differ by at most {summary.loss_max_abs_diff}"
-        )
+        relative, absolute = summary.param_max_rel_diff, summary.loss_max_abs_diff
+        differ = "not comparable" if relative is None else f"max relative difference {relative}"
+        losses = "are not comparable" if absolute is None else f"differ by at most {absolute}"
+        lines.append(f"against {summary.reference}: parameters {identical} ({differ}), losses {losses}")
     lines += [f"PROBLEM: {problem}" for problem in verdict.problems]
     if not verdict.is_finished:
         lines.append(

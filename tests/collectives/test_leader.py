@@ -161,6 +161,9 @@ def test_inv_8_the_timer_of_a_wait_that_is_over_does_not_end_one_like_it(lead: L
     """First for a status, then for a vote: of the same members, in the same generation and step."""
     leading = lead(stall_timeout_s=60.0).heard()
     member, timers = leading.member, list[Callable[[], None]]()
+    settled = threading.Event()
+    member._loop.post(settled.set)  # behind what the leader does after it has said its status: its first timer is set
+    assert settled.wait(10)
     monkeypatch.setattr(member._loop, "after", lambda seconds, then: timers.append(then))
     leading.announce(2)
     leading.other.wait(lambda: leading.other.received)

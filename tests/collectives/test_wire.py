@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.wire import (
@@ -23,8 +25,8 @@ from megatron_recover.collectives.wire import (
     RankHello,
     address_of,
     connect,
+    frame,
     listen,
-    packed,
 )
 from megatron_recover.core.values import (
     Ballot,
@@ -190,15 +192,32 @@ def test_timers_and_posted_calls_are_made_in_order() -> None:
 def test_a_record_that_many_members_have_committed_travels_once() -> None:
     record = Record(6, "train 7", (), paces=tuple((replica, 10**8 + replica) for replica in range(3000)))
     statuses = [Status(replica, 3, 7, None, (), (), record) for replica in range(51)]
-    one, many = (len(msgspec.msgpack.encode(packed(Statuses(0, 3, tuple(statuses[:num]))))) for num in (1, 51))
-    assert many - one < 50 * 200 < one
+    one, many = (frame(Statuses(0, 3, tuple(statuses[:num]))) for num in (1, 51))
+    assert len(many) - len(one) < 50 * 200 < len(one)
+    # Equal ones as well, and what comes in two frames shares one in memory.
+    copies = tuple(replace(each, committed=replace(record)) for each in statuses)
+    assert len(frame(Statuses(0, 3, copies))) == len(many)
+    link, theirs = pair()
+    theirs.setblocking(False)
+    found: list[Message] = []
+    for text in (one, many):
+        left = memoryview(text)
+        while left:
+            with contextlib.suppress(BlockingIOError):
+                left = left[theirs.send(left) :]
+            found += link.receive()
+    assert [len(each.statuses) for each in found if isinstance(each, Statuses)] == [1, 51]
+    assert len({id(status.committed) for each in found if isinstance(each, Statuses) for status in each.statuses}) == 1
+    link.close()
+    theirs.close()
 
 
-def test_a_status_whose_record_is_missing_ends_the_link() -> None:
-    body = msgspec.msgpack.encode(PackedStatuses(1, 3, (), ((Status(1, 3, 7, None, (), (), None), 0),)))
+@pytest.mark.parametrize("position", [0, -1])
+def test_a_status_whose_record_is_missing_ends_the_link(position: int) -> None:
+    body = msgspec.msgpack.encode(PackedStatuses(1, 3, (), ((Status(1, 3, 7, None, (), (), None), position),)))
     link, theirs = pair()
     theirs.sendall(struct.pack("!2sHI", b"mr", FORMAT_VERSION, len(body)) + body)
-    with pytest.raises(LinkClosed, match="record 0 of 0"):
+    with pytest.raises(LinkClosed, match=f"record {position} of 0"):
         list(link.receive())
     link.close()
     theirs.close()

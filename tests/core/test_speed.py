@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from megatron_recover.core.plan import fresh_plan
 from megatron_recover.core.quota import balanced
+from megatron_recover.core.recovery import Recovery, recover
 from megatron_recover.core.speed import FAR, MEMORY, TOLERANCE, Speeds, learn, paces, said
-from megatron_recover.core.values import Record
+from megatron_recover.core.values import Pipeline, Record, Status, Work
 from tests.core.build import record
 
 MS = 1_000_000
@@ -174,3 +176,15 @@ def test_inv_2_who_adopts_believes_the_same(measured: list[list[int]], at: int) 
 
 def test_the_tolerances_leave_room_for_each_other() -> None:
     assert FAR < TOLERANCE, "a measurement within the tolerance must never be far"
+
+
+def test_plans_and_recoveries_take_paces_and_pipeline_into_account() -> None:
+    """The same paces mean other quotas where a pass has to fill a pipeline first."""
+    speeds, roster = learned(*[(10 * MS, 20 * MS, 10 * MS)] * 2), (0, 1, 2)
+    work = Work("train 3", 28, (0,))
+    fresh = [fresh_plan(0, 1, roster, 2, work, speeds=speeds, pipeline=Pipeline(num_stages)) for num_stages in (1, 4)]
+    assert [plan.quotas for plan in fresh] == [(12, 5, 11), (12, 4, 12)]
+    work = Work("train 3", 3, (0,))
+    statuses = [Status(number, 2, 2, work, ((),), (), record(1)) for number in (0, 1)]
+    found = [recover(statuses, 0, speeds=speeds, pipeline=Pipeline(num_stages)) for num_stages in (1, 4)]
+    assert [[owner for owner, _, _ in each.dealt] for each in found if isinstance(each, Recovery)] == [[0, 0, 1], [0, 0, 0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -319,6 +320,41 @@ def test_the_queue_is_asked_as_late_as_can_be(num_stages: int, num_chunks: int, 
             assert queue.prepared == [forward - 1 for forward in first_forwards[1:]]
 
         operations(run, stage, num_stages, num_chunks, forward_only=forward_only)
+
+
+class Unsure(Given):
+    """Knows only that there is none left when it was asked for one in vain: `Close` comes no sooner."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(num)
+        self._told = False
+
+    def next(self) -> Task | None:
+        task = super().next()
+        self._told = task is None
+        return task
+
+    def has_ended(self) -> bool:
+        return self._told
+
+
+@pytest.mark.parametrize(("num_stages", "num_chunks"), [(1, 1), (2, 1), (4, 1), (2, 2), (3, 2), (2, 3)])
+def test_no_backward_is_the_last_before_the_pass_is_closed(num_stages: int, num_chunks: int) -> None:
+    """Else a bucket would be reduced that lacks what is dealt until then."""
+    for stage, num in itertools.product(range(num_stages), (num_stages, 2 * num_stages, 2 * num_stages + 1)):
+        queue, lasts = Unsure(num), list[bool]()
+
+        class Listening(Silent):
+            def backward_begins(self, task: Task, chunk: int, last: bool, *, queue: Unsure = queue) -> None:
+                assert not last or queue.has_ended()
+                lasts.append(last)  # noqa: B023 - used up in this round
+
+        def run(rank: Rank, queue: Unsure = queue, num: int = num) -> None:
+            upstream = Upstream(rank.arguments, divisor=num, listener=Listening())
+            (Stage if num_chunks == 1 else InterleavedStage)(upstream, queue).run()
+
+        operations(run, stage, num_stages, num_chunks)
+        assert len(lasts) == num * num_chunks and sum(lasts) <= num_chunks
 
 
 def test_a_pipeline_of_unlike_modules_is_refused() -> None:

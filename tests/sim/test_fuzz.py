@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, rank, recovery, replica
 from megatron_recover.core.plan import plan_of
-from megatron_recover.core.values import Compute, Plan, Requested, Vote
+from megatron_recover.core.values import Compute, ExitCode, Plan, Requested, Vote
 from megatron_recover.sim.timed import fuzz
 from megatron_recover.sim.timed.fuzz import RandomJob, Verdict, run, verdicts
 from megatron_recover.sim.timed.memory import Counts
@@ -152,3 +152,21 @@ def test_a_failing_seed_prints_the_line_that_fails_again(
     assert fuzz.main(line.removeprefix(fuzz.COMMAND).split()) == 1
     assert line in capsys.readouterr().out
     assert "failed" in said.splitlines()[-1]
+
+
+def test_a_defect_of_any_kind_is_told_with_its_seed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _handle(monkeypatch, Vote, lambda state, vote: [][0])
+    assert fuzz.main(["--seeds", "3"]) == 1
+    assert f"{fuzz.COMMAND} --seed" in capsys.readouterr().out
+
+
+def test_a_job_that_ends_otherwise_than_its_faults_explain_is_found() -> None:
+    job = RandomJob(1)
+    job.run(max_events=fuzz.MAX_EVENTS, until_s=fuzz.CALM_S)
+    assert fuzz._ill_ended(job) is None
+    job.faults, job.hit, job.num_raised = [], set(), 0
+    for code in (ExitCode.INTERRUPTED, ExitCode.NO_REPLICA_LEFT, ExitCode.FAILED, ExitCode.POISONED_MICROBATCH):
+        job.account.exit_code = code
+        assert "INV-9" in str(fuzz._ill_ended(job)), code

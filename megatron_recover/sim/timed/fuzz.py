@@ -331,7 +331,7 @@ def run(job: RandomJob, seed: int) -> Verdict:
         problem = str(violation)
     except RuntimeError as stuck:
         problem = f"INV-8, INV-9: {stuck}"
-    except (ValueError, AssertionError, KeyError) as defect:
+    except Exception as defect:  # whatever it is: the seed that shows it has to be told
         problem = f"{type(defect).__name__}: {defect}"
     exit_code = -1 if job.account.exit_code is None else job.account.exit_code
     return Verdict(seed, exit_code, job.clock.num_events, tuple(job.faults), problem)
