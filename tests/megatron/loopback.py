@@ -98,6 +98,7 @@ class LoopbackMember:
         self.job, self.replica, self.rank, self.num_ranks = job, replica, rank, job.num_ranks
         self.generation = 0
         self.roster: tuple[int, ...] = tuple(range(job.num_replicas))
+        self._timed_step = -1
 
     def is_writer(self) -> bool:
         return self.replica == min(self.roster)
@@ -148,6 +149,9 @@ class LoopbackMember:
 
     def measured(self, num_microbatches: int, elapsed_ns: int) -> None:
         assert elapsed_ns > 0
+        step = self.job.ranks[self.replica, self.rank].step
+        assert step != self._timed_step, "another pass than the first of its step was timed"
+        self._timed_step = step
         elapsed = ticks(num_microbatches, self.job.leaders[self.replica].shape.pipeline) * self.job.paces[self.replica]
         self._feed(rank_machine.Measured(num_microbatches, elapsed))
 

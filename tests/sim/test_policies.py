@@ -85,3 +85,13 @@ def test_losses_by_rate_come_as_often_as_they_should() -> None:
     losses = Losses(what)
     hits = sum(losses.within(10.0, 32) is not None for _ in range(100_000))
     assert hits == pytest.approx(0.01 * 32 * 2 / 3600 * 10.0 * 100_000, rel=0.1)
+
+
+@pytest.mark.parametrize("policy", ["shrink", "drop-step"])
+def test_who_shrinks_or_drops_pays_for_regrouping(policy: str) -> None:
+    def seconds(regroup_s: float) -> float:
+        what = scenario(job={"steps": 6}, failures=EVERY_THIRD, policies=[policy], drop={"regroup_s": regroup_s})
+        [outcome] = simulate(what).values()
+        return outcome.seconds
+
+    assert seconds(51.0) - seconds(1.0) == pytest.approx(2 * 50), "two losses"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
+from megatron_recover.collectives.wire import STATUSES_A_FRAME
 from megatron_recover.core.quota import ticks
-from megatron_recover.core.values import Pipeline
+from megatron_recover.core.replica import LinkLost
+from megatron_recover.core.values import Pipeline, Record, Status, Statuses
 from megatron_recover.faults import Fault, FaultPoint
 from megatron_recover.sim.draw.timeline import BACKWARD, FORWARD, Action, Pipe, undisturbed
-from megatron_recover.sim.timed.models import Scenario, Timing
+from megatron_recover.sim.timed.models import LEDGER_COLUMNS, Scenario, Timing
 from megatron_recover.sim.timed.rank import Pass
 from tests.sim.build import job_of, kill, scenario, step_seconds
 
@@ -124,3 +128,34 @@ def test_a_sum_after_a_loss_is_a_second_one() -> None:
     assert struck(scenario(), kill(3, 0, "reduce", 1), late)[-1][0] == 1
     job = job_of(scenario(), late)
     assert job.run().exit_code == 0 and job.unstruck == [late] and len(job.account.recoveries) == 0
+
+
+def test_a_sum_takes_its_volume_and_its_rounds() -> None:
+    """2 (R - 1) / R bytes of each member, in 2 log2(R) rounds; provenance and ledger as they are."""
+    what = scenario(network={"latency_s": 0.5})
+    timing = Timing(what.job, what.compute, what.network)
+    provenance, num_buckets = 8 * (32 + 1), 2 * 2
+    assert timing.bucket_bytes(0) == 1e9 / 2 + provenance
+    assert timing.bucket_bytes(num_buckets) == 8 * LEDGER_COLUMNS * 32 + provenance
+    assert timing.reduce_s(0, 4) == pytest.approx(2 * 3 / 4 * timing.bucket_bytes(0) / 1e9 + 2 * 2 * 0.5)
+    assert timing.reduce_s(0, 1) == 0.0
+
+
+def test_messages_take_the_time_of_who_sends_and_of_who_reads_them() -> None:
+    job = job_of(scenario(network={"message_s": 0.25, "bytes_per_s": 1e3}))
+    one = job.replicas[0]
+    assert one.occupied(500.0) == 0.25 + 0.5
+    one.receive(LinkLost(1))
+    assert one.free_at == 0.75 + 0.25
+
+
+def test_a_record_that_many_have_committed_is_charged_once_a_frame() -> None:
+    job = job_of(scenario())
+    job.coordinator.state = replace(job.coordinator.state, roster=tuple(range(1000)))
+    record = Record(0, "train 1", (), paces=tuple((number, 10**9) for number in range(1000)))
+    statuses = [Status(number, 2, 1, None, (), (), record) for number in range(STATUSES_A_FRAME + 1)]
+    bare, whole = (len(msgspec.msgpack.encode(each)) for each in (replace(statuses[0], committed=None), record))
+    assert job.size_of(statuses[0]) == bare + whole
+    for number, num_frames in ((1, 1), (STATUSES_A_FRAME, 1), (STATUSES_A_FRAME + 1, 2)):
+        size = job.size_of(Statuses(number, 2, tuple(statuses[:number])))
+        assert size == pytest.approx(num_frames * whole + number * bare, rel=0.01)
