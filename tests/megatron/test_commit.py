@@ -209,6 +209,14 @@ def test_quotas_follow_what_replicas_measure(threads: Threads, num_ranks: int, s
     assert balanced(8, paces, pipeline) != balanced(8, (1, 1, 1), pipeline)
 
 
+def test_only_the_first_pass_of_a_step_is_timed(threads: Threads) -> None:
+    """`LoopbackMember.measured` fails at another."""
+    strike = Strike(1, 0, FaultPoint.BEFORE_REDUCE, step=1)
+    run = Run(threads, 3, 1, [strike], paces=(1000, 1000, 1000)).check()
+    assert strike.struck
+    assert any(event.generation == 2 and event.step == 1 for event in run.log.of(trace.MicrobatchStarted)), "no second pass"
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("num_ranks", "num_chunks"), [(1, 1), (2, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("victim", [0, 1])
