@@ -108,10 +108,13 @@ def run(spec: Spec, deadline_s: float = 60.0) -> Outcome:
 
 
 class _Hasty(Launcher):
-    """Gives up on a frozen rank's replica at once, but kills it only when all others have applied two more steps.
+    """Gives up on a frozen rank's replica at once, but kills it only when another has applied `LATE` more steps.
 
     Nothing in the protocol may rely on a fence that is quick: another node's agent may take as long as it likes.
     """
+
+    LATE = 20
+    """So many that it has done something since it was thawed, on a busy machine too."""
 
     def _spawn_all(self) -> None:
         super()._spawn_all()
@@ -124,7 +127,7 @@ class _Hasty(Launcher):
         for line in self._news.lines():
             event, _ = trace.parse(line)
             if isinstance(event, trace.Fault) and event.until is not None:
-                self._overdue[event.replica] = (event.step or 0) + 2
+                self._overdue[event.replica] = (event.step or 0) + self.LATE
                 self._membership.lost(Loss(event.replica, LossKind.SUSPECTED, "it is frozen"))
             elif isinstance(event, trace.Applied):
                 for replica in [each for each, step in self._overdue.items() if event.step >= step]:
