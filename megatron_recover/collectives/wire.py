@@ -110,12 +110,9 @@ def _position(records: list[values.Record], record: values.Record | None) -> int
     """Where it is among them, at the end if it was not yet. There are few, and most often it is one of them itself."""
     if record is None:
         return None
-    for same in (lambda other: other is record, lambda other: other == record):
-        for position, other in enumerate(records):
-            if same(other):
-                return position
-    records.append(record)
-    return len(records) - 1
+    if record not in records:
+        records.append(record)
+    return records.index(record)
 
 
 def unpacked(message: PackedStatuses, known: list[values.Record]) -> values.Statuses:

@@ -89,7 +89,7 @@ def results(plan: Plan, replica: ReplicaId) -> dict[BucketId, Version]:
 
 def operations(plan: Plan, replica: ReplicaId, buckets: Iterable[BucketId]) -> tuple[Operation, ...]:
     """What a plan has a rank do across replicas: copies, then sums in the order of `buckets`, which are those of the rank."""
-    mine = dict.fromkeys(buckets)
+    mine, reduces = dict.fromkeys(buckets), frozenset(plan.reduces)
     copies = (
         Operation(plan.generation, plan.step, item.bucket, item.version, item.source, (item.source, *item.targets))
         for item in plan.transfers
@@ -98,6 +98,6 @@ def operations(plan: Plan, replica: ReplicaId, buckets: Iterable[BucketId]) -> t
     sums = (
         Operation(plan.generation, plan.step, bucket, plan.generation, None, plan.roster)
         for bucket in mine
-        if bucket in plan.reduces
+        if bucket in reduces
     )
     return (*copies, *sums)

@@ -272,18 +272,20 @@ def run_recover(scenario: Scenario) -> RecoverJob:
     job = RecoverJob(scenario)
     account = job.run()
 
-    def told(fault: Fault) -> str:
+    def told(number: int, fault: Fault) -> str:
         where = f"replica {fault.replica}, rank {fault.rank}, {fault.point.value}, occurrence {fault.occurrence}"
-        return f"[[fault]] {scenario.fault.index(fault) + 1} ({where})"
+        return f"[[fault]] {number} ({where})"
 
     if account.exit_code and job.struck:
-        raise ValueError(f"{told(job.struck[-1])} ends the job: {account.reason}; leave it out, or begin with more replicas")
+        last = job.struck[-1]
+        said = told(scenario.fault.index(last) + 1, last)
+        raise ValueError(f"{said} ends the job: {account.reason}; leave it out, or begin with more replicas")
     if account.exit_code:
         raise RuntimeError(f"the simulated job ended with exit code {account.exit_code}: {account.reason}")
     mistakes = [
-        f"{told(fault)} never struck: the rank does not pass that point so often in this job, or is dead before; give another "
-        "step or bucket or a smaller occurrence, or leave the fault out"
-        for fault in scenario.fault
+        f"{told(number, fault)} never struck: the rank does not pass that point so often in this job, or is dead before; "
+        "give another step or bucket or a smaller occurrence, or leave the fault out"
+        for number, fault in enumerate(scenario.fault, 1)
         if fault in job.unstruck
     ]
     if mistakes:
