@@ -11,7 +11,7 @@ import enum
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -95,6 +95,30 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Whether it makes a step slow."""
         first = self.step or 0
         return self.kind is FaultKind.SLOW and first <= step and (self.steps is None or step < first + self.steps)
+
+
+LEADER_ONLY = frozenset({FaultPoint.IN_VOTE, FaultPoint.STATUS})
+"""Points that only rank 0 of a replica passes."""
+
+_POINTS_WITH = {
+    "microbatch": (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.RECOMPUTE, FaultPoint.EVALUATE),
+    "bucket": (FaultPoint.REDUCE, FaultPoint.SECOND_REDUCE, FaultPoint.TRANSFER),
+    "step": tuple(point for point in FaultPoint if point is not FaultPoint.START_UP),
+}
+"""Points that are passed for one of a kind."""
+
+
+def never_passed(table: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Why a fault, written as in a file, can strike nowhere: each key that does not fit its point, and the remedy."""
+    point = next((point for point in FaultPoint if point.value == table.get("point")), None)
+    if point in (None, FaultPoint.COMPUTE):
+        return
+    for key, points in _POINTS_WITH.items():
+        if key in table and point not in points:
+            others = "" if key == "step" else f", or take {', '.join(other.value for other in points)}"
+            yield key, f"{point.value} is passed for no {key}; leave {key} out{others}"
+    if point in LEADER_ONLY and table.get("rank", 0) != 0:
+        yield "rank", f"only rank 0, the leader of its replica, passes {point.value}; give rank = 0"
 
 
 class Passages:

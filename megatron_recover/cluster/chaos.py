@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover import toml_file, trace
-from megatron_recover.faults import Fault, FaultKind, FaultPoint
+from megatron_recover.faults import LEADER_ONLY, Fault, FaultKind, FaultPoint, never_passed
 from megatron_recover.flags import did_you_mean
 
 CHAOS_FILE = "chaos.toml"
@@ -60,6 +60,7 @@ def parse(text: str, target: Target) -> tuple[Fault, ...]:
 
 def _mistakes(table: Mapping[str, object], target: Target) -> Iterator[toml_file.Mistake]:
     yield from toml_file.mistakes(table, Fault, _limits(target))
+    yield from never_passed(table)
     yield from _slow_mistakes(table)
     until = table.get("until")
     freezes = table.get("kind") == FaultKind.FREEZE.value
@@ -127,7 +128,6 @@ _IN_A_STEP = (
     FaultPoint.OPTIMIZER,
 )
 _IN_A_RECOVERY = (FaultPoint.PROMISE, FaultPoint.STATUS, FaultPoint.RECOMPUTE, FaultPoint.SECOND_REDUCE)
-_LEADER_ONLY = frozenset({FaultPoint.IN_VOTE, FaultPoint.STATUS})
 _SECOND_DEATH = 0.3
 """How often a fault is followed by one inside the recovery from it, as long as replicas are left for it."""
 
@@ -176,7 +176,7 @@ def schedule(rate: Rate, target: Target) -> tuple[Fault, ...]:
 
 def _strike(dice: random.Random, living: list[int], step: int, point: FaultPoint, target: Target) -> Fault:
     replica = living.pop(dice.randrange(len(living)))
-    rank = 0 if point in _LEADER_ONLY else dice.randrange(target.num_ranks)
+    rank = 0 if point in LEADER_ONLY else dice.randrange(target.num_ranks)
     occurrence = 1
     if point in (FaultPoint.FORWARD, FaultPoint.BACKWARD):
         # Every member computes at least so many of a step, whoever else is left.

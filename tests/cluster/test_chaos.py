@@ -110,6 +110,10 @@ def test_a_file_and_its_rendering_mean_the_same() -> None:
         ('kind = "stop"', 'kind = "freeze"', "line 9: until is missing; name the event of the trace that ends the freeze"),
         ('kind = "stop"', 'kind = "freeze"\nuntil = "generations"', "line 14: until: there is no event 'generations'"),
         ('kind = "stop"', 'kind = "stop"\nuntil = "generation"', "line 14: until is for a freeze only"),
+        ('"backward"', '"reduce"', "line 7: reduce is passed for no microbatch; leave microbatch out, or take forward"),
+        ("microbatch = 7", "bucket = 7", "line 7: backward is passed for no bucket; leave bucket out, or take reduce"),
+        ('"promise"', '"status"', "line 11: only rank 0, the leader of its replica, passes status; give rank = 0"),
+        ('"promise"', '"start_up"\nstep = 1', "line 13: start_up is passed for no step; leave step out"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_line(old: str, new: str, message: str) -> None:

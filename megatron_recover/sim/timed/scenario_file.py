@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import msgspec
 
 from megatron_recover import toml_file
-from megatron_recover.faults import Fault, FaultKind, FaultPoint
+from megatron_recover.faults import Fault, FaultKind, FaultPoint, never_passed
 from megatron_recover.flags import did_you_mean
 from megatron_recover.sim.timed.models import Scenario, Table
 
@@ -93,7 +94,7 @@ def _faults(text: str, tables: object) -> Iterator[str]:
         return
     for index, table in enumerate(tables):
         start = toml_file.line_of_table(text, "fault", index)
-        yield from toml_file.located(text, table, start, toml_file.mistakes(table, Fault))
+        yield from toml_file.located(text, table, start, chain(toml_file.mistakes(table, Fault), never_passed(table)))
 
 
 def _contradictions(scenario: Scenario) -> Iterator[tuple[Place, str]]:
