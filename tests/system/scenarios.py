@@ -10,7 +10,7 @@ import dataclasses
 import random
 from collections.abc import Callable
 
-from megatron_recover.faults import Fault, FaultKind, FaultPoint
+from megatron_recover.faults import LEADER_ONLY, Fault, FaultKind, FaultPoint
 from tests.system.jobs import Job
 
 MAX_PROCESSES = 8
@@ -38,7 +38,6 @@ IN_A_STEP = (
     FaultPoint.OPTIMIZER,
 )  # fmt: skip
 IN_A_RECOVERY = (FaultPoint.PROMISE, FaultPoint.STATUS, FaultPoint.RECOMPUTE, FaultPoint.SECOND_REDUCE)
-OF_LEADERS = frozenset({FaultPoint.IN_VOTE, FaultPoint.STATUS})
 RAISING = frozenset({*IN_A_PASS, FaultPoint.BEFORE_REDUCE, FaultPoint.REDUCE, FaultPoint.OPTIMIZER, FaultPoint.RECOMPUTE})
 """Where user code, Megatron or a device could raise."""
 ENDS_OF_A_FREEZE = ("generation", "microbatch_finished", "reduced", "status", "voted")
@@ -105,7 +104,7 @@ class _Draw:
         kind = self._kind(point)
         self.faults.append(
             Fault(
-                replica=self.victims.pop(), rank=0 if point in OF_LEADERS else self.dice.randrange(self.num_ranks), point=point,
+                replica=self.victims.pop(), rank=0 if point in LEADER_ONLY else self.dice.randrange(self.num_ranks), point=point,
                 step=step, kind=kind, until=self.dice.choice(ENDS_OF_A_FREEZE) if kind is FaultKind.FREEZE else None, **where,
             )
         )  # fmt: skip
