@@ -104,8 +104,9 @@ class _Draw:
         kind = self._kind(point)
         self.faults.append(
             Fault(
-                replica=self.victims.pop(), rank=0 if point in LEADER_ONLY else self.dice.randrange(self.num_ranks), point=point,
-                step=step, kind=kind, until=self.dice.choice(ENDS_OF_A_FREEZE) if kind is FaultKind.FREEZE else None, **where,
+                replica=self.victims.pop(), rank=0 if point in LEADER_ONLY else self.dice.randrange(self.num_ranks),
+                point=point, step=step, kind=kind,
+                until=self.dice.choice(ENDS_OF_A_FREEZE) if kind is FaultKind.FREEZE else None, **where,
             )
         )  # fmt: skip
 
