@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
 from megatron_recover import trace
-from megatron_recover.observe import omissions
+from megatron_recover.observe import omissions, plans
 from megatron_recover.observe.history import Findings, History, Line, who
 from megatron_recover.observe.work import Work
 
@@ -19,7 +19,7 @@ Rule = Callable[[History], Findings]
 
 
 def exactly_once(history: History) -> Findings:
-    """INV-1: a committed bucket counts each microbatch of its step once, by its provenance and by what was computed."""
+    """INV-1: a committed bucket counts each microbatch of its step once: by its provenance, by what was computed, by plans."""
     for step, (line, record) in history.records.items():
         computed = {version: _computed(history, step, version) for version in {each.version for each in record.versions}}
         for result in record.versions:
@@ -30,6 +30,8 @@ def exactly_once(history: History) -> Findings:
             for message in _computed_once(history, step, result, computed[result.version]):
                 yield line, message
 
+    yield from plans.deals_what_is_missing(history)
+    yield from plans.computed_as_dealt(history)
     yield from omissions.every_microbatch(history)
     yield from omissions.every_iteration(history)
     applied: set[tuple[int, int, int]] = set()
@@ -81,7 +83,7 @@ def agreement(history: History) -> Findings:
     yield from _equal_results(history)
     yield from _equal_records(history)
     yield from _equal_paces(history)
-    yield from _equal_quotas(history)
+    yield from plans.equal_plans(history)
     yield from _backed_commits(history)
     yield from _equal_parameters(history)
     yield from omissions.whole_records(history)
@@ -133,24 +135,6 @@ def _equal_paces(history: History) -> Findings:
             if event.paces != commits[0][1].paces:
                 what = f"paces of step {step}: {list(event.paces)} on replica {event.replica}"
                 yield line, f"{what}, {list(commits[0][1].paces)} on replica {commits[0][1].replica}"
-
-
-def _equal_quotas(history: History) -> Findings:
-    """All plan the same quotas; those of a step that nobody has begun sum to M, and each computes its own."""
-    for step, plans in history.plans.items():
-        fresh = min(plan.generation for _, plan in plans)
-        firsts = {plan.generation: plan for _, plan in reversed(plans)}
-        for line, plan in plans:
-            first = firsts[plan.generation]
-            if plan.quotas != first.quotas:
-                what = f"step {step}, generation {plan.generation}: quotas {list(plan.quotas)} on replica {plan.replica}"
-                yield line, f"{what}, {list(first.quotas)} on replica {first.replica}"
-            if plan.generation > fresh or plan.replica not in plan.roster:
-                continue
-            own = sum(len(one.microbatches) for one in plan.computes)
-            if sum(plan.quotas) != plan.num_microbatches or own != plan.quotas[plan.roster.index(plan.replica)]:
-                what = f"step {step}: replica {plan.replica} computes {own} of {plan.num_microbatches} microbatches"
-                yield line, f"{what}, the quotas are {list(plan.quotas)}"
 
 
 def _backed_commits(history: History) -> Findings:

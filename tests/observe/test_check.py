@@ -402,6 +402,47 @@ def a_replica_computes_more_than_its_quota(events: Events) -> int:
     return _find(events, trace.Plan, step=0, replica=0)
 
 
+def replicas_plan_different_reductions(events: Events) -> int:
+    return _edit(events, trace.Plan, to={"reduces": (1,)}, step=1, generation=2, replica=1)
+
+
+def a_plan_deals_what_a_survivor_holds(events: Events) -> int:
+    """Nobody may have computed it yet: the plan alone is wrong."""
+    index = _find(events, trace.Plan, step=1, generation=2, replica=0)
+    (compute,) = events[index].computes
+    own = msgspec.structs.replace(compute, microbatches=(*compute.microbatches, 0))
+    events[index] = msgspec.structs.replace(events[index], computes=(own,))
+    return _find(events, trace.Plan, step=1, generation=2, replica=1)
+
+
+def a_recovery_deals_less_than_is_missing(events: Events) -> int:
+    _edit(events, trace.Plan, to={"computes": ()}, step=1, generation=2, replica=0)
+    return _find(events, trace.Plan, step=1, generation=2, replica=1)
+
+
+def a_status_hides_a_contribution(events: Events) -> int:
+    _edit(events, trace.Status, to={"contributions": ((), (), ())}, step=1, generation=2, replica=0)
+    return _find(events, trace.Plan, step=1, generation=2, replica=1)
+
+
+def a_rank_computes_what_was_dealt_to_another(events: Events) -> int:
+    return _edit(events, trace.MicrobatchStarted, to={"microbatch": 1}, step=2, replica=0, rank=1)
+
+
+def a_rank_computes_into_a_bucket_that_no_plan_asks_for(events: Events) -> int:
+    index = _find(events, trace.Plan, step=1, generation=2, replica=0)
+    (compute,) = events[index].computes
+    events[index] = msgspec.structs.replace(events[index], computes=(msgspec.structs.replace(compute, into=(0, 2)),))
+    return _find(events, trace.MicrobatchFinished, step=1, generation=2, replica=0, rank=1)
+
+
+def a_pass_takes_in_what_was_not_dealt(events: Events) -> int:
+    run = traces.Run()
+    run.step_with_kill_in_backward(2, in_schedule=True)
+    events[:] = run.finish().events
+    return _edit(events, trace.Extended, to={"microbatches": (0,)})
+
+
 def survivors_learn_different_paces(events: Events) -> int:
     return _edit(events, trace.Committed, to={"paces": ((0, 7), (1, 7))}, step=1, replica=1)
 
@@ -473,6 +514,13 @@ BREAKAGES: list[tuple[str, Callable[[Events], int]]] = [
     ("INV-2", quotas_leave_a_microbatch_out),
     ("INV-2", a_replica_computes_more_than_its_quota),
     ("INV-2", survivors_learn_different_paces),
+    ("INV-2", replicas_plan_different_reductions),
+    ("INV-1", a_plan_deals_what_a_survivor_holds),
+    ("INV-1", a_recovery_deals_less_than_is_missing),
+    ("INV-1", a_status_hides_a_contribution),
+    ("INV-1", a_rank_computes_what_was_dealt_to_another),
+    ("INV-1", a_rank_computes_into_a_bucket_that_no_plan_asks_for),
+    ("INV-1", a_pass_takes_in_what_was_not_dealt),
 ]
 
 

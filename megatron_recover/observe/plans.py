@@ -1,0 +1,96 @@
+"""What a trace says of plans: all members make the same one, it deals what is missing, and what is done is what was dealt.
+
+Each rule yields like those of `rules`, which says to which invariant it belongs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from megatron_recover import trace
+from megatron_recover.observe.history import Findings, History, Line, who
+
+_COMMON = ("quotas", "transfers", "reduces", "decided")
+"""What the plans of all members have alike; `computes` are a replica's own."""
+
+
+def equal_plans(history: History) -> Findings:
+    """All members plan the same; the quotas of a step that nobody has begun sum to M, and each computes its own."""
+    for step, plans in history.plans.items():
+        fresh = min(plan.generation for _, plan in plans)
+        firsts = {plan.generation: plan for _, plan in reversed(plans)}
+        for line, plan in plans:
+            first = firsts[plan.generation]
+            for field in _COMMON:
+                mine, theirs = getattr(plan, field), getattr(first, field)
+                if mine != theirs:
+                    what = f"step {step}, generation {plan.generation}: {field} {mine} on replica {plan.replica}"
+                    yield line, f"{what}, {theirs} on replica {first.replica}"
+                    break
+            if plan.generation > fresh or plan.replica not in plan.roster:
+                continue
+            own = sum(len(one.microbatches) for one in plan.computes)
+            if sum(plan.quotas) != plan.num_microbatches or own != plan.quotas[plan.roster.index(plan.replica)]:
+                what = f"step {step}: replica {plan.replica} computes {own} of {plan.num_microbatches} microbatches"
+                yield line, f"{what}, the quotas are {list(plan.quotas)}"
+
+
+def deals_what_is_missing(history: History) -> Findings:
+    """What members hold by their statuses and what their plans deal them is each microbatch once, for every bucket to reduce.
+
+    Asked only where all members of a generation have planned: one that is lost before it does takes what it was dealt along.
+    """
+    held = {(one.generation, one.step, one.replica): one.contributions for _, one in history.of(trace.Status)}
+    for step, plans in history.plans.items():
+        whole: dict[int, dict[int, tuple[Line, trace.Plan]]] = defaultdict(dict)
+        for line, plan in plans:
+            whole[plan.generation][plan.replica] = line, plan
+        for generation, of_members in whole.items():
+            if of_members.keys() != set(history.roster(generation)):
+                continue
+            counts: dict[int, Counter[int]] = defaultdict(Counter)
+            for replica, (_, plan) in of_members.items():
+                for bucket, microbatches in enumerate(held.get((generation, step, replica), ())):
+                    counts[bucket].update(microbatches)
+                for bucket, microbatches in _dealt(plan):
+                    counts[bucket].update(microbatches)
+            line, plan = max(of_members.values(), key=lambda one: one[0])
+            for bucket in plan.reduces:
+                ids = {*range(plan.num_microbatches), *counts[bucket]}
+                if wrong := {i: counts[bucket][i] for i in sorted(ids) if counts[bucket][i] != (i < plan.num_microbatches)}:
+                    what = f"generation {generation} reduces bucket {bucket} of step {step}"
+                    yield line, f"{what}, to which its members hold or are dealt microbatch: times {wrong}, not each once"
+                    break
+
+
+def _dealt(plan: trace.Plan) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Each bucket, and microbatches that the plan's replica has to put into it."""
+    for compute in plan.computes:
+        for bucket in compute.into:
+            yield bucket, compute.microbatches
+
+
+def computed_as_dealt(history: History) -> Findings:
+    """A rank computes what the plan of its replica deals, into those buckets, and a pass takes in all of it or nothing."""
+    dealt: dict[tuple[int, int, int], dict[int, set[int]]] = {}
+    for line, event in history.events:
+        if isinstance(event, trace.Plan):
+            buckets = dealt.setdefault((event.replica, event.generation, event.step), defaultdict(set))
+            for compute in event.computes:
+                for microbatch in compute.microbatches:
+                    buckets[microbatch].update(compute.into)
+            continue
+        if not isinstance(event, trace.MicrobatchStarted | trace.MicrobatchFinished | trace.Extended):
+            continue
+        plan = dealt.get((event.replica, event.generation, event.step), {})
+        if isinstance(event, trace.Extended):
+            if set(event.microbatches) != plan.keys():
+                what = f"{who(event)} takes microbatches {list(event.microbatches)} of step {event.step} into its pass"
+                yield line, f"{what}; generation {event.generation} dealt {sorted(plan)}"
+        elif event.microbatch not in plan:
+            what = f"{who(event)} computes microbatch {event.microbatch} of step {event.step}"
+            yield line, f"{what}, which no plan of generation {event.generation} had dealt to it"
+        elif isinstance(event, trace.MicrobatchFinished) and (other := set(event.into) - plan[event.microbatch]):
+            what = f"{who(event)} computes microbatch {event.microbatch} of step {event.step} into buckets {sorted(other)}"
+            yield line, f"{what}, which generation {event.generation} does not ask for"
