@@ -1,6 +1,6 @@
 """Bytes moved a step: `megatron-recover run` over unmodified Megatron data parallelism, in a network namespace of its own each.
 
-Everything that crosses the namespace's loopback counts: gradients, votes, orders, heartbeats, pipeline messages. The same job
+Everything that crosses the namespace's loopback counts: gradients, votes, orders, pipeline messages. The same job
 on both sides, without a fault. Needs root and `unshare` (util-linux).
 """
 

@@ -97,6 +97,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.kind is FaultKind.SLOW and first <= step and (self.steps is None or step < first + self.steps)
 
 
+STANDS_STILL = frozenset({FaultKind.STOP.value, FaultKind.FREEZE.value})
+"""Kinds, as in a trace, that leave the rank alive and silent."""
 LEADER_ONLY = frozenset({FaultPoint.IN_VOTE, FaultPoint.STATUS})
 """Points that only rank 0 of a replica passes."""
 

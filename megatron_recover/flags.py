@@ -19,6 +19,16 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
     return f"did you mean {named[close[0]]}?" if close else otherwise
 
 
+def value_of(argv: Sequence[str], flag: str) -> str | None:
+    """What a command line gives for a flag, as `--flag VALUE` or `--flag=VALUE`: the last one counts, as for argparse."""
+    found = None
+    for word, after in zip(argv, [*argv[1:], None], strict=True):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            found = value if equals else after
+    return found
+
+
 def unknown(argv: Sequence[str], parser: ArgumentParser, elsewhere: str = "") -> list[str]:
     """One line for each word up to a bare `--` that looks like a flag and is none of the parser's.
 

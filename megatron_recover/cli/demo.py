@@ -26,6 +26,7 @@ from megatron_recover import trace
 from megatron_recover.cli import command_line
 from megatron_recover.cluster.job import claim_folder, new_folder
 from megatron_recover.core.values import ExitCode
+from megatron_recover.faults import FaultKind
 from megatron_recover.flags import Parser
 from megatron_recover.observe import report
 from megatron_recover.observe.check import Verdict, check, describe
@@ -83,7 +84,7 @@ class Claim:
 
 
 def _kills(summary: Summary, point: str) -> list[FaultSummary]:
-    return [fault for fault in summary.faults if fault.kind == "kill" and fault.point == point]
+    return [fault for fault in summary.faults if fault.kind == FaultKind.KILL.value and fault.point == point]
 
 
 def _taken_in(history: History) -> Iterator[str]:

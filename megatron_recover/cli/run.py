@@ -160,17 +160,20 @@ def _empty(folder: Path) -> None:
 def _report(job: Job) -> None:
     """`summary.json` and the loss plot, for whatever the run has got to; and which exact faults it has not got to."""
     from megatron_recover.observe import plot, summary
+    from megatron_recover.observe.history import History
 
     run_dir = job.run_dir
     try:
-        struck = summary.write(run_dir).faults
-        for number, fault in chaos.unstruck(job.faults, [(one.replica, one.rank, one.point) for one in struck]):
+        history = History.read(run_dir)
+        told = summary.summarize(history)
+        summary.save(run_dir, told)
+        for number, fault in chaos.unstruck(job.faults, [(one.replica, one.rank, one.point) for one in told.faults]):
             print(
                 f"megatron-recover run: [[fault]] {number} of {run_dir / chaos.CHAOS_FILE} never struck (replica "
                 f"{fault.replica}, rank {fault.rank}, {fault.point.value}): the rank did not pass that so often, or was gone",
                 file=sys.stderr,
             )
-        plot.write(run_dir)
+        plot.draw(run_dir, history)
     except (KeyboardInterrupt, OSError) as error:  # the run is over and has said how
         why = error.strerror if isinstance(error, OSError) else "interrupted"
         print(

@@ -45,11 +45,12 @@ def loss_of(status: int, *, started: bool) -> LossKind:
 def poisoned(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int, str] | None:
     """The end of a job in which computing one microbatch has ended two replicas (INV-9), or None.
 
-    A replica that a signal ended is not blamed on the microbatch at which its other ranks then raised. Where a replica knows
+    A replica that a signal ended is not blamed on the microbatch at which its other ranks then raised, nor one in which a
+    check failed. Where a replica knows
     only the pass that raised (its gradient is not finite), the microbatch is in what both replicas computed: what
     one replica was dealt first, another computes only after that one is lost.
     """
-    ended = {loss.replica for loss in losses if loss.kind is not LossKind.PROCESS_ENDED}
+    ended = {loss.replica for loss in losses if loss.kind not in (LossKind.PROCESS_ENDED, LossKind.INVARIANT_VIOLATED)}
     pairs = [
         (sorted({*one.microbatches} & {*other.microbatches}), one, other)
         for one, other in combinations([item for item in failing if item.replica in ended], 2)

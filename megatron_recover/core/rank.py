@@ -8,8 +8,11 @@ Caller's contract
 * Training thread: `Begin` on arriving at a step; then `Take` whenever the queue is not empty and obey `state.taken`:
 
   - a `Plan`: run all its computes in full, whatever happens, in one pass (Note [Passes]); as soon as `in_pass` is over, its
-    `plan.operations` one by one, each only while `may_run(state, plan.generation)`; `Completed` after each that succeeded,
-    `Failed` at the first that did not (then leave the rest of the plan), and `Take` again;
+    operations (`operations(plan, state.replica, state.buckets)` of `core/plan.py`) one by one, each only while
+    `may_run(state, plan.generation)`; `Completed` after each that succeeded, `Failed` at the first that did not (then leave
+    the rest of the plan), and `Take` again;
+  - a `Close`, the one order that `state.taken` does not become: look for it at the head of the queue before `Take`. The pass
+    ends with the microbatches that are known;
   - an `Apply`: the results are the gradient now; go on to the next step;
   - a `Stop`: end.
 

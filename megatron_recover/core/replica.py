@@ -235,7 +235,7 @@ def _start(state: ReplicaState) -> Step:
     for compute in plan.computes:
         for bucket in compute.into:
             contributions[bucket].update(compute.microbatches)
-    replaced = {*plan.reduces, *(item.bucket for item in plan.transfers if state.replica in item.targets)}
+    replaced = results(plan, state.replica)
     state = replace(
         state,
         phase=Phase.WORKING,

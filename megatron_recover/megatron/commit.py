@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
+from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import Apply, Plan, Shape, Work
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.checksum import checksum, combined
@@ -196,7 +197,7 @@ class CommitLoop:
         plan: Plan,
     ) -> None:
         """A pass of the schedule that begins with `plan`, and the reduction that follows it."""
-        times = plan.generation == reduction.first_generation and not arguments.get("forward_only")
+        times = not microbatches.num_passes and not arguments.get("forward_only")
         stopwatch = self._stopwatch if times else None
         queue = WorkQueue(self._member, plan, self._extended)
         overlap = Overlap(reduction, lambda: queue.plan)
@@ -213,6 +214,8 @@ class CommitLoop:
                     self._tell_pace(stopwatch)
                 self._member.pass_ended(queue.plan.generation)
                 overlap.finish()
+        except InvariantViolation:  # of no microbatch's making: it is no reason to deal it to fewer (INV-9)
+            raise
         except Exception as error:
             self._member.raised(microbatches.suspects(), error)
             raise

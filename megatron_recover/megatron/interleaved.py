@@ -165,7 +165,7 @@ class InterleavedStage:
 
     def _pass_on(self, index: int, output: Any, *, overlap: bool) -> None:
         """Send the output of a forward slot; receive the input of a later one."""
-        chunk = self._comes(index, self._link.is_pp_first_stage, last=self._num_chunks - 1)
+        chunk = self._comes(index, self._link.is_pp_first_stage)
         answer = self._link.send_forward_recv_forward(
             output, recv_prev=chunk is not None, tensor_shape=self._shape, overlap_p2p_comm=overlap
         )
@@ -179,7 +179,7 @@ class InterleavedStage:
 
     def _pass_back(self, index: int, gradient: Any, *, overlap: bool) -> None:
         """Send the gradient of a backward slot; receive that of a later one."""
-        from_last = self._comes(index, self._link.is_pp_last_stage, last=self._num_chunks - 1)
+        from_last = self._comes(index, self._link.is_pp_last_stage)
         answer = self._link.send_backward_recv_backward(
             gradient, recv_next=from_last is not None, tensor_shape=self._shape, overlap_p2p_comm=overlap
         )
@@ -199,7 +199,7 @@ class InterleavedStage:
         else:
             self._gradients[-1].append(_Message(self._link.recv_backward(self._shape, False)))
 
-    def _comes(self, index: int, is_leading: bool, *, last: int) -> int | None:
+    def _comes(self, index: int, is_leading: bool) -> int | None:
         """Of which chunk is what comes while slot `index` is passed on; None if nothing does. Backwards count from the last.
 
         A stage receives for its next slot. The first in line has what the last in line made: that is `num_stages - 1` slots
@@ -207,7 +207,7 @@ class InterleavedStage:
         """
         behind = index + 1 - self._num_stages if is_leading else index + 1
         slot = self._slots.at(behind) if behind >= 0 else None
-        if slot is None or slot.index is None or (is_leading and slot.chunk == last):
+        if slot is None or slot.index is None or (is_leading and slot.chunk == self._num_chunks - 1):
             return None
         return slot.chunk + is_leading
 

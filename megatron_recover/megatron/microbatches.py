@@ -47,6 +47,8 @@ class Microbatches:
         self._enter, self._record, self._faults, self._journal = enter, record, faults, journal
         self._current: Task | None = None
         """What is being computed."""
+        self.num_passes = 0
+        """Of the step, begun."""
         self._of_pass: list[int] = []
         self._overlap: Overlap | None = None
         self._since = 0.0
@@ -54,6 +56,7 @@ class Microbatches:
 
     def begin_pass(self, overlap: Overlap) -> None:
         """What follows belongs to a new pass, which `overlap` reduces."""
+        self.num_passes += 1
         self._of_pass.clear()
         self._overlap = overlap
 
@@ -78,8 +81,8 @@ class Microbatches:
         self._record(
             trace.MicrobatchStarted, generation=task.generation, step=self._step, microbatch=task.microbatch, chunk=chunk
         )  # fmt: skip
-        planned_before = task.generation != self._reduction.first_generation
-        point = FaultPoint.EVALUATE if self._forward_only else FaultPoint.RECOMPUTE if planned_before else FaultPoint.FORWARD
+        is_again = task.generation != self._reduction.first_generation
+        point = FaultPoint.EVALUATE if self._forward_only else FaultPoint.RECOMPUTE if is_again else FaultPoint.FORWARD
         self._pass_fault(point, task)
         self._enter(task.microbatch, chunk)
         # Fused weight gradients look up where they go in the forward, others in the backward.

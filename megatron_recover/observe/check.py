@@ -35,6 +35,8 @@ class Verdict:
     """What was looked at and what is wrong with it."""
 
     history: History
+    reference: History | None
+    """What the run is compared with."""
     summary: Summary
     violations: tuple[Violation, ...]
     problems: tuple[str, ...]
@@ -58,21 +60,24 @@ def violations(history: History) -> tuple[Violation, ...]:
 
 def check(run_dir: Path, against: Path | None = None) -> Verdict:
     """Judge a run directory. Raises FileNotFoundError or `trace.TraceError` where there is no readable trace."""
-    history = History.read(run_dir)
-    comparison = compare(run_dir, against) if against else None
-    summary = summarize(history, comparison)
-    return Verdict(history, summary, violations(history), tuple(_problems(history, summary, comparison, against)))
+    history, reference = History.read(run_dir), History.read(against) if against else None
+    comparison = compare(history, reference, str(against)) if reference else None
+    problems = [] if history.commits else ["no step was committed, so there is nothing to prove"]
+    if reference and comparison:
+        are_exact = all(one and one.determinism == "exact" for one in map(_start, (history, reference)))
+        problems += _differences(comparison, are_exact)
+    return Verdict(history, reference, summarize(history, comparison), violations(history), tuple(problems))
 
 
-def _problems(history: History, summary: Summary, comparison: Comparison | None, against: Path | None) -> Iterator[str]:
-    if not history.commits:
-        yield "no step was committed, so there is nothing to prove"
-    if comparison is None or against is None:
-        return
+def _start(history: History) -> trace.RunStarted | None:
+    return history.first(trace.RunStarted)
+
+
+def _differences(comparison: Comparison, are_exact: bool) -> Iterator[str]:
+    against = comparison.reference
     if comparison.loss_max_abs_diff is None:
         yield f"losses cannot be compared: the run has no step in common with {against}"
-    started = History.read(against).first(trace.RunStarted)
-    if summary.determinism == "exact" and started and started.determinism == "exact":
+    if are_exact:
         if comparison.param_bit_identical is False:
             yield f"both runs are exact, but the parameters after the last step are not bit-identical to those of {against}"
         if comparison.loss_max_abs_diff:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from megatron_recover import trace
+from megatron_recover.flags import value_of
 from megatron_recover.observe.history import History
 
 if TYPE_CHECKING:
@@ -23,18 +24,18 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     loss_max_abs_diff: float | None
     """Over the steps that both have (a resumed run has only the later ones); None where there are none."""
     param_max_rel_diff: float | None
-    """Largest over the parameter tensors of max |a - b| / max |b|; None where neither digests nor checkpoints tell."""
+    """Largest over the parameter tensors of max |a - b| / max |b|; None where neither digests nor checkpoints tell, as of two
+    different models."""
     param_bit_identical: bool | None
     """By the parameter digests of the last step; None where one is missing or layouts or last steps differ."""
 
 
-def compare(run_dir: Path, reference_dir: Path) -> Comparison:
-    """Compare two run directories by their traces, and by their final checkpoints where digests differ."""
-    run, reference = History.read(run_dir), History.read(reference_dir)
+def compare(run: History, reference: History, name: str) -> Comparison:
+    """Compare a run with a reference called `name` by their traces, and by their final checkpoints where digests differ."""
     identical = _bit_identical(run, reference)
     difference = 0.0 if identical else _parameter_difference(run, reference)
     return Comparison(
-        reference=str(reference_dir),
+        reference=name,
         loss_max_abs_diff=_loss_difference(run.losses(), reference.losses()),
         param_max_rel_diff=difference,
         param_bit_identical=identical,
@@ -67,9 +68,11 @@ def _parameter_difference(run: History, reference: History) -> float | None:
     places = _newest_checkpoint(run), _newest_checkpoint(reference)
     if places[0] is None or places[1] is None or places[0].name != places[1].name:
         return None
+    mine, theirs = dict(_tensors(places[0])), dict(_tensors(places[1]))
+    if {name: tensor.shape for name, tensor in mine.items()} != {name: tensor.shape for name, tensor in theirs.items()}:
+        return None
     largest = 0.0
-    theirs = dict(_tensors(places[1]))
-    for name, tensor in _tensors(places[0]):
+    for name, tensor in mine.items():
         scale = theirs[name].abs().max().item()
         difference = (tensor - theirs[name]).abs().max().item()
         largest = max(largest, difference / scale if scale else difference)
@@ -80,10 +83,10 @@ def _newest_checkpoint(history: History) -> Path | None:
     """Folder of the last checkpoint that the run finished, from `--save` of its command line."""
     finished = [event.iteration for _, event in history.of(trace.Checkpoint) if event.phase == "finished"]
     started = history.first(trace.RunStarted)
-    argv = started.argv if started else ()
-    if not finished or "--save" not in argv[:-1]:
+    folder = value_of(started.argv, "--save") if started else None
+    if not finished or folder is None:
         return None
-    place = Path(argv[argv.index("--save") + 1]) / f"iter_{finished[-1]:07d}"
+    place = Path(folder) / f"iter_{finished[-1]:07d}"
     return place if (place / ".metadata").is_file() else None
 
 

@@ -32,6 +32,11 @@ def is_training(label: str) -> bool:
     return label.startswith("train")
 
 
+def iteration_of(label: str) -> int:
+    """Megatron's iteration in a training step's label (``train 17``)."""
+    return int(label.split()[1])
+
+
 class History:
     """All events of a run in the order of their lines, and indexes over them. Treat it as frozen."""
 

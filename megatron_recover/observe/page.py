@@ -19,7 +19,7 @@ from megatron_recover.core.values import ExitCode
 from megatron_recover.observe import charts
 from megatron_recover.observe.check import SHOWN_VIOLATIONS, Verdict, Violation
 from megatron_recover.observe.goodput import Goodput, StepTime
-from megatron_recover.observe.history import History, is_training
+from megatron_recover.observe.history import History, is_training, iteration_of
 from megatron_recover.observe.lanes import Picture, picture
 from megatron_recover.observe.perfetto import TRACE_FILE
 from megatron_recover.observe.rules import RULES
@@ -40,7 +40,6 @@ MAX_SEGMENTS = 32
 def render(
     verdict: Verdict,
     timeline: Timeline,
-    reference: History | None = None,
     *,
     is_whole: bool = True,
     perfetto_file: str = TRACE_FILE,
@@ -70,7 +69,7 @@ def render(
         end_line=next((line for line, _ in history.cuts if line > last_line), None),
         status=_status(verdict),
         ending=_ending(verdict),
-        loss=_loss_chart(history, summary.faults, reference),
+        loss=_loss_chart(history, summary.faults, verdict.reference),
         speed=_speed_chart(goodput, summary.faults),
         faults=[one for one in items if one not in late],
         late_faults=late,
@@ -239,12 +238,8 @@ def _computing(recovery: RecoverySummary) -> str:
     return "; ".join([*told[:MAX_SEGMENTS], *rest])
 
 
-def _iteration(label: str) -> int:
-    return int(label.split()[1])
-
-
 def _points(history: History) -> list[tuple[float, float]]:
-    return [(_iteration(label), loss) for label, loss in history.losses().items() if is_training(label)]
+    return [(iteration_of(label), loss) for label, loss in history.losses().items() if is_training(label)]
 
 
 def _loss_chart(history: History, faults: tuple[FaultSummary, ...], reference: History | None) -> charts.Chart | None:
@@ -266,7 +261,7 @@ def _loss_chart(history: History, faults: tuple[FaultSummary, ...], reference: H
         ),
     ]  # fmt: skip
     marks = [
-        (number, _iteration(fault.label), fault.words)
+        (number, iteration_of(fault.label), fault.words)
         for number, fault in enumerate(faults, start=1)
         if fault.label is not None and is_training(fault.label)
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_recover import trace
-from megatron_recover.observe.history import History, is_training
+from megatron_recover.observe.history import History, is_training, iteration_of
 from megatron_recover.observe.summary import faults
 
 if TYPE_CHECKING:
@@ -23,20 +23,15 @@ TEXTS = 8
 _RUN, _REFERENCE, _FAULT, _GREY = "#1f5fa8", "#f2b441", "#b3261e", "#5f6368"
 
 
-def _iteration(label: str) -> int:
-    """Megatron's iteration in a training step's label (``train 17``)."""
-    return int(label.split()[1])
-
-
 def _curve(history: History) -> tuple[list[int], list[float]]:
-    points = [(_iteration(label), loss) for label, loss in history.losses().items() if is_training(label)]
+    points = [(iteration_of(label), loss) for label, loss in history.losses().items() if is_training(label)]
     return [iteration for iteration, _ in points], [loss for _, loss in points]
 
 
 def _members(history: History) -> tuple[list[int], list[int]]:
     """Iteration -> number of replicas that committed it."""
     sizes = {
-        _iteration(record.label): len(history.roster(record.generation))
+        iteration_of(record.label): len(history.roster(record.generation))
         for _, record in history.records.values()
         if is_training(record.label)
     }
@@ -47,7 +42,7 @@ def _draw_faults(axes: Axes, below: Axes, history: History) -> None:
     """A line at the step that each fault hit; texts on alternating heights so that neighbours stay readable."""
     steps = [(fault, fault.label) for fault in faults(history) if fault.label is not None and is_training(fault.label)]
     for number, (fault, label) in enumerate(steps):
-        at = _iteration(label)
+        at = iteration_of(label)
         for each in (axes, below):
             each.axvline(at, color=_FAULT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
         if len(steps) > TEXTS:
@@ -60,12 +55,7 @@ def _draw_faults(axes: Axes, below: Axes, history: History) -> None:
         )  # fmt: skip
 
 
-def write(run_dir: str | Path, against: str | Path | None = None) -> Path:
-    """Draw `loss.svg` of a run directory from its trace; returns its path."""
-    return draw(Path(run_dir), History.read(run_dir), History.read(against) if against else None)
-
-
-def draw(folder: Path, history: History, reference: History | None) -> Path:
+def draw(folder: Path, history: History, reference: History | None = None) -> Path:
     """Draw `loss.svg` into a folder; returns its path."""
     import matplotlib
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_recover import trace
+from megatron_recover.flags import value_of
 from megatron_recover.observe.history import is_training
 
 SHOWN_QUOTAS = 16
@@ -40,7 +41,7 @@ class Progress:
         told = None
         match event:
             case trace.RunStarted():
-                self._num_replicas, self._num_iterations = event.replicas, _num_iterations(event.argv)
+                self._num_replicas, self._num_iterations = event.replicas, value_of(event.argv, "--train-iters")
             case trace.Generation():
                 self._generation_begins(event)
             case trace.Plan():
@@ -99,17 +100,6 @@ class Progress:
         if self._generation:
             parts.append(f"generation {self._generation}")
         return " | ".join(parts)
-
-
-def _num_iterations(argv: Sequence[str]) -> str | None:
-    """`--train-iters` of a command line, the last one given, like Megatron."""
-    found = None
-    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
-        if flag == "--train-iters":
-            found = value
-        elif flag.startswith("--train-iters="):
-            found = flag.partition("=")[2]
-    return found
 
 
 def _short(quotas: tuple[int, ...]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_recover.observe import page, perfetto, plot, summary
 from megatron_recover.observe.check import check
-from megatron_recover.observe.history import History, Line
+from megatron_recover.observe.history import Line
 from megatron_recover.observe.timeline import Timeline
 
 
@@ -20,13 +20,13 @@ def write(run_dir: Path, against: Path | None = None, place: Path | None = None)
     there is no readable trace, and OSError where a file cannot be written.
     """
     verdict = check(run_dir, against)
-    history, reference = verdict.history, History.read(against) if against else None
+    history = verdict.history
     timeline, cuts = Timeline(history), tuple(line for line, _ in history.cuts)
     beside = run_dir / perfetto.TRACE_FILE if place is None else place.with_name(f"{place.stem}.{perfetto.TRACE_FILE}")
     is_whole = perfetto.write(history, timeline, beside)
     page_file = place or run_dir / page.PAGE_FILE
-    text = page.render(verdict, timeline, reference, is_whole=is_whole, perfetto_file=beside.name)
+    text = page.render(verdict, timeline, is_whole=is_whole, perfetto_file=beside.name)
     page_file.write_text(text, encoding="utf-8")
     if place is not None:
         return (page_file, beside), cuts
-    return (page_file, beside, summary.save(run_dir, verdict.summary), plot.draw(run_dir, history, reference)), cuts
+    return (page_file, beside, summary.save(run_dir, verdict.summary), plot.draw(run_dir, history, verdict.reference)), cuts

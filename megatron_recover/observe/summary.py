@@ -12,7 +12,8 @@ from typing import get_args
 import msgspec
 
 from megatron_recover import trace
-from megatron_recover.observe.compare import Comparison, compare
+from megatron_recover.faults import STANDS_STILL
+from megatron_recover.observe.compare import Comparison
 from megatron_recover.observe.goodput import Goodput
 from megatron_recover.observe.history import History, is_training
 from megatron_recover.observe.work import Work
@@ -164,7 +165,7 @@ def struck_at(history: History) -> dict[int, float]:
         lost = {loss.replica for loss in one.losses}
         newest: dict[int, float] = {}
         for fault in history.strikes:
-            stood_still = fault.kind in ("stop", "freeze") and fault.t > before
+            stood_still = fault.kind in STANDS_STILL and fault.t > before
             if fault.t <= one.t and (fault.replica in lost or stood_still):
                 newest[fault.replica] = fault.t
         if newest:
@@ -261,10 +262,3 @@ def save(folder: Path, summary: Summary) -> Path:
     place = folder / SUMMARY_FILE
     place.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     return place
-
-
-def write(run_dir: str | Path, against: str | Path | None = None) -> Summary:
-    """Rebuild `summary.json` of a run directory from its trace; returns its content."""
-    summary = summarize(History.read(run_dir), compare(Path(run_dir), Path(against)) if against else None)
-    save(Path(run_dir), summary)
-    return summary

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Literal
 
 from megatron_recover import trace
-from megatron_recover.faults import FaultKind
+from megatron_recover.faults import STANDS_STILL, FaultKind
 from megatron_recover.observe.history import History
 from megatron_recover.observe.summary import FaultSummary, faults, struck_at
 
@@ -131,7 +131,7 @@ class Timeline:
             found[key] = min(failure.t, found.get(key, failure.t))
         for _, fault in history.of(trace.Fault):
             key = (fault.replica, fault.rank)
-            if fault.kind == "kill" and key in found:
+            if fault.kind == FaultKind.KILL.value and key in found:
                 found[key] = min(fault.t, found[key])
         return found
 
@@ -142,7 +142,7 @@ class Timeline:
         thawed = [event for _, event in self._history.of(trace.Thawed)]
         for _, fault in self._history.of(trace.Fault):
             rank = (fault.replica, fault.rank)
-            if fault.kind in ("stop", "freeze"):
+            if fault.kind in STANDS_STILL:
                 ends = [event.t for event in thawed if (event.replica, event.rank) == rank and event.t >= fault.t]
                 found[rank].append((fault.t, min([*ends, self.gone_at.get(rank, float("inf"))])))
         return dict(found)

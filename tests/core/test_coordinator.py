@@ -189,6 +189,13 @@ def test_a_microbatch_is_not_blamed_for_a_kill() -> None:
     assert not any(isinstance(effect, EndJob) for effect in effects)
 
 
+def test_a_microbatch_is_not_blamed_for_a_check_that_failed() -> None:
+    failed = [Lost(Loss(replica, LossKind.INVARIANT_VIOLATED, "exit code 14")) for replica in (0, 1)]
+    told = [Failing(replica, "train 4", (2,), "INV-1") for replica in (0, 1)]
+    state, effects = feed(started(), told[0], failed[0], told[1], failed[1])
+    assert not any(isinstance(effect, EndJob) for effect in effects) and state.roster == (2,)
+
+
 @pytest.mark.parametrize(
     "second", [Failing(1, "train 4", (1,), "NaN"), Failing(1, "train 5", (2,), "NaN"), Failing(1, "train 4", (), "x")]
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.quotas import major_minor, over_recover
 from megatron_recover.core import quota
 from megatron_recover.core.values import Pipeline
-from megatron_recover.sim.draw.timeline import Pipe, undisturbed
+from megatron_recover.sim.draw.timeline import undisturbed
 
 paces = st.lists(st.integers(1, 4000), min_size=1, max_size=6)
 pipelines = st.builds(Pipeline, st.integers(1, 4), st.just(1)) | st.builds(Pipeline, st.integers(2, 4), st.integers(2, 3))
@@ -68,7 +68,7 @@ def test_a_pass_takes_what_the_schedule_takes(num_stages: int, num_chunks: int) 
     if num_stages == 1 and num_chunks > 1:
         pytest.skip("virtual stages need a pipeline")
     for num in range(1, 17):
-        takes = undisturbed(Pipe(num_stages, num_chunks), num).end / 3 * num_chunks
+        takes = undisturbed(Pipeline(num_stages, num_chunks), num).end / 3 * num_chunks
         reckoned = quota.ticks(num, Pipeline(num_stages, num_chunks))
         assert takes <= reckoned * 1.0001 and reckoned <= 1.1 * takes, (num, takes, reckoned)
         if num_chunks == 1 or not num % num_stages:

@@ -98,7 +98,6 @@ class LoopbackMember:
         self.job, self.replica, self.rank, self.num_ranks = job, replica, rank, job.num_ranks
         self.generation = 0
         self.roster: tuple[int, ...] = tuple(range(job.num_replicas))
-        self._timed_step = -1
 
     def is_writer(self) -> bool:
         return self.replica == min(self.roster)
@@ -149,9 +148,9 @@ class LoopbackMember:
 
     def measured(self, num_microbatches: int, elapsed_ns: int) -> None:
         assert elapsed_ns > 0
-        step = self.job.ranks[self.replica, self.rank].step
-        assert step != self._timed_step, "another pass than the first of its step was timed"
-        self._timed_step = step
+        timed = self.replica, self.job.ranks[self.replica, self.rank].step
+        assert timed not in self.job.timed, "another pass than the first of its step was timed"
+        self.job.timed.append(timed)
         elapsed = ticks(num_microbatches, self.job.leaders[self.replica].shape.pipeline) * self.job.paces[self.replica]
         self._feed(rank_machine.Measured(num_microbatches, elapsed))
 
@@ -254,6 +253,8 @@ class Job:
         self.generation = 0
         self.records: dict[int, list[Record]] = {}
         """What each replica committed, in order."""
+        self.timed: list[tuple[int, int]] = []
+        """(replica, step) of passes whose length was told."""
         self.raised: list[tuple[tuple[int, ...], BaseException]] = []
         self.errors: list[BaseException] = []
         self._inbox: deque[tuple[str, Any, Any]] = deque()

@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
+from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.quota import balanced, share
 from megatron_recover.core.values import Pipeline, Shape
 from megatron_recover.faults import FaultPoint
@@ -217,6 +218,16 @@ def test_only_the_first_pass_of_a_step_is_timed(threads: Threads) -> None:
     assert any(event.generation == 2 and event.step == 1 for event in run.log.of(trace.MicrobatchStarted)), "no second pass"
 
 
+def test_a_replica_without_a_share_is_timed_when_work_is_dealt_to_it_again(threads: Threads) -> None:
+    """Or the others would go on to believe how slow it was when it was last given some."""
+    strikes = [Strike(replica, 0, FaultPoint.BACKWARD, step=3) for replica in (0, 1)]
+    run = Run(threads, 3, 1, strikes, num_microbatches=8, paces=(1000, 1000, 100_000)).check()
+    assert all(strike.struck for strike in strikes)
+    done = [event for event in run.log.of(trace.MicrobatchStarted) if (event.replica, event.step) == (2, 3)]
+    assert done and min(event.generation for event in done) > 1, "it had a share from the beginning"
+    assert (2, 3) in run.job.timed
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("num_ranks", "num_chunks"), [(1, 1), (2, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("victim", [0, 1])
@@ -299,6 +310,22 @@ def test_inv_9_all_microbatches_of_a_pass_are_suspected_where_its_sum_is_not_fin
     with pytest.raises(RuntimeError, match="values that are not finite"):
         Run(threads, 1, 1, [], broken=2)
     assert [microbatches for microbatches, _ in job.raised] == [tuple(range(M))]
+
+
+def test_inv_9_no_microbatch_is_suspected_of_a_check_that_fails_in_its_pass(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`training.run` tells of it, without microbatches; only the first report of a rank is heard."""
+
+    def fails(*_: object) -> None:
+        raise InvariantViolation(1, "planted")
+
+    job = Job(1, 1, [], 0)
+    monkeypatch.setattr("tests.megatron.test_commit.Job", lambda *_: job)
+    monkeypatch.setattr(Microbatches, "backward_ended", fails)
+    with pytest.raises(InvariantViolation, match="planted"):
+        Run(threads, 1, 1, [])
+    assert job.raised == []
 
 
 def test_inv_9_only_the_microbatch_being_computed_is_suspected() -> None:

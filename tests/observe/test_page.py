@@ -15,7 +15,6 @@ import pytest
 from megatron_recover import trace
 from megatron_recover.observe import charts, page, perfetto, report
 from megatron_recover.observe.check import check
-from megatron_recover.observe.history import History
 from megatron_recover.observe.page import render
 from megatron_recover.observe.rules import RULES
 from megatron_recover.observe.timeline import Timeline
@@ -52,7 +51,7 @@ def page_of(tmp_path: Path, events: Iterable[trace.Event], tail: bytes = b"", ag
 
 def judged(run_dir: Path, against: Path | None = None) -> Page:
     verdict = check(run_dir, against)
-    return Page(render(verdict, Timeline(verdict.history), History.read(against) if against else None))
+    return Page(render(verdict, Timeline(verdict.history)))
 
 
 def test_a_run_with_faults_has_every_part(tmp_path: Path) -> None:

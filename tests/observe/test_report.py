@@ -34,7 +34,7 @@ def _history(run: traces.Run) -> History:
 def test_the_summary_counts_what_a_hand_count_confirms(tmp_path: Path) -> None:
     run_dir = traces.write(tmp_path / "run", traces.faulty_run().events)
     reference = traces.write(tmp_path / "reference", traces.quiet_run().events)
-    summary.write(run_dir, reference)
+    report.write(run_dir, reference)
     content = json.loads((run_dir / summary.SUMMARY_FILE).read_text())
     assert content.keys() >= REQUIRED | REQUIRED_AGAINST
     assert (content["steps"], content["evaluation_steps"], content["microbatches_per_step"]) == (5, 0, 6)
@@ -174,10 +174,10 @@ def test_a_resumed_run_is_compared_where_it_has_steps(tmp_path: Path) -> None:
     assert "no step in common" in describe(check(mine, other))
 
 
-def _with_checkpoint(run: traces.Run, place: Path, weights: torch.Tensor) -> list[trace.Event]:
+def _with_checkpoint(run: traces.Run, place: Path, weights: torch.Tensor, name: str = "decoder.weight") -> list[trace.Event]:
     """A run whose last parameters are in a checkpoint as Megatron writes them, optimizer state included."""
     save(
-        {"decoder.weight": weights, "optimizer.state": torch.rand(3)},
+        {name: weights, "optimizer.state": torch.rand(3)},
         storage_writer=FileSystemWriter(place / "iter_0000005"),
         no_dist=True,
     )
@@ -198,9 +198,33 @@ def test_parameters_that_differ_are_measured_from_the_checkpoints(tmp_path: Path
         if isinstance(event, trace.Applied):
             run.events[index] = msgspec.structs.replace(event, parameter_digest=f"other {event.step} {event.rank}")
     mine = traces.write(tmp_path / "run", _with_checkpoint(run, tmp_path / "b", moved))
-    comparison = compare(mine, theirs)
+    comparison = compare(History.read(mine), History.read(theirs), "theirs")
     assert comparison.param_bit_identical is False
     assert comparison.param_max_rel_diff == pytest.approx(0.5 / 8.0)
+
+
+def _without_digests(events: list[trace.Event]) -> list[trace.Event]:
+    return [
+        msgspec.structs.replace(event, parameter_digest=None) if isinstance(event, trace.Applied) else event for event in events
+    ]
+
+
+@pytest.mark.parametrize("argv", [("--save=PLACE",), ("--save", "elsewhere", "--save", "PLACE")])
+def test_the_checkpoint_is_found_as_megatron_reads_the_flag(tmp_path: Path, argv: tuple[str, ...]) -> None:
+    run = traces.quiet_run(determinism="fast")
+    first, *rest = _without_digests(_with_checkpoint(run, tmp_path / "a", torch.ones(3)))
+    given = tuple(word.replace("PLACE", str(tmp_path / "a")) for word in argv)
+    history = History(enumerate([msgspec.structs.replace(first, argv=given), *rest], start=1))
+    found = compare(history, history, "itself")
+    assert (found.param_bit_identical, found.param_max_rel_diff) == (None, 0.0)
+
+
+@pytest.mark.parametrize(("name", "size"), [("decoder.weight", 4), ("decoder.bias", 3)])
+def test_checkpoints_of_two_models_cannot_be_compared(tmp_path: Path, name: str, size: int) -> None:
+    run = traces.quiet_run(determinism="fast")
+    mine = traces.write(tmp_path / "mine", _without_digests(_with_checkpoint(run, tmp_path / "a", torch.ones(3))))
+    theirs = traces.write(tmp_path / "theirs", _without_digests(_with_checkpoint(run, tmp_path / "b", torch.ones(size), name)))
+    assert "parameters cannot be compared" in describe(check(mine, theirs))
 
 
 def test_the_plot_shows_both_curves_and_every_fault(tmp_path: Path) -> None:
@@ -214,7 +238,7 @@ def test_the_plot_shows_both_curves_and_every_fault(tmp_path: Path) -> None:
         "3 replicas of TP1 x PP2",
     ]  # fmt: skip
     assert [text for text in texts if text not in svg] == []
-    again = plot.write(run_dir, reference).read_text()
+    again = plot.draw(tmp_path, History.read(run_dir), History.read(reference)).read_text()
     assert again == svg, "the same trace gives the same file"
 
 

@@ -11,7 +11,7 @@ from megatron_recover.core.quota import ticks
 from megatron_recover.core.replica import LinkLost
 from megatron_recover.core.values import Pipeline, Record, Status, Statuses
 from megatron_recover.faults import Fault, FaultPoint
-from megatron_recover.sim.draw.timeline import BACKWARD, FORWARD, Action, Pipe, undisturbed
+from megatron_recover.sim.draw.timeline import BACKWARD, FORWARD, Action, undisturbed
 from megatron_recover.sim.timed.models import LEDGER_COLUMNS, Scenario, Timing
 from megatron_recover.sim.timed.rank import Pass
 from tests.sim.build import job_of, kill, scenario, step_seconds
@@ -23,7 +23,7 @@ TALK_S = 0.01
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("num_microbatches", [4, 5, 9])
 def test_the_times_of_a_pass_are_those_of_the_real_schedule(stages: int, num_microbatches: int) -> None:
-    timeline = undisturbed(Pipe(stages), num_microbatches)
+    timeline = undisturbed(Pipeline(stages), num_microbatches)
     for stage in range(stages):
         running = Pass(0.0, FORWARD + BACKWARD, FORWARD / (FORWARD + BACKWARD), stage, stages)
         running.extend(range(num_microbatches), 0.0)

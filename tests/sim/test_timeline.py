@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_recover.core.values import Pipeline
 from megatron_recover.sim.draw.gantt import DRAWINGS, drawn
-from megatron_recover.sim.draw.timeline import Action, Pipe, Timeline, disturbed, reopened, undisturbed
+from megatron_recover.sim.draw.timeline import Action, Timeline, disturbed, reopened, undisturbed
 
 PAGE = Path(__file__).parents[2] / "docs" / "schedule.md"
-PIPES = [Pipe(1), Pipe(2), Pipe(4), Pipe(2, 2), Pipe(4, 2), Pipe(3, 3)]
+PIPES = [Pipeline(1), Pipeline(2), Pipeline(4), Pipeline(2, 2), Pipeline(4, 2), Pipeline(3, 3)]
 
 
 def test_the_drawn_schedules_are_current() -> None:
@@ -25,7 +26,7 @@ def test_a_drawing_that_nobody_knows_is_refused() -> None:
 
 
 @pytest.mark.parametrize("pipe", PIPES)
-def test_a_pass_without_a_loss_takes_what_is_known_of_1f1b(pipe: Pipe) -> None:
+def test_a_pass_without_a_loss_takes_what_is_known_of_1f1b(pipe: Pipeline) -> None:
     """(N + (P - 1) / V) microbatches, for whole groups (Narayanan et al. 2021, section 2.2)."""
     for groups in (1, 2, 3):
         num = groups * pipe.num_stages
@@ -35,7 +36,7 @@ def test_a_pass_without_a_loss_takes_what_is_known_of_1f1b(pipe: Pipe) -> None:
 
 
 @pytest.mark.parametrize("pipe", PIPES)
-def test_everything_is_computed_once_and_after_what_it_needs(pipe: Pipe) -> None:
+def test_everything_is_computed_once_and_after_what_it_needs(pipe: Pipeline) -> None:
     for num, late in ((1, 1), (pipe.num_stages, 1), (5, 3)):
         asked = undisturbed(pipe, num).asked
         for timeline in (disturbed(pipe, num, late, asked), disturbed(pipe, num, late, asked + 0.1)):
@@ -50,7 +51,7 @@ def test_everything_is_computed_once_and_after_what_it_needs(pipe: Pipe) -> None
 
 
 @pytest.mark.parametrize("pipe", PIPES)
-def test_what_is_dealt_before_the_end_is_asked_for_makes_the_steady_state_longer(pipe: Pipe) -> None:
+def test_what_is_dealt_before_the_end_is_asked_for_makes_the_steady_state_longer(pipe: Pipeline) -> None:
     num, late = 2 * pipe.num_stages, pipe.num_stages
     alone, longer = undisturbed(pipe, num), undisturbed(pipe, num + late)
     in_time, too_late = (disturbed(pipe, num, late, alone.asked + wait) for wait in (0, 0.1))
@@ -60,7 +61,7 @@ def test_what_is_dealt_before_the_end_is_asked_for_makes_the_steady_state_longer
 
 
 @pytest.mark.parametrize("pipe", [pipe for pipe in PIPES if pipe.num_chunks == 1])
-def test_the_best_re_opening_is_between_the_two(pipe: Pipe) -> None:
+def test_the_best_re_opening_is_between_the_two(pipe: Pipeline) -> None:
     num, late = 6, 2
     alone = undisturbed(pipe, num)
 

@@ -75,6 +75,7 @@ def test_what_this_machine_cannot_run_is_refused() -> None:
     assert "replicas x ranks is 80; on one machine it must be at most 32" in refused(
         scenario(job={"replicas": 40, "microbatches": 80})
     )
+    assert "steps is 1; the first step, in which processes warm up, is not compared" in refused(scenario(job={"steps": 1}))
     assert "ranks / stages is 3" in refused(scenario(job={"ranks": 6}))
     assert "[failures] has a rate" in refused(
         msgspec.structs.replace(small, failures=scenario(failures={"every_steps": 2}).failures)

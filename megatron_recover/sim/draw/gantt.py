@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megatron_recover.sim.draw.timeline import Action, Pipe, Timeline, disturbed, reopened, undisturbed
+from megatron_recover.core.values import Pipeline
+from megatron_recover.sim.draw.timeline import Action, Timeline, disturbed, reopened, undisturbed
 
 _CHARACTERS = 2
 """Of a picture's line for a forward; a backward has twice as many."""
@@ -43,20 +44,20 @@ def picture(timeline: Timeline, num_own: int, dealt: float | None = None) -> str
     return "```text\n" + "\n".join(lines) + "\n```"
 
 
-def _label(operation: Action, pipe: Pipe, num_own: int) -> str:
+def _label(operation: Action, pipe: Pipeline, num_own: int) -> str:
     microbatch, late = operation.microbatch, operation.microbatch - num_own
     name = (str(microbatch) if late < 0 else chr(ord("A") + late)) + ("ab"[operation.chunk] if pipe.num_chunks > 1 else " ")
     return f"[{name}]" if operation.is_backward else name
 
 
-def _late(pipe: Pipe, num_own: int, num_late: int, arrival: float) -> str:
+def _late(pipe: Pipeline, num_own: int, num_late: int, arrival: float) -> str:
     return picture(disturbed(pipe, num_own, num_late, arrival), num_own, arrival)
 
 
 def _remainders() -> str:
     """What a quota that is not a multiple of the stages costs, with virtual stages and without."""
     lines = ["| microbatches | " + " | ".join(map(str, range(1, 13))) + " |", "|---" * 13 + "|"]
-    for pipe in (Pipe(2), Pipe(2, 2), Pipe(4), Pipe(4, 2)):
+    for pipe in (Pipeline(2), Pipeline(2, 2), Pipeline(4), Pipeline(4, 2)):
         name = f"PP {pipe.num_stages}" + (f", {pipe.num_chunks} chunks" if pipe.num_chunks > 1 else "")
         ends = [undisturbed(pipe, num).end / 3 for num in range(1, 13)]
         lines.append(f"| {name} | " + " | ".join(f"{end:.3g}" for end in ends) + " |")
@@ -68,9 +69,9 @@ def _late_losses() -> str:
     fractions = [0.25, 0.5, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95]
     always = [(twentieth + 0.5) / 20 for twentieth in range(20)]
     lines = ["| dealt at | " + " | ".join(f"{fraction:.0%}" for fraction in fractions) + " | mean |", "|---" * 11 + "|"]
-    for pipe, own, late in ((Pipe(4), 8, 2), (Pipe(4), 32, 2)):
+    for pipe, own, late in ((Pipeline(4), 8, 2), (Pipeline(4), 32, 2)):
         end = undisturbed(pipe, own).end
-        models: tuple[tuple[str, Callable[[Pipe, int, int, float], Timeline]], ...] = (
+        models: tuple[tuple[str, Callable[[Pipeline, int, int, float], Timeline]], ...] = (
             ("as it is", disturbed), ("re-opened, at best", reopened),
         )  # fmt: skip
         for name, model in models:
@@ -84,11 +85,11 @@ def _late_losses() -> str:
 
 
 DRAWINGS: Mapping[str, Callable[[], str]] = {
-    "fault-free": lambda: picture(undisturbed(Pipe(4), 6), 6),
-    "in-schedule": lambda: _late(Pipe(4), 6, 2, 11.0),
-    "second-pass": lambda: _late(Pipe(4), 6, 2, 21.0),
-    "virtual": lambda: picture(undisturbed(Pipe(2, 2), 4), 4),
-    "virtual-in-schedule": lambda: _late(Pipe(2, 2), 4, 1, 5.0),
+    "fault-free": lambda: picture(undisturbed(Pipeline(4), 6), 6),
+    "in-schedule": lambda: _late(Pipeline(4), 6, 2, 11.0),
+    "second-pass": lambda: _late(Pipeline(4), 6, 2, 21.0),
+    "virtual": lambda: picture(undisturbed(Pipeline(2, 2), 4), 4),
+    "virtual-in-schedule": lambda: _late(Pipeline(2, 2), 4, 1, 5.0),
     "remainders": _remainders,
     "late-losses": _late_losses,
 }

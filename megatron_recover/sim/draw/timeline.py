@@ -12,20 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from megatron_recover.core.values import Compute, Plan, Work
+from megatron_recover.core.values import Compute, Pipeline, Plan, Work
 from megatron_recover.megatron.interleaved import InterleavedStage
 from megatron_recover.megatron.pipeline import Stage
 from megatron_recover.megatron.work_queue import Task, WorkQueue
 
 FORWARD, BACKWARD = 1.0, 2.0
 """Of a microbatch on a whole stage."""
-
-
-class Pipe(NamedTuple):
-    """The shape of a pipeline."""
-
-    num_stages: int
-    num_chunks: int = 1
 
 
 class Action(NamedTuple):
@@ -36,7 +29,7 @@ class Action(NamedTuple):
     microbatch: int
     is_backward: bool
 
-    def needs(self, pipe: Pipe) -> Action | None:
+    def needs(self, pipe: Pipeline) -> Action | None:
         """What must have ended before, on whichever stage; None for the first forward."""
         ahead = -1 if not self.is_backward else 1
         stage, chunk = self.stage + ahead, self.chunk
@@ -46,7 +39,7 @@ class Action(NamedTuple):
             return self._replace(stage=stage, chunk=chunk)
         return self._replace(is_backward=False) if self.is_backward else None
 
-    def seconds(self, pipe: Pipe) -> float:
+    def seconds(self, pipe: Pipeline) -> float:
         """How long it takes."""
         return (BACKWARD if self.is_backward else FORWARD) / pipe.num_chunks
 
@@ -54,7 +47,7 @@ class Action(NamedTuple):
 class Timeline(NamedTuple):
     """What every stage did when."""
 
-    pipe: Pipe
+    pipe: Pipeline
     starts: Mapping[Action, float]
     asked: float
     """When the first stage asked for the end of the (first) pass: what is known before is still taken in."""
@@ -67,14 +60,14 @@ class Timeline(NamedTuple):
         return max(start + operation.seconds(self.pipe) for operation, start in self.starts.items())
 
 
-def undisturbed(pipe: Pipe, num: int) -> Timeline:
+def undisturbed(pipe: Pipeline, num: int) -> Timeline:
     """A pass over so many microbatches that are all known when it begins."""
     operations, asked = _sequences(pipe, num)
     starts = _timed(pipe, operations)
     return Timeline(pipe, starts, starts[asked])
 
 
-def disturbed(pipe: Pipe, num: int, num_late: int, arrival: float) -> Timeline:
+def disturbed(pipe: Pipeline, num: int, num_late: int, arrival: float) -> Timeline:
     """`num_late` further microbatches are dealt to the replica at the time `arrival`.
 
     In the pass that runs if its end has not been asked for by then, else in one of their own.
@@ -92,7 +85,7 @@ def disturbed(pipe: Pipe, num: int, num_late: int, arrival: float) -> Timeline:
     return Timeline(pipe, _timed(pipe, both, earliest), alone.asked)
 
 
-def reopened(pipe: Pipe, num: int, num_late: int, arrival: float) -> Timeline:
+def reopened(pipe: Pipeline, num: int, num_late: int, arrival: float) -> Timeline:
     """What the best re-opening of a pass would come to: not built, see docs/schedule.md.
 
     Every stage does what is ready, backwards first, within the number of microbatches that 1F1B has in flight, as if all
@@ -150,7 +143,7 @@ class _Upstream:
 
     forward_only = False
 
-    def __init__(self, pipe: Pipe, stage: int, operations: list[Action]) -> None:
+    def __init__(self, pipe: Pipeline, stage: int, operations: list[Action]) -> None:
         self._stage, self._operations, self.num_chunks = stage, operations, pipe.num_chunks
         self.config = SimpleNamespace(
             num_microbatches_with_partial_activation_checkpoints=None, deallocate_pipeline_outputs=False,
@@ -185,7 +178,7 @@ class _Link:
         return lambda *_, overlap_p2p_comm=False, **__: (None, {}) if overlap_p2p_comm else None
 
 
-def _sequences(pipe: Pipe, num: int, num_late: int = 0) -> tuple[list[list[Action]], Action]:
+def _sequences(pipe: Pipeline, num: int, num_late: int = 0) -> tuple[list[list[Action]], Action]:
     """The operations of every stage in their order, and the one before which the first stage asks for the end."""
     found: list[list[Action]] = []
     asked = 0
@@ -205,7 +198,7 @@ def _plan(generation: int, microbatches: Iterable[int]) -> Plan:
 
 
 def _timed(
-    pipe: Pipe, sequences: Sequence[Sequence[Action]], earliest: Mapping[Action, float] | None = None
+    pipe: Pipeline, sequences: Sequence[Sequence[Action]], earliest: Mapping[Action, float] | None = None
 ) -> dict[Action, float]:
     """When each operation starts: after the one before it on its stage, after what it needs, and not before `earliest`."""
     starts: dict[Action, float] = {}

@@ -166,6 +166,7 @@ class RandomJob(TimedJob):
         """Replicas that a fault has hit."""
         self.saves: set[tuple[ReplicaId, int]] = set()
         self.num_raised = 0
+        self.exit_asked = False
         self.last_fault_s = 0.0
         self._last: dict[object, float] = {}
         """When the last message of a FIFO link arrives."""
@@ -309,6 +310,7 @@ def _save(job: RandomJob) -> None:
 def _ask_exit(job: RandomJob) -> None:
     """The launcher is told to end the job."""
     job.note("the job is asked to exit")
+    job.exit_asked = True
     job.coordinator.feed(coordinator.ExitAsked("SIGTERM"))
 
 
@@ -345,9 +347,8 @@ def _ill_ended(job: RandomJob) -> str | None:
     if code == ExitCode.OK:
         behind = [number for number in members if committed.get(number, 0) < job.table.steps]
         return f"INV-9: the job is over, and replicas {behind} have not committed all steps" if behind else None
-    asked = any("exit" in fault for fault in job.faults)
     allowed = {
-        ExitCode.INTERRUPTED: asked,
+        ExitCode.INTERRUPTED: job.exit_asked,
         ExitCode.TOO_FEW_REPLICAS: len(members) < job.coordinator.state.policy.min_replicas,
         ExitCode.NO_REPLICA_LEFT: len(job.hit) == job.table.replicas,
         ExitCode.DIVERGED: bool(job.counts.drifted),

@@ -355,7 +355,11 @@ class TimedJob:
         return self._status_bytes[key]
 
     def watch(self, one: TimedReplica) -> None:
-        """INV-8: after the stall timeout without a change in what a leader waits for, it is told so."""
+        """INV-8: when what a leader waits for has not changed for the stall timeout, it is told so.
+
+        Between one timeout after the last change and two: it is looked at once a timeout, since asking at every message would
+        cost the square of the replicas.
+        """
         waiting = (one.state.phase, one.state.generation, one.state.step)
         if self._waits.get(one.number) != waiting:
             self._waits[one.number] = waiting
