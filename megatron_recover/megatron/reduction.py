@@ -141,7 +141,6 @@ class Reduction:
         """Buckets that have been passed by the backward that is being watched."""
         self._collecting_into: Sequence[BucketId] | None = None
         self._redirected = contextlib.ExitStack()
-        self._generation = 0
         """Of the plan that is being reduced."""
         self.first_generation = 0
         """Of the step's first order here, set when it has come: what is planned in a later one is planned again."""
@@ -241,7 +240,6 @@ class Reduction:
         `wait_for(bucket)` returns when the last backward has passed it. Raises RuntimeError for a gradient that is not finite,
         if Megatron was told to check, before anyone gets a part of it.
         """
-        self._generation = plan.generation
         if self._faults is not None:
             self._faults.at(FaultPoint.BEFORE_REDUCE, step=self._step)
         slots = {slot.id: slot for slot in sorted(self._slots, key=lambda slot: slot.order)}
@@ -276,7 +274,7 @@ class Reduction:
         since = time.perf_counter()
         transport.sum_into(
             [source, provenance], [slot.result, slot.provenance], tag=self._tag(slot.id, 0),
-            deadline_s=self._config.stall_timeout_s, probe=self._probe(slot.id),
+            deadline_s=self._config.stall_timeout_s, probe=self._probe(slot.id, generation),
         )  # fmt: skip
         self._complete(slot, generation, time.perf_counter() - since)
         return transport
@@ -368,11 +366,11 @@ class Reduction:
         """Unique in a transport's life: a generation may last many steps, and has one sum and one transfer a bucket in each."""
         return (self._step * 2 + kind) * (self.ledger_bucket + 1) + bucket
 
-    def _probe(self, bucket: BucketId) -> Probe | None:
+    def _probe(self, bucket: BucketId, generation: int) -> Probe | None:
         faults = self._faults
         if faults is None:
             return None
-        point = FaultPoint.REDUCE if self._generation == self.first_generation else FaultPoint.SECOND_REDUCE
+        point = FaultPoint.REDUCE if generation == self.first_generation else FaultPoint.SECOND_REDUCE
 
         def probe(instant: str) -> None:
             if instant == "middle":

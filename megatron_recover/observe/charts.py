@@ -101,11 +101,11 @@ class Chart:
 Points = Sequence[tuple[float, float]]
 
 
-def thinned(points: Points, limit: int = MAX_POINTS) -> Points:
-    """At most about `limit` of the points: of each stretch the lowest and the highest, in their order."""
-    if len(points) <= limit:
+def thinned(points: Points) -> Points:
+    """At most about `MAX_POINTS` of the points: of each stretch the lowest and the highest, in their order."""
+    if len(points) <= MAX_POINTS:
         return points
-    size = math.ceil(2 * len(points) / limit)
+    size = math.ceil(2 * len(points) / MAX_POINTS)
     kept: list[tuple[float, float]] = []
     for start in range(0, len(points), size):
         stretch = points[start : start + size]

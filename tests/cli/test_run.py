@@ -18,7 +18,7 @@ from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 from megatron_recover.megatron.arguments import recover_flags
-from megatron_recover.observe import summary
+from megatron_recover.observe.history import History
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_ctrl_c_while_the_plot_is_made_changes_nothing(
         raise KeyboardInterrupt
 
     ends(monkeypatch, ExitCode.OK)
-    monkeypatch.setattr(summary, "write", interrupted)
+    monkeypatch.setattr(History, "read", interrupted)
     assert run.main(COMMAND) == ExitCode.OK
     assert f"interrupted while the plot was made; `{command_line('report', str(job.run_dir))}`" in capsys.readouterr().err
 
@@ -132,7 +132,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_only_the_plot_to_be_made(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     ends(monkeypatch, ExitCode.OK)
-    monkeypatch.setattr(summary, "write", full)
+    monkeypatch.setattr(History, "read", full)
     assert run.main(COMMAND) == ExitCode.OK
     error = capsys.readouterr().err
     assert "No space left on device while the plot was made" in error and f"report {job.run_dir}` makes it" in error

@@ -357,7 +357,7 @@ def _ill_ended(job: RandomJob) -> str | None:
     }
     if not allowed.get(ExitCode(code or 0), False):
         return f"INV-9: the job ended with exit code {code}: {job.account.reason}"
-    ends = {committed.get(number, 0) for number in members if job.replicas[number].leads}
+    ends = {committed.get(number, 0) for number in members if job.replicas[number].leader_alive}
     if code in (ExitCode.INTERRUPTED, ExitCode.TOO_FEW_REPLICAS) and len(ends) > 1:
         return f"INV-2: the members end after different steps: {sorted(ends)}"
     return None

@@ -139,13 +139,13 @@ class TimedReplica(Actor):
         self.ranks = [TimedRank(job, self, position) for position in range(job.table.ranks)]
 
     @property
-    def leads(self) -> bool:
+    def leader_alive(self) -> bool:
         """Whether its leader is alive."""
         return self.ranks[0].alive
 
     def receive(self, message: replica.Input) -> None:
         """A message of another leader or of the coordinator."""
-        if self.leads:
+        if self.leader_alive:
             self.occupied()
             self.feed(message)
 
@@ -158,7 +158,7 @@ class TimedReplica(Actor):
 
     def feed(self, message: replica.Input) -> None:
         """One input of the machine, and its effects."""
-        if not self.leads:
+        if not self.leader_alive:
             return
         job = self.job
         self.state, effects = replica.step(self.state, message)
@@ -298,11 +298,11 @@ class TimedJob:
             self._works = {step: Work(f"train {step}", self.table.microbatches, tuple(range(len(self.shape.bucket_ranks))))}
         return self._works[step]
 
-    # --- messages ---
-
     def saving_s(self, rank: TimedRank) -> float:
         """How long a rank saves a checkpoint before its next step."""
         return 0.0
+
+    # --- messages ---
 
     def send(self, source: Actor, destination: TimedReplica | TimedCoordinator, departs: float, message: Any) -> None:
         """Between leaders, or a leader and the coordinator."""
@@ -367,7 +367,7 @@ class TimedJob:
                 self.clock.after(self.stall_timeout_s, self._stalled, one, waiting, replica.waiting_for(one.state))
 
     def _stalled(self, one: TimedReplica, waiting: tuple[object, ...], missing: tuple[ReplicaId, ...]) -> None:
-        if not one.leads or self._waits.get(one.number) != waiting:
+        if not one.leader_alive or self._waits.get(one.number) != waiting:
             return
         now = replica.waiting_for(one.state)
         if now and now == missing:
@@ -498,5 +498,5 @@ class TimedJob:
         """The coordinator ends the job."""
         self.account.exit_code, self.account.reason = exit_code, reason
         for one in self.replicas:
-            if one.leads:
+            if one.leader_alive:
                 self.clock.after(self.timing.latency_s(), one.receive, Stop(exit_code, reason))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recover.sim.timed.models import PolicyName, Scenario
-from megatron_recover.sim.timed.policies import Outcome, best_checkpoint_restart
+from megatron_recover.sim.timed.policies import HOUR_S, Outcome, best_checkpoint_restart
 
 RESULT_FILE = "result.json"
 STEPS_FILE = "throughput.csv"
@@ -40,7 +40,7 @@ def summary(scenario: Scenario, outcomes: Mapping[PolicyName, Outcome]) -> dict[
 def _policy(scenario: Scenario, outcome: Outcome) -> dict[str, Any]:
     found: dict[str, Any] = {
         "steps": outcome.steps, "microbatches": outcome.microbatches, "seconds": outcome.seconds,
-        "gpu_hours": outcome.gpu_seconds / 3600, "losses": outcome.losses, "replicas_end": outcome.replicas_end,
+        "gpu_hours": outcome.gpu_seconds / HOUR_S, "losses": outcome.losses, "replicas_end": outcome.replicas_end,
         "goodput_of_ideal": outcome.goodput_of_ideal, "microbatches_per_gpu_hour": outcome.microbatches_per_gpu_hour,
     }  # fmt: skip
     if scenario.tokens_per_microbatch is not None:
@@ -66,7 +66,7 @@ def lines(found: Mapping[str, Any]) -> Iterable[str]:
     yield f"{'policy':<26}{'steps':>7}{'losses':>8}{'hours':>9}{'goodput of ideal':>18}{'microbatches per GPU-hour':>27}"
     for policy, each in found["policies"].items():
         yield (
-            f"{policy:<26}{each['steps']:>7}{each['losses']:>8}{each['seconds'] / 3600:>9.2f}"
+            f"{policy:<26}{each['steps']:>7}{each['losses']:>8}{each['seconds'] / HOUR_S:>9.2f}"
             f"{each['goodput_of_ideal']:>18.4f}{each['microbatches_per_gpu_hour']:>27.1f}"
         )
     for key, value in found.items():
@@ -86,7 +86,7 @@ def throughput(outcomes: Mapping[PolicyName, Outcome]) -> Iterable[tuple[str, fl
     """(policy, GPU-hours spent, microbatches committed) after every step."""
     for policy, outcome in outcomes.items():
         for spent, done in outcome.curve:
-            yield policy, round(spent / 3600, 4), done
+            yield policy, round(spent / HOUR_S, 4), done
 
 
 def comparison(simulated_s: Sequence[float], real_s: Sequence[float]) -> dict[str, Any]:
