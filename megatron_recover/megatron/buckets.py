@@ -6,7 +6,7 @@ Note [Columns]
     Upstream's distributed optimizer cuts each of its buckets into one shard a lane. Seen as a matrix with one row a lane, a
     bucket of ours is a range of columns, so what a lane holds of it after the reduction over lanes lies inside the lane's
     optimizer shard. With one lane a column range is simply a slice. The plain optimizer uses the same geometry and gathers the
-    rows of all lanes after the commit. Buckets cut parameters in two where it happens; `Region.only_into` copes with that.
+    rows of all lanes after the commit. Buckets cut parameters in two where it happens; `Redirection` copes with that.
 
 Note [Local gradient]
     `Region.local` is upstream's own buffer: backward accumulates into it and nothing else writes it until the step is committed
@@ -16,9 +16,8 @@ Note [Local gradient]
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -106,28 +105,42 @@ class Region:
             if any(max(part.start, start) < min(part.stop, stop) for part in parts)
         ]
 
-    @contextlib.contextmanager
-    def only_into(self, into: Sequence[BucketId]) -> Iterator[None]:
-        """Inside, backward adds to the local gradient of the buckets `into` only; one small dump takes the rest."""
-        dump = self.local.new_empty(max(stop - start for start, stop in self.params.values()))
-        kept = [part for bucket in self.buckets if bucket.id in into for part in bucket.slices()]
-        redirected = []
-        try:
-            for param, (start, stop) in self.params.items():
-                overlaps = [slice(max(part.start, start) - start, min(part.stop, stop) - start) for part in kept]
-                overlaps = [part for part in overlaps if part.start < part.stop]
-                if sum(part.stop - part.start for part in overlaps) == stop - start:
-                    continue
-                target = torch.zeros_like(param.main_grad) if overlaps else dump[: stop - start].view(param.main_grad.shape)
-                redirected.append((param, param.main_grad, overlaps))
-                param.main_grad = target
-            yield
-            for param, main_grad, overlaps in redirected:
-                for part in overlaps:
-                    main_grad.view(-1)[part] += param.main_grad.view(-1)[part]
-        finally:
-            for param, main_grad, _ in redirected:
-                param.main_grad = main_grad
+
+class Redirection:
+    """Where a region's gradient goes while it is collected for some of its buckets only.
+
+    Between `begin` and `end` backward adds to the local gradient of the buckets `into`; one small dump takes the rest. It may
+    begin and end any number of times, and every time parameters get the same targets: a fused weight gradient goes where
+    `main_grad` pointed in its *forward*, and its backward makes that `main_grad` again (upstream's
+    `core/tensor_parallel/layers.py`). With several microbatches in flight that forward can lie before another redirection.
+    """
+
+    def __init__(self, region: Region, into: Sequence[BucketId]) -> None:
+        dump = region.local.new_empty(max(stop - start for start, stop in region.params.values()))
+        kept = [part for bucket in region.buckets if bucket.id in into for part in bucket.slices()]
+        self._redirected: list[tuple[Any, Tensor, Tensor, list[slice]]] = []
+        """Parameter, its own main gradient, the target instead, and the parts of it that count."""
+        for param, (start, stop) in region.params.items():
+            overlaps = [slice(max(part.start, start) - start, min(part.stop, stop) - start) for part in kept]
+            overlaps = [part for part in overlaps if part.start < part.stop]
+            if sum(part.stop - part.start for part in overlaps) == stop - start:
+                continue
+            target = torch.zeros_like(param.main_grad) if overlaps else dump[: stop - start].view(param.main_grad.shape)
+            self._redirected.append((param, param.main_grad, target, overlaps))
+
+    def begin(self) -> None:
+        """From now on."""
+        for param, _, target, _ in self._redirected:
+            param.main_grad = target
+
+    def end(self) -> None:
+        """Until now: what has come for the buckets goes into the local gradient."""
+        for param, main_grad, target, overlaps in self._redirected:
+            param.main_grad = main_grad
+            for part in overlaps:
+                main_grad.view(-1)[part] += target.view(-1)[part]
+            if overlaps:
+                target.zero_()
 
 
 class BackwardWatch:

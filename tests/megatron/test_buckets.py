@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from megatron_recover.megatron.buckets import Region
+from megatron_recover.megatron.buckets import Redirection, Region
+from megatron_recover.megatron.reduction import Reduction
 
 
 class Parameter(SimpleNamespace):
@@ -30,24 +33,56 @@ def region() -> Region:
     return made
 
 
-def backward(of: Region) -> None:
-    for param in of.params:
-        param.main_grad += 1
+def begin(cut: Region, *into: int) -> Redirection:
+    redirection = Redirection(cut, into)
+    redirection.begin()
+    return redirection
+
+
+def forward(cut: Region) -> list[tuple[Any, Tensor]]:
+    """What a fused weight gradient keeps of it: where the gradient goes."""
+    return [(param, param.main_grad) for param in cut.params]
+
+
+def backward(bound: list[tuple[Any, Tensor]], gradient: float = 1) -> None:
+    for param, main_grad in bound:
+        param.main_grad = main_grad
+        param.main_grad += gradient
 
 
 def test_gradient_goes_only_into_the_buckets_that_miss_it() -> None:
     cut = region()
-    with cut.only_into((1,)):
-        backward(cut)
+    redirection = begin(cut, 1)
+    backward(forward(cut))
+    redirection.end()
     assert cut.local.tolist() == [0] * 6 + [1] * 6
-    backward(cut)
+    backward(forward(cut))
     assert cut.local.tolist() == [1] * 6 + [2] * 6
 
 
-def test_a_pass_that_raises_leaves_megatrons_gradients_where_they_were() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_microbatches_in_flight_go_into_different_buckets(fused: bool) -> None:
+    """The first stage of two (PP 2): two that miss bucket 1 only, and then one that misses both.
+
+    Each forward and backward stands in the redirection of its own microbatch; a fused one adds where its forward bound it.
+    """
     cut = region()
-    before = [param.main_grad for param in cut.params]
-    with pytest.raises(RuntimeError, match="NaN"), cut.only_into((1,)):
-        backward(cut)
-        raise RuntimeError("NaN")
-    assert all(param.main_grad is each for param, each in zip(cut.params, before, strict=True))
+    reduction = Reduction.__new__(Reduction)
+    reduction.regions, reduction._collecting_into, reduction._accumulators, reduction._redirections = [cut], None, {}, {}
+
+    def forwards(*into: int) -> list[tuple[Any, Tensor]]:
+        reduction.collect_into(into)
+        return forward(cut)
+
+    def backwards(bound: list[tuple[Any, Tensor]], gradient: float, *into: int) -> None:
+        reduction.collect_into(into)
+        backward(bound if fused else forward(cut), gradient)
+
+    first, second = forwards(1), forwards(1)
+    backwards(first, 1, 1)
+    third = forwards(0, 1)
+    backwards(second, 10, 1)
+    backwards(third, 100, 0, 1)
+    reduction.collect_into(None)
+    assert cut.local.tolist() == [100] * 6 + [111] * 6
+    assert [param.main_grad.data_ptr() for param in cut.params] == [cut.local[start:].data_ptr() for start in (0, 4, 8)]

@@ -7,6 +7,7 @@ the optimizer gets. A defect is planted by replacing one method; what runs then 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -61,9 +62,9 @@ def deaths_in_the_overlapped_reduction() -> Iterator[tuple[Strike, Strike]]:
 @pytest.mark.timeout(300)
 def test_a_second_death_when_buckets_are_decided_in_part(threads: Threads) -> None:
     num_second = num_partly = 0
-    for first, second in deaths_in_the_overlapped_reduction():
+    for number, (first, second) in enumerate(deaths_in_the_overlapped_reduction()):
         print(first, second)
-        found = run(threads, first, second).check()
+        found = run(threads, first, second, fused=bool(number % 2)).check()
         assert first.struck
         num_second += second.struck
         redone = [
@@ -136,4 +137,27 @@ def test_gradient_that_goes_into_a_decided_bucket_is_seen(threads: Threads, monk
     monkeypatch.setattr(work_queue, "_tasks", into_all)
     assert is_seen(
         lambda first=first, second=second: run(threads, first, second) for first, second in deaths_in_the_overlapped_reduction()
+    )
+
+
+def test_a_fused_backward_that_adds_where_the_wrong_plan_collects_is_seen(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It adds where the forward has found the main gradient: a target that is set before the backward comes too late."""
+    collect_into, begins, here = Reduction.collect_into, Microbatches.forward_begins, threading.local()
+
+    def collect(self: Reduction, into: tuple[int, ...] | None) -> None:
+        if not getattr(here, "is_forward", False):
+            collect_into(self, into)
+
+    def forward_begins(self: Microbatches, task: Any, chunk: int) -> None:
+        here.is_forward = True
+        begins(self, task, chunk)
+        here.is_forward = False
+
+    monkeypatch.setattr(Reduction, "collect_into", collect)
+    monkeypatch.setattr(Microbatches, "forward_begins", forward_begins)
+    assert is_seen(
+        lambda first=first, second=second: run(threads, first, second, fused=True)
+        for first, second in deaths_in_the_overlapped_reduction()
     )

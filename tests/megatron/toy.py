@@ -50,8 +50,9 @@ class Samples:
 class Stage(MegatronModule):
     """A pipeline stage that adds its coded sum to what the stage before it gave."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, fused: bool = False) -> None:
         super().__init__(config)
+        self.fused = fused
         self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(size)) for size in SIZES)
         self.model_type = ModelType.encoder_or_decoder
         self.received: Tensor | None = None
@@ -60,8 +61,30 @@ class Stage(MegatronModule):
         self.received = received[0]
 
     def forward(self, code: Tensor) -> Tensor:
-        value = sum((weight * names(weight.numel()) * code).sum() for weight in self.weights)
+        product = Fused.apply if self.fused else torch.dot
+        value = sum(product(weight, names(weight.numel()) * code) for weight in self.weights)
         return value.reshape(1) if self.received is None else value.reshape(1) + self.received
+
+
+class Fused(torch.autograd.Function):
+    """A product that adds to the main gradient by itself, as upstream's does with `--gradient-accumulation-fusion` on a GPU.
+
+    To the one that its forward has found, which its backward makes the main gradient again
+    (`core/tensor_parallel/layers.py`, `LinearWithGradAccumulationAndAsyncCommunication`).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any, factor: Tensor) -> Tensor:
+        ctx.weight, ctx.factor, ctx.main_grad = weight, factor, weight.main_grad
+        return torch.dot(weight, factor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        weight = ctx.weight
+        weight.main_grad = ctx.main_grad
+        weight.main_grad.add_(gradient * ctx.factor)
+        weight.grad_added_to_main_grad = True
+        return torch.zeros_like(weight), None
 
 
 def names(size: int) -> Tensor:
@@ -133,7 +156,7 @@ class Trainer:
     def __init__(
         self, job: Job, threads: Threads, member: LoopbackMember, faults: FaultInjector, config: RecoverConfig, *,
         num_microbatches: int, num_chunks: int = 1, noisy: bool = False, broken: int | None = None, overlap: bool = False,
-        log: Any = None, **model_fields: Any,
+        fused: bool = False, log: Any = None, **model_fields: Any,
     ) -> None:  # fmt: skip
         self.num_microbatches, self.noisy, self.broken = num_microbatches, noisy, broken
         num_stages = job.num_ranks
@@ -145,7 +168,7 @@ class Trainer:
         self.config = model_config(num_stages, **model_fields)
         self.config.finalize_model_grads_func = self._finalize if num_stages > 1 else finalize_model_grads
         self.chunks = [
-            wrap(Stage(self.config), check_for_nan_in_grad=broken is not None, overlap_grad_reduce=overlap)
+            wrap(Stage(self.config, fused), check_for_nan_in_grad=broken is not None, overlap_grad_reduce=overlap)
             for _ in range(num_chunks)
         ]
         self.cursor = MicrobatchCursor()
