@@ -308,13 +308,13 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a demo that is told to end takes its runs with it
     try:
         reference, faulty = demo.run()
+        report.write(demo.faulty, demo.reference)
     except KeyboardInterrupt:
         print(f"megatron-recover demo: interrupted; what it has got to is in {folder}", file=sys.stderr)
         return ExitCode.INTERRUPTED
     except (RuntimeError, OSError, TraceError) as error:
         print(f"megatron-recover demo: {error}", file=sys.stderr)
         return ExitCode.FAILED
-    report.write(demo.faulty, demo.reference)
     found, seconds = claims(reference, faulty), time.monotonic() - began
     demo.tell(_verdict(folder, found, reference, faulty, seconds))
     if arguments.json:

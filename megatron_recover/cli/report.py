@@ -40,12 +40,10 @@ def main(argv: list[str]) -> int:
     except TraceError as error:
         parser.error(f"cannot read the trace: {error}")
     except OSError as error:
-        missing, against = Path(error.filename), arguments.against
-        if isinstance(error, FileNotFoundError) and against is not None and missing in (against, against / EVENTS_FILE):
-            parser.error(f"--against: {no_trace(missing)}")
-        parser.error(
-            f"{error.filename} cannot be read or written ({error.strerror}); make room for it, or write elsewhere by --out"
-        )
+        place, against = Path(error.filename or arguments.run_dir), arguments.against  # a failed read has no name
+        if isinstance(error, FileNotFoundError) and against is not None and place in (against, against / EVENTS_FILE):
+            parser.error(f"--against: {no_trace(place)}")
+        parser.error(f"{place} cannot be read or written ({error.strerror}); make room for it, or write elsewhere by --out")
     for line in cuts:
         print(f"line {line} of the trace was cut short: its writer was killed in mid-write; the page says so", file=sys.stderr)
     print(f"wrote {', '.join(map(str, files[:-1]))} and {files[-1]}")

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from megatron_recover import trace
+from megatron_recover.observe.files import replacing
 from megatron_recover.observe.goodput import Goodput
 from megatron_recover.observe.history import History, is_training
 from megatron_recover.observe.summary import faults
@@ -33,7 +34,7 @@ def write(history: History, timeline: Timeline, place: Path) -> bool:
     spans = [*timeline.computing.values(), *timeline.reducing.values()]
     is_whole = sum(map(len, spans)) <= MAX_SPANS
     encode = msgspec.json.Encoder().encode
-    with open(place, "wb") as file:
+    with replacing(place) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         for number, event in enumerate(events(history, timeline, is_whole=is_whole)):
             file.write((b",\n" if number else b"") + encode(event))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_recover import trace
+from megatron_recover.observe.files import replacing
 from megatron_recover.observe.history import History, is_training, iteration_of
 from megatron_recover.observe.summary import faults
 
@@ -87,7 +88,8 @@ def draw(folder: Path, history: History, reference: History | None = None) -> Pa
         below.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.suptitle(_title(history), fontsize=10, x=0.01, ha="left")
         place = folder / PLOT_FILE
-        figure.savefig(place, metadata={"Date": None})
+        with replacing(place) as file:
+            figure.savefig(file, format="svg", metadata={"Date": None})
         pyplot.close(figure)
     return place
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_recover.observe import page, perfetto, plot, summary
 from megatron_recover.observe.check import check
+from megatron_recover.observe.files import replacing
 from megatron_recover.observe.history import Line
 from megatron_recover.observe.timeline import Timeline
 
@@ -17,7 +18,7 @@ def write(run_dir: Path, against: Path | None = None, place: Path | None = None)
     lies there may be another run's. Returns the files, and the lines of the trace that were cut short.
 
     `against`: compare with this reference run, and draw its loss too. Raises FileNotFoundError or `trace.TraceError` where
-    there is no readable trace, and OSError where a file cannot be written.
+    there is no readable trace, and OSError, with its name, where a file cannot be written; what stood there stays.
     """
     verdict = check(run_dir, against)
     history = verdict.history
@@ -26,7 +27,8 @@ def write(run_dir: Path, against: Path | None = None, place: Path | None = None)
     is_whole = perfetto.write(history, timeline, beside)
     page_file = place or run_dir / page.PAGE_FILE
     text = page.render(verdict, timeline, is_whole=is_whole, perfetto_file=beside.name)
-    page_file.write_text(text, encoding="utf-8")
+    with replacing(page_file) as file:
+        file.write(text.encode())
     if place is not None:
         return (page_file, beside), cuts
     return (page_file, beside, summary.save(run_dir, verdict.summary), plot.draw(run_dir, history, verdict.reference)), cuts

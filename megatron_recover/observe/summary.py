@@ -14,6 +14,7 @@ import msgspec
 from megatron_recover import trace
 from megatron_recover.faults import STANDS_STILL
 from megatron_recover.observe.compare import Comparison
+from megatron_recover.observe.files import replacing
 from megatron_recover.observe.goodput import Goodput
 from megatron_recover.observe.history import History, is_training
 from megatron_recover.observe.work import Work
@@ -260,5 +261,6 @@ def _bit_identical(history: History) -> bool | None:
 def save(folder: Path, summary: Summary) -> Path:
     """Write `summary.json`; returns its path."""
     place = folder / SUMMARY_FILE
-    place.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    with replacing(place) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     return place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from megatron_recover import cli, trace
 from megatron_recover.core.values import ExitCode
+from megatron_recover.observe import report
 from tests.observe import traces
 
 
@@ -177,6 +179,23 @@ def test_report_says_that_the_trace_was_cut_and_writes_nothing_but_what_it_was_a
     assert (tmp_path / "summary.json").read_text() == "another run's"
     assert sorted(path.name for path in run_dir.iterdir()) == ["events.jsonl"]
     assert "page.perfetto.json" in place.read_text()
+
+
+def test_report_on_a_full_disk_says_so_and_leaves_what_was_there(tmp_path: Path) -> None:
+    run_dir = traces.write(tmp_path / "run", traces.faulty_run().events)
+    report.write(run_dir)
+    (tmp_path / "elsewhere").mkdir()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    for flags, first in (([], run_dir / "perfetto.json"), (["--out", "page.html"], "page.perfetto.json")):
+        # A write past the limit fails as one on a full disk does: with an error that knows no file name.
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_recover", "report", str(run_dir), *flags], cwd=tmp_path / "elsewhere",
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)), capture_output=True, text=True,
+            timeout=60,
+        )  # fmt: skip
+        remedy = "cannot be read or written (File too large); make room for it, or write elsewhere by --out"
+        assert (done.returncode, done.stderr) == (ExitCode.BAD_INPUT, f"megatron-recover report: {first} {remedy}\n")
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
 
 
 def test_report_writes_its_files_and_names_them(tmp_path: Path) -> None:

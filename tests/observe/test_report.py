@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,6 +18,7 @@ from megatron_recover import trace
 from megatron_recover.observe import plot, report, summary
 from megatron_recover.observe.check import check, describe
 from megatron_recover.observe.compare import compare
+from megatron_recover.observe.files import replacing
 from megatron_recover.observe.history import History
 from megatron_recover.observe.work import Work
 from tests.observe import traces
@@ -240,6 +243,21 @@ def test_the_plot_shows_both_curves_and_every_fault(tmp_path: Path) -> None:
     assert [text for text in texts if text not in svg] == []
     again = plot.draw(tmp_path, History.read(run_dir), History.read(reference)).read_text()
     assert again == svg, "the same trace gives the same file"
+
+
+def test_a_file_that_is_made_again_takes_the_place_of_the_old_one_when_it_is_whole(tmp_path: Path) -> None:
+    run_dir = traces.write(tmp_path / "run", traces.faulty_run().events)
+    old, (files, _) = tmp_path / "old", report.write(run_dir)
+    old.mkdir()
+    for path in files:
+        os.link(path, old / path.name)
+    assert report.write(run_dir) == (files, ())
+    assert [path.name for path in files if path.samefile(old / path.name)] == [], "written over"
+    assert sorted(path.name for path in run_dir.iterdir()) == sorted([trace.EVENTS_FILE, *(path.name for path in files)])
+    with pytest.raises(OSError, match="No space left on device: '.*summary.json'"), replacing(files[2]) as file:
+        file.write(b"the half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert files[2].read_bytes() == (old / files[2].name).read_bytes() and len(list(run_dir.iterdir())) == 5
 
 
 def test_the_plot_of_a_run_without_any_step_is_empty_but_there(tmp_path: Path) -> None:

@@ -1,0 +1,27 @@
+"""Files that are whole or not there: what a reader, or a full disk, finds under their names is never the half of one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def replacing(place: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the name `place` when all of it is written; else what stands there stays as it is.
+
+    It is written beside its name. Raises OSError with `place` as its file name where it cannot be: one from a write has none.
+    """
+    partial = place.with_name(f".{place.name}.{os.getpid()}")
+    try:
+        with open(partial, "wb") as file:
+            yield file
+        os.replace(partial, place)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(place)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
