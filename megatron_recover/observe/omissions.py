@@ -148,7 +148,7 @@ def adopted_from_a_member(history: History) -> Findings:
             yield line, f"{what}, of which no member had said that it committed that step"
 
 
-# --- INV-5, INV-8 --------------------------------------------------------------------------------------------------------
+# --- INV-5, INV-6, INV-8 -------------------------------------------------------------------------------------------------
 
 
 def promised(history: History) -> Findings:
@@ -164,6 +164,28 @@ def promised(history: History) -> Findings:
                     what = f"replica {event.replica} acts in generation {event.generation} without"
                     yield line, f"{what} {'a status' if kind is trace.Status else 'having entered it'}"
                     had.add(key)  # once is enough
+
+
+def what_was_lost_is_fenced(history: History) -> Findings:
+    """Every rank of a replica that left the roster by a loss is confirmed dead by the end of the run."""
+    started = history.first(trace.RunStarted)
+    if started is None or history.first(trace.RunFinished) is None:
+        return
+    dead = {(event.replica, rank) for _, event in history.of(trace.Fenced) for rank in event.ranks}
+    for replica, (line, _) in history.lost_at.items():
+        if alive := [rank for rank in range(started.layout.num_ranks) if (replica, rank) not in dead]:
+            yield line, f"replica {replica} was lost, and its ranks {alive} were never fenced"
+
+
+def members_have_joined(history: History) -> Findings:
+    """Only a replica that was ready becomes a member."""
+    joined: set[int] = set()
+    for line, event in history.events:
+        if isinstance(event, trace.Joined):
+            joined.add(event.replica)
+        elif isinstance(event, trace.Generation) and (strange := sorted(set(event.roster) - joined)):
+            yield line, f"generation {event.generation} has members {strange} that never joined"
+            joined.update(strange)  # once is enough
 
 
 def honest_end(history: History) -> Findings:

@@ -275,6 +275,7 @@ def _commits_decided(line: Line, commit: trace.Committed, decided: dict[int, int
 def fencing(history: History) -> Findings:
     """INV-5: nothing stamped with an older generation, and nothing of a replica outside the roster, changes any state."""
     yield from omissions.promised(history)
+    yield from omissions.what_was_lost_is_fenced(history)
     entered: dict[int, int] = {}
     fenced: dict[tuple[int, int], Line] = {}
     for line, event in history.events:
@@ -319,6 +320,7 @@ def _backed_status(history: History, line: Line, status: trace.Status) -> Findin
 
 def single_history(history: History) -> Findings:
     """INV-6: one roster a generation, generations and checkpoints only go forward, a lost replica never returns."""
+    yield from omissions.members_have_joined(history)
     newest: trace.Generation | None = None
     lost: set[int] = set()
     entered: dict[int, int] = {}

@@ -443,6 +443,26 @@ def a_pass_takes_in_what_was_not_dealt(events: Events) -> int:
     return _edit(events, trace.Extended, to={"microbatches": (0,)})
 
 
+def a_lost_replica_is_never_fenced(events: Events) -> int:
+    _without(events, trace.Fenced, replica=2)
+    return _find(events, trace.Generation, generation=2)
+
+
+def a_rank_of_a_lost_replica_is_never_fenced(events: Events) -> int:
+    _edit(events, trace.Fenced, to={"ranks": (0,)}, replica=0)
+    return _find(events, trace.Generation, generation=3)
+
+
+def a_member_has_never_joined(events: Events) -> int:
+    _without(events, trace.Joined, replica=1)
+    return _find(events, trace.Generation, generation=1)
+
+
+def a_generation_computes_without_a_plan(events: Events) -> int:
+    _without(events, trace.Plan, generation=2, step=1)
+    return _find(events, trace.MicrobatchStarted, generation=2, step=1)
+
+
 def survivors_learn_different_paces(events: Events) -> int:
     return _edit(events, trace.Committed, to={"paces": ((0, 7), (1, 7))}, step=1, replica=1)
 
@@ -514,6 +534,10 @@ BREAKAGES: list[tuple[str, Callable[[Events], int]]] = [
     ("INV-2", quotas_leave_a_microbatch_out),
     ("INV-2", a_replica_computes_more_than_its_quota),
     ("INV-2", survivors_learn_different_paces),
+    ("INV-5", a_lost_replica_is_never_fenced),
+    ("INV-5", a_rank_of_a_lost_replica_is_never_fenced),
+    ("INV-6", a_member_has_never_joined),
+    ("INV-1", a_generation_computes_without_a_plan),
     ("INV-2", replicas_plan_different_reductions),
     ("INV-1", a_plan_deals_what_a_survivor_holds),
     ("INV-1", a_recovery_deals_less_than_is_missing),
