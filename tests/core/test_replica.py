@@ -148,6 +148,15 @@ def test_a_pace_rides_in_the_vote_of_a_training_step() -> None:
     assert said.record.paces == ((0, 200),), "the last that is known, where a pass is measured too late"
 
 
+def test_who_has_computed_nothing_of_a_step_votes_no_pace() -> None:
+    """The last that is known would be believed for ever: others may have left it without work because of it."""
+    for number, paces in ((0, ((0, 200),)), (1, ())):
+        state = replace(working(number, (0, 1), work=Work("train 0", 1, (0,))), pace_ns=200)
+        _, effects = lead(state, holds())
+        (said,) = [effect.message for effect in effects if isinstance(effect, ToPeers)]
+        assert said.record.paces == paces
+
+
 def test_a_decided_bucket_is_fetched_and_nothing_is_computed() -> None:
     state = working()
     _, effects = lead(state, NewGeneration(2, (0, 1)), Promised(0, 2), status(1, contributions=((1,),), complete=(complete(),)))

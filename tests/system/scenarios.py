@@ -37,6 +37,7 @@ IN_A_STEP = (
     *IN_A_PASS, FaultPoint.BEFORE_REDUCE, FaultPoint.REDUCE, FaultPoint.BEFORE_VOTE, FaultPoint.IN_VOTE, FaultPoint.AFTER_VOTE,
     FaultPoint.OPTIMIZER,
 )  # fmt: skip
+BEFORE_RESULTS = (*IN_A_PASS, FaultPoint.BEFORE_REDUCE, FaultPoint.REDUCE)
 IN_A_RECOVERY = (FaultPoint.PROMISE, FaultPoint.STATUS, FaultPoint.RECOMPUTE, FaultPoint.SECOND_REDUCE)
 RAISING = frozenset({*IN_A_PASS, FaultPoint.BEFORE_REDUCE, FaultPoint.REDUCE, FaultPoint.OPTIMIZER, FaultPoint.RECOMPUTE})
 """Where user code, Megatron or a device could raise."""
@@ -136,10 +137,10 @@ class _Draw:
             self.strike(point, step, **({"occurrence": occurrence} if point in IN_A_PASS else {}))
 
     def chain(self, step: int) -> None:
-        """One fails, another in the recovery from that."""
+        """One fails, another in the recovery from that; late in a step nothing is computed or summed again in it."""
         self.single(step)
         if self.victims:
-            self.strike(self.dice.choice(IN_A_RECOVERY), step)
+            self.strike(self.dice.choice(IN_A_RECOVERY if self.faults[-1].point in BEFORE_RESULTS else IN_A_RECOVERY[:2]), step)
 
     def in_flight(self, step: int) -> None:
         """One fails so early that the running passes take in what it had; one of those that do fails then."""
@@ -166,7 +167,9 @@ def scenario(seed: int) -> Scenario:
         return _special(draw)
     step = draw.dice.randrange(2)
     while draw.victims and step < STEPS:
-        happens: Callable[[int], None] = draw.dice.choice((draw.single, draw.together, draw.chain, draw.in_flight))
+        # Faults in a recovery are what is hardest to get right, and what few of them reach.
+        often = (draw.single, draw.together, draw.chain, draw.chain, draw.chain, draw.in_flight)
+        happens: Callable[[int], None] = draw.dice.choice(often)
         happens(step)
         step += draw.dice.randint(1, 2)  # where a replica lags behind, the next one strikes inside the recovery from this one
     if draw.dice.random() < 0.15:
