@@ -1,6 +1,6 @@
 """A simulated scenario on real processes: the command that runs it, and how long its steps took.
 
-A small GPT stands for the model; each of its forwards is stretched to the scenario's wall time by
+A small GPT stands for the model; each of its forwards and backwards is stretched to the scenario's wall time by
 `scripts/paced_pretrain.py`, so that the number of cores decides little. What is dealt, summed, voted and recovered is real.
 """
 
@@ -46,6 +46,7 @@ def flags(scenario: Scenario, data: Path) -> list[str]:
         f" --pipeline-model-parallel-size {job.stages} --tokenizer-type NullTokenizer --vocab-size 257 --split 80,20,0"
         f" --data-path {data} --log-interval 1 --eval-interval 1000000 --eval-iters 1 --recover-bucket-elements 8000"
         f" --paced-forward-s {scenario.compute.microbatch_s * scenario.compute.forward_share}"
+        f" --paced-backward-s {scenario.compute.microbatch_s * (1 - scenario.compute.forward_share)}"
     )
     return [str(PACED), *text.split()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from argparse import Namespace
@@ -11,10 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from megatron_recover.cluster import chaos
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import FaultPoint
 from megatron_recover.megatron.arguments import REFUSALS, cpu_refusals, flag_of
+from megatron_recover.sim.timed import models
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -53,6 +56,38 @@ def test_every_exit_code_is_explained() -> None:
 def test_every_fault_point_is_listed_and_no_other() -> None:
     rows = re.findall(r"^\| (`.+?) \|", _text("docs/chaos.md").split("## Fault points")[1], re.MULTILINE)
     assert re.findall(r"`(\w+)`", " ".join(rows)) == [point.value for point in FaultPoint]
+
+
+def test_the_chaos_files_that_are_shown_are_accepted() -> None:
+    files = re.findall(r"^```toml\n(.+?)^```", _text("docs/chaos.md"), re.MULTILINE | re.DOTALL)
+    target = chaos.Target(num_replicas=3, num_ranks=1, num_microbatches=9, num_steps=10)
+    assert [len(chaos.parse(file, target)) for file in files] == [2, 1]
+
+
+def test_every_key_of_a_scenario_is_listed_with_its_default() -> None:
+    section = _text("docs/simulation.md").split("## Keys of a scenario")[1].split("\n## ")[0]
+    table, listed = "", {}
+    for key, default in re.findall(r"^\| \**`(\S+)`\** \|(.*?)\|", section, re.MULTILINE):
+        table = key[1:-1] if key.startswith("[") else table
+        listed[table, "" if key.startswith("[") else key] = default.strip(" `")
+    tables = {
+        "job": models.JobTable, "compute": models.ComputeTable, "network": models.NetworkTable,
+        "failures": models.FailuresTable, "checkpoint": models.CheckpointTable, "drop": models.DropTable,
+    }  # fmt: skip
+    known = {}
+    for field in msgspec.structs.fields(models.Scenario):
+        if field.name in tables:
+            known[field.name, ""] = "none" if field.default is None else ""
+            known |= {(field.name, each.name): _default(each) for each in msgspec.structs.fields(tables[field.name])}
+        elif field.name != "fault":
+            known["", field.name] = _default(field)
+    assert listed == known
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.default is None or field.default is msgspec.NODEFAULT:
+        return "none" if field.default is None else ""
+    return f"{field.default:.4g}" if isinstance(field.default, float | int) else json.dumps(field.default)
 
 
 def test_every_package_that_is_imported_is_declared_and_explained() -> None:
