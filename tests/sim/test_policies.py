@@ -87,6 +87,27 @@ def test_losses_by_rate_come_as_often_as_they_should() -> None:
     assert hits == pytest.approx(0.01 * 32 * 2 / 3600 * 10.0 * 100_000, rel=0.1)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_how_long_a_job_takes_to_begin_is_known_before(ranks: int) -> None:
+    network = {"latency_s": 0.5, "local_latency_s": 0.25, "message_s": 0.125, "bytes_per_s": 10.0}
+    job = {"ranks": ranks, "stages": 1}
+    what = scenario(network=network, job=job)
+    entering_s = sum(Timing(what.job, what.compute, what.network).entering_s(4).values())
+    recover(scenario(network=network, job=job, failures={"follow_timeout_s": 1.001 * entering_s}))
+    with pytest.raises(ValueError, match="no fault struck replica 3, but it did not enter generation 1"):
+        recover(scenario(network=network, job=job, failures={"follow_timeout_s": 0.999 * entering_s}))
+
+
+def test_a_network_slower_than_the_timeouts_is_told_and_no_endless_run() -> None:
+    with pytest.raises(ValueError, match="100 generations in a row came without a step: .* stall_timeout_s = 0.5"):
+        recover(scenario(network={"latency_s": 1.0}, failures={"stall_timeout_s": 0.5}))
+
+
+def test_a_death_that_is_detected_late_is_no_mistake() -> None:
+    """The survivors ask for a generation; the dead replica does not enter it."""
+    assert recover(scenario(failures=EVERY_THIRD | {"detect_s": 50.0})).losses == 1
+
+
 @pytest.mark.parametrize("policy", ["shrink", "drop-step"])
 def test_who_shrinks_or_drops_pays_for_regrouping(policy: str) -> None:
     def seconds(regroup_s: float) -> float:

@@ -56,7 +56,7 @@ ONE_FAULT = GOOD.replace("every_steps = 2\n", "").replace(', "checkpoint-restart
         ("replicas = 4", "replicas = 4\nseed = -1", "line 5: seed: Expected `int` >= 0"),
         ("microbatch_s = 1.0", "microbatch_s = -1.0", "line 11: microbatch_s: Expected `float` > 0.0"),
         ("microbatch_s = 1.0", "microbatch_s = nan", "line 11: microbatch_s"),
-        ("bytes_per_s = 1e9", "bytes_per_s = inf", "line 14: bytes_per_s is inf; it must be a finite number"),
+        ("bytes_per_s = 1e9", "bytes_per_s = inf", "line 14: bytes_per_s: Expected `float` <= 1e+18"),
         ("every_steps = 2", "per_gpu_hour = -1e-5", "line 18: per_gpu_hour: Expected `float` > 0.0"),
         ("every_steps = 2", "every_steps = 2\nper_gpu_hour = 1e-5", "line 19: every_steps and per_gpu_hour are both given"),
         ("until_replicas = 2", "until_replicas = 5", "line 19: until_replicas is 5; it must be at most replicas, which is 4"),
@@ -73,6 +73,16 @@ ONE_FAULT = GOOD.replace("every_steps = 2\n", "").replace(', "checkpoint-restart
         ('"recover", ', '"checkpoint-restart", ', "line 1: policies has one twice"),
         ('["recover", "checkpoint-restart"]', "[]", "line 1: policies: Expected `array` of length >= 1"),
         ("replicas = 4", "replicas = = 4", "not a TOML file"),
+        ("microbatch_s = 1.0", "microbatch_s = 1e300", "line 11: microbatch_s: Expected `float` <= 1000000000.0"),
+        ("gradient_bytes = 1e9", "gradient_bytes = 1e308", "line 15: gradient_bytes: Expected `float` <= 1e+18"),
+        (
+            "gradient_bytes = 1e9",
+            "gradient_bytes = 1e9\nlatency_s = 50",
+            "line 16: latency_s is 50: with 4 replicas it takes 100 s to begin at all, and follow_timeout_s of [failures] is",
+        ),
+        ("gradient_bytes = 1e9", "gradient_bytes = 1e9\nmessage_s = 30", "line 16: message_s is 30: with 4 replicas it takes"),
+        ("bytes_per_s = 1e9", "bytes_per_s = 5", "line 14: bytes_per_s is 5: with 4 replicas it takes 12.8 s to begin at all"),
+        ("every_steps = 2", "every_steps = 2\nfollow_timeout_s = 1e-5", "and follow_timeout_s of [failures] is 1e-05; look at"),
     ],
 )
 def test_a_wrong_scenario_is_refused_with_key_and_line(before: str, after: str, message: str) -> None:

@@ -20,8 +20,11 @@ LEDGER_COLUMNS = 64
 """Of `megatron/ledger.py`, whose import needs torch; a test compares them."""
 
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
-Seconds = Annotated[float, Meta(ge=0)]
-Amount = Annotated[float, Meta(gt=0)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Duration = Annotated[float, Meta(gt=0, le=1e9)]
+"""Seconds of what takes time at all: at most 30 years, so that sums over a whole job stay finite."""
+Bytes = Annotated[float, Meta(ge=1, le=1e18)]
+Amount = Annotated[float, Meta(gt=0, le=1e9)]
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,7 +51,7 @@ class JobTable(Table, frozen=True, kw_only=True):
 class ComputeTable(Table, frozen=True, kw_only=True):
     """`[compute]`: the time of what a replica does alone."""
 
-    microbatch_s: Amount
+    microbatch_s: Duration
     """Forward and backward of one microbatch on one stage."""
     forward_share: Annotated[float, Meta(gt=0, lt=1)] = 1 / 3
     """Of that the forward's part; a backward costs about two forwards."""
@@ -65,9 +68,9 @@ class NetworkTable(Table, frozen=True, kw_only=True):
     """Of a message inside a replica."""
     message_s: Seconds = 20e-6
     """CPU time of a control thread per message that it sends or receives."""
-    bytes_per_s: Amount
+    bytes_per_s: Bytes
     """Of one rank, while a reduction runs, and of a control message that is long."""
-    gradient_bytes: Amount
+    gradient_bytes: Bytes
     """Of one rank: what it reduces in a step."""
 
 
@@ -85,9 +88,9 @@ class FailuresTable(Table, frozen=True, kw_only=True):
     detect_s: Seconds = 0.05
     """From the death of a process to the coordinator's knowing it."""
     grace_s: Seconds = 0.2
-    follow_timeout_s: Amount = 10.0
-    stall_timeout_s: Amount = 120.0
-    save_timeout_s: Amount = 1800.0
+    follow_timeout_s: Duration = 10.0
+    stall_timeout_s: Duration = 120.0
+    save_timeout_s: Duration = 1800.0
     """These four as in a real run (`config.RecoverConfig`, `cluster/launcher.py`)."""
 
 
@@ -175,6 +178,17 @@ class Timing:
     def transfer_s(self, bucket: BucketId) -> float:
         """A decided bucket goes to a member that lacks it."""
         return self.bucket_bytes(bucket) / self.network.bytes_per_s + self.network.latency_s
+
+    def entering_s(self, num_members: int) -> dict[str, float]:
+        """From a generation's announcement to the coordinator's hearing that the last member has entered it: what each key of
+        `[network]` has in it. The coordinator sends one announcement after the other, each with the roster."""
+        network = self.network
+        return {
+            "latency_s": 2 * network.latency_s,
+            "local_latency_s": min(self.job.ranks, 2) * network.local_latency_s,  # rank 0 is the leader
+            "message_s": (num_members + 2) * network.message_s,
+            "bytes_per_s": 4.0 * num_members**2 / network.bytes_per_s,
+        }
 
     def reduction_s(self, num_members: int) -> float:
         """All buckets of a stage, after the last backward. The last stage has the ledger too, and begins while others drain."""

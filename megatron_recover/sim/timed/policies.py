@@ -29,6 +29,8 @@ from megatron_recover.sim.timed.job import TimedJob, TimedReplica
 from megatron_recover.sim.timed.models import FailuresTable, PolicyName, Scenario, Timing
 
 HOUR_S = 3600.0
+MAX_FRUITLESS = 100
+"""Generations without a loss and without a committed step. The coordinator removes no replica where all wait for each other."""
 
 
 @dataclass
@@ -212,6 +214,21 @@ class RecoverJob(TimedJob):
     def announced(self, new: NewGeneration) -> None:
         super().announced(new)
         self._disturbed = True
+        if self.coordinator.state.fruitless > MAX_FRUITLESS:
+            raise self._too_slow(f"{MAX_FRUITLESS} generations in a row came without a step")
+
+    def fence(self, number: ReplicaId) -> None:
+        super().fence(number)
+        if number not in self._deaths:  # replicas do nothing wrong here but die: this one was only slower than a timeout
+            detail = next(loss.detail for loss in self.coordinator.state.losses if loss.replica == number)
+            raise self._too_slow(f"no fault struck replica {number}, but it {detail}")
+
+    def _too_slow(self, what: str) -> ValueError:
+        return ValueError(
+            f"{what}: [network] (latency_s, local_latency_s, message_s, bytes_per_s) is too slow for [failures] "
+            f"(follow_timeout_s = {self.failures.follow_timeout_s:g}, stall_timeout_s = {self.failures.stall_timeout_s:g}); "
+            "look at the units"
+        )
 
     def planned(self, one: TimedReplica, plan: Plan) -> None:
         super().planned(one, plan)
@@ -268,7 +285,7 @@ def timers_of(failures: FailuresTable) -> dict[str, float]:
 
 
 def run_recover(scenario: Scenario) -> RecoverJob:
-    """A job that has run. Raises RuntimeError when it does not end, or not well, and ValueError as `simulate`."""
+    """A job that has run. Raises as `simulate`."""
     job = RecoverJob(scenario)
     account = job.run()
 
@@ -431,7 +448,7 @@ _POLICIES: Mapping[PolicyName, Callable[[Scenario], Outcome]] = MappingProxyType
 def simulate(scenario: Scenario) -> dict[PolicyName, Outcome]:
     """All policies of a scenario.
 
-    Raises RuntimeError when the simulated job of `recover` does not end well, and ValueError with one line for each of the
-    scenario's faults that never struck although the job ended.
+    Raises ValueError when the simulated job of `recover` is too slow for its own timeouts, when a fault of the scenario takes
+    its last replica, and with one line for each that never struck although the job ended.
     """
     return {policy: _POLICIES[policy](scenario) for policy in scenario.policies}

@@ -15,7 +15,7 @@ import msgspec
 from megatron_recover import toml_file
 from megatron_recover.faults import Fault, FaultKind, FaultPoint, never_passed
 from megatron_recover.flags import did_you_mean
-from megatron_recover.sim.timed.models import Scenario, Table
+from megatron_recover.sim.timed.models import Scenario, Table, Timing
 
 SIMULATED = (
     FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.RECOMPUTE, FaultPoint.BEFORE_REDUCE, FaultPoint.REDUCE,
@@ -117,6 +117,15 @@ def _contradictions(scenario: Scenario) -> Iterator[tuple[Place, str]]:
     rate = "every_steps" if failures.every_steps is not None else "per_gpu_hour" if failures.per_gpu_hour is not None else ""
     if rate and scenario.fault:
         yield ("failures", 0, rate), f"{rate} and [[fault]] are both given; leave one out"
+    parts = Timing(job, scenario.compute, scenario.network).entering_s(job.replicas)
+    entering_s = sum(parts.values())
+    if "recover" in scenario.policies and entering_s >= failures.follow_timeout_s:
+        slowest = max(parts, key=lambda key: parts[key])
+        yield (
+            ("network", 0, slowest),
+            f"{slowest} is {getattr(scenario.network, slowest):g}: with {job.replicas} replicas it takes {entering_s:.3g} s to "
+            f"begin at all, and follow_timeout_s of [failures] is {failures.follow_timeout_s:g}; look at the units of both",
+        )
     needed = {
         "checkpoint-restart": "checkpoint",
         "checkpoint-restart-equal": "checkpoint",
