@@ -48,7 +48,8 @@ def test_rates_are_swept_into_a_table_and_a_plot(tmp_path: Path, capsys: pytest.
     restarted = [float(row["goodput_of_ideal"]) for row in rows if row["policy"] == "checkpoint-restart"]
     assert restarted[0] > restarted[-1], "losses cost a restart more the oftener they come"
     assert "<svg" in (tmp_path / PLOT_FILE).read_text()
-    assert len(capsys.readouterr().out.splitlines()) == len(rows) + 1
+    head, *told, wrote = capsys.readouterr().out.splitlines()
+    assert head.split(maxsplit=1)[1] == " | ".join(HEAD) and len(told) == len(rows) and wrote.startswith("wrote ")
 
 
 def test_sizes_keep_the_share_of_a_replica(tmp_path: Path) -> None:
@@ -56,6 +57,14 @@ def test_sizes_keep_the_share_of_a_replica(tmp_path: Path) -> None:
     scenario.write_text(SCENARIO)
     found = list(sweep.points(sweep.scenario_file.load(scenario), "sizes", 1, (32, 320)))
     assert [(row[3], row[4]) for row in found] == [(n, p) for n in (32, 320) for p in ("recover", "checkpoint-restart")]
+
+
+def test_a_scenario_that_is_too_slow_for_its_timeouts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario = tmp_path / "small.toml"
+    scenario.write_text(SCENARIO.replace("[failures]", "message_s = 0.1\n\n[failures]"))
+    with pytest.raises(SystemExit) as ended:
+        sweep.main([str(scenario), "--out", str(tmp_path), "--only", "sizes", "--losses", "1", "--max-gpus", "2048"])
+    assert ended.value.code == 2 and f"{scenario}: " in capsys.readouterr().err, "with 512 replicas, not 8"
 
 
 def test_a_wrong_argument_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 """How goodput goes with the rate of failures, and with the size of a job: CSV, and a plot of both.
 
-    python -m megatron_recover.sim.timed.sweep scenarios/large.toml --out DIR [--only rates|sizes] [--losses 8]
+    python -m megatron_recover.sim.timed.sweep scenarios/large.toml --out DIR [--only rates|sizes] [--losses N]
 
 Decides only which scenarios are simulated. Every point runs as long as `--losses` losses are expected to take. Jobs of other
 sizes have as many microbatches for each replica.
@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("scenario", type=Path, help="a scenario with all policies, e.g. scenarios/large.toml")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"where {CSV_FILE} and {PLOT_FILE} go")
     parser.add_argument("--only", choices=("rates", "sizes"), help="one of the two sweeps")
-    parser.add_argument("--losses", type=float, default=8, help="expected at each point (default: 8)")
+    parser.add_argument("--losses", type=float, default=4, help="expected at each point (default: 4)")
     parser.add_argument("--max-gpus", type=int, default=GPUS[-1], help=f"the largest size (default: {GPUS[-1]})")
     options = parser.parse_args(arguments)
     if not options.losses > 0:
@@ -121,10 +121,14 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--out {options.out}: cannot be made ({error.strerror}); give another folder")
     found: list[Point] = []
     began = time.monotonic()
-    for row in points(base, options.only, options.losses, [number for number in GPUS if number <= options.max_gpus]):
-        found.append(row)
-        print(f"{time.monotonic() - began:6.0f} s  {' | '.join(map(str, row))}", flush=True)
-        result.write_csv(options.out / CSV_FILE, HEAD, found)
+    print(f"{'after':>8}  {' | '.join(HEAD)}", flush=True)
+    try:
+        for row in points(base, options.only, options.losses, [number for number in GPUS if number <= options.max_gpus]):
+            found.append(row)
+            print(f"{time.monotonic() - began:6.0f} s  {' | '.join(map(str, row))}", flush=True)
+            result.write_csv(options.out / CSV_FILE, HEAD, found)
+    except ValueError as error:
+        parser.error(f"{options.scenario}: {error}")
     draw(options.out / PLOT_FILE, found)
     print(f"wrote {options.out / CSV_FILE} and {options.out / PLOT_FILE}")
     return 0
