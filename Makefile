@@ -24,7 +24,7 @@ lint: setup      ## ruff (rules and format), mypy --strict on the pure parts, th
 	@.venv/bin/lint-imports --no-cache
 
 explore: setup   ## explore more than 10^7 states of the protocol, JOBS scenarios at a time (long)
-	@echo "Exploring the larger scenarios; each prints a line when it is done (about ten minutes on two cores) ..."
+	@echo "Exploring the larger scenarios (about ten minutes on two cores) ..."
 	@$(PY) -m megatron_recover.sim.explore.explorer --config full --jobs $(or $(JOBS),2)
 
 fuzz: setup      ## SEEDS random jobs on a virtual clock from SEED on, each judged (default 10000 from 1)

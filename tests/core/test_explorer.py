@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -93,13 +94,16 @@ def test_the_exit_code_is_0_where_nothing_breaks(capsys: pytest.CaptureFixture[s
     assert "no invariant broken in 7795 states" in capsys.readouterr().out
 
 
-def test_scenarios_explored_side_by_side_are_told_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
-    alone = explorer.main(["--only", "a tree of 4 replicas,"]), re.sub(r"[\d.]+ s$", "", capsys.readouterr().out, flags=re.M)
-    beside = (
-        explorer.main(["--only", "a tree of 4 replicas,", "--jobs", "2"]),
-        re.sub(r"[\d.]+ s$", "", capsys.readouterr().out, flags=re.M),
-    )
-    assert alone == beside and alone[1].count("states") == 4
+def test_scenarios_explored_side_by_side_are_told_as_they_begin_and_end(capsys: pytest.CaptureFixture[str]) -> None:
+    told = []
+    for jobs in (1, 2):
+        assert explorer.main(["--only", "a tree of 4 replicas,", "--jobs", str(jobs)]) == 0
+        told.append(re.sub(r"[\d.]+ s$", "", capsys.readouterr().out, flags=re.M).splitlines())
+        num_running = [line.startswith("exploring: ") - (" transitions, " in line) for line in told[-1]]
+        assert max(itertools.accumulate(num_running)) == jobs and num_running[:jobs] == [1] * jobs and sum(num_running) == 0
+    alone, beside = told
+    assert sorted(alone) == sorted(beside) and alone[-1] == beside[-1]
+    assert [line for line in alone if line in beside[:2]] == beside[:2], "in their order"
 
 
 def test_the_number_of_jobs_is_checked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -152,6 +152,21 @@ def test_a_failing_seed_prints_the_line_that_fails_again(
     assert fuzz.main(line.removeprefix(fuzz.COMMAND).split()) == 1
     assert line in capsys.readouterr().out
     assert "failed" in said.splitlines()[-1]
+
+
+def test_ctrl_c_is_answered_with_the_totals_so_far_and_the_rest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def some(seeds: Sequence[int], jobs: int) -> Iterator[Verdict]:
+        yield from verdicts(seeds[:3])
+        yield replace(fuzz.fuzz(seeds[3]), problem="INV-9: planted")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fuzz, "verdicts", some)
+    assert fuzz.main(["--seeds", "1000", "--seed", "7", "--jobs", "2"]) == 130
+    rest, sums, last = capsys.readouterr().out.splitlines()[-3:]
+    assert rest == f"interrupted; to go on: {fuzz.COMMAND} --seed 11 --seeds 996 --jobs 2"
+    assert sums.startswith("4 seeds, ") and last == "3 passed, 1 failed"
 
 
 def test_a_defect_of_any_kind_is_told_with_its_seed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,27 @@ def test_rates_are_swept_into_a_table_and_a_plot(tmp_path: Path, capsys: pytest.
     assert "<svg" in (tmp_path / PLOT_FILE).read_text()
     head, *told, wrote = capsys.readouterr().out.splitlines()
     assert head.split(maxsplit=1)[1] == " | ".join(HEAD) and len(told) == len(rows) and wrote.startswith("wrote ")
+
+
+def test_ctrl_c_leaves_a_table_and_a_plot_of_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scenario = tmp_path / "small.toml"
+    scenario.write_text(SCENARIO)
+    some = list(sweep.points(sweep.scenario_file.load(scenario), "sizes", 1, (32,)))
+    for found in ([], some):
+
+        def points(*arguments: object, found: list[sweep.Point] = found) -> Iterator[sweep.Point]:
+            yield from found
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(sweep, "points", points)
+        assert sweep.main([str(scenario), "--out", str(tmp_path)]) == 130
+        assert [(tmp_path / name).exists() for name in (CSV_FILE, PLOT_FILE)] == [bool(found)] * 2
+    _, first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "interrupted before the first point"
+    assert last == f"interrupted after 2 lines; wrote {tmp_path / CSV_FILE} and {tmp_path / PLOT_FILE}"
+    assert len((tmp_path / CSV_FILE).read_text().splitlines()) == 3
 
 
 def test_sizes_keep_the_share_of_a_replica(tmp_path: Path) -> None:

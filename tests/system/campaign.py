@@ -5,7 +5,7 @@
 Run k has seed SEED + k, which decides its job and its faults (`tests.system.scenarios`); `--faults 1 --seed S` repeats one. A
 run passes if it ends with code 0 before its deadline, has made all steps, `check` finds all invariants kept, and, where it is
 exact, its parameters are bit-identical to those of the failure-free run of a single replica. Prints one line a run and at the
-end `N passed, N failed`; exit code 1 if any failed.
+end `N passed, N failed`; exit code 1 if any failed, 130 after Ctrl-C, which ends the run that goes on.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from megatron_recover.cluster import chaos
+from megatron_recover.sim.workers import INTERRUPTED, ended_by_ctrl_c
 from megatron_recover.trace import Phase
 from tests.system.jobs import ROOT, Job, Outcome, check, run_job, text_data
 from tests.system.scenarios import STEPS, Scenario, scenario
@@ -175,6 +176,7 @@ def _seeds(first: int, rows: list[Row], num_faults: int) -> Iterator[int]:
         yield seed
 
 
+@ended_by_ctrl_c()
 def main() -> int:
     """Run the campaign; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.system.campaign", description="Real jobs with random faults.")
@@ -192,15 +194,20 @@ def main() -> int:
     rows: list[Row] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a campaign that is told to end takes its run with it
     print(COLUMNS, flush=True)
-    with tempfile.TemporaryDirectory(prefix="megatron-recover-campaign-") as name:
-        campaign = Campaign(pathlib.Path(name), keep)
-        for seed in _seeds(arguments.seed, rows, arguments.faults):
-            rows.append(campaign.attempt(seed))
-            print(rows[-1], flush=True)
-            if arguments.out:
-                arguments.out.write_text(document(rows, command))
+    is_interrupted = False
+    try:
+        with tempfile.TemporaryDirectory(prefix="megatron-recover-campaign-") as name:
+            campaign = Campaign(pathlib.Path(name), keep)
+            for seed in _seeds(arguments.seed, rows, arguments.faults):
+                rows.append(campaign.attempt(seed))
+                print(rows[-1], flush=True)
+                if arguments.out:
+                    arguments.out.write_text(document(rows, command))
+    except KeyboardInterrupt:
+        is_interrupted = True
+        print(f"interrupted in the run of seed {arguments.seed + len(rows)}")
     print(totals(rows))
-    return 0 if all(row.passed for row in rows) else 1
+    return INTERRUPTED if is_interrupted else int(not all(row.passed for row in rows))
 
 
 if __name__ == "__main__":

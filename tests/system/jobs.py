@@ -128,7 +128,12 @@ def _run(command: Sequence[str], deadline_s: float, line: str) -> tuple[int, str
     try:
         output, _ = process.communicate(timeout=deadline_s)
     except KeyboardInterrupt:
-        process.kill()  # which ends all its ranks
+        for number in (signal.SIGINT, signal.SIGTERM):  # told twice it kills its ranks, and none writes where all is removed
+            process.send_signal(number)
+        try:
+            process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
         raise
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from megatron_recover.cluster import chaos
 from megatron_recover.faults import FaultKind, FaultPoint
+from tests.system import campaign, jobs
 from tests.system.scenarios import MAX_PROCESSES, OVERLAP, PATIENT, PLAIN, STEPS, UNEVEN, scenario
 
 SEEDS = range(1, 201)
@@ -47,3 +56,52 @@ def test_everything_comes_up() -> None:
         OVERLAP, "--bf16", "--use-distributed-optimizer", "--calculate-per-token-loss",
         "--num-layers-per-virtual-pipeline-stage",
     }  # fmt: skip
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As started from a terminal; and what a campaign does about signals ends with it."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_is_answered_with_the_totals_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Some:
+        def __init__(self, folder: Path, keep: Path) -> None:
+            self.folder = folder
+
+        def attempt(self, seed: int) -> object:
+            if seed == 7:
+                folders.append(self.folder)
+                os.kill(os.getpid(), signal.SIGINT)
+            return SimpleNamespace(seed=seed, passed=seed != 6, num_struck=1)
+
+    folders: list[Path] = []
+    monkeypatch.setattr(campaign, "Campaign", Some)
+    monkeypatch.setattr(sys, "argv", ["campaign", "--seed", "5", "--keep", str(tmp_path)])
+    assert campaign.main() == 130
+    assert capsys.readouterr().out.splitlines()[-2:] == ["interrupted in the run of seed 7", "1 passed, 1 failed"]
+    assert not folders[0].exists()
+
+
+TOLD_TWICE = """\
+import os, pathlib, signal, sys
+both = {signal.SIGINT, signal.SIGTERM}
+signal.pthread_sigmask(signal.SIG_BLOCK, both)
+os.kill(os.getppid(), signal.SIGINT)
+assert {signal.sigwait(both), signal.sigwait(both)} == both
+pathlib.Path(sys.argv[1]).touch()
+"""
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_run_of_a_campaign_that_is_interrupted_is_told_twice_to_end_and_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        jobs._run([sys.executable, "-c", TOLD_TWICE, str(tmp_path / "told")], 60.0, "")
+    assert (tmp_path / "told").exists()

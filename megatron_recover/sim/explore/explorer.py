@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import multiprocessing
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megatron_recover.core import invariants
 from megatron_recover.core.values import ReplicaId, Value
@@ -24,6 +23,7 @@ from megatron_recover.sim.explore.network import World
 from megatron_recover.sim.explore.node import Stimulus
 from megatron_recover.sim.explore.scenario import CONFIGS, Scenario
 from megatron_recover.sim.explore.space import Space
+from megatron_recover.sim.workers import INTERRUPTED, ended_by_ctrl_c, workers
 
 
 class Found(Value, frozen=True):
@@ -104,18 +104,29 @@ def explored(scenario: Scenario) -> tuple[Exploration, float]:
         gc.enable()
 
 
-def explored_beside(scenarios: Sequence[Scenario], jobs: int) -> Iterator[tuple[Exploration, float]]:
-    """The explorations in their order, `jobs` at a time. A process explores one, so that its memory is free again."""
+def explored_beside(
+    scenarios: Sequence[Scenario], jobs: int, begins: Callable[[Scenario], None]
+) -> Iterator[tuple[Exploration, float]]:
+    """Each exploration when it has ended, `jobs` at a time; `begins` is told of it when it begins."""
+    waiting = iter(scenarios)
     if jobs == 1:
-        yield from map(explored, scenarios)
+        for scenario in waiting:
+            begins(scenario)
+            yield explored(scenario)
         return
-    # Not forked: whoever imports this may have threads, whose locks a forked child would wait for.
-    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
-        yield from pool.imap(explored, scenarios)
+    with workers(jobs, tasks_each=1) as pool:
+        ended = pool.imap_unordered(explored, scenarios)  # which begins them in their order
+        for scenario in itertools.islice(waiting, jobs):
+            begins(scenario)
+        for one in ended:
+            yield one
+            for scenario in itertools.islice(waiting, 1):
+                begins(scenario)
 
 
+@ended_by_ctrl_c()
 def main(arguments: list[str] | None = None) -> int:
-    """Explore the scenarios of a configuration; the exit code is 1 if one breaks an invariant."""
+    """Explore the scenarios of a configuration; the exit code is 1 if one breaks an invariant, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_recover.sim.explore.explorer", description=__doc__.split("\n\n")[0]
     )
@@ -126,20 +137,28 @@ def main(arguments: list[str] | None = None) -> int:
     if options.jobs < 1:
         parser.error(f"--jobs is {options.jobs}; it must be at least 1")
     scenarios = [scenario for scenario in CONFIGS[options.config] if options.only in scenario.name]
-    total = 0
-    for report, seconds in explored_beside(scenarios, options.jobs):
-        total += report.states
-        print(
-            f"{report.scenario.name}: {report.states} states, {report.transitions} transitions, {report.ends} ends, "
-            f"{seconds:.1f} s",
-            flush=True,
-        )
-        if report.found is not None:
-            print("\n".join(report.found.lines))
-            print(f"VIOLATED {report.found.detail}")
-            return 1
+    total = ended = 0
+    try:
+        for report, seconds in explored_beside(scenarios, options.jobs, _say_that_it_begins):
+            total, ended = total + report.states, ended + 1
+            print(
+                f"{report.scenario.name}: {report.states} states, {report.transitions} transitions, {report.ends} ends, "
+                f"{seconds:.1f} s",
+                flush=True,
+            )
+            if report.found is not None:
+                print("\n".join(report.found.lines))
+                print(f"VIOLATED {report.found.detail}")
+                return 1
+    except KeyboardInterrupt:
+        print(f"interrupted; no invariant broken in {total} states: {ended} of {len(scenarios)} scenarios are explored")
+        return INTERRUPTED
     print(f"no invariant broken in {total} states")
     return 0
+
+
+def _say_that_it_begins(scenario: Scenario) -> None:
+    print(f"exploring: {scenario.name}", flush=True)
 
 
 if __name__ == "__main__":

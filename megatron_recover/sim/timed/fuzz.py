@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
 import random
 import sys
 import time
@@ -32,6 +31,7 @@ from megatron_recover.sim.timed.job import Actor, TimedCoordinator, TimedJob, Ti
 from megatron_recover.sim.timed.memory import Counts
 from megatron_recover.sim.timed.models import ComputeTable, JobTable, NetworkTable, Timing
 from megatron_recover.sim.timed.rank import TimedRank
+from megatron_recover.sim.workers import INTERRUPTED, ended_by_ctrl_c, workers
 
 COMMAND = "python -m megatron_recover.sim.timed.fuzz"
 CALM_S = 2_000.0
@@ -373,17 +373,18 @@ def verdicts(seeds: Iterable[int], jobs: int = 1) -> Iterator[Verdict]:
     if jobs == 1:
         yield from map(fuzz, seeds)
         return
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+    with workers(jobs) as pool:
         yield from pool.imap(fuzz, seeds, chunksize=50)
 
 
-def replay_line(seed: int) -> str:
-    """The command that runs one seed again."""
-    return f"{COMMAND} --seed {seed} --seeds 1"
+def replay_line(seed: int, seeds: int = 1, jobs: int = 1) -> str:
+    """The command that runs one seed again, or so many from it on."""
+    return f"{COMMAND} --seed {seed} --seeds {seeds}" + (f" --jobs {jobs}" if jobs > 1 else "")
 
 
+@ended_by_ctrl_c()
 def main(arguments: list[str] | None = None) -> int:
-    """Run seeds; the exit code is 1 if one fails."""
+    """Run seeds; the exit code is 1 if one fails, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.split("\n\n")[0])
     parser.add_argument("--seeds", type=int, default=1000, help="how many (default: 1000)")
     parser.add_argument("--seed", type=int, default=1, help="the first (default: 1)")
@@ -394,21 +395,28 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
     codes: Counter[int] = Counter()
     failed = events = 0
-    for verdict in verdicts(range(options.seed, options.seed + options.seeds), options.jobs):
-        codes[verdict.exit_code] += 1
-        events += verdict.events
-        if verdict.problem is not None:
-            failed += 1
-            print(
-                "\n".join(["", *verdict.faults, f"seed {verdict.seed}: {verdict.problem}", replay_line(verdict.seed)]),
-                flush=True,
-            )
-        elif options.seeds == 1:
-            print("\n".join([*verdict.faults, f"seed {verdict.seed}: exit code {verdict.exit_code}"]))
+    is_interrupted = False
+    try:
+        for verdict in verdicts(range(options.seed, options.seed + options.seeds), options.jobs):
+            if verdict.problem is not None:
+                print(
+                    "\n".join(["", *verdict.faults, f"seed {verdict.seed}: {verdict.problem}", replay_line(verdict.seed)]),
+                    flush=True,
+                )
+            elif options.seeds == 1:
+                print("\n".join([*verdict.faults, f"seed {verdict.seed}: exit code {verdict.exit_code}"]))
+            codes[verdict.exit_code] += 1
+            events += verdict.events
+            failed += verdict.problem is not None
+    except KeyboardInterrupt:
+        is_interrupted = True
+    done = codes.total()
+    if is_interrupted:
+        print(f"interrupted; to go on: {replay_line(options.seed + done, options.seeds - done, options.jobs)}")
     ends = ", ".join(f"{code}: {count}" for code, count in sorted(codes.items()))
-    print(f"{options.seeds} seeds, {events} events, {time.monotonic() - began:.0f} s; exit codes {ends}")
-    print(f"{options.seeds - failed} passed, {failed} failed")
-    return 1 if failed else 0
+    print(f"{done} seeds, {events} events, {time.monotonic() - began:.0f} s; exit codes {ends or 'none'}")
+    print(f"{done - failed} passed, {failed} failed")
+    return INTERRUPTED if is_interrupted else 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import msgspec
 from megatron_recover.sim.timed import result, scenario_file
 from megatron_recover.sim.timed.models import Scenario, Timing
 from megatron_recover.sim.timed.policies import HOUR_S, Losses, simulate
+from megatron_recover.sim.workers import INTERRUPTED, ended_by_ctrl_c
 
 COMMAND = "python -m megatron_recover.sim.timed.sweep"
 RATES = (
@@ -98,8 +99,9 @@ def draw(path: Path, found: Sequence[Point]) -> None:
         pyplot.close(figure)
 
 
+@ended_by_ctrl_c()
 def main(arguments: list[str] | None = None) -> int:
-    """Run the sweep; exit code 2 for a wrong scenario."""
+    """Run the sweep; exit code 2 for a wrong scenario, 130 after Ctrl-C, which leaves table and plot of what there is."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.split("\n\n")[0])
     parser.add_argument("scenario", type=Path, help="a scenario with all policies, e.g. scenarios/large.toml")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"where {CSV_FILE} and {PLOT_FILE} go")
@@ -121,6 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--out {options.out}: cannot be made ({error.strerror}); give another folder")
     found: list[Point] = []
     began = time.monotonic()
+    is_interrupted = False
     print(f"{'after':>8}  {' | '.join(HEAD)}", flush=True)
     try:
         for row in points(base, options.only, options.losses, [number for number in GPUS if number <= options.max_gpus]):
@@ -129,9 +132,16 @@ def main(arguments: list[str] | None = None) -> int:
             result.write_csv(options.out / CSV_FILE, HEAD, found)
     except ValueError as error:
         parser.error(f"{options.scenario}: {error}")
+    except KeyboardInterrupt:
+        is_interrupted = True
+        if not found:
+            print("interrupted before the first point")
+            return INTERRUPTED
+        result.write_csv(options.out / CSV_FILE, HEAD, found)  # it may have been at it
     draw(options.out / PLOT_FILE, found)
-    print(f"wrote {options.out / CSV_FILE} and {options.out / PLOT_FILE}")
-    return 0
+    told = f"interrupted after {len(found)} lines; " if is_interrupted else ""
+    print(f"{told}wrote {options.out / CSV_FILE} and {options.out / PLOT_FILE}")
+    return INTERRUPTED if is_interrupted else 0
 
 
 if __name__ == "__main__":
