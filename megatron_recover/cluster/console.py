@@ -47,6 +47,8 @@ class Console:
         shown = sorted({0, job.num_ranks - 1})
         self._logs = {(replica, rank): Tail(job.log_of(replica, rank)) for replica in range(job.num_replicas) for rank in shown}
         self._roster: tuple[int, ...] = tuple(range(job.num_replicas))
+        self._begun = False
+        """Whether there has been a generation."""
         self._repairing = 0
         """Newest generation that lost a replica, until the step in which it happened is committed."""
         self._labels: dict[int, str] = {}
@@ -131,7 +133,9 @@ class Console:
         if exit_code not in (ExitCode.OK, ExitCode.INTERRUPTED):
             self._show_ends_of_logs()
         what = f"exit code {exit_code} ({ExitCode.words(exit_code)}): {reason}"
-        self._rich.print(Text(f"megatron-recover: {what}; everything is in {self._job.run_dir}"))
+        # Whose job is interrupted before it has begun finds its folder as it was.
+        kept = f"; everything is in {self._job.run_dir}" if self._begun or exit_code != ExitCode.INTERRUPTED else ""
+        self._rich.print(Text(f"megatron-recover: {what}{kept}"))
 
     def _show(self, line: str) -> None:
         self._train_log.write(line + "\n")
@@ -141,7 +145,7 @@ class Console:
     def _event(self, event: trace.AnyEvent) -> None:
         match event:
             case trace.Generation():
-                self._roster = event.roster
+                self._begun, self._roster = True, event.roster
                 self._repairing = event.generation if event.losses else 0
                 if event.request is not None:
                     return

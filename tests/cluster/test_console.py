@@ -19,7 +19,7 @@ def plan(label: str, quotas: tuple[int, ...]) -> trace.Plan:
     )  # fmt: skip
 
 
-def shown(tmp_path: Path, *events: trace.Event) -> tuple[str, str]:
+def shown(tmp_path: Path, *events: trace.Event, exit_code: ExitCode = ExitCode.OK) -> tuple[str, str]:
     """The live line and everything that was printed, after these events."""
     job = Job(
         argv=("script.py",), num_replicas=2, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(),
@@ -31,12 +31,19 @@ def shown(tmp_path: Path, *events: trace.Event) -> tuple[str, str]:
         for event in events:
             log.record(event)
     console.start()
-    console.finished(ExitCode.OK, "training finished")
+    console.finished(exit_code, "training finished")
     return console.live_line(), printed.getvalue()
 
 
 def test_at_the_start_nothing_is_claimed(tmp_path: Path) -> None:
     assert shown(tmp_path)[0] == "starting"
+
+
+def test_a_folder_that_is_gone_is_not_pointed_at(tmp_path: Path) -> None:
+    begun = trace.Generation(generation=1, roster=(0, 1), losses=(), reason="start")
+    for events, kept in (((), False), ((begun,), True)):
+        said = shown(tmp_path / str(kept), *events, exit_code=ExitCode.INTERRUPTED)[1]
+        assert ("everything is in" in said) is kept, said
 
 
 def test_quotas_are_those_of_training(tmp_path: Path) -> None:
