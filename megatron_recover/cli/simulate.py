@@ -4,17 +4,21 @@ with `--processes`, the same scenario for real, and tells how far the two are ap
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
-from megatron_recover import toml_file
+from megatron_recover import toml_file, trace
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.sim.timed import result, scenario_file
@@ -55,8 +59,10 @@ def main(argv: list[str]) -> int:
         parser.error(str(error))
     if arguments.processes is not None:
         return _on_processes(parser, arguments, scenario)
+    _make_folder(parser, arguments.out)
     try:
-        outcomes = simulate(scenario)
+        with _progress(scenario) as on_step:
+            outcomes = simulate(scenario, on_step)
     except ValueError as error:
         parser.error(_in_file(arguments.scenario, error))
     found = result.summary(scenario, outcomes)
@@ -72,10 +78,13 @@ def _on_processes(parser: Parser, arguments: argparse.Namespace, scenario: Scena
     refused = "\n".join(f"--processes: {arguments.scenario}: {line}" for line in rehearsal.refusals(scenario))
     if refused:
         parser.error(refused)
+    _make_folder(parser, arguments.out)
     try:
-        job = run_recover(scenario)
+        with _progress(scenario) as on_step:
+            job = run_recover(scenario, on_step)
     except ValueError as error:
         parser.error(_in_file(arguments.scenario, error))
+    print("megatron-recover simulate: simulated; now on real processes", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="megatron-recover-") as folder:
         text, faults = Path(folder) / "text", Path(folder) / chaos.CHAOS_FILE
         data.write_dataset(text, [Path(sysconfig.get_paths()["stdlib"]) / name for name in TEXT])
@@ -85,11 +94,35 @@ def _on_processes(parser: Parser, arguments: argparse.Namespace, scenario: Scena
             "--", *rehearsal.flags(scenario, text),
         ])  # fmt: skip
     if code != ExitCode.OK:
-        print(f"megatron-recover simulate: the run ended with exit code {code}; see {arguments.processes}", file=sys.stderr)
+        has_trace = (arguments.processes / trace.EVENTS_FILE).is_file()  # a run that came to nothing leaves nothing
+        where = f"; see {arguments.processes}" if has_trace else ""
+        print(f"megatron-recover simulate: the run ended with exit code {code}{where}", file=sys.stderr)
         return code
     found = result.comparison(job.step_seconds, [one.seconds for one in rehearsal.step_times(arguments.processes)])
     table = tuple(found["steps"][0]), (tuple(step.values()) for step in found["steps"])
     return _tell(parser, arguments, found, result.comparison_lines(found), table)
+
+
+def _make_folder(parser: Parser, folder: Path | None) -> None:
+    """The folder of `--out`, before there is anything to lose."""
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--out {folder}: cannot be made ({error.strerror}); give another folder")
+
+
+@contextlib.contextmanager
+def _progress(scenario: Scenario) -> Iterator[Callable[[int], None]]:
+    """What shows how many steps are simulated: a line of stderr that is rewritten, and gone in the end; only on a terminal."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        yield lambda count: None
+        return
+    with Live(Text("simulating"), console=console, refresh_per_second=4, transient=True) as live:
+        yield lambda count: live.update(
+            Text(f"recover: step {count} of {scenario.job.steps}", no_wrap=True, overflow="ellipsis")
+        )
 
 
 def _in_file(path: Path, error: ValueError) -> str:
@@ -111,12 +144,11 @@ def _tell(
 ) -> int:
     """Print it, and write it where that was asked for."""
     text = msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+    print(text if arguments.json else "\n".join(lines), flush=True)
     if arguments.out is not None:
         try:
-            arguments.out.mkdir(parents=True, exist_ok=True)
             (arguments.out / result.RESULT_FILE).write_text(text + "\n")
             result.write_csv(arguments.out / result.STEPS_FILE, *table)
         except OSError as error:
             parser.error(f"--out {arguments.out}: cannot be written ({error.strerror}); give another folder")
-    print(text if arguments.json else "\n".join(lines))
     return ExitCode.OK

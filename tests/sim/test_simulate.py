@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_recover.cli import main
+from megatron_recover import trace
+from megatron_recover.cli import data, main, run, simulate
+from megatron_recover.core.values import ExitCode
+from megatron_recover.sim.timed import result
 
 SCENARIO = """\
 policies = ["recover", "drop-step", "checkpoint-restart", "checkpoint-restart-equal"]
@@ -47,6 +52,17 @@ regroup_s = 1
 def scenario(tmp_path: Path) -> Path:
     path = tmp_path / "small.toml"
     path.write_text(SCENARIO)
+    return path
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Small enough for real processes."""
+    path = tmp_path / "small.toml"
+    path.write_text(
+        "[job]\nreplicas = 2\nranks = 1\nmicrobatches = 4\nsteps = 3\n[compute]\nmicrobatch_s = 1.0\n"
+        "[network]\nbytes_per_s = 1e9\ngradient_bytes = 1e5\n"
+    )
     return path
 
 
@@ -122,3 +138,75 @@ def test_faults_that_take_every_replica_end_with_code_2_and_the_last_ones_line(
     said = capsys.readouterr()
     assert ended.value.code == 2 and said.out == ""
     assert re.search(r": line \d+: \[\[fault\]\] \d \(.*\) ends the job: no replica is left", said.err)
+
+
+@pytest.mark.parametrize("flags", [(), ("--processes", "RUN_DIR")])
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(
+    flags: tuple[str, ...], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("simulate", "run_recover"):
+        monkeypatch.delattr(simulate, name)
+    with pytest.raises(SystemExit) as ended:
+        main(
+            [
+                "simulate",
+                str(small),
+                "--out",
+                str(small),
+                *(str(tmp_path / "run") if flag == "RUN_DIR" else flag for flag in flags),
+            ]
+        )
+    assert ended.value.code == 2
+    assert f"--out {small}: cannot be made (File exists); give another folder" in capsys.readouterr().err
+
+
+def test_a_result_that_cannot_be_written_is_printed(scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out" / result.RESULT_FILE).mkdir(parents=True)
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", str(scenario), "--out", str(tmp_path / "out")])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and "goodput of ideal: " in said.out and "cannot be written" in said.err
+
+
+def test_a_terminal_sees_how_far_it_is(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    main(["simulate", str(small)])
+    plain = capsys.readouterr()
+    assert plain.err == ""
+    reader, writer = os.openpty()
+    with os.fdopen(writer, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        assert main(["simulate", str(small)]) == 0
+        terminal.flush()
+        shown = os.read(reader, 65536).decode()
+    os.close(reader)
+    assert "recover: step 3 of 3" in shown
+    assert capsys.readouterr().out == plain.out
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_run_that_came_to_nothing_is_not_pointed_at(
+    has_begun: bool, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+
+    def interrupted(argv: list[str]) -> int:
+        if has_begun:
+            run_dir.mkdir()
+            (run_dir / trace.EVENTS_FILE).touch()
+        return ExitCode.INTERRUPTED
+
+    monkeypatch.setattr(run, "main", interrupted)
+    monkeypatch.setattr(data, "write_dataset", lambda *_: None)
+    assert main(["simulate", str(small), "--processes", str(run_dir)]) == ExitCode.INTERRUPTED
+    simulated, ended = capsys.readouterr().err.splitlines()
+    assert simulated == "megatron-recover simulate: simulated; now on real processes"
+    assert ended.endswith("exit code 15" + f"; see {run_dir}" * has_begun)
+
+
+def test_the_comparison_says_which_step_it_leaves_out() -> None:
+    lines = list(result.comparison_lines(result.comparison([1.0, 1.0, 2.0], [9.0, 1.0, 2.0])))
+    assert [line.split()[0] for line in lines[1:3]] == ["1", "2"]
+    assert lines[-1] == "step 0 is left out: in it real processes warm up"
