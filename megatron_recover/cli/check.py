@@ -53,6 +53,12 @@ def main(argv: list[str]) -> int:
     return ExitCode.OK if verdict.is_finished else ExitCode.UNFINISHED
 
 
+def run_folder(path: str) -> Path:
+    """The RUN_DIR of a command line: the folder of a run, also where its events.jsonl is named instead."""
+    place = Path(path)
+    return place.parent if place.name == EVENTS_FILE else place
+
+
 def no_trace(path: Path) -> str:
     """What is wrong with a path at which there is no trace, with those that are inside it (as in the folder of a demo)."""
     folder = path.parent if path.name == EVENTS_FILE else path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_recover.cli.check import no_trace
+from megatron_recover.cli.check import no_trace, run_folder
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.observe import report
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
         description="Make report.html from the trace of a run, finished or not: one page that needs no network. Beside it "
         "perfetto.json, a timeline for ui.perfetto.dev; summary.json and loss.svg are written again.",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a directory with events.jsonl")
+    parser.add_argument("run_dir", type=run_folder, metavar="RUN_DIR", help="a directory with events.jsonl, or that file")
     parser.add_argument("--against", type=Path, metavar="REF_DIR", help="compare with this run, and draw its loss too")
     parser.add_argument(
         "--out",

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from megatron_recover import trace
-from megatron_recover.cli.check import no_trace
+from megatron_recover.cli.check import no_trace, run_folder
 from megatron_recover.cluster.job import LOGS
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
@@ -45,7 +45,10 @@ def main(argv: list[str]) -> int:
         epilog=f"Exit code 0: the run has ended, however it did, or Ctrl-C. {ExitCode.BAD_INPUT:d}: there is no run.",
     )
     parser.add_argument(
-        "run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run; in an empty one the run is waited for"
+        "run_dir",
+        type=run_folder,
+        metavar="RUN_DIR",
+        help="the folder of a run, or its events.jsonl; in an empty folder the run is waited for",
     )
     run_dir = parser.parse_args(argv).run_dir
     place = run_dir / trace.EVENTS_FILE
@@ -111,7 +114,7 @@ def watch(place: Path, wait: Callable[[float], None], clock: Callable[[], float]
         silent_s = clock() - news_at
         is_silent = seen and silent_s >= SILENCE_S
         if is_silent and not was_silent:
-            yield "news", progress.line(silent_s)
+            yield "news", f"{progress.line(silent_s)} | the run may hang, or its launcher was killed"
         was_silent = is_silent
         yield "now", progress.line(silent_s if is_silent else 0.0) if seen else _WAITING
         wait(INTERVAL_S)

@@ -95,10 +95,10 @@ class Progress:
             parts.append(f"replicas {len(self._roster)}/{self._num_replicas}")
         if self._recoveries:
             parts.append(f"recoveries {self._recoveries}")
+        if self._generation:
+            parts.append(f"gen {self._generation}")
         if self._quotas:
             parts.append(f"quotas {_short(self._quotas)}")
-        if self._generation:
-            parts.append(f"generation {self._generation}")
         return " | ".join(parts)
 
 

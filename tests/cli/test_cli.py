@@ -181,6 +181,19 @@ def test_report_says_that_the_trace_was_cut_and_writes_nothing_but_what_it_was_a
     assert "page.perfetto.json" in place.read_text()
 
 
+@pytest.mark.parametrize("verb", ["check", "report", "top"])
+def test_the_trace_itself_is_as_good_as_its_folder(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = traces.write(tmp_path / "run", traces.quiet_run(1).events)
+    said = []
+    for place in (run_dir, run_dir / trace.EVENTS_FILE):
+        assert cli.main([verb, str(place)]) == ExitCode.OK
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != ""
+    with pytest.raises(SystemExit):
+        cli.main([verb, str(tmp_path / "other" / trace.EVENTS_FILE)])
+    assert f"no trace at {tmp_path / 'other' / trace.EVENTS_FILE};" in capsys.readouterr().err
+
+
 def test_report_on_a_full_disk_says_so_and_leaves_what_was_there(tmp_path: Path) -> None:
     run_dir = traces.write(tmp_path / "run", traces.faulty_run().events)
     report.write(run_dir)

@@ -70,6 +70,21 @@ def test_how_things_stand_is_shown_after_every_look_and_silence_is_said(tmp_path
     assert found[3].startswith("train 5 |") and "nothing new" not in found[3]
 
 
+def test_in_a_pipe_silence_is_said_once_until_there_is_news(tmp_path: Path) -> None:
+    lines = lines_of(traces.faulty_run())
+    place, shown, clock = tmp_path / trace.EVENTS_FILE, io.StringIO(), [0.0]
+    more = growing(place, [b"".join(lines[:-1]), *[b""] * 9, lines[-1]])
+
+    def wait(seconds: float) -> None:
+        clock[0] += 10.0
+        more(seconds)
+
+    top.follow(place, shown, wait, lambda: clock[0])
+    *steps, silence, end = shown.getvalue().splitlines()
+    assert "nothing new" not in "".join(steps) and silence.startswith("train 5 | nothing new for 30 s | loss")
+    assert silence.endswith(" | the run may hang, or its launcher was killed") and end.startswith("ended with exit code 0")
+
+
 def test_a_trace_that_is_removed_ends_it(tmp_path: Path) -> None:
     place = tmp_path / trace.EVENTS_FILE
     place.write_bytes(b"".join(lines_of(traces.quiet_run())[:5]))

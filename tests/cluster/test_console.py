@@ -49,14 +49,14 @@ def test_a_folder_that_is_gone_is_not_pointed_at(tmp_path: Path) -> None:
 def test_quotas_are_those_of_training(tmp_path: Path) -> None:
     begun = trace.Generation(generation=1, roster=(0, 1), losses=(), reason="start")
     line, _ = shown(tmp_path, begun, plan("train 1", (3, 2)), plan("end 0", (0, 0)))
-    assert line == "starting | replicas 2/2 | quotas 3 2 | generation 1"
+    assert line == "starting | replicas 2/2 | gen 1 | quotas 3 2"
 
 
 def test_a_request_to_end_is_not_told_as_a_new_generation(tmp_path: Path) -> None:
     begun = trace.Generation(generation=1, roster=(0, 1), losses=(), reason="start")
     asked = trace.Generation(generation=2, roster=(0, 1), losses=(), reason="exit: SIGINT")
     line, printed = shown(tmp_path, begun, asked)
-    assert line == "starting | ending (SIGINT) | replicas 2/2 | generation 2"
+    assert line == "starting | ending (SIGINT) | replicas 2/2 | gen 2"
     assert "generation 1: replicas 0 1" in printed and "generation 2" not in printed
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from megatron_recover import trace
 from megatron_recover.core.values import LossKind
 from megatron_recover.observe.progress import Progress
@@ -21,11 +23,11 @@ def test_every_step_is_told_once_with_what_it_ended_as() -> None:
     assert [line[0] for line in lines] == [f"train {number}" for number in range(1, 6)]
     assert [line[1] for line in lines] == ["loss 5.0000", "loss 4.9000", "loss 4.8000", "loss 4.7000", "loss 4.6000"]
     assert [line[3:] for line in lines] == [
-        ["replicas 3/3", "quotas 2 2 2", "generation 1"],
-        ["replicas 2/3", "recoveries 1", "quotas 1 1", "generation 2"],
-        ["replicas 2/3", "recoveries 1", "quotas 3 3", "generation 2"],
-        ["replicas 1/3", "recoveries 2", "quotas 3", "generation 3"],
-        ["replicas 1/3", "recoveries 2", "quotas 6", "generation 3"],
+        ["replicas 3/3", "gen 1", "quotas 2 2 2"],
+        ["replicas 2/3", "recoveries 1", "gen 2", "quotas 1 1"],
+        ["replicas 2/3", "recoveries 1", "gen 2", "quotas 3 3"],
+        ["replicas 1/3", "recoveries 2", "gen 3", "quotas 3"],
+        ["replicas 1/3", "recoveries 2", "gen 3", "quotas 6"],
     ]
 
 
@@ -57,6 +59,16 @@ def test_the_number_of_iterations_comes_from_the_command_line() -> None:
         assert isinstance(started, trace.RunStarted) and progress.line().startswith("train 1/50 |")
 
 
+def test_all_but_long_quotas_fit_a_terminal_of_80_columns() -> None:
+    progress = Progress()
+    for event in traces.faulty_run().events:
+        if isinstance(event, trace.RunStarted):
+            event = msgspec.structs.replace(event, argv=("s.py", "--train-iters", "50000"))
+        progress.take(event)  # type: ignore[arg-type]
+    line, quotas = progress.line().replace("train 5/", "train 40000/").split(" | quotas ")
+    assert len(line) <= 80 and (line[-5:], quotas) == ("gen 3", "6")
+
+
 def test_a_recovery_stands_in_the_line_until_its_step_is_committed() -> None:
     run = traces.Run()
     run.quiet_step()
@@ -80,7 +92,7 @@ def test_a_request_to_end_is_no_recovery_and_many_quotas_are_a_range() -> None:
     progress.take(trace.Generation(generation=3, roster=roster, reason="exit: SIGTERM"))
     plan = {"replica": 0, "generation": 3, "step": 0, "label": "train 1", "num_microbatches": 50, "roster": roster}
     progress.take(trace.Plan(**plan, quotas=(3,) * 10 + (2,) * 10))  # type: ignore[arg-type]
-    assert "recoveries 1 | quotas 2-3" in progress.line() and "ending (SIGTERM)" in progress.line()
+    assert "recoveries 1 | gen 3 | quotas 2-3" in progress.line() and "ending (SIGTERM)" in progress.line()
 
 
 def test_a_tail_gives_every_line_once_and_only_whole(tmp_path: Path) -> None:
