@@ -104,7 +104,7 @@ def test_a_wrong_scenario_is_refused_with_key_and_line(before: str, after: str, 
         ("step = 3", "microbatch = 3", "line 28: microbatch is not simulated; give the occurrence"),
         ("step = 3", "occurrence = 0", "line 28: occurrence is 0; it must be 1 or more"),
         ('"backward"', '"in_vote"', "line 27: in_vote is not simulated; points are forward, backward"),
-        ('"backward"', '"backwards"', "line 27: point: Invalid enum value 'backwards'; known are start_up"),
+        ('"backward"', '"backwards"', "line 27: backwards is not simulated; points are forward, backward, recompute"),
         ("step = 3", "stepp = 3", "line 28: unknown key 'stepp'; did you mean step?"),
         ("[[fault]]", "[fault]", "line 24: write each fault as a [[fault]] table"),
         ("until_replicas = 2", "every_steps = 2", "line 18: every_steps and [[fault]] are both given"),
@@ -123,6 +123,19 @@ def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(ValueError) as refusal:
         parse(GOOD.replace("replicas = 4", "replicas = -4").replace("save_s = 2", "save = 2"))
     assert [line.split(":")[0] for line in str(refusal.value).splitlines()] == ["line 4", "line 22", "line 21"]
+
+
+def test_all_mistakes_of_a_fault_are_told_at_once() -> None:
+    wrong = FAULT.replace("replica = 1", "replica = 7").replace("rank = 0", "rank = -1").replace('"backward"', '"in_vote"')
+    text = ONE_FAULT.replace(FAULT, wrong + "microbatch = 1\n")
+    with pytest.raises(ValueError) as refusal:
+        parse(text)
+    told = [line.split()[2] for line in str(refusal.value).splitlines()]
+    assert told == ["in_vote", "microbatch", "replica", "rank"]
+    with pytest.raises(ValueError) as refusal:
+        parse(text.replace("ranks = 2", "ranks = 0"))
+    told = [line.split()[2] for line in str(refusal.value).splitlines()]
+    assert told == ["ranks:", "in_vote", "microbatch"], "of how many is not known"
 
 
 def test_what_is_right_is_read() -> None:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import msgspec
 from megatron_recover import toml_file
 from megatron_recover.faults import Fault, FaultKind, FaultPoint, never_passed
 from megatron_recover.flags import did_you_mean
-from megatron_recover.sim.timed.models import Scenario, Table, Timing
+from megatron_recover.sim.timed.models import JobTable, Scenario, Table, Timing
 
 SIMULATED = (
     FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.RECOMPUTE, FaultPoint.BEFORE_REDUCE, FaultPoint.REDUCE,
@@ -23,8 +25,8 @@ SIMULATED = (
 )  # fmt: skip
 """Fault points that the simulator has."""
 
-Place = tuple[str, int, str]
-"""Table, which one of it, key."""
+Place = tuple[str, str]
+"""Table and key."""
 
 
 def parse(text: str) -> Scenario:
@@ -33,8 +35,8 @@ def parse(text: str) -> Scenario:
     found = [*_top(text, content)]
     if not found:
         scenario = msgspec.convert(content, Scenario)
-        for (table, index, key), mistake in _contradictions(scenario):
-            start = toml_file.line_of_table(text, table, index) if table else 0
+        for (table, key), mistake in _contradictions(scenario):
+            start = toml_file.line_of_table(text, table) if table else 0
             found.append(f"line {toml_file.line_of_key(text, key, start)}: {mistake}")
     if found:
         raise ValueError("\n".join(found))
@@ -76,7 +78,7 @@ def _top(text: str, content: dict[str, object]) -> Iterator[str]:
             else:
                 yield f"line {line}: '{key}' is a table; write [{key}] and its keys below"
         elif key == "fault":
-            yield from _faults(text, value)
+            yield from _faults(text, value, _limits(content.get("job")))
         elif key not in fields:
             yield f"line {line}: unknown key '{key}'; {did_you_mean(key, fields, f'known are {", ".join(fields)}')}"
         else:
@@ -88,41 +90,68 @@ def _top(text: str, content: dict[str, object]) -> Iterator[str]:
             yield f"line 1: [{key}] is missing" if key in tables else f"line 1: {mistake}"
 
 
-def _faults(text: str, tables: object) -> Iterator[str]:
+def _faults(text: str, tables: object, limits: Mapping[str, tuple[float, float]]) -> Iterator[str]:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         yield f"line {toml_file.line_of_key(text, 'fault', 0)}: write each fault as a [[fault]] table"
         return
     for index, table in enumerate(tables):
         start = toml_file.line_of_table(text, "fault", index)
-        yield from toml_file.located(text, table, start, chain(toml_file.mistakes(table, Fault), never_passed(table)))
+        yield from toml_file.located(text, table, start, _wrong_fault(table, limits))
+
+
+def _limits(table: object) -> dict[str, tuple[float, float]]:
+    """The least and the greatest value of each number of a fault, as far as `[job]` is right."""
+    limits: dict[str, tuple[float, float]] = {"occurrence": (1, math.inf)}
+    with contextlib.suppress(msgspec.ValidationError):
+        job = msgspec.convert(table, JobTable)
+        limits |= {
+            "replica": (0, job.replicas - 1), "rank": (0, job.ranks - 1), "step": (0, job.steps - 1),
+            "bucket": (0, job.stages * job.buckets),
+        }  # fmt: skip
+    return limits
+
+
+def _wrong_fault(table: Mapping[str, object], limits: Mapping[str, tuple[float, float]]) -> Iterator[toml_file.Mistake]:
+    names = [point.value for point in SIMULATED]
+    unknown = {}
+    if table.get("point", names[0]) not in names:
+        unknown["point"] = f"{table['point']} is not simulated; points are {', '.join(names)}"
+    if table.get("kind", FaultKind.KILL.value) != FaultKind.KILL.value:
+        unknown["kind"] = f"kind {table['kind']} is not simulated; it can be left out"
+    if "microbatch" in table:
+        unknown["microbatch"] = "microbatch is not simulated; give the occurrence"
+    yield from unknown.items()
+    for key, mistake in chain(toml_file.mistakes(table, Fault, limits), () if "point" in unknown else never_passed(table)):
+        if key not in unknown:
+            yield key, mistake
 
 
 def _contradictions(scenario: Scenario) -> Iterator[tuple[Place, str]]:
     """What does not fit together in tables that are right by themselves."""
     job, failures = scenario.job, scenario.failures
     if job.ranks % job.stages:
-        yield ("job", 0, "stages"), f"stages is {job.stages}; it must divide ranks, which is {job.ranks}"
+        yield ("job", "stages"), f"stages is {job.stages}; it must divide ranks, which is {job.ranks}"
     if job.microbatches < job.replicas:
         yield (
-            ("job", 0, "microbatches"),
+            ("job", "microbatches"),
             f"microbatches is {job.microbatches}; it must be at least replicas, which is {job.replicas}",
         )
     if failures.until_replicas > job.replicas:
         yield (
-            ("failures", 0, "until_replicas"),
+            ("failures", "until_replicas"),
             f"until_replicas is {failures.until_replicas}; it must be at most replicas, which is {job.replicas}",
         )
     if failures.every_steps is not None and failures.per_gpu_hour is not None:
-        yield ("failures", 0, "per_gpu_hour"), "every_steps and per_gpu_hour are both given; leave one out"
+        yield ("failures", "per_gpu_hour"), "every_steps and per_gpu_hour are both given; leave one out"
     rate = "every_steps" if failures.every_steps is not None else "per_gpu_hour" if failures.per_gpu_hour is not None else ""
     if rate and scenario.fault:
-        yield ("failures", 0, rate), f"{rate} and [[fault]] are both given; leave one out"
+        yield ("failures", rate), f"{rate} and [[fault]] are both given; leave one out"
     parts = Timing(job, scenario.compute, scenario.network).entering_s(job.replicas)
     entering_s = sum(parts.values())
     if "recover" in scenario.policies and entering_s >= failures.follow_timeout_s:
         slowest = max(parts, key=lambda key: parts[key])
         yield (
-            ("network", 0, slowest),
+            ("network", slowest),
             f"{slowest} is {getattr(scenario.network, slowest):g}: with {job.replicas} replicas it takes {entering_s:.3g} s to "
             f"begin at all, and follow_timeout_s of [failures] is {failures.follow_timeout_s:g}; look at the units of both",
         )
@@ -134,30 +163,8 @@ def _contradictions(scenario: Scenario) -> Iterator[tuple[Place, str]]:
     }
     for policy in scenario.policies:
         if policy in needed and getattr(scenario, needed[policy]) is None:
-            yield ("", 0, "policies"), f"policies has {policy}, which needs a table [{needed[policy]}]"
+            yield ("", "policies"), f"policies has {policy}, which needs a table [{needed[policy]}]"
     if len(set(scenario.policies)) < len(scenario.policies):
-        yield ("", 0, "policies"), "policies has one twice"
+        yield ("", "policies"), "policies has one twice"
     if scenario.fault and set(scenario.policies) != {"recover"}:
-        yield ("", 0, "policies"), 'with [[fault]] only the policy "recover" can be simulated; the others take a rate'
-    for index, fault in enumerate(scenario.fault):
-        for key, mistake in _wrong_fault(scenario, fault):
-            yield ("fault", index, key), mistake
-
-
-def _wrong_fault(scenario: Scenario, fault: Fault) -> Iterator[tuple[str, str]]:
-    job = scenario.job
-    for key, value, limit in (
-        ("replica", fault.replica, job.replicas), ("rank", fault.rank, job.ranks),
-        ("step", fault.step or 0, job.steps), ("bucket", fault.bucket or 0, job.stages * job.buckets + 1),
-    ):  # fmt: skip
-        if not 0 <= value < limit:
-            yield key, f"{key} is {value}; it must be 0 to {limit - 1}"
-    if fault.point not in SIMULATED:
-        names = ", ".join(point.value for point in SIMULATED)
-        yield "point", f"{fault.point.value} is not simulated; points are {names}"
-    if fault.kind is not FaultKind.KILL:
-        yield "kind", f"kind {fault.kind.value} is not simulated; it can be left out"
-    if fault.microbatch is not None:
-        yield "microbatch", "microbatch is not simulated; give the occurrence"
-    if fault.occurrence < 1:
-        yield "occurrence", f"occurrence is {fault.occurrence}; it must be 1 or more"
+        yield ("", "policies"), 'with [[fault]] only the policy "recover" can be simulated; the others take a rate'
