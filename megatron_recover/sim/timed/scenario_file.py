@@ -17,7 +17,7 @@ import msgspec
 from megatron_recover import toml_file
 from megatron_recover.faults import Fault, FaultKind, FaultPoint, never_passed
 from megatron_recover.flags import did_you_mean
-from megatron_recover.sim.timed.models import JobTable, Scenario, Table, Timing
+from megatron_recover.sim.timed.models import FailuresTable, JobTable, Scenario, Table, Timing
 
 SIMULATED = (
     FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.RECOMPUTE, FaultPoint.BEFORE_REDUCE, FaultPoint.REDUCE,
@@ -150,8 +150,9 @@ def _contradictions(scenario: Scenario) -> Iterator[tuple[Place, str]]:
     entering_s = sum(parts.values())
     if "recover" in scenario.policies and entering_s >= failures.follow_timeout_s:
         slowest = max(parts, key=lambda key: parts[key])
+        shortened = failures.follow_timeout_s < FailuresTable().follow_timeout_s
         yield (
-            ("network", slowest),
+            ("failures", "follow_timeout_s") if shortened else ("network", slowest),
             f"{slowest} is {getattr(scenario.network, slowest):g}: with {job.replicas} replicas it takes {entering_s:.3g} s to "
             f"begin at all, and follow_timeout_s of [failures] is {failures.follow_timeout_s:g}; look at the units of both",
         )
