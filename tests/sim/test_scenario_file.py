@@ -85,7 +85,7 @@ ONE_FAULT = GOOD.replace("every_steps = 2\n", "").replace(', "checkpoint-restart
         (
             "every_steps = 2",
             "every_steps = 2\nfollow_timeout_s = 1e-5",
-            "line 19: latency_s is 5e-05: with 4 replicas it takes",
+            "line 19: message_s is 2e-05: with 4 replicas it takes",
         ),
     ],
 )
