@@ -15,11 +15,12 @@ def replacing(place: Path) -> Iterator[BinaryIO]:
 
     It is written beside its name. Raises OSError with `place` as its file name where it cannot be: one from a write has none.
     """
-    partial = place.with_name(f".{place.name}.{os.getpid()}")
+    target = place.resolve()  # where a link leads: the link stays
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with open(partial, "wb") as file:
             yield file
-        os.replace(partial, place)
+        os.replace(partial, target)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(place)) from error
     finally:

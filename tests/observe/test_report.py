@@ -260,6 +260,15 @@ def test_a_file_that_is_made_again_takes_the_place_of_the_old_one_when_it_is_who
     assert files[2].read_bytes() == (old / files[2].name).read_bytes() and len(list(run_dir.iterdir())) == 5
 
 
+def test_a_file_that_is_made_again_through_a_link_leaves_the_link(tmp_path: Path) -> None:
+    there, link = tmp_path / "there", tmp_path / "link"
+    there.write_text("old")
+    link.symlink_to(there)
+    with replacing(link) as file:
+        file.write(b"new")
+    assert link.is_symlink() and there.read_text() == "new"
+
+
 def test_the_plot_of_a_run_without_any_step_is_empty_but_there(tmp_path: Path) -> None:
     report.write(traces.write(tmp_path, traces.Run().finish(1).events))
     assert (tmp_path / plot.PLOT_FILE).exists()
