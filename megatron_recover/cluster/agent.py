@@ -184,14 +184,15 @@ class Agent:
                 with contextlib.suppress(ProcessLookupError):  # reaped, and its report is on the way
                     signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
 
-    def thaw(self, replica: int, rank: int) -> bool:
-        """Continue a rank that stands still (SIGSTOP); False where it does not, or not yet."""
-        process = self._processes[replica, rank]
-        fields = process.stat.read()
-        is_stopped = bool(fields) and fields[_STATE_FIELD] == _STOPPED
-        if is_stopped:
-            signal.pidfd_send_signal(process.pidfd, signal.SIGCONT)
-        return is_stopped
+    def is_stopped(self, replica: int, rank: int) -> bool:
+        """Whether a rank stands still (SIGSTOP)."""
+        fields = self._processes[replica, rank].stat.read()
+        return bool(fields) and fields[_STATE_FIELD] == _STOPPED
+
+    def thaw(self, replica: int, rank: int) -> None:
+        """Continue a rank that stands still."""
+        with contextlib.suppress(ProcessLookupError):  # reaped meanwhile
+            signal.pidfd_send_signal(self._processes[replica, rank].pidfd, signal.SIGCONT)
 
     def is_fenced(self, replica: int) -> bool:
         """Whether no process of a replica is left."""

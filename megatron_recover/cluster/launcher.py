@@ -225,9 +225,10 @@ class Launcher:
             for end in ends:
                 self._ended(end)
             for replica, rank in self._thawing.due():
-                if self._agent.thaw(replica, rank):
+                if self._agent.is_stopped(replica, rank):
                     self._thawing.done(replica, rank)
-                    self._log.record(trace.Thawed(replica=replica, rank=rank))
+                    self._log.record(trace.Thawed(replica=replica, rank=rank))  # before the rank can write anything
+                    self._agent.thaw(replica, rank)
             for replica in [each for each in self._fencing if self._agent.is_fenced(each)]:
                 self._fencing.discard(replica)
                 self._log.record(trace.Fenced(replica=replica, ranks=tuple(range(self._job.num_ranks))))

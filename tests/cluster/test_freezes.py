@@ -69,8 +69,10 @@ def test_inv_5_who_thaws_after_it_was_given_up_changes_nothing(tmp_path: Path, r
     outcome = run(Spec(run_dir=str(tmp_path / "run"), steps=30, hasty=True, faults=(freeze(1, rank, point, "generation"),)))
     outcome.assert_finished([0, 2])
     names = [trace.name_of(event) for event in outcome.events]
-    thawed = names.index("thawed")
-    assert names.index("generation", names.index("fault")) < thawed < names.index("fenced")
+    fault, thawed = names.index("fault"), names.index("thawed")
+    assert names.index("generation", fault) < thawed < names.index("fenced")
+    meanwhile = [event for event in outcome.events[fault + 1 : thawed] if getattr(event, "rank", None) == rank]
+    assert [event for event in meanwhile if event.replica == 1] == [], "what comes of a thaw stands in the trace before it"
     assert any(getattr(event, "replica", 0) == 1 for event in outcome.events[thawed + 1 : names.index("fenced")]), (
         "it has done nothing that could have counted"
     )
