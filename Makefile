@@ -15,7 +15,7 @@ demo: setup      ## train on real text, kill real processes, prove that nothing 
 	@$(PY) -m megatron_recover demo
 
 test: setup lint ## everything that CI runs
-	@$(PY) -m pytest -q
+	@$(PY) -m pytest -q -n 2 --dist worksteal
 
 lint: setup      ## ruff (rules and format), mypy --strict on the pure parts, the layer rule
 	@$(PY) -m ruff check $(SOURCES)

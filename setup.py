@@ -24,7 +24,15 @@ setup(
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]", "nccl4py>=0.6"],
-        "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", "import-linter>=2.0"],
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
+            "hypothesis>=6.100",
+            "ruff>=0.6",
+            "mypy>=1.11",
+            "import-linter>=2.0",
+        ],
     },
     entry_points={"console_scripts": ["megatron-recover = megatron_recover.cli:main"]},
 )
