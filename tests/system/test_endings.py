@@ -119,7 +119,10 @@ def test_save_that_takes_many_stall_timeouts_costs_no_replica(
         next(index for index, event in enumerate(events) if (event.get("iteration"), event.get("phase")) == (2, phase))
         for phase in ("started", "finished")
     )
-    losses_of = [event["losses"] for event in events[begun:over] if event["event"] == "generation"]
+    struck = next((index for index, event in enumerate(events) if event["event"] == "fault"), begun)
+    assert struck < over
+    # On a busy machine the next step can be so far before the first line of the save.
+    losses_of = [event["losses"] for event in events[min(begun, struck) : over] if event["event"] == "generation"]
     assert len(losses_of) <= 2, f"a storm of generations while a replica saves: {losses_of}"
     assert [loss["replica"] for lost in losses_of for loss in lost] == ([2] if killed else []), "not seen at once"
     verdict, report = check(outcome.run_dir, reference(dataclasses.replace(job, save_interval=1000, extra=())))
