@@ -59,7 +59,8 @@ def main(argv: list[str]) -> int:
         parser.error(str(error))
     if arguments.processes is not None:
         return _on_processes(parser, arguments, scenario)
-    _make_folder(parser, arguments.out)
+    if arguments.out is not None:
+        result.make_folder(parser, arguments.out)
     try:
         with _progress(scenario) as on_step:
             outcomes = simulate(scenario, on_step)
@@ -78,7 +79,8 @@ def _on_processes(parser: Parser, arguments: argparse.Namespace, scenario: Scena
     refused = "\n".join(f"--processes: {arguments.scenario}: {line}" for line in rehearsal.refusals(scenario))
     if refused:
         parser.error(refused)
-    _make_folder(parser, arguments.out)
+    if arguments.out is not None:
+        result.make_folder(parser, arguments.out)
     try:
         with _progress(scenario) as on_step:
             job = run_recover(scenario, on_step)
@@ -101,15 +103,6 @@ def _on_processes(parser: Parser, arguments: argparse.Namespace, scenario: Scena
     found = result.comparison(job.step_seconds, [one.seconds for one in rehearsal.step_times(arguments.processes)])
     table = tuple(found["steps"][0]), (tuple(step.values()) for step in found["steps"])
     return _tell(parser, arguments, found, result.comparison_lines(found), table)
-
-
-def _make_folder(parser: Parser, folder: Path | None) -> None:
-    """The folder of `--out`, before there is anything to lose."""
-    if folder is not None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            parser.error(f"--out {folder}: cannot be made ({error.strerror}); give another folder")
 
 
 @contextlib.contextmanager

@@ -46,9 +46,8 @@ def poisoned(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int, s
     """The end of a job in which computing one microbatch has ended two replicas (INV-9), or None.
 
     A replica that a signal ended is not blamed on the microbatch at which its other ranks then raised, nor one in which a
-    check failed. Where a replica knows
-    only the pass that raised (its gradient is not finite), the microbatch is in what both replicas computed: what
-    one replica was dealt first, another computes only after that one is lost.
+    check failed. Where a replica knows only the pass that raised (its gradient is not finite), the microbatch is in what both
+    replicas computed: what one replica was dealt first, another computes only after that one is lost.
     """
     ended = {loss.replica for loss in losses if loss.kind not in (LossKind.PROCESS_ENDED, LossKind.INVARIANT_VIOLATED)}
     pairs = [

@@ -61,16 +61,13 @@ def violations(history: History) -> tuple[Violation, ...]:
 def check(run_dir: Path, against: Path | None = None) -> Verdict:
     """Judge a run directory. Raises FileNotFoundError or `trace.TraceError` where there is no readable trace."""
     history, reference = History.read(run_dir), History.read(against) if against else None
-    comparison = compare(history, reference, str(against)) if reference else None
+    comparison = None
     problems = [] if history.commits else ["no step was committed, so there is nothing to prove"]
-    if reference and comparison:
-        are_exact = all(one and one.determinism == "exact" for one in map(_start, (history, reference)))
-        problems += _differences(comparison, are_exact)
+    if reference is not None:
+        comparison = compare(history, reference, str(against))
+        starts = [one.first(trace.RunStarted) for one in (history, reference)]
+        problems += _differences(comparison, all(start and start.determinism == "exact" for start in starts))
     return Verdict(history, reference, summarize(history, comparison), violations(history), tuple(problems))
-
-
-def _start(history: History) -> trace.RunStarted | None:
-    return history.first(trace.RunStarted)
 
 
 def _differences(comparison: Comparison, are_exact: bool) -> Iterator[str]:

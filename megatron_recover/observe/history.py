@@ -6,7 +6,7 @@ It decides nothing: no rule, no tolerance. Every index keeps the line of the eve
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -35,6 +35,12 @@ def is_training(label: str) -> bool:
 def iteration_of(label: str) -> int:
     """Megatron's iteration in a training step's label (``train 17``)."""
     return int(label.split()[1])
+
+
+def not_once(counts: Mapping[int, int], num_microbatches: int) -> dict[int, int]:
+    """How often a microbatch is counted, for each of 0..M-1 that is not counted once and each other that is."""
+    ids = sorted({*range(num_microbatches), *counts})
+    return {i: counts.get(i, 0) for i in ids if counts.get(i, 0) != (i < num_microbatches)}
 
 
 class History:

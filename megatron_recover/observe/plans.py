@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from megatron_recover import trace
-from megatron_recover.observe.history import Findings, History, Line, who
+from megatron_recover.observe.history import Findings, History, Line, not_once, who
 
 _COMMON = ("quotas", "transfers", "reduces", "decided")
 """What the plans of all members have alike; `computes` are a replica's own."""
@@ -57,8 +57,7 @@ def deals_what_is_missing(history: History) -> Findings:
                     counts[bucket].update(microbatches)
             line, plan = max(of_members.values(), key=lambda one: one[0])
             for bucket in plan.reduces:
-                ids = {*range(plan.num_microbatches), *counts[bucket]}
-                if wrong := {i: counts[bucket][i] for i in sorted(ids) if counts[bucket][i] != (i < plan.num_microbatches)}:
+                if wrong := not_once(counts[bucket], plan.num_microbatches):
                     what = f"generation {generation} reduces bucket {bucket} of step {step}"
                     yield line, f"{what}, to which its members hold or are dealt microbatch: times {wrong}, not each once"
                     break

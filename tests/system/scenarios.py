@@ -39,7 +39,7 @@ IN_A_STEP = (
 )  # fmt: skip
 BEFORE_RESULTS = (*IN_A_PASS, FaultPoint.BEFORE_REDUCE, FaultPoint.REDUCE)
 IN_A_RECOVERY = (FaultPoint.PROMISE, FaultPoint.STATUS, FaultPoint.RECOMPUTE, FaultPoint.SECOND_REDUCE)
-RAISING = frozenset({*IN_A_PASS, FaultPoint.BEFORE_REDUCE, FaultPoint.REDUCE, FaultPoint.OPTIMIZER, FaultPoint.RECOMPUTE})
+RAISING = frozenset({*BEFORE_RESULTS, FaultPoint.OPTIMIZER, FaultPoint.RECOMPUTE})
 """Where user code, Megatron or a device could raise."""
 ENDS_OF_A_FREEZE = ("generation", "microbatch_finished", "reduced", "status", "voted")
 

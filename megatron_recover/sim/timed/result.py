@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,14 @@ def write_csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) ->
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(head)
         writer.writerows(rows)
+
+
+def make_folder(parser: ArgumentParser, folder: Path) -> None:
+    """The folder of `--out`, before there is anything to lose; where it cannot be made, the command ends with its mistake."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {folder}: cannot be made ({error.strerror}); give another folder")
 
 
 def throughput(outcomes: Mapping[PolicyName, Outcome]) -> Iterable[tuple[str, float, int]]:

@@ -117,10 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     if base.fault:
         parser.error(f"{options.scenario}: a sweep draws its losses; leave the [[fault]] tables out")
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out {options.out}: cannot be made ({error.strerror}); give another folder")
+    result.make_folder(parser, options.out)
     found: list[Point] = []
     began = time.monotonic()
     is_interrupted = False
