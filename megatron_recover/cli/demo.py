@@ -59,6 +59,15 @@ TRAINING = (
 """Without rebalancing: all replicas share this machine's cores, so what one measures is how long the others left it waiting."""
 CHAOS = """\
 # Two deaths, of different pipeline stages (rank 0 is the first stage, rank 1 the second).
+[[fault]]  # a straggler: so that the first death finds a 1F1B running on a busy machine too, where the dying one may lag behind
+replica = 1
+rank = 1
+point = "compute"
+kind = "slow"
+factor = 3.0
+step = 8
+steps = 1
+
 [[fault]]  # a last stage dies in its first backward of the step, while the others still run theirs: 3 -> 2 replicas
 replica = 2
 rank = 1
@@ -83,8 +92,10 @@ class Claim:
     evidence: str
 
 
-def _kills(summary: Summary, point: str) -> list[FaultSummary]:
-    return [fault for fault in summary.faults if fault.kind == FaultKind.KILL.value and fault.point == point]
+def _kills(summary: Summary, *points: str) -> list[FaultSummary]:
+    """Injected ones, at these points or at any."""
+    kills = [fault for fault in summary.faults if fault.kind == FaultKind.KILL.value]
+    return [fault for fault in kills if fault.point in points] if points else kills
 
 
 def _taken_in(history: History) -> Iterator[str]:
@@ -112,7 +123,7 @@ def claims(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
         Claim(
             "Real processes were killed: in a backward and inside a reduction, of different pipeline stages",
             bool(backward and reduction) and len(stages) > 1 and killed >= {one.replica for one in (*backward, *reduction)},
-            "; ".join(f"{one.label}: replica {one.replica} rank {one.rank} {_place(one)}" for one in summary.faults) or "none",
+            "; ".join(f"{one.label}: replica {one.replica} rank {one.rank} {_place(one)}" for one in _kills(summary)) or "none",
         ),
         Claim(
             "Training went on without a restart, down to one replica",
@@ -184,6 +195,9 @@ def _place(fault: FaultSummary) -> str:
 def story(summary: Summary) -> Iterator[str]:
     """What happened at each fault, a sentence each."""
     for fault in summary.faults:
+        if fault.kind == FaultKind.SLOW.value:
+            yield f"{fault.label}: replica {fault.replica} rank {fault.rank} was slowed down for a step"
+            continue
         yield f"{fault.label}: replica {fault.replica} rank {fault.rank} was killed {_place(fault)}"
         for one in summary.recoveries:
             if fault.replica in one.lost_replicas:

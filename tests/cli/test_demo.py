@@ -29,6 +29,7 @@ def _faulty(*, steps: int = 20) -> traces.Run:
     run.quiet_step()
     run.step_with_kill_in_reduction(0)
     run.quiet_step()
+    run.add(trace.Fault, replica=1, rank=1, point="compute", kind="slow", step=run.trained)
     run.step_with_kill_in_backward(2, in_schedule=True)
     while run.trained < steps:
         run.quiet_step()
@@ -57,6 +58,8 @@ def test_the_demo_proves_what_the_traces_show(
     text = capsys.readouterr().out
     assert "PROVEN" in text and "NOT PROVEN" not in text and " NO]" not in text
     assert "train 2: replica 0 rank 0 was killed inside the reduction of bucket 1" in text
+    assert "train 4: replica 1 rank 1 was slowed down for a step" in text
+    assert "\n        train 2: replica 0 rank 0 inside the reduction of bucket 1; train 4: replica 2 rank 1 in the b" in text
     assert "train 4: microbatches 1, 3, 5 taken into the running 1F1B by replica 1" in text
     assert (tmp_path / "demo" / "faulty" / "loss.svg").exists()
     assert json.loads((tmp_path / "demo" / "faulty" / "summary.json").read_text())["param_bit_identical"] is True
