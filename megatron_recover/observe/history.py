@@ -5,6 +5,7 @@ It decides nothing: no rule, no tolerance. Every index keeps the line of the eve
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -19,6 +20,7 @@ Numbered = tuple[Line, trace.AnyEvent]
 Finding = tuple[Line, str]
 """The line of the event that shows it, and what is wrong."""
 Findings = Iterator[Finding]
+_TRAINING = re.compile(r"train \d+")
 
 
 def who(event: trace.AnyEvent) -> str:
@@ -28,12 +30,12 @@ def who(event: trace.AnyEvent) -> str:
 
 
 def is_training(label: str) -> bool:
-    """Whether a step's label names a training step, not an evaluation."""
-    return label.startswith("train")
+    """Whether a step's label names a training step (``train 17``), not an evaluation."""
+    return _TRAINING.fullmatch(label) is not None
 
 
 def iteration_of(label: str) -> int:
-    """Megatron's iteration in a training step's label (``train 17``)."""
+    """Megatron's iteration in the label of a training step."""
     return int(label.split()[1])
 
 

@@ -7,13 +7,12 @@ went on, or where the run claims to have ended well.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 
 from megatron_recover import trace
 from megatron_recover.core.values import ExitCode
-from megatron_recover.observe.history import Findings, History, Line, is_training, who
+from megatron_recover.observe.history import Findings, History, Line, is_training, iteration_of, who
 
 RankWork = (
     trace.MicrobatchStarted | trace.MicrobatchFinished | trace.BucketPassed | trace.Reduced | trace.Transferred | trace.Applied
@@ -57,10 +56,9 @@ def every_iteration(history: History) -> Findings:
         plans = history.plans.get(step)
         if plans and plans[0][1].label != record.label:
             yield line, f"step {step} was committed as {record.label!r}, but planned as {plans[0][1].label!r}"
-        found = re.fullmatch(r"train (\d+)", record.label)
-        if found is None:
+        if not is_training(record.label):
             continue
-        iteration = int(found.group(1))
+        iteration = iteration_of(record.label)
         if last is not None and iteration != last[1] + 1:
             yield line, f"step {step} trained iteration {iteration} after step {last[0]} had trained {last[1]}"
         last = (step, iteration)
