@@ -58,8 +58,8 @@ TRAINING = (
 )
 """Without rebalancing: all replicas share this machine's cores, so what one measures is how long the others left it waiting."""
 CHAOS = """\
-# Two deaths, of different pipeline stages (rank 0 is the first stage, rank 1 the second).
-[[fault]]  # a straggler: so that the first death finds a 1F1B running on a busy machine too, where the dying one may lag behind
+# A straggler and two deaths, of different pipeline stages (rank 0 is the first stage, rank 1 the second).
+[[fault]]  # so that the first death finds a 1F1B running on a busy machine too, where the dying one may lag behind
 replica = 1
 rank = 1
 point = "compute"
@@ -92,12 +92,6 @@ class Claim:
     evidence: str
 
 
-def _kills(summary: Summary, *points: str) -> list[FaultSummary]:
-    """Injected ones, at these points or at any."""
-    kills = [fault for fault in summary.faults if fault.kind == FaultKind.KILL.value]
-    return [fault for fault in kills if fault.point in points] if points else kills
-
-
 def _taken_in(history: History) -> Iterator[str]:
     """What the passes that ran when a replica died took in, a sentence for each step."""
     by_step: dict[int, list[Redone]] = {}
@@ -115,7 +109,8 @@ def _taken_in(history: History) -> Iterator[str]:
 def claims(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
     """What the two runs have to show, `faulty` having been checked against `reference`."""
     summary, quiet = faulty.summary, reference.summary
-    backward, reduction = _kills(summary, "backward"), _kills(summary, "reduce")
+    kills = [fault for fault in summary.faults if fault.kind == FaultKind.KILL.value]
+    backward, reduction = ([fault for fault in kills if fault.point == point] for point in ("backward", "reduce"))
     stages = sorted({fault.rank for fault in (*backward, *reduction)})
     broken = sorted({violation.invariant for violation in (*reference.violations, *faulty.violations)})
     killed = {event.replica for _, event in faulty.history.of(trace.Failure) if event.cause == "SIGKILL"}
@@ -123,7 +118,7 @@ def claims(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
         Claim(
             "Real processes were killed: in a backward and inside a reduction, of different pipeline stages",
             bool(backward and reduction) and len(stages) > 1 and killed >= {one.replica for one in (*backward, *reduction)},
-            "; ".join(f"{one.label}: replica {one.replica} rank {one.rank} {_place(one)}" for one in _kills(summary)) or "none",
+            "; ".join(f"{one.label}: replica {one.replica} rank {one.rank} {_place(one)}" for one in kills) or "none",
         ),
         Claim(
             "Training went on without a restart, down to one replica",
