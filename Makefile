@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up by themselves; PYTHON=/path/to/python3.12 names an interpreter.
 PY := .venv/bin/python
-# Whose result does not depend on who else wants the cores: two at a time. Where jobs are killed and timed out, one after the other.
+# Whose result does not depend on who else wants the cores: two at a time. Where replicas are killed and timed out, one after the other.
 IN_PROCESS := tests/core tests/sim tests/observe tests/megatron
 SOURCES := megatron_recover patches scripts tests benchmarks setup.py
 export OMP_NUM_THREADS := 1

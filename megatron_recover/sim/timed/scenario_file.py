@@ -120,6 +120,9 @@ def _wrong_fault(table: Mapping[str, object], limits: Mapping[str, tuple[float, 
         unknown["kind"] = f"kind {table['kind']} is not simulated; it can be left out"
     if "microbatch" in table:
         unknown["microbatch"] = "microbatch is not simulated; give the occurrence"
+    for key in ("until", "factor", "steps"):
+        if key in table:
+            unknown[key] = f"{key} is of a kind that is not simulated; leave it out"
     yield from unknown.items()
     for key, mistake in chain(toml_file.mistakes(table, Fault, limits), () if "point" in unknown else never_passed(table)):
         if key not in unknown:
