@@ -63,6 +63,8 @@ def check(run_dir: Path, against: Path | None = None) -> Verdict:
     history, reference = History.read(run_dir), History.read(against) if against else None
     comparison = None
     problems = [] if history.commits else ["no step was committed, so there is nothing to prove"]
+    if history.first(trace.RunStarted) is None:
+        problems.append("there is no run_started, so some rules have nothing to go by; check the whole trace")
     if reference is not None:
         comparison = compare(history, reference, str(against))
         starts = [one.first(trace.RunStarted) for one in (history, reference)]

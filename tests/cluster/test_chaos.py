@@ -8,7 +8,7 @@ import pytest
 
 from megatron_recover import faults as faults_module
 from megatron_recover.cluster.chaos import Target, faults_of, parse, render, unstruck
-from megatron_recover.faults import Fault, FaultInjector, FaultKind, FaultPoint, InjectedFault
+from megatron_recover.faults import Fault, FaultInjector, FaultKind, FaultPoint, InjectedFault, never_passed
 
 TARGET = Target(num_replicas=4, num_ranks=2, num_microbatches=8, num_steps=100)
 GOOD = """
@@ -217,3 +217,19 @@ def test_what_never_struck_is_named_once_for_each_passage_that_is_missing() -> N
     faults.append(Fault(replica=2, rank=0, point=FaultPoint.REDUCE))
     assert list(unstruck(faults, [(1, 0, "forward"), (2, 1, None)])) == [(2, faults[1]), (3, faults[2])]
     assert list(unstruck(faults, [(2, 0, "reduce"), (1, 0, "forward"), (1, 0, "forward")])) == []
+
+
+@pytest.mark.parametrize("point", FaultPoint, ids=lambda point: point.value)
+def test_what_a_point_is_passed_for_can_be_given(point: FaultPoint) -> None:
+    allowed = {
+        "microbatch": {"forward", "backward", "recompute", "evaluate"},
+        "bucket": {"reduce", "second_reduce", "transfer"},
+        "step": {one.value for one in FaultPoint} - {"start_up"},
+    }  # fmt: skip
+    if point is FaultPoint.COMPUTE:
+        return  # of a slow rank, with rules of its own
+    for key, points in allowed.items():
+        refused = [one for one, _ in never_passed({"replica": 0, "rank": 0, "point": point.value, key: 1})]
+        assert refused == ([] if point.value in points else [key])
+    refused = [one for one, _ in never_passed({"replica": 0, "rank": 1, "point": point.value})]
+    assert refused == (["rank"] if point.value in ("in_vote", "status") else [])

@@ -14,7 +14,7 @@ import pytest
 from megatron_recover import trace
 from megatron_recover.core.values import LossKind
 from megatron_recover.observe.check import check, describe, violations
-from megatron_recover.observe.history import History
+from megatron_recover.observe.history import History, not_once
 from tests.observe import traces
 
 Events = list[trace.Event]
@@ -711,6 +711,17 @@ def test_a_running_or_orphaned_run_is_said_to_be_one(tmp_path: Path) -> None:
     verdict = check(traces.write(tmp_path, traces.faulty_run().events[:-1]))
     assert verdict.holds and not verdict.is_finished
     assert describe(verdict).splitlines()[-1].startswith("UNFINISHED: the trace has no run_finished")
+
+
+def test_a_trace_without_its_first_line_proves_nothing(tmp_path: Path) -> None:
+    events = [event for event in traces.faulty_run().events if not isinstance(event, trace.RunStarted)]
+    verdict = check(traces.write(tmp_path, events))
+    assert not verdict.holds and "there is no run_started" in describe(verdict)
+
+
+def test_a_microbatch_beyond_the_batch_is_counted_too_often() -> None:
+    assert not_once({0: 1, 1: 2, 3: 1}, 3) == {1: 2, 2: 0, 3: 1}
+    assert not_once({0: 1, 1: 1, 2: 1}, 3) == {}
 
 
 def test_a_cut_line_is_told(tmp_path: Path) -> None:

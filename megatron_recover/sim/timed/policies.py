@@ -288,7 +288,7 @@ def timers_of(failures: FailuresTable) -> dict[str, float]:
 
 
 def run_recover(scenario: Scenario, on_step: Callable[[int], None] | None = None) -> RecoverJob:
-    """A job that has run. Raises as `simulate`, and RuntimeError where it ended wrong and no fault of the scenario explains it."""
+    """A job that has run. Raises as `simulate`, and RuntimeError where it ended wrong for no fault of the scenario."""
     job = RecoverJob(scenario, on_step)
     account = job.run()
 
