@@ -28,6 +28,25 @@ def test_ours_keeps_the_batch_and_nearly_all_of_the_time() -> None:
     assert outcome.goodput_of_ideal > 0.9
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_death_around_the_commit_takes_no_step_and_no_work_away(rank: int) -> None:
+    """Between the last sum and the last member's commit nothing is lost but the replica."""
+    what = scenario(job={"steps": 3}, network={"latency_s": 0.01})
+    quiet = RecoverJob(what)
+    quiet.run()
+    redone = []
+    for hundredths in range(-100, 3):
+        job = RecoverJob(what)
+        job.clock.at(quiet.account.steps[1].ended + hundredths / 100, job.kill, 2, rank)
+        assert job.run().exit_code == 0
+        [recovery] = job.account.recoveries.values()
+        redone.append(recovery.redone)
+        outcome = job.meter.outcome
+        assert (outcome.steps, outcome.microbatches, outcome.losses) == (3, 3 * 32, 1), hundredths
+        assert 0.7 < outcome.goodput_of_ideal < 1, hundredths
+    assert redone[0] == 8 and redone.count(0) > 3, "some die before the last sum, some after it"
+
+
 def test_a_restart_costs_the_steps_since_the_last_save() -> None:
     what = scenario(job={"steps": 5}, failures=EVERY_THIRD | {"until_replicas": 3})
     timing = Timing(what.job, what.compute, what.network)

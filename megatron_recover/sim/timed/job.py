@@ -81,9 +81,8 @@ class StepTime:
 
     ended: float = 0.0
     """When the last member committed it."""
-    commits: int = 0
     members: int = 0
-    """In the generation of its first commit."""
+    """Whose work it holds: those of the newest generation in which microbatches of it were dealt."""
 
 
 @dataclass
@@ -276,6 +275,10 @@ class TimedJob:
         self._record_bytes: tuple[Record | None, float] = (None, 0.0)
         """Of the newest record that was measured."""
         self._waits: dict[ReplicaId, tuple[object, ...]] = {}
+        self._num_dealt = 0
+        """Members of the newest plan that dealt microbatches."""
+        self._behind: set[ReplicaId] = set()
+        """Members that have not committed the newest step that somebody has."""
 
     # --- running ---
 
@@ -453,6 +456,7 @@ class TimedJob:
     def announced(self, new: NewGeneration) -> None:
         """The coordinator made a generation."""
         self.missed &= set(new.roster)
+        self._not_behind(self._behind - set(new.roster))
         if new.generation > 1:
             deaths = [self._deaths[loss.replica] for loss in new.losses if loss.replica in self._deaths]
             now = self.clock.now
@@ -464,6 +468,8 @@ class TimedJob:
     def planned(self, one: TimedReplica, plan: Plan) -> None:
         """A leader gave a plan to its ranks."""
         self.observe(invariants.Planned(one.number, plan))
+        if plan.computes:
+            self._num_dealt = len(plan.roster)
         recovery = self.account.recoveries.get(plan.generation)
         if recovery is not None and recovery.step is None:
             recovery.step = plan.step
@@ -486,16 +492,26 @@ class TimedJob:
         """A leader has committed a step."""
         if self.history is not None:
             self.observe(invariants.Committed(one.number, effect.generation, effect.record, effect.adopted))
-        time = self.account.steps.setdefault(effect.record.step, StepTime(members=len(one.state.roster)))
-        time.ended, time.commits = self.clock.now, time.commits + 1
-        if time.commits == len(one.state.roster):
-            self.step_ended(effect.record.step)
+        step, steps = effect.record.step, self.account.steps
+        if step not in steps:
+            steps[step] = StepTime(members=self._num_dealt)
+            self._behind = set(one.state.roster) & set(self.coordinator.state.roster)
+        steps[step].ended = self.clock.now
+        self._not_behind({one.number})
+
+    def _not_behind(self, members: set[ReplicaId]) -> None:
+        """These have committed the newest step, or never will."""
+        if self._behind:
+            self._behind -= members
+            if not self._behind:
+                self.step_ended(max(self.account.steps))
 
     def step_ended(self, step: int) -> None:
-        """All members have committed it."""
+        """All members have committed it, but those that are lost."""
 
     def end(self, exit_code: int, reason: str) -> None:
         """The coordinator ends the job."""
+        self._not_behind(self._behind)
         self.account.exit_code, self.account.reason = exit_code, reason
         for one in self.replicas:
             if one.leader_alive:

@@ -46,7 +46,7 @@ class Outcome:
     microbatches: int = 0
     """In committed steps."""
     ideal_seconds: float = 0.0
-    """What the committed steps take over the best integer quotas of those that committed them, when nothing is lost."""
+    """What the committed steps take over the best integer quotas of those whose work they hold, when nothing is lost."""
     losses: int = 0
     replicas_end: int = 0
     interval_steps: int | None = None
@@ -145,12 +145,12 @@ class Meter:
             self._ideal[key] = self.timing.ideal_step_s(num_members, num_microbatches)
         return self._ideal[key]
 
-    def commit(self, num_microbatches: int, count: int = 1) -> None:
-        """So many steps are committed by those that are left."""
+    def commit(self, num_members: int, num_microbatches: int, count: int = 1) -> None:
+        """So many steps are committed, which hold the work of so many members."""
         outcome = self.outcome
         outcome.steps += count
         outcome.microbatches += count * num_microbatches
-        outcome.ideal_seconds += count * self.ideal_s(outcome.replicas_end, num_microbatches)
+        outcome.ideal_seconds += count * self.ideal_s(num_members, num_microbatches)
         outcome.curve.append((outcome.gpu_seconds, outcome.microbatches))
 
 
@@ -213,6 +213,7 @@ class RecoverJob(TimedJob):
         self._spent = self.clock.now
 
     def announced(self, new: NewGeneration) -> None:
+        self._disturbed = True  # a step that others had committed ends with who has died before it did
         super().announced(new)
         self._disturbed = True
         if self.coordinator.state.fruitless > MAX_FRUITLESS:
@@ -251,7 +252,7 @@ class RecoverJob(TimedJob):
 
     def step_ended(self, step: int) -> None:
         self._spend()
-        self.meter.commit(self.table.microbatches)
+        self.meter.commit(self.account.steps[step].members, self.table.microbatches)
         self.step_seconds.append(self.clock.now - self._ended)
         self._ended = self.clock.now
         self._alike = 0 if self._disturbed else self._alike + 1
@@ -273,7 +274,7 @@ class RecoverJob(TimedJob):
             self.num_steps -= count
             self.meter.spend(count * seconds)
             self.step_seconds += [seconds] * count
-            self.meter.commit(self.table.microbatches, count)
+            self.meter.commit(self.account.steps[step].members, self.table.microbatches, count)
             if self._next_loss is not None:
                 self._schedule(self._next_loss - count * seconds)
 
@@ -393,7 +394,7 @@ def _checkpoint_restart(scenario: Scenario, interval: int, policy: PolicyName) -
         at = _begin_step(meter, losses, scenario, seconds)
         if at is None:
             meter.spend(seconds)
-            meter.commit(job.microbatches)
+            meter.commit(meter.outcome.replicas_end, job.microbatches)
             if meter.outcome.steps % interval or meter.outcome.steps == job.steps:
                 continue
             at = losses.within(table.save_s, meter.outcome.replicas_end)
@@ -431,14 +432,14 @@ def _smaller(scenario: Scenario, policy: PolicyName, *, keep_step: bool) -> Outc
         at = _begin_step(meter, losses, scenario, seconds)
         if at is None:
             meter.spend(seconds)
-            meter.commit(quota * outcome.replicas_end)
+            meter.commit(outcome.replicas_end, quota * outcome.replicas_end)
             continue
         meter.spend(at)
         meter.lose()
         meter.spend(failures.detect_s + scenario.drop.regroup_s)
         if keep_step:  # what is summed at the loss is summed again, without the lost share
             meter.spend(max(seconds - at, meter.timing.reduction_s(outcome.replicas_end)))
-            meter.commit(quota * outcome.replicas_end)
+            meter.commit(outcome.replicas_end, quota * outcome.replicas_end)
     return outcome
 
 
