@@ -19,7 +19,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
@@ -29,6 +29,7 @@ from megatron_recover.core.values import LossKind
 EVENTS_FILE = "events.jsonl"
 """Name of the log inside a run directory."""
 
+Size = Annotated[int, msgspec.Meta(ge=1)]
 _START_OF_EVENT = b'{"event":"'
 
 
@@ -52,12 +53,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Layout(Part, frozen=True, kw_only=True):
     """How the model of one replica is spread over its ranks."""
 
-    tp: int
-    pp: int
-    cp: int = 1
-    lanes: int = 1
+    tp: Size
+    pp: Size
+    cp: Size = 1
+    lanes: Size = 1
     """Data-parallel size inside the replica."""
-    vpp: int = 1
+    vpp: Size = 1
     """Model chunks per pipeline stage."""
 
     @property

@@ -93,3 +93,29 @@ def computed_as_dealt(history: History) -> Findings:
         elif isinstance(event, trace.MicrobatchFinished) and (other := set(event.into) - plan[event.microbatch]):
             what = f"{who(event)} computes microbatch {event.microbatch} of step {event.step} into buckets {sorted(other)}"
             yield line, f"{what}, which generation {event.generation} does not ask for"
+
+
+def held_as_planned(history: History) -> Findings:
+    """A rank holds only sums that its plan asks for, and what its plan has sent to it by a member that said it was complete."""
+    complete = {(one.generation, one.step, one.replica): one.complete for _, one in history.of(trace.Status)}
+    planned: dict[tuple[int, int, int], trace.Plan] = {}
+    for line, event in history.events:
+        if isinstance(event, trace.Plan):
+            planned[event.replica, event.generation, event.step] = event
+            for one in (*event.decided, *event.transfers):
+                if (one.bucket, one.version) not in complete.get((event.generation, event.step, one.source), ()):
+                    what = f"replica {event.replica} takes bucket {one.bucket} version {one.version} of step {event.step} from"
+                    yield line, f"{what} replica {one.source}, whose status does not say that it is complete there"
+        elif isinstance(event, trace.Reduced | trace.Transferred):
+            plan = planned.get((event.replica, event.generation, event.step))
+            if plan is None or not _asks_for(plan, event):
+                origin = f" from replica {event.source}" if isinstance(event, trace.Transferred) else ""
+                what = f"{who(event)} holds bucket {event.bucket} version {event.version} of step {event.step}{origin}"
+                yield line, f"{what}, which no plan of generation {event.generation} asks for"
+
+
+def _asks_for(plan: trace.Plan, result: trace.Reduced | trace.Transferred) -> bool:
+    if isinstance(result, trace.Reduced):
+        return result.bucket in plan.reduces
+    sent = (result.bucket, result.version, result.source)
+    return any((one.bucket, one.version, one.source) == sent and result.replica in one.targets for one in plan.transfers)

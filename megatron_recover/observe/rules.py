@@ -151,8 +151,12 @@ def _backed_commits(history: History) -> Findings:
                 what = f"replica {event.replica} committed step {event.step} in generation {event.generation}"
                 yield line, f"{what} without the vote of {sorted(missing)}"
             committed.add((event.step, event.digest))
-        elif isinstance(event, trace.Applied) and event.replica not in history.commits.get(event.step, {}):
-            yield line, f"{who(event)} applied step {event.step}, which its leader never committed"
+        elif isinstance(event, trace.Applied):
+            _, commit = history.commits.get(event.step, {}).get(event.replica, (line, None))
+            if commit is None:
+                yield line, f"{who(event)} applied step {event.step}, which its leader never committed"
+            elif event.label != commit.label:
+                yield line, f"{who(event)} applied step {event.step} as {event.label!r}, its leader committed {commit.label!r}"
 
 
 def _backed_vote(history: History, line: Line, vote: trace.Voted) -> Findings:
@@ -237,6 +241,7 @@ def decided_once(history: History) -> Findings:
 
     A result in which a replica took part that was outvoted since is withdrawn: it has to be made again.
     """
+    yield from plans.held_as_planned(history)
     decided: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     for _, status in history.of(trace.Status):
         buckets = decided[status.generation, status.step]

@@ -86,14 +86,27 @@ def _replace(events: Events, kind: type[trace.Event], to: dict[str, object], **f
 
 
 WASTED = trace.MicrobatchFinished(replica=1, rank=0, generation=2, step=19, microbatch=3, seconds=0.1, into=())
+MORE = [  # than was lost: what a survivor had computed before
+    trace.MicrobatchFinished(replica=1, rank=0, generation=2, step=1, microbatch=microbatch, seconds=0.1, into=(1,))
+    for microbatch in (1, 2, 4, 5)
+]
+
+
+def _nothing_again(events: Events) -> Events:
+    return [event for event in events if not (isinstance(event, trace.MicrobatchFinished) and event.generation > 1)]
+
+
 FAILURES: list[tuple[str, Callable[[Events], Events]]] = [
     ("Real processes were killed", lambda events: _replace(events, trace.Fault, {"point": "forward"}, point="backward")),
     ("Real processes were killed", lambda events: _replace(events, trace.Fault, {"rank": 0}, point="backward")),
+    ("Real processes were killed", lambda events: _replace(events, trace.Fault, {"point": "reduce"}, point="backward")),
     ("Real processes were killed", lambda events: _replace(events, trace.Failure, {"cause": "exit code 1"})),
     ("The others did not let", lambda events: [event for event in events if not isinstance(event, trace.Extended)]),
     ("Training went on", lambda events: _replace(events, trace.RunFinished, {"exit_code": 10})),
     ("Every step was made", lambda events: _replace(events, trace.Reduced, {"provenance": (2, 0, 1, 1, 1, 1)}, bucket=1)),
     ("Only what the dead", lambda events: [*events[:-1], WASTED, events[-1]]),
+    ("Only what the dead", lambda events: [*events[:-1], *MORE, events[-1]]),
+    ("Only what the dead", _nothing_again),
     ("All replicas held", lambda events: _replace(events, trace.Applied, {"parameter_digest": "x"}, replica=2, rank=1)),
     ("The result is bit", lambda events: _replace(events, trace.Applied, {"parameter_digest": "x"}, rank=0)),
     ("The result is bit", lambda events: _replace(events, trace.Applied, {"loss": 1.0}, rank=1)),
@@ -111,6 +124,18 @@ def test_a_claim_without_its_evidence_fails_the_demo(
     content = json.loads(capsys.readouterr().out)
     assert content["proven"] is False
     assert [one["text"] for one in content["claims"] if not one["holds"] and one["text"].startswith(claim)], content["claims"]
+
+
+def test_a_run_of_another_batch_is_no_reference(
+    prepared: Callable[[Events, Events], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference = traces.Run(microbatches=12)
+    while reference.trained < 20:
+        reference.quiet_step()
+    prepared(reference.finish().events, _faulty().events)
+    assert demo.main(["--json", "--run-dir", str(tmp_path / "demo")]) == ExitCode.INVARIANT_VIOLATED
+    [claim] = [one for one in json.loads(capsys.readouterr().out)["claims"] if one["text"].startswith("Every step was made")]
+    assert not claim["holds"]
 
 
 def test_megatrons_line_is_cut_down_to_what_matters() -> None:

@@ -406,6 +406,86 @@ def replicas_plan_different_reductions(events: Events) -> int:
     return _edit(events, trace.Plan, to={"reduces": (1,)}, step=1, generation=2, replica=1)
 
 
+def replicas_plan_different_quotas_again(events: Events) -> int:
+    """Of a step that was begun before: quotas need not sum to M, and only a comparison shows it."""
+    return _edit(events, trace.Plan, to={"quotas": (4, 3)}, step=1, generation=2, replica=1)
+
+
+def _with_two_survivors_of_a_reduction(events: Events) -> None:
+    run = traces.Run()
+    run.step_with_kill_in_reduction(0)
+    events[:] = run.finish().events
+
+
+def replicas_plan_different_transfers(events: Events) -> int:
+    _with_two_survivors_of_a_reduction(events)
+    return _edit(events, trace.Plan, to={"transfers": ()}, generation=2, replica=2)
+
+
+def replicas_plan_different_decisions(events: Events) -> int:
+    _with_two_survivors_of_a_reduction(events)
+    return _edit(events, trace.Plan, to={"decided": (trace.Decided(bucket=0, version=1, source=1),)}, generation=2, replica=2)
+
+
+def a_microbatch_has_no_share_and_no_plan(events: Events) -> int:
+    """Each computes its quota; the quotas do not sum to M."""
+    index = _find(events, trace.Plan, step=0, replica=2)
+    (compute,) = events[index].computes
+    less = (msgspec.structs.replace(compute, microbatches=compute.microbatches[:1]),)
+    for replica in range(3):
+        _edit(events, trace.Plan, to={"quotas": (2, 2, 1)}, step=0, replica=replica)
+    return _edit(events, trace.Plan, to={"computes": less}, step=0, replica=2)
+
+
+def a_pass_takes_in_a_part(events: Events) -> int:
+    run = traces.Run(microbatches=12)
+    run.step_with_kill_in_backward(2, in_schedule=True)
+    events[:] = run.finish().events
+    index = _find(events, trace.Extended)
+    return _edit(events, trace.Extended, to={"microbatches": events[index].microbatches[:1]})
+
+
+def a_bucket_comes_from_who_was_not_asked(events: Events) -> int:
+    _with_two_survivors_of_a_reduction(events)
+    return _edit(events, trace.Transferred, to={"source": 2})
+
+
+def a_bucket_comes_from_who_does_not_hold_it(events: Events) -> int:
+    _with_two_survivors_of_a_reduction(events)
+    for replica in (1, 2):
+        index = _find(events, trace.Plan, generation=2, replica=replica)
+        (sent,) = events[index].transfers
+        events[index] = msgspec.structs.replace(events[index], transfers=(msgspec.structs.replace(sent, source=0),))
+    _edit(events, trace.Transferred, to={"source": 0})
+    return _find(events, trace.Plan, generation=2, replica=1)
+
+
+def a_bucket_comes_to_who_did_not_need_it(events: Events) -> int:
+    _with_two_survivors_of_a_reduction(events)
+    for replica in (1, 2):
+        index = _find(events, trace.Plan, generation=2, replica=replica)
+        (sent,) = events[index].transfers
+        events[index] = msgspec.structs.replace(events[index], transfers=(msgspec.structs.replace(sent, targets=(1,)),))
+    return _find(events, trace.Transferred)
+
+
+def a_bucket_counts_as_decided_that_nobody_holds(events: Events) -> int:
+    for replica in range(2):
+        decided = (trace.Decided(bucket=0, version=1, source=1),)
+        _edit(events, trace.Plan, to={"decided": decided}, step=1, generation=2, replica=replica)
+    return _find(events, trace.Plan, step=1, generation=2, replica=0)
+
+
+def a_bucket_is_reduced_that_no_plan_asks_for(events: Events) -> int:
+    for replica in range(3):
+        _edit(events, trace.Plan, to={"reduces": (1, 2)}, step=0, replica=replica)
+    return _find(events, trace.Reduced, step=0, bucket=0)
+
+
+def a_rank_applies_a_step_under_another_name(events: Events) -> int:
+    return _edit(events, trace.Applied, to={"label": "train 4"}, step=2, replica=1, rank=0)
+
+
 def a_plan_deals_what_a_survivor_holds(events: Events) -> int:
     """Nobody may have computed it yet: the plan alone is wrong."""
     index = _find(events, trace.Plan, step=1, generation=2, replica=0)
@@ -545,6 +625,17 @@ BREAKAGES: list[tuple[str, Callable[[Events], int]]] = [
     ("INV-1", a_rank_computes_what_was_dealt_to_another),
     ("INV-1", a_rank_computes_into_a_bucket_that_no_plan_asks_for),
     ("INV-1", a_pass_takes_in_what_was_not_dealt),
+    ("INV-1", a_pass_takes_in_a_part),
+    ("INV-2", replicas_plan_different_quotas_again),
+    ("INV-2", replicas_plan_different_transfers),
+    ("INV-2", replicas_plan_different_decisions),
+    ("INV-2", a_microbatch_has_no_share_and_no_plan),
+    ("INV-2", a_rank_applies_a_step_under_another_name),
+    ("INV-4", a_bucket_comes_from_who_was_not_asked),
+    ("INV-4", a_bucket_comes_from_who_does_not_hold_it),
+    ("INV-4", a_bucket_comes_to_who_did_not_need_it),
+    ("INV-4", a_bucket_counts_as_decided_that_nobody_holds),
+    ("INV-4", a_bucket_is_reduced_that_no_plan_asks_for),
 ]
 
 
@@ -592,6 +683,9 @@ def test_a_second_death_during_the_recovery_is_no_violation() -> None:
     run.reduce(traces.BUCKETS)
     run.commit(dict.fromkeys(traces.BUCKETS, 3))
     assert _broken(run.finish().events) == {}
+    # Nor if it dies before it has planned: what it was dealt is missing from the plans of generation 2, and from nothing else.
+    del run.events[_find(run.events, trace.Plan, generation=2, replica=1)]
+    assert _broken(run.events) == {}
 
 
 def test_adopting_what_a_member_committed_before_a_death_is_no_violation() -> None:
@@ -711,6 +805,14 @@ def test_a_running_or_orphaned_run_is_said_to_be_one(tmp_path: Path) -> None:
     verdict = check(traces.write(tmp_path, traces.faulty_run().events[:-1]))
     assert verdict.holds and not verdict.is_finished
     assert describe(verdict).splitlines()[-1].startswith("UNFINISHED: the trace has no run_finished")
+
+
+def test_what_is_not_fenced_yet_is_no_violation_before_the_end() -> None:
+    events = traces.faulty_run().events[:-1]
+    events = events[: _find(events, trace.Failure, replica=0) + 1]
+    lost = trace.Lost(replica=0, kind=LossKind.PROCESS_ENDED)
+    events.append(trace.Generation(generation=3, roster=(1,), losses=(lost,)))
+    assert _broken(events) == {}
 
 
 def test_a_trace_without_its_first_line_proves_nothing(tmp_path: Path) -> None:

@@ -123,6 +123,15 @@ def test_every_other_bad_line_is_refused_with_line_and_field(tmp_path: Path, old
         list(trace.read(path))
 
 
+def test_a_layout_of_no_ranks_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with _log(path) as log:
+        log.record(trace.RunStarted(replicas=1, layout=trace.Layout(tp=1, pp=1), determinism="fast", seed=1, argv=()))
+    path.write_text(path.read_text().replace('"tp":1', '"tp":0'))
+    with pytest.raises(trace.TraceError, match=r"events.jsonl:1: .*>= 1.*\$\.layout\.tp"):
+        list(trace.read(path))
+
+
 def test_a_recorded_event_survives_sigkill(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     if (pid := os.fork()) == 0:
