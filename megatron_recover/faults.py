@@ -119,7 +119,8 @@ def never_passed(table: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         if key in table and point not in points:
             others = "" if key == "step" else f", or take {', '.join(other.value for other in points)}"
             yield key, f"{point.value} is passed for no {key}; leave {key} out{others}"
-    if point in LEADER_ONLY and table.get("rank", 0) != 0:
+    rank = table.get("rank", 0)
+    if point in LEADER_ONLY and type(rank) is int and rank != 0:  # another type is a mistake of its own
         yield "rank", f"only rank 0, the leader of its replica, passes {point.value}; give rank = 0"
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_recover.cli.run_dirs import no_trace
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.observe.check import Verdict, check, describe
-from megatron_recover.trace import EVENTS_FILE, TraceError
+from megatron_recover.trace import TraceError
 
 
 def _json(verdict: Verdict) -> str:
@@ -51,16 +52,3 @@ def main(argv: list[str]) -> int:
     if not verdict.holds:
         return ExitCode.INVARIANT_VIOLATED
     return ExitCode.OK if verdict.is_finished else ExitCode.UNFINISHED
-
-
-def run_folder(path: str) -> Path:
-    """The RUN_DIR of a command line: the folder of a run, also where its events.jsonl is named instead."""
-    place = Path(path)
-    return place.parent if place.name == EVENTS_FILE else place
-
-
-def no_trace(path: Path) -> str:
-    """What is wrong with a path at which there is no trace, with those that are inside it (as in the folder of a demo)."""
-    folder = path.parent if path.name == EVENTS_FILE else path
-    inside = sorted(str(one.parent) for one in folder.glob(f"*/{EVENTS_FILE}"))
-    return f"no trace at {path}; " + (f"did you mean {' or '.join(inside)}?" if inside else "give the --run-dir of a run")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_recover.cli.check import no_trace, run_folder
+from megatron_recover.cli.run_dirs import no_trace, run_folder
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.observe import report

@@ -75,10 +75,15 @@ def _on_processes(parser: Parser, arguments: argparse.Namespace, scenario: Scena
     """The same scenario for real: what `run` makes of it, and the times of its steps beside the simulated ones."""
     from megatron_recover.cli import data, run
     from megatron_recover.cluster import chaos, rehearsal
+    from megatron_recover.cluster.job import check_unused
 
     refused = "\n".join(f"--processes: {arguments.scenario}: {line}" for line in rehearsal.refusals(scenario))
     if refused:
         parser.error(refused)
+    try:
+        check_unused(arguments.processes, "--processes")
+    except ValueError as error:
+        parser.error(str(error))
     if arguments.out is not None:
         result.make_folder(parser, arguments.out)
     try:

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from megatron_recover import trace
-from megatron_recover.cli.check import no_trace, run_folder
+from megatron_recover.cli.run_dirs import no_trace, run_folder
 from megatron_recover.cluster.job import LOGS
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser

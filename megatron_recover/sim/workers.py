@@ -11,7 +11,7 @@ from multiprocessing.pool import Pool
 from types import FrameType
 from typing import NoReturn
 
-INTERRUPTED = 128 + signal.SIGINT
+CTRL_C_CODE = 128 + signal.SIGINT
 """The exit code of a command that Ctrl-C has ended."""
 
 

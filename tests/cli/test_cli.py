@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_recover import cli, trace
+from megatron_recover.cli.run_dirs import no_trace
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe import report
 from tests.observe import traces
@@ -136,6 +137,12 @@ def test_the_folder_of_several_runs_is_answered_with_them(verb: str, tmp_path: P
     done = _run(verb, str(tmp_path))
     assert done.returncode == ExitCode.BAD_INPUT
     assert f"did you mean {tmp_path / 'faulty'} or {tmp_path / 'reference'}?" in done.stderr
+
+
+def test_of_many_runs_a_few_are_named(tmp_path: Path) -> None:
+    for number in range(5):
+        traces.write(tmp_path / str(number), traces.quiet_run().events)
+    assert no_trace(tmp_path).endswith(f"{tmp_path / '1'} or {tmp_path / '2'}? (2 more are beside them)")
 
 
 def test_a_command_that_is_printed_works_when_it_is_pasted(tmp_path: Path) -> None:

@@ -123,6 +123,12 @@ def test_a_wrong_file_is_refused_with_the_line(old: str, new: str, message: str)
     assert message in str(refusal.value)
 
 
+def test_a_rank_that_is_no_number_is_told_once() -> None:
+    with pytest.raises(ValueError) as refusal:
+        parse('[[fault]]\nreplica = 1\nrank = true\npoint = "status"\n', TARGET)
+    assert str(refusal.value) == "line 3: rank: Expected `int`, got `bool`"
+
+
 def test_all_mistakes_of_a_file_are_told_at_once(tmp_path: Path) -> None:
     path = tmp_path / "chaos.toml"
     path.write_text(

@@ -140,6 +140,22 @@ def test_faults_that_take_every_replica_end_with_code_2_and_the_last_ones_line(
     assert re.search(r": line \d+: \[\[fault\]\] \d \(.*\) ends the job: no replica is left", said.err)
 
 
+@pytest.mark.parametrize(
+    ("name", "why"), [("file", "a file stands where a folder is meant"), (".", "is not empty (it has file)")]
+)
+def test_a_used_folder_is_refused_before_the_work(
+    name: str, why: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(simulate, "run_recover")
+    place = tmp_path / "used"
+    place.mkdir()
+    (place / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", str(small), "--processes", str(place / name)])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and f"--processes {place / name} " in said and why in said
+
+
 @pytest.mark.parametrize("flags", [(), ("--processes", "RUN_DIR")])
 def test_a_folder_that_cannot_be_made_is_refused_before_the_work(
     flags: tuple[str, ...], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

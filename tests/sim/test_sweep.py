@@ -49,7 +49,9 @@ def test_rates_are_swept_into_a_table_and_a_plot(tmp_path: Path, capsys: pytest.
     restarted = [float(row["goodput_of_ideal"]) for row in rows if row["policy"] == "checkpoint-restart"]
     assert restarted[0] > restarted[-1], "losses cost a restart more the oftener they come"
     assert "<svg" in (tmp_path / PLOT_FILE).read_text()
-    head, *told, wrote = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr()
+    assert len(said.err.splitlines()) == len(RATES) and "32 GPUs at the rate of Llama 3: " in said.err
+    head, *told, wrote = said.out.splitlines()
     assert head.split(maxsplit=1)[1] == " | ".join(HEAD) and len(told) == len(rows) and wrote.startswith("wrote ")
 
 
@@ -93,3 +95,20 @@ def test_a_wrong_argument_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as ended:
         sweep.main([str(tmp_path / "nothing.toml"), "--out", str(tmp_path)])
     assert ended.value.code == 2 and "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--max-gpus 0", "--max-gpus is 0; the smallest size is 2048"),
+        ("--max-gpus 2047", "--max-gpus is 2047; the smallest size is 2048"),
+        ("--max-gpus 2048 --only rates", "--max-gpus is for the sweep of sizes"),
+        ("--losses 0", "--losses is 0; it must be above 0"),
+    ],
+)
+def test_a_sweep_of_nothing_is_refused(flags: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario = tmp_path / "small.toml"
+    scenario.write_text(SCENARIO)
+    with pytest.raises(SystemExit) as ended:
+        sweep.main([str(scenario), "--out", str(tmp_path / "out"), *flags.split()])
+    assert ended.value.code == 2 and said in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_recover.sim.explore.scenario import CONFIGS
-from megatron_recover.sim.workers import INTERRUPTED, ended_by_ctrl_c
+from megatron_recover.sim.workers import CTRL_C_CODE, ended_by_ctrl_c
 
 
 @pytest.fixture
@@ -73,4 +73,4 @@ def test_ctrl_c_ends_workers_silently_and_what_was_found_is_summed_up() -> None:
     num_links = sum("links" in scenario.name for scenario in CONFIGS["ci"])
     states = [int(line.split(": ")[1].split()[0]) for line in lines if " states, " in line]
     total = f"no invariant broken in {sum(states)} states: {len(states)} of {num_links} scenarios are explored"
-    assert (process.returncode, errors, last) == (INTERRUPTED, "", f"interrupted; {total}")
+    assert (process.returncode, errors, last) == (CTRL_C_CODE, "", f"interrupted; {total}")

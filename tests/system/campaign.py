@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from megatron_recover.cluster import chaos
-from megatron_recover.sim.workers import INTERRUPTED, ended_by_ctrl_c
+from megatron_recover.sim.workers import CTRL_C_CODE, ended_by_ctrl_c
 from megatron_recover.trace import Phase
 from tests.system.jobs import ROOT, Job, Outcome, check, run_job, text_data
 from tests.system.scenarios import STEPS, Scenario, scenario
@@ -207,7 +207,7 @@ def main() -> int:
         is_interrupted = True
         print(f"interrupted in the run of seed {arguments.seed + len(rows)}")
     print(totals(rows))
-    return INTERRUPTED if is_interrupted else int(not all(row.passed for row in rows))
+    return CTRL_C_CODE if is_interrupted else int(not all(row.passed for row in rows))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from megatron_recover.sim.explore.network import World
 from megatron_recover.sim.explore.node import Stimulus
 from megatron_recover.sim.explore.scenario import CONFIGS, Scenario
 from megatron_recover.sim.explore.space import Space
-from megatron_recover.sim.workers import INTERRUPTED, ended_by_ctrl_c, workers
+from megatron_recover.sim.workers import CTRL_C_CODE, ended_by_ctrl_c, workers
 
 
 class Found(Value, frozen=True):
@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
                 return 1
     except KeyboardInterrupt:
         print(f"interrupted; no invariant broken in {total} states: {ended} of {len(scenarios)} scenarios are explored")
-        return INTERRUPTED
+        return CTRL_C_CODE
     print(f"no invariant broken in {total} states")
     return 0
 

@@ -31,7 +31,7 @@ from megatron_recover.sim.timed.job import Actor, TimedCoordinator, TimedJob, Ti
 from megatron_recover.sim.timed.memory import Counts
 from megatron_recover.sim.timed.models import ComputeTable, JobTable, NetworkTable, Timing
 from megatron_recover.sim.timed.rank import TimedRank
-from megatron_recover.sim.workers import INTERRUPTED, ended_by_ctrl_c, workers
+from megatron_recover.sim.workers import CTRL_C_CODE, ended_by_ctrl_c, workers
 
 COMMAND = "python -m megatron_recover.sim.timed.fuzz"
 CALM_S = 2_000.0
@@ -416,7 +416,7 @@ def main(arguments: list[str] | None = None) -> int:
     ends = ", ".join(f"{code}: {count}" for code, count in sorted(codes.items()))
     print(f"{done} seeds, {events} events, {time.monotonic() - began:.0f} s; exit codes {ends or 'none'}")
     print(f"{done - failed} passed, {failed} failed")
-    return INTERRUPTED if is_interrupted else 1 if failed else 0
+    return CTRL_C_CODE if is_interrupted else 1 if failed else 0
 
 
 if __name__ == "__main__":

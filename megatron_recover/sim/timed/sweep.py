@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import msgspec
 from megatron_recover.sim.timed import result, scenario_file
 from megatron_recover.sim.timed.models import Scenario, Timing
 from megatron_recover.sim.timed.policies import HOUR_S, Losses, simulate
-from megatron_recover.sim.workers import INTERRUPTED, ended_by_ctrl_c
+from megatron_recover.sim.workers import CTRL_C_CODE, ended_by_ctrl_c
 
 COMMAND = "python -m megatron_recover.sim.timed.sweep"
 RATES = (
@@ -44,8 +44,8 @@ Point = tuple[Any, ...]
 """One line of the CSV, as in `HEAD`."""
 
 
-def point(base: Scenario, sweep: str, rate: str, replicas: int, losses: float) -> Iterator[Point]:
-    """All policies of one scenario."""
+def point(base: Scenario, sweep: str, rate: str, replicas: int, losses: float, tell: Callable[[str], None]) -> Iterator[Point]:
+    """All policies of one scenario. `tell` is told before, as it may take long."""
     job = base.job
     per_gpu_hour = dict(RATES)[rate]
     failures = msgspec.structs.replace(base.failures, every_steps=None, per_gpu_hour=per_gpu_hour)
@@ -54,6 +54,7 @@ def point(base: Scenario, sweep: str, rate: str, replicas: int, losses: float) -
     step_s = Timing(table, what.compute, what.network).ideal_step_s(replicas, table.microbatches)
     steps = round(losses / (Losses(what).hazard(replicas) * step_s)) + 4
     what = msgspec.structs.replace(what, job=msgspec.structs.replace(table, steps=steps))
+    tell(f"{replicas * job.ranks:,} GPUs at the rate of {rate}: {steps:,} steps")
     for policy, outcome in simulate(what).items():
         waited = "" if outcome.kill_to_plan_s is None else round(outcome.kill_to_plan_s[0], 4)
         yield (
@@ -62,14 +63,16 @@ def point(base: Scenario, sweep: str, rate: str, replicas: int, losses: float) -
         )  # fmt: skip
 
 
-def points(base: Scenario, only: str | None, losses: float, gpus: Sequence[int] = GPUS) -> Iterator[Point]:
-    """The sweep of rates at the scenario's size, then that of sizes."""
+def points(
+    base: Scenario, only: str | None, losses: float, gpus: Sequence[int] = GPUS, tell: Callable[[str], None] = lambda _: None
+) -> Iterator[Point]:
+    """The sweep of rates at the scenario's size, then that of sizes. `tell` as of `point`."""
     if only != "sizes":
         for rate, _ in RATES:
-            yield from point(base, "rate", rate, base.job.replicas, losses)
+            yield from point(base, "rate", rate, base.job.replicas, losses, tell)
     if only != "rates":
         for number in gpus:
-            yield from point(base, "size", AT_SIZE, number // base.job.ranks, losses)
+            yield from point(base, "size", AT_SIZE, number // base.job.ranks, losses, tell)
 
 
 def draw(path: Path, found: Sequence[Point]) -> None:
@@ -107,8 +110,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"where {CSV_FILE} and {PLOT_FILE} go")
     parser.add_argument("--only", choices=("rates", "sizes"), help="one of the two sweeps")
     parser.add_argument("--losses", type=float, default=4, help="expected at each point (default: 4)")
-    parser.add_argument("--max-gpus", type=int, default=GPUS[-1], help=f"the largest size (default: {GPUS[-1]})")
+    parser.add_argument("--max-gpus", type=int, help=f"the largest size (default: {GPUS[-1]})")
     options = parser.parse_args(arguments)
+    if options.max_gpus is not None and options.only == "rates":
+        parser.error("--max-gpus is for the sweep of sizes, which --only rates leaves out; give one of them")
+    gpus = [number for number in GPUS if number <= (GPUS[-1] if options.max_gpus is None else options.max_gpus)]
+    if not gpus:
+        parser.error(f"--max-gpus is {options.max_gpus}; the smallest size is {GPUS[0]}")
     if not options.losses > 0:
         parser.error(f"--losses is {options.losses:g}; it must be above 0")
     try:
@@ -121,9 +129,13 @@ def main(arguments: list[str] | None = None) -> int:
     found: list[Point] = []
     began = time.monotonic()
     is_interrupted = False
+
+    def tell(what: str) -> None:
+        print(f"{time.monotonic() - began:6.0f} s  simulating {what}", file=sys.stderr, flush=True)
+
     print(f"{'after':>8}  {' | '.join(HEAD)}", flush=True)
     try:
-        for row in points(base, options.only, options.losses, [number for number in GPUS if number <= options.max_gpus]):
+        for row in points(base, options.only, options.losses, gpus, tell):
             found.append(row)
             print(f"{time.monotonic() - began:6.0f} s  {' | '.join(map(str, row))}", flush=True)
             result.write_csv(options.out / CSV_FILE, HEAD, found)
@@ -133,12 +145,12 @@ def main(arguments: list[str] | None = None) -> int:
         is_interrupted = True
         if not found:
             print("interrupted before the first point")
-            return INTERRUPTED
+            return CTRL_C_CODE
         result.write_csv(options.out / CSV_FILE, HEAD, found)  # it may have been at it
     draw(options.out / PLOT_FILE, found)
     told = f"interrupted after {len(found)} lines; " if is_interrupted else ""
     print(f"{told}wrote {options.out / CSV_FILE} and {options.out / PLOT_FILE}")
-    return INTERRUPTED if is_interrupted else 0
+    return CTRL_C_CODE if is_interrupted else 0
 
 
 if __name__ == "__main__":
