@@ -143,6 +143,32 @@ class Redirection:
                 target.zero_()
 
 
+class Collector:
+    """Into which buckets backward's gradient goes at the moment, region by region. Between passes it goes into all."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self._regions = regions
+        self._into: tuple[BucketId, ...] | None = None
+        self._redirections: dict[tuple[BucketId, ...] | None, list[Redirection]] = {}
+        """Of the pass that runs, by the buckets that they collect into. They hold memory."""
+
+    def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
+        """From now on gradient goes into these buckets and no other (None: the pass is over)."""
+        if into == self._into:
+            return
+        for redirection in self._redirections.get(self._into, ()):
+            redirection.end()
+        self._into = into
+        if into is None:
+            self._redirections.clear()
+        elif into not in self._redirections:
+            self._redirections[into] = [
+                Redirection(region, into) for region in self._regions if any(bucket.id not in into for bucket in region.buckets)
+            ]
+        for redirection in self._redirections.get(into, ()):
+            redirection.begin()
+
+
 class BackwardWatch:
     """Tells, during a backward, which buckets it will not touch any more."""
 

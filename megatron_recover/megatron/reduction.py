@@ -31,7 +31,7 @@ from megatron_recover.core.plan import Operation, operations
 from megatron_recover.core.values import BucketId, Held, Pipeline, Plan, Shape
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron import exact
-from megatron_recover.megatron.buckets import BackwardWatch, Bucket, Redirection, find_regions, number
+from megatron_recover.megatron.buckets import BackwardWatch, Bucket, Collector, find_regions, number
 from megatron_recover.megatron.checksum import checksum, combined
 from megatron_recover.megatron.ledger import NUM_COLUMNS, Ledger
 from megatron_recover.megatron.work_queue import Task
@@ -138,9 +138,7 @@ class Reduction:
         self._watch = BackwardWatch(self.regions) if any(chunk.ddp_config.overlap_grad_reduce for chunk in chunks) else None
         self._counted: set[BucketId] = set()
         """Buckets that have been passed by the backward that is being watched."""
-        self._collecting_into: tuple[BucketId, ...] | None = None
-        self._redirections: dict[tuple[BucketId, ...] | None, list[Redirection]] = {}
-        """Of the pass that runs, by the buckets that they collect into."""
+        self._collector = Collector(self.regions)
         self.first_generation = 0
         """Of the step's first order here, set when it has come: what is planned in a later one is planned again."""
         self.parameters_checksum = 0
@@ -171,19 +169,8 @@ class Reduction:
 
     def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
         """From now on gradient goes into the local gradient of the buckets `into`, and no other (None: the pass is over)."""
-        if into == self._collecting_into or self._accumulators:
-            return
-        for redirection in self._redirections.get(self._collecting_into, ()):
-            redirection.end()
-        self._collecting_into = into
-        if into is None:
-            self._redirections.clear()
-        elif into not in self._redirections:
-            self._redirections[into] = [
-                Redirection(region, into) for region in self.regions if any(bucket.id not in into for bucket in region.buckets)
-            ]
-        for redirection in self._redirections.get(into, ()):
-            redirection.begin()
+        if not self._accumulators:  # which take what counts at the end of each backward
+            self._collector.collect_into(into)
 
     def can_watch(self, into: Sequence[BucketId]) -> bool:
         """Whether `watch` knows when a backward that goes into these buckets has passed one of them."""

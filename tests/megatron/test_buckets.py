@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_recover.megatron.buckets import Redirection, Region
-from megatron_recover.megatron.reduction import Reduction
+from megatron_recover.megatron.buckets import Collector, Redirection, Region
 
 
 class Parameter(SimpleNamespace):
@@ -67,15 +67,14 @@ def test_microbatches_in_flight_go_into_different_buckets(fused: bool) -> None:
     Each forward and backward stands in the redirection of its own microbatch; a fused one adds where its forward bound it.
     """
     cut = region()
-    reduction = Reduction.__new__(Reduction)
-    reduction.regions, reduction._collecting_into, reduction._accumulators, reduction._redirections = [cut], None, {}, {}
+    collector = Collector([cut])
 
     def forwards(*into: int) -> list[tuple[Any, Tensor]]:
-        reduction.collect_into(into)
+        collector.collect_into(into)
         return forward(cut)
 
     def backwards(bound: list[tuple[Any, Tensor]], gradient: float, *into: int) -> None:
-        reduction.collect_into(into)
+        collector.collect_into(into)
         backward(bound if fused else forward(cut), gradient)
 
     first, second = forwards(1), forwards(1)
@@ -83,6 +82,16 @@ def test_microbatches_in_flight_go_into_different_buckets(fused: bool) -> None:
     third = forwards(0, 1)
     backwards(second, 10, 1)
     backwards(third, 100, 0, 1)
-    reduction.collect_into(None)
+    collector.collect_into(None)
     assert cut.local.tolist() == [100] * 6 + [111] * 6
     assert [param.main_grad.data_ptr() for param in cut.params] == [cut.local[start:].data_ptr() for start in (0, 4, 8)]
+
+
+def test_a_pass_that_is_over_keeps_no_memory() -> None:
+    cut = region()
+    collector = Collector([cut])
+    collector.collect_into((1,))
+    targets = [weakref.ref(param.main_grad) for param in list(cut.params)[:2]]  # the third lies in bucket 1, whole
+    assert all(target() is not None for target in targets)
+    collector.collect_into(None)
+    assert all(target() is None for target in targets)
