@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -338,23 +339,32 @@ class Unsure(Given):
         return self._told
 
 
+def lasts(queue: Given, num: int, stage: int, num_stages: int, num_chunks: int) -> dict[int, list[bool]]:
+    """For each chunk, whether its backwards were told that they are the last, in their order."""
+    told: dict[int, list[bool]] = defaultdict(list)
+
+    class Listening(Silent):
+        def backward_begins(self, task: Task, chunk: int, last: bool) -> None:
+            assert not last or queue.has_ended()
+            told[chunk].append(last)
+
+    def run(rank: Rank) -> None:
+        upstream = Upstream(rank.arguments, divisor=num, listener=Listening())
+        (Stage if num_chunks == 1 else InterleavedStage)(upstream, queue).run()
+
+    operations(run, stage, num_stages, num_chunks)
+    return told
+
+
 @pytest.mark.parametrize(("num_stages", "num_chunks"), [(1, 1), (2, 1), (4, 1), (2, 2), (3, 2), (2, 3)])
 def test_no_backward_is_the_last_before_the_pass_is_closed(num_stages: int, num_chunks: int) -> None:
-    """Else a bucket would be reduced that lacks what is dealt until then."""
+    """Else a bucket would be reduced that lacks what is dealt until then. If it is closed in time, each chunk has its last."""
     for stage, num in itertools.product(range(num_stages), (num_stages, 2 * num_stages, 2 * num_stages + 1)):
-        queue, lasts = Unsure(num), list[bool]()
-
-        class Listening(Silent):
-            def backward_begins(self, task: Task, chunk: int, last: bool, *, queue: Unsure = queue) -> None:
-                assert not last or queue.has_ended()
-                lasts.append(last)  # noqa: B023 - used up in this round
-
-        def run(rank: Rank, queue: Unsure = queue, num: int = num) -> None:
-            upstream = Upstream(rank.arguments, divisor=num, listener=Listening())
-            (Stage if num_chunks == 1 else InterleavedStage)(upstream, queue).run()
-
-        operations(run, stage, num_stages, num_chunks)
-        assert len(lasts) == num * num_chunks and sum(lasts) <= num_chunks
+        unsure = lasts(Unsure(num), num, stage, num_stages, num_chunks)
+        assert [len(told) for told in unsure.values()] == [num] * num_chunks
+        assert all(sum(told) <= 1 for told in unsure.values())
+        sure = lasts(Given(num), num, stage, num_stages, num_chunks)
+        assert list(sure.values()) == [[False] * (num - 1) + [True]] * num_chunks
 
 
 def test_a_pipeline_of_unlike_modules_is_refused() -> None:
