@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -313,5 +314,39 @@ def test_children_of_a_rank_die_with_it(tmp_path: Path) -> None:
         child = int((tmp_path / "pid").read_text())
         with contextlib.suppress(psutil.NoSuchProcess):
             until_ended([psutil.Process(child)])
+    finally:
+        agent.close()
+
+
+def test_what_stands_still_is_told_from_what_runs(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, signal\n"
+        f"open({str(gate)!r}).read()\n"
+        "os.kill(os.getpid(), signal.SIGSTOP)\n"
+        f"pathlib.Path({str(tmp_path / 'went-on')!r}).touch()\n"
+        f"open({str(gate)!r}).read()\n"
+    )
+    agent = Agent(preload=(), environment=dict(os.environ), log=tmp_path / "log")
+    try:
+        until_readable(agent.fileno(), agent.is_ready, "the fork server")
+        assert not agent.wake_server()
+        os.kill(agent._server.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, agent._server.pid, os.WSTOPPED | os.WNOWAIT)
+        assert agent.wake_server()
+        os.waitid(os.P_PID, agent._server.pid, os.WCONTINUED | os.WNOWAIT)
+        assert not agent.wake_server()
+
+        agent.spawn(0, 0, argv=(str(script),), environment={}, log=tmp_path / "rank.log")
+        with open(gate, "w"):  # it has got there
+            assert not agent.is_stopped(0, 0)
+        end = time.monotonic() + 10
+        while not agent.is_stopped(0, 0):
+            assert time.monotonic() < end
+        agent.thaw(0, 0)
+        until_files((tmp_path / "went-on").exists, "the rank to go on", tmp_path)
+        assert not agent.is_stopped(0, 0)
     finally:
         agent.close()
