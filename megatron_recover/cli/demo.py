@@ -174,7 +174,7 @@ def short(line: str) -> str:
     iteration, last, loss, generation, replicas, quotas = found.groups()
     return (
         f"iteration {iteration:>2}/{last} | loss {float(loss):.4f} | generation {generation} | replicas {replicas} | "
-        f"microbatches {quotas}"
+        f"quotas {quotas}"
     )
 
 

@@ -23,7 +23,8 @@ from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.sim.timed import result, scenario_file
 from megatron_recover.sim.timed.models import Scenario
-from megatron_recover.sim.timed.policies import run_recover, simulate
+from megatron_recover.sim.timed.policies import simulate
+from megatron_recover.sim.timed.recover import run_recover
 
 TEXT = ("argparse.py", "ast.py", "bdb.py", "calendar.py", "cmd.py")
 """Of the standard library: what real processes train on."""

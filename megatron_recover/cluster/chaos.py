@@ -117,7 +117,7 @@ def render(faults: Sequence[Fault], comment: str) -> str:
 
 # --- Faults at random ----------------------------------------------------------------------------------------------------
 
-_IN_A_STEP = (
+IN_A_STEP = (
     FaultPoint.FORWARD,
     FaultPoint.BACKWARD,
     FaultPoint.BEFORE_REDUCE,
@@ -127,7 +127,7 @@ _IN_A_STEP = (
     FaultPoint.AFTER_VOTE,
     FaultPoint.OPTIMIZER,
 )
-_IN_A_RECOVERY = (FaultPoint.PROMISE, FaultPoint.STATUS, FaultPoint.RECOMPUTE, FaultPoint.SECOND_REDUCE)
+IN_A_RECOVERY = (FaultPoint.PROMISE, FaultPoint.STATUS, FaultPoint.RECOMPUTE, FaultPoint.SECOND_REDUCE)
 _SECOND_DEATH = 0.3
 """How often a fault is followed by one inside the recovery from it, as long as replicas are left for it."""
 
@@ -168,9 +168,9 @@ def schedule(rate: Rate, target: Target) -> tuple[Fault, ...]:
     for step in range(num_steps):
         if dice.random() >= rate.rate or len(living) <= target.min_replicas:
             continue
-        faults.append(_strike(dice, living, step, dice.choice(_IN_A_STEP), target))
+        faults.append(_strike(dice, living, step, dice.choice(IN_A_STEP), target))
         if len(living) > target.min_replicas and dice.random() < _SECOND_DEATH:
-            faults.append(_strike(dice, living, step, dice.choice(_IN_A_RECOVERY), target))
+            faults.append(_strike(dice, living, step, dice.choice(IN_A_RECOVERY), target))
     return tuple(faults)
 
 

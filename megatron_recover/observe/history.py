@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -34,15 +34,14 @@ def is_training(label: str) -> bool:
     return _TRAINING.fullmatch(label) is not None
 
 
+def is_end(label: str) -> bool:
+    """Whether a step's label names the agreement to end, after the last save: nothing is computed in it."""
+    return label.startswith("end ")
+
+
 def iteration_of(label: str) -> int:
     """Megatron's iteration in the label of a training step."""
     return int(label.split()[1])
-
-
-def not_once(counts: Mapping[int, int], num_microbatches: int) -> dict[int, int]:
-    """How often a microbatch is counted, for each of 0..M-1 that is not counted once and each other that is."""
-    ids = sorted({*range(num_microbatches), *counts})
-    return {i: counts.get(i, 0) for i in ids if counts.get(i, 0) != (i < num_microbatches)}
 
 
 class History:

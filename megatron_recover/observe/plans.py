@@ -6,13 +6,19 @@ Each rule yields like those of `rules`, which says to which invariant it belongs
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megatron_recover import trace
-from megatron_recover.observe.history import Findings, History, Line, not_once, who
+from megatron_recover.observe.history import Findings, History, Line, who
 
 _COMMON = ("quotas", "transfers", "reduces", "decided")
 """What the plans of all members have alike; `computes` are a replica's own."""
+
+
+def not_once(counts: Mapping[int, int], num_microbatches: int) -> dict[int, int]:
+    """How often a microbatch is counted, for each of 0..M-1 that is not counted once and each other that is."""
+    ids = sorted({*range(num_microbatches), *counts})
+    return {i: counts.get(i, 0) for i in ids if counts.get(i, 0) != (i < num_microbatches)}
 
 
 def equal_plans(history: History) -> Findings:

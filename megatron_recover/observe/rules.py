@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from megatron_recover import trace
 from megatron_recover.observe import omissions, plans
-from megatron_recover.observe.history import Findings, History, Line, not_once, who
+from megatron_recover.observe.history import Findings, History, Line, who
 from megatron_recover.observe.work import Work
 
 Rule = Callable[[History], Findings]
@@ -67,7 +67,7 @@ def _computed_once(history: History, step: int, result: trace.Result, computed: 
         if result.bucket in into:
             counts[rank] += microbatches
     for rank in history.ranks_of(result.bucket):
-        if wrong := not_once(counts[rank], num_microbatches):
+        if wrong := plans.not_once(counts[rank], num_microbatches):
             yield (
                 f"step {step} committed bucket {result.bucket} version {result.version}; rank {rank} of its members "
                 f"{list(members)} computed microbatch: times {wrong}, not each of 0..{num_microbatches - 1} once"

@@ -144,7 +144,7 @@ def test_megatrons_line_is_cut_down_to_what_matters() -> None:
         "(ms): 977.6 | learning rate: 2.379865E-03 | global batch size:    12 | lm loss: 4.366181E+00 | loss scale: 1.0 | "
         "grad norm: 1.819 | number of skipped iterations:   0 | generation: 2 | replicas: 2/3 | quotas: 6 6 |"
     )
-    assert demo.short(line) == "iteration  9/24 | loss 4.3662 | generation 2 | replicas 2/3 | microbatches 6 6"
+    assert demo.short(line) == "iteration  9/24 | loss 4.3662 | generation 2 | replicas 2/3 | quotas 6 6"
     assert demo.short("any other line") == "any other line"
 
 

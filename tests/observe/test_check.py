@@ -14,7 +14,8 @@ import pytest
 from megatron_recover import trace
 from megatron_recover.core.values import LossKind
 from megatron_recover.observe.check import check, describe, violations
-from megatron_recover.observe.history import History, not_once
+from megatron_recover.observe.history import History
+from megatron_recover.observe.plans import not_once
 from tests.observe import traces
 
 Events = list[trace.Event]

@@ -9,7 +9,7 @@ import msgspec
 from megatron_recover.faults import Fault, FaultPoint
 from megatron_recover.sim.timed.job import TimedJob
 from megatron_recover.sim.timed.models import Scenario, Timing
-from megatron_recover.sim.timed.policies import timers_of
+from megatron_recover.sim.timed.recover import timers_of
 
 SMALL: dict[str, Any] = {
     "job": {"replicas": 4, "ranks": 2, "stages": 2, "microbatches": 32, "steps": 4, "buckets": 2},

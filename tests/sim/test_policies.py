@@ -6,7 +6,9 @@ import pytest
 
 from megatron_recover.sim.timed import policies
 from megatron_recover.sim.timed.models import Timing
-from megatron_recover.sim.timed.policies import Losses, RecoverJob, recover, simulate, young_daly
+from megatron_recover.sim.timed.outcome import Losses
+from megatron_recover.sim.timed.policies import simulate, young_daly
+from megatron_recover.sim.timed.recover import RecoverJob, recover
 from tests.sim.build import scenario
 
 EVERY_THIRD = {"every_steps": 3, "until_replicas": 2, "at": "reduction"}

@@ -10,6 +10,7 @@ import dataclasses
 import random
 from collections.abc import Callable
 
+from megatron_recover.cluster.chaos import IN_A_RECOVERY, IN_A_STEP
 from megatron_recover.faults import LEADER_ONLY, Fault, FaultKind, FaultPoint
 from tests.system.jobs import Job
 
@@ -33,12 +34,7 @@ FLAVOURS = (
 )
 
 IN_A_PASS = (FaultPoint.FORWARD, FaultPoint.BACKWARD)
-IN_A_STEP = (
-    *IN_A_PASS, FaultPoint.BEFORE_REDUCE, FaultPoint.REDUCE, FaultPoint.BEFORE_VOTE, FaultPoint.IN_VOTE, FaultPoint.AFTER_VOTE,
-    FaultPoint.OPTIMIZER,
-)  # fmt: skip
 BEFORE_RESULTS = (*IN_A_PASS, FaultPoint.BEFORE_REDUCE, FaultPoint.REDUCE)
-IN_A_RECOVERY = (FaultPoint.PROMISE, FaultPoint.STATUS, FaultPoint.RECOMPUTE, FaultPoint.SECOND_REDUCE)
 RAISING = frozenset({*BEFORE_RESULTS, FaultPoint.OPTIMIZER, FaultPoint.RECOMPUTE})
 """Where user code, Megatron or a device could raise."""
 ENDS_OF_A_FREEZE = ("generation", "microbatch_finished", "reduced", "status", "voted")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -41,10 +40,11 @@ from megatron_recover.core.values import (
     Work,
 )
 from megatron_recover.faults import Fault, FaultKind, FaultPoint, Passages
+from megatron_recover.sim.timed.account import Account, RecoveryTime, StepTime
 from megatron_recover.sim.timed.clock import Clock
 from megatron_recover.sim.timed.meetings import Meetings
 from megatron_recover.sim.timed.memory import Memory
-from megatron_recover.sim.timed.models import JobTable, Timing, shape_of
+from megatron_recover.sim.timed.models import MEMBER_BYTES, JobTable, Timing, shape_of
 from megatron_recover.sim.timed.rank import TimedRank
 
 
@@ -73,46 +73,6 @@ def answers_shared() -> Iterator[None]:
     finally:
         for module, name, original in originals:
             setattr(module, name, original)
-
-
-@dataclass
-class StepTime:
-    """One committed step."""
-
-    ended: float = 0.0
-    """When the last member committed it."""
-    members: int = 0
-    """Whose work it holds: those of the newest generation in which microbatches of it were dealt."""
-
-
-@dataclass
-class RecoveryTime:
-    """What one generation after the first cost."""
-
-    began: float
-    """The death, where there was one, or the request."""
-    announced: float = 0.0
-    planned: float = 0.0
-    """When the last member had its plan."""
-    step: int | None = None
-    """The one that was planned again."""
-    redone: int = 0
-    """Microbatches dealt again."""
-    in_schedule: int = 0
-    """Of those: dealt to passes that still ran."""
-
-
-@dataclass
-class Account:
-    """What a run has shown."""
-
-    steps: dict[int, StepTime] = field(default_factory=dict)
-    recoveries: dict[int, RecoveryTime] = field(default_factory=dict)
-    """By generation."""
-    messages: int = 0
-    """Between leaders, and between them and the coordinator."""
-    exit_code: int | None = None
-    reason: str = ""
 
 
 class Actor:
@@ -218,7 +178,7 @@ class TimedCoordinator(Actor):
         job = self.job
         job.observe(invariants.formed(new))
         job.announced(new)
-        num_bytes = 4.0 * len(new.roster)
+        num_bytes = MEMBER_BYTES * len(new.roster)
         for number in new.roster:
             job.send(self, job.replicas[number], self.occupied(num_bytes), new)
 
@@ -336,7 +296,7 @@ class TimedJob:
                 self._statuses_bytes[key] = self._bytes_together(message.statuses)
             return self._statuses_bytes[key]
         if isinstance(message, Votes):
-            return sum(4.0 * len(ballot.voters) + 12.0 * len(ballot.record.paces) for ballot in message.ballots)
+            return sum(MEMBER_BYTES * len(ballot.voters) + 12.0 * len(ballot.record.paces) for ballot in message.ballots)
         return 0.0
 
     def _bytes_together(self, statuses: Sequence[Status]) -> float:

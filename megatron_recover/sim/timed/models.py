@@ -16,6 +16,8 @@ from megatron_recover.core.quota import balanced, makespan
 from megatron_recover.core.values import BucketId, Pipeline, Shape
 from megatron_recover.faults import Fault
 
+MEMBER_BYTES = 4.0
+"""Of a member's number in an announcement or a vote."""
 LEDGER_COLUMNS = 64
 """Of `megatron/ledger.py`, whose import needs torch; a test compares them."""
 
@@ -187,7 +189,7 @@ class Timing:
             "latency_s": 2 * network.latency_s,
             "local_latency_s": min(self.job.ranks, 2) * network.local_latency_s,  # rank 0 is the leader
             "message_s": (num_members + 2) * network.message_s,
-            "bytes_per_s": 4.0 * num_members**2 / network.bytes_per_s,
+            "bytes_per_s": MEMBER_BYTES * num_members**2 / network.bytes_per_s,
         }
 
     def reduction_s(self, num_members: int) -> float:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recover.sim.timed.models import PolicyName, Scenario
-from megatron_recover.sim.timed.policies import HOUR_S, Outcome, best_checkpoint_restart
+from megatron_recover.sim.timed.outcome import HOUR_S, Outcome
+from megatron_recover.sim.timed.policies import best_checkpoint_restart
 
 RESULT_FILE = "result.json"
 STEPS_FILE = "throughput.csv"

@@ -19,7 +19,8 @@ import msgspec
 
 from megatron_recover.sim.timed import result, scenario_file
 from megatron_recover.sim.timed.models import Scenario, Timing
-from megatron_recover.sim.timed.policies import HOUR_S, Losses, simulate
+from megatron_recover.sim.timed.outcome import HOUR_S, Losses
+from megatron_recover.sim.timed.policies import simulate
 from megatron_recover.sim.workers import CTRL_C_CODE, ended_by_ctrl_c
 
 COMMAND = "python -m megatron_recover.sim.timed.sweep"

@@ -1,0 +1,194 @@
+"""The policy `recover`: the real machines on the virtual clock, which lose replicas as a scenario says.
+
+Decides only who is lost and when, and which steps need not be simulated because nothing in them could differ.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+
+from megatron_recover.core.values import NewGeneration, Plan, ReplicaId
+from megatron_recover.faults import Fault, FaultPoint
+from megatron_recover.sim.timed.job import TimedJob, TimedReplica
+from megatron_recover.sim.timed.models import FailuresTable, Scenario, Timing
+from megatron_recover.sim.timed.outcome import Losses, Meter, Outcome
+
+MAX_FRUITLESS = 100
+"""Generations without a loss and without a committed step. The coordinator removes no replica where all wait for each other."""
+
+
+class RecoverJob(TimedJob):
+    """A job of the real machines that loses replicas as the scenario says.
+
+    Steps that can not differ from the ones before are not simulated again: when two steps without a recovery have taken
+    equally long, those up to the next loss take as long, and only their time is added.
+    """
+
+    def __init__(self, scenario: Scenario, on_step: Callable[[int], None] | None = None) -> None:
+        """`on_step(count)` is called when so many steps are committed."""
+        failures = scenario.failures
+        super().__init__(
+            scenario.job, Timing(scenario.job, scenario.compute, scenario.network), timers_of(failures),
+            detect_s=failures.detect_s, stall_timeout_s=failures.stall_timeout_s, faults=scenario.fault,
+        )  # fmt: skip
+        self.failures, self.losses = failures, Losses(scenario)
+        self.meter, self._on_step = Meter("recover", scenario), on_step
+        self.step_seconds: list[float] = []
+        """Of every step, from commit to commit."""
+        self.num_left_out = 0
+        """Steps whose time was only added."""
+        self._disturbed = True
+        self._begun = -1
+        self._ended = self._spent = 0.0
+        self._next_loss: float | None = None
+        self._alike = 0
+        """Steps without a recovery since the last one that had one."""
+        self._draw()
+
+    def _draw(self) -> None:
+        """When the next loss by rate strikes, if nothing is left out until then."""
+        hazard = self.losses.hazard(self.meter.outcome.replicas_end)
+        self._next_loss = None
+        if hazard and self.meter.outcome.replicas_end > self.failures.until_replicas:
+            self._schedule(self.clock.now + self.losses.exposure / hazard)
+            self.losses.exposure = self.losses.dice.expovariate(1.0)
+
+    def _schedule(self, time: float) -> None:
+        self._next_loss = time
+        self.clock.at(time, self._lose_by_rate, time)
+
+    def _lose_by_rate(self, due: float) -> None:
+        if due == self._next_loss:
+            self.kill(self._victim(), self.losses.dice.randrange(self.table.ranks))
+            self._draw()
+
+    def _victim(self) -> ReplicaId:
+        return self.losses.dice.choice([one.number for one in self.replicas if one.number not in self._dead])
+
+    def kill(self, number: ReplicaId, position: int = 0) -> None:
+        self._spend()
+        if number not in self._dead:
+            self.meter.lose()
+        super().kill(number, position)
+
+    def _spend(self) -> None:
+        self.meter.spend(self.clock.now - self._spent)
+        self._spent = self.clock.now
+
+    def announced(self, new: NewGeneration) -> None:
+        self._disturbed = True  # a step that others had committed ends with who has died before it did
+        super().announced(new)
+        self._disturbed = True
+        if self.coordinator.state.fruitless > MAX_FRUITLESS:
+            raise self._too_slow(f"{MAX_FRUITLESS} generations in a row came without a step")
+
+    def fence(self, number: ReplicaId) -> None:
+        super().fence(number)
+        if number not in self._deaths:  # replicas do nothing wrong here but die: this one was only slower than a timeout
+            detail = next(loss.detail for loss in self.coordinator.state.losses if loss.replica == number)
+            raise self._too_slow(f"no fault struck replica {number}, but it {detail}")
+
+    def _too_slow(self, what: str) -> ValueError:
+        return ValueError(
+            f"{what}: [network] (latency_s, local_latency_s, message_s, bytes_per_s) is too slow for [failures] "
+            f"(follow_timeout_s = {self.failures.follow_timeout_s:g}, stall_timeout_s = {self.failures.stall_timeout_s:g}); "
+            "look at the units"
+        )
+
+    def planned(self, one: TimedReplica, plan: Plan) -> None:
+        super().planned(one, plan)
+        if plan.step > self._begun:
+            self._begun = plan.step
+            part = self.losses.in_step(self.meter.outcome.replicas_end)
+            if part is not None:
+                self._lose_in(plan, part)
+
+    def _lose_in(self, plan: Plan, part: float) -> None:
+        victim, position = self._victim(), self.losses.dice.randrange(self.table.ranks)
+        if self.failures.at == "reduction":
+            bucket = self.losses.dice.choice(self.buckets_of[position])
+            for point in (FaultPoint.REDUCE, FaultPoint.SECOND_REDUCE):  # whichever comes first; it dies once
+                self.add_fault(Fault(replica=victim, rank=position, point=point, step=plan.step, bucket=bucket))
+        else:
+            seconds = self.meter.ideal_s(len(plan.roster), plan.work.num_microbatches)
+            self.clock.after(part * seconds, self.kill, victim, position)
+
+    def step_ended(self, step: int) -> None:
+        self._spend()
+        self.meter.commit(self.account.steps[step].members, self.table.microbatches)
+        self.step_seconds.append(self.clock.now - self._ended)
+        self._ended = self.clock.now
+        self._alike = 0 if self._disturbed else self._alike + 1
+        self._disturbed = False
+        if self._alike >= 2 and self.failures.every_steps is None and not self.awaits_faults:
+            self._leave_out(step)
+        if self._on_step is not None:
+            self._on_step(self.meter.outcome.steps)
+
+    def _leave_out(self, step: int) -> None:
+        before, seconds = self.step_seconds[-2:]
+        if not math.isclose(seconds, before, rel_tol=1e-6):
+            return
+        count = self.num_steps - step - 3
+        if self._next_loss is not None:
+            count = min(count, int((self._next_loss - self.clock.now) / seconds) - 1)
+        if count > 0:
+            self.num_left_out += count
+            self.num_steps -= count
+            self.meter.spend(count * seconds)
+            self.step_seconds += [seconds] * count
+            self.meter.commit(self.account.steps[step].members, self.table.microbatches, count)
+            if self._next_loss is not None:
+                self._schedule(self._next_loss - count * seconds)
+
+
+def timers_of(failures: FailuresTable) -> dict[str, float]:
+    """Seconds of every `core.coordinator.Setting`; the start of a job is not simulated."""
+    return {
+        "follow_timeout_s": failures.follow_timeout_s, "finish_timeout_s": failures.stall_timeout_s,
+        "save_timeout_s": failures.save_timeout_s, "grace_s": failures.grace_s,
+        "load_timeout_s": math.inf, "start_timeout_s": math.inf,
+    }  # fmt: skip
+
+
+def run_recover(scenario: Scenario, on_step: Callable[[int], None] | None = None) -> RecoverJob:
+    """A job that has run. Raises as `simulate`, and RuntimeError where it ended wrong for no fault of the scenario."""
+    job = RecoverJob(scenario, on_step)
+    account = job.run()
+
+    def told(number: int, fault: Fault) -> str:
+        where = f"replica {fault.replica}, rank {fault.rank}, {fault.point.value}, occurrence {fault.occurrence}"
+        return f"[[fault]] {number} ({where})"
+
+    if account.exit_code and job.struck:
+        last = job.struck[-1]
+        said = told(scenario.fault.index(last) + 1, last)
+        raise ValueError(f"{said} ends the job: {account.reason}; leave it out, or begin with more replicas")
+    if account.exit_code:
+        raise RuntimeError(f"the simulated job ended with exit code {account.exit_code}: {account.reason}")
+    mistakes = [
+        f"{told(number, fault)} never struck: the rank does not pass that point so often in this job, or is dead before; "
+        "give another step or bucket or a smaller occurrence, or leave the fault out"
+        for number, fault in enumerate(scenario.fault, 1)
+        if fault in job.unstruck
+    ]
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    return job
+
+
+def recover(scenario: Scenario, on_step: Callable[[int], None] | None = None) -> Outcome:
+    """Ours: the real machines. Raises as `run_recover`."""
+    job = run_recover(scenario, on_step)
+    account = job.account
+    outcome = job.meter.outcome
+    outcome.steps_left_out = job.num_left_out
+    recoveries = [recovery for recovery in account.recoveries.values() if recovery.planned]
+    outcome.microbatches_redone = sum(recovery.redone for recovery in recoveries)
+    outcome.in_schedule = sum(recovery.in_schedule for recovery in recoveries)
+    waits = [recovery.planned - recovery.began for recovery in recoveries]
+    if waits:
+        outcome.kill_to_plan_s = statistics.median(waits), max(waits)
+    return outcome
