@@ -30,23 +30,23 @@ def test_ours_keeps_the_batch_and_nearly_all_of_the_time() -> None:
     assert outcome.goodput_of_ideal > 0.9
 
 
+@pytest.mark.parametrize("steps", [2, 3])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_death_around_the_commit_takes_no_step_and_no_work_away(rank: int) -> None:
-    """Between the last sum and the last member's commit nothing is lost but the replica."""
-    what = scenario(job={"steps": 3}, network={"latency_s": 0.01})
+def test_a_death_around_the_commit_takes_no_step_and_no_work_away(rank: int, steps: int) -> None:
+    """Between the last sum and the last member's commit of the second step nothing is lost but the replica."""
+    what = scenario(job={"steps": steps}, network={"latency_s": 0.01})
     quiet = RecoverJob(what)
     quiet.run()
     redone = []
-    for hundredths in range(-100, 3):
+    for hundredths in range(-100, 3 if steps > 2 else 1):
         job = RecoverJob(what)
         job.clock.at(quiet.account.steps[1].ended + hundredths / 100, job.kill, 2, rank)
         assert job.run().exit_code == 0
-        [recovery] = job.account.recoveries.values()
-        redone.append(recovery.redone)
+        redone.append(sum(recovery.redone for recovery in job.account.recoveries.values()))
         outcome = job.meter.outcome
-        assert (outcome.steps, outcome.microbatches, outcome.losses) == (3, 3 * 32, 1), hundredths
+        assert (outcome.steps, outcome.microbatches, outcome.losses) == (steps, steps * 32, 1), hundredths
         assert 0.7 < outcome.goodput_of_ideal < 1, hundredths
-    assert redone[0] == 8 and redone.count(0) > 3, "some die before the last sum, some after it"
+    assert redone[0] == 8 and redone[-1] == 0, "some die before the last sum, some after it"
 
 
 def test_a_restart_costs_the_steps_since_the_last_save() -> None:
@@ -85,11 +85,6 @@ def test_who_shrinks_or_drops_trains_less() -> None:
 def test_steps_that_are_left_out_change_nothing() -> None:
     """Losses by rate strike at the same instants of the same job, whether all its steps are simulated or not."""
     what = scenario(job={"steps": 300}, failures={"per_gpu_hour": 0.5, "until_replicas": 1})
-
-    class Whole(RecoverJob):
-        def _leave_out(self, step: int) -> None:
-            pass
-
     jobs = [RecoverJob(what), Whole(what)]
     for job in jobs:
         assert job.run().exit_code == 0
@@ -99,6 +94,27 @@ def test_steps_that_are_left_out_change_nothing() -> None:
     assert (short.steps, short.losses, short.microbatches) == (whole.steps, whole.losses, whole.microbatches)
     assert short.seconds == pytest.approx(whole.seconds, rel=1e-5)
     assert short.gpu_seconds == pytest.approx(whole.gpu_seconds, rel=1e-5)
+
+
+class Whole(RecoverJob):
+    """Simulates every step."""
+
+    def _leave_out(self, step: int) -> None:
+        pass
+
+
+def test_no_step_is_left_out_between_a_death_and_its_discovery() -> None:
+    what = scenario(job={"steps": 12}, network={"latency_s": 0.01}, failures={"per_gpu_hour": 1e-9, "until_replicas": 3})
+    quiet = Whole(what)
+    quiet.run()
+    for milliseconds in range(-80, 20, 4):
+        jobs = [RecoverJob(what), Whole(what)]
+        for job in jobs:
+            job._schedule(quiet.account.steps[5].ended + milliseconds / 1000)
+            job.run()
+        short, whole = (job.meter.outcome for job in jobs)
+        assert jobs[0].num_left_out > 0 and (short.steps, short.losses) == (whole.steps, whole.losses) == (12, 1)
+        assert short.seconds == pytest.approx(whole.seconds, rel=1e-5), milliseconds
 
 
 def test_losses_by_rate_come_as_often_as_they_should() -> None:

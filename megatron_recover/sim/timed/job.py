@@ -415,8 +415,8 @@ class TimedJob:
 
     def announced(self, new: NewGeneration) -> None:
         """The coordinator made a generation."""
+        self._not_behind(self._behind - set(new.roster))  # who died before its commit: the step is over without it
         self.missed &= set(new.roster)
-        self._not_behind(self._behind - set(new.roster))
         if new.generation > 1:
             deaths = [self._deaths[loss.replica] for loss in new.losses if loss.replica in self._deaths]
             now = self.clock.now

@@ -78,7 +78,6 @@ class RecoverJob(TimedJob):
         self._spent = self.clock.now
 
     def announced(self, new: NewGeneration) -> None:
-        self._disturbed = True  # a step that others had committed ends with who has died before it did
         super().announced(new)
         self._disturbed = True
         if self.coordinator.state.fruitless > MAX_FRUITLESS:
@@ -122,7 +121,7 @@ class RecoverJob(TimedJob):
         self._ended = self.clock.now
         self._alike = 0 if self._disturbed else self._alike + 1
         self._disturbed = False
-        if self._alike >= 2 and self.failures.every_steps is None and not self.awaits_faults:
+        if self._alike >= 2 and self.failures.every_steps is None and not self.awaits_faults and not self.missed:
             self._leave_out(step)
         if self._on_step is not None:
             self._on_step(self.meter.outcome.steps)
