@@ -16,6 +16,7 @@ from megatron_recover.core.values import LossKind
 from megatron_recover.observe.check import check, describe, violations
 from megatron_recover.observe.history import History
 from megatron_recover.observe.plans import not_once
+from megatron_recover.observe.summary import summarize
 from tests.observe import traces
 
 Events = list[trace.Event]
@@ -687,6 +688,15 @@ def test_a_second_death_during_the_recovery_is_no_violation() -> None:
     # Nor if it dies before it has planned: what it was dealt is missing from the plans of generation 2, and from nothing else.
     del run.events[_find(run.events, trace.Plan, generation=2, replica=1)]
     assert _broken(run.events) == {}
+
+
+def test_steps_outside_training_are_no_violation() -> None:
+    run = traces.Run()
+    run.quiet_step()
+    run.step_outside_training("evaluate 1/0", 6)
+    run.step_outside_training("end 0", 0)
+    assert _broken(run.finish().events) == {}
+    assert summarize(History(enumerate(run.events, start=1))).evaluation_steps == 1
 
 
 def test_adopting_what_a_member_committed_before_a_death_is_no_violation() -> None:

@@ -49,6 +49,14 @@ def test_a_step_whose_loss_nobody_says_is_told_when_the_next_is_done() -> None:
     assert "loss" not in lines[0] and "loss" in lines[1]
 
 
+def test_an_evaluation_is_told_and_the_agreement_to_end_is_not() -> None:
+    run = traces.Run()
+    run.quiet_step()
+    run.step_outside_training("evaluate 1/0", 6)
+    run.step_outside_training("end 0", 0)
+    assert [line.split(" | ")[0] for line in told(run.finish())] == ["train 1", "evaluate 1/0"]
+
+
 def test_the_number_of_iterations_comes_from_the_command_line() -> None:
     for argv in (("s.py", "--train-iters", "50"), ("s.py", "--train-iters", "7", "--train-iters=50")):
         progress = Progress()

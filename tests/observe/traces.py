@@ -127,6 +127,28 @@ class Run:
         self.reduce(BUCKETS)
         self.commit(dict.fromkeys(BUCKETS, self.generation))
 
+    def step_outside_training(self, label: str, num_microbatches: int) -> None:
+        """An evaluation, or (without microbatches) the agreement to end: only the ledger is reduced."""
+        dealt = self.deal(range(num_microbatches))
+        for replica, ids in dealt.items():
+            self.add(
+                trace.Plan, **self.where(replica), label=label, num_microbatches=num_microbatches, roster=self.roster,
+                quotas=tuple(map(len, dealt.values())), reduces=BUCKETS[-1:],
+                computes=(trace.Compute(microbatches=ids, into=BUCKETS[-1:]),) if ids else (),
+            )  # fmt: skip
+        for replica, ids in dealt.items():
+            self.compute(replica, ids, BUCKETS[-1:])
+        self.reduce(BUCKETS[-1:])
+        result = trace.Result(bucket=BUCKETS[-1], version=self.generation, checksums=(self.checksum(BUCKETS[-1]),))
+        for replica in self.roster:
+            self.add(trace.Voted, **self.where(replica), digest=label)
+        for replica in self.roster:
+            where = {**self.where(replica), "label": label}
+            self.add(trace.Committed, **where, digest=label, adopted=False, versions=(result,))
+            for rank in (0, 1):
+                self.add(trace.Applied, **where, rank=rank)
+        self.step += 1
+
     def lose(self, victim: int, rank: int, point: str, **fault: int) -> None:
         """A rank is killed, the rest of its replica fenced, the next generation announced."""
         self.add(trace.Fault, **self.where(victim), rank=rank, point=point, kind="kill", **fault)
