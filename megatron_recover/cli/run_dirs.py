@@ -1,4 +1,4 @@
-"""The RUN_DIR of a command line that looks at a run: what it may name, and what is said where there is no trace."""
+"""The RUN_DIR of commands that look at a run: what is said where there is no trace, and what `report` and `top` take."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def run_folder(path: str) -> Path:
 
 
 def no_trace(path: Path) -> str:
-    """What is wrong with a path at which there is no trace, with some that are inside it (as in the folder of a demo)."""
+    """What is wrong with a path at which there is no trace, with the first few inside it (as in the folder of a demo)."""
     folder = path.parent if path.name == EVENTS_FILE else path
     inside = sorted(str(one.parent) for one in folder.glob(f"*/{EVENTS_FILE}"))
     if not inside:
         return f"no trace at {path}; give the --run-dir of a run"
-    others = f" ({len(inside) - _NAMED} more are beside them)" if len(inside) > _NAMED else ""
+    others = f" ({len(inside) - _NAMED} more beside them)" if len(inside) > _NAMED else ""
     return f"no trace at {path}; did you mean {' or '.join(inside[:_NAMED])}?{others}"

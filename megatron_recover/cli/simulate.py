@@ -76,13 +76,18 @@ def _on_processes(parser: Parser, arguments: argparse.Namespace, scenario: Scena
     """The same scenario for real: what `run` makes of it, and the times of its steps beside the simulated ones."""
     from megatron_recover.cli import data, run
     from megatron_recover.cluster import chaos, rehearsal
-    from megatron_recover.cluster.job import check_unused
+    from megatron_recover.cluster.job import claim_folder
 
     refused = "\n".join(f"--processes: {arguments.scenario}: {line}" for line in rehearsal.refusals(scenario))
     if refused:
         parser.error(refused)
+    if arguments.out is not None and arguments.out.resolve().is_relative_to(arguments.processes.resolve()):
+        parser.error(f"--out {arguments.out} lies in the folder of --processes, which the run wants empty; give another folder")
+    existed = arguments.processes.exists()
     try:
-        check_unused(arguments.processes, "--processes")
+        claim_folder(arguments.processes, flag="--processes")
+        if not existed:  # nothing is to be left where the scenario is refused; the run makes it again
+            arguments.processes.rmdir()
     except ValueError as error:
         parser.error(str(error))
     if arguments.out is not None:

@@ -127,7 +127,9 @@ IN_A_STEP = (
     FaultPoint.AFTER_VOTE,
     FaultPoint.OPTIMIZER,
 )
+"""Points that every replica passes in an undisturbed training step."""
 IN_A_RECOVERY = (FaultPoint.PROMISE, FaultPoint.STATUS, FaultPoint.RECOMPUTE, FaultPoint.SECOND_REDUCE)
+"""Points at which a death strikes while that of another is repaired."""
 _SECOND_DEATH = 0.3
 """How often a fault is followed by one inside the recovery from it, as long as replicas are left for it."""
 

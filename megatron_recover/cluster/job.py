@@ -48,34 +48,20 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return self.run_dir / LOGS / f"replica-{replica}-rank-{rank}.log"
 
 
-def claim_folder(folder: Path, *inside: str) -> Path:
-    """Create the folder of `--run-dir`, or take an empty one, and make folders in it. Raises ValueError with the remedy."""
-    check_unused(folder)
+def claim_folder(folder: Path, *inside: str, flag: str = "--run-dir") -> Path:
+    """Create the folder of `flag`, or take an empty one, and make folders in it. Raises ValueError with the remedy."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in inside:
+        used = sorted(each.name for each in folder.iterdir())
+        for name in () if used else inside:
             (folder / name).mkdir()
     except OSError as error:
-        raise _unusable("--run-dir", folder, error) from error
+        in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
+        why = "a file stands where a folder is meant" if in_the_way else error.strerror
+        raise ValueError(f"{flag} {folder} cannot be used ({why}); give another folder") from error
+    if used:
+        raise ValueError(f"{flag} {folder} is not empty (it has {used[0]}); give another folder, as every run needs its own")
     return folder.absolute()
-
-
-def check_unused(folder: Path, flag: str = "--run-dir") -> None:
-    """Raises ValueError, with the remedy, where the folder that a flag names is not empty or is no folder."""
-    try:
-        used = min((each.name for each in folder.iterdir()), default=None)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise _unusable(flag, folder, error) from error
-    if used is not None:
-        raise ValueError(f"{flag} {folder} is not empty (it has {used}); give another folder, as every run needs its own")
-
-
-def _unusable(flag: str, folder: Path, error: OSError) -> ValueError:
-    in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
-    why = "a file stands where a folder is meant" if in_the_way else error.strerror
-    return ValueError(f"{flag} {folder} cannot be used ({why}); give another folder")
 
 
 def new_folder(prefix: str = "") -> Path:

@@ -102,16 +102,17 @@ def computed_as_dealt(history: History) -> Findings:
 
 
 def held_as_planned(history: History) -> Findings:
-    """A rank holds only sums that its plan asks for, and what its plan has sent to it by a member that said it was complete."""
+    """A rank holds only sums that its plan asks for, and what its plan has sent to it by a member that told it was complete."""
     complete = {(one.generation, one.step, one.replica): one.complete for _, one in history.of(trace.Status)}
     planned: dict[tuple[int, int, int], trace.Plan] = {}
     for line, event in history.events:
         if isinstance(event, trace.Plan):
             planned[event.replica, event.generation, event.step] = event
-            for one in (*event.decided, *event.transfers):
-                if (one.bucket, one.version) not in complete.get((event.generation, event.step, one.source), ()):
-                    what = f"replica {event.replica} takes bucket {one.bucket} version {one.version} of step {event.step} from"
-                    yield line, f"{what} replica {one.source}, whose status does not say that it is complete there"
+            counted = {(one.bucket, one.version, one.source) for one in (*event.decided, *event.transfers)}
+            for bucket, version, source in sorted(counted):
+                if (bucket, version) not in complete.get((event.generation, event.step, source), ()):
+                    what = f"replica {event.replica} plans step {event.step} with bucket {bucket} version {version} complete on"
+                    yield line, f"{what} replica {source}, which has not told so in generation {event.generation}"
         elif isinstance(event, trace.Reduced | trace.Transferred):
             plan = planned.get((event.replica, event.generation, event.step))
             if plan is None or not _asks_for(plan, event):

@@ -75,7 +75,8 @@ def _computed_once(history: History, step: int, result: trace.Result, computed: 
 
 
 def agreement(history: History) -> Findings:
-    """INV-2: equal results, equal records, equal parameters; a commit only by identical votes of all members.
+    """INV-2: equal results, equal records, equal parameters; a commit only by identical votes of all members; what is applied
+    is what was committed.
 
     What a replica was outvoted for differs, and counts nowhere.
     """
@@ -239,7 +240,8 @@ def _summed_when_passed(history: History) -> Findings:
 def decided_once(history: History) -> Findings:
     """INV-4: a bucket that a member holds complete is neither computed into nor reduced again, and is what is committed.
 
-    A result in which a replica took part that was outvoted since is withdrawn: it has to be made again.
+    A result in which a replica took part that was outvoted since is withdrawn: it has to be made again. And only what is
+    planned as undecided is summed, only what is decided is sent, by who holds it (`plans.held_as_planned`).
     """
     yield from plans.held_as_planned(history)
     decided: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)

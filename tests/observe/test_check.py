@@ -419,6 +419,14 @@ def _with_two_survivors_of_a_reduction(events: Events) -> None:
     events[:] = run.finish().events
 
 
+def _edit_transfers(events: Events, **to: object) -> None:
+    """All plans of generation 2 say something else of what they have sent."""
+    for replica in (1, 2):
+        index = _find(events, trace.Plan, generation=2, replica=replica)
+        (sent,) = events[index].transfers
+        events[index] = msgspec.structs.replace(events[index], transfers=(msgspec.structs.replace(sent, **to),))
+
+
 def replicas_plan_different_transfers(events: Events) -> int:
     _with_two_survivors_of_a_reduction(events)
     return _edit(events, trace.Plan, to={"transfers": ()}, generation=2, replica=2)
@@ -426,7 +434,7 @@ def replicas_plan_different_transfers(events: Events) -> int:
 
 def replicas_plan_different_decisions(events: Events) -> int:
     _with_two_survivors_of_a_reduction(events)
-    return _edit(events, trace.Plan, to={"decided": (trace.Decided(bucket=0, version=1, source=1),)}, generation=2, replica=2)
+    return _edit(events, trace.Plan, to={"decided": ()}, generation=2, replica=2)
 
 
 def a_microbatch_has_no_share_and_no_plan(events: Events) -> int:
@@ -454,20 +462,30 @@ def a_bucket_comes_from_who_was_not_asked(events: Events) -> int:
 
 def a_bucket_comes_from_who_does_not_hold_it(events: Events) -> int:
     _with_two_survivors_of_a_reduction(events)
-    for replica in (1, 2):
-        index = _find(events, trace.Plan, generation=2, replica=replica)
-        (sent,) = events[index].transfers
-        events[index] = msgspec.structs.replace(events[index], transfers=(msgspec.structs.replace(sent, source=0),))
+    _edit_transfers(events, source=0)
     _edit(events, trace.Transferred, to={"source": 0})
     return _find(events, trace.Plan, generation=2, replica=1)
 
 
+def a_bucket_comes_in_a_version_that_nobody_holds(events: Events) -> int:
+    _with_two_survivors_of_a_reduction(events)
+    _edit_transfers(events, version=0)
+    return _find(events, trace.Plan, generation=2, replica=1)
+
+
+def a_bucket_comes_in_a_version_that_was_not_asked_for(events: Events) -> int:
+    _with_two_survivors_of_a_reduction(events)
+    return _edit(events, trace.Transferred, to={"version": 2})
+
+
+def a_bucket_is_reduced_by_the_plan_of_an_older_generation(events: Events) -> int:
+    del events[_find(events, trace.Plan, step=1, generation=2, replica=1)]
+    return _find(events, trace.Reduced, step=1, generation=2, replica=1, bucket=0)
+
+
 def a_bucket_comes_to_who_did_not_need_it(events: Events) -> int:
     _with_two_survivors_of_a_reduction(events)
-    for replica in (1, 2):
-        index = _find(events, trace.Plan, generation=2, replica=replica)
-        (sent,) = events[index].transfers
-        events[index] = msgspec.structs.replace(events[index], transfers=(msgspec.structs.replace(sent, targets=(1,)),))
+    _edit_transfers(events, targets=(1,))
     return _find(events, trace.Transferred)
 
 
@@ -635,6 +653,9 @@ BREAKAGES: list[tuple[str, Callable[[Events], int]]] = [
     ("INV-2", a_rank_applies_a_step_under_another_name),
     ("INV-4", a_bucket_comes_from_who_was_not_asked),
     ("INV-4", a_bucket_comes_from_who_does_not_hold_it),
+    ("INV-4", a_bucket_comes_in_a_version_that_nobody_holds),
+    ("INV-4", a_bucket_comes_in_a_version_that_was_not_asked_for),
+    ("INV-4", a_bucket_is_reduced_by_the_plan_of_an_older_generation),
     ("INV-4", a_bucket_comes_to_who_did_not_need_it),
     ("INV-4", a_bucket_counts_as_decided_that_nobody_holds),
     ("INV-4", a_bucket_is_reduced_that_no_plan_asks_for),

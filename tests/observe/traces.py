@@ -50,15 +50,16 @@ class Run:
         return {replica: tuple(ids[i::size]) for i, replica in enumerate(self.roster)}
 
     def plan(
-        self, dealt: dict[int, tuple[int, ...]], into: tuple[int, ...], transfers: tuple[trace.Transfer, ...] = ()
-    ) -> None:
+        self, dealt: dict[int, tuple[int, ...]], into: tuple[int, ...], transfers: tuple[trace.Transfer, ...] = (),
+        decided: tuple[trace.Decided, ...] = (),
+    ) -> None:  # fmt: skip
         """Plans of all members of the roster."""
         for replica in self.roster:
             ids = dealt.get(replica, ())
             self.add(
                 trace.Plan, **self.where(replica), label=self.label, num_microbatches=self.num_microbatches, roster=self.roster,
                 quotas=tuple(len(dealt.get(one, ())) for one in self.roster), transfers=transfers,
-                computes=(trace.Compute(microbatches=ids, into=into),) if ids else (), reduces=into,
+                computes=(trace.Compute(microbatches=ids, into=into),) if ids else (), reduces=into, decided=decided,
             )  # fmt: skip
 
     @property
@@ -246,7 +247,7 @@ class Run:
         targets = tuple(one for one in self.roster if one != holder)
         sent = (trace.Transfer(bucket=0, version=older, source=holder, targets=targets),) if targets else ()
         again = self.deal(dealt[victim])
-        self.plan(again, (1, 2), sent)
+        self.plan(again, (1, 2), sent, (trace.Decided(bucket=0, version=older, source=holder),))
         for replica, ids in again.items():
             self.compute(replica, ids, (1, 2))
         for replica in targets:

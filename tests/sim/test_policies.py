@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_recover.sim.timed import policies
-from megatron_recover.sim.timed.models import Timing
-from megatron_recover.sim.timed.outcome import Losses
+from megatron_recover.sim.timed.models import Losses, Timing
 from megatron_recover.sim.timed.policies import simulate, young_daly
 from megatron_recover.sim.timed.recover import RecoverJob, recover
 from tests.sim.build import scenario
@@ -115,6 +114,47 @@ def test_no_step_is_left_out_between_a_death_and_its_discovery() -> None:
         short, whole = (job.meter.outcome for job in jobs)
         assert jobs[0].num_left_out > 0 and (short.steps, short.losses) == (whole.steps, whole.losses) == (12, 1)
         assert short.seconds == pytest.approx(whole.seconds, rel=1e-5), milliseconds
+        assert short.ideal_seconds == pytest.approx(whole.ideal_seconds, rel=1e-5), milliseconds
+
+
+def test_steps_that_are_not_alike_are_not_left_out() -> None:
+    class Uneven(Timing):
+        def microbatch_s(self, replica: int, step: int) -> float:
+            return 1.0 + step / 100
+
+    what = scenario(job={"steps": 12})
+    job = RecoverJob(what)
+    job.timing = Uneven(what.job, what.compute, what.network)
+    job.run()
+    assert job.num_left_out == 0 and job.meter.outcome.steps == 12
+
+
+def test_a_death_after_the_last_commit_costs_nothing() -> None:
+    what = scenario(job={"steps": 2}, network={"latency_s": 0.01}, failures={"detect_s": 50.0})
+    quiet = RecoverJob(what)
+    quiet.run()
+    ended = quiet.account.steps[1].ended
+    for milliseconds in (-5, 1, 5):
+        job = RecoverJob(what)
+        job.clock.at(ended + milliseconds / 1000, job.kill, 2)
+        assert job.run().exit_code == 0 and job.clock.now > ended + 5, "the others wait for it"
+        assert job.meter.outcome.seconds == pytest.approx(ended, abs=0.01)
+        assert job.meter.outcome.losses == (milliseconds < 0)
+        assert sum(job.step_seconds) == pytest.approx(job.meter.outcome.seconds)
+
+
+def test_nobody_is_lost_below_the_limit_though_a_death_is_still_to_come() -> None:
+    """A step may end before the instant that was drawn in it: survivors sum faster than those that the draw knew."""
+    job = {"replicas": 4, "ranks": 1, "stages": 1, "microbatches": 16, "steps": 5, "buckets": 1, "seed": 450}
+    compute, network = {"microbatch_s": 0.1}, {"latency_s": 1e-5}
+    outcome = recover(scenario(job=job, compute=compute, network=network, failures={"every_steps": 1, "detect_s": 0.5}))
+    assert (outcome.losses, outcome.replicas_end, outcome.steps) == (3, 1, 5)
+
+
+def test_who_is_to_die_is_not_drawn_again() -> None:
+    doomed = RecoverJob(scenario())
+    doomed._doomed = {0, 1, 3}
+    assert {doomed._victim() for _ in range(20)} == {2}
 
 
 def test_losses_by_rate_come_as_often_as_they_should() -> None:

@@ -156,6 +156,16 @@ def test_a_used_folder_is_refused_before_the_work(
     assert ended.value.code == 2 and f"--processes {place / name} " in said and why in said
 
 
+def test_a_result_inside_the_run_is_refused_before_the_work(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(simulate, "run_recover")
+    place = tmp_path / "run"
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", str(small), "--processes", str(place), "--out", str(place / "result")])
+    assert ended.value.code == 2 and "lies in the folder of --processes" in capsys.readouterr().err and not place.exists()
+
+
 @pytest.mark.parametrize("flags", [(), ("--processes", "RUN_DIR")])
 def test_a_folder_that_cannot_be_made_is_refused_before_the_work(
     flags: tuple[str, ...], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -104,6 +104,7 @@ def test_a_wrong_argument_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("--max-gpus 2047", "--max-gpus is 2047; the smallest size is 2048"),
         ("--max-gpus 2048 --only rates", "--max-gpus is for the sweep of sizes"),
         ("--losses 0", "--losses is 0; it must be above 0"),
+        ("--losses inf", "--losses is inf; it must be above 0 and at most 1000"),
     ],
 )
 def test_a_sweep_of_nothing_is_refused(flags: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,3 +113,12 @@ def test_a_sweep_of_nothing_is_refused(flags: str, said: str, tmp_path: Path, ca
     with pytest.raises(SystemExit) as ended:
         sweep.main([str(scenario), "--out", str(tmp_path / "out"), *flags.split()])
     assert ended.value.code == 2 and said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_replicas_larger_than_a_size_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario = tmp_path / "large.toml"
+    scenario.write_text(SCENARIO.replace("ranks = 4", "ranks = 4096"))
+    with pytest.raises(SystemExit) as ended:
+        sweep.main([str(scenario), "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "[job] ranks is 4096, and the smallest size has 2048 GPUs" in said

@@ -8,10 +8,11 @@ from msgspec.structs import replace
 
 from megatron_recover.collectives.wire import STATUSES_A_FRAME
 from megatron_recover.core.quota import ticks
-from megatron_recover.core.replica import LinkLost
+from megatron_recover.core.replica import Committed, LinkLost
 from megatron_recover.core.values import Pipeline, Record, Status, Statuses
 from megatron_recover.faults import Fault, FaultPoint
 from megatron_recover.sim.draw.timeline import BACKWARD, FORWARD, Action, undisturbed
+from megatron_recover.sim.timed.job import TimedJob, TimedReplica
 from megatron_recover.sim.timed.models import LEDGER_COLUMNS, Scenario, Timing
 from megatron_recover.sim.timed.rank import Pass
 from tests.sim.build import job_of, kill, scenario, step_seconds
@@ -79,7 +80,7 @@ def test_survivors_know_what_to_do_soon_after_the_death() -> None:
     first, second = job.account.recoveries.values()
     assert 0.15 < first.planned - first.began < 0.15 + TALK_S
     assert (first.step, second.step) == (1, 3)
-    assert [time.members for _, time in sorted(job.account.steps.items())] == [4, 3, 3, 2]
+    assert [time.num_members for _, time in sorted(job.account.steps.items())] == [4, 3, 3, 2]
 
 
 def test_a_job_ends_with_its_last_replica() -> None:
@@ -96,11 +97,26 @@ def test_a_busy_control_thread_is_late_with_the_last_message() -> None:
     assert step_seconds(slow)[2] - step_seconds(quick)[2] > 0.3
 
 
+def test_a_step_ends_with_its_last_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    times: dict[int, list[float]] = {}
+    original = TimedJob.committed
+
+    def committed(self: TimedJob, one: TimedReplica, effect: Committed) -> None:
+        original(self, one, effect)
+        times.setdefault(effect.record.step, []).append(self.clock.now)
+
+    monkeypatch.setattr(TimedJob, "committed", committed)
+    job = job_of(scenario(network={"message_s": 0.1}))
+    job.run()
+    assert {step: one.ended for step, one in job.account.steps.items()} == {step: max(each) for step, each in times.items()}
+    assert all(min(each) < max(each) for each in times.values())
+
+
 def struck(what: Scenario, *faults: Fault) -> list[tuple[int, int]]:
     """(step of each recovery, replicas that finished it) for a job with these faults, each of which has to strike."""
     job = job_of(what, *faults)
     assert job.run().exit_code == 0 and not job.unstruck and not job.awaits_faults
-    return [(recovery.step, job.account.steps[recovery.step].members) for recovery in job.account.recoveries.values()]
+    return [(recovery.step, job.account.steps[recovery.step].num_members) for recovery in job.account.recoveries.values()]
 
 
 @pytest.mark.parametrize("point", ["forward", "backward"])

@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class StepTime:
+class StepAccount:
     """One committed step."""
 
     ended: float = 0.0
     """When the last member committed it."""
-    members: int = 0
-    """Whose work it holds: those of the newest generation in which microbatches of it were dealt."""
+    num_members: int = 0
+    """Of the newest generation in which microbatches of it were dealt: a member that dies later costs no work."""
 
 
 @dataclass
-class RecoveryTime:
+class RecoveryAccount:
     """What one generation after the first cost."""
 
     began: float
@@ -36,8 +36,8 @@ class RecoveryTime:
 class Account:
     """What a run has shown."""
 
-    steps: dict[int, StepTime] = field(default_factory=dict)
-    recoveries: dict[int, RecoveryTime] = field(default_factory=dict)
+    steps: dict[int, StepAccount] = field(default_factory=dict)
+    recoveries: dict[int, RecoveryAccount] = field(default_factory=dict)
     """By generation."""
     messages: int = 0
     """Between leaders, and between them and the coordinator."""

@@ -40,7 +40,7 @@ from megatron_recover.core.values import (
     Work,
 )
 from megatron_recover.faults import Fault, FaultKind, FaultPoint, Passages
-from megatron_recover.sim.timed.account import Account, RecoveryTime, StepTime
+from megatron_recover.sim.timed.account import Account, RecoveryAccount, StepAccount
 from megatron_recover.sim.timed.clock import Clock
 from megatron_recover.sim.timed.meetings import Meetings
 from megatron_recover.sim.timed.memory import Memory
@@ -221,8 +221,8 @@ class TimedJob:
         """Exact faults that have not struck."""
         self._passages: dict[tuple[ReplicaId, int], Passages] = {}
         """Of the living ranks that have exact faults."""
-        self.missed: set[ReplicaId] = set()
-        """Members of the newest generation of which a rank is dead."""
+        self.undiscovered: set[ReplicaId] = set()
+        """Replicas of which a rank is dead, and that no generation has left out yet."""
         self._deaths: dict[ReplicaId, float] = {}
         self._dead: dict[ReplicaId, set[int]] = {}
         for fault in faults:
@@ -235,8 +235,8 @@ class TimedJob:
         self._record_bytes: tuple[Record | None, float] = (None, 0.0)
         """Of the newest record that was measured."""
         self._waits: dict[ReplicaId, tuple[object, ...]] = {}
-        self._num_dealt = 0
-        """Members of the newest plan that dealt microbatches."""
+        self._num_computing = 0
+        """How many members the generation has whose plans were the newest to deal microbatches."""
         self._behind: set[ReplicaId] = set()
         """Members that have not committed the newest step that somebody has."""
 
@@ -398,7 +398,7 @@ class TimedJob:
             return
         self._dead.setdefault(number, set()).add(position)
         self._passages.pop((number, position), None)
-        self.missed.add(number)
+        self.undiscovered.add(number)
         self.replicas[number].ranks[position].alive = False
         self.meetings.broken(number, position)
         state = self.replicas[number].state
@@ -416,11 +416,11 @@ class TimedJob:
     def announced(self, new: NewGeneration) -> None:
         """The coordinator made a generation."""
         self._not_behind(self._behind - set(new.roster))  # who died before its commit: the step is over without it
-        self.missed &= set(new.roster)
+        self.undiscovered &= set(new.roster)
         if new.generation > 1:
             deaths = [self._deaths[loss.replica] for loss in new.losses if loss.replica in self._deaths]
             now = self.clock.now
-            self.account.recoveries[new.generation] = RecoveryTime(min(deaths, default=now), announced=now)
+            self.account.recoveries[new.generation] = RecoveryAccount(min(deaths, default=now), announced=now)
             self.meetings.forget(new.generation - 2)
             self._status_bytes.clear()
             self._statuses_bytes.clear()
@@ -429,7 +429,7 @@ class TimedJob:
         """A leader gave a plan to its ranks."""
         self.observe(invariants.Planned(one.number, plan))
         if plan.computes:
-            self._num_dealt = len(plan.roster)
+            self._num_computing = len(plan.roster)
         recovery = self.account.recoveries.get(plan.generation)
         if recovery is not None and recovery.step is None:
             recovery.step = plan.step
@@ -454,7 +454,7 @@ class TimedJob:
             self.observe(invariants.Committed(one.number, effect.generation, effect.record, effect.adopted))
         step, steps = effect.record.step, self.account.steps
         if step not in steps:
-            steps[step] = StepTime(members=self._num_dealt)
+            steps[step] = StepAccount(num_members=self._num_computing)
             self._behind = set(one.state.roster) & set(self.coordinator.state.roster)
         steps[step].ended = self.clock.now
         self._not_behind({one.number})

@@ -58,7 +58,7 @@ class Meetings:
                 self._strike(operation, meeting, seconds)
             for number, arrived in meeting.here.items():
                 job.clock.at(job.clock.now + job.timing.together_s(seconds, number), self._sum, arrived, operation)
-        dead = [number for number in job.missed if job.is_dead(number, rank.position) and number in operation.members]
+        dead = [number for number in job.undiscovered if job.is_dead(number, rank.position) and number in operation.members]
         if dead:
             job.clock.after(job.timing.latency_s(), self.fail, rank, operation, tuple(dead))
 

@@ -1,4 +1,4 @@
-"""What a simulated job consists of and how long things take: the tables of a scenario file, and the formulas over them.
+"""What a simulated job consists of, how long things take, what is lost when: the tables of a scenario file and more.
 
 Decides no rule of the protocol; `sim/timed/job.py` asks it for seconds only. Every field that has a unit ends in it.
 """
@@ -6,6 +6,7 @@ Decides no rule of the protocol; `sim/timed/job.py` asks it for seconds only. Ev
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -18,6 +19,7 @@ from megatron_recover.faults import Fault
 
 MEMBER_BYTES = 4.0
 """Of a member's number in an announcement or a vote."""
+HOUR_S = 3600.0
 LEDGER_COLUMNS = 64
 """Of `megatron/ledger.py`, whose import needs torch; a test compares them."""
 
@@ -203,6 +205,41 @@ class Timing:
         alike, pipeline = (1,) * num_members, Pipeline(self.job.stages)
         slots = makespan(balanced(num_microbatches, alike, pipeline), alike, pipeline)
         return slots * self.compute.microbatch_s + self.reduction_s(num_members) + self.compute.optimizer_s
+
+
+class Losses:
+    """When replicas are lost: a pure function of seed and of what is run. Every policy gets its own."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.failures, self.ranks = scenario.failures, scenario.job.ranks
+        self.dice = random.Random(scenario.job.seed)
+        self.num_steps = 0
+        """Begun so far."""
+        self.exposure = self.dice.expovariate(1.0)
+        """Until the next loss, in expected losses."""
+
+    def hazard(self, num_members: int) -> float:
+        """Losses per second."""
+        return (self.failures.per_gpu_hour or 0.0) * num_members * self.ranks / HOUR_S
+
+    def in_step(self, num_members: int) -> float | None:
+        """A step begins: the part of it (0..1) at which a loss by `every_steps` strikes, if one does."""
+        self.num_steps += 1
+        every = self.failures.every_steps
+        if every is None or self.num_steps % every or num_members <= self.failures.until_replicas:
+            return None
+        return self.dice.random()
+
+    def within(self, seconds: float, num_members: int) -> float | None:
+        """So many seconds go by: after how many of them a loss by rate strikes, if one does."""
+        hazard = self.hazard(num_members)
+        if not hazard or num_members <= self.failures.until_replicas:
+            return None
+        if self.exposure > hazard * seconds:
+            self.exposure -= hazard * seconds
+            return None
+        at, self.exposure = self.exposure / hazard, self.dice.expovariate(1.0)
+        return at
 
 
 def shape_of(job: JobTable) -> Shape:

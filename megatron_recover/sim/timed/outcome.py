@@ -1,13 +1,10 @@
-"""What a policy makes of a scenario: the losses that strike it, what it spends and what it commits."""
+"""What a policy makes of a scenario: what it spends and what it commits."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 
-from megatron_recover.sim.timed.models import PolicyName, Scenario, Timing
-
-HOUR_S = 3600.0
+from megatron_recover.sim.timed.models import HOUR_S, PolicyName, Scenario, Timing
 
 
 @dataclass
@@ -23,7 +20,7 @@ class Outcome:
     microbatches: int = 0
     """In committed steps."""
     ideal_seconds: float = 0.0
-    """What the committed steps take over the best integer quotas of those whose work they hold, when nothing is lost."""
+    """What the committed steps take without a loss: the best integer quotas of all that lived when their work was dealt."""
     losses: int = 0
     replicas_end: int = 0
     interval_steps: int | None = None
@@ -61,41 +58,6 @@ class Outcome:
         return None
 
 
-class Losses:
-    """When replicas are lost: a pure function of seed and of what is run. Every policy gets its own."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        self.failures, self.ranks = scenario.failures, scenario.job.ranks
-        self.dice = random.Random(scenario.job.seed)
-        self.num_steps = 0
-        """Begun so far."""
-        self.exposure = self.dice.expovariate(1.0)
-        """Until the next loss, in expected losses."""
-
-    def hazard(self, num_members: int) -> float:
-        """Losses per second."""
-        return (self.failures.per_gpu_hour or 0.0) * num_members * self.ranks / HOUR_S
-
-    def in_step(self, num_members: int) -> float | None:
-        """A step begins: the part of it (0..1) at which a loss by `every_steps` strikes, if one does."""
-        self.num_steps += 1
-        every = self.failures.every_steps
-        if every is None or self.num_steps % every or num_members <= self.failures.until_replicas:
-            return None
-        return self.dice.random()
-
-    def within(self, seconds: float, num_members: int) -> float | None:
-        """So many seconds go by: after how many of them a loss by rate strikes, if one does."""
-        hazard = self.hazard(num_members)
-        if not hazard or num_members <= self.failures.until_replicas:
-            return None
-        if self.exposure > hazard * seconds:
-            self.exposure -= hazard * seconds
-            return None
-        at, self.exposure = self.exposure / hazard, self.dice.expovariate(1.0)
-        return at
-
-
 class Meter:
     """Adds up what a policy spends and commits."""
 
@@ -123,7 +85,7 @@ class Meter:
         return self._ideal[key]
 
     def commit(self, num_members: int, num_microbatches: int, count: int = 1) -> None:
-        """So many steps are committed, which hold the work of so many members."""
+        """So many steps are committed, whose work was dealt when so many lived."""
         outcome = self.outcome
         outcome.steps += count
         outcome.microbatches += count * num_microbatches

@@ -20,8 +20,8 @@ import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from megatron_recover.sim.timed.models import PolicyName, Scenario, Timing
-from megatron_recover.sim.timed.outcome import Losses, Meter, Outcome
+from megatron_recover.sim.timed.models import Losses, PolicyName, Scenario, Timing
+from megatron_recover.sim.timed.outcome import Meter, Outcome
 from megatron_recover.sim.timed.recover import recover
 
 

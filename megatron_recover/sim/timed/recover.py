@@ -12,8 +12,8 @@ from collections.abc import Callable
 from megatron_recover.core.values import NewGeneration, Plan, ReplicaId
 from megatron_recover.faults import Fault, FaultPoint
 from megatron_recover.sim.timed.job import TimedJob, TimedReplica
-from megatron_recover.sim.timed.models import FailuresTable, Scenario, Timing
-from megatron_recover.sim.timed.outcome import Losses, Meter, Outcome
+from megatron_recover.sim.timed.models import FailuresTable, Losses, Scenario, Timing
+from megatron_recover.sim.timed.outcome import Meter, Outcome
 
 MAX_FRUITLESS = 100
 """Generations without a loss and without a committed step. The coordinator removes no replica where all wait for each other."""
@@ -22,8 +22,8 @@ MAX_FRUITLESS = 100
 class RecoverJob(TimedJob):
     """A job of the real machines that loses replicas as the scenario says.
 
-    Steps that can not differ from the ones before are not simulated again: when two steps without a recovery have taken
-    equally long, those up to the next loss take as long, and only their time is added.
+    Steps that can not differ from the ones before are not simulated again: when two steps have taken equally long, the second
+    without a recovery, those up to the next loss take as long, and only their time is added. Time ends with the last commit.
     """
 
     def __init__(self, scenario: Scenario, on_step: Callable[[int], None] | None = None) -> None:
@@ -43,8 +43,9 @@ class RecoverJob(TimedJob):
         self._begun = -1
         self._ended = self._spent = 0.0
         self._next_loss: float | None = None
-        self._alike = 0
-        """Steps without a recovery since the last one that had one."""
+        self._doomed: set[ReplicaId] = set()
+        """Replicas that are going to die at an instant which is drawn already."""
+        self._is_over = False
         self._draw()
 
     def _draw(self) -> None:
@@ -65,17 +66,21 @@ class RecoverJob(TimedJob):
             self._draw()
 
     def _victim(self) -> ReplicaId:
-        return self.losses.dice.choice([one.number for one in self.replicas if one.number not in self._dead])
+        return self.losses.dice.choice(
+            [one.number for one in self.replicas if one.number not in self._dead.keys() | self._doomed]
+        )
 
     def kill(self, number: ReplicaId, position: int = 0) -> None:
-        self._spend()
-        if number not in self._dead:
+        self._doomed.discard(number)
+        if not self._is_over and number not in self._dead:
+            self._spend(self.clock.now)
             self.meter.lose()
         super().kill(number, position)
 
-    def _spend(self) -> None:
-        self.meter.spend(self.clock.now - self._spent)
-        self._spent = self.clock.now
+    def _spend(self, until: float) -> None:
+        if until > self._spent:
+            self.meter.spend(until - self._spent)
+            self._spent = until
 
     def announced(self, new: NewGeneration) -> None:
         super().announced(new)
@@ -100,7 +105,7 @@ class RecoverJob(TimedJob):
         super().planned(one, plan)
         if plan.step > self._begun:
             self._begun = plan.step
-            part = self.losses.in_step(self.meter.outcome.replicas_end)
+            part = self.losses.in_step(self.meter.outcome.replicas_end - len(self._doomed))
             if part is not None:
                 self._lose_in(plan, part)
 
@@ -112,17 +117,20 @@ class RecoverJob(TimedJob):
                 self.add_fault(Fault(replica=victim, rank=position, point=point, step=plan.step, bucket=bucket))
         else:
             seconds = self.meter.ideal_s(len(plan.roster), plan.work.num_microbatches)
+            self._doomed.add(victim)
             self.clock.after(part * seconds, self.kill, victim, position)
 
     def step_ended(self, step: int) -> None:
-        self._spend()
-        self.meter.commit(self.account.steps[step].members, self.table.microbatches)
-        self.step_seconds.append(self.clock.now - self._ended)
-        self._ended = self.clock.now
-        self._alike = 0 if self._disturbed else self._alike + 1
-        self._disturbed = False
-        if self._alike >= 2 and self.failures.every_steps is None and not self.awaits_faults and not self.missed:
+        ended = self.account.steps[step].ended  # before now, where somebody died before it had committed
+        self._spend(ended)
+        self.meter.commit(self.account.steps[step].num_members, self.table.microbatches)
+        self.step_seconds.append(ended - self._ended)
+        self._ended = ended
+        was_disturbed, self._disturbed = self._disturbed, False
+        # Whoever is dead and not discovered has still to be recovered from.
+        if not was_disturbed and not self.undiscovered and not self.awaits_faults and self.failures.every_steps is None:
             self._leave_out(step)
+        self._is_over = step == self.num_steps - 1
         if self._on_step is not None:
             self._on_step(self.meter.outcome.steps)
 
@@ -138,7 +146,7 @@ class RecoverJob(TimedJob):
             self.num_steps -= count
             self.meter.spend(count * seconds)
             self.step_seconds += [seconds] * count
-            self.meter.commit(self.account.steps[step].members, self.table.microbatches, count)
+            self.meter.commit(self.account.steps[step].num_members, self.table.microbatches, count)
             if self._next_loss is not None:
                 self._schedule(self._next_loss - count * seconds)
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_recover.sim.timed.models import PolicyName, Scenario
-from megatron_recover.sim.timed.outcome import HOUR_S, Outcome
+from megatron_recover.sim.timed.models import HOUR_S, PolicyName, Scenario
+from megatron_recover.sim.timed.outcome import Outcome
 from megatron_recover.sim.timed.policies import best_checkpoint_restart
 
 RESULT_FILE = "result.json"

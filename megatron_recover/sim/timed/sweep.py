@@ -18,8 +18,7 @@ from typing import Any
 import msgspec
 
 from megatron_recover.sim.timed import result, scenario_file
-from megatron_recover.sim.timed.models import Scenario, Timing
-from megatron_recover.sim.timed.outcome import HOUR_S, Losses
+from megatron_recover.sim.timed.models import HOUR_S, Losses, Scenario, Timing
 from megatron_recover.sim.timed.policies import simulate
 from megatron_recover.sim.workers import CTRL_C_CODE, ended_by_ctrl_c
 
@@ -37,6 +36,7 @@ has 6.5, the rate of the third line), 419 interruptions in 54 days on 16,384 GPU
 on 98,304 GPUs (FT-HSDP, 2026), one every 5 steps of 512 GPUs."""
 AT_SIZE = "Meta, 98,304 GPUs"
 """The rate at which the size varies."""
+MAX_LOSSES = 1000
 GPUS = (2_048, 8_192, 32_768, 100_032)
 HEAD = ("sweep", "rate", "losses_per_gpu_hour", "gpus", "policy", "losses", "hours", "goodput_of_ideal", "kill_to_plan_s")
 CSV_FILE, PLOT_FILE = "sweep.csv", "sweep.svg"
@@ -111,19 +111,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"where {CSV_FILE} and {PLOT_FILE} go")
     parser.add_argument("--only", choices=("rates", "sizes"), help="one of the two sweeps")
     parser.add_argument("--losses", type=float, default=4, help="expected at each point (default: 4)")
-    parser.add_argument("--max-gpus", type=int, help=f"the largest size (default: {GPUS[-1]})")
+    parser.add_argument("--max-gpus", type=int, help=f"the largest size (of {', '.join(map(str, GPUS))}; default: all)")
     options = parser.parse_args(arguments)
     if options.max_gpus is not None and options.only == "rates":
         parser.error("--max-gpus is for the sweep of sizes, which --only rates leaves out; give one of them")
-    gpus = [number for number in GPUS if number <= (GPUS[-1] if options.max_gpus is None else options.max_gpus)]
+    gpus = [number for number in GPUS if options.max_gpus is None or number <= options.max_gpus]
     if not gpus:
         parser.error(f"--max-gpus is {options.max_gpus}; the smallest size is {GPUS[0]}")
-    if not options.losses > 0:
-        parser.error(f"--losses is {options.losses:g}; it must be above 0")
+    if not 0 < options.losses <= MAX_LOSSES:
+        parser.error(f"--losses is {options.losses:g}; it must be above 0 and at most {MAX_LOSSES}")
     try:
         base = scenario_file.load(options.scenario)
     except ValueError as error:
         parser.error(str(error))
+    if base.job.ranks > gpus[0] and options.only != "rates":
+        parser.error(
+            f"{options.scenario}: [job] ranks is {base.job.ranks}, and the smallest size has {gpus[0]} GPUs; take --only rates"
+        )
     if base.fault:
         parser.error(f"{options.scenario}: a sweep draws its losses; leave the [[fault]] tables out")
     result.make_folder(parser, options.out)
