@@ -44,7 +44,7 @@ from megatron_recover.sim.timed.account import Account, RecoveryAccount, StepAcc
 from megatron_recover.sim.timed.clock import Clock
 from megatron_recover.sim.timed.meetings import Meetings
 from megatron_recover.sim.timed.memory import Memory
-from megatron_recover.sim.timed.models import MEMBER_BYTES, JobTable, Timing, shape_of
+from megatron_recover.sim.timed.models import MEMBER_BYTES, PACE_BYTES, JobTable, Timing, shape_of
 from megatron_recover.sim.timed.rank import TimedRank
 
 
@@ -296,7 +296,7 @@ class TimedJob:
                 self._statuses_bytes[key] = self._bytes_together(message.statuses)
             return self._statuses_bytes[key]
         if isinstance(message, Votes):
-            return sum(MEMBER_BYTES * len(ballot.voters) + 12.0 * len(ballot.record.paces) for ballot in message.ballots)
+            return sum(MEMBER_BYTES * len(ballot.voters) + PACE_BYTES * len(ballot.record.paces) for ballot in message.ballots)
         return 0.0
 
     def _bytes_together(self, statuses: Sequence[Status]) -> float:
@@ -464,7 +464,7 @@ class TimedJob:
         if self._behind:
             self._behind -= members
             if not self._behind:
-                self.step_ended(max(self.account.steps))
+                self.step_ended(next(reversed(self.account.steps)))
 
     def step_ended(self, step: int) -> None:
         """All members have committed it, but those that are lost."""

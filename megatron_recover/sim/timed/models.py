@@ -19,6 +19,8 @@ from megatron_recover.faults import Fault
 
 MEMBER_BYTES = 4.0
 """Of a member's number in an announcement or a vote."""
+PACE_BYTES = 12.0
+"""Of a member's number and pace in the record of a vote."""
 HOUR_S = 3600.0
 LEDGER_COLUMNS = 64
 """Of `megatron/ledger.py`, whose import needs torch; a test compares them."""

@@ -66,9 +66,8 @@ class RecoverJob(TimedJob):
             self._draw()
 
     def _victim(self) -> ReplicaId:
-        return self.losses.dice.choice(
-            [one.number for one in self.replicas if one.number not in self._dead.keys() | self._doomed]
-        )
+        gone = self._dead.keys() | self._doomed
+        return self.losses.dice.choice([one.number for one in self.replicas if one.number not in gone])
 
     def kill(self, number: ReplicaId, position: int = 0) -> None:
         self._doomed.discard(number)
