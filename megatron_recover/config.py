@@ -17,6 +17,7 @@ from megatron_recover.core.tree import TREE_ABOVE
 _LONGEST_S = 1e6
 """Eleven days: what waits takes no more (and no infinity)."""
 CONTEXT_VARIABLE = "MEGATRON_RECOVER_CONTEXT"
+_DESCRIPTORS_VARIABLE = "MEGATRON_RECOVER_DESCRIPTORS"
 DRY_RUN_PASSED = 100
 """Exit code of a dry run that got to where training begins; with 0 ends a script that never gets there."""
 
@@ -99,6 +100,17 @@ def rank_context() -> RankContext | None:
     """The context of this process, or None outside `megatron-recover run`."""
     text = os.environ.get(CONTEXT_VARIABLE)
     return msgspec.json.decode(text, type=RankContext) if text else None
+
+
+def describe_descriptors(descriptors: Mapping[str, int]) -> dict[str, str]:
+    """Return the environment by which a rank finds open descriptors that it inherits, by name."""
+    return {_DESCRIPTORS_VARIABLE: msgspec.json.encode(descriptors).decode()}
+
+
+def inherited_descriptor(name: str) -> int | None:
+    """Return the descriptor that the agent handed down to this rank under `name`, or None if there is none."""
+    text = os.environ.get(_DESCRIPTORS_VARIABLE)
+    return msgspec.json.decode(text, type=dict[str, int]).get(name) if text else None
 
 
 def add_to_environment(variables: Mapping[str, str]) -> None:

@@ -18,7 +18,9 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -124,12 +126,27 @@ class Agent:
             lines = self._log.read_text(errors="replace").strip().splitlines() or ["no output"]
             raise AgentLost(f"{error}; it ends with: {lines[-1]}") from error
 
-    def spawn(self, replica: int, rank: int, *, argv: tuple[str, ...], environment: dict[str, str], log: Path) -> None:
-        """Fork a rank that runs the script `argv` with its output in `log`; returns when it has started."""
-        request = forkserver.Spawn(replica=replica, rank=rank, argv=argv, environment=environment)
+    def spawn(
+        self,
+        replica: int,
+        rank: int,
+        *,
+        argv: tuple[str, ...],
+        environment: dict[str, str],
+        log: Path,
+        descriptors: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Fork a rank that runs the script `argv` with its output in `log`. Return when the rank has started.
+
+        `descriptors` maps names to open descriptors of this process. The rank gets a copy of each
+        (`config.inherited_descriptor`); the caller keeps its own.
+        """
+        request = forkserver.Spawn(
+            replica=replica, rank=rank, argv=argv, environment=environment, descriptors=tuple(descriptors)
+        )
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
-            socket.send_fds(self._control, [msgspec.json.encode(request)], [output])
+            socket.send_fds(self._control, [msgspec.json.encode(request)], [output, *descriptors.values()])
         finally:
             os.close(output)
         until = time.monotonic() + _FORK_DEADLINE_S

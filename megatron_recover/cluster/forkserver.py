@@ -28,15 +28,17 @@ from typing import NoReturn
 
 import msgspec
 
-from megatron_recover.config import add_to_environment
+from megatron_recover.config import add_to_environment, describe_descriptors
 
 MAX_PACKET_BYTES = 2**17
+MAX_DESCRIPTORS = 16
+"""That one packet can carry."""
 TOLD_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals by which a job is asked to end; server and ranks ignore them, the launcher does not."""
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):
-    """To the server, with one descriptor: where the rank's stdout and stderr go."""
+    """To the server, with descriptors: where the rank's stdout and stderr go, then those that `descriptors` names."""
 
     replica: int
     rank: int
@@ -44,6 +46,8 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
     """The script and its arguments."""
     environment: dict[str, str]
     """Added to the server's own."""
+    descriptors: tuple[str, ...] = ()
+    """What the descriptors behind the first are called: the rank finds them by `config.inherited_descriptor`."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -106,18 +110,19 @@ class _Server:
                     return
 
     def _serve(self) -> bool:
-        packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 1)
+        packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, MAX_DESCRIPTORS)
         if not packet:
             return False
         spawn = self._decode(packet)
-        [output] = descriptors
+        output, *handed_down = descriptors
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
             inherited = [key.fd for key in self._selector.get_map().values()]
             self._selector.close()
-            _become_rank(spawn, output, inherited, server)
-        os.close(output)
+            _become_rank(spawn, output, handed_down, inherited, server)
+        for descriptor in descriptors:
+            os.close(descriptor)
         pidfd = os.pidfd_open(pid)
         self._selector.register(pidfd, selectors.EVENT_READ, (spawn.replica, spawn.rank, pid))
         self._send(Started(replica=spawn.replica, rank=spawn.rank, pid=pid), [pidfd])
@@ -149,7 +154,7 @@ class _Server:
             self._reap(key)
 
 
-def _become_rank(spawn: Spawn, output: int, inherited: list[int], server: int) -> NoReturn:
+def _become_rank(spawn: Spawn, output: int, handed_down: list[int], inherited: list[int], server: int) -> NoReturn:
     """Turn the fresh fork into the rank and end the process with the script's exit code."""
     status = 1
     try:
@@ -163,7 +168,10 @@ def _become_rank(spawn: Spawn, output: int, inherited: list[int], server: int) -
         for stream in (1, 2):
             os.dup2(output, stream)
         os.close(output)
-        add_to_environment(spawn.environment)
+        for descriptor in handed_down:  # of this process alone, not of programs that it starts
+            os.set_inheritable(descriptor, False)
+        named = describe_descriptors(dict(zip(spawn.descriptors, handed_down, strict=True)))
+        add_to_environment(spawn.environment | named)
         gc.unfreeze()
         gc.enable()
         status = _run_script(spawn.argv)

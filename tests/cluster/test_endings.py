@@ -350,3 +350,29 @@ def test_what_stands_still_is_told_from_what_runs(tmp_path: Path) -> None:
         assert not agent.is_stopped(0, 0)
     finally:
         agent.close()
+
+
+def test_a_rank_inherits_what_is_handed_down_to_it_and_its_children_do_not(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, subprocess, sys\n"
+        "from megatron_recover.config import inherited_descriptor\n"
+        "key = inherited_descriptor('key')\n"
+        "os.write(inherited_descriptor('answer'), os.pread(key, 100, 0))\n"
+        "sys.exit(subprocess.call(['test', '-e', f'/proc/self/fd/{key}'], close_fds=False) == 0)\n"
+    )
+    key, answer = os.memfd_create("key"), os.memfd_create("answer")
+    os.write(key, b"secret")
+    agent = Agent(preload=(), environment=dict(os.environ), log=tmp_path / "log")
+    try:
+        until_readable(agent.fileno(), agent.is_ready, "the fork server")
+        handed_down = {"key": key, "answer": answer}
+        agent.spawn(0, 0, argv=(str(script),), environment={}, log=tmp_path / "rank.log", descriptors=handed_down)
+        ends = []
+        until_readable(agent.fileno(), lambda: ends.extend(agent.poll()) or ends, "the end of the rank")
+        assert [end.cause for end in ends] == ["exit code 0"], (tmp_path / "rank.log").read_text()
+        assert os.pread(answer, 100, 0) == b"secret"
+    finally:
+        agent.close()
+        os.close(key)
+        os.close(answer)
