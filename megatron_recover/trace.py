@@ -417,6 +417,21 @@ class Recovery(Event, frozen=True, kw_only=True):
     seconds: float
 
 
+class Gap(Event, frozen=True, kw_only=True):
+    """Whoever writes the file: events of this rank were lost before this line, because its ring was full or gone.
+
+    `check` vouches for none of the steps that a gap touches.
+    """
+
+    replica: int
+    """-1: the launcher."""
+    rank: int
+    num_events: int
+    """How many were lost."""
+    since: float
+    """When the first of them happened, as `Event.t`."""
+
+
 class Checkpoint(Event, frozen=True, kw_only=True):
     """Writer: progress of a durable checkpoint."""
 
@@ -431,7 +446,7 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 AnyEvent = (
     RunStarted | Joined | Generation | Entered | Stopping | RunFinished | Status | Plan | MicrobatchStarted | MicrobatchFinished
     | BucketPassed | Extended | Reduced | Transferred | ReductionFailed | Voted | Committed | Applied | Fault | Thawed | Failure
-    | Fenced | Recovery | Checkpoint
+    | Fenced | Recovery | Gap | Checkpoint
 )  # fmt: skip
 
 
