@@ -372,6 +372,7 @@ class Leader:
                 adopted=adopted,
                 requests=record.requests,
                 paces=record.paces,
+                state_digest=None if record.state_digest is None else f"{record.state_digest:016x}",
                 versions=tuple(
                     trace.Result(bucket=each.bucket, version=each.version, checksums=each.checksums) for each in record.versions
                 ),

@@ -119,14 +119,14 @@ class Member:
             self._wait_until(lambda: self._state.promised > 0 or self._stopped_by() is not None)
             self._raise_if_stopped()
 
-    def begin(self, work: Work, requests: Sequence[str] = ()) -> int:
-        """Arrive at the next step; its number."""
+    def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int:
+        """Arrive at the next step and return its number. `digest` is of all state of this rank, where `work.digests`."""
         with self._changed:
             self._raise_if_stopped()
             asked = tuple(sorted({*requests, *self._unsaid}))
             self._unsaid.clear()
             self.step = self._state.step
-            self._feed(machine.Begin(work, asked))
+            self._feed(machine.Begin(work, asked, digest))
             return self.step
 
     def next_order(self) -> Plan | Apply:

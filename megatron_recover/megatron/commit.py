@@ -35,6 +35,7 @@ from megatron_recover.megatron.microbatches import JournalKeeper, Microbatches
 from megatron_recover.megatron.overlap import Overlap
 from megatron_recover.megatron.reduction import Gather, ReducingMember, Reduction, gather_over_replica
 from megatron_recover.megatron.schedule import run_pass
+from megatron_recover.megatron.state import Scalar, State
 from megatron_recover.megatron.stopwatch import Stopwatch
 from megatron_recover.megatron.work_queue import PlanningMember, WorkQueue
 
@@ -46,7 +47,7 @@ class Member(ReducingMember, PlanningMember, JournalKeeper, Protocol):
     roster: tuple[int, ...]
 
     def join(self, shape: Shape, fingerprint: str) -> None: ...
-    def begin(self, work: Work, requests: Sequence[str] = ()) -> int: ...
+    def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int: ...
     def next_order(self) -> Plan | Apply: ...
     def pass_ended(self, generation: int) -> None: ...
     def measured(self, num_microbatches: int, elapsed_ns: int) -> None: ...
@@ -77,16 +78,18 @@ class CommitLoop:
         seed: Callable[[int, int, int], None],
         iteration: Callable[[], int],
         fingerprint: Callable[[], str],
+        counters: Callable[[], Mapping[str, Scalar]] = dict,
         log: trace.EventLog | None = None,
         faults: FaultInjector | None = None,
         gather: Gather = gather_over_replica,
     ) -> None:
         """`originals`: what Megatron has behind the seams of `replacements`. `seed(iteration, microbatch, chunk)` sets the
-        random state; `iteration()` is Megatron's current one, from 1; `fingerprint()` goes to `Member.join`.
+        random state; `iteration()` is Megatron's current one, from 1; `fingerprint()` goes to `Member.join`; `counters()` are
+        scalars of the state (`State`).
         """
         self._member, self._config, self._originals = member, config, originals
         self._cursor, self._seed, self._iteration, self._fingerprint = cursor, seed, iteration, fingerprint
-        self._faults, self._gather = faults, gather
+        self._faults, self._gather, self._counters = faults, gather, counters
         self._record = trace.Recorder(log, replica=member.replica, rank=member.rank)
         self._reduction: Reduction | None = None
         self._stopwatch: Stopwatch | None = None
@@ -94,6 +97,8 @@ class CommitLoop:
         self._chunks: list[Any] = []
         self._parameters: list[tuple[Tensor, HeldBy]] = []
         """Of all chunks, and who else in the replica holds them; walking the modules anew is slow."""
+        self._state: State | None = None
+        """Known from the first step on, or from the first save."""
         self._num_evaluations = 0
         self._applied: tuple[int, Apply, float | None] | None = None
         """The step whose optimizer has not run yet."""
@@ -113,12 +118,24 @@ class CommitLoop:
         """Seam `forward_backward`: this loop, whichever schedule upstream would choose."""
         return self.run
 
-    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+    def train_step(
+        self, forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any, opt_param_scheduler: Any,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         """Seam `train_step`: upstream's, after which the parameters that the optimizer has made are noted."""
+        self.know_state(model, optimizer, opt_param_scheduler)
         with self._fault_in_optimizer():
-            outcome = self._originals["train_step"](*args, **kwargs)
+            outcome = self._originals["train_step"](
+                forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, *args, **kwargs
+            )
         self.stepped()
         return outcome
+
+    def know_state(self, chunks: Sequence[Any], optimizer: Any = None, scheduler: Any = None) -> State:
+        """Return what the state of this rank is made of; an evaluation does not show the optimizer."""
+        if self._state is None or (optimizer is not None and not self._state.has_optimizer):
+            self._state = State(chunks, optimizer, scheduler, self._counters)
+        return self._state
 
     @contextlib.contextmanager
     def _fault_in_optimizer(self) -> Iterator[None]:
@@ -167,9 +184,10 @@ class CommitLoop:
         forward_only = bool(arguments.get("forward_only"))
         num_microbatches = arguments["num_microbatches"]
         reduction = self.join(chunks)
-        work = Work(self._label(forward_only), num_microbatches, reduction.buckets(forward_only))
+        due = not forward_only and self._iteration() % self._config.state_digest_interval == 0
+        work = Work(self._label(forward_only), num_microbatches, reduction.buckets(forward_only), due)
         self._cursor.begin(arguments["data_iterator"], num_microbatches)
-        self._step = step = self._member.begin(work)
+        self._step = step = self._begin(work, self.know_state(chunks))
         exactly = self._config.determinism == "exact"
         reduction.begin(step, num_microbatches, _gradient_scale(chunks[0], arguments) if exactly else 1.0)
         microbatches = Microbatches(
@@ -251,14 +269,30 @@ class CommitLoop:
             )
         return losses
 
+    def _begin(self, work: Work, state: State) -> int:
+        """Arrive at a step, with a fresh digest of the state that it begins with where its record carries one."""
+        if not work.digests:
+            return self._member.begin(work)
+        digest = state.digest()
+        self._record(trace.StateDigested, label=work.label, digest=f"{digest:016x}")
+        return self._member.begin(work, digest=digest)
+
     def meet(self, round: int) -> None:
-        """Return when all live replicas have come here: a step that has no microbatches.
+        """Return when all live replicas have come to the end of training and have compared all their state.
+
+        A rank that has had no step joins the run here, with nothing but the ledger.
+        """
+        self.agree(f"end {round}")
+
+    def agree(self, label: str, chunks: Sequence[Any] = ()) -> None:
+        """Return when all live replicas have come here with equal state: a step that has no microbatches.
 
         The ledger, empty as it is, is reduced all the same: the protocol relies on nobody being able to vote on a step before
-        everyone has committed the one before. A rank that has had no step joins the run here, with nothing but the ledger.
+        everyone has committed the one before. `chunks` is the model, for a rank that has had no step.
         """
-        reduction = self.join(())
-        self._step = self._member.begin(Work(f"end {round}", 0, reduction.buckets(forward_only=True)))
+        reduction = self.join(chunks)
+        work = Work(label, 0, reduction.buckets(forward_only=True), digests=True)
+        self._step = self._begin(work, self.know_state(chunks))
         reduction.begin(self._step, 0)
         order = self._member.next_order()
         reduction.first_generation = order.generation

@@ -238,7 +238,7 @@ class _Training:
         loop = CommitLoop(
             member, config, originals, cursor=cursor, seed=_seeding(args.seed),
             iteration=lambda: args.curr_iteration + 1,
-            fingerprint=lambda: fingerprint(args), log=self._log, faults=self._faults,
+            fingerprint=lambda: fingerprint(args), counters=lambda: counters(args), log=self._log, faults=self._faults,
         )  # fmt: skip
         self._installation.install(
             {
@@ -298,6 +298,11 @@ def fingerprint(args: Namespace) -> str:
     """What has to be equal on the same rank of all replicas: every argument, and the iteration that was loaded."""
     content = sorted((name, repr(value)) for name, value in vars(args).items() if name not in _OF_ONE_RANK)
     return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
+
+
+def counters(args: Namespace) -> dict[str, int]:
+    """Return the scalars of the state that Megatron keeps among its arguments."""
+    return {name: getattr(args, name) for name in ("consumed_train_samples", "skipped_train_samples")}
 
 
 def building_cache_once(provider: Callable[..., Any], args: Namespace) -> Callable[..., Any]:

@@ -34,13 +34,13 @@ def is_training(label: str) -> bool:
     return _TRAINING.fullmatch(label) is not None
 
 
-def is_end(label: str) -> bool:
-    """Whether a step's label names the agreement to end, after the last save: nothing is computed in it."""
-    return label.startswith("end ")
+def is_agreement(label: str) -> bool:
+    """Return whether a step only compares the state: before a save (``save 20``), or at the end of training (``end 0``)."""
+    return label.startswith(("save ", "end "))
 
 
 def iteration_of(label: str) -> int:
-    """Megatron's iteration in the label of a training step."""
+    """Megatron's iteration in the label of a training step or of a save."""
     return int(label.split()[1])
 
 

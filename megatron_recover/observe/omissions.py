@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from megatron_recover import trace
 from megatron_recover.core.values import ExitCode
-from megatron_recover.observe.history import Findings, History, Line, is_end, is_training, iteration_of, who
+from megatron_recover.observe.history import Findings, History, Line, is_agreement, is_training, iteration_of, who
 
 RankWork = (
     trace.MicrobatchStarted | trace.MicrobatchFinished | trace.BucketPassed | trace.Reduced | trace.Transferred | trace.Applied
@@ -34,7 +34,7 @@ def every_microbatch(history: History) -> Findings:
     expected = {True: asked}
     for step, plans in sorted(history.plans.items()) if asked is not None else ():
         line, plan = plans[0]
-        if is_end(plan.label):
+        if is_agreement(plan.label):
             continue
         wanted = expected.setdefault(is_training(plan.label), plan.num_microbatches)  # evaluations are only equal to each other
         if plan.num_microbatches != wanted:

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
 from megatron_recover import trace
-from megatron_recover.observe import omissions, plans
+from megatron_recover.observe import durable, omissions, plans
 from megatron_recover.observe.history import Findings, History, Line, who
 from megatron_recover.observe.work import Work
 
@@ -88,6 +88,7 @@ def agreement(history: History) -> Findings:
     yield from _equal_parameters(history)
     yield from omissions.whole_records(history)
     yield from omissions.committed_is_applied(history)
+    yield from durable.equal_states(history)
     yield from omissions.equal_ranks(history)
     yield from omissions.adopted_from_a_member(history)
 
@@ -112,7 +113,7 @@ def _equal_records(history: History) -> Findings:
             yield line, f"replica {event.replica} committed step {step} after step {last[event.replica]}"
         last[event.replica] = step
         record = history.records[step][1]
-        for field in ("label", "digest", "versions", "requests"):
+        for field in ("label", "digest", "versions", "requests", "state_digest"):
             mine, theirs = getattr(event, field), getattr(record, field)
             if mine != theirs:
                 yield line, f"{field} of step {step}: {mine} on replica {event.replica}, {theirs} on replica {record.replica}"
@@ -325,8 +326,12 @@ def _backed_status(history: History, line: Line, status: trace.Status) -> Findin
 
 
 def single_history(history: History) -> Findings:
-    """INV-6: one roster a generation, generations and checkpoints only go forward, a lost replica never returns."""
+    """INV-6: one roster a generation, generations and checkpoints only go forward, a lost replica never returns.
+
+    And a checkpoint is named only when a record has carried the digest of what is in it.
+    """
     yield from omissions.members_have_joined(history)
+    yield from durable.saved_what_was_agreed(history)
     newest: trace.Generation | None = None
     lost: set[int] = set()
     entered: dict[int, int] = {}

@@ -88,7 +88,7 @@ class ScriptedMember:
     def join(self, shape: Shape, fingerprint: str) -> None:
         self.shape = shape
 
-    def begin(self, work: Work, requests: Sequence[str] = ()) -> int:
+    def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int:
         self.work, self._left = work, list(self._script)
         self.held.clear()
         return 0
