@@ -284,15 +284,15 @@ class CommitLoop:
         """
         self.agree(f"end {round}")
 
-    def agree(self, label: str, chunks: Sequence[Any] = ()) -> None:
+    def agree(self, label: str, chunks: Sequence[Any] = (), optimizer: Any = None, scheduler: Any = None) -> None:
         """Return when all live replicas have come here with equal state: a step that has no microbatches.
 
         The ledger, empty as it is, is reduced all the same: the protocol relies on nobody being able to vote on a step before
-        everyone has committed the one before. `chunks` is the model, for a rank that has had no step.
+        everyone has committed the one before. Model, optimizer and scheduler are for a rank that has had no step.
         """
         reduction = self.join(chunks)
         work = Work(label, 0, reduction.buckets(forward_only=True), digests=True)
-        self._step = self._begin(work, self.know_state(chunks))
+        self._step = self._begin(work, self.know_state(chunks, optimizer, scheduler))
         reduction.begin(self._step, 0)
         order = self._member.next_order()
         reduction.first_generation = order.generation

@@ -229,17 +229,17 @@ class _Training:
 
         originals = self._installation.originals
         cursor = MicrobatchCursor()
-        checkpoints = Checkpoints(
-            member, originals, get_args,
-            save=args.save, save_timeout_s=config.save_timeout_s, log=self._log, faults=self._faults,
-        )  # fmt: skip
-        boundary = Boundary(member, checkpoints, originals["exit"], get_args)
-        boundary.take_over(args)
         loop = CommitLoop(
             member, config, originals, cursor=cursor, seed=_seeding(args.seed),
             iteration=lambda: args.curr_iteration + 1,
             fingerprint=lambda: fingerprint(args), counters=lambda: counters(args), log=self._log, faults=self._faults,
         )  # fmt: skip
+        checkpoints = Checkpoints(
+            member, originals, get_args, agree=lambda iteration, *state: loop.agree(f"save {iteration}", *state),
+            save=args.save, save_timeout_s=config.save_timeout_s, log=self._log, faults=self._faults,
+        )  # fmt: skip
+        boundary = Boundary(member, checkpoints, originals["exit"], get_args)
+        boundary.take_over(args)
         self._installation.install(
             {
                 **loop.replacements(),
