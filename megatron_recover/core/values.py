@@ -375,10 +375,13 @@ class NewGeneration(Value, frozen=True):
 
 
 class Hello(Value, frozen=True):
-    """A replica is ready to join. `fingerprint` (shape, configuration, initial weights) is equal in all, or the run ends."""
+    """A replica is ready to join. `fingerprint` is equal in all, or the run ends."""
 
     replica: ReplicaId
     fingerprint: str
+    """Of all that has to be alike."""
+    parts: tuple[tuple[str, str], ...] = ()
+    """That by name, with values, to say what differs (`core/alike.py`)."""
 
 
 class Entered(Value, frozen=True):

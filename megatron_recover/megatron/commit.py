@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
+from megatron_recover.core.alike import Parts
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import Apply, Plan, Shape, Work
 from megatron_recover.faults import FaultInjector, FaultPoint
@@ -46,7 +48,7 @@ class Member(ReducingMember, PlanningMember, JournalKeeper, Protocol):
     generation: int
     roster: tuple[int, ...]
 
-    def join(self, shape: Shape, fingerprint: str) -> None: ...
+    def join(self, shape: Shape, fingerprint: str, parts: Parts = ()) -> None: ...
     def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int: ...
     def next_order(self) -> Plan | Apply: ...
     def pass_ended(self, generation: int) -> None: ...
@@ -77,18 +79,18 @@ class CommitLoop:
         cursor: MicrobatchCursor,
         seed: Callable[[int, int, int], None],
         iteration: Callable[[], int],
-        fingerprint: Callable[[], str],
+        alike: Callable[[], Mapping[str, str]],
         counters: Callable[[], Mapping[str, Scalar]] = dict,
         log: trace.EventLog | None = None,
         faults: FaultInjector | None = None,
         gather: Gather = gather_over_replica,
     ) -> None:
         """`originals`: what Megatron has behind the seams of `replacements`. `seed(iteration, microbatch, chunk)` sets the
-        random state; `iteration()` is Megatron's current one, from 1; `fingerprint()` goes to `Member.join`; `counters()` are
-        scalars of the state (`State`).
+        random state; `iteration()` is Megatron's current one, from 1; `alike()` names what has to be equal on the same rank of
+        all replicas (`megatron/alike.py`); `counters()` are scalars of the state (`State`).
         """
         self._member, self._config, self._originals = member, config, originals
-        self._cursor, self._seed, self._iteration, self._fingerprint = cursor, seed, iteration, fingerprint
+        self._cursor, self._seed, self._iteration, self._alike = cursor, seed, iteration, alike
         self._faults, self._gather, self._counters = faults, gather, counters
         self._record = trace.Recorder(log, replica=member.replica, rank=member.rank)
         self._reduction: Reduction | None = None
@@ -169,8 +171,22 @@ class CommitLoop:
             if self._member.rank == 0 and self._config.rebalance == "on":
                 self._stopwatch = Stopwatch(self._reduction.device)
             self._reduction.parameters_checksum = combined([checksum(parameter) for parameter, _ in self._parameters])
-            self._member.join(self._reduction.shape, f"{self._fingerprint()} {self._reduction.parameters_checksum:016x}")
+            parts = self._parts(self._reduction)
+            self._member.join(self._reduction.shape, hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest(), parts)
         return self._reduction
+
+    def _parts(self, reduction: Reduction) -> Parts:
+        """Return all that has to be alike when replicas start, state as made or loaded included."""
+        state = self.know_state(self._chunks)
+        shape, buckets = reduction.shape, hashlib.blake2b(repr(reduction.shape).encode(), digest_size=8).hexdigest()
+        parts = {
+            "the shape": f"{shape.num_ranks} ranks with {len(shape.bucket_ranks)} buckets ({buckets})",
+            **self._alike(),
+            "the digest of names and shapes of the state": f"{state.layout_digest():016x}",
+            "the digest of the parameters": f"{reduction.parameters_checksum:016x}",
+            "the digest of all state, optimizer included": f"{state.digest():016x}",
+        }
+        return tuple(parts.items())
 
     def run(self, **arguments: Any) -> list[dict[str, Tensor]]:
         """Stands for one call of upstream's forward-backward function: a whole step, shared by all replicas.

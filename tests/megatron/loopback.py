@@ -102,7 +102,7 @@ class LoopbackMember:
     def is_writer(self) -> bool:
         return self.replica == min(self.roster)
 
-    def join(self, shape: Shape, fingerprint: str) -> None:
+    def join(self, shape: Shape, fingerprint: str, parts: Any = ()) -> None:
         self.job.join(self.replica, self.rank, shape)
 
     def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int:

@@ -17,11 +17,12 @@ from megatron.core import parallel_state
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
+from megatron_recover.core.alike import differences
 from megatron_recover.core.digest import combined
 from megatron_recover.faults import FaultPoint
 from megatron_recover.megatron.cpu import enable_cpu
 from megatron_recover.megatron.state import State
-from tests.megatron.loopback import Job, Strike
+from tests.megatron.loopback import Job, Killed, LoopbackMember, Strike
 from tests.megatron.toy import Threads, Trainer, start_world
 
 
@@ -164,3 +165,26 @@ def test_a_death_in_the_step_that_compares_does_not_hide_the_drift(threads: Thre
     run = Run(threads, 4, 1, drift="a moment", strikes=(Strike(0, 0, point, step=1, **where),))
     assert [told.minority for told in run.job.diverged] == [(1,)]
     assert run.labels(2) == run.labels(3) == ["train 1", "train 2", "train 3", "save 3"]
+
+
+def test_a_wrongly_read_optimizer_is_named_at_the_start(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters are equal, a moment is not: as of a shard that was read wrongly."""
+    joined: dict[int, tuple[tuple[str, str], ...]] = {}
+
+    def join(self: LoopbackMember, shape: Any, fingerprint: str, parts: tuple[tuple[str, str], ...]) -> None:
+        joined[self.replica] = parts
+        raise Killed
+
+    monkeypatch.setattr(LoopbackMember, "join", join)
+
+    def life(member: Any, faults: Any) -> None:
+        trainer = Trainer(job, threads, member, faults, RecoverConfig(bucket_elements=16), num_microbatches=4)
+        leaf = optimizer_of(trainer)
+        if member.replica == 1:
+            flip(DRIFTS["a moment"](trainer, leaf))
+        trainer.loop.know_state(trainer.chunks, leaf)
+        trainer.step()
+
+    job = Job(2, 1)
+    job.run(life)
+    assert [name for name, *_ in differences(joined[0], joined[1])] == ["the digest of all state, optimizer included"]

@@ -78,6 +78,13 @@ def test_the_newest_checkpoint_is_the_last_that_was_agreed_on(
         assert resumed.events("committed")[0]["label"] == "train 3" and tracker(save) == case.job.steps
 
 
+def test_replicas_that_do_not_start_alike_are_refused_with_both_values(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
+    unlike = pathlib.Path(__file__).with_name("unlike_pretrain.py")
+    outcome = run_job(Job(steps=2), tmp_path / "run", data, script=unlike).expect(ExitCode.FAILED)
+    assert "argument weight_decay is 0.01 on replica 0 and 0.02 on replica 1; " in outcome.output
+    assert not outcome.events("committed")
+
+
 def tracker(save: pathlib.Path) -> int | None:
     """The iteration that Megatron would load."""
     file = save / "latest_checkpointed_iteration.txt"
