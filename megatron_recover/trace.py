@@ -166,6 +166,13 @@ class Stopping(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class Waiting(Event, frozen=True, kw_only=True):
+    """Coordinator: the run waits until one of these replicas answers or ends."""
+
+    replicas: tuple[int, ...]
+    reason: str
+
+
 class RunFinished(Event, frozen=True, kw_only=True):
     """Launcher: the last event of a run."""
 
@@ -444,9 +451,9 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 
 
 AnyEvent = (
-    RunStarted | Joined | Generation | Entered | Stopping | RunFinished | Status | Plan | MicrobatchStarted | MicrobatchFinished
-    | BucketPassed | Extended | Reduced | Transferred | ReductionFailed | Voted | Committed | Applied | Fault | Thawed | Failure
-    | Fenced | Recovery | Gap | Checkpoint
+    RunStarted | Joined | Generation | Entered | Stopping | Waiting | RunFinished | Status | Plan | MicrobatchStarted
+    | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | ReductionFailed | Voted | Committed | Applied
+    | Fault | Thawed | Failure | Fenced | Recovery | Gap | Checkpoint
 )  # fmt: skip
 
 
