@@ -31,6 +31,8 @@ import msgspec
 from megatron_recover.config import add_to_environment, describe_descriptors
 
 MAX_PACKET_BYTES = 2**17
+REAP_DEADLINE_S = 5.0
+"""How long the server waits for its ranks to die when it ends. The agent waits for the server longer than that."""
 MAX_DESCRIPTORS = 16
 """That one packet can carry."""
 TOLD_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -147,11 +149,16 @@ class _Server:
             print("fork server: the launcher is gone", file=sys.stderr, flush=True)
 
     def _kill_all(self) -> None:
+        """Kill every rank and reap those that die of it in time; one in an uninterruptible wait is left to the kernel."""
+        self._selector.unregister(self._control)
         ranks = [key for key in self._selector.get_map().values() if key.data is not None]
         for key in ranks:
             signal.pidfd_send_signal(key.fd, signal.SIGKILL)
-        for key in ranks:
-            self._reap(key)
+        num_left, until = len(ranks), time.monotonic() + REAP_DEADLINE_S
+        while num_left and (left_s := until - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left_s):
+                self._reap(key)
+                num_left -= 1
 
 
 def _become_rank(spawn: Spawn, output: int, handed_down: list[int], inherited: list[int], server: int) -> NoReturn:

@@ -18,7 +18,7 @@ import msgspec
 
 from megatron_recover import config as settings
 from megatron_recover import trace
-from megatron_recover.cluster.agent import Agent, AgentLost, End
+from megatron_recover.cluster.agent import Agent, AgentLost, End, Undying
 from megatron_recover.cluster.console import Console
 from megatron_recover.cluster.job import LOGS, Job, Ports, sharing_a_gpu, write_description
 from megatron_recover.cluster.membership import Membership
@@ -62,6 +62,8 @@ class Launcher:
         self._log = trace.EventLog(job.run_dir / trace.EVENTS_FILE, self._started_at)
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
         self._fencing: set[int] = set()
+        self._set_aside: set[tuple[int, int]] = set()
+        """Ranks (replica, rank) that do not end although they were killed."""
         self._ending: tuple[int, str] | None = None
         self._end_by = 0.0
         """By the loop's clock."""
@@ -130,7 +132,8 @@ class Launcher:
         except AgentLost as error:
             self._end(ExitCode.FAILED, str(error))
         finally:
-            self._agent.close()
+            for process in self._agent.close():
+                self._give_up(process)
             self._membership.close()
             self._loop.close()
             self._ports.close()
@@ -232,9 +235,32 @@ class Launcher:
                     self._thawing.done(replica, rank)
                     self._log.record(trace.Thawed(replica=replica, rank=rank))  # before the rank can write anything
                     self._agent.thaw(replica, rank)
-            for replica in [each for each in self._fencing if self._agent.is_fenced(each)]:
-                self._fencing.discard(replica)
-                self._log.record(trace.Fenced(replica=replica, ranks=tuple(range(self._job.num_ranks))))
+            self._follow_fences()
+
+    def _follow_fences(self) -> None:
+        """Record which ranks of fenced replicas have ended, and set aside those that SIGKILL does not end."""
+        for replica, rank in [each for each in self._set_aside if self._agent.has_ended(*each)]:
+            self._set_aside.discard((replica, rank))
+            self._log.record(trace.Fenced(replica=replica, ranks=(rank,)))
+        for process in self._agent.undying():
+            self._give_up(process)
+        for replica in [each for each in self._fencing if self._agent.is_fenced(each, but=self._set_aside)]:
+            self._fencing.discard(replica)
+            ranks = tuple(rank for rank in range(self._job.num_ranks) if (replica, rank) not in self._set_aside)
+            self._log.record(trace.Fenced(replica=replica, ranks=ranks))
+
+    def _give_up(self, process: Undying) -> None:
+        """Go on without the end of a process that SIGKILL does not end, once. Its slot must not be used again."""
+        if (process.replica, process.rank) in self._set_aside:
+            return
+        self._set_aside.add((process.replica, process.rank))
+        if process.replica >= 0:
+            self._log.record(
+                trace.SetAside(
+                    replica=process.replica, rank=process.rank, pid=process.pid, state=process.state, wchan=process.wchan
+                )  # fmt: skip
+            )
+        self._console.says(f"{process} does not end although it was killed; nothing waits for it")
 
     def _wake_server(self) -> None:
         if self._agent.wake_server():
@@ -247,10 +273,10 @@ class Launcher:
             self._console.says(f"the launcher stood still for {gap_s:.0f} s; all that it waits for has as much more time")
 
     def _is_over(self) -> bool:
-        return self._agent.num_living() == 0 or self._loop.time() > self._end_by
+        return self._agent.num_living() <= len(self._set_aside) or self._loop.time() > self._end_by
 
     def _ended(self, end: End) -> None:
-        if self._ending is not None or end.replica in self._fencing:
+        if self._ending is not None or end.replica in self._fencing or (end.replica, end.rank) in self._set_aside:
             return  # as it was told
         self._log.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
         if end.status == ExitCode.BAD_INPUT and not self._membership.generation:

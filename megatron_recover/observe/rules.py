@@ -288,7 +288,7 @@ def fencing(history: History) -> Findings:
         if isinstance(event, trace.Fenced):
             fenced.update({(event.replica, rank): line for rank in event.ranks})
         replica = getattr(event, "replica", None)
-        if replica is None or isinstance(event, trace.Fenced | trace.Failure | trace.Fault):
+        if replica is None or isinstance(event, trace.Fenced | trace.SetAside | trace.Failure | trace.Fault):
             continue
         generation = getattr(event, "generation", None)
         did = f"{who(event)} wrote {type(event).__name__}"
