@@ -472,7 +472,7 @@ class EventLog:
         self._path = str(path)
         self._started_at = started_at
         self._encode = msgspec.json.Encoder().encode
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def record(self, event: Event) -> None:
         """Stamp the event with the time and append it. Raises OSError when it cannot be written in full."""
