@@ -1,7 +1,8 @@
 """The event log of a run: the type of every event, how one is written and how a log is read.
 
-All processes of a run append to one `events.jsonl`, one JSON object a line. This module decides what an event looks like
-and nothing else: it never judges a history (`observe.check` does) and never formats one for people.
+A trace is one `events.jsonl`, one JSON object a line, that the recorder (`cluster.recorder`) writes from what all processes
+of a run record (`ring`). This module decides what an event looks like and nothing else: it never judges a history
+(`observe.check` does) and never formats one for people.
 
 Cause comes before effect: an event is recorded before its effect can be seen outside the thread that records it (before the
 vote is sent, before the result is held, before the fault strikes). So the order of the lines is an order in which the run can
@@ -19,7 +20,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, Protocol, get_args
 
 import msgspec
 
@@ -29,6 +30,8 @@ from megatron_recover.core.values import LossKind
 EVENTS_FILE = "events.jsonl"
 """Name of the log inside a run directory."""
 
+Level = Literal["microbatches", "steps", "faults"]
+"""What a trace shows: every microbatch, every step, or faults and recoveries only. Each level is a part of the one before."""
 Size = Annotated[int, msgspec.Meta(ge=1)]
 _START_OF_EVENT = b'{"event":"'
 
@@ -123,6 +126,8 @@ class RunStarted(Event, frozen=True, kw_only=True):
     min_replicas: int = 1
     num_microbatches: int | None = None
     """M of every training step as the command line asks for it; None where it changes from step to step."""
+    level: Level = "microbatches"
+    """What the trace shows: everything, or nothing of what `LEFT_OUT` names for this level."""
 
 
 class Joined(Event, frozen=True, kw_only=True):
@@ -163,6 +168,13 @@ class Stopping(Event, frozen=True, kw_only=True):
     """Coordinator: the run cannot go on."""
 
     exit_code: int
+    reason: str
+
+
+class Waiting(Event, frozen=True, kw_only=True):
+    """Coordinator: the run waits until one of these replicas answers or ends."""
+
+    replicas: tuple[int, ...]
     reason: str
 
 
@@ -444,9 +456,9 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 
 
 AnyEvent = (
-    RunStarted | Joined | Generation | Entered | Stopping | RunFinished | Status | Plan | MicrobatchStarted | MicrobatchFinished
-    | BucketPassed | Extended | Reduced | Transferred | ReductionFailed | Voted | Committed | Applied | Fault | Thawed | Failure
-    | Fenced | Recovery | Gap | Checkpoint
+    RunStarted | Joined | Generation | Entered | Stopping | Waiting | RunFinished | Status | Plan | MicrobatchStarted
+    | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | ReductionFailed | Voted | Committed | Applied
+    | Fault | Thawed | Failure | Fenced | Recovery | Gap | Checkpoint
 )  # fmt: skip
 
 
@@ -459,8 +471,26 @@ NAMES = tuple(_snake_case(kind.__name__) for kind in get_args(AnyEvent))
 """What all events are called in a log."""
 
 
+LEVELS: tuple[Level, ...] = get_args(Level)
+_OF_MICROBATCHES = frozenset({MicrobatchStarted, MicrobatchFinished, BucketPassed, Extended})
+_OF_STEPS = frozenset({Plan, Reduced, Transferred, Voted, Committed, Applied})
+LEFT_OUT: dict[Level, frozenset[type]] = {
+    "microbatches": frozenset(),
+    "steps": _OF_MICROBATCHES,
+    "faults": _OF_MICROBATCHES | _OF_STEPS,
+}
+"""The events that a trace of each level does not have."""
+
+
+class Log(Protocol):
+    """Where a process records its events."""
+
+    def record(self, event: Event) -> None:
+        """Stamp the event with the time and keep it."""
+
+
 class EventLog:
-    """Appends events to a file that other processes append to at the same time.
+    """Appends events to a file that other processes append to at the same time, where there is no recorder (`ring`).
 
     Each event is one `write` of a whole line to a descriptor opened with O_APPEND: lines of several threads and processes
     never mix, and an event that was recorded survives the end of its process, SIGKILL included. Nothing is synced to disk: a
@@ -495,7 +525,7 @@ class EventLog:
 class Recorder:
     """Records the events of one rank: each carries the rank's place. Without a log it records nothing."""
 
-    def __init__(self, log: EventLog | None, *, replica: int, rank: int) -> None:
+    def __init__(self, log: Log | None, *, replica: int, rank: int) -> None:
         self._log, self._replica, self._rank = log, replica, rank
 
     def __call__(self, event: Callable[..., Event], **fields: object) -> None:

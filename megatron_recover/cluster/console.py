@@ -165,6 +165,8 @@ class Console:
                 )
                 during = f" during {self._labels[event.step]}" if event.step in self._labels else ""
                 self.says(f"FAULT {event.kind} of replica {event.replica} rank {event.rank} at {event.point}{where}{during}")
+            case trace.Waiting():
+                self.says(f"WARNING: waiting for replicas {_names(event.replicas)}: {event.reason}")
             case trace.Checkpoint(phase="failed"):
                 self.says(f"WARNING: {event.detail}")
             case trace.Recovery(phase="commit", generation=generation) if generation == self._repairing:

@@ -2,7 +2,7 @@
 
 It joins the agent (processes), the membership (decisions) and the console. What a loss does to the job is decided by the core.
 What is decided here is what there is no job for yet or any more: bad input (of the dry run, or of a rank before generation 1),
-a fork server that is lost, a second signal, and how long a process that has been told to end may take.
+a fork server that is lost, a second Ctrl-C, and how long a process that has been told to end may take.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import re
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
@@ -23,9 +21,9 @@ from megatron_recover import config as settings
 from megatron_recover import trace
 from megatron_recover.cluster.agent import Agent, AgentLost, End
 from megatron_recover.cluster.console import Console
-from megatron_recover.cluster.forkserver import TOLD_TO_ALL
 from megatron_recover.cluster.job import LOGS, Job, Ports, sharing_a_gpu, write_description
 from megatron_recover.cluster.membership import Membership
+from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
 from megatron_recover.cluster.thawing import Thawing
 from megatron_recover.collectives import key as keys
 from megatron_recover.collectives.loop import Loop
@@ -69,7 +67,7 @@ class Launcher:
         self._fencing: set[int] = set()
         self._ending: tuple[int, str] | None = None
         self._end_by = 0.0
-        self._num_signals = 0
+        self._end_request = EndRequest()
         self._agent: Agent
         self._membership: Membership
 
@@ -90,7 +88,7 @@ class Launcher:
         )
         self._console.start()
         try:
-            with self._signals():
+            with self._end_request.received(lambda number: self._loop.post(lambda: self._signalled(number))):
                 exit_code = self._run()
             self._log.record(trace.RunFinished(exit_code=exit_code))
             self._log.close()
@@ -148,7 +146,7 @@ class Launcher:
     def _until[Answer](self, answer: Callable[[], Answer], deadline_s: float, late: str) -> Answer | None:
         """The first answer that is one; None if a signal or the deadline came first, which ends the run."""
         deadline = time.monotonic() + deadline_s
-        while not self._num_signals:
+        while not self._end_request.is_made:
             if found := answer():
                 return found
             self._wake_server()
@@ -278,44 +276,26 @@ class Launcher:
 
     # --- Signals -----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first signal asks all replicas to save and end at the same step, the second kills them.
-
-        SIGUSR1 and SIGUSR2 are what Slurm's `--signal` is told to send ahead of a time limit. SIGHUP, of a terminal that is
-        closed, counts too, unless whoever started us has it ignored (nohup).
-        """
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            self._loop.post(lambda: self._signalled(number))
-
-        before: list[tuple[int, Callable[..., object] | int | None]] = [
-            (number, signal.signal(number, handle))
-            for number in TOLD_TO_ALL
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-        ]
-        try:
-            yield
-        finally:
-            for number, handler in before:
-                signal.signal(number, handler)
-
     def _signalled(self, number: int) -> None:
-        self._num_signals += 1
-        name = signal.Signals(number).name
-        if self._num_signals == 1 and not self._membership.generation:
-            self._console.says(f"{name}: ending before training has begun")
-            self._membership.ask_exit(name)
-        elif self._num_signals == 1:
-            self._console.says(
-                f"{name}: all replicas end after the same step, with a checkpoint if --save is set; once more kills everything "
-                "at once, and nothing is saved"
-            )
-            self._membership.ask_exit(name)
-        else:
-            self._console.says(f"{name} again: killing everything")
-            self._ending = (128 + number, f"killed on request ({name})")
-            self._end_by = 0.0
+        """Take one signal. What it means is decided in `cluster.signals`, Note [One request]."""
+        name, at_terminal = signal.Signals(number).name, is_at_terminal()
+        at_once = "a second Ctrl-C" if at_terminal else f"`kill -9 {os.getpid()}`"
+        match self._end_request.take(number, at_terminal=at_terminal):
+            case Answer.END if not self._membership.generation:
+                self._console.says(f"{name}: ending before training has begun")
+                self._membership.ask_exit(name)
+            case Answer.END:
+                self._console.says(
+                    f"{name}: all replicas end after the same step, with a checkpoint if --save is set; {at_once} kills "
+                    "everything at once, and nothing is saved"
+                )
+                self._membership.ask_exit(name)
+            case Answer.KNOWN:
+                self._console.says(f"{name}: the end was requested before; {at_once} kills everything at once")
+            case Answer.KILL:
+                self._console.says(f"{name} again: killing everything")
+                self._ending = (128 + number, f"killed on request ({name})")
+                self._end_by = 0.0
 
 
 def _refusal(log: Path) -> str:

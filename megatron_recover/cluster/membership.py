@@ -122,6 +122,8 @@ class Membership:
                     self._fence(replica)
                 case machine.Arm(timer, setting):
                     self._arm(timer, self._timers_s[setting])
+                case machine.Waits(replicas, reason):
+                    self._record(trace.Waiting(replicas=replicas, reason=reason))
                 case machine.EndJob(exit_code, reason):
                     self._end(exit_code, reason)
 
