@@ -30,6 +30,8 @@ _PF_EXITING = 0x4
 _STATE_FIELD, _FLAGS_FIELD, _EXIT_CODE_FIELD = 3, 9, 52
 """Of /proc/PID/stat, counted from 1 (proc(5))."""
 _STOPPED = b"T"
+_PIDFD_SIGNAL_PROCESS_GROUP = 4
+"""Flag of pidfd_send_signal(2): the process group that the process leads. Linux 6.9."""
 _FORK_DEADLINE_S = 60.0
 _CLOSE_DEADLINE_S = 10.0
 _LOOK_S = 1.0
@@ -99,6 +101,17 @@ class _Process:
         if not fields or not int(fields[_FLAGS_FIELD]) & _PF_EXITING:
             return None
         return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE_FIELD]))
+
+    def kill(self) -> None:
+        """Kill the rank, and every process of its group (data loaders' workers) at once.
+
+        The pidfd names the group that this very process leads, so no other one can be struck, whoever has its number by now.
+        Kernels before 6.9 cannot do that. There the fork server kills the group, when it reaps the rank.
+        """
+        with contextlib.suppress(ProcessLookupError):  # reaped, and its report is on the way
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL, None, _PIDFD_SIGNAL_PROCESS_GROUP)
 
     def close(self) -> None:
         self.stat.close()
@@ -200,11 +213,10 @@ class Agent:
         return ends
 
     def fence(self, replica: int) -> None:
-        """Kill every rank of a replica that is not known to be dead. `is_fenced` says when it is done."""
+        """Kill every rank of a replica that is not known to be dead, with what it started. `is_fenced` says when it is done."""
         for process in self._processes.values():
             if process.replica == replica and not process.confirmed:
-                with contextlib.suppress(ProcessLookupError):  # reaped, and its report is on the way
-                    signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
+                process.kill()
 
     def is_stopped(self, replica: int, rank: int) -> bool:
         """Whether a rank stands still (SIGSTOP)."""

@@ -313,4 +313,6 @@ def raise_descriptor_limit() -> None:
 
 def _worker_defaults(environment: dict[str, str]) -> dict[str, str]:
     """Settings that many ranks on one machine need, unless the user has his own."""
-    return {name: value for name, value in (("OMP_NUM_THREADS", "1"),) if name not in environment}
+    # All ranks of a job are on this machine: gloo would listen where the host name resolves, for remote hosts to connect.
+    defaults = (("OMP_NUM_THREADS", "1"), ("GLOO_SOCKET_IFNAME", "lo"))
+    return {name: value for name, value in defaults if name not in environment}

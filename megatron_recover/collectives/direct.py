@@ -5,8 +5,8 @@ As many bytes as a ring, in two hops instead of 2(n - 1).
 
 One thread does everything: the caller's, inside the call, with non-blocking sockets and `poll`. Bytes go straight from the
 source and straight into the result. So when a call has returned or raised, nothing can write to anybody's memory any more:
-there is nothing else that runs. `revoke` only sets a flag, wakes the poll and shuts the sockets down; it touches no memory and
-closes no descriptor.
+there is nothing else that runs. `revoke` sets a flag, wakes the poll, shuts the sockets down, and waits for the piece of at
+most a megabyte that the call may be receiving or adding (`writing.py`); it touches no memory and closes no descriptor.
 
 What fences generations: a connection belongs to one generation, bound into its handshake and refused unless it is the
 acceptor's own; an older transport is retired when a newer one is opened; each frame repeats generation and tag.
@@ -43,6 +43,7 @@ from megatron_recover.collectives.transport import (
     check_operands,
     no_probe,
 )
+from megatron_recover.collectives.writing import WriteGate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,6 +149,7 @@ class DirectTransport:
         self._released = False
         self._lock = threading.Lock()
         self._calling = threading.Lock()
+        self._writing = WriteGate()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def sum_into(
@@ -162,6 +164,10 @@ class DirectTransport:
         with self._call():
             probe("begin")
             exchange = SumExchange(self.generation, tag, self.members, self.me, sources, results, self._scratch, probe)
+            for add in exchange.alone():
+                self._check()
+                with self._writing:
+                    add()
             self._run(exchange, [member for member in self.members if member != self.me], deadline_s)
             exchange.finish()
 
@@ -176,13 +182,17 @@ class DirectTransport:
             self._run(CopyExchange(self.generation, tag, peers, tensors, sending=sending), peers, deadline_s)
 
     def revoke(self) -> None:
-        """See `Transport.revoke`. Sockets are shut down, so that the peers notice even while this rank computes."""
+        """See `Transport.revoke`. Sockets are shut down, so that the peers notice even while this rank computes.
+
+        Returns when the call that runs in another thread, if any, has left its piece of memory, and writes no more.
+        """
         with self._lock:
             if not self._revoked:
                 self._revoked = True
                 os.eventfd_write(self._wake, 1)
                 for connection in self._connections.values():
                     connection.shut_down()
+        self._writing.shut()
 
     def close(self) -> None:
         """See `Transport.close`. If another thread is inside a call, that call is revoked and releases the sockets itself."""
@@ -194,7 +204,7 @@ class DirectTransport:
 
     def abandon(self) -> None:
         """In a forked child: close its copies of the sockets, without telling the peers."""
-        self._lock, self._calling = threading.Lock(), threading.Lock()
+        self._lock, self._calling, self._writing = threading.Lock(), threading.Lock(), WriteGate()
         self._revoked = True
         self._release()
 
@@ -241,6 +251,7 @@ class DirectTransport:
             self._dial(peers)
             self._adopt(peers)
             moved = [self._advance(peer, exchange) for peer in peers]
+            exchange.tell()
             now = time.monotonic()
             if any(moved):
                 progressed_at = now
@@ -279,7 +290,8 @@ class DirectTransport:
             if connection is None or not (connection.ready or connection.handshake()):
                 return False
             moved = bool(exchange.outgoing[peer]) and connection.send(exchange.outgoing[peer])
-            return (exchange.wants(peer) and exchange.receive(peer, connection)) or moved
+            with self._writing:
+                return (exchange.wants(peer) and exchange.receive(peer, connection)) or moved
         except EndedUnproven:
             self._dial_again(connection or self._watches[peer])
             return False

@@ -34,6 +34,7 @@ from megatron_recover.megatron.arguments import (
     recover_config,
     refusals,
 )
+from megatron_recover.megatron.rendezvous import host_store
 from megatron_recover.progress_page import ProgressPage
 
 if TYPE_CHECKING:
@@ -166,6 +167,8 @@ class _Training:
             with bad_input_ends(), contextlib.closing(_endpoint(config, self._context)):
                 configure(args)
             return DRY_RUN_PASSED
+        # Held to the end of this process: the replica's other ranks use it as long as they live.
+        store = host_store(self._context.rank, self._context.num_ranks)  # noqa: F841
         member = self._member = self._create_member(config)
         checkpoints, loop = self._install(args, config, member)
         try:

@@ -113,6 +113,43 @@ def check_nothing_written_after_a_revoke() -> None:
         assert set(threading.enumerate()) <= threads, "a thread is left that could write to it later"
 
 
+def check_a_revoke_waits_for_what_is_written(patch: pytest.MonkeyPatch) -> None:
+    """A16: `revoke` set a flag and returned, while the call added up received data and wrote its result."""
+    inside, leave, returned = threading.Event(), threading.Event(), threading.Event()
+    add = exchange.add_in_order
+
+    def slow(parts: Any, out: torch.Tensor) -> None:
+        inside.set()
+        assert leave.wait(20)
+        add(parts, out)
+
+    patch.setattr(exchange, "add_in_order", slow)
+    with endpoints(0, 1) as (made, addresses):
+        transports = opened(made, addresses)
+        source, result, other = torch.ones(1_000_000), torch.zeros(1_000_000), torch.zeros(1_000_000)
+        seen: list[torch.Tensor] = []
+
+        def revoke() -> None:
+            assert inside.wait(20)
+            waiting = threading.Thread(target=lambda: (transports[0].revoke(), returned.set()))
+            waiting.start()
+            early = returned.wait(0.2)
+            leave.set()
+            waiting.join(20)
+            seen.extend((result.clone(), torch.cat([*transports[0]._scratch.values()]).clone()))
+            assert returned.is_set() and not early, "it returned while the call was writing"
+
+        outcomes = at_once(
+            lambda: transports[0].sum_into([source], [result], tag=1, deadline_s=20),
+            lambda: transports[1].sum_into([source], [other], tag=1, deadline_s=20),
+            revoke,
+        )
+        assert isinstance(outcomes[0], Revoked), outcomes[0]
+        if isinstance(outcomes[2], BaseException):
+            raise outcomes[2]
+        assert torch.equal(seen[0], result)
+
+
 def check_older_generation_is_refused() -> None:
     """One of two was left behind in generation 1 and calls, the other in generation 2: whichever connects to the other."""
     for behind, ahead in ((1, 0), (0, 1)):
@@ -160,6 +197,36 @@ def test_inputs_stay() -> None:
 
 def test_nothing_is_written_after_a_revoke() -> None:
     check_nothing_written_after_a_revoke()
+
+
+def test_a_revoke_waits_for_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_a_revoke_waits_for_what_is_written(monkeypatch)
+
+
+def test_a_revoke_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct.WriteGate, "shut", lambda self: setattr(self, "_is_shut", True))
+    with pytest.raises(AssertionError, match="while the call was writing"):
+        check_a_revoke_waits_for_what_is_written(monkeypatch)
+
+
+def test_a_sum_over_one_member_is_revoked_between_two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    with endpoints(0) as (made, addresses):
+        transport = made[0].open(1, 0, addresses, deadline_s=20)
+        revoking = threading.Thread(target=transport.revoke)
+        add, pieces = exchange.add_in_order, []
+
+        def first(parts: Any, out: torch.Tensor) -> None:
+            pieces.append(1)
+            revoking.start()
+            while not transport._writing._is_shut:
+                time.sleep(0.001)
+            add(parts, out)
+
+        monkeypatch.setattr(exchange, "add_in_order", first)
+        with pytest.raises(Revoked):
+            transport.sum_into([torch.ones(1_000_000)], [torch.zeros(1_000_000)], tag=1, deadline_s=20)
+        revoking.join(20)
+        assert len(pieces) == 1
 
 
 def test_an_older_generation_is_refused() -> None:

@@ -138,6 +138,50 @@ def test_an_operation_left_behind_writes_nothing(monkeypatch: pytest.MonkeyPatch
     check_an_operation_left_behind_writes_nothing(monkeypatch)
 
 
+def check_a_revoke_waits_for_the_copy_to_results(patch: pytest.MonkeyPatch) -> None:
+    """A16: what gloo may still write is its own, but the caller's copy to the results is not."""
+    inside, leave, returned = threading.Event(), threading.Event(), threading.Event()
+    copy = gloo.copy
+
+    def slow(piece: torch.Tensor, into: torch.Tensor) -> None:
+        inside.set()
+        assert leave.wait(20)
+        copy(piece, into)
+
+    patch.setattr(gloo, "copy", slow)
+    patch.setattr(gloo, "PIECE_ELEMENTS", 10)
+    endpoint = open_endpoint("gloo", key=KEY, rank=0)
+    transport: Any = endpoint.open(1, 0, {0: endpoint.address}, deadline_s=20)
+    result = torch.zeros(100)
+
+    def revoke() -> int:
+        assert inside.wait(20)
+        waiting = threading.Thread(target=lambda: (transport.revoke(), returned.set()))
+        waiting.start()
+        early = returned.wait(0.2)
+        leave.set()
+        waiting.join(20)
+        written = int(result.sum())
+        assert returned.is_set() and not early, "it returned while the call was writing"
+        return written
+
+    outcome, written = at_once(lambda: transport.sum_into([torch.ones(100)], [result], tag=1, deadline_s=20), revoke)
+    endpoint.close()
+    if isinstance(written, BaseException):
+        raise written
+    assert isinstance(outcome, Revoked) and result.sum() == written == 10
+
+
+def test_a_revoke_waits_for_the_copy_to_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_a_revoke_waits_for_the_copy_to_results(monkeypatch)
+
+
+def test_a_revoke_that_does_not_wait_for_the_copy_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo.WriteGate, "shut", lambda self: setattr(self, "_is_shut", True))
+    with pytest.raises(AssertionError, match="while the call was writing"):
+        check_a_revoke_waits_for_the_copy_to_results(monkeypatch)
+
+
 def test_a_planted_reduction_right_in_the_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def sum_into(self: GlooTransport, sources: Any, results: Any, *, tag: int, deadline_s: float) -> None:
         def reduce(group: Any) -> None:
