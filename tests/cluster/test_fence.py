@@ -19,18 +19,17 @@ def test_a_fence_kills_the_children_of_a_rank_while_the_fork_server_stands_still
     """A19: the group was killed by the fork server, after it had reaped the rank."""
     script, child_file = tmp_path / "script.py", tmp_path / "child"
     script.write_text(
-        "import os, pathlib, subprocess\n"
+        "import pathlib, subprocess\n"
         "child = subprocess.Popen(['sleep', '100'])\n"
-        f"pathlib.Path({str(tmp_path / 'new')!r}).write_text(str(child.pid))\n"
-        f"os.rename({str(tmp_path / 'new')!r}, {str(child_file)!r})\n"
+        f"pathlib.Path({str(child_file)!r}).write_text(f'{{child.pid}}.')\n"
         "child.wait()\n"
     )
     agent = Agent(preload=(), environment=dict(os.environ), log=tmp_path / "log")
     try:
         until_readable(agent.fileno(), agent.is_ready, "the fork server")
         agent.spawn(0, 0, argv=(str(script),), environment={}, log=tmp_path / "rank.log")
-        until_files(lambda: child_file.exists(), "the child", tmp_path)
-        child = psutil.Process(int(child_file.read_text()))
+        until_files(lambda: child_file.exists() and child_file.read_text().endswith("."), "the child", tmp_path)
+        child = psutil.Process(int(child_file.read_text()[:-1]))
         os.kill(agent._server.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, agent._server.pid, os.WSTOPPED | os.WNOWAIT)
         agent.fence(0)
