@@ -154,6 +154,8 @@ class Console:
                     self.says(f"generation {event.generation}: replicas {_names(event.roster)} ({lost or event.reason})")
                 else:
                     self.says(f"generation {event.generation}: replicas {_names(event.roster)}")
+            case trace.LeaderSilent(phase="began"):
+                self.says(f"the leader of replica {event.member} has not answered for {event.seconds:.0f} s")
             case trace.Plan():
                 self._labels[event.step] = event.label
                 self._labels.pop(event.step - 2, None)  # members are at most one step apart

@@ -26,6 +26,7 @@ from megatron_recover.cluster.membership import Membership
 from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
 from megatron_recover.cluster.thawing import Thawing
 from megatron_recover.collectives import key as keys
+from megatron_recover.collectives.beats import SILENT_S
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext
 from megatron_recover.core.coordinator import Policy
@@ -67,6 +68,8 @@ class Launcher:
         self._fencing: set[int] = set()
         self._ending: tuple[int, str] | None = None
         self._end_by = 0.0
+        """By the loop's clock."""
+        self._stood_still_s = 0.0
         self._end_request = EndRequest()
         self._agent: Agent
         self._membership: Membership
@@ -145,12 +148,12 @@ class Launcher:
 
     def _until[Answer](self, answer: Callable[[], Answer], deadline_s: float, late: str) -> Answer | None:
         """The first answer that is one; None if a signal or the deadline came first, which ends the run."""
-        deadline = time.monotonic() + deadline_s
+        deadline = self._loop.time() + deadline_s
         while not self._end_request.is_made:
             if found := answer():
                 return found
             self._wake_server()
-            if time.monotonic() > deadline:
+            if self._loop.time() > deadline:
                 self._end(ExitCode.FAILED, late)
                 return None
             self._loop.run_once(_POLL_S)
@@ -231,6 +234,7 @@ class Launcher:
     def _watch(self) -> None:
         while not (self._ending is not None and self._is_over()):
             self._loop.run_once(_POLL_S)
+            self._say_if_it_stood_still()
             self._wake_server()
             ends = self._agent.poll()
             if ends:
@@ -251,8 +255,14 @@ class Launcher:
         if self._agent.wake_server():
             self._console.says("somebody stopped the fork server: continued it, since no rank can be fenced without it")
 
+    def _say_if_it_stood_still(self) -> None:
+        """Report a stop of this process itself (Ctrl-Z, SIGSTOP, a suspended machine), once it goes on."""
+        gap_s, self._stood_still_s = self._loop.stood_still_s - self._stood_still_s, self._loop.stood_still_s
+        if gap_s >= SILENT_S:
+            self._console.says(f"the launcher stood still for {gap_s:.0f} s; all that it waits for has as much more time")
+
     def _is_over(self) -> bool:
-        return self._agent.num_living() == 0 or time.monotonic() > self._end_by
+        return self._agent.num_living() == 0 or self._loop.time() > self._end_by
 
     def _ended(self, end: End) -> None:
         if self._ending is not None or end.replica in self._fencing:
@@ -272,7 +282,7 @@ class Launcher:
     def _end(self, exit_code: int, reason: str) -> None:
         self._ending = (exit_code, reason)
         began = self._membership.generation > 0
-        self._end_by = time.monotonic() + (_END_DEADLINE_S if exit_code == ExitCode.OK else _STOP_DEADLINE_S * began)
+        self._end_by = self._loop.time() + (_END_DEADLINE_S if exit_code == ExitCode.OK else _STOP_DEADLINE_S * began)
 
     # --- Signals -----------------------------------------------------------------------------------------------------
 

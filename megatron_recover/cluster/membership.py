@@ -6,14 +6,26 @@ does not know: the addresses of every replica's ranks, and since when something 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 
 from megatron_recover import trace
 from megatron_recover.collectives.admission import Gate
+from megatron_recover.collectives.beats import LeaderWatch
 from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.loop import Loop
-from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Message, Peer, address_of, listen
+from megatron_recover.collectives.wire import (
+    Announcement,
+    Beat,
+    LeaderBeat,
+    LeaderHello,
+    Link,
+    Message,
+    Peer,
+    address_of,
+    listen,
+)
 from megatron_recover.core import coordinator as machine
 from megatron_recover.core import values
 
@@ -43,6 +55,9 @@ class Membership:
         self._peers: dict[int, Peer] = {}
         self._links: dict[int, Link] = {}
         self._noticed: float | None = None
+        self._leaders = LeaderWatch(loop=loop, beat=self._beat, record=record)
+        self._asked: dict[int, int] = {}
+        """Replica -> the newest generation in which its request was heard; a beat repeats one that may not have been."""
         listener = listen("127.0.0.1:0")
         self.address = address_of(listener)
         """Where leaders find the coordinator."""
@@ -92,19 +107,37 @@ class Membership:
         self._peers[replica], self._links[replica] = message.peer, link
         # A link that breaks says nothing: the agent sees whether the process lives.
         self._loop.watch(link, lambda link, message: self._from_leader(replica, link, message), lambda link, why: None)
+        self._leaders.watch(replica, link)
         self._step(message.hello)
 
     def _from_leader(self, replica: int, link: Link, message: Message) -> None:
         match message:
             case values.Requested() | values.Diverged() if message.replica == replica:
-                self._notice()
-                self._step(message)
+                self._request(message)
+            case LeaderBeat() if message.replica == replica:
+                self._leaders.answered(message)
+                if message.request is not None and message.request.replica == replica:
+                    self._request(message.request)
             case values.Entered() | values.Busy() | values.Failing() | values.Finished() if message.replica == replica:
                 self._step(message)
             case _:
                 self._loop.drop(link)
                 kind = type(message).__name__
                 self.lost(values.Loss(replica, values.LossKind.SUSPECTED, f"its leader sent a {kind} to the coordinator"))
+
+    def _request(self, message: values.Requested | values.Diverged) -> None:
+        """Take a request once, however often the leader repeats it: the machine counts suspicions."""
+        if self._asked.get(message.replica, 0) < message.generation:
+            self._asked[message.replica] = message.generation
+            self._notice()
+            self._step(message)
+
+    def _beat(self) -> Beat:
+        """Return what all leaders are told every second."""
+        state = self._state
+        missing = state.roster if state.generation else range(state.policy.num_replicas)
+        here = state.entered if state.generation else [hello.replica for hello in state.hellos]
+        return Beat(os.getpid(), state.generation, state.step, tuple(each for each in missing if each not in here))
 
     # --- The machine -------------------------------------------------------------------------------------------------
 
@@ -119,6 +152,7 @@ class Membership:
                 case machine.Announce(new):
                     self._announce(new)
                 case machine.Fence(replica):
+                    self._leaders.forget(replica)
                     self._fence(replica)
                 case machine.Arm(timer, setting):
                     self._arm(timer, self._timers_s[setting])
@@ -144,4 +178,5 @@ class Membership:
             self._record(trace.Stopping(exit_code=exit_code, reason=reason))
         for link in self._links.values():
             self._loop.send(link, values.Stop(exit_code, reason))
+        self._leaders.stop()
         self._on_end(exit_code, reason)

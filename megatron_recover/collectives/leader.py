@@ -15,6 +15,7 @@ import msgspec
 
 from megatron_recover import trace
 from megatron_recover.collectives.admission import Gate
+from megatron_recover.collectives.beats import CoordinatorWatch
 from megatron_recover.collectives.calling import OutgoingLink
 from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.loop import Loop
@@ -22,8 +23,10 @@ from megatron_recover.collectives.timing import RecoveryClock
 from megatron_recover.collectives.wire import (
     STATUSES_A_FRAME,
     Announcement,
+    Beat,
     Enter,
     Heard,
+    LeaderBeat,
     LeaderHello,
     Link,
     LinkClosed,
@@ -77,13 +80,13 @@ class Leader:
         key: bytes,
         loop: Loop,
         deliver: Deliver,
-        fail: Callable[[str], None],
+        fail: Callable[..., None],
         record: Callable[[trace.Event], None],
         faults: FaultInjector | None,
     ) -> None:
-        """Bind the replica's address and link to the coordinator. `fail(reason)`: the replica cannot go on.
+        """Bind the replica's address and link to the coordinator.
 
-        `key` is the job's: every link is proven by it.
+        `fail(reason)`, or `fail(reason, exit_code)`: the replica cannot go on. `key` is the job's: every link is proven by it.
         """
         self._context, self._config = context, config
         self._loop, self._deliver, self._fail, self._record, self._faults = loop, deliver, fail, record, faults
@@ -101,7 +104,13 @@ class Leader:
         self._coordinator = OutgoingLink(
             context.coordinator, key, self._me, Party(Role.COORDINATOR), patience_s=_START_UP_DEADLINE_S
         )  # fmt: skip
+        self._request: values.Requested | values.Diverged | None = None
+        """What the coordinator was asked for last."""
         loop.watch(self._coordinator, self._from_coordinator, self._coordinator_lost)
+        self._coordinator_watch = CoordinatorWatch(
+            context.replica, loop=loop, deadline_s=config.deadline_s, answer=self._where, waits=self._needs_coordinator,
+            record=record, give_up=lambda reason: fail(reason, values.ExitCode.NO_REPLICA_LEFT),
+        )  # fmt: skip
         self._join_when_complete()
 
     def report(self, report: values.Report) -> None:
@@ -183,7 +192,10 @@ class Leader:
             self._loop.after(self._config.follow_timeout_s, lambda: self._fail(reason))
 
     def _from_coordinator(self, link: Link, message: Message) -> None:
+        self._coordinator_watch.heard(message if isinstance(message, Beat) else None)
         match message:
+            case Beat():
+                self._loop.send(link, self._where())
             case Announcement(new=new):
                 self._peers = {peer.replica: peer for peer in message.peers}
                 wanted = neighbours(new.roster, self._context.replica, self._config.tree_above)
@@ -192,6 +204,7 @@ class Leader:
                 self.clock.announced(new.generation, message.noticed_s)
                 self._feed(new)
             case values.Stop():
+                self._coordinator_watch.stop()
                 self._feed(message)
             case _:
                 self._fail(f"the coordinator sent a {type(message).__name__}")
@@ -199,6 +212,23 @@ class Leader:
     def _coordinator_lost(self, link: Link, why: str) -> None:
         if self._state.phase is not machine.Phase.STOPPED:
             self._fail(f"the coordinator is gone ({why}): nobody could fence a broken replica, so this one ends")
+
+    def _where(self) -> LeaderBeat:
+        """Return where this replica is, with the request that the coordinator has not answered yet."""
+        state, request = self._state, self._request
+        is_open = state.blocked and request is not None and request.generation == state.generation
+        return LeaderBeat(state.replica, state.generation, state.step, machine.waiting_for(state), request if is_open else None)
+
+    def _needs_coordinator(self) -> str:
+        """Return what this replica cannot go on without the coordinator for; an empty string if nothing."""
+        state = self._state
+        if state.phase is machine.Phase.STOPPED or len(self._hellos) < self._context.num_ranks:
+            return ""
+        if state.generation == 0:
+            return "the first generation"
+        if state.blocked and self._request is not None:
+            return f"a new generation ({self._request.reason})"
+        return "the end of the job" if len(state.ended) == state.shape.num_ranks else ""
 
     def _from_peer(self, link: Link, message: Message) -> None:
         said = isinstance(message, values.Status | values.Statuses | values.Vote | values.Votes)
@@ -241,6 +271,8 @@ class Leader:
                             replica=message.replica, generation=message.generation, seconds=self.clock.since_announced_s()
                         )  # fmt: skip
                     )
+                if isinstance(message, values.Requested | values.Diverged):
+                    self._request = message
                 self._loop.send(self._coordinator, message)
             case machine.Decided():
                 self._decided = effect

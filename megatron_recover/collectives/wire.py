@@ -100,6 +100,29 @@ class Heard(Value, frozen=True):
     """Leader to a rank: its `Raised` is on its way to the coordinator, the process may end now."""
 
 
+class Beat(Value, frozen=True):
+    """Coordinator to a leader, every `beats.BEAT_S`: that it runs, and what it knows. It says nothing about any rank."""
+
+    pid: int
+    """Of the coordinator's process."""
+    generation: values.Generation
+    step: int
+    """The highest uncommitted step that it has heard of."""
+    waiting_for: tuple[ReplicaId, ...]
+    """Members that have not entered the generation; before the first one, replicas that have not said `Hello`."""
+
+
+class LeaderBeat(Value, frozen=True):
+    """A leader's answer to a `Beat`, by its control thread: it says nothing about the training thread."""
+
+    replica: ReplicaId
+    generation: values.Generation
+    step: int
+    waiting_for: tuple[ReplicaId, ...]
+    request: values.Requested | values.Diverged | None = None
+    """What the leader has asked for in this generation and not got yet. The coordinator acts on it once."""
+
+
 class PackedStatuses(Value, frozen=True):
     """How `values.Statuses` travels: each committed record once. It has the pace of every member, and is mostly the same."""
 
@@ -148,7 +171,7 @@ def frame(message: Message) -> bytes:
 
 
 Message = (
-    RankHello | LeaderHello | PeerHello | Announcement | Enter | Heard
+    RankHello | LeaderHello | PeerHello | Announcement | Enter | Heard | Beat | LeaderBeat
     | values.Plan | values.Close | values.Apply | values.Stop
     | values.Begun | values.Promised | values.Holds | values.Blocked | values.Raised | values.Ended
     | values.Vote | values.Votes | values.Status | values.Statuses

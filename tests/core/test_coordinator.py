@@ -225,6 +225,7 @@ def test_the_minority_that_diverges_is_fenced() -> None:
         (1, False, LossKind.EXCEPTION),
         (1, True, LossKind.EXCEPTION),
         (ExitCode.BAD_INPUT, True, LossKind.EXCEPTION),
+        (ExitCode.NO_REPLICA_LEFT, True, LossKind.PROCESS_ENDED),
         (ExitCode.INVARIANT_VIOLATED, False, LossKind.INVARIANT_VIOLATED),
         (ExitCode.INVARIANT_VIOLATED, True, LossKind.INVARIANT_VIOLATED),
     ],
