@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import zlib
 
 import torch
@@ -30,7 +31,12 @@ class Toy:
     """One rank's training loop."""
 
     def __init__(
-        self, num_steps: int, num_microbatches: int, config: RecoverConfig, dropped: list[tuple[int, int, int, int]]
+        self,
+        num_steps: int,
+        num_microbatches: int,
+        config: RecoverConfig,
+        dropped: list[tuple[int, int, int, int]],
+        pace_s: float,
     ) -> None:
         """`dropped`: (replica, rank, step, bucket) whose first result is treated as if the reduction had failed."""
         context = rank_context()
@@ -38,6 +44,7 @@ class Toy:
         if context.dry_run:
             sys.exit(DRY_RUN_PASSED)
         self.context = context
+        self.pace_s = pace_s
         self.dropped = {tuple(each) for each in dropped}
         self.num_steps, self.num_microbatches, self.config = num_steps, num_microbatches, config
         self.log = trace.EventLog(f"{context.run_dir}/{trace.EVENTS_FILE}", context.started_at)
@@ -120,6 +127,7 @@ class Toy:
             try:
                 self.at(FaultPoint.RECOMPUTE if again else FaultPoint.FORWARD, step=step, microbatch=microbatch)
                 self.log.record(trace.MicrobatchStarted(microbatch=microbatch, **where))
+                time.sleep(self.pace_s)
                 self.at(FaultPoint.BACKWARD, step=step, microbatch=microbatch)
             except Exception as error:
                 self.member.raised((microbatch,), error)
@@ -189,4 +197,5 @@ class Toy:
 
 if __name__ == "__main__":
     settings = json.loads(sys.argv[1])
-    Toy(settings["steps"], settings["microbatches"], RecoverConfig(**settings["config"]), settings["dropped"]).run()
+    wanted = RecoverConfig(**settings["config"])
+    Toy(settings["steps"], settings["microbatches"], wanted, settings["dropped"], settings["pace_s"]).run()

@@ -12,7 +12,7 @@ import pytest
 from megatron_recover.collectives import leader
 from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.member import JobStopped, Member
-from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Peer, PeerHello
+from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Peer, PeerHello, RankHello
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core.values import Entered, Held, NewGeneration, Requested, Shape, Status, Statuses, Stop, Vote, Work
 from tests.collectives.partners import KEY, FakeEndpoint, Partner, call
@@ -154,6 +154,43 @@ def test_a_message_that_is_not_the_speakers_own_counts_for_nothing(lead: Lead, f
     leading.speak(forged)
     assert leading.requested().suspects == (1,)
     leading.other.wait(lambda: leading.other.closed)
+
+
+@pytest.mark.parametrize(
+    ("proven", "said"),
+    [
+        (Party(Role.LEADER, 1), PeerHello(2)),
+        (Party(Role.LEADER, 1), RankHello(0, Shape(1, ((0,),)), "", "")),
+        (Party(Role.LEADER, 1), Stop(0, "")),
+    ],
+    ids=["another leader", "a rank", "the coordinator"],
+)  # fmt: skip
+def test_a_peer_speaks_for_the_replica_that_it_proved_and_for_no_other(lead: Lead, proven: Party, said: Any) -> None:
+    """A9: any local user could connect, say `PeerHello(k)` and vote as k. Here not even another replica can."""
+    leading = lead(roster=(0, 1, 2)).heard()
+    link = call(leading.address, proven, Party(Role.LEADER, 0))
+    closed: list[str] = []
+    leading.other.loop.watch(link, lambda link, message: None, lambda link, why: closed.append(why))
+    for message in (said, status(1, 2)):
+        leading.other.loop.send(link, message)
+    leading.other.wait(lambda: closed)
+    leading.coordinator.loop.run_once(0.05)
+    assert not [each for each in leading.coordinator.received if isinstance(each, Requested)]
+    assert leading.member._leader is not None
+    assert [each for each in leading.member._leader._state.statuses if each.replica == 2] == []
+
+
+@pytest.mark.parametrize(
+    "claimed",
+    [Party(Role.LEADER, 0), Party(Role.LEADER, 1, 1), Party(Role.RANK, 1, 1), Party(Role.RANK, 0, 1), Party(Role.DATA, 1)],
+)
+def test_who_has_no_business_with_a_leader_is_not_let_in(lead: Lead, claimed: Party) -> None:
+    leading = lead().heard()
+    link = call(leading.address, claimed, Party(Role.LEADER, 0), patience_s=0.05)
+    closed: list[str] = []
+    leading.other.loop.watch(link, lambda link, message: None, lambda link, why: closed.append(why))
+    leading.other.wait(lambda: closed)
+    assert not link.proven
 
 
 def test_inv_8_a_status_that_does_not_come_is_waited_for_until_the_stall_timeout(lead: Lead) -> None:
