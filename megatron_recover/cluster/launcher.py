@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from megatron_recover.cluster.job import LOGS, Job, Ports, sharing_a_gpu, write_
 from megatron_recover.cluster.membership import Membership
 from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
 from megatron_recover.cluster.thawing import Thawing
+from megatron_recover.collectives import key as keys
 from megatron_recover.collectives.beats import SILENT_S
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext
@@ -57,6 +59,8 @@ class Launcher:
     def __init__(self, job: Job, console: Console) -> None:
         self._job, self._console = job, console
         self._loop = Loop()
+        self._key = keys.make_key()
+        self._sealed_key = keys.sealed(self._key)
         self._ports = Ports()
         self._started_at = time.monotonic()
         self._log = trace.EventLog(job.run_dir / trace.EVENTS_FILE, self._started_at)
@@ -105,10 +109,12 @@ class Launcher:
 
     def _run(self) -> int:
         job = self._job
+        raise_descriptor_limit()
         environment = settings.inherited_environment() | _worker_defaults(settings.inherited_environment())
         self._agent = Agent(preload=job.preload, environment=environment, log=job.run_dir / LOGS / "forkserver.log")
         self._membership = Membership(
             Policy(num_replicas=job.num_replicas, min_replicas=job.config.min_replicas),
+            key=self._key,
             loop=self._loop,
             timers_s={
                 "follow_timeout_s": job.config.follow_timeout_s,
@@ -137,6 +143,7 @@ class Launcher:
             self._membership.close()
             self._loop.close()
             self._ports.close()
+            os.close(self._sealed_key)
         assert self._ending is not None
         return self._ending[0]
 
@@ -169,7 +176,7 @@ class Launcher:
         script, log = self._job.argv[0], self._job.run_dir / LOGS / "dry-run.log"
         environment = self._environment(0, 0, leader="", master_port=0, dry_run=True)
         argv = self._job.argv if self._job.dry_run is None else (str(self._job.dry_run), *self._job.argv)
-        self._agent.spawn(_DRY_RUN, 0, argv=argv, environment=environment, log=log)
+        self._agent.spawn(_DRY_RUN, 0, argv=argv, environment=environment, log=log, descriptors=self._handed_down)
         late = f"in {_DRY_RUN_DEADLINE_S:.0f} s {script} never {_CALLS_PRETRAIN}; see {log}"
         ends = self._until(self._agent.poll, _DRY_RUN_DEADLINE_S, late)
         if not ends:
@@ -190,8 +197,16 @@ class Launcher:
             master_port = self._ports.take()
             for rank in range(job.num_ranks):
                 environment = self._environment(replica, rank, leader=leader, master_port=master_port)
-                self._agent.spawn(replica, rank, argv=job.argv, environment=environment, log=job.log_of(replica, rank))
+                self._agent.spawn(
+                    replica, rank, argv=job.argv, environment=environment, log=job.log_of(replica, rank),
+                    descriptors=self._handed_down,
+                )  # fmt: skip
         self._membership.launched()
+
+    @property
+    def _handed_down(self) -> dict[str, int]:
+        """Return the descriptors that every rank inherits, by name."""
+        return {keys.DESCRIPTOR: self._sealed_key}
 
     def _environment(self, replica: int, rank: int, *, leader: str, master_port: int, dry_run: bool = False) -> dict[str, str]:
         """What a rank's process finds in its environment beside what all inherit."""
@@ -326,6 +341,14 @@ def _refusal(log: Path) -> str:
     return "\n".join(said) or re.sub(r"^\S+: error: (argument )?", "", lines[-1])
 
 
+def raise_descriptor_limit() -> None:
+    """Let this process, and all that it starts, open as many descriptors as the system allows it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def _worker_defaults(environment: dict[str, str]) -> dict[str, str]:
     """Settings that many ranks on one machine need, unless the user has his own."""
-    return {name: value for name, value in (("OMP_NUM_THREADS", "1"),) if name not in environment}
+    # All ranks of a job are on this machine: gloo would listen where the host name resolves, for remote hosts to connect.
+    defaults = (("OMP_NUM_THREADS", "1"), ("GLOO_SOCKET_IFNAME", "lo"))
+    return {name: value for name, value in defaults if name not in environment}

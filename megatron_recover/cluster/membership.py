@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Mapping
 
 from megatron_recover import trace
+from megatron_recover.collectives.admission import Gate
 from megatron_recover.collectives.beats import LeaderWatch
+from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.wire import (
     Announcement,
@@ -35,6 +37,7 @@ class Membership:
         self,
         policy: machine.Policy,
         *,
+        key: bytes,
         loop: Loop,
         timers_s: Mapping[machine.Setting, float],
         record: Callable[[trace.Event], None],
@@ -43,6 +46,7 @@ class Membership:
     ) -> None:
         """Listen for leaders on a free port of the loopback interface.
 
+        `key` is the job's: leaders prove that they hold it.
         `timers_s` has the seconds of every `core.coordinator.Setting`. `fence(replica)` starts killing it;
         `on_end(exit_code, reason)` comes once, when the leaders have been told to stop.
         """
@@ -54,10 +58,10 @@ class Membership:
         self._leaders = LeaderWatch(loop=loop, beat=self._beat, record=record)
         self._asked: dict[int, int] = {}
         """Replica -> the newest generation in which its request was heard; a beat repeats one that may not have been."""
-        self._listener = listen("127.0.0.1:0")
-        self.address = address_of(self._listener)
+        listener = listen("127.0.0.1:0")
+        self.address = address_of(listener)
         """Where leaders find the coordinator."""
-        loop.accept(self._listener, lambda link: loop.watch(link, self._introduced, lambda link, why: None))
+        self._gate = Gate(loop, listener, key, Role.COORDINATOR, self._admits, self._accept)
 
     @property
     def generation(self) -> int:
@@ -80,16 +84,26 @@ class Membership:
 
     def close(self) -> None:
         """Stop listening. The links belong to the loop."""
-        self._loop.forget_readable(self._listener.fileno())
-        self._listener.close()
+        self._gate.close()
 
     # --- From the leaders --------------------------------------------------------------------------------------------
 
-    def _introduced(self, link: Link, message: Message) -> None:
-        if not isinstance(message, LeaderHello) or message.hello.replica in self._links:
+    def _admits(self, peer: Party, wanted: Party) -> bool:
+        """Return whether `peer` is a leader of this job that wants the coordinator."""
+        known = peer.role is Role.LEADER and peer.replica < self._state.policy.num_replicas and peer.rank == 0
+        return known and wanted == Party(Role.COORDINATOR)
+
+    def _accept(self, link: Link, peer: Party) -> None:
+        self._loop.watch(
+            link, lambda link, message: self._introduced(peer.replica, link, message), lambda link, why: None
+        )  # fmt: skip
+
+    def _introduced(self, replica: int, link: Link, message: Message) -> None:
+        """Take the first message of a leader, which must be the greeting of the replica that it has proven to be of."""
+        own = isinstance(message, LeaderHello) and message.hello.replica == message.peer.replica == replica
+        if not own or replica in self._links:
             self._loop.drop(link)
             return
-        replica = message.hello.replica
         self._peers[replica], self._links[replica] = message.peer, link
         # A link that breaks says nothing: the agent sees whether the process lives.
         self._loop.watch(link, lambda link, message: self._from_leader(replica, link, message), lambda link, why: None)

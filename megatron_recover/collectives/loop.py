@@ -43,6 +43,9 @@ class Loop:
         """Both clocks when the loop ran last; None before the first time."""
         self._selector = selectors.DefaultSelector()
         self._links: dict[Link, tuple[OnMessage, OnClosed]] = {}
+        self._redialling: set[Link] = set()
+        """Links without a socket at present."""
+        self._paused: dict[int, Callable[[], None]] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_order = itertools.count()
         self._posted: deque[Callable[[], None]] = deque()
@@ -70,22 +73,25 @@ class Loop:
             self._selector.register(link, self._interest(link), link)
         self._links[link] = (on_message, on_closed)
 
-    def accept(self, listener: socket.socket, on_link: Callable[[Link], None]) -> None:
-        """Call `on_link` with a link for every connection that arrives."""
-
-        def arrived() -> None:
-            with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # gone again before we looked
-                on_link(Link(listener.accept()[0]))
-
-        self.watch_readable(listener.fileno(), arrived)
-
     def watch_readable(self, fileno: int, call: Callable[[], None]) -> None:
         """Make `call` whenever a descriptor is readable."""
         self._selector.register(fileno, selectors.EVENT_READ, call)
 
     def forget_readable(self, fileno: int) -> None:
-        """Undo `watch_readable` or `accept`, before the descriptor is closed."""
-        self._selector.unregister(fileno)
+        """Undo `watch_readable`, before the descriptor is closed."""
+        if self._paused.pop(fileno, None) is None:
+            self._selector.unregister(fileno)
+
+    def pause_readable(self, fileno: int, seconds: float) -> None:
+        """Leave a descriptor of `watch_readable` alone for a while."""
+        call = self._paused[fileno] = self._selector.unregister(fileno).data
+
+        def resume() -> None:
+            if self._paused.get(fileno) is call:
+                del self._paused[fileno]
+                self.watch_readable(fileno, call)
+
+        self.after(seconds, resume)
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         """Make `call` once, `seconds` from now, by the loop's own clock (`time`)."""
@@ -109,12 +115,15 @@ class Loop:
             why = str(closed)
             self.post(lambda: self._closed(link, why))
         else:
-            self._selector.modify(link, self._interest(link), link)
+            self._update(link)
 
     def drop(self, link: Link) -> None:
         """Close a link without calling its `on_closed`. Dropping it twice is fine."""
         if self._links.pop(link, None) is not None:
-            self._selector.unregister(link)
+            if link in self._redialling:
+                self._redialling.discard(link)
+            else:
+                self._selector.unregister(link)
             link.close()
 
     def run_once(self, max_wait_s: float | None = None) -> None:
@@ -150,7 +159,7 @@ class Loop:
 
     def close_in_child(self) -> None:
         """In a forked child: close the copies of our descriptors, so that a dead parent's connections end at once."""
-        descriptors = [*(key.fd for key in self._selector.get_map().values()), self._waker.fileno()]
+        descriptors = [*(key.fd for key in self._selector.get_map().values()), *self._paused, self._waker.fileno()]
         self._selector.close()
         for descriptor in descriptors:
             os.close(descriptor)
@@ -186,16 +195,42 @@ class Loop:
         try:
             if events & selectors.EVENT_WRITE and link in self._links:
                 link.flush()
-                self._selector.modify(link, self._interest(link), link)
+                self._update(link)
             if events & selectors.EVENT_READ and link in self._links:
                 for message in link.receive():
                     if link not in self._links:  # dropped while its messages were served
                         return
                     self._links[link][0](link, message)
+                self._update(link)  # one that dialled has something to send once it is welcome
         except LinkClosed as closed:
             self._closed(link, str(closed))
 
+    def _update(self, link: Link) -> None:
+        if link in self._links and link not in self._redialling:
+            self._selector.modify(link, self._interest(link), link)
+
+    def _redial(self, link: Link) -> None:
+        if link not in self._redialling:  # dropped meanwhile
+            return
+        try:
+            link.redial()
+        except LinkClosed as closed:
+            self._over(link, str(closed))
+        else:
+            self._redialling.discard(link)
+            self._selector.register(link, self._interest(link), link)
+
     def _closed(self, link: Link, why: str) -> None:
+        pause_s = link.retry_s() if link in self._links and link not in self._redialling else None
+        if pause_s is None:
+            self._over(link, why)
+            return
+        self._redialling.add(link)
+        self._selector.unregister(link)
+        link.close()
+        self.after(pause_s, lambda: self._redial(link))
+
+    def _over(self, link: Link, why: str) -> None:
         if link in self._links:
             on_closed = self._links[link][1]
             self.drop(link)

@@ -215,9 +215,9 @@ def _on_launched(state: CoordinatorState, _: Launched) -> Step:
 
 
 def _on_hello(state: CoordinatorState, hello: Hello) -> Step:
-    """Note it; with the last replica that was missing, make generation 1."""
+    """Note the hello of a replica of this job; with the last one that was missing, make generation 1."""
     known = {item.replica for item in state.hellos} | {loss.replica for loss in state.losses}
-    if hello.replica in known or state.generation:
+    if hello.replica in known or not 0 <= hello.replica < state.policy.num_replicas or state.generation:
         return state, ()
     first = not state.hellos
     state = replace(state, hellos=tuple(sorted((*state.hellos, hello), key=lambda item: item.replica)))

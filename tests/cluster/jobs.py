@@ -41,6 +41,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     faults: tuple[Fault, ...] = ()
     dropped: tuple[tuple[int, int, int, int], ...] = ()
     """(replica, rank, step, bucket) whose first reduction is made to fail there."""
+    pace_s: float = 0.0
+    """What a microbatch takes beside its arithmetic."""
     script: str = str(TOY)
     hasty: bool = False
     """Run it under a launcher that gives up on whoever is frozen, and fences it late (`_Hasty`)."""
@@ -148,6 +150,7 @@ def main() -> int:
         "microbatches": spec.microbatches,
         "config": msgspec.to_builtins(spec.config),
         "dropped": spec.dropped,
+        "pace_s": spec.pace_s,
     }
     os.chdir(ROOT)
     job = Job(

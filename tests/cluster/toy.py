@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import zlib
 
 import torch
 
 from megatron_recover import trace
 from megatron_recover.collectives.direct import DirectEndpoint
+from megatron_recover.collectives.key import inherited_key
 from megatron_recover.collectives.member import Member
 from megatron_recover.collectives.transport import Revoked, Transport, TransportError
 from megatron_recover.config import DRY_RUN_PASSED, RecoverConfig, rank_context
@@ -29,7 +31,12 @@ class Toy:
     """One rank's training loop."""
 
     def __init__(
-        self, num_steps: int, num_microbatches: int, config: RecoverConfig, dropped: list[tuple[int, int, int, int]]
+        self,
+        num_steps: int,
+        num_microbatches: int,
+        config: RecoverConfig,
+        dropped: list[tuple[int, int, int, int]],
+        pace_s: float,
     ) -> None:
         """`dropped`: (replica, rank, step, bucket) whose first result is treated as if the reduction had failed."""
         context = rank_context()
@@ -37,6 +44,7 @@ class Toy:
         if context.dry_run:
             sys.exit(DRY_RUN_PASSED)
         self.context = context
+        self.pace_s = pace_s
         self.dropped = {tuple(each) for each in dropped}
         self.num_steps, self.num_microbatches, self.config = num_steps, num_microbatches, config
         self.log = trace.EventLog(f"{context.run_dir}/{trace.EVENTS_FILE}", context.started_at)
@@ -46,7 +54,10 @@ class Toy:
             rank=context.rank,
             record=lambda **fields: self.log.record(trace.Fault(**fields)),
         )
-        self.member = Member(context, config, DirectEndpoint(), record=self.log.record, faults=self.faults)
+        key = inherited_key()
+        self.member = Member(
+            context, config, DirectEndpoint(key=key, rank=context.rank), key=key, record=self.log.record, faults=self.faults
+        )  # fmt: skip
         all_of_them = tuple(range(context.num_ranks))
         self.shape = Shape(context.num_ranks, ((0,), all_of_them, (context.num_ranks - 1,)))
         self.mine = [bucket for bucket, ranks in enumerate(self.shape.bucket_ranks) if context.rank in ranks]
@@ -116,6 +127,7 @@ class Toy:
             try:
                 self.at(FaultPoint.RECOMPUTE if again else FaultPoint.FORWARD, step=step, microbatch=microbatch)
                 self.log.record(trace.MicrobatchStarted(microbatch=microbatch, **where))
+                time.sleep(self.pace_s)
                 self.at(FaultPoint.BACKWARD, step=step, microbatch=microbatch)
             except Exception as error:
                 self.member.raised((microbatch,), error)
@@ -185,4 +197,5 @@ class Toy:
 
 if __name__ == "__main__":
     settings = json.loads(sys.argv[1])
-    Toy(settings["steps"], settings["microbatches"], RecoverConfig(**settings["config"]), settings["dropped"]).run()
+    wanted = RecoverConfig(**settings["config"])
+    Toy(settings["steps"], settings["microbatches"], wanted, settings["dropped"], settings["pace_s"]).run()

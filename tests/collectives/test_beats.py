@@ -15,10 +15,12 @@ from megatron_recover import trace
 from megatron_recover.cluster.membership import Membership
 from megatron_recover.collectives import beats
 from megatron_recover.collectives.beats import BEAT_S, SILENT_S, CoordinatorWatch, LeaderWatch
+from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.loop import Loop
-from megatron_recover.collectives.wire import Announcement, Beat, LeaderBeat, LeaderHello, Link, Message, Peer, connect
+from megatron_recover.collectives.wire import Announcement, Beat, LeaderBeat, LeaderHello, Link, Message, Peer
 from megatron_recover.core.coordinator import Policy
 from megatron_recover.core.values import Hello, Loss, Requested
+from tests.collectives.partners import KEY, call
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -169,11 +171,12 @@ class Leaders:
             ("follow_timeout_s", "finish_timeout_s", "save_timeout_s", "load_timeout_s", "start_timeout_s"), 1000.0
         )
         self.membership = Membership(
-            Policy(num_replicas=2), loop=self.loop, timers_s={**timers_s, "grace_s": 0.0},
+            Policy(num_replicas=2), key=KEY, loop=self.loop, timers_s={**timers_s, "grace_s": 0.0},
             record=self.events.append, fence=lambda replica: None, on_end=lambda code, reason: None,
         )  # fmt: skip
         self.received: list[tuple[int, Message]] = []
-        self.links = [connect(self.membership.address) for _ in range(2)]
+        coordinator = Party(Role.COORDINATOR)
+        self.links = [call(self.membership.address, Party(Role.LEADER, replica), coordinator) for replica in range(2)]
         for replica, link in enumerate(self.links):
             self.loop.watch(
                 link, lambda link, message, replica=replica: self.received.append((replica, message)), lambda link, why: None

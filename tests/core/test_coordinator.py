@@ -570,6 +570,16 @@ def test_inv_6_there_is_one_history_of_rosters_whatever_comes(messages: list[coo
         assert state.roster == roster or state.over
 
 
+def test_a_replica_that_the_job_does_not_have_does_not_count_toward_the_start() -> None:
+    """A9: a stray `Hello(99)` made generation 1 with replicas 0, 1 and 99, and the real replica 2 was never admitted."""
+    state = CoordinatorState(Policy(num_replicas=3))
+    for replica in (0, 99, 1):
+        state, _ = coordinator.step(state, Hello(replica, "f"))
+    assert state.generation == 0
+    state, effects = coordinator.step(state, Hello(2, "f"))
+    assert state.roster == (0, 1, 2) and any(isinstance(effect, coordinator.Announce) for effect in effects)
+
+
 @given(st.lists(inputs, max_size=40), st.integers(1, 3), st.data())
 def test_inv_9_timers_alone_never_remove_the_last_members(
     messages: list[coordinator.Input], num_replicas: int, data: st.DataObject
