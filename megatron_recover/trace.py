@@ -123,6 +123,8 @@ class RunStarted(Event, frozen=True, kw_only=True):
     min_replicas: int = 1
     num_microbatches: int | None = None
     """M of every training step as the command line asks for it; None where it changes from step to step."""
+    level: Literal["microbatches", "steps", "faults"] = "microbatches"
+    """How much is recorded: what each rank does of each microbatch, no more than each step, or no more than faults."""
 
 
 class Joined(Event, frozen=True, kw_only=True):
