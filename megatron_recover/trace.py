@@ -169,7 +169,6 @@ class CoordinatorSilent(Event, frozen=True, kw_only=True):
 
     replica: int
     generation: int
-    step: int
     phase: Literal["began", "over"]
     seconds: float
     """How long the silence has lasted."""
@@ -189,7 +188,6 @@ class LeaderSilent(Event, frozen=True, kw_only=True):
     member: int
     """The leader's replica."""
     generation: int
-    step: int
     phase: Literal["began", "over"]
     seconds: float
     """How long the silence has lasted."""

@@ -110,7 +110,6 @@ class CoordinatorWatch:
             trace.CoordinatorSilent(
                 replica=self._replica,
                 generation=where.generation,
-                step=where.step,
                 phase="began" if phase == "began" else "over",
                 seconds=round(seconds, 3),
                 waits=self._waits_for,
@@ -198,7 +197,6 @@ class LeaderWatch:
             trace.LeaderSilent(
                 member=replica,
                 generation=beat.generation if beat is not None else 0,
-                step=beat.step if beat is not None else 0,
                 phase="began" if phase == "began" else "over",
                 seconds=round(seconds, 3),
                 waiting_for=beat.waiting_for if beat is not None else (),
