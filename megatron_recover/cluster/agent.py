@@ -25,6 +25,7 @@ from types import MappingProxyType
 import msgspec
 
 from megatron_recover.cluster import forkserver
+from megatron_recover.deadlines import Deadlines
 
 _PF_EXITING = 0x4
 _STATE_FIELD, _FLAGS_FIELD, _EXIT_CODE_FIELD = 3, 9, 52
@@ -32,11 +33,6 @@ _STATE_FIELD, _FLAGS_FIELD, _EXIT_CODE_FIELD = 3, 9, 52
 _STOPPED = b"T"
 _PIDFD_SIGNAL_PROCESS_GROUP = 4
 """Flag of pidfd_send_signal(2): the process group that the process leads. Linux 6.9."""
-_FORK_DEADLINE_S = 60.0
-_CLOSE_DEADLINE_S = 10.0
-_SIGKILL_DEADLINE_S, _EXIT_DEADLINE_S = 3.0, 60.0
-"""A process is given up so long after SIGKILL: one that has not taken the signal, one that the kernel is taking down (it
-frees 10 GB of memory a second)."""
 _LOOK_S = 1.0
 """Between two looks at a fork server that is waited for."""
 
@@ -154,10 +150,20 @@ class _Process:
 class Agent:
     """Owns one fork server and the ranks that it forked. Used by one thread."""
 
-    def __init__(self, *, preload: tuple[str, ...], environment: dict[str, str], log: Path) -> None:
+    def __init__(
+        self, *, preload: tuple[str, ...], environment: dict[str, str], log: Path, deadlines: Deadlines | None = None
+    ) -> None:
         """Start the fork server; it imports the modules `preload` (see `is_ready`) and has no environment but this one."""
+        self._deadlines = deadlines or Deadlines.of()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "megatron_recover.cluster.forkserver", str(theirs.fileno()), *preload]
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_recover.cluster.forkserver",
+            str(theirs.fileno()),
+            str(self._deadlines.reap_s),
+            *preload,
+        ]
         with theirs, open(log, "ab", opener=_private) as output:
             self._server = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -200,12 +206,12 @@ class Agent:
             socket.send_fds(self._control, [msgspec.json.encode(request)], [output, *descriptors.values()])
         finally:
             os.close(output)
-        until = time.monotonic() + _FORK_DEADLINE_S
+        until = time.monotonic() + self._deadlines.fork_s
         while not isinstance(reply := self._receive(deadline_s=_LOOK_S), forkserver.Started):
             if reply is None and (self.wake_server() or time.monotonic() < until):
                 continue
             if reply is None:
-                raise AgentLost(f"the fork server did not start a rank within {_FORK_DEADLINE_S:g} s; see {self._log}")
+                raise AgentLost(f"the fork server did not start a rank within {self._deadlines.fork_s:g} s; see {self._log}")
             self._pending.append(reply)
 
     def wake_server(self) -> bool:
@@ -274,9 +280,9 @@ class Agent:
         """Return the ranks that do not end although they were killed."""
         now, found = time.monotonic(), []
         for process in self._processes.values():
-            if process.confirmed or process.killed_at is None or now - process.killed_at < _SIGKILL_DEADLINE_S:
+            if process.confirmed or process.killed_at is None or now - process.killed_at < self._deadlines.sigkill_s:
                 continue
-            if process.dying_status() is None or now - process.killed_at >= _EXIT_DEADLINE_S:
+            if process.dying_status() is None or now - process.killed_at >= self._deadlines.end_s:
                 found.append(process.undying())
         return found
 
@@ -285,7 +291,7 @@ class Agent:
         return sum(not each.confirmed for each in self._processes.values())
 
     def close(self) -> list[Undying]:
-        """Kill every rank and end the fork server; return what did not end within three times `_CLOSE_DEADLINE_S`."""
+        """Kill every rank and end the fork server; return what did not end within three times `Deadlines.close_s`."""
         for replica in {each.replica for each in self._processes.values()}:
             self.fence(replica)
         given_up = {(each.replica, each.rank) for each in self.undying()}
@@ -295,15 +301,15 @@ class Agent:
             self._server.kill()  # it has nothing to reap, and may be importing for a long time
         left = []
         try:
-            self._server.wait(timeout=_CLOSE_DEADLINE_S)
+            self._server.wait(timeout=self._deadlines.close_s)
         except subprocess.TimeoutExpired:
             self._server.kill()  # its ranks get SIGKILL from the kernel
             try:
-                self._server.wait(timeout=_CLOSE_DEADLINE_S)
+                self._server.wait(timeout=self._deadlines.close_s)
             except subprocess.TimeoutExpired:
                 fields = self._server_stat.read()
                 left.append(Undying(-1, -1, self._server.pid, fields[_STATE_FIELD].decode() if fields else "", ""))
-        until = time.monotonic() + _CLOSE_DEADLINE_S
+        until = time.monotonic() + self._deadlines.close_s
         for key, process in self._processes.items():
             if not _ended(process.pidfd, 0.0 if key in given_up else until):
                 left.append(process.undying())

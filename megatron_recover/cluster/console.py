@@ -28,7 +28,6 @@ _WORTH_SHOWING = re.compile(
 )
 _INTERVAL_S = 0.25
 """Between two looks at the logs; each costs half a millisecond of CPU, which is the job's."""
-_LAST_WORDS_DEADLINE_S = 5.0
 
 
 class Console:
@@ -72,7 +71,7 @@ class Console:
         """Show what is left to show; waits for the terminal to take it, but not for ever."""
         self._over.set()
         if self._thread.is_alive():
-            self._thread.join(_LAST_WORDS_DEADLINE_S)
+            self._thread.join(self._job.config.deadlines.words_s)
 
     # --- The console's thread ----------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ import pytest
 from megatron_recover import trace
 from megatron_recover.cluster import agent as agent_module
 from megatron_recover.cluster.agent import Agent, Undying
-from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.check import check, describe
 from tests.cluster.jobs import Spec
@@ -65,8 +64,8 @@ def freezer(tmp_path: Path) -> Iterator[Freezer]:
 def test_a_rank_that_sigkill_does_not_end_costs_its_replica_and_nothing_else(
     freezer: Freezer, start: Start, tmp_path: Path
 ) -> None:
-    config = RecoverConfig(stall_timeout_s=1.0, follow_timeout_s=1.0)
-    job = start(Spec(run_dir=str(tmp_path / "run"), steps=FOR_EVER, config=config))
+    deadlines = dict.fromkeys(("sum_s", "stall_s", "finish_s", "follow_s", "sigkill_s"), 1.0)
+    job = start(Spec(run_dir=str(tmp_path / "run"), steps=FOR_EVER, deadlines=deadlines))
     victim = next(each for each in job.processes if each.name() == "replica-1.1")
     freezer.freeze(victim)
     events = Path(job.spec.run_dir) / "events.jsonl"
