@@ -1,8 +1,9 @@
 """The life of a run in the launcher's process: dry run, start of all ranks, watch over them, exit code; nothing stays behind.
 
-It joins the agent (processes), the membership (decisions) and the console. What a loss does to the job is decided by the core.
-What is decided here is what there is no job for yet or any more: bad input (of the dry run, or of a rank before generation 1),
-a fork server that is lost, a second signal, and how long a process that has been told to end may take.
+It joins the agent (processes), the membership (decisions) and the recording (trace and console, which have a process of their
+own). What a loss does to the job is decided by the core. What is decided here is what there is no job for yet or any more: bad
+input (of the dry run, or of a rank before generation 1), a fork server that is lost, a second signal, and how long a process
+that has been told to end may take.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import msgspec
 from megatron_recover import config as settings
 from megatron_recover import trace
 from megatron_recover.cluster.agent import Agent, AgentLost, End
-from megatron_recover.cluster.console import Console
 from megatron_recover.cluster.forkserver import TOLD_TO_ALL
 from megatron_recover.cluster.job import LOGS, Job, Ports, sharing_a_gpu, write_description
 from megatron_recover.cluster.membership import Membership
+from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.thawing import Thawing
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext
@@ -54,17 +55,18 @@ _STOP_DEADLINE_S = 10.0
 class Launcher:
     """One run. Everything happens in the thread that calls `run`."""
 
-    def __init__(self, job: Job, console: Console) -> None:
-        self._job, self._console = job, console
+    def __init__(self, job: Job, *, quiet: bool = False) -> None:
+        """`quiet`: show only how the run ends, if it does not end well."""
+        self._job, self._quiet = job, quiet
         self._loop = Loop()
         self._ports = Ports()
         self._started_at = time.monotonic()
-        self._log = trace.EventLog(job.run_dir / trace.EVENTS_FILE, self._started_at)
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
         self._fencing: set[int] = set()
         self._ending: tuple[int, str] | None = None
         self._end_by = 0.0
         self._num_signals = 0
+        self._recording: Recording
         self._agent: Agent
         self._membership: Membership
 
@@ -72,7 +74,8 @@ class Launcher:
         """Run the job to its end; its exit code (core.values.ExitCode, or 128 + signal when it was killed on request)."""
         job = self._job
         write_description(job)
-        self._log.record(
+        self._recording = Recording(job, self._started_at, quiet=self._quiet)
+        self._recording.record(
             trace.RunStarted(
                 replicas=job.num_replicas,
                 layout=job.layout,
@@ -81,17 +84,16 @@ class Launcher:
                 argv=job.argv,
                 min_replicas=job.config.min_replicas,
                 num_microbatches=job.num_microbatches,
+                level=job.trace_level,
             )  # fmt: skip
         )
-        self._console.start()
         try:
             with self._signals():
                 exit_code = self._run()
-            self._log.record(trace.RunFinished(exit_code=exit_code))
-            self._log.close()
-            self._console.finished(exit_code, self._ending[1] if self._ending else "")
+            self._recording.record(trace.RunFinished(exit_code=exit_code))
+            self._recording.finish(exit_code, self._ending[1] if self._ending else "")
         finally:
-            self._console.close()  # whatever is raised is told after what it shows, on a terminal that is whole again
+            self._recording.close()  # whatever is raised is told after what it shows, on a terminal that is whole again
         return exit_code
 
     @property
@@ -114,12 +116,12 @@ class Launcher:
                 "load_timeout_s": _LOAD_DEADLINE_S,
                 "start_timeout_s": _START_DEADLINE_S,
             },
-            record=self._log.record,
+            record=self._recording.record,
             fence=self._fence,
             on_end=self._end,
         )
         try:
-            self._console.says(
+            self._recording.says(
                 f"importing {', '.join(job.preload) or 'nothing'} once for {job.num_replicas * job.num_ranks} ranks"
             )
             if self._wait_for_imports() and self._dry_run():
@@ -144,6 +146,7 @@ class Launcher:
             if found := answer():
                 return found
             self._wake_server()
+            self._recording.poll()
             if time.monotonic() > deadline:
                 self._end(ExitCode.FAILED, late)
                 return None
@@ -185,7 +188,10 @@ class Launcher:
             master_port = self._ports.take()
             for rank in range(job.num_ranks):
                 environment = self._environment(replica, rank, leader=leader, master_port=master_port)
-                self._agent.spawn(replica, rank, argv=job.argv, environment=environment, log=job.log_of(replica, rank))
+                self._agent.spawn(
+                    replica, rank, argv=job.argv, environment=environment, log=job.log_of(replica, rank),
+                    descriptors=self._recording.descriptors(replica, rank),
+                )  # fmt: skip
         self._membership.launched()
 
     def _environment(self, replica: int, rank: int, *, leader: str, master_port: int, dry_run: bool = False) -> dict[str, str]:
@@ -218,6 +224,7 @@ class Launcher:
         while not (self._ending is not None and self._is_over()):
             self._loop.run_once(_POLL_S)
             self._wake_server()
+            self._recording.poll()
             ends = self._agent.poll()
             if ends:
                 # What a dying rank has said arrived before its end was seen: it comes first.
@@ -227,23 +234,24 @@ class Launcher:
             for replica, rank in self._thawing.due():
                 if self._agent.is_stopped(replica, rank):
                     self._thawing.done(replica, rank)
-                    self._log.record(trace.Thawed(replica=replica, rank=rank))  # before the rank can write anything
+                    self._recording.record(trace.Thawed(replica=replica, rank=rank))  # before the rank can write anything
                     self._agent.thaw(replica, rank)
             for replica in [each for each in self._fencing if self._agent.is_fenced(each)]:
                 self._fencing.discard(replica)
-                self._log.record(trace.Fenced(replica=replica, ranks=tuple(range(self._job.num_ranks))))
+                self._recording.record(trace.Fenced(replica=replica, ranks=tuple(range(self._job.num_ranks))))
 
     def _wake_server(self) -> None:
         if self._agent.wake_server():
-            self._console.says("somebody stopped the fork server: continued it, since no rank can be fenced without it")
+            self._recording.says("somebody stopped the fork server: continued it, since no rank can be fenced without it")
 
     def _is_over(self) -> bool:
         return self._agent.num_living() == 0 or time.monotonic() > self._end_by
 
     def _ended(self, end: End) -> None:
+        self._recording.ended(end.replica, end.rank)
         if self._ending is not None or end.replica in self._fencing:
             return  # as it was told
-        self._log.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
+        self._recording.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
         if end.status == ExitCode.BAD_INPUT and not self._membership.generation:
             # What one rank refuses, all refuse: there is no point in waiting for the others.
             self._end(ExitCode.BAD_INPUT, _refusal(self._job.log_of(end.replica, end.rank)))
@@ -288,16 +296,16 @@ class Launcher:
         self._num_signals += 1
         name = signal.Signals(number).name
         if self._num_signals == 1 and not self._membership.generation:
-            self._console.says(f"{name}: ending before training has begun")
+            self._recording.says(f"{name}: ending before training has begun")
             self._membership.ask_exit(name)
         elif self._num_signals == 1:
-            self._console.says(
+            self._recording.says(
                 f"{name}: all replicas end after the same step, with a checkpoint if --save is set; once more kills everything "
                 "at once, and nothing is saved"
             )
             self._membership.ask_exit(name)
         else:
-            self._console.says(f"{name} again: killing everything")
+            self._recording.says(f"{name} again: killing everything")
             self._ending = (128 + number, f"killed on request ({name})")
             self._end_by = 0.0
 

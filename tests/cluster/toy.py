@@ -13,7 +13,7 @@ import zlib
 
 import torch
 
-from megatron_recover import trace
+from megatron_recover import ring, trace
 from megatron_recover.collectives.direct import DirectEndpoint
 from megatron_recover.collectives.member import Member
 from megatron_recover.collectives.transport import Revoked, Transport, TransportError
@@ -39,7 +39,7 @@ class Toy:
         self.context = context
         self.dropped = {tuple(each) for each in dropped}
         self.num_steps, self.num_microbatches, self.config = num_steps, num_microbatches, config
-        self.log = trace.EventLog(f"{context.run_dir}/{trace.EVENTS_FILE}", context.started_at)
+        self.log = ring.log_of_rank(context)
         self.faults = FaultInjector.of(
             context.faults,
             replica=context.replica,
