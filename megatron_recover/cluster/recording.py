@@ -29,7 +29,7 @@ _MAX_STARTS = 5
 """So many recorders have a try; the fault is then not that of one of them."""
 _MAX_WAITING = 10_000
 """Lines for the console that a recorder does not take; the oldest go."""
-_MAX_TEXT = 20_000
+_MAX_TEXT = 8_000
 """Characters of such a line that are shown."""
 TRACE_DEADLINE_S = 10.0
 """For the end of the trace to be written, when all ranks have ended."""
