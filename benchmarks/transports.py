@@ -40,9 +40,10 @@ def rank_main(pipe: Connection, rank: int, num_ranks: int) -> None:
     from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
     from megatron_recover.collectives.endpoints import open_endpoint
+    from megatron_recover.collectives.handshake import KEY_BYTES
 
     torch.set_num_threads(1)
-    endpoints = {kind: open_endpoint(kind) for kind in OURS}
+    endpoints = {kind: open_endpoint(kind, key=bytes(KEY_BYTES), rank=0) for kind in OURS}
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     pipe.send(({kind: endpoint.address for kind, endpoint in endpoints.items()}, store.port if store is not None else 0))
     everyone, port = pipe.recv()

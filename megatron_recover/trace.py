@@ -167,10 +167,50 @@ class Entered(Event, frozen=True, kw_only=True):
     """Since the generation was announced to this leader."""
 
 
+class CoordinatorSilent(Event, frozen=True, kw_only=True):
+    """Leader: its coordinator sends nothing, not even beats; or it does again. Training needs it only where something fails."""
+
+    replica: int
+    generation: int
+    step: int
+    phase: Literal["began", "over"]
+    seconds: float
+    """How long the silence has lasted."""
+    waits: str
+    """What this replica needs the coordinator for, in words; empty: nothing yet."""
+    waiting_for: tuple[int, ...]
+    """Members whose message this replica waits for."""
+    pid: int
+    """Of the coordinator's process; 0 where it was never heard."""
+    state: str
+    """Of that process, as /proc has it (`T`: stopped); empty where it cannot be read."""
+
+
+class LeaderSilent(Event, frozen=True, kw_only=True):
+    """Coordinator: a leader does not answer its beats; or it does again. Nobody is judged by that."""
+
+    member: int
+    """The leader's replica."""
+    generation: int
+    step: int
+    phase: Literal["began", "over"]
+    seconds: float
+    """How long the silence has lasted."""
+    waiting_for: tuple[int, ...]
+    """Members that the leader waited for when it answered last."""
+
+
 class Stopping(Event, frozen=True, kw_only=True):
     """Coordinator: the run cannot go on."""
 
     exit_code: int
+    reason: str
+
+
+class Waiting(Event, frozen=True, kw_only=True):
+    """Coordinator: the run waits until one of these replicas answers or ends."""
+
+    replicas: tuple[int, ...]
     reason: str
 
 
@@ -452,9 +492,9 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 
 
 AnyEvent = (
-    RunStarted | Joined | Generation | Entered | Stopping | RunFinished | Status | Plan | MicrobatchStarted | MicrobatchFinished
-    | BucketPassed | Extended | Reduced | Transferred | ReductionFailed | Voted | Committed | Applied | Fault | Thawed | Failure
-    | Fenced | Recovery | Gap | Checkpoint
+    RunStarted | Joined | Generation | Entered | CoordinatorSilent | LeaderSilent | Stopping | Waiting | RunFinished | Status
+    | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | ReductionFailed | Voted
+    | Committed | Applied | Fault | Thawed | Failure | Fenced | Recovery | Gap | Checkpoint
 )  # fmt: skip
 
 

@@ -56,6 +56,11 @@ class AgentLost(RuntimeError):
     """The fork server does not answer; the kernel kills the ranks of one that has ended."""
 
 
+def _private(path: str, flags: int) -> int:
+    """Open a file that nobody but its owner may read."""
+    return os.open(path, flags, 0o600)
+
+
 class _Stat:
     """`/proc/PID/stat` of one process, kept open: it never tells of another that got the same pid."""
 
@@ -107,7 +112,7 @@ class Agent:
         """Start the fork server; it imports the modules `preload` (see `is_ready`) and has no environment but this one."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "megatron_recover.cluster.forkserver", str(theirs.fileno()), *preload]
-        with theirs, open(log, "ab") as output:
+        with theirs, open(log, "ab", opener=_private) as output:
             self._server = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 pass_fds=(theirs.fileno(),), start_new_session=True,
@@ -144,7 +149,7 @@ class Agent:
         request = forkserver.Spawn(
             replica=replica, rank=rank, argv=argv, environment=environment, descriptors=tuple(descriptors)
         )
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             socket.send_fds(self._control, [msgspec.json.encode(request)], [output, *descriptors.values()])
         finally:

@@ -180,6 +180,8 @@ class Console:
                     self.says(f"generation {event.generation}: replicas {_names(event.roster)} ({lost or event.reason})")
                 else:
                     self.says(f"generation {event.generation}: replicas {_names(event.roster)}")
+            case trace.LeaderSilent(phase="began"):
+                self.says(f"the leader of replica {event.member} has not answered for {event.seconds:.0f} s")
             case trace.Plan():
                 self._labels[event.step] = event.label
                 self._labels.pop(event.step - 2, None)  # members are at most one step apart
@@ -191,6 +193,8 @@ class Console:
                 )
                 during = f" during {self._labels[event.step]}" if event.step in self._labels else ""
                 self.says(f"FAULT {event.kind} of replica {event.replica} rank {event.rank} at {event.point}{where}{during}")
+            case trace.Waiting():
+                self.says(f"WARNING: waiting for replicas {_names(event.replicas)}: {event.reason}")
             case trace.Checkpoint(phase="failed"):
                 self.says(f"WARNING: {event.detail}")
             case trace.Recovery(phase="commit", generation=generation) if generation == self._repairing:

@@ -2,30 +2,32 @@
 
 It joins the agent (processes), the membership (decisions) and the recording (trace and console, which have a process of their
 own). What a loss does to the job is decided by the core. What is decided here is what there is no job for yet or any more: bad
-input (of the dry run, or of a rank before generation 1), a fork server that is lost, a second signal, and how long a process
+input (of the dry run, or of a rank before generation 1), a fork server that is lost, a second Ctrl-C, and how long a process
 that has been told to end may take.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
 from megatron_recover import config as settings
 from megatron_recover import trace
 from megatron_recover.cluster.agent import Agent, AgentLost, End
-from megatron_recover.cluster.forkserver import TOLD_TO_ALL
 from megatron_recover.cluster.job import LOGS, Job, Ports, sharing_a_gpu, write_description
 from megatron_recover.cluster.membership import Membership
 from megatron_recover.cluster.recording import Recording
+from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
 from megatron_recover.cluster.thawing import Thawing
+from megatron_recover.collectives import key as keys
+from megatron_recover.collectives.beats import SILENT_S
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext
 from megatron_recover.core.coordinator import Policy
@@ -59,13 +61,17 @@ class Launcher:
         """`quiet`: show only how the run ends, if it does not end well."""
         self._job, self._quiet = job, quiet
         self._loop = Loop()
+        self._key = keys.make_key()
+        self._sealed_key = keys.sealed(self._key)
         self._ports = Ports()
         self._started_at = time.monotonic()
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
         self._fencing: set[int] = set()
         self._ending: tuple[int, str] | None = None
         self._end_by = 0.0
-        self._num_signals = 0
+        """By the loop's clock."""
+        self._stood_still_s = 0.0
+        self._end_request = EndRequest()
         self._recording: Recording
         self._agent: Agent
         self._membership: Membership
@@ -88,7 +94,7 @@ class Launcher:
             )  # fmt: skip
         )
         try:
-            with self._signals():
+            with self._end_request.received(lambda number: self._loop.post(lambda: self._signalled(number))):
                 exit_code = self._run()
             self._recording.record(trace.RunFinished(exit_code=exit_code))
             self._recording.finish(exit_code, self._ending[1] if self._ending else "")
@@ -103,10 +109,12 @@ class Launcher:
 
     def _run(self) -> int:
         job = self._job
+        raise_descriptor_limit()
         environment = settings.inherited_environment() | _worker_defaults(settings.inherited_environment())
         self._agent = Agent(preload=job.preload, environment=environment, log=job.run_dir / LOGS / "forkserver.log")
         self._membership = Membership(
             Policy(num_replicas=job.num_replicas, min_replicas=job.config.min_replicas),
+            key=self._key,
             loop=self._loop,
             timers_s={
                 "follow_timeout_s": job.config.follow_timeout_s,
@@ -134,6 +142,7 @@ class Launcher:
             self._membership.close()
             self._loop.close()
             self._ports.close()
+            os.close(self._sealed_key)
         assert self._ending is not None
         return self._ending[0]
 
@@ -141,13 +150,13 @@ class Launcher:
 
     def _until[Answer](self, answer: Callable[[], Answer], deadline_s: float, late: str) -> Answer | None:
         """The first answer that is one; None if a signal or the deadline came first, which ends the run."""
-        deadline = time.monotonic() + deadline_s
-        while not self._num_signals:
+        deadline = self._loop.time() + deadline_s
+        while not self._end_request.is_made:
             if found := answer():
                 return found
             self._wake_server()
             self._recording.poll()
-            if time.monotonic() > deadline:
+            if self._loop.time() > deadline:
                 self._end(ExitCode.FAILED, late)
                 return None
             self._loop.run_once(_POLL_S)
@@ -167,7 +176,7 @@ class Launcher:
         script, log = self._job.argv[0], self._job.run_dir / LOGS / "dry-run.log"
         environment = self._environment(0, 0, leader="", master_port=0, dry_run=True)
         argv = self._job.argv if self._job.dry_run is None else (str(self._job.dry_run), *self._job.argv)
-        self._agent.spawn(_DRY_RUN, 0, argv=argv, environment=environment, log=log)
+        self._agent.spawn(_DRY_RUN, 0, argv=argv, environment=environment, log=log, descriptors=self._handed_down)
         late = f"in {_DRY_RUN_DEADLINE_S:.0f} s {script} never {_CALLS_PRETRAIN}; see {log}"
         ends = self._until(self._agent.poll, _DRY_RUN_DEADLINE_S, late)
         if not ends:
@@ -190,9 +199,14 @@ class Launcher:
                 environment = self._environment(replica, rank, leader=leader, master_port=master_port)
                 self._agent.spawn(
                     replica, rank, argv=job.argv, environment=environment, log=job.log_of(replica, rank),
-                    descriptors=self._recording.descriptors(replica, rank),
+                    descriptors=self._handed_down | self._recording.descriptors(replica, rank),
                 )  # fmt: skip
         self._membership.launched()
+
+    @property
+    def _handed_down(self) -> dict[str, int]:
+        """Return the descriptors that every rank inherits, by name."""
+        return {keys.DESCRIPTOR: self._sealed_key}
 
     def _environment(self, replica: int, rank: int, *, leader: str, master_port: int, dry_run: bool = False) -> dict[str, str]:
         """What a rank's process finds in its environment beside what all inherit."""
@@ -223,6 +237,7 @@ class Launcher:
     def _watch(self) -> None:
         while not (self._ending is not None and self._is_over()):
             self._loop.run_once(_POLL_S)
+            self._say_if_it_stood_still()
             self._wake_server()
             self._recording.poll()
             ends = self._agent.poll()
@@ -244,8 +259,14 @@ class Launcher:
         if self._agent.wake_server():
             self._recording.says("somebody stopped the fork server: continued it, since no rank can be fenced without it")
 
+    def _say_if_it_stood_still(self) -> None:
+        """Report a stop of this process itself (Ctrl-Z, SIGSTOP, a suspended machine), once it goes on."""
+        gap_s, self._stood_still_s = self._loop.stood_still_s - self._stood_still_s, self._loop.stood_still_s
+        if gap_s >= SILENT_S:
+            self._recording.says(f"the launcher stood still for {gap_s:.0f} s; all that it waits for has as much more time")
+
     def _is_over(self) -> bool:
-        return self._agent.num_living() == 0 or time.monotonic() > self._end_by
+        return self._agent.num_living() == 0 or self._loop.time() > self._end_by
 
     def _ended(self, end: End) -> None:
         self._recording.ended(end.replica, end.rank)
@@ -266,48 +287,30 @@ class Launcher:
     def _end(self, exit_code: int, reason: str) -> None:
         self._ending = (exit_code, reason)
         began = self._membership.generation > 0
-        self._end_by = time.monotonic() + (_END_DEADLINE_S if exit_code == ExitCode.OK else _STOP_DEADLINE_S * began)
+        self._end_by = self._loop.time() + (_END_DEADLINE_S if exit_code == ExitCode.OK else _STOP_DEADLINE_S * began)
 
     # --- Signals -----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first signal asks all replicas to save and end at the same step, the second kills them.
-
-        SIGUSR1 and SIGUSR2 are what Slurm's `--signal` is told to send ahead of a time limit. SIGHUP, of a terminal that is
-        closed, counts too, unless whoever started us has it ignored (nohup).
-        """
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            self._loop.post(lambda: self._signalled(number))
-
-        before: list[tuple[int, Callable[..., object] | int | None]] = [
-            (number, signal.signal(number, handle))
-            for number in TOLD_TO_ALL
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-        ]
-        try:
-            yield
-        finally:
-            for number, handler in before:
-                signal.signal(number, handler)
-
     def _signalled(self, number: int) -> None:
-        self._num_signals += 1
-        name = signal.Signals(number).name
-        if self._num_signals == 1 and not self._membership.generation:
-            self._recording.says(f"{name}: ending before training has begun")
-            self._membership.ask_exit(name)
-        elif self._num_signals == 1:
-            self._recording.says(
-                f"{name}: all replicas end after the same step, with a checkpoint if --save is set; once more kills everything "
-                "at once, and nothing is saved"
-            )
-            self._membership.ask_exit(name)
-        else:
-            self._recording.says(f"{name} again: killing everything")
-            self._ending = (128 + number, f"killed on request ({name})")
-            self._end_by = 0.0
+        """Take one signal. What it means is decided in `cluster.signals`, Note [One request]."""
+        name, at_terminal = signal.Signals(number).name, is_at_terminal()
+        at_once = "a second Ctrl-C" if at_terminal else f"`kill -9 {os.getpid()}`"
+        match self._end_request.take(number, at_terminal=at_terminal):
+            case Answer.END if not self._membership.generation:
+                self._recording.says(f"{name}: ending before training has begun")
+                self._membership.ask_exit(name)
+            case Answer.END:
+                self._recording.says(
+                    f"{name}: all replicas end after the same step, with a checkpoint if --save is set; {at_once} kills "
+                    "everything at once, and nothing is saved"
+                )
+                self._membership.ask_exit(name)
+            case Answer.KNOWN:
+                self._recording.says(f"{name}: the end was requested before; {at_once} kills everything at once")
+            case Answer.KILL:
+                self._recording.says(f"{name} again: killing everything")
+                self._ending = (128 + number, f"killed on request ({name})")
+                self._end_by = 0.0
 
 
 def _refusal(log: Path) -> str:
@@ -315,6 +318,12 @@ def _refusal(log: Path) -> str:
     lines = log.read_text(errors="replace").strip().splitlines() or ["the training script refused its arguments"]
     said = [line.removeprefix(BAD_ARGUMENTS) for line in lines if line.startswith(BAD_ARGUMENTS)]
     return "\n".join(said) or re.sub(r"^\S+: error: (argument )?", "", lines[-1])
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process, and all that it starts, open as many descriptors as the system allows it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _worker_defaults(environment: dict[str, str]) -> dict[str, str]:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -19,75 +18,11 @@ from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from megatron_recover.observe.check import check, describe
-from tests.cluster.jobs import ROOT, Outcome, Spec, command, run
+from tests.cluster.jobs import ROOT, Spec, command, run
+from tests.cluster.running import FOR_EVER, Start
 from tests.cluster.waiting import until_ended, until_files, until_readable
 
 pytestmark = pytest.mark.timeout(90)
-
-FOR_EVER = 10_000_000
-
-
-class Running:
-    """A toy job that goes on until it is told to end, seen from outside."""
-
-    def __init__(self, spec: Spec, *, hangup: signal.Handlers = signal.SIG_DFL) -> None:
-        """`hangup`: what its launcher finds SIGHUP set to."""
-        self.spec = spec
-        self.output = Path(spec.run_dir).with_suffix(".out")
-        with open(self.output, "wb") as output:
-            self.launcher = subprocess.Popen(
-                command(spec), cwd=ROOT, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True,
-                preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
-            )  # fmt: skip
-
-    def until_training(self) -> None:
-        self.until(lambda: self.num_applied() > 20, "training")
-        self.processes = psutil.Process(self.launcher.pid).children(recursive=True)
-        children = {each.name(): each for each in psutil.Process(self.launcher.pid).children()}
-        self.recorder = children.pop("recorder")
-        [self.server] = children.values()
-
-    @property
-    def ranks(self) -> list[psutil.Process]:
-        return [each for each in self.processes if each not in (self.server, self.recorder)]
-
-    def until(self, condition: Callable[[], object], what: str) -> None:
-        until_files(condition, what, Path(self.spec.run_dir), self.output.parent)
-
-    def num_applied(self) -> int:
-        path = Path(self.spec.run_dir) / "sums-0-0.jsonl"
-        return len(path.read_bytes().splitlines()) if path.exists() else 0
-
-    def end(self, deadline_s: float = 30.0) -> Outcome:
-        try:
-            code = self.launcher.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            self.launcher.kill()
-            raise
-        return Outcome(self.spec, code, self.output.read_text())
-
-    def assert_nothing_left(self) -> None:
-        assert len(self.processes) == 2 + self.spec.replicas * self.spec.ranks
-        until_ended(self.processes)
-
-
-Start = Callable[..., Running]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts a job that is killed at the end of the test, whatever becomes of that."""
-    started: list[Running] = []
-
-    def starting(spec: Spec, **settings: signal.Handlers) -> Running:
-        started.append(Running(spec, **settings))
-        started[-1].until_training()
-        return started[-1]
-
-    yield starting
-    for job in started:
-        job.launcher.kill()
-        job.launcher.wait()
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -241,17 +176,6 @@ def test_a_job_whose_hangup_is_ignored_goes_on(start: Start, tmp_path: Path) -> 
     assert "SIGHUP" not in job.output.read_text()
     job.launcher.send_signal(signal.SIGTERM)
     assert job.end().exit_code == ExitCode.INTERRUPTED
-
-
-def test_a_second_signal_kills_everything(start: Start, tmp_path: Path) -> None:
-    job = start(spec(tmp_path, steps=FOR_EVER))
-    victim = job.ranks[0]
-    os.kill(victim.pid, signal.SIGSTOP)  # the common step of the first signal never comes
-    job.launcher.send_signal(signal.SIGINT)
-    job.until(lambda: "once more kills everything at once, and nothing is saved" in job.output.read_text(), "the first answer")
-    job.launcher.send_signal(signal.SIGINT)
-    assert job.end(15.0).exit_code == 128 + signal.SIGINT
-    job.assert_nothing_left()
 
 
 def test_a_fork_server_that_is_stopped_is_continued_and_holds_nothing_up(start: Start, tmp_path: Path) -> None:

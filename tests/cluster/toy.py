@@ -15,6 +15,7 @@ import torch
 
 from megatron_recover import ring, trace
 from megatron_recover.collectives.direct import DirectEndpoint
+from megatron_recover.collectives.key import inherited_key
 from megatron_recover.collectives.member import Member
 from megatron_recover.collectives.transport import Revoked, Transport, TransportError
 from megatron_recover.config import DRY_RUN_PASSED, RecoverConfig, rank_context
@@ -46,7 +47,10 @@ class Toy:
             rank=context.rank,
             record=lambda **fields: self.log.record(trace.Fault(**fields)),
         )
-        self.member = Member(context, config, DirectEndpoint(), record=self.log.record, faults=self.faults)
+        key = inherited_key()
+        self.member = Member(
+            context, config, DirectEndpoint(key=key, rank=context.rank), key=key, record=self.log.record, faults=self.faults
+        )  # fmt: skip
         all_of_them = tuple(range(context.num_ranks))
         self.shape = Shape(context.num_ranks, ((0,), all_of_them, (context.num_ranks - 1,)))
         self.mine = [bucket for bucket, ranks in enumerate(self.shape.bucket_ranks) if context.rank in ranks]

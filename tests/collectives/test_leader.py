@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from megatron_recover.collectives import leader
+from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.member import JobStopped, Member
-from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Peer, PeerHello, connect
+from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Peer, PeerHello
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core.values import Entered, Held, NewGeneration, Requested, Shape, Status, Statuses, Stop, Vote, Work
-from tests.collectives.partners import FakeEndpoint, Partner
+from tests.collectives.partners import KEY, FakeEndpoint, Partner, call
 
 pytestmark = pytest.mark.timeout(30)
 WORK = Work("train 1", 2, (0,))
@@ -39,7 +40,12 @@ class Leading:
         )  # fmt: skip
         self.replica = replica
         self.member = Member(
-            context, RecoverConfig(**config), FakeEndpoint([]), record=lambda event: None, end_process=lambda code: None
+            context,
+            RecoverConfig(**config),
+            FakeEndpoint([]),
+            key=KEY,
+            record=lambda event: None,
+            end_process=lambda code: None,
         )
         self.coordinator, self.other, self.address = coordinator, other, free
         joining = threading.Thread(target=lambda: self.member.join(Shape(1, ((0,),)), ""))
@@ -79,10 +85,11 @@ class Leading:
 
     def speak(self, *messages: Any) -> Link:
         """A link of the other leader to this one."""
-        link = connect(self.address)
+        link = call(self.address, Party(Role.LEADER, 1), Party(Role.LEADER, self.replica))
         self.other.loop.watch(link, lambda link, message: None, self.other._lost)
         for message in (PeerHello(1), *messages):
             self.other.loop.send(link, message)
+        self.other.wait(lambda: link.proven and not link.wants_write)
         return link
 
     def requested(self) -> Requested:
@@ -164,7 +171,7 @@ def test_inv_8_the_timer_of_a_wait_that_is_over_does_not_end_one_like_it(lead: L
     settled = threading.Event()
     member._loop.post(settled.set)  # behind what the leader does after it has said its status: its first timer is set
     assert settled.wait(10)
-    monkeypatch.setattr(member._loop, "after", lambda seconds, then: timers.append(then))
+    monkeypatch.setattr(member._loop, "after", lambda seconds, then: timers.append(then) if seconds == 60.0 else None)
     leading.announce(2)
     leading.other.wait(lambda: leading.other.received)
     leading.other.received.clear()

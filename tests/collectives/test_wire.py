@@ -21,12 +21,8 @@ from megatron_recover.collectives.wire import (
     LinkClosed,
     Message,
     PackedStatuses,
-    PeerHello,
     RankHello,
-    address_of,
-    connect,
     frame,
-    listen,
 )
 from megatron_recover.core.values import (
     Ballot,
@@ -137,45 +133,6 @@ def test_sending_never_blocks_on_a_peer_that_does_not_read() -> None:
     assert arrived == [large] * 3 and not link.wants_write
     link.close()
     received.close()
-
-
-def test_the_loop_tells_messages_then_the_end_and_forgets_the_link() -> None:
-    loop, seen = Loop(), []
-    listener = listen("127.0.0.1:0")
-    loop.accept(
-        listener,
-        lambda link: loop.watch(
-            link, lambda link, message: seen.append(message), lambda link, why: seen.append("closed")
-        ),  # fmt: skip
-    )
-    client = connect(address_of(listener))
-    loop.watch(client, lambda link, message: None, lambda link, why: None)
-    loop.send(client, PeerHello(3))
-    while len(seen) < 1:
-        loop.run_once(1.0)
-    loop.drop(client)
-    loop.send(client, PeerHello(4))
-    while len(seen) < 2:
-        loop.run_once(1.0)
-    assert seen == [PeerHello(3), "closed"]
-    loop.forget_readable(listener.fileno())
-    listener.close()
-    loop.close()
-
-
-def test_a_refused_connection_is_a_closed_link() -> None:
-    listener = listen("127.0.0.1:0")
-    address = address_of(listener)
-    listener.close()
-    loop, seen = Loop(), []
-    try:
-        loop.watch(connect(address), lambda link, message: None, lambda link, why: seen.append(why))
-        while not seen:
-            loop.run_once(1.0)
-    except LinkClosed as closed:
-        seen.append(str(closed))
-    assert "refused" in seen[0].lower()
-    loop.close()
 
 
 def test_timers_and_posted_calls_are_made_in_order() -> None:

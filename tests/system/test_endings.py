@@ -130,6 +130,18 @@ def test_save_that_takes_many_stall_timeouts_costs_no_replica(
     assert verdict == 0, report
 
 
+def test_signals_of_a_scheduler_in_mid_save_leave_a_checkpoint(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
+    job = Job(replicas=2, save_interval=2, steps=1000)
+    script = pathlib.Path(__file__).with_name("signalled_save_pretrain.py")
+    outcome = run_job(job, tmp_path / "run", data, save=tmp_path / "checkpoints", script=script)
+    outcome.expect(ExitCode.INTERRUPTED)
+    saves = [(event["iteration"], event["phase"]) for event in outcome.events("checkpoint")]
+    assert saves[:2] == [(2, "started"), (2, "finished")]
+    assert saves[-1] == (tracker(tmp_path / "checkpoints"), "finished"), saves
+    verdict, report = check(outcome.run_dir)
+    assert verdict == 0, report
+
+
 @pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
 def test_full_disk_costs_no_replica_and_the_next_save_point_tries_again(
     ckpt_format: str, tmp_path: pathlib.Path, data: pathlib.Path, monkeypatch: pytest.MonkeyPatch
