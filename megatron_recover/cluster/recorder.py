@@ -229,7 +229,8 @@ class Recorder:
         line = item.what.replace(b'"t":0.0', b'"t":%.6f' % seconds, 1) + b"\n"
         name = line[10 : line.index(b'"', 10)].decode()
         if name in Console.WANTED:
-            self._console.take(self._decode_event(line))
+            with contextlib.suppress(msgspec.DecodeError):  # check will name the line; here it is only not shown
+                self._console.take(self._decode_event(line))
         return line
 
     # --- To the disk -------------------------------------------------------------------------------------------------
@@ -326,10 +327,7 @@ def main() -> None:
     console.start()
     store = EventStore(Path(settings.run_dir), ledger, part_bytes=settings.part_bytes)
     Recorder(control, ledger, settings, store, console).run()
-    # Threads that a disk or a terminal holds up are left behind.
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-    os._exit(0)
+    os._exit(0)  # threads that a disk or a terminal holds up are left behind
 
 
 if __name__ == "__main__":

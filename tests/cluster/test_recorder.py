@@ -268,6 +268,14 @@ def test_events_of_all_are_written_in_order_and_nothing_is_left(start: Callable[
     assert "generation 1: replicas 0 1" in out and "exit code 0 (ok): training finished" in out and err == ""
 
 
+def test_an_event_that_is_none_of_this_version_is_written_and_ends_no_recorder(start: Callable[..., Run]) -> None:
+    run = start()
+    run.recording.record(trace.Generation(generation="one", roster=(0,), reason="start"))  # type: ignore[arg-type]
+    with pytest.raises(trace.TraceError, match=r"events.jsonl:1: .*\$\.generation"):
+        run.finish()
+    assert run.recording._num_starts == 1
+
+
 def test_a_recorder_that_is_killed_again_and_again_loses_nothing_and_writes_nothing_twice(start: Callable[..., Run]) -> None:
     run = start()
     log, number = run.rank(0), 0
