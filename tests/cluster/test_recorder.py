@@ -176,6 +176,25 @@ def test_a_trace_is_read_whole_while_it_grows_and_is_put_aside(tmp_path: Path) -
     files.store.close()
 
 
+def test_what_is_added_to_a_file_just_before_it_is_put_aside_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader has come to the end of the file, and then the file grows and is put aside, before the reader looks whether."""
+    files, looks = Files(tmp_path), []
+    files.store.keep(files.batch(0))
+    real = event_files.is_put_aside
+
+    def is_put_aside(folder: Path, number: int) -> bool:
+        looks.append(number)
+        if len(looks) == 3:  # on opening, before reading, and now
+            files.store.keep(files.batch(1))
+            files.store._put_aside()
+            files.store.keep(files.batch(2))
+        return real(folder, number)
+
+    monkeypatch.setattr(event_files, "is_put_aside", is_put_aside)
+    assert steps(tmp_path) == [0, 1, 2] and len(looks) > 3
+    files.store.close()
+
+
 def test_the_thread_that_writes_tries_again_until_the_disk_takes_it_and_says_why_not(tmp_path: Path) -> None:
     refused = [errno.EIO, errno.ESTALE]
 
