@@ -416,7 +416,7 @@ class Fault(Event, frozen=True, kw_only=True):
     rank: int
     point: str
     kind: str
-    """kill, stop, freeze, raise or slow."""
+    """As in `faults.FaultKind`."""
     step: int | None = None
     generation: int | None = None
     microbatch: int | None = None

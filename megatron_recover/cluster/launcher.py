@@ -7,6 +7,7 @@ a fork server that is lost, a second Ctrl-C, and how long a process that has bee
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import resource
@@ -25,13 +26,13 @@ from megatron_recover.cluster.job import LOGS, Job, Ports, sharing_a_gpu, write_
 from megatron_recover.cluster.membership import Membership
 from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
 from megatron_recover.cluster.thawing import Thawing
+from megatron_recover.cluster.watch import Watch, explaining_first
 from megatron_recover.collectives import key as keys
 from megatron_recover.collectives.beats import SILENT_S
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext
 from megatron_recover.core.coordinator import Policy
-from megatron_recover.core.policy import loss_of
-from megatron_recover.core.values import ExitCode, Loss
+from megatron_recover.core.values import ExitCode
 from megatron_recover.megatron.arguments import BAD_ARGUMENTS
 
 _DRY_RUN = -1
@@ -72,6 +73,7 @@ class Launcher:
         self._stood_still_s = 0.0
         self._end_request = EndRequest()
         self._agent: Agent
+        self._ranks: Watch
         self._membership: Membership
 
     def run(self) -> int:
@@ -110,6 +112,7 @@ class Launcher:
         raise_descriptor_limit()
         environment = settings.inherited_environment() | _worker_defaults(settings.inherited_environment())
         self._agent = Agent(preload=job.preload, environment=environment, log=job.run_dir / LOGS / "forkserver.log")
+        self._ranks = Watch(self._agent)
         self._membership = Membership(
             Policy(num_replicas=job.num_replicas, min_replicas=job.config.min_replicas),
             key=self._key,
@@ -137,6 +140,7 @@ class Launcher:
             self._end(ExitCode.FAILED, str(error))
         finally:
             self._agent.close()
+            self._ranks.close()
             self._membership.close()
             self._loop.close()
             self._ports.close()
@@ -194,10 +198,12 @@ class Launcher:
             master_port = self._ports.take()
             for rank in range(job.num_ranks):
                 environment = self._environment(replica, rank, leader=leader, master_port=master_port)
-                self._agent.spawn(
-                    replica, rank, argv=job.argv, environment=environment, log=job.log_of(replica, rank),
-                    descriptors=self._handed_down,
-                )  # fmt: skip
+                start = functools.partial(
+                    self._agent.spawn, replica, rank, argv=job.argv, environment=environment, log=job.log_of(replica, rank)
+                )
+                self._ranks.spawn(
+                    replica, rank, lambda descriptors, start=start: start(descriptors=self._handed_down | descriptors)
+                )
         self._membership.launched()
 
     @property
@@ -240,8 +246,9 @@ class Launcher:
             if ends:
                 # What a dying rank has said arrived before its end was seen: it comes first.
                 self._loop.run_once(0.0)
-            for end in ends:
+            for end in explaining_first(ends):
                 self._ended(end)
+            self._ranks.look()
             for replica, rank in self._thawing.due():
                 if self._agent.is_stopped(replica, rank):
                     self._thawing.done(replica, rank)
@@ -272,8 +279,10 @@ class Launcher:
             # What one rank refuses, all refuse: there is no point in waiting for the others.
             self._end(ExitCode.BAD_INPUT, _refusal(self._job.log_of(end.replica, end.rank)))
             return
-        kind = loss_of(end.status, started=self._membership.generation > 0)
-        self._membership.lost(Loss(end.replica, kind, f"rank {end.rank}: {end.cause}"))
+        loss, failing = self._ranks.loss(end, started=self._membership.generation > 0)
+        if failing is not None:
+            self._membership.failing(failing)
+        self._membership.lost(loss)
 
     def _fence(self, replica: int) -> None:
         self._fencing.add(replica)
