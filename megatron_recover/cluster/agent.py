@@ -257,10 +257,18 @@ class Agent:
             if process.replica == replica and not process.confirmed:
                 process.kill()
 
+    def pid(self, replica: int, rank: int) -> int:
+        """Return the process id of a rank that was started; the process may have ended."""
+        return self._processes[replica, rank].pid
+
+    def state(self, replica: int, rank: int) -> str:
+        """Return the state of a rank's process as in /proc/PID/stat, one letter; empty once it is reaped."""
+        fields = self._processes[replica, rank].stat.read()
+        return fields[_STATE_FIELD].decode() if fields else ""
+
     def is_stopped(self, replica: int, rank: int) -> bool:
         """Whether a rank stands still (SIGSTOP)."""
-        fields = self._processes[replica, rank].stat.read()
-        return bool(fields) and fields[_STATE_FIELD] == _STOPPED
+        return self.state(replica, rank) == _STOPPED.decode()
 
     def thaw(self, replica: int, rank: int) -> None:
         """Continue a rank that stands still."""

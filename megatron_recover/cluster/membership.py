@@ -75,6 +75,10 @@ class Membership:
         self._notice()
         self._step(machine.Lost(loss))
 
+    def failing(self, failing: values.Failing) -> None:
+        """What the loss that follows is charged to, as the agent has seen it."""
+        self._step(failing)
+
     def ask_exit(self, reason: str) -> None:
         """Have all replicas save and end at a common step."""
         self._notice()

@@ -94,7 +94,7 @@ class Checkpoints:
         *,
         save: str | None,
         deadlines: Deadlines,
-        log: trace.EventLog,
+        log: trace.Log,
         faults: FaultInjector | None,
     ) -> None:
         """`originals`: what Megatron has behind the seams `save_checkpoint`, `write_checkpoint` and `checkpoint_name`. Create

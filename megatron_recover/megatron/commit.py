@@ -30,6 +30,7 @@ from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import Apply, Plan, Shape, Work
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.checksum import checksum, combined
+from megatron_recover.megatron.communication import is_communication_error
 from megatron_recover.megatron.compiling import show_compilations
 from megatron_recover.megatron.data import MicrobatchCursor
 from megatron_recover.megatron.in_work import InWork
@@ -84,7 +85,7 @@ class CommitLoop:
         seed: Callable[[int, int, int], None],
         iteration: Callable[[], int],
         fingerprint: Callable[[], str],
-        log: trace.EventLog | None = None,
+        log: trace.Log | None = None,
         faults: FaultInjector | None = None,
         gather: Gather = gather_over_replica,
         page: ProgressPage | None = None,
@@ -239,7 +240,7 @@ class CommitLoop:
         except InvariantViolation:  # of no microbatch's making: it is no reason to deal it to fewer (INV-9)
             raise
         except Exception as error:
-            self._member.raised(microbatches.suspects(), error)
+            self._member.raised(() if is_communication_error(error) else microbatches.suspects(), error)
             raise
 
     def _tell_pace(self, stopwatch: Stopwatch) -> None:

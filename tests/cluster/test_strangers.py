@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import os
 from pathlib import Path
 
 import psutil
 import pytest
 
 from megatron_recover import trace
+from megatron_recover.collectives.handshake import KEY_BYTES
 from megatron_recover.core.values import ExitCode
 from tests.cluster.jobs import Spec
 from tests.cluster.running import FOR_EVER, Start
@@ -17,6 +20,34 @@ pytestmark = pytest.mark.timeout(120)
 
 NUM_STRANGERS = 10_000
 REPLICAS, RANKS = 2, 2
+
+
+def keys_of(process: psutil.Process) -> set[bytes]:
+    """What sealed keys a process has open."""
+    found = set()
+    for name in os.listdir(f"/proc/{process.pid}/fd"):
+        path = f"/proc/{process.pid}/fd/{name}"
+        if "megatron-recover-key" in os.readlink(path):
+            assert os.stat(path).st_mode & 0o077 == 0
+            found.add(Path(path).read_bytes())
+    return found
+
+
+def test_the_key_reaches_ranks_and_is_shown_nowhere(start: Start, tmp_path: Path) -> None:
+    job = start(Spec(run_dir=str(tmp_path / "run"), replicas=2, ranks=2, steps=FOR_EVER))
+    ranks = [each for each in job.processes if each.name().startswith("replica-")]
+    assert len(ranks) == 4
+    [key] = set.union(*map(keys_of, ranks))
+    assert len(key) == KEY_BYTES
+    shown = [Path(f"/proc/{each.pid}/{name}").read_bytes() for each in job.processes for name in ("cmdline", "environ")]
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    shown += [path.read_bytes() for path in files]
+    for form in (key, key.hex().encode(), base64.b64encode(key)):
+        assert not any(form in text for text in shown)
+    private = [path for path in files if path.name == trace.EVENTS_FILE or path.parent.name == "logs"]
+    assert len(private) >= 6 and all(path.stat().st_mode & 0o077 == 0 for path in private)
+    soft, hard = psutil.Process(ranks[0].pid).rlimit(psutil.RLIMIT_NOFILE)
+    assert soft == hard
 
 
 def test_a_job_under_siege_loses_nobody(start: Start, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from itertools import permutations
 
 import pytest
@@ -190,10 +191,56 @@ def test_a_microbatch_is_not_blamed_for_a_kill() -> None:
     assert not any(isinstance(effect, EndJob) for effect in effects)
 
 
+def lost(replica: int, kind: LossKind) -> Lost:
+    return Lost(Loss(replica, kind, "rank 1"))
+
+
+def witnessed(replica: int, *microbatches: int) -> Failing:
+    """What the agent has read from the progress page of a rank."""
+    return Failing(replica, "train 4", microbatches, "SIGBUS", witnessed=True)
+
+
+def told(replica: int, *microbatches: int) -> Failing:
+    """What a rank has reported that raised."""
+    return Failing(replica, "train 4", microbatches, "connection reset")
+
+
+CRASHED, HUNG, KILLED, RAISED = LossKind.CRASHED, LossKind.HUNG, LossKind.PROCESS_ENDED, LossKind.EXCEPTION
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "poisons"),
+    [
+        ((witnessed(0, 2), CRASHED), (witnessed(1, 2), CRASHED), True),
+        ((witnessed(0, 2), HUNG), (witnessed(1, 2), CRASHED), True),
+        ((told(0, 2), RAISED), (witnessed(1, 2), HUNG), True),
+        # A device that runs behind: the common one counts.
+        ((witnessed(0, 0, 1, 2), CRASHED), (witnessed(1, 2, 5), CRASHED), True),
+        ((witnessed(0, 0, 1), CRASHED), (witnessed(1, 2, 5), CRASHED), False),
+        # What other ranks raise when one of theirs crashed or hangs is a consequence.
+        ((told(0, 2), CRASHED), (told(1, 2), CRASHED), False),
+        ((told(0, 2), HUNG), (told(1, 2), HUNG), False),
+        # Nothing is charged to a kill from outside, whatever was in work.
+        ((witnessed(0, 2), KILLED), (witnessed(1, 2), KILLED), False),
+        ((witnessed(0, 2), CRASHED), (witnessed(1, 2), KILLED), False),
+        # A communication error inside a replica names no microbatch (A14).
+        ((told(0), RAISED), (told(1), RAISED), False),
+    ],
+)
+def test_inv_9_which_deaths_are_charged_to_a_microbatch(
+    first: tuple[Failing, LossKind], second: tuple[Failing, LossKind], poisons: bool
+) -> None:
+    events = [event for failing, kind in (first, second) for event in (failing, lost(failing.replica, kind))]
+    state, effects = feed(started(), *events)
+    codes = [effect.exit_code for effect in effects if isinstance(effect, EndJob)]
+    assert codes == ([ExitCode.POISONED_MICROBATCH] if poisons else [])
+    assert poisons or state.roster == (2,)
+
+
 def test_a_microbatch_is_not_blamed_for_a_check_that_failed() -> None:
     failed = [Lost(Loss(replica, LossKind.INVARIANT_VIOLATED, "exit code 14")) for replica in (0, 1)]
-    told = [Failing(replica, "train 4", (2,), "INV-1") for replica in (0, 1)]
-    state, effects = feed(started(), told[0], failed[0], told[1], failed[1])
+    said = [Failing(replica, "train 4", (2,), "INV-1") for replica in (0, 1)]
+    state, effects = feed(started(), said[0], failed[0], said[1], failed[1])
     assert not any(isinstance(effect, EndJob) for effect in effects) and state.roster == (2,)
 
 
@@ -232,6 +279,15 @@ def test_the_minority_that_diverges_is_fenced() -> None:
 )
 def test_what_an_end_says_of_a_replica(status: int, started: bool, kind: LossKind) -> None:
     assert policy.loss_of(status, started=started) is kind
+
+
+def test_only_signals_of_the_computation_and_a_want_of_memory_are_crashes() -> None:
+    of_computation = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+    for number in signal.valid_signals():
+        expected = LossKind.CRASHED if number in of_computation else LossKind.PROCESS_ENDED
+        assert policy.loss_of(-number, started=True) is expected, number
+        by_kernel = LossKind.CRASHED if number in {*of_computation, signal.SIGKILL} else LossKind.PROCESS_ENDED
+        assert policy.loss_of(-number, started=True, out_of_memory=True) is by_kernel, number
 
 
 def test_a_tie_ends_the_job() -> None:
