@@ -352,10 +352,16 @@ class Leader:
     # --- Waits (INV-8) -----------------------------------------------------------------------------------------------
 
     def _watch_for_a_stall(self) -> None:
-        """Ask for a new generation when what is waited for has not changed for the stall timeout."""
+        """Request a new generation when a wait for other members has lasted for `stall_s`. See Note [One wait].
+
+        Note [One wait]. A wait for statuses, or for votes, has one deadline, from its start. Messages that arrive meanwhile do
+        not extend it: with many members it would last many times as long (INV-8). Nobody is blamed for the request itself. In
+        the generation that follows each member names whom it waits for, and one that waits itself passes the blame on
+        (`policy.blamed`): so in a tree that was making progress blame falls on the last in the row, not on those in between.
+        It has no consequence before several generations in a row without a committed step, and a commit clears it.
+        """
         state = self._state
-        waiting = machine.waiting_for(state)
-        now = (waiting, state.generation, state.step) if waiting else ()
+        now = (state.phase, state.generation, state.step) if machine.waiting_for(state) else ()
         if now == self._waiting:
             return
         self._waiting = now
