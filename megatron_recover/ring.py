@@ -211,11 +211,6 @@ class RingReader(_Ring):
         """Whether everything published was read, and everything dropped was told of."""
         return self._words[_WRITTEN] == self._position and self._words[_DROPPED] == self._told
 
-    @property
-    def num_bytes(self) -> int:
-        """Published and not read."""
-        return self._words[_WRITTEN] - self._position
-
     def look(self) -> None:
         """Take note of how far the writer has got: `until` reads so far (Note [Visibility])."""
         self._end = self._words[_WRITTEN]
@@ -315,6 +310,11 @@ class Merge:
         self._ended.discard(source)
         self._looks.pop(source, None)
         self._readers.pop(source).close()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something was recorded that was not given out."""
+        return self._rest is not None or any(not reader.is_exhausted for reader in self._readers.values())
 
     @property
     def sources(self) -> Mapping[int, RingReader]:

@@ -15,19 +15,22 @@ docs/architecture.md, section Trace, lists who writes which event.
 from __future__ import annotations
 
 import errno
+import gzip
 import os
 import re
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal, Protocol, get_args
 
 import msgspec
 
+from megatron_recover import event_files
 from megatron_recover.core.policy import EXIT
 from megatron_recover.core.values import LossKind
 
-EVENTS_FILE = "events.jsonl"
+EVENTS_FILE = event_files.EVENTS_FILE
 """Name of the log inside a run directory."""
 
 Level = Literal["microbatches", "steps", "faults"]
@@ -594,17 +597,22 @@ def parse(line: bytes) -> tuple[AnyEvent | None, str]:
 
 
 def read(path: str | Path, on_cut: Callable[[int, str], None] | None = None) -> Iterator[tuple[int, AnyEvent]]:
-    """Yield (line number from 1, event) of a log in the order of the file.
+    """Yield (line number from 1, event) of a log in its order, one by one; numbers go on from one part of it to the next.
 
-    `on_cut(line, fragment)` is told of every fragment (see `parse`). Raises `TraceError` for what is no event.
+    `path` is a run directory, or its `events.jsonl`, for all parts (`event_files`); or one file, compressed or not.
+    `on_cut(line, fragment)` is told of every fragment (see `parse`). Raises `TraceError` for what is no event, and
+    FileNotFoundError.
     """
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+    number, place = 0, Path(path)
+    try:
+        for number, (place, line_of_file, line) in enumerate(event_files.lines(Path(path)), start=1):
             try:
                 event, fragment = parse(line)
             except ValueError as error:
-                raise TraceError(f"{path}:{number}: {error}") from error
+                raise TraceError(f"{place}:{line_of_file}: {error}") from error
             if fragment and on_cut is not None:
                 on_cut(number, fragment)
             if event is not None:
                 yield number, event
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise TraceError(f"{place}, after line {number} of the trace: {error}; the compressed file is damaged") from error

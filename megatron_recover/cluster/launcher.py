@@ -1,8 +1,9 @@
 """The life of a run in the launcher's process: dry run, start of all ranks, watch over them, exit code; nothing stays behind.
 
-It joins the agent (processes), the membership (decisions) and the console. What a loss does to the job is decided by the core.
-What is decided here is what there is no job for yet or any more: bad input (of the dry run, or of a rank before generation 1),
-a fork server that is lost, a second Ctrl-C, and how long a process that has been told to end may take.
+It joins the agent (processes), the membership (decisions) and the recording (trace and console, which have a process of their
+own). What a loss does to the job is decided by the core. What is decided here is what there is no job for yet or any more: bad
+input (of the dry run, or of a rank before generation 1), a fork server that is lost, a second Ctrl-C, and how long a process
+that has been told to end may take.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import msgspec
 from megatron_recover import config as settings
 from megatron_recover import trace
 from megatron_recover.cluster.agent import Agent, AgentLost, End
-from megatron_recover.cluster.console import Console
 from megatron_recover.cluster.job import LOGS, Job, Ports, sharing_a_gpu, write_description
 from megatron_recover.cluster.membership import Membership
+from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
 from megatron_recover.cluster.thawing import Thawing
 from megatron_recover.cluster.watch import Watch, explaining_first
@@ -57,14 +58,14 @@ _STOP_DEADLINE_S = 10.0
 class Launcher:
     """One run. Everything happens in the thread that calls `run`."""
 
-    def __init__(self, job: Job, console: Console) -> None:
-        self._job, self._console = job, console
+    def __init__(self, job: Job, *, quiet: bool = False) -> None:
+        """`quiet`: show only how the run ends, if it does not end well."""
+        self._job, self._quiet = job, quiet
         self._loop = Loop()
         self._key = keys.make_key()
         self._sealed_key = keys.sealed(self._key)
         self._ports = Ports()
         self._started_at = time.monotonic()
-        self._log = trace.EventLog(job.run_dir / trace.EVENTS_FILE, self._started_at)
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
         self._fencing: set[int] = set()
         self._ending: tuple[int, str] | None = None
@@ -72,6 +73,7 @@ class Launcher:
         """By the loop's clock."""
         self._stood_still_s = 0.0
         self._end_request = EndRequest()
+        self._recording: Recording
         self._agent: Agent
         self._ranks: Watch
         self._membership: Membership
@@ -80,7 +82,8 @@ class Launcher:
         """Run the job to its end; its exit code (core.values.ExitCode, or 128 + signal when it was killed on request)."""
         job = self._job
         write_description(job)
-        self._log.record(
+        self._recording = Recording(job, self._started_at, quiet=self._quiet)
+        self._recording.record(
             trace.RunStarted(
                 replicas=job.num_replicas,
                 layout=job.layout,
@@ -89,17 +92,16 @@ class Launcher:
                 argv=job.argv,
                 min_replicas=job.config.min_replicas,
                 num_microbatches=job.num_microbatches,
+                level=job.trace_level,
             )  # fmt: skip
         )
-        self._console.start()
         try:
             with self._end_request.received(lambda number: self._loop.post(lambda: self._signalled(number))):
                 exit_code = self._run()
-            self._log.record(trace.RunFinished(exit_code=exit_code))
-            self._log.close()
-            self._console.finished(exit_code, self._ending[1] if self._ending else "")
+            self._recording.record(trace.RunFinished(exit_code=exit_code))
+            self._recording.finish(exit_code, self._ending[1] if self._ending else "")
         finally:
-            self._console.close()  # whatever is raised is told after what it shows, on a terminal that is whole again
+            self._recording.close()  # whatever is raised is told after what it shows, on a terminal that is whole again
         return exit_code
 
     @property
@@ -125,12 +127,12 @@ class Launcher:
                 "load_timeout_s": _LOAD_DEADLINE_S,
                 "start_timeout_s": _START_DEADLINE_S,
             },
-            record=self._log.record,
+            record=self._recording.record,
             fence=self._fence,
             on_end=self._end,
         )
         try:
-            self._console.says(
+            self._recording.says(
                 f"importing {', '.join(job.preload) or 'nothing'} once for {job.num_replicas * job.num_ranks} ranks"
             )
             if self._wait_for_imports() and self._dry_run():
@@ -157,6 +159,7 @@ class Launcher:
             if found := answer():
                 return found
             self._wake_server()
+            self._recording.poll()
             if self._loop.time() > deadline:
                 self._end(ExitCode.FAILED, late)
                 return None
@@ -198,12 +201,14 @@ class Launcher:
             master_port = self._ports.take()
             for rank in range(job.num_ranks):
                 environment = self._environment(replica, rank, leader=leader, master_port=master_port)
+                handed_down = self._handed_down | self._recording.descriptors(replica, rank)
                 start = functools.partial(
                     self._agent.spawn, replica, rank, argv=job.argv, environment=environment, log=job.log_of(replica, rank)
                 )
                 self._ranks.spawn(
-                    replica, rank, lambda descriptors, start=start: start(descriptors=self._handed_down | descriptors)
-                )
+                    replica, rank,
+                    lambda page, start=start, handed_down=handed_down: start(descriptors=handed_down | page),
+                )  # fmt: skip
         self._membership.launched()
 
     @property
@@ -242,6 +247,7 @@ class Launcher:
             self._loop.run_once(_POLL_S)
             self._say_if_it_stood_still()
             self._wake_server()
+            self._recording.poll()
             ends = self._agent.poll()
             if ends:
                 # What a dying rank has said arrived before its end was seen: it comes first.
@@ -252,29 +258,30 @@ class Launcher:
             for replica, rank in self._thawing.due():
                 if self._agent.is_stopped(replica, rank):
                     self._thawing.done(replica, rank)
-                    self._log.record(trace.Thawed(replica=replica, rank=rank))  # before the rank can write anything
+                    self._recording.record(trace.Thawed(replica=replica, rank=rank))  # before the rank can write anything
                     self._agent.thaw(replica, rank)
             for replica in [each for each in self._fencing if self._agent.is_fenced(each)]:
                 self._fencing.discard(replica)
-                self._log.record(trace.Fenced(replica=replica, ranks=tuple(range(self._job.num_ranks))))
+                self._recording.record(trace.Fenced(replica=replica, ranks=tuple(range(self._job.num_ranks))))
 
     def _wake_server(self) -> None:
         if self._agent.wake_server():
-            self._console.says("somebody stopped the fork server: continued it, since no rank can be fenced without it")
+            self._recording.says("somebody stopped the fork server: continued it, since no rank can be fenced without it")
 
     def _say_if_it_stood_still(self) -> None:
         """Report a stop of this process itself (Ctrl-Z, SIGSTOP, a suspended machine), once it goes on."""
         gap_s, self._stood_still_s = self._loop.stood_still_s - self._stood_still_s, self._loop.stood_still_s
         if gap_s >= SILENT_S:
-            self._console.says(f"the launcher stood still for {gap_s:.0f} s; all that it waits for has as much more time")
+            self._recording.says(f"the launcher stood still for {gap_s:.0f} s; all that it waits for has as much more time")
 
     def _is_over(self) -> bool:
         return self._agent.num_living() == 0 or self._loop.time() > self._end_by
 
     def _ended(self, end: End) -> None:
+        self._recording.ended(end.replica, end.rank)
         if self._ending is not None or end.replica in self._fencing:
             return  # as it was told
-        self._log.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
+        self._recording.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
         if end.status == ExitCode.BAD_INPUT and not self._membership.generation:
             # What one rank refuses, all refuse: there is no point in waiting for the others.
             self._end(ExitCode.BAD_INPUT, _refusal(self._job.log_of(end.replica, end.rank)))
@@ -301,18 +308,18 @@ class Launcher:
         at_once = "a second Ctrl-C" if at_terminal else f"`kill -9 {os.getpid()}`"
         match self._end_request.take(number, at_terminal=at_terminal):
             case Answer.END if not self._membership.generation:
-                self._console.says(f"{name}: ending before training has begun")
+                self._recording.says(f"{name}: ending before training has begun")
                 self._membership.ask_exit(name)
             case Answer.END:
-                self._console.says(
+                self._recording.says(
                     f"{name}: all replicas end after the same step, with a checkpoint if --save is set; {at_once} kills "
                     "everything at once, and nothing is saved"
                 )
                 self._membership.ask_exit(name)
             case Answer.KNOWN:
-                self._console.says(f"{name}: the end was requested before; {at_once} kills everything at once")
+                self._recording.says(f"{name}: the end was requested before; {at_once} kills everything at once")
             case Answer.KILL:
-                self._console.says(f"{name} again: killing everything")
+                self._recording.says(f"{name} again: killing everything")
                 self._ending = (128 + number, f"killed on request ({name})")
                 self._end_by = 0.0
 

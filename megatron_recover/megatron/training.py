@@ -19,7 +19,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_recover import flags, trace
+from megatron_recover import flags, ring, trace
 from megatron_recover.config import DRY_RUN_PASSED, RankContext, RecoverConfig, rank_context
 from megatron_recover.core import policy
 from megatron_recover.core.detector import Phase
@@ -130,7 +130,7 @@ class _Training:
 
         self._context = context
         self._page = ProgressPage.inherited()
-        self._log = trace.EventLog(os.path.join(context.run_dir, trace.EVENTS_FILE), context.started_at)
+        self._log = ring.log_of_rank(context)
         self._faults = FaultInjector.of(
             context.faults,
             replica=context.replica,

@@ -37,7 +37,13 @@ class Running:
     def until_training(self) -> None:
         self.until(lambda: self.num_applied() > 20, "training")
         self.processes = psutil.Process(self.launcher.pid).children(recursive=True)
-        [self.server] = psutil.Process(self.launcher.pid).children()
+        children = {each.name(): each for each in psutil.Process(self.launcher.pid).children()}
+        self.recorder = children.pop("recorder")
+        [self.server] = children.values()
+
+    @property
+    def ranks(self) -> list[psutil.Process]:
+        return [each for each in self.processes if each not in (self.server, self.recorder)]
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         until_files(condition, what, Path(self.spec.run_dir), self.output.parent)
@@ -55,7 +61,7 @@ class Running:
         return Outcome(self.spec, code, self.output.read_text())
 
     def assert_nothing_left(self) -> None:
-        assert len(self.processes) == 1 + self.spec.replicas * self.spec.ranks
+        assert len(self.processes) == 2 + self.spec.replicas * self.spec.ranks
         until_ended(self.processes)
 
     def close(self) -> None:

@@ -182,7 +182,7 @@ def test_a_fork_server_that_is_stopped_is_continued_and_holds_nothing_up(start: 
     job = start(spec(tmp_path, steps=FOR_EVER))
     os.kill(job.server.pid, signal.SIGSTOP)
     job.until(lambda: "somebody stopped the fork server" in job.output.read_text(), "a word about it")
-    next(each for each in job.processes if each.pid != job.server.pid).kill()
+    job.ranks[0].kill()
     job.until(lambda: '"fenced"' in (Path(job.spec.run_dir) / "events.jsonl").read_text(), "the fence")
     job.launcher.send_signal(signal.SIGTERM)
     assert job.end().exit_code == ExitCode.INTERRUPTED
@@ -209,7 +209,7 @@ def test_nothing_is_left_when_a_parent_is_killed(start: Start, tmp_path: Path, w
 def test_a_rank_killed_from_outside_is_seen_and_fenced(start: Start, tmp_path: Path) -> None:
     # The rest of a broken replica ends by itself after the follow timeout, so that is put off: here it has to be killed.
     job = start(spec(tmp_path, steps=FOR_EVER, config=RecoverConfig(follow_timeout_s=300.0)))
-    ranks = [each for each in job.processes if each.ppid() != job.launcher.pid]
+    ranks = job.ranks
     names = {each.name(): each for each in ranks}
     assert sorted(names) == [f"replica-{replica}.{rank}" for replica in range(3) for rank in range(2)], "told apart in ps"
     names["replica-1.1"].kill()
@@ -222,6 +222,34 @@ def test_a_rank_killed_from_outside_is_seen_and_fenced(start: Start, tmp_path: P
     [failure] = outcome.of(trace.Failure)
     assert (failure.replica, failure.rank, failure.cause) == (1, 1, "SIGKILL")
     outcome.assert_exactly_once()
+
+
+def test_a_recorder_that_is_killed_costs_nothing(start: Start, tmp_path: Path) -> None:
+    job = start(spec(tmp_path, steps=FOR_EVER, trace_file_bytes=50_000))
+    job.recorder.kill()
+    job.until(lambda: "the recorder ended by SIGKILL: another one goes on with the trace" in job.output.read_text(), "a word")
+    job.ranks[-1].kill()  # what happens now is recorded
+    reached = job.num_applied()
+    job.until(lambda: job.num_applied() > reached + 20, "training to go on")
+    job.launcher.send_signal(signal.SIGTERM)
+    outcome = job.end()
+    assert outcome.exit_code == ExitCode.INTERRUPTED and len(outcome.of(trace.Failure)) == 1
+    assert outcome.of(trace.Gap) == [] and list(Path(job.spec.run_dir).glob("events.0001.jsonl*"))
+    verdict = check(job.spec.run_dir)
+    assert verdict.holds, describe(verdict)
+    job.assert_nothing_left()
+
+
+@pytest.mark.parametrize("level", ["steps", "faults"])
+def test_a_level_is_that_of_all_processes_and_is_told(level: trace.Level, tmp_path: Path) -> None:
+    kill = Fault(replica=1, rank=1, point=FaultPoint.BACKWARD, step=2)
+    outcome = run(spec(tmp_path, faults=(kill,), trace_level=level))
+    assert outcome.exit_code == 0 and outcome.of(trace.RunStarted)[0].level == level
+    outcome.assert_exactly_once()
+    assert not {type(event) for event in outcome.events} & trace.LEFT_OUT[level]
+    assert len(outcome.of(trace.Committed)) == (0 if level == "faults" else 2 * outcome.spec.steps + 2)
+    assert len(outcome.of(trace.Fault)) == len(outcome.of(trace.Failure)) == len(outcome.of(trace.Fenced)) == 1
+    assert len(outcome.of(trace.Status)) >= 2 and len(outcome.of(trace.Recovery)) > 0
 
 
 def test_children_of_a_rank_die_with_it(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_inv_8_a_launcher_that_stays_stopped_is_waited_for_until_the_deadline(st
     job = start(Spec(run_dir=str(tmp_path / "run"), steps=FOR_EVER, config=config))
     os.kill(job.launcher.pid, signal.SIGSTOP)
     kill_a_rank(job)
-    until_ended([each for each in job.processes if each.pid != job.server.pid], deadline_s=30.0)
+    until_ended(job.ranks, deadline_s=30.0)
     until_said(job, "and the coordinator (the launcher, pid")
     job.launcher.send_signal(signal.SIGCONT)
     outcome = job.end()

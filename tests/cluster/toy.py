@@ -14,7 +14,7 @@ import zlib
 
 import torch
 
-from megatron_recover import trace
+from megatron_recover import ring, trace
 from megatron_recover.collectives.direct import DirectEndpoint
 from megatron_recover.collectives.key import inherited_key
 from megatron_recover.collectives.member import Member
@@ -49,7 +49,7 @@ class Toy:
         self.pace_s = pace_s
         self.dropped = {tuple(each) for each in dropped}
         self.num_steps, self.num_microbatches, self.config = num_steps, num_microbatches, config
-        self.log = trace.EventLog(f"{context.run_dir}/{trace.EVENTS_FILE}", context.started_at)
+        self.log = ring.log_of_rank(context)
         self.faults = FaultInjector.of(
             context.faults,
             replica=context.replica,
