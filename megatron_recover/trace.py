@@ -172,7 +172,6 @@ class CoordinatorSilent(Event, frozen=True, kw_only=True):
 
     replica: int
     generation: int
-    step: int
     phase: Literal["began", "over"]
     seconds: float
     """How long the silence has lasted."""
@@ -192,7 +191,6 @@ class LeaderSilent(Event, frozen=True, kw_only=True):
     member: int
     """The leader's replica."""
     generation: int
-    step: int
     phase: Literal["began", "over"]
     seconds: float
     """How long the silence has lasted."""
@@ -451,6 +449,21 @@ class Fenced(Event, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
 
 
+class SetAside(Event, frozen=True, kw_only=True):
+    """Agent: a rank does not end although it was killed. Nobody waits for it, and its slot is not used again.
+
+    Whatever it still does has no effect: its replica is in no roster, and it ends before it runs another instruction.
+    """
+
+    replica: int
+    rank: int
+    pid: int
+    state: str
+    """As /proc/PID/stat has it (`D`: in an uninterruptible wait); empty where it cannot be read."""
+    wchan: str
+    """The kernel function in which it waits; empty where it cannot be read."""
+
+
 Phase = Literal["detect", "agree", "redeal", "recompute", "reduce", "commit"]
 """Phases of a recovery, in their order."""
 
@@ -494,7 +507,7 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 AnyEvent = (
     RunStarted | Joined | Generation | Entered | CoordinatorSilent | LeaderSilent | Stopping | Waiting | RunFinished | Status
     | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | ReductionFailed | Voted
-    | Committed | Applied | Fault | Thawed | Failure | Fenced | Recovery | Gap | Checkpoint
+    | Committed | Applied | Fault | Thawed | Failure | Fenced | SetAside | Recovery | Gap | Checkpoint
 )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from megatron_recover.collectives.wire import (
 )
 from megatron_recover.core import coordinator as machine
 from megatron_recover.core import values
+from megatron_recover.deadlines import Deadlines
 
 
 class Membership:
@@ -43,6 +44,7 @@ class Membership:
         record: Callable[[trace.Event], None],
         fence: Callable[[int], None],
         on_end: Callable[[int, str], None],
+        deadlines: Deadlines | None = None,
     ) -> None:
         """Listen for leaders on a free port of the loopback interface.
 
@@ -55,7 +57,7 @@ class Membership:
         self._peers: dict[int, Peer] = {}
         self._links: dict[int, Link] = {}
         self._noticed: float | None = None
-        self._leaders = LeaderWatch(loop=loop, beat=self._beat, record=record)
+        self._leaders = LeaderWatch(loop=loop, deadlines=deadlines or Deadlines.of(), beat=self._beat, record=record)
         self._asked: dict[int, int] = {}
         """Replica -> the newest generation in which its request was heard; a beat repeats one that may not have been."""
         listener = listen("127.0.0.1:0")

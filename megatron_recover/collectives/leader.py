@@ -42,6 +42,7 @@ from megatron_recover.core import replica as machine
 from megatron_recover.core import values
 from megatron_recover.core.tree import neighbours
 from megatron_recover.core.vote import bare
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
 
 
@@ -62,9 +63,6 @@ def _parts(message: machine.Word) -> Iterator[machine.Word]:
 Deliver = Callable[[Message], None]
 """Hands a message of the leader to its own rank."""
 
-_GOODBYE_S = 5.0
-_START_UP_DEADLINE_S = 1800.0
-"""For the coordinator to welcome a leader: until then a connection that was let go is dialled again."""
 _AGREED = (machine.Phase.IDLE, machine.Phase.WORKING, machine.Phase.VOTED)
 
 
@@ -83,12 +81,13 @@ class Leader:
         fail: Callable[..., None],
         record: Callable[[trace.Event], None],
         faults: FaultInjector | None,
+        deadlines: Deadlines,
     ) -> None:
         """Bind the replica's address and link to the coordinator.
 
         `fail(reason)`, or `fail(reason, exit_code)`: the replica cannot go on. `key` is the job's: every link is proven by it.
         """
-        self._context, self._config = context, config
+        self._context, self._config, self._deadlines = context, config, deadlines
         self._loop, self._deliver, self._fail, self._record, self._faults = loop, deliver, fail, record, faults
         self._state = machine.ReplicaState(context.replica, own.shape, config.tree_above)
         self._hellos: dict[int, RankHello] = {own.rank: own}
@@ -102,13 +101,13 @@ class Leader:
         self._key, self._me = key, Party(Role.LEADER, context.replica)
         self._gate = Gate(loop, listen(context.leader), key, Role.LEADER, self._admits, self._accept)
         self._coordinator = OutgoingLink(
-            context.coordinator, key, self._me, Party(Role.COORDINATOR), patience_s=_START_UP_DEADLINE_S
+            context.coordinator, key, self._me, Party(Role.COORDINATOR), patience_s=self._deadlines.leader_s
         )  # fmt: skip
         self._request: values.Requested | values.Diverged | None = None
         """What the coordinator was asked for last."""
         loop.watch(self._coordinator, self._from_coordinator, self._coordinator_lost)
         self._coordinator_watch = CoordinatorWatch(
-            context.replica, loop=loop, deadline_s=config.deadline_s, answer=self._where, waits=self._needs_coordinator,
+            context.replica, loop=loop, deadlines=deadlines, answer=self._where, waits=self._needs_coordinator,
             record=record, give_up=lambda reason: fail(reason, values.ExitCode.NO_REPLICA_LEFT),
         )  # fmt: skip
         self._join_when_complete()
@@ -119,7 +118,7 @@ class Leader:
 
     def see_ranks_off(self) -> None:
         """Give the ranks a moment to read their `Stop` and hang up: closing first could reset the link under it."""
-        until = time.monotonic() + _GOODBYE_S
+        until = time.monotonic() + self._deadlines.words_s
         while self._ranks and (left := until - time.monotonic()) > 0:
             self._loop.run_once(left)
 
@@ -189,7 +188,7 @@ class Leader:
         self._ranks.pop(rank, None)
         reason = f"rank {rank} of this replica is gone ({why})"
         if self._state.phase is not machine.Phase.STOPPED:
-            self._loop.after(self._config.follow_timeout_s, lambda: self._fail(reason))
+            self._loop.after(self._deadlines.follow_s, lambda: self._fail(reason))
 
     def _from_coordinator(self, link: Link, message: Message) -> None:
         self._coordinator_watch.heard(message if isinstance(message, Beat) else None)
@@ -329,7 +328,7 @@ class Leader:
             if link is None:
                 link = self._outgoing[peer] = OutgoingLink(
                     self._peers[peer].leader_address, self._key, self._me, Party(Role.LEADER, peer),
-                    patience_s=self._config.stall_timeout_s,
+                    patience_s=self._deadlines.stall_s,
                 )  # fmt: skip
                 self._loop.watch(link, self._unexpected_answer, self._outgoing_lost)
                 self._loop.send(link, PeerHello(self._context.replica))
@@ -353,15 +352,21 @@ class Leader:
     # --- Waits (INV-8) -----------------------------------------------------------------------------------------------
 
     def _watch_for_a_stall(self) -> None:
-        """Ask for a new generation when what is waited for has not changed for the stall timeout."""
+        """Request a new generation when a wait for other members has lasted for `stall_s`. See Note [One wait].
+
+        Note [One wait]. A wait for statuses, or for votes, has one deadline, from its start. Messages that arrive meanwhile do
+        not extend it: with many members it would last many times as long (INV-8). Nobody is blamed for the request itself. In
+        the generation that follows each member names whom it waits for, and one that waits itself passes the blame on
+        (`policy.blamed`): so in a tree that was making progress blame falls on the last in the row, not on those in between.
+        It has no consequence before several generations in a row without a committed step, and a commit clears it.
+        """
         state = self._state
-        waiting = machine.waiting_for(state)
-        now = (waiting, state.generation, state.step) if waiting else ()
+        now = (state.phase, state.generation, state.step) if machine.waiting_for(state) else ()
         if now == self._waiting:
             return
         self._waiting = now
         if now:
-            self._loop.after(self._config.stall_timeout_s, lambda: self._stalled(now))
+            self._loop.after(self._deadlines.stall_s, lambda: self._stalled(now))
 
     def _stalled(self, waiting: tuple[object, ...]) -> None:
         # Compared by identity: the same wait may have ended and begun again in the meantime.

@@ -101,7 +101,7 @@ class Heard(Value, frozen=True):
 
 
 class Beat(Value, frozen=True):
-    """Coordinator to a leader, every `beats.BEAT_S`: that it runs, and what it knows. It says nothing about any rank."""
+    """Coordinator to a leader, every `Deadlines.beat_s`: that it runs, and what it knows. It says nothing about any rank."""
 
     pid: int
     """Of the coordinator's process."""

@@ -242,7 +242,7 @@ class _Training:
         cursor = MicrobatchCursor(self._page)
         checkpoints = Checkpoints(
             member, originals, get_args,
-            save=args.save, save_timeout_s=config.save_timeout_s, log=self._log, faults=self._faults,
+            save=args.save, deadlines=config.deadlines, log=self._log, faults=self._faults,
         )  # fmt: skip
         boundary = Boundary(member, checkpoints, originals["exit"], get_args)
         boundary.take_over(args)
@@ -327,7 +327,7 @@ def building_cache_once(provider: Callable[..., Any], args: Namespace, page: Pro
         with (page or ProgressPage()).within(Phase.BUILDING_DATA):
             if directory is None or torch.distributed.get_rank() != 0:
                 return provider(*values, **others)
-            with building_cache(directory):
+            with building_cache(directory, recover_config(args).deadlines.build_s):
                 return provider(*values, **others)
 
     return provide

@@ -267,11 +267,12 @@ class Promised(Rule):
 
 
 def what_was_lost_is_fenced(history: History, gaps: Gaps) -> Findings:
-    """Every rank of a replica that left the roster by a loss is confirmed dead by the end of the run."""
+    """Every rank of a replica that left the roster by a loss is confirmed dead by the end of the run, or was set aside."""
     started = history.first(trace.RunStarted)
     if started is None or history.first(trace.RunFinished) is None or gaps.of_launcher:
         return
     dead = {(event.replica, rank) for _, event in history.of(trace.Fenced) for rank in event.ranks}
+    dead |= {(event.replica, event.rank) for _, event in history.of(trace.SetAside)}
     for replica, (line, _) in history.lost_at.items():
         if alive := [rank for rank in range(started.layout.num_ranks) if (replica, rank) not in dead]:
             yield line, f"replica {replica} was lost, and its ranks {alive} were never fenced"

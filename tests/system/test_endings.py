@@ -108,8 +108,8 @@ def test_writer_killed_in_a_save_is_taken_over(
 def test_save_that_takes_many_stall_timeouts_costs_no_replica(
     killed: bool, tmp_path: pathlib.Path, data: pathlib.Path, reference: Callable[[Job], pathlib.Path]
 ) -> None:
-    # Replica 0 saves for five stall timeouts after step 1; the others are in step 2 and cannot end it.
-    job = Job(replicas=3, save_interval=2, steps=3, extra=("--recover-stall-timeout-s", "2"))
+    # Replica 0 saves for four waits of a sum after step 1; the others are in step 2 and cannot end it.
+    job = Job(replicas=3, save_interval=2, steps=3, extra=("--recover-deadline-s", "45"))
     chaos = chaos_text("2 0 before_reduce step=2") if killed else ""
     slow = pathlib.Path(__file__).with_name("slow_save_pretrain.py")
     outcome = run_job(job, tmp_path / "run", data, chaos=chaos, save=tmp_path / "checkpoints", script=slow).expect(0)
@@ -160,8 +160,11 @@ def test_full_disk_costs_no_replica_and_the_next_save_point_tries_again(
     assert verdict == 0, report
 
 
-def test_disk_that_stays_full_has_an_exit_code_of_its_own(tmp_path: pathlib.Path, data: pathlib.Path) -> None:
-    job = Job(replicas=2, steps=2, extra=("--recover-save-timeout-s", "0.1"))
+def test_disk_that_stays_full_has_an_exit_code_of_its_own(
+    tmp_path: pathlib.Path, data: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATIENCE_S", "0.1")
+    job = Job(replicas=2, steps=2)
     full = pathlib.Path(__file__).with_name("full_disk_pretrain.py")
     outcome = run_job(job, tmp_path / "run", data, save=tmp_path / "checkpoints", script=full).expect(ExitCode.UNSAVED)
     assert outcome.summary["replicas_end"] == 2
