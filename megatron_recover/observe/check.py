@@ -148,6 +148,7 @@ def _not_judged(history: History, gaps: Gaps) -> Iterator[str]:
         shown = ", ".join(places[:SHOWN_VIOLATIONS])
         shown += f" and {len(places) - SHOWN_VIOLATIONS} more" if len(places) > SHOWN_VIOLATIONS else ""
         ranges = [f"{first} to {last}" if last > first else str(first) for first, last in gaps.ranges()]
+        ranges += [f"any after {max(history.steps, default=-1)}"] if gaps.hides_later else []
         touched = f"not judged are steps {', '.join(ranges)}" if ranges else "no step is touched"
         yield f"events are missing, of {shown}: {touched}"
     if gaps.of_launcher:

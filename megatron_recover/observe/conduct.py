@@ -324,8 +324,9 @@ class SingleHistory(Rule):
         is_announced = self._newest is not None and event.generation <= self._newest.generation
         if not is_announced and not self.gaps.of_launcher:
             yield line, f"replica {event.replica} entered generation {event.generation} before it was announced"
-        if event.generation <= self._entered.get(event.replica, 0):
-            yield line, f"replica {event.replica} entered {event.generation} after {self._entered[event.replica]}"
+        before = self._entered.get(event.replica, 0)
+        if event.generation <= before:
+            yield line, f"replica {event.replica} entered {event.generation} after {before}"
         self._entered[event.replica] = event.generation
 
     def _plans(self, line: Line, event: trace.Plan, step: Step) -> Findings:

@@ -21,6 +21,8 @@ class Gaps:
     def __init__(self, history: History) -> None:
         self._history = history
         self.events = [event for _, event in history.of(trace.Gap)]
+        self.hides_later = False
+        """Whether steps may be missing whole that came after all that the trace has: a rank never wrote again."""
         self.touched: frozenset[int] = frozenset(self._touched()) if self.events else frozenset()
         """Steps of which events are missing, or may be."""
         self.of_launcher = any(event.replica == LAUNCHER for event in self.events)
@@ -31,8 +33,13 @@ class Gaps:
 
     def _touched(self) -> set[int]:
         history, found = self._history, set[int]()
+        if history.first(trace.Joined) is None:  # nobody knows which rank holds which bucket
+            return set(history.steps)
         for gap in self.events:
-            found |= {number for number, facts in history.steps.items() if facts.begin <= gap.t and facts.end >= gap.since}
+            under_way = {number for number, facts in history.steps.items() if facts.begin <= gap.t and facts.end >= gap.since}
+            found |= under_way
+            if gap.replica == LAUNCHER:  # it may have told that a replica was outvoted, for its parameters before that step
+                found |= {number - 1 for number in under_way} & history.steps.keys()
         before: dict[tuple[int, int], int] = {}
         open_since: dict[tuple[int, int], int | None] = {}
         places = {(gap.replica, gap.rank) for gap in self.events}
@@ -58,6 +65,8 @@ class Gaps:
         for (replica, _), since in open_since.items():
             if replica != LAUNCHER and since is not None:
                 found.add(since)
+            if replica != LAUNCHER and replica not in history.lost_at:
+                self.hides_later = True
         return found
 
     def ranges(self) -> tuple[tuple[int, int], ...]:
