@@ -269,8 +269,8 @@ class _Demo:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Leave nothing behind: a run that is told twice kills its ranks, and ranks without their launcher end by themselves."""
-    for tell in (process.terminate, process.terminate, process.kill):
+    """End a run, and leave nothing behind: ranks that have lost their launcher end by themselves."""
+    for tell in (process.terminate, process.kill):
         if process.poll() is None:
             tell()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -28,6 +28,7 @@ from typing import NoReturn
 
 import msgspec
 
+from megatron_recover.cluster.output import forgive_full_disks
 from megatron_recover.config import add_to_environment, describe_descriptors
 
 MAX_PACKET_BYTES = 2**17
@@ -168,6 +169,7 @@ def _become_rank(spawn: Spawn, output: int, handed_down: list[int], inherited: l
         for stream in (1, 2):
             os.dup2(output, stream)
         os.close(output)
+        forgive_full_disks()
         for descriptor in handed_down:  # of this process alone, not of programs that it starts
             os.set_inheritable(descriptor, False)
         named = describe_descriptors(dict(zip(spawn.descriptors, handed_down, strict=True)))

@@ -25,6 +25,9 @@ import numpy
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from megatron_recover.core.detector import Phase
+from megatron_recover.progress_page import ProgressPage
+
 _BUILD_DEADLINE_S = 900.0
 """For another process to build the index cache."""
 _LOCK_POLL_S = 0.05
@@ -41,7 +44,9 @@ class Dataset(Protocol):
 class MicrobatchCursor:
     """Where the schedule is. One per rank, shared by all its data iterators; the schedule moves it, the iterators follow."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: ProgressPage | None = None) -> None:
+        """`page` shows when samples are read; None: nobody looks."""
+        self.page = page or ProgressPage()
         self.microbatch = 0
         """The id whose samples the next `next(iterator)` returns. Set it before every forward."""
 
@@ -99,7 +104,8 @@ class MicrobatchIterator:
             raise StopIteration(
                 f"the dataset has {len(self._dataset)} samples; microbatch {self._cursor.microbatch} needs {indices}"
             )
-        return default_collate([self._dataset[index] for index in indices])
+        with self._cursor.page.within(Phase.DATA):
+            return default_collate([self._dataset[index] for index in indices])
 
 
 class Loaders:

@@ -159,7 +159,7 @@ def _not_judged(history: History, gaps: Gaps) -> Iterator[str]:
         for number, _, rules in RULES if any(LEVELS.index(rule.needs) > LEVELS.index(level) for rule in rules)
     ]  # fmt: skip
     if lacking:
-        yield f"the trace records only {level}: not judged are the rules of {', '.join(lacking)}"
+        yield f"the trace shows no more than {level}: not judged are the rules of {', '.join(lacking)}"
 
 
 def _differences(comparison: Comparison, are_exact: bool) -> Iterator[str]:

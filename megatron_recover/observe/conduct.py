@@ -10,7 +10,7 @@ from megatron_recover import trace
 from megatron_recover.observe.gaps import Gaps
 from megatron_recover.observe.history import Finding, Findings, History, Line, who
 from megatron_recover.observe.replay import Taker
-from megatron_recover.observe.rule import Rule
+from megatron_recover.observe.rule import LEVELS, Rule, provides
 from megatron_recover.observe.step import Step
 
 # --- INV-2 ---------------------------------------------------------------------------------------------------------------
@@ -292,6 +292,7 @@ class SingleHistory(Rule):
         self._lost: set[int] = set()
         self._entered: dict[int, int] = {}
         self._saved = -1
+        self._knows_who_finished = provides(history) != LEVELS[0] and not gaps.of_launcher
 
     def takes(self) -> Mapping[type, Taker]:
         return {
@@ -317,7 +318,7 @@ class SingleHistory(Rule):
             yield f"generation {number} contains replicas that were lost before: {sorted(back)}"
         gone = set(before.roster if before else ()) - set(roster)
         unexplained = gone - {one.replica for one in event.losses} - finished
-        if unexplained and not self.gaps.of_launcher:
+        if unexplained and self._knows_who_finished:
             yield f"generation {number} leaves out {sorted(unexplained)} without naming a loss"
 
     def _enters(self, line: Line, event: trace.Entered, step: None) -> Findings:
