@@ -44,7 +44,6 @@ class Gaps:
         open_since: dict[tuple[int, int], int | None] = {}
         places = {(gap.replica, gap.rank) for gap in self.events}
         announced, launcher = history.generations, any(gap.replica == LAUNCHER for gap in self.events)
-        newest = -1
         for _, event in history.events:
             if isinstance(event, trace.Gap):
                 open_since.setdefault((event.replica, event.rank), before.get((event.replica, event.rank)))
@@ -52,7 +51,6 @@ class Gaps:
             step = getattr(event, "step", None)
             if step is None or isinstance(event, trace.Fault):
                 continue
-            newest = max(newest, step)
             if launcher and getattr(event, "generation", None) not in announced:
                 found.add(step)
             place = (getattr(event, "replica", LAUNCHER), getattr(event, "rank", 0))  # a leader is rank 0
@@ -62,11 +60,14 @@ class Gaps:
                 since = open_since.pop(place)
                 found.update(range(min(step, step if since is None else since), step + 1))
             before[place] = max(step, before.get(place, step))
-        for (replica, _), since in open_since.items():
-            if replica != LAUNCHER and since is not None:
-                found.add(since)
-            if replica != LAUNCHER and replica not in history.lost_at:
-                self.hides_later = True
+        for (replica, rank), since in open_since.items():
+            if replica == LAUNCHER:
+                continue
+            # It never wrote again. It was no more than one step ahead of what the others had begun.
+            until = max(gap.t for gap in self.events if (gap.replica, gap.rank) == (replica, rank))
+            begun = max((number for number, facts in history.steps.items() if facts.begin <= until), default=-1)
+            found.update({*range(begun if since is None else since, begun + 2)} & history.steps.keys())
+            self.hides_later |= replica not in history.lost_at
         return found
 
     def ranges(self) -> tuple[tuple[int, int], ...]:

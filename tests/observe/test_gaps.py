@@ -90,6 +90,18 @@ def test_a_gap_is_never_a_violation_and_its_steps_are_never_vouched_for(seed: in
     assert judged(events) == (), [event for event in events if isinstance(event, trace.Gap)]
 
 
+@pytest.mark.parametrize("run", [traces.faulty_run, traces.drifting_run], ids=lambda run: run.__name__)
+@pytest.mark.parametrize("length", [1, 2])
+def test_no_event_of_a_run_is_missed_where_a_gap_stands_for_it(run: Callable[[], traces.Run], length: int) -> None:
+    """One after the other, and each with the next of its rank."""
+    events: Events = run().events
+    for place in sorted({writer(event) for event in events}):
+        for first in range(1 if place[0] == LAUNCHER else 0, sum(writer(event) == place for event in events) - length + 1):
+            left, touched = with_a_gap(events, place, first, first + length - 1)
+            assert judged(left) == (), (place, first)
+            assert touched <= Gaps(History(enumerate(left, start=1))).touched, (place, first)
+
+
 def test_a_breakage_outside_a_gap_is_found_and_one_inside_is_not_vouched_for(tmp_path: Path) -> None:
     events = list(traces.faulty_run().events)
     index = next(
