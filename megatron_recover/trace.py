@@ -597,8 +597,13 @@ def parse(line: bytes) -> tuple[AnyEvent | None, str]:
     process's event right behind it. Such a fragment is no event and no error. Everything else that is not an event of this
     version raises ValueError.
     """
-    start = line.rfind(_START_OF_EVENT)
     whole = line.endswith(b"\n")
+    if whole and line.startswith(_START_OF_EVENT):
+        try:
+            return _decode(line), ""
+        except msgspec.DecodeError:  # a fragment stands before the event, or it is none: that is told below
+            pass
+    start = line.rfind(_START_OF_EVENT)
     fragment = line[: max(start, 0)] if whole else line
     if not fragment.startswith(_START_OF_EVENT[: len(fragment)]):
         raise ValueError(f"not an event: {line[:60]!r}")

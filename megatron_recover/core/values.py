@@ -444,7 +444,7 @@ class ExitCode(enum.IntEnum):
     """A defect or an error in the training script on every replica."""
     BAD_INPUT = 2
     UNFINISHED = 3
-    """Of `check`: all holds so far, and the trace has no end."""
+    """Of `check`: all that was judged holds, and the trace has no end, or lacks events of some steps."""
     TOO_FEW_REPLICAS = 10
     """Fewer than `--recover-min-replicas` are left; a durable checkpoint was saved if any replica lives."""
     POISONED_MICROBATCH = 11

@@ -160,9 +160,8 @@ class CommittedIsApplied(Rule):
             elif event.step > number and (is_commit or event.rank in missing):  # type: ignore[union-attr]
                 late = set(missing) if is_commit else {event.rank}  # type: ignore[union-attr]
                 missing -= late
-                if number not in self.gaps.touched:
-                    what = f"{who(event)} goes on with step {event.step}"
-                    found = ((line, f"{what}; ranks {sorted(late)} have not applied step {number}"),)
+                what = f"{who(event)} goes on with step {event.step}"
+                found = ((line, f"{what}; ranks {sorted(late)} have not applied step {number}"),)
         if is_commit:
             self._owed[event.replica] = (event.step, line, set(self._ranks))
         return found
@@ -256,10 +255,8 @@ class Promised(Rule):
         return () if key in self._ready else self._look(line, event, key)
 
     def _look(self, line: Line, event: trace.Voted, key: tuple[int, int]) -> Findings:
-        announced = self.history.generations.get(event.generation)
-        is_excused = bool(self.gaps) and self.gaps.explain(event.replica, announced.t if announced else 0.0, event.t)
         for kind, had in self._seen.items():
-            if key not in had and not is_excused:
+            if key not in had:
                 what = f"replica {event.replica} acts in generation {event.generation} without"
                 yield line, f"{what} {'a status' if kind is trace.Status else 'having entered it'}"
             had.add(key)  # once is enough

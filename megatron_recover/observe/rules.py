@@ -255,7 +255,7 @@ RULES: tuple[tuple[str, str, tuple[type[Rule], ...]], ...] = (
         "INV-2", "agreement",
         (
             of_step(equal_results), conduct.CommitsInOrder, of_step(equal_records), of_step(equal_paces),
-            of_step(plans.equal_plans), conduct.BackedCommits, of_step(backed_votes, "microbatches"),
+            of_step(plans.equal_plans), conduct.BackedCommits, of_step(backed_votes),
             of_step(applied_as_committed), of_step(equal_parameters), of_step(omissions.whole_records),
             omissions.CommittedIsApplied, of_run(omissions.equal_members), of_step(omissions.equal_ranks),
             omissions.AdoptedFromAMember,
@@ -273,11 +273,11 @@ RULES: tuple[tuple[str, str, tuple[type[Rule], ...]], ...] = (
         "INV-5", "fencing",
         (
             omissions.Promised, of_run(omissions.what_was_lost_is_fenced), conduct.Fencing,
-            of_step(honest_journals, "microbatches"), of_step(backed_statuses, "microbatches"),
+            of_step(honest_journals, "microbatches"), of_step(backed_statuses),
         ),
     ),
     ("INV-6", "single history", (omissions.MembersHaveJoined, conduct.SingleHistory)),
     ("INV-7", "least work", (of_step(least_work, "microbatches"), conduct.HeldIsNotComputedAgain)),
-    ("INV-8", "bounded waits", (of_run(omissions.honest_end, "steps"), conduct.EntersTheLast)),
+    ("INV-8", "bounded waits", (of_run(omissions.honest_end), conduct.EntersTheLast)),
 )  # fmt: skip
 """Number, name and rules of every invariant that a trace can show."""

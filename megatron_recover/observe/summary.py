@@ -300,3 +300,8 @@ def save(folder: Path, summary: Summary) -> Path:
     with replacing(place) as file:
         file.write(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     return place
+
+
+def load(folder: Path) -> Summary:
+    """Read `summary.json` again. Raises OSError where there is none, ValueError for one that is none."""
+    return msgspec.json.decode((folder / SUMMARY_FILE).read_bytes(), type=Summary)

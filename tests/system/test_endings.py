@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import psutil
 import pytest
 
 from megatron_recover.core.values import ExitCode
@@ -228,16 +229,26 @@ def test_a_full_disk_under_the_run_directory_costs_the_trace_and_not_the_run(
 ) -> None:
     job = Job(replicas=2, steps=60)
     run_dir, command = tmp_path / "run", [sys.executable, "-m", "megatron_recover", "run", "--replicas", "2"]
-    done = subprocess.run(
+    run = subprocess.Popen(
         [*command, "--run-dir", str(run_dir), "--", str(ROOT / "scripts" / "pretrain_gpt.py"), *job.megatron_flags(data, None)],
-        cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000)),  # no file may grow beyond it
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert done.returncode == ExitCode.OK, done.stdout + done.stderr
-    assert re.search(r"iteration +60/ +60", done.stdout), "it was trained to the end"
-    assert done.stdout.count("WARNING: the trace cannot be written to") == 1, done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
-    assert f"the end of the trace is missing in {run_dir}: File too large. At least " in done.stderr
+    try:
+        assert run.stdout is not None and run.stdout.readline().startswith("megatron-recover: importing ")
+        # No file of the recorder may grow beyond it, and none of the ranks, which inherit it from the fork server.
+        children = psutil.Process(run.pid).children()
+        assert len(children) == 2
+        for child in children:
+            resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (150_000, 150_000))
+        out, err = run.communicate(timeout=DEADLINE_S)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == ExitCode.OK, out + err
+    assert re.search(r"iteration +60/ +60", out), "it was trained to the end"
+    assert out.count("WARNING: the trace cannot be written to") == 1, out
+    assert "Traceback" not in out + err
+    assert f"the end of the trace is missing in {run_dir}: File too large. At least " in err
     assert 0 < (run_dir / "events.jsonl").stat().st_size <= 150_000
     verdict, report = check(run_dir)
     assert verdict == ExitCode.UNFINISHED, report
