@@ -134,7 +134,8 @@ class Run:
         state = {} if num_microbatches else {"state_digest": f"state {self.trained}"}
         for replica in self.roster if state else ():
             for rank in (0, 1):
-                self.add(trace.StateDigested, replica=replica, rank=rank, label=label, digest=f"s{self.trained}.{rank}")
+                told = {"replica": replica, "rank": rank, "step": self.step, "label": label}
+                self.add(trace.StateDigested, **told, digest=f"s{self.trained}.{rank}")
         for replica, ids in dealt.items():
             self.add(
                 trace.Plan, **self.where(replica), label=label, num_microbatches=num_microbatches, roster=self.roster,
