@@ -9,11 +9,24 @@ from typing import Any
 
 import pytest
 
+from megatron_recover import trace
 from megatron_recover.collectives import leader
 from megatron_recover.collectives.member import JobStopped, Member
 from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Peer, PeerHello, connect
 from megatron_recover.config import RankContext, RecoverConfig
-from megatron_recover.core.values import Entered, Held, NewGeneration, Requested, Shape, Status, Statuses, Stop, Vote, Work
+from megatron_recover.core.values import (
+    Diverged,
+    Entered,
+    Held,
+    NewGeneration,
+    Requested,
+    Shape,
+    Status,
+    Statuses,
+    Stop,
+    Vote,
+    Work,
+)
 from tests.collectives.partners import FakeEndpoint, Partner
 
 pytestmark = pytest.mark.timeout(30)
@@ -38,8 +51,9 @@ class Leading:
             run_dir="", started_at=0.0,
         )  # fmt: skip
         self.replica = replica
+        self.events: list[trace.Event] = []
         self.member = Member(
-            context, RecoverConfig(**config), FakeEndpoint([]), record=lambda event: None, end_process=lambda code: None
+            context, RecoverConfig(**config), FakeEndpoint([]), record=self.events.append, end_process=lambda code: None
         )
         self.coordinator, self.other, self.address = coordinator, other, free
         joining = threading.Thread(target=lambda: self.member.join(Shape(1, ((0,),)), ""))
@@ -116,7 +130,7 @@ def lead(partner: Partner, other_leader: Partner, free: str) -> Iterator[Lead]:
 
 
 def status(generation: int = 1, replica: int = 1) -> Status:
-    return Status(replica, generation, 0, None, ((),), (), None)
+    return Status(replica, generation, 0, None, (), (), None)
 
 
 def test_a_link_to_another_leader_that_breaks_asks_for_a_generation(lead: Lead) -> None:
@@ -182,6 +196,23 @@ def test_inv_8_the_timer_of_a_wait_that_is_over_does_not_end_one_like_it(lead: L
     assert fired.wait(10) and timers == [over, running], "nothing has expired"
     member._loop.post(running)
     assert leading.requested() == Requested(0, 2, "no vote of replicas (1,) came")
+
+
+def test_members_that_vote_differently_leave_their_own_records_in_the_trace(lead: Lead) -> None:
+    leading = lead(stall_timeout_s=60.0).heard()
+    leading.speak(status(), Vote(1, 1, 0, b"another", b""))
+    leading.member.begin(WORK)
+    leading.member.next_order()
+    assert leading.member.hold(Held(0, 1, 7))
+    leading.coordinator.wait(lambda: leading.coordinator.received)
+    [report] = leading.coordinator.received
+    assert isinstance(report, Diverged) and "[0] against [1]; they differ in the number of buckets" in report.reason
+    [found] = [event for event in leading.events if isinstance(event, trace.Disagreed)]
+    [voted] = [event for event in leading.events if isinstance(event, trace.Voted)]
+    assert found == trace.Disagreed(
+        replica=0, generation=1, step=0, label="train 1", digest=voted.digest, reason=report.reason,
+        versions=(trace.Result(bucket=0, version=1, checksums=(7,)),),
+    )  # fmt: skip
 
 
 def test_in_a_tree_a_leader_has_links_to_its_neighbours_of_the_generation_only(lead: Lead) -> None:
