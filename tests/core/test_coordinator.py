@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from itertools import permutations
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_recover.core import coordinator, policy
@@ -20,6 +21,7 @@ from megatron_recover.core.coordinator import (
     Lost,
     Policy,
     TimerFired,
+    Waits,
 )
 from megatron_recover.core.values import (
     Busy,
@@ -189,10 +191,56 @@ def test_a_microbatch_is_not_blamed_for_a_kill() -> None:
     assert not any(isinstance(effect, EndJob) for effect in effects)
 
 
+def lost(replica: int, kind: LossKind) -> Lost:
+    return Lost(Loss(replica, kind, "rank 1"))
+
+
+def witnessed(replica: int, *microbatches: int) -> Failing:
+    """What the agent has read from the progress page of a rank."""
+    return Failing(replica, "train 4", microbatches, "SIGBUS", witnessed=True)
+
+
+def told(replica: int, *microbatches: int) -> Failing:
+    """What a rank has reported that raised."""
+    return Failing(replica, "train 4", microbatches, "connection reset")
+
+
+CRASHED, HUNG, KILLED, RAISED = LossKind.CRASHED, LossKind.HUNG, LossKind.PROCESS_ENDED, LossKind.EXCEPTION
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "poisons"),
+    [
+        ((witnessed(0, 2), CRASHED), (witnessed(1, 2), CRASHED), True),
+        ((witnessed(0, 2), HUNG), (witnessed(1, 2), CRASHED), True),
+        ((told(0, 2), RAISED), (witnessed(1, 2), HUNG), True),
+        # A device that runs behind: the common one counts.
+        ((witnessed(0, 0, 1, 2), CRASHED), (witnessed(1, 2, 5), CRASHED), True),
+        ((witnessed(0, 0, 1), CRASHED), (witnessed(1, 2, 5), CRASHED), False),
+        # What other ranks raise when one of theirs crashed or hangs is a consequence.
+        ((told(0, 2), CRASHED), (told(1, 2), CRASHED), False),
+        ((told(0, 2), HUNG), (told(1, 2), HUNG), False),
+        # Nothing is charged to a kill from outside, whatever was in work.
+        ((witnessed(0, 2), KILLED), (witnessed(1, 2), KILLED), False),
+        ((witnessed(0, 2), CRASHED), (witnessed(1, 2), KILLED), False),
+        # A communication error inside a replica names no microbatch (A14).
+        ((told(0), RAISED), (told(1), RAISED), False),
+    ],
+)
+def test_inv_9_which_deaths_are_charged_to_a_microbatch(
+    first: tuple[Failing, LossKind], second: tuple[Failing, LossKind], poisons: bool
+) -> None:
+    events = [event for failing, kind in (first, second) for event in (failing, lost(failing.replica, kind))]
+    state, effects = feed(started(), *events)
+    codes = [effect.exit_code for effect in effects if isinstance(effect, EndJob)]
+    assert codes == ([ExitCode.POISONED_MICROBATCH] if poisons else [])
+    assert poisons or state.roster == (2,)
+
+
 def test_a_microbatch_is_not_blamed_for_a_check_that_failed() -> None:
     failed = [Lost(Loss(replica, LossKind.INVARIANT_VIOLATED, "exit code 14")) for replica in (0, 1)]
-    told = [Failing(replica, "train 4", (2,), "INV-1") for replica in (0, 1)]
-    state, effects = feed(started(), told[0], failed[0], told[1], failed[1])
+    said = [Failing(replica, "train 4", (2,), "INV-1") for replica in (0, 1)]
+    state, effects = feed(started(), said[0], failed[0], said[1], failed[1])
     assert not any(isinstance(effect, EndJob) for effect in effects) and state.roster == (2,)
 
 
@@ -224,12 +272,22 @@ def test_the_minority_that_diverges_is_fenced() -> None:
         (1, False, LossKind.EXCEPTION),
         (1, True, LossKind.EXCEPTION),
         (ExitCode.BAD_INPUT, True, LossKind.EXCEPTION),
+        (ExitCode.NO_REPLICA_LEFT, True, LossKind.PROCESS_ENDED),
         (ExitCode.INVARIANT_VIOLATED, False, LossKind.INVARIANT_VIOLATED),
         (ExitCode.INVARIANT_VIOLATED, True, LossKind.INVARIANT_VIOLATED),
     ],
 )
 def test_what_an_end_says_of_a_replica(status: int, started: bool, kind: LossKind) -> None:
     assert policy.loss_of(status, started=started) is kind
+
+
+def test_only_signals_of_the_computation_and_a_want_of_memory_are_crashes() -> None:
+    of_computation = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+    for number in signal.valid_signals():
+        expected = LossKind.CRASHED if number in of_computation else LossKind.PROCESS_ENDED
+        assert policy.loss_of(-number, started=True) is expected, number
+        by_kernel = LossKind.CRASHED if number in {*of_computation, signal.SIGKILL} else LossKind.PROCESS_ENDED
+        assert policy.loss_of(-number, started=True, out_of_memory=True) is by_kernel, number
 
 
 def test_a_tie_ends_the_job() -> None:
@@ -270,6 +328,39 @@ def test_a_member_that_does_not_follow_is_fenced() -> None:
     assert Fence(2) in effects and announced(effects).roster == (0,)
     state, _ = feed(state, Entered(2, 2, 0))
     assert feed(state, TimerFired("follow 2")) == (state, [])
+
+
+def test_inv_9_where_no_member_follows_nobody_is_late() -> None:
+    """Two replicas; one dies, and the other takes longer than the timer to promise: it is the last one."""
+    state, _ = feed(started(2), died(1))
+    state, effects = feed(state, TimerFired("follow 2"))
+    waits = Waits((0,), "no member has entered generation 2 in time, so none is late: waiting for the first")
+    assert effects == [waits, Arm("follow 2", "follow_timeout_s")]
+    assert feed(state, TimerFired("follow 2"))[1] == effects, "as often as it runs out, and each time it says so"
+    state, effects = feed(state, Entered(0, 2, 0), TimerFired("follow 2"), TimerFired("follow 2 again"))
+    assert effects == [Arm("follow 2 again", "follow_timeout_s")]
+    assert (state.roster, state.over) == ((0,), False)
+
+
+def test_the_first_of_late_members_gives_the_others_the_full_time() -> None:
+    state, _ = feed(started(), TimerFired("follow 1"), Entered(1, 1, 0), TimerFired("follow 1"))
+    assert state.roster == (0, 1, 2), "the timer that ran before may fire at once"
+    state, effects = feed(state, Entered(2, 1, 0), TimerFired("follow 1 again"))
+    assert Fence(0) in effects and announced(effects).roster == (1, 2)
+
+
+def test_a_late_member_that_is_the_last_and_ends_ends_the_job() -> None:
+    _, effects = feed(started(2), died(1), TimerFired("follow 2"), died(0))
+    assert ended(effects).exit_code == ExitCode.NO_REPLICA_LEFT
+
+
+def test_replicas_that_load_are_not_late_for_one_that_has_ended() -> None:
+    state, effects = feed(CoordinatorState(Policy(3)), Launched(), Hello(1, "same"), died(1), TimerFired("start"))
+    assert effects[-2:] == [
+        Waits((0, 2), "the replicas that were ready have ended: waiting for the others"), Arm("load", "load_timeout_s")
+    ]  # fmt: skip
+    _, effects = feed(state, Hello(0, "same"), Hello(2, "same"))
+    assert announced(effects).roster == (0, 2)
 
 
 def test_inv_9_the_most_suspected_is_fenced_when_generations_bear_no_fruit() -> None:
@@ -533,3 +624,36 @@ def test_inv_6_there_is_one_history_of_rosters_whatever_comes(messages: list[coo
         if state.reason and f"grace {generation}" not in armed:
             assert state.saves, "a request that waits for nothing (INV-8)"
         assert state.roster == roster or state.over
+
+
+def test_a_replica_that_the_job_does_not_have_does_not_count_toward_the_start() -> None:
+    """A9: a stray `Hello(99)` made generation 1 with replicas 0, 1 and 99, and the real replica 2 was never admitted."""
+    state = CoordinatorState(Policy(num_replicas=3))
+    for replica in (0, 99, 1):
+        state, _ = coordinator.step(state, Hello(replica, "f"))
+    assert state.generation == 0
+    state, effects = coordinator.step(state, Hello(2, "f"))
+    assert state.roster == (0, 1, 2) and any(isinstance(effect, coordinator.Announce) for effect in effects)
+
+
+@given(st.lists(inputs, max_size=40), st.integers(1, 3), st.data())
+def test_inv_9_timers_alone_never_remove_the_last_members(
+    messages: list[coordinator.Input], num_replicas: int, data: st.DataObject
+) -> None:
+    """Whatever has happened: from then on nothing comes but timers, those that are armed and any other."""
+    state, effects = feed(
+        CoordinatorState(Policy(num_replicas, 1, 1)), *(Hello(r, "same") for r in range(num_replicas)), *messages
+    )
+    armed = [effect.timer for effect in effects if isinstance(effect, Arm)]
+    assume(not state.over)
+    for _ in range(data.draw(st.integers(1, 12))):
+        newest = f"follow {state.generation}"
+        timer = data.draw(st.sampled_from([*armed, newest, f"{newest} again", f"grace {state.generation}"]))
+        before = state
+        state, effects = coordinator.step(state, TimerFired(timer))
+        armed += [effect.timer for effect in effects if isinstance(effect, Arm)]
+        assert state.roster, f"{timer} removed {before.roster}"
+        finished = {item.replica for item in state.finished}
+        assert not state.over or finished >= set(state.roster), f"{timer} ended the job of {before.roster}"
+        if state.over:
+            return
