@@ -382,6 +382,22 @@ class Voted(Event, frozen=True, kw_only=True):
     """Of the record without what voters say of themselves (requests, paces): all in which equal votes differ."""
 
 
+class Disagreed(Event, frozen=True, kw_only=True):
+    """Leader: members voted for different records; this is that of its own replica, so that they can be compared."""
+
+    replica: int
+    generation: int
+    step: int
+    label: str
+    digest: str
+    """As in `voted`."""
+    versions: tuple[Result, ...]
+    state_digest: str | None = None
+    """As in `committed`."""
+    reason: str
+    """Who voted for what, and in which fields and buckets the records differ from this one."""
+
+
 class Committed(Event, frozen=True, kw_only=True):
     """Leader: the step is committed."""
 
@@ -520,7 +536,8 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 AnyEvent = (
     RunStarted | Joined | Generation | Entered | CoordinatorSilent | LeaderSilent | Stopping | Waiting | RunFinished | Status
     | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | ReductionFailed
-    | StateDigested | Voted | Committed | Applied | Fault | Thawed | Failure | Fenced | SetAside | Recovery | Gap | Checkpoint
+    | StateDigested | Voted | Disagreed | Committed | Applied | Fault | Thawed | Failure | Fenced | SetAside | Recovery | Gap
+    | Checkpoint
 )  # fmt: skip
 
 

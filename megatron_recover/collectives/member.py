@@ -91,8 +91,10 @@ class Member:
         self._changed = threading.Condition(threading.RLock())
         """Guards everything below; notified when the training thread may have something to do."""
         self._state = machine.RankState(context.replica, context.rank, ())
+        self._known_addresses: dict[int, str] = {}
+        """All that were ever told: replica -> data address of its rank at this one's position."""
         self._addresses: dict[int, str] = {}
-        """Of the promised generation: replica -> data address of its rank at this one's position."""
+        """Of the promised generation's members."""
         self._transport: Transport | None = None
         self._unsaid: list[str] = []
         self._failure: JobStopped | None = None
@@ -387,8 +389,9 @@ class Member:
                 if self._faults is not None:
                     self._faults.at(FaultPoint.PROMISE, step=self._state.step)
                 with self._changed:
+                    self._known_addresses |= dict(data_addresses)
                     if promise.generation > self._state.promised:
-                        self._addresses = dict(data_addresses)
+                        self._addresses = {replica: self._known_addresses[replica] for replica in promise.roster}
                     self._feed(promise)
                 if self._uplink is not None:  # from here on a lost leader is no late start
                     self._loop.watch(self._uplink, lambda link, message: self._deliver(message), self._leader_lost)

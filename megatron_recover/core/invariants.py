@@ -25,7 +25,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from megatron_recover.core.digest import combined
+from megatron_recover.core.digest import bare, combined
 from megatron_recover.core.plan import results
 from megatron_recover.core.values import (
     BucketId,
@@ -40,9 +40,7 @@ from megatron_recover.core.values import (
     Shape,
     Value,
     Version,
-    Vote,
 )
-from megatron_recover.core.vote import bare
 
 
 class InvariantViolation(Exception):
@@ -108,7 +106,9 @@ class Digested(Value, frozen=True):
 class Voted(Value, frozen=True):
     """A leader voted."""
 
-    vote: Vote
+    replica: ReplicaId
+    generation: Generation
+    record: Record
 
 
 class Committed(Value, frozen=True):
@@ -286,25 +286,23 @@ def _on_digested(history: History, fact: Digested) -> History:
 
 
 def _on_voted(history: History, fact: Voted) -> History:
-    vote = fact.vote
-    _fence(history, vote.replica, vote.generation, "votes")
-    step = _step(history, vote.record.step)
-    for item in vote.record.versions:
+    record = fact.record
+    _fence(history, fact.replica, fact.generation, "votes")
+    step = _step(history, record.step)
+    for item in record.versions:
         for rank in history.shape.bucket_ranks[item.bucket]:
-            held = (vote.replica, rank, item.bucket, item.version)
-            if vote.replica in history.rosters[-1] and held not in step.held:
-                detail = (
-                    f"replica {vote.replica} votes for bucket {item.bucket} version {item.version} of step {vote.record.step}"
-                )
+            held = (fact.replica, rank, item.bucket, item.version)
+            if fact.replica in history.rosters[-1] and held not in step.held:
+                detail = f"replica {fact.replica} votes for bucket {item.bucket} version {item.version} of step {record.step}"
                 raise InvariantViolation(2, f"{detail}, which its rank {rank} does not hold")
-    states = sorted(item[1:] for item in step.states if item[0] == vote.replica)
-    if states and vote.replica in history.rosters[-1]:
+    states = sorted(item[1:] for item in step.states if item[0] == fact.replica)
+    if states and fact.replica in history.rosters[-1]:
         ranks = [rank for rank, _ in states]
-        if ranks != list(range(history.shape.num_ranks)) or vote.record.state_digest != combined([each for _, each in states]):
-            detail = f"replica {vote.replica} votes for step {vote.record.step} with state digest {vote.record.state_digest}"
+        if ranks != list(range(history.shape.num_ranks)) or record.state_digest != combined([each for _, each in states]):
+            detail = f"replica {fact.replica} votes for step {record.step} with state digest {record.state_digest}"
             raise InvariantViolation(2, f"{detail}, where its ranks {ranks} began with {[each for _, each in states]}")
-    fresh = _current(history, vote.replica, {(vote.replica, vote.generation, bare(vote.record))})
-    return _at(history, vote.record.step, replace(step, votes=step.votes | fresh))
+    fresh = _current(history, fact.replica, {(fact.replica, fact.generation, bare(record))})
+    return _at(history, record.step, replace(step, votes=step.votes | fresh))
 
 
 def _on_committed(history: History, fact: Committed) -> History:

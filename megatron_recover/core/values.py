@@ -120,11 +120,28 @@ class Record(Value, frozen=True):
 
 
 class Vote(Value, frozen=True):
-    """One replica is ready to commit `record` (whose `requests` and `paces` are its own) in `generation`."""
+    """One replica is ready to commit a record in `generation`. The record is not in the vote: all who agree hold it."""
 
     replica: ReplicaId
     generation: Generation
+    step: int
+    digest: bytes
+    """Of the record without requests and paces (`core/digest.py`)."""
+    outline: bytes
+    """Describes a difference, and decides nothing (Note [Outline] in `core/digest.py`)."""
+    requests: tuple[str, ...] = ()
+    """The voter's own, as in `Record`."""
+    paces: tuple[tuple[ReplicaId, int], ...] = ()
+    """The voter's own, as in `Record`."""
+
+
+class Commitment(Value, frozen=True):
+    """A committed record as it travels to a member that has not committed it. That member voted for the same record."""
+
     record: Record
+    """Without its `versions`: the member takes them from its own results."""
+    digest: bytes
+    """Of the whole record, as in `Vote`: the member compares it with what it has put together."""
 
 
 class Journal(Value, frozen=True):
@@ -141,6 +158,23 @@ class Journal(Value, frozen=True):
         return tuple(microbatch for microbatch in self.started if microbatch not in self.finished)
 
 
+class Contribution(Value, frozen=True):
+    """Buckets whose local gradients hold, or will hold, the same microbatches."""
+
+    buckets: tuple[BucketId, ...]
+    """Ascending; not empty."""
+    microbatches: tuple[MicrobatchId, ...]
+    """Ascending; not empty."""
+
+
+class HeldVersion(Value, frozen=True):
+    """Buckets that a replica holds complete in the same version."""
+
+    version: Version
+    buckets: tuple[BucketId, ...]
+    """Ascending; not empty."""
+
+
 class Status(Value, frozen=True):
     """What a replica tells all members on entering a generation, after all its ranks promised."""
 
@@ -150,11 +184,11 @@ class Status(Value, frozen=True):
     """The step that it has not committed yet."""
     work: Work | None
     """The step's work, or None if this replica has not begun it."""
-    contributions: tuple[tuple[MicrobatchId, ...], ...]
-    """Per bucket of the shape the ids that its local gradient holds or will hold (dealt to it, being computed)."""
-    complete: tuple[BucketVersion, ...]
-    """Buckets of this step that it holds complete."""
-    committed: Record | None
+    contributions: tuple[Contribution, ...]
+    """The ids that its local gradients hold or will hold (dealt to it, being computed); see `core/contribution.py`."""
+    complete: tuple[HeldVersion, ...]
+    """Buckets of this step that it holds complete, by version."""
+    committed: Commitment | None
     """The record of `step - 1`, for members that have not committed it."""
     journal: Journal = Journal()
     """Of this step, when rank 0 promised."""
@@ -173,10 +207,15 @@ class Statuses(Value, frozen=True):
 class Ballot(Value, frozen=True):
     """Votes for the same."""
 
-    record: Record
-    """Its requests are the sorted union of the voters'."""
+    digest: bytes
+    outline: bytes
+    """As in `Vote`."""
     voters: tuple[ReplicaId, ...]
     """Ascending."""
+    requests: tuple[str, ...] = ()
+    """The sorted union of the voters'."""
+    paces: tuple[tuple[ReplicaId, int], ...] = ()
+    """Those of all voters, by replica."""
 
 
 class Votes(Value, frozen=True):

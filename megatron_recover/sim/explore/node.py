@@ -286,9 +286,9 @@ class _Run:
                 if isinstance(effect.order, Plan):
                     self.facts.append(invariants.Planned(self.number, effect.order))
                 self.ranks = [replace(one, orders=(*one.orders, effect.order)) for one in self.ranks]
+            elif isinstance(effect, replica.Voted):
+                self.facts.append(invariants.Voted(self.number, effect.generation, effect.record))
             elif isinstance(effect, replica.ToPeers):
-                if isinstance(effect.message, Vote):
-                    self.facts.append(invariants.Voted(effect.message))
                 if effect.peers:
                     self.out.append((effect.message, effect.peers))
             elif isinstance(effect, replica.ToCoordinator):
