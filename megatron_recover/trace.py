@@ -396,6 +396,24 @@ class Failure(Event, frozen=True, kw_only=True):
     """Signal name or exit code."""
 
 
+class Silent(Event, frozen=True, kw_only=True):
+    """Agent: a rank is slow, hangs or is stopped. Whether its replica is lost by that is said by the next `Generation`."""
+
+    replica: int
+    rank: int
+    verdict: Literal["slow", "hung", "stopped"]
+    phase: str
+    """What its training thread does (`core/detector.py`)."""
+    seconds: float
+    """For so long."""
+    step: int
+    label: str
+    microbatches: tuple[int, ...] = ()
+    """In work."""
+    state: str = ""
+    """Of the process, as in /proc/PID/stat."""
+
+
 class Fenced(Event, frozen=True, kw_only=True):
     """Agent: these ranks of a broken replica are confirmed dead."""
 
@@ -446,7 +464,7 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 AnyEvent = (
     RunStarted | Joined | Generation | Entered | Stopping | RunFinished | Status | Plan | MicrobatchStarted | MicrobatchFinished
     | BucketPassed | Extended | Reduced | Transferred | ReductionFailed | Voted | Committed | Applied | Fault | Thawed | Failure
-    | Fenced | Recovery | Gap | Checkpoint
+    | Silent | Fenced | Recovery | Gap | Checkpoint
 )  # fmt: skip
 
 

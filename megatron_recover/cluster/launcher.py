@@ -63,6 +63,8 @@ class Launcher:
         self._log = trace.EventLog(job.run_dir / trace.EVENTS_FILE, self._started_at)
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
         self._fencing: set[int] = set()
+        self._gone: set[int] = set()
+        """Replicas that have been fenced or are being."""
         self._ending: tuple[int, str] | None = None
         self._end_by = 0.0
         self._num_signals = 0
@@ -105,7 +107,7 @@ class Launcher:
         job = self._job
         environment = settings.inherited_environment() | _worker_defaults(settings.inherited_environment())
         self._agent = Agent(preload=job.preload, environment=environment, log=job.run_dir / LOGS / "forkserver.log")
-        self._ranks = Watch(self._agent)
+        self._ranks = Watch(self._agent, deadline_s=job.config.save_timeout_s, record=self._log.record, says=self._console.says)
         self._membership = Membership(
             Policy(num_replicas=job.num_replicas, min_replicas=job.config.min_replicas),
             loop=self._loop,
@@ -231,7 +233,7 @@ class Launcher:
                 self._loop.run_once(0.0)
             for end in explaining_first(ends):
                 self._ended(end)
-            self._ranks.look()
+            self._look_for_hangs()
             for replica, rank in self._thawing.due():
                 if self._agent.is_stopped(replica, rank):
                     self._thawing.done(replica, rank)
@@ -240,6 +242,19 @@ class Launcher:
             for replica in [each for each in self._fencing if self._agent.is_fenced(each)]:
                 self._fencing.discard(replica)
                 self._log.record(trace.Fenced(replica=replica, ranks=tuple(range(self._job.num_ranks))))
+
+    def _look_for_hangs(self) -> None:
+        if self._ending is not None:
+            return
+        judged = {
+            replica
+            for replica in range(self._job.num_replicas)
+            if replica not in self._gone and not self._thawing.holds(replica)
+        }
+        for loss, failing in self._ranks.look(self._membership.generation, judged):
+            if failing is not None:
+                self._membership.failing(failing)
+            self._membership.lost(loss)
 
     def _wake_server(self) -> None:
         if self._agent.wake_server():
@@ -263,6 +278,7 @@ class Launcher:
 
     def _fence(self, replica: int) -> None:
         self._fencing.add(replica)
+        self._gone.add(replica)
         self._agent.fence(replica)
 
     def _end(self, exit_code: int, reason: str) -> None:

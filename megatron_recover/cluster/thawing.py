@@ -31,6 +31,10 @@ class Thawing:
                 self._take(event)
         return list(self._due)
 
+    def holds(self, replica: int) -> bool:
+        """Return whether a freeze holds a rank of the replica: the fault says when it ends, and nobody else ends it before."""
+        return any(key[0] == replica for key in (*self._frozen, *self._due))
+
     def done(self, replica: int, rank: int) -> None:
         """The rank goes on, or is gone."""
         self._due.remove((replica, rank))
