@@ -41,6 +41,8 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     save_timeout_s: float = 1800.0
     """While a replica saves a checkpoint the others wait for it, for so long; then it is suspected like any other that is
     waited for. It also limits how long the last checkpoint of a run is tried again where it cannot be written."""
+    deadline_s: float = 1800.0
+    """A replica that needs the launcher, because another one failed, waits so long for one that is stopped; then it ends."""
     tree_above: int = TREE_ABOVE
     """With more replicas than this their leaders tell each other status and vote along a tree instead of each to each. A leader
     then has links to at most 9 others, and a step takes a few more hops to commit."""
@@ -59,7 +61,7 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
             found.append(f"--recover-min-replicas is {self.min_replicas}; it must be at least 1")
         if self.bucket_elements < 1:
             found.append(f"--recover-bucket-elements is {self.bucket_elements}; it must be at least 1")
-        for name in ("stall_timeout_s", "follow_timeout_s", "save_timeout_s"):
+        for name in ("stall_timeout_s", "follow_timeout_s", "save_timeout_s", "deadline_s"):
             if not 0 < getattr(self, name) < _LONGEST_S:
                 flag, value = f"--recover-{name.replace('_', '-')}", getattr(self, name)
                 found.append(f"{flag} is {value}; it must be above 0 and below {_LONGEST_S:.0f} seconds")
@@ -111,6 +113,11 @@ def inherited_descriptor(name: str) -> int | None:
     """Return the descriptor that the agent handed down to this rank under `name`, or None if there is none."""
     text = os.environ.get(_DESCRIPTORS_VARIABLE)
     return msgspec.json.decode(text, type=dict[str, int]).get(name) if text else None
+
+
+def rendezvous_address() -> tuple[str, int]:
+    """Return host and port at which the ranks of this replica meet (MASTER_ADDR and MASTER_PORT, set by the launcher)."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def add_to_environment(variables: Mapping[str, str]) -> None:

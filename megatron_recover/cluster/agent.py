@@ -32,6 +32,8 @@ _STATE_FIELD, _FLAGS_FIELD, _EXIT_CODE_FIELD = 3, 9, 52
 _STOPPED = b"T"
 _CANNOT_WRITE = ("T", "D", "Z", "")
 """States in which a process runs no handler of a signal."""
+_PIDFD_SIGNAL_PROCESS_GROUP = 4
+"""Flag of pidfd_send_signal(2): the process group that the process leads. Linux 6.9."""
 _FORK_DEADLINE_S = 60.0
 _CLOSE_DEADLINE_S = 10.0
 _LOOK_S = 1.0
@@ -56,6 +58,11 @@ class End(msgspec.Struct, frozen=True):
 
 class AgentLost(RuntimeError):
     """The fork server does not answer; the kernel kills the ranks of one that has ended."""
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that nobody but its owner may read."""
+    return os.open(path, flags, 0o600)
 
 
 class _Stat:
@@ -104,6 +111,17 @@ class _Process:
             return None
         return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE_FIELD]))
 
+    def kill(self) -> None:
+        """Kill the rank, and every process of its group (data loaders' workers) at once.
+
+        The pidfd names the group that this very process leads, so no other one can be struck, whoever has its number by now.
+        Kernels before 6.9 cannot do that. There the fork server kills the group, when it reaps the rank.
+        """
+        with contextlib.suppress(ProcessLookupError):  # reaped, and its report is on the way
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL, None, _PIDFD_SIGNAL_PROCESS_GROUP)
+
     def close(self) -> None:
         self.stat.close()
         os.close(self.pidfd)
@@ -116,7 +134,7 @@ class Agent:
         """Start the fork server; it imports the modules `preload` (see `is_ready`) and has no environment but this one."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "megatron_recover.cluster.forkserver", str(theirs.fileno()), *preload]
-        with theirs, open(log, "ab") as output:
+        with theirs, open(log, "ab", opener=_private) as output:
             self._server = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 pass_fds=(theirs.fileno(),), start_new_session=True,
@@ -153,7 +171,7 @@ class Agent:
         request = forkserver.Spawn(
             replica=replica, rank=rank, argv=argv, environment=environment, descriptors=tuple(descriptors)
         )
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             socket.send_fds(self._control, [msgspec.json.encode(request)], [output, *descriptors.values()])
         finally:
@@ -204,11 +222,10 @@ class Agent:
         return ends
 
     def fence(self, replica: int) -> None:
-        """Kill every rank of a replica that is not known to be dead. `is_fenced` says when it is done."""
+        """Kill every rank of a replica that is not known to be dead, with what it started. `is_fenced` says when it is done."""
         for process in self._processes.values():
             if process.replica == replica and not process.confirmed:
-                with contextlib.suppress(ProcessLookupError):  # reaped, and its report is on the way
-                    signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
+                process.kill()
 
     def pid(self, replica: int, rank: int) -> int:
         """Return the process id of a rank that was started; the process may have ended."""

@@ -29,6 +29,7 @@ from typing import NoReturn
 
 import msgspec
 
+from megatron_recover.cluster.output import forgive_full_disks
 from megatron_recover.config import add_to_environment, describe_descriptors
 
 MAX_PACKET_BYTES = 2**17
@@ -171,6 +172,7 @@ def _become_rank(spawn: Spawn, output: int, handed_down: list[int], inherited: l
         for stream in (1, 2):
             os.dup2(output, stream)
         os.close(output)
+        forgive_full_disks()
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=False)
         for descriptor in handed_down:  # of this process alone, not of programs that it starts
             os.set_inheritable(descriptor, False)

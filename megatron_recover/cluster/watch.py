@@ -74,7 +74,7 @@ class Watch:
     def _name(self, named: detector.Named) -> None:
         """Tell people and the trace, and have the replica write its stacks."""
         self._record(
-            trace.Silent(
+            trace.RankSilent(
                 replica=named.replica,
                 rank=named.rank,
                 verdict=named.verdict.value,

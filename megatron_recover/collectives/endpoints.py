@@ -15,9 +15,10 @@ _HOST = "127.0.0.1"
 """All ranks are on one machine (docs/supported.md)."""
 
 
-def open_endpoint(kind: TransportKind, *, device: str = "cpu") -> Endpoint:
+def open_endpoint(kind: TransportKind, *, key: bytes, rank: int, device: str = "cpu") -> Endpoint:
     """A rank's address on the data plane, to be published to the same-position ranks of the other replicas.
 
+    `key` is the job's, and `rank` this rank's position inside its replica: connections are proven by both.
     `auto` is direct sockets for CPU tensors and NCCL for CUDA tensors. `device` is where the tensors are (``cpu`` or ``cuda``).
     Raises ValueError if the kind can not serve the device.
     """
@@ -27,25 +28,29 @@ def open_endpoint(kind: TransportKind, *, device: str = "cpu") -> Endpoint:
         remedy = "nccl" if on_cuda else "direct"
         raise ValueError(f"--recover-transport {chosen} does not move {device} tensors; use {remedy} or auto")
     if chosen == "direct":
-        return DirectEndpoint(_HOST)
+        return DirectEndpoint(_HOST, key=key, rank=rank)
     if chosen == "gloo":
         from megatron_recover.collectives.gloo import GlooTransport
 
-        return RendezvousEndpoint(_HOST, lambda direct, deadline_s: GlooTransport(direct, deadline_s, host=_HOST))
+        return RendezvousEndpoint(
+            DirectEndpoint(_HOST, key=key, rank=rank), lambda direct, deadline_s: GlooTransport(direct, deadline_s, host=_HOST)
+        )
     if chosen == "nccl":
         from megatron_recover.collectives import nccl
 
         binding = nccl.load()
-        return RendezvousEndpoint(_HOST, lambda direct, deadline_s: nccl.NcclTransport(binding, direct))
+        return RendezvousEndpoint(
+            DirectEndpoint(_HOST, key=key, rank=rank), lambda direct, deadline_s: nccl.NcclTransport(binding, direct)
+        )
     raise ValueError(f"--recover-transport is {kind!r}; choose auto, direct, gloo or nccl")
 
 
 class RendezvousEndpoint:
     """The endpoint of a framework whose members meet over a `direct` transport of the same generation. Address: that one's."""
 
-    def __init__(self, host: str, transport: Callable[[DirectTransport, float], Transport]) -> None:
+    def __init__(self, direct: DirectEndpoint, transport: Callable[[DirectTransport, float], Transport]) -> None:
         """`transport(direct, deadline_s)` makes the transport of the generation of `direct`, which it then owns."""
-        self._direct = DirectEndpoint(host)
+        self._direct = direct
         self._transport = transport
         self._current: Transport | None = None
         self.address = self._direct.address

@@ -7,7 +7,6 @@ about the protocol and never touches a tensor. Everything here runs in the contr
 from __future__ import annotations
 
 import hashlib
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import batched
@@ -15,13 +14,19 @@ from itertools import batched
 import msgspec
 
 from megatron_recover import trace
+from megatron_recover.collectives.admission import Gate
+from megatron_recover.collectives.beats import CoordinatorWatch
+from megatron_recover.collectives.calling import OutgoingLink
+from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.timing import RecoveryClock
 from megatron_recover.collectives.wire import (
     STATUSES_A_FRAME,
     Announcement,
+    Beat,
     Enter,
     Heard,
+    LeaderBeat,
     LeaderHello,
     Link,
     LinkClosed,
@@ -29,7 +34,6 @@ from megatron_recover.collectives.wire import (
     Peer,
     PeerHello,
     RankHello,
-    connect,
     frame,
     listen,
 )
@@ -59,6 +63,8 @@ Deliver = Callable[[Message], None]
 """Hands a message of the leader to its own rank."""
 
 _GOODBYE_S = 5.0
+_START_UP_DEADLINE_S = 1800.0
+"""For the coordinator to welcome a leader: until then a connection that was let go is dialled again."""
 _AGREED = (machine.Phase.IDLE, machine.Phase.WORKING, machine.Phase.VOTED)
 
 
@@ -71,13 +77,17 @@ class Leader:
         config: RecoverConfig,
         own: RankHello,
         *,
+        key: bytes,
         loop: Loop,
         deliver: Deliver,
-        fail: Callable[[str], None],
+        fail: Callable[..., None],
         record: Callable[[trace.Event], None],
         faults: FaultInjector | None,
     ) -> None:
-        """Bind the replica's address and link to the coordinator. `fail(reason)`: the replica cannot go on."""
+        """Bind the replica's address and link to the coordinator.
+
+        `fail(reason)`, or `fail(reason, exit_code)`: the replica cannot go on. `key` is the job's: every link is proven by it.
+        """
         self._context, self._config = context, config
         self._loop, self._deliver, self._fail, self._record, self._faults = loop, deliver, fail, record, faults
         self._state = machine.ReplicaState(context.replica, own.shape, config.tree_above)
@@ -89,10 +99,18 @@ class Leader:
         self._decided: machine.Decided | None = None
         self.clock = RecoveryClock(context.replica, record)
         self._waiting: tuple[object, ...] = ()
-        self._listener: socket.socket = listen(context.leader)
-        loop.accept(self._listener, self._accept)
-        self._coordinator = connect(context.coordinator)
+        self._key, self._me = key, Party(Role.LEADER, context.replica)
+        self._gate = Gate(loop, listen(context.leader), key, Role.LEADER, self._admits, self._accept)
+        self._coordinator = OutgoingLink(
+            context.coordinator, key, self._me, Party(Role.COORDINATOR), patience_s=_START_UP_DEADLINE_S
+        )  # fmt: skip
+        self._request: values.Requested | values.Diverged | None = None
+        """What the coordinator was asked for last."""
         loop.watch(self._coordinator, self._from_coordinator, self._coordinator_lost)
+        self._coordinator_watch = CoordinatorWatch(
+            context.replica, loop=loop, deadline_s=config.deadline_s, answer=self._where, waits=self._needs_coordinator,
+            record=record, give_up=lambda reason: fail(reason, values.ExitCode.NO_REPLICA_LEFT),
+        )  # fmt: skip
         self._join_when_complete()
 
     def report(self, report: values.Report) -> None:
@@ -107,18 +125,25 @@ class Leader:
 
     def close(self) -> None:
         """Stop listening. The links belong to the loop."""
-        self._loop.forget_readable(self._listener.fileno())
-        self._listener.close()
+        self._gate.close()
 
     # --- Joining -----------------------------------------------------------------------------------------------------
 
-    def _accept(self, link: Link) -> None:
-        self._loop.watch(link, self._introduced, lambda link, why: None)
+    def _admits(self, peer: Party, wanted: Party) -> bool:
+        """Return whether `peer` is another rank of this replica, or the leader of another one, and wants this leader."""
+        if peer.role is Role.RANK:
+            known = peer.replica == self._context.replica and 0 < peer.rank < self._context.num_ranks
+        else:
+            known = peer.role is Role.LEADER and peer.replica != self._context.replica and peer.rank == 0
+        return known and wanted == self._me
 
-    def _introduced(self, link: Link, message: Message) -> None:
-        """The first message of a connection says whose it is."""
+    def _accept(self, link: Link, peer: Party) -> None:
+        self._loop.watch(link, lambda link, message: self._introduced(peer, link, message), lambda link, why: None)
+
+    def _introduced(self, proven: Party, link: Link, message: Message) -> None:
+        """Take the first message of a connection, which must be of the rank or replica that the connection has proven."""
         match message:
-            case RankHello(rank=rank) if rank not in self._hellos and 0 <= rank < self._context.num_ranks:
+            case RankHello(rank=rank) if proven.role is Role.RANK and proven.rank == rank and rank not in self._hellos:
                 self._hellos[rank] = message
                 self._ranks[rank] = link
                 self._loop.watch(
@@ -127,7 +152,7 @@ class Leader:
                     lambda link, why: self._rank_lost(rank, why),
                 )
                 self._join_when_complete()
-            case PeerHello(replica=peer):
+            case PeerHello(replica=peer) if proven.role is Role.LEADER and proven.replica == peer:
                 self._incoming[link] = peer
                 self._loop.watch(link, self._from_peer, self._peer_lost)
             case _:
@@ -167,7 +192,10 @@ class Leader:
             self._loop.after(self._config.follow_timeout_s, lambda: self._fail(reason))
 
     def _from_coordinator(self, link: Link, message: Message) -> None:
+        self._coordinator_watch.heard(message if isinstance(message, Beat) else None)
         match message:
+            case Beat():
+                self._loop.send(link, self._where())
             case Announcement(new=new):
                 self._peers = {peer.replica: peer for peer in message.peers}
                 wanted = neighbours(new.roster, self._context.replica, self._config.tree_above)
@@ -176,6 +204,7 @@ class Leader:
                 self.clock.announced(new.generation, message.noticed_s)
                 self._feed(new)
             case values.Stop():
+                self._coordinator_watch.stop()
                 self._feed(message)
             case _:
                 self._fail(f"the coordinator sent a {type(message).__name__}")
@@ -183,6 +212,23 @@ class Leader:
     def _coordinator_lost(self, link: Link, why: str) -> None:
         if self._state.phase is not machine.Phase.STOPPED:
             self._fail(f"the coordinator is gone ({why}): nobody could fence a broken replica, so this one ends")
+
+    def _where(self) -> LeaderBeat:
+        """Return where this replica is, with the request that the coordinator has not answered yet."""
+        state, request = self._state, self._request
+        is_open = state.blocked and request is not None and request.generation == state.generation
+        return LeaderBeat(state.replica, state.generation, state.step, machine.waiting_for(state), request if is_open else None)
+
+    def _needs_coordinator(self) -> str:
+        """Return what this replica cannot go on without the coordinator for; an empty string if nothing."""
+        state = self._state
+        if state.phase is machine.Phase.STOPPED or len(self._hellos) < self._context.num_ranks:
+            return ""
+        if state.generation == 0:
+            return "the first generation"
+        if state.blocked and self._request is not None:
+            return f"a new generation ({self._request.reason})"
+        return "the end of the job" if len(state.ended) == state.shape.num_ranks else ""
 
     def _from_peer(self, link: Link, message: Message) -> None:
         said = isinstance(message, values.Status | values.Statuses | values.Vote | values.Votes)
@@ -225,6 +271,8 @@ class Leader:
                             replica=message.replica, generation=message.generation, seconds=self.clock.since_announced_s()
                         )  # fmt: skip
                     )
+                if isinstance(message, values.Requested | values.Diverged):
+                    self._request = message
                 self._loop.send(self._coordinator, message)
             case machine.Decided():
                 self._decided = effect
@@ -279,7 +327,10 @@ class Leader:
         link = self._outgoing.get(peer)
         try:
             if link is None:
-                link = self._outgoing[peer] = connect(self._peers[peer].leader_address)
+                link = self._outgoing[peer] = OutgoingLink(
+                    self._peers[peer].leader_address, self._key, self._me, Party(Role.LEADER, peer),
+                    patience_s=self._config.stall_timeout_s,
+                )  # fmt: skip
                 self._loop.watch(link, self._unexpected_answer, self._outgoing_lost)
                 self._loop.send(link, PeerHello(self._context.replica))
         except LinkClosed as closed:

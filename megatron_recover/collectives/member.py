@@ -17,10 +17,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron_recover import trace
+from megatron_recover.collectives.calling import OutgoingLink
+from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.leader import Leader
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.transport import DeadlineExceeded, Endpoint, PeerLost, Revoked, Transport
-from megatron_recover.collectives.wire import Enter, Heard, Link, LinkClosed, Message, RankHello, connect
+from megatron_recover.collectives.wire import Enter, Heard, Link, LinkClosed, Message, RankHello
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core import rank as machine
 from megatron_recover.core import values
@@ -62,13 +64,15 @@ class Member:
         config: RecoverConfig,
         endpoint: Endpoint,
         *,
+        key: bytes,
         record: Callable[[trace.Event], None],
         faults: FaultInjector | None = None,
         page: ProgressPage | None = None,
         end_process: Callable[[int], None] = os._exit,
     ) -> None:
-        """`page` shows what the training thread waits for; None: nobody looks. `end_process(exit_code)` is called in the
-        control thread when the training thread does not end as it has to.
+        """`key` is the job's (`key.inherited_key`). `page` shows what the training thread waits for; None: nobody looks.
+
+        `end_process(exit_code)` is called in the control thread when the training thread does not end as it has to.
         """
         self.replica, self.rank, self.num_ranks = context.replica, context.rank, context.num_ranks
         self.generation = 0
@@ -81,7 +85,7 @@ class Member:
         """Of the newest `Plan` that was taken, in the order of its roster."""
         self.requests: frozenset[str] = frozenset()
         """All that the records have carried so far; the same on every replica after the same step."""
-        self._context, self._config, self._endpoint = context, config, endpoint
+        self._context, self._config, self._endpoint, self._key = context, config, endpoint, key
         self._record, self._faults, self._end_process = record, faults, end_process
         self._page = page or ProgressPage()
         self._changed = threading.Condition(threading.RLock())
@@ -353,7 +357,7 @@ class Member:
     def _introduce(self, hello: RankHello, waited_s: float = 0.0) -> None:
         if self.rank == 0:
             self._leader = Leader(
-                self._context, self._config, hello, loop=self._loop, deliver=self._deliver, fail=self._fail,
+                self._context, self._config, hello, key=self._key, loop=self._loop, deliver=self._deliver, fail=self._fail,
                 record=self._record, faults=self._faults,
             )  # fmt: skip
             return
@@ -365,7 +369,8 @@ class Member:
                 self._loop.after(_RETRY_S, lambda: self._introduce(hello, waited_s + _RETRY_S))
 
         try:
-            self._uplink = connect(self._context.leader)
+            me, leader = Party(Role.RANK, self.replica, self.rank), Party(Role.LEADER, self.replica)
+            self._uplink = OutgoingLink(self._context.leader, self._key, me, leader, patience_s=_START_UP_DEADLINE_S)
         except LinkClosed as closed:
             again(str(closed))
             return

@@ -12,6 +12,7 @@ Caller's contract
 * `Fence`: kill all ranks of the replica, for certain; never wait for it.
 * `Arm(timer, setting)`: feed `TimerFired(timer)` once after the seconds of that setting; timers are never disarmed (stale ones
   are dropped by name).
+* `Waits`: tell the user for whom the job waits and why. Nothing else depends on it.
 * `EndJob`: send `Stop(exit_code, reason)` to all leaders, end the run with that code. Nothing follows it.
 
 Note [Waiting for a save]
@@ -20,6 +21,22 @@ Note [Waiting for a save]
     it. Later requests are kept until the save is over, and lead to one more generation then. So a save costs two generations
     at most, however long it takes, and the losses of replicas that end meanwhile one each; none counts as fruitless and
     nobody is suspected. A save that takes longer than its limit is excused no more.
+
+Note [Timers]
+    A timer says that somebody is late, and being late is relative: without one that is in time nobody is late. So a timer
+    never removes the last members, however long all of them take; only their own ends do. Timer by timer:
+
+    - `follow`: removes the members that have not entered the generation, if another has. If nobody has entered, the job
+      waits, and says for whom (`Waits`). The first member that then enters gives the others the full time once more.
+    - `finish`: removes the members that have not finished. It runs only while a member that has finished is in the roster,
+      so this one stays.
+    - `grace`: leads to the same roster again, and after some such generations removes a member that is suspected, if another
+      is left (`_same_roster`).
+    - `save`: removes nobody by itself. The member whose save is overdue is suspected.
+    - `start`: removes the replicas that have not said hello, if another has and still lives. Otherwise they get the time to
+      load once more.
+    - `load`: the only timer that ends a job. No replica has become ready in that time, so there is no member yet and no
+      training that could be lost.
 """
 
 from __future__ import annotations
@@ -80,6 +97,10 @@ class CoordinatorState(Value, frozen=True):
     """All losses of the run."""
     entered: tuple[ReplicaId, ...] = ()
     """Members that entered the current generation."""
+    follow: str = ""
+    """The timer that counts for members that have not entered the current generation; others of its kind are stale."""
+    all_late: bool = False
+    """The timer ran out before any member had entered the current generation. See Note [Timers]."""
     reason: str = ""
     """Why a newer generation is due (a grace runs), or empty."""
     suspects: tuple[ReplicaId, ...] = ()
@@ -159,6 +180,13 @@ class Arm(Value, frozen=True):
     setting: Setting
 
 
+class Waits(Value, frozen=True):
+    """The job waits for these replicas, and cannot go on before one of them answers or ends."""
+
+    replicas: tuple[ReplicaId, ...]
+    reason: str
+
+
 class EndJob(Value, frozen=True):
     """The run is over."""
 
@@ -166,7 +194,7 @@ class EndJob(Value, frozen=True):
     reason: str
 
 
-Effect = Announce | Fence | Arm | EndJob
+Effect = Announce | Fence | Arm | Waits | EndJob
 
 
 # --- The machine ---------------------------------------------------------------------------------------------------------
@@ -187,9 +215,9 @@ def _on_launched(state: CoordinatorState, _: Launched) -> Step:
 
 
 def _on_hello(state: CoordinatorState, hello: Hello) -> Step:
-    """Note it; with the last replica that was missing, make generation 1."""
+    """Note the hello of a replica of this job; with the last one that was missing, make generation 1."""
     known = {item.replica for item in state.hellos} | {loss.replica for loss in state.losses}
-    if hello.replica in known or state.generation:
+    if hello.replica in known or not 0 <= hello.replica < state.policy.num_replicas or state.generation:
         return state, ()
     first = not state.hellos
     state = replace(state, hellos=tuple(sorted((*state.hellos, hello), key=lambda item: item.replica)))
@@ -227,10 +255,12 @@ def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) ->
         return _finish(state)
     if len(state.roster) < state.policy.min_replicas:
         state = replace(state, requests=unite((state.requests, (TOO_FEW,))))
-    generation = state.generation + 1
-    state = replace(_blame(state), generation=generation, entered=(), reason="", excused=bool(state.saves))
+    generation, follow = state.generation + 1, f"follow {state.generation + 1}"
+    state = replace(
+        _blame(state), generation=generation, entered=(), follow=follow, all_late=False, reason="", excused=bool(state.saves)
+    )
     new = NewGeneration(generation, state.roster, losses, reason, state.requests, state.trusted_from)
-    return state, (Announce(new), Arm(f"follow {generation}", "follow_timeout_s"))
+    return state, (Announce(new), Arm(follow, "follow_timeout_s"))
 
 
 def _on_lost(state: CoordinatorState, lost: Lost) -> Step:
@@ -307,18 +337,18 @@ def _saved(state: CoordinatorState) -> Step:
 
 
 def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
-    """`load`, `start`, `follow`, `finish`: fence who did not. `save`: excuse it no more. `grace`: nobody died, try again."""
+    """Act on a timer that is not stale. Note [Timers] says what each one may do."""
     overdue = tuple(save for save in state.saves if expired.timer == f"save {save.number}")
     if overdue:
         left = tuple(save for save in state.saves if save not in overdue)
         state = replace(state, saves=left, suspects=(*state.suspects, *(save.replica for save in overdue)))
         return _same_roster(state) if state.reason and not left else (state, ())
-    if expired.timer == f"follow {state.generation}" and state.generation:
-        late = tuple(replica for replica in state.roster if replica not in state.entered)
-        detail = f"did not enter generation {state.generation}"
-        return _remove(state, tuple(Loss(replica, LossKind.SUSPECTED, detail) for replica in late), detail)
+    if expired.timer == state.follow and state.generation:
+        return _followed_late(state)
     if expired.timer == f"grace {state.generation}" and state.reason:
         return _same_roster(state)
+    if (expired.timer == "start" or (expired.timer == "load" and not state.hellos)) and not state.generation:
+        return _started_late(state, expired.timer)
     done = {item.replica for item in state.finished}
     # Of a member that is gone again the others may have heard nothing: they train on, and are not late.
     if expired.timer in {f"finish {replica}" for replica in state.roster if replica in done}:
@@ -327,11 +357,29 @@ def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
         late = tuple(replica for replica in state.roster if replica not in done)
         detail = f"did not finish after replica {expired.timer.removeprefix('finish ')} had"
         return _remove(state, tuple(Loss(replica, LossKind.SUSPECTED, detail) for replica in late), detail)
-    if (expired.timer == "start" or (expired.timer == "load" and not state.hellos)) and not state.generation:
-        here = {item.replica for item in state.hellos} | {loss.replica for loss in state.losses}
-        late = tuple(replica for replica in range(state.policy.num_replicas) if replica not in here)
-        return _remove(state, tuple(Loss(replica, LossKind.SUSPECTED, "did not start") for replica in late), "did not start")
     return state, ()
+
+
+def _followed_late(state: CoordinatorState) -> Step:
+    """Remove the members that have not entered the generation, or wait if none has: the timer is then armed again."""
+    late = tuple(replica for replica in state.roster if replica not in state.entered)
+    if late != state.roster:
+        detail = f"did not enter generation {state.generation}"
+        return _remove(state, tuple(Loss(replica, LossKind.SUSPECTED, detail) for replica in late), detail)
+    reason = f"no member has entered generation {state.generation} in time, so none is late: waiting for the first"
+    return replace(state, all_late=True), (Waits(late, reason), Arm(state.follow, "follow_timeout_s"))
+
+
+def _started_late(state: CoordinatorState, timer: str) -> Step:
+    """Remove the replicas that have not said hello before generation 1; if the others are gone again, let them load."""
+    here = {item.replica for item in state.hellos} | {loss.replica for loss in state.losses}
+    late = tuple(replica for replica in range(state.policy.num_replicas) if replica not in here)
+    if timer == "start" and not state.hellos:
+        return state, (
+            Waits(late, "the replicas that were ready have ended: waiting for the others"),
+            Arm("load", "load_timeout_s"),
+        )
+    return _remove(state, tuple(Loss(replica, LossKind.SUSPECTED, "did not start") for replica in late), "did not start")
 
 
 def _same_roster(state: CoordinatorState) -> Step:
@@ -340,7 +388,7 @@ def _same_roster(state: CoordinatorState) -> Step:
         return _announce(state, (), state.reason)
     state = replace(_blame(state), fruitless=state.fruitless + 1)
     culprit = most_suspected(state.suspects, state.roster)
-    if state.fruitless >= state.policy.max_fruitless and culprit is not None:
+    if state.fruitless >= state.policy.max_fruitless and culprit is not None and len(state.roster) > 1:
         detail = f"suspected most in {state.fruitless} generations without a committed step; the last: {state.reason}"
         return _remove(state, (Loss(culprit, LossKind.SUSPECTED, detail),), detail)
     return _announce(state, (), state.reason)
@@ -359,7 +407,12 @@ def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
         state = replace(state, step=entered.step, fruitless=0, suspects=(), waits=())
     if entered.waited_for and not state.excused:
         state = replace(state, waits=tuple(sorted({**dict(state.waits), entered.replica: entered.waited_for}.items())))
-    return replace(state, entered=tuple(sorted({*state.entered, entered.replica}))), ()
+    state = replace(state, entered=tuple(sorted({*state.entered, entered.replica})))
+    if not state.all_late:
+        return state, ()
+    # The timer that runs may be about to fire: the others would have no time.
+    state = replace(state, follow=f"{state.follow} again", all_late=False)
+    return state, (Arm(state.follow, "follow_timeout_s"),)
 
 
 def _on_failing(state: CoordinatorState, failing: Failing) -> Step:

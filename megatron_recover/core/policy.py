@@ -45,6 +45,8 @@ def loss_of(status: int, *, started: bool, out_of_memory: bool = False) -> LossK
         return LossKind.CRASHED
     if status == ExitCode.INVARIANT_VIOLATED:
         return LossKind.INVARIANT_VIOLATED
+    if status == ExitCode.NO_REPLICA_LEFT:  # it gave up waiting for a launcher that was stopped: no fault of the training
+        return LossKind.PROCESS_ENDED
     if status == ExitCode.OK and not started:
         return LossKind.ENDED_EARLY
     return LossKind.EXCEPTION if status > 0 else LossKind.PROCESS_ENDED

@@ -93,7 +93,7 @@ class Checkpoints:
         *,
         save: str | None,
         save_timeout_s: float,
-        log: trace.EventLog,
+        log: trace.Log,
         faults: FaultInjector | None,
     ) -> None:
         """`originals`: what Megatron has behind the seams `save_checkpoint`, `write_checkpoint` and `checkpoint_name`. Create

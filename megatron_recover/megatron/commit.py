@@ -85,7 +85,7 @@ class CommitLoop:
         seed: Callable[[int, int, int], None],
         iteration: Callable[[], int],
         fingerprint: Callable[[], str],
-        log: trace.EventLog | None = None,
+        log: trace.Log | None = None,
         faults: FaultInjector | None = None,
         gather: Gather = gather_over_replica,
         page: ProgressPage | None = None,

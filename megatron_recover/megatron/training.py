@@ -19,7 +19,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_recover import flags, trace
+from megatron_recover import flags, ring, trace
 from megatron_recover.config import DRY_RUN_PASSED, RankContext, RecoverConfig, rank_context
 from megatron_recover.core import policy
 from megatron_recover.core.detector import Phase
@@ -34,6 +34,7 @@ from megatron_recover.megatron.arguments import (
     recover_config,
     refusals,
 )
+from megatron_recover.megatron.rendezvous import host_store
 from megatron_recover.progress_page import ProgressPage
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class _Training:
 
         self._context = context
         self._page = ProgressPage.inherited()
-        self._log = trace.EventLog(os.path.join(context.run_dir, trace.EVENTS_FILE), context.started_at)
+        self._log = ring.log_of_rank(context)
         self._faults = FaultInjector.of(
             context.faults,
             replica=context.replica,
@@ -163,9 +164,11 @@ class _Training:
             if others.get("process_non_loss_data_func") is not None:
                 raise ValueError("process_non_loss_data_func is not supported: no replica sees a whole batch; leave it out")
         if self._context.dry_run:
-            with bad_input_ends(), contextlib.closing(_endpoint(config)):
+            with bad_input_ends(), contextlib.closing(_endpoint(config, self._context)):
                 configure(args)
             return DRY_RUN_PASSED
+        # Held to the end of this process: the replica's other ranks use it as long as they live.
+        store = host_store(self._context.rank, self._context.num_ranks)  # noqa: F841
         member = self._member = self._create_member(config)
         checkpoints, loop = self._install(args, config, member)
         try:
@@ -216,11 +219,15 @@ class _Training:
             return args, config
 
     def _create_member(self, config: RecoverConfig) -> Member:
+        from megatron_recover.collectives.key import inherited_key
         from megatron_recover.collectives.member import Member
 
         with bad_input_ends():
-            endpoint = _endpoint(config)
-        return Member(self._context, config, endpoint, record=self._log.record, faults=self._faults, page=self._page)
+            endpoint = _endpoint(config, self._context)
+        return Member(
+            self._context, config, endpoint,
+            key=inherited_key(), record=self._log.record, faults=self._faults, page=self._page,
+        )  # fmt: skip
 
     def _install(self, args: Namespace, config: RecoverConfig, member: Member) -> tuple[Checkpoints, CommitLoop]:
         from megatron.training import get_args
@@ -264,13 +271,15 @@ class _Training:
         return checkpoints, loop
 
 
-def _endpoint(config: RecoverConfig) -> Endpoint:
+def _endpoint(config: RecoverConfig, context: RankContext) -> Endpoint:
     """This rank's address on the data plane. Raises ValueError where the transport does not serve the device."""
     import torch
 
     from megatron_recover.collectives.endpoints import open_endpoint
+    from megatron_recover.collectives.key import inherited_key
 
-    return open_endpoint(config.transport, device="cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return open_endpoint(config.transport, key=inherited_key(), rank=context.rank, device=device)
 
 
 def _seeding(seed: int) -> Callable[[int, int, int], None]:

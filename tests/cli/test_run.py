@@ -17,6 +17,7 @@ from megatron_recover.cli import command_line, run
 from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
+from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from megatron_recover.megatron.arguments import recover_flags
 from megatron_recover.observe.history import History
 
@@ -66,7 +67,7 @@ def test_a_folder_in_which_nothing_can_be_made_is_refused(kind: int, tmp_path: P
 
 
 def ends(monkeypatch: pytest.MonkeyPatch, exit_code: int) -> None:
-    monkeypatch.setattr(run, "Launcher", lambda job, console: SimpleNamespace(has_begun=True, run=lambda: exit_code))
+    monkeypatch.setattr(run, "Launcher", lambda job, quiet: SimpleNamespace(has_begun=True, run=lambda: exit_code))
 
 
 COMMAND = ["--replicas", "2", "--", "script.py"]
@@ -98,6 +99,20 @@ def test_two_runs_that_start_in_one_second_have_a_folder_each(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda form: "now")
     assert [create_run_dir(None).name for _ in range(3)] == ["now", "now-2", "now-3"]
+
+
+def test_a_freeze_that_no_event_of_the_trace_can_end_is_refused() -> None:
+    freeze = Fault(replica=0, rank=0, point=FaultPoint.REDUCE, kind=FaultKind.FREEZE, until="reduced")
+    run._refuse_unseen([freeze], "steps")
+    with pytest.raises(ValueError, match="--trace-level faults leaves out reduced, .* name another event by until"):
+        run._refuse_unseen([freeze], "faults")
+
+
+def test_a_size_of_a_file_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "script.py").touch()
+    with pytest.raises(SystemExit):
+        run.main(["--replicas", "2", "--trace-file-bytes", "-1", "--", str(tmp_path / "script.py")])
+    assert "--trace-file-bytes is -1; it must be 0 (never) or more" in capsys.readouterr().err
 
 
 def test_help_lists_the_flags_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,7 @@ def test_who_thaws_late_in_a_recovery_takes_part_in_the_next(tmp_path: Path, ran
     [(0, "backward"), (1, "backward"), (0, "reduce"), (1, "reduce"), (1, "before_vote"), (0, "in_vote")],
 )
 def test_inv_5_who_thaws_after_it_was_given_up_changes_nothing(tmp_path: Path, rank: int, point: str) -> None:
-    outcome = run(Spec(run_dir=str(tmp_path / "run"), steps=30, hasty=True, faults=(freeze(1, rank, point, "generation"),)))
+    outcome = run(Spec(run_dir=str(tmp_path / "run"), steps=150, hasty=True, faults=(freeze(1, rank, point, "generation"),)))
     outcome.assert_finished([0, 2])
     names = [trace.name_of(event) for event in outcome.events]
     fault, thawed = names.index("fault"), names.index("thawed")

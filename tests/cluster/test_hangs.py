@@ -38,7 +38,7 @@ def log_of(tmp_path: Path, replica: int, rank: int) -> str:
 def test_a_rank_that_is_stopped_costs_its_replica_and_no_timeout(tmp_path: Path, rank: int, point: FaultPoint) -> None:
     outcome = job(tmp_path, strike(FaultKind.STOP, 1, rank, point))
     outcome.assert_finished([0, 2])
-    [silent] = [event for event in outcome.of(trace.Silent) if event.verdict != "slow"]
+    [silent] = [event for event in outcome.of(trace.RankSilent) if event.verdict != "slow"]
     assert (silent.replica, silent.rank, silent.verdict, silent.state) == (1, rank, "stopped", "T")
     [lost] = [lost for event in outcome.of(trace.Generation) for lost in event.losses]
     assert lost.kind is LossKind.HUNG and "stopped" in lost.detail
@@ -51,7 +51,7 @@ def test_a_rank_that_is_stopped_costs_its_replica_and_no_timeout(tmp_path: Path,
 def test_an_endless_loop_is_fenced_with_its_stacks_in_the_log(tmp_path: Path) -> None:
     outcome = job(tmp_path, strike(FaultKind.LOOP, 1, 0, FaultPoint.BACKWARD, occurrence=1))
     outcome.assert_finished([0, 2])
-    hung = [event for event in outcome.of(trace.Silent) if event.verdict == "hung"]
+    hung = [event for event in outcome.of(trace.RankSilent) if event.verdict == "hung"]
     assert [(event.replica, event.rank, event.phase, event.label) for event in hung] == [
         (1, 0, "backward", f"train {STEP + 1}")
     ]
@@ -74,10 +74,10 @@ def test_a_microbatch_that_hangs_two_replicas_stops_the_job_and_is_named(tmp_pat
 
 
 def test_the_last_replica_is_named_when_it_hangs_and_ended_only_after_the_deadline(tmp_path: Path) -> None:
-    config = RecoverConfig(stall_timeout_s=300.0, follow_timeout_s=300.0, save_timeout_s=8.0)
+    config = RecoverConfig(stall_timeout_s=300.0, follow_timeout_s=300.0, deadline_s=8.0)
     outcome = job(tmp_path, strike(FaultKind.LOOP, 0, 0, FaultPoint.FORWARD, occurrence=1), replicas=1, config=config)
     assert outcome.exit_code == ExitCode.NO_REPLICA_LEFT, outcome.output
-    [hung] = [event for event in outcome.of(trace.Silent) if event.verdict == "hung"]
+    [hung] = [event for event in outcome.of(trace.RankSilent) if event.verdict == "hung"]
     [stopping] = outcome.of(trace.Stopping)
     assert hung.seconds < 4 and stopping.t - hung.t > 4, "it was ended when it was named"
     assert "most recent call first" in log_of(tmp_path, 0, 0)

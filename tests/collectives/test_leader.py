@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from megatron_recover.collectives import leader
+from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.member import JobStopped, Member
-from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Peer, PeerHello, connect
+from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Peer, PeerHello, RankHello
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core.values import Entered, Held, NewGeneration, Requested, Shape, Status, Statuses, Stop, Vote, Work
-from tests.collectives.partners import FakeEndpoint, Partner
+from tests.collectives.partners import KEY, FakeEndpoint, Partner, call
 
 pytestmark = pytest.mark.timeout(30)
 WORK = Work("train 1", 2, (0,))
@@ -39,7 +40,12 @@ class Leading:
         )  # fmt: skip
         self.replica = replica
         self.member = Member(
-            context, RecoverConfig(**config), FakeEndpoint([]), record=lambda event: None, end_process=lambda code: None
+            context,
+            RecoverConfig(**config),
+            FakeEndpoint([]),
+            key=KEY,
+            record=lambda event: None,
+            end_process=lambda code: None,
         )
         self.coordinator, self.other, self.address = coordinator, other, free
         joining = threading.Thread(target=lambda: self.member.join(Shape(1, ((0,),)), ""))
@@ -79,10 +85,11 @@ class Leading:
 
     def speak(self, *messages: Any) -> Link:
         """A link of the other leader to this one."""
-        link = connect(self.address)
+        link = call(self.address, Party(Role.LEADER, 1), Party(Role.LEADER, self.replica))
         self.other.loop.watch(link, lambda link, message: None, self.other._lost)
         for message in (PeerHello(1), *messages):
             self.other.loop.send(link, message)
+        self.other.wait(lambda: link.proven and not link.wants_write)
         return link
 
     def requested(self) -> Requested:
@@ -149,6 +156,43 @@ def test_a_message_that_is_not_the_speakers_own_counts_for_nothing(lead: Lead, f
     leading.other.wait(lambda: leading.other.closed)
 
 
+@pytest.mark.parametrize(
+    ("proven", "said"),
+    [
+        (Party(Role.LEADER, 1), PeerHello(2)),
+        (Party(Role.LEADER, 1), RankHello(0, Shape(1, ((0,),)), "", "")),
+        (Party(Role.LEADER, 1), Stop(0, "")),
+    ],
+    ids=["another leader", "a rank", "the coordinator"],
+)  # fmt: skip
+def test_a_peer_speaks_for_the_replica_that_it_proved_and_for_no_other(lead: Lead, proven: Party, said: Any) -> None:
+    """A9: any local user could connect, say `PeerHello(k)` and vote as k. Here not even another replica can."""
+    leading = lead(roster=(0, 1, 2)).heard()
+    link = call(leading.address, proven, Party(Role.LEADER, 0))
+    closed: list[str] = []
+    leading.other.loop.watch(link, lambda link, message: None, lambda link, why: closed.append(why))
+    for message in (said, status(1, 2)):
+        leading.other.loop.send(link, message)
+    leading.other.wait(lambda: closed)
+    leading.coordinator.loop.run_once(0.05)
+    assert not [each for each in leading.coordinator.received if isinstance(each, Requested)]
+    assert leading.member._leader is not None
+    assert [each for each in leading.member._leader._state.statuses if each.replica == 2] == []
+
+
+@pytest.mark.parametrize(
+    "claimed",
+    [Party(Role.LEADER, 0), Party(Role.LEADER, 1, 1), Party(Role.RANK, 1, 1), Party(Role.RANK, 0, 1), Party(Role.DATA, 1)],
+)
+def test_who_has_no_business_with_a_leader_is_not_let_in(lead: Lead, claimed: Party) -> None:
+    leading = lead().heard()
+    link = call(leading.address, claimed, Party(Role.LEADER, 0), patience_s=0.05)
+    closed: list[str] = []
+    leading.other.loop.watch(link, lambda link, message: None, lambda link, why: closed.append(why))
+    leading.other.wait(lambda: closed)
+    assert not link.proven
+
+
 def test_inv_8_a_status_that_does_not_come_is_waited_for_until_the_stall_timeout(lead: Lead) -> None:
     leading = lead(stall_timeout_s=0.05).heard()
     assert leading.requested() == Requested(0, 1, "no status of replicas (1,) came")
@@ -164,7 +208,7 @@ def test_inv_8_the_timer_of_a_wait_that_is_over_does_not_end_one_like_it(lead: L
     settled = threading.Event()
     member._loop.post(settled.set)  # behind what the leader does after it has said its status: its first timer is set
     assert settled.wait(10)
-    monkeypatch.setattr(member._loop, "after", lambda seconds, then: timers.append(then))
+    monkeypatch.setattr(member._loop, "after", lambda seconds, then: timers.append(then) if seconds == 60.0 else None)
     leading.announce(2)
     leading.other.wait(lambda: leading.other.received)
     leading.other.received.clear()

@@ -47,7 +47,7 @@ from megatron_recover.core.values import (
     Stop,
     Work,
 )
-from tests.collectives.partners import FakeEndpoint, Partner
+from tests.collectives.partners import KEY, FakeEndpoint, Partner
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -66,7 +66,7 @@ class Follower:
             replica=1, rank=1, num_ranks=2, num_replicas=2, coordinator="", leader=leader.address, run_dir="", started_at=0.0
         )  # fmt: skip
         self.member = Member(
-            context, RecoverConfig(**config), FakeEndpoint(self.seen), record=lambda event: None,
+            context, RecoverConfig(**config), FakeEndpoint(self.seen), key=KEY, record=lambda event: None,
             end_process=lambda code: self.ended.append(int(code)),
         )  # fmt: skip
         self.leader = leader
@@ -336,7 +336,7 @@ class Alone:
             started_at=0.0,
         )  # fmt: skip
         self.member = Member(
-            context, RecoverConfig(follow_timeout_s=0.05), FakeEndpoint([]), record=self.events.append,
+            context, RecoverConfig(follow_timeout_s=0.05), FakeEndpoint([]), key=KEY, record=self.events.append,
             end_process=lambda code: self.ended.append(int(code)),
         )  # fmt: skip
         joining = threading.Thread(target=lambda: self.member.join(Shape(1, ((0,),)), "print"))

@@ -6,7 +6,7 @@ import signal
 from itertools import permutations
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_recover.core import coordinator, policy
@@ -21,6 +21,7 @@ from megatron_recover.core.coordinator import (
     Lost,
     Policy,
     TimerFired,
+    Waits,
 )
 from megatron_recover.core.values import (
     Busy,
@@ -271,6 +272,7 @@ def test_the_minority_that_diverges_is_fenced() -> None:
         (1, False, LossKind.EXCEPTION),
         (1, True, LossKind.EXCEPTION),
         (ExitCode.BAD_INPUT, True, LossKind.EXCEPTION),
+        (ExitCode.NO_REPLICA_LEFT, True, LossKind.PROCESS_ENDED),
         (ExitCode.INVARIANT_VIOLATED, False, LossKind.INVARIANT_VIOLATED),
         (ExitCode.INVARIANT_VIOLATED, True, LossKind.INVARIANT_VIOLATED),
     ],
@@ -326,6 +328,39 @@ def test_a_member_that_does_not_follow_is_fenced() -> None:
     assert Fence(2) in effects and announced(effects).roster == (0,)
     state, _ = feed(state, Entered(2, 2, 0))
     assert feed(state, TimerFired("follow 2")) == (state, [])
+
+
+def test_inv_9_where_no_member_follows_nobody_is_late() -> None:
+    """Two replicas; one dies, and the other takes longer than the timer to promise: it is the last one."""
+    state, _ = feed(started(2), died(1))
+    state, effects = feed(state, TimerFired("follow 2"))
+    waits = Waits((0,), "no member has entered generation 2 in time, so none is late: waiting for the first")
+    assert effects == [waits, Arm("follow 2", "follow_timeout_s")]
+    assert feed(state, TimerFired("follow 2"))[1] == effects, "as often as it runs out, and each time it says so"
+    state, effects = feed(state, Entered(0, 2, 0), TimerFired("follow 2"), TimerFired("follow 2 again"))
+    assert effects == [Arm("follow 2 again", "follow_timeout_s")]
+    assert (state.roster, state.over) == ((0,), False)
+
+
+def test_the_first_of_late_members_gives_the_others_the_full_time() -> None:
+    state, _ = feed(started(), TimerFired("follow 1"), Entered(1, 1, 0), TimerFired("follow 1"))
+    assert state.roster == (0, 1, 2), "the timer that ran before may fire at once"
+    state, effects = feed(state, Entered(2, 1, 0), TimerFired("follow 1 again"))
+    assert Fence(0) in effects and announced(effects).roster == (1, 2)
+
+
+def test_a_late_member_that_is_the_last_and_ends_ends_the_job() -> None:
+    _, effects = feed(started(2), died(1), TimerFired("follow 2"), died(0))
+    assert ended(effects).exit_code == ExitCode.NO_REPLICA_LEFT
+
+
+def test_replicas_that_load_are_not_late_for_one_that_has_ended() -> None:
+    state, effects = feed(CoordinatorState(Policy(3)), Launched(), Hello(1, "same"), died(1), TimerFired("start"))
+    assert effects[-2:] == [
+        Waits((0, 2), "the replicas that were ready have ended: waiting for the others"), Arm("load", "load_timeout_s")
+    ]  # fmt: skip
+    _, effects = feed(state, Hello(0, "same"), Hello(2, "same"))
+    assert announced(effects).roster == (0, 2)
 
 
 def test_inv_9_the_most_suspected_is_fenced_when_generations_bear_no_fruit() -> None:
@@ -589,3 +624,36 @@ def test_inv_6_there_is_one_history_of_rosters_whatever_comes(messages: list[coo
         if state.reason and f"grace {generation}" not in armed:
             assert state.saves, "a request that waits for nothing (INV-8)"
         assert state.roster == roster or state.over
+
+
+def test_a_replica_that_the_job_does_not_have_does_not_count_toward_the_start() -> None:
+    """A9: a stray `Hello(99)` made generation 1 with replicas 0, 1 and 99, and the real replica 2 was never admitted."""
+    state = CoordinatorState(Policy(num_replicas=3))
+    for replica in (0, 99, 1):
+        state, _ = coordinator.step(state, Hello(replica, "f"))
+    assert state.generation == 0
+    state, effects = coordinator.step(state, Hello(2, "f"))
+    assert state.roster == (0, 1, 2) and any(isinstance(effect, coordinator.Announce) for effect in effects)
+
+
+@given(st.lists(inputs, max_size=40), st.integers(1, 3), st.data())
+def test_inv_9_timers_alone_never_remove_the_last_members(
+    messages: list[coordinator.Input], num_replicas: int, data: st.DataObject
+) -> None:
+    """Whatever has happened: from then on nothing comes but timers, those that are armed and any other."""
+    state, effects = feed(
+        CoordinatorState(Policy(num_replicas, 1, 1)), *(Hello(r, "same") for r in range(num_replicas)), *messages
+    )
+    armed = [effect.timer for effect in effects if isinstance(effect, Arm)]
+    assume(not state.over)
+    for _ in range(data.draw(st.integers(1, 12))):
+        newest = f"follow {state.generation}"
+        timer = data.draw(st.sampled_from([*armed, newest, f"{newest} again", f"grace {state.generation}"]))
+        before = state
+        state, effects = coordinator.step(state, TimerFired(timer))
+        armed += [effect.timer for effect in effects if isinstance(effect, Arm)]
+        assert state.roster, f"{timer} removed {before.roster}"
+        finished = {item.replica for item in state.finished}
+        assert not state.over or finished >= set(state.roster), f"{timer} ended the job of {before.roster}"
+        if state.over:
+            return

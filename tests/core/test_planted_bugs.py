@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from megatron_recover.core import coordinator, rank, recovery, replica, tree, vote
 from megatron_recover.core.plan import Operation, plan_of
 from megatron_recover.core.speed import Speeds
-from megatron_recover.core.values import Ballot, Compute, Plan, Status, Statuses, Vote, Votes
+from megatron_recover.core.values import Ballot, Compute, Loss, LossKind, Plan, Status, Statuses, Vote, Votes
 from megatron_recover.core.vote import gather, voters_of
 from megatron_recover.sim.explore.explorer import Exploration, Explorer, Scenario
 from megatron_recover.sim.explore.node import Rank, Threads
@@ -200,6 +200,15 @@ def test_dropping_an_early_status_is_caught_on_links(monkeypatch: pytest.MonkeyP
 def test_forgetting_what_was_asked_for_during_a_save_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "_saved", lambda state: (state, ()))
     caught(explore(replicas=2, microbatches=2, steps=1, alarms=2, saves=1), 9)
+
+
+def test_a_timeout_that_removes_the_last_members_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_that_are_late(state: coordinator.CoordinatorState) -> coordinator.Step:
+        late = [number for number in state.roster if number not in state.entered]
+        return coordinator._remove(state, tuple(Loss(number, LossKind.SUSPECTED, "late") for number in late), "late")
+
+    monkeypatch.setattr(coordinator, "_followed_late", all_that_are_late)
+    caught(explore(replicas=2, microbatches=2, crashes=1, late=1), 9)
 
 
 def test_keeping_what_an_outvoted_replica_took_part_in_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,10 @@ class Faults(NamedTuple):
     drifts: int
     saves: int
     """That may still begin."""
+    late: int = 0
+    """Follow timers that may still run out."""
+    stops: int = 0
+    """Of the coordinator."""
 
 
 class World(NamedTuple):
@@ -36,6 +40,10 @@ class World(NamedTuple):
     faults: Faults
     links: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     """(source or -1 for the coordinator, destination, messages on the way)."""
+    stopped: bool = False
+    """The coordinator takes no input."""
+    inbox: tuple[int, ...] = ()
+    """Numbers of the inputs that reached the coordinator since it was stopped, in their order."""
 
 
 class Table[T]:

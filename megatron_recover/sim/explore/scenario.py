@@ -34,6 +34,10 @@ class Scenario(Value, frozen=True):
     """Above so many members status and vote go over a tree."""
     paces: tuple[int, ...] = ()
     """What each replica measures of itself in every step (`Threads.paces`): unlike ones bring new quotas in the third."""
+    late: int = 0
+    """Follow timers that run out at any instant, also before any member has entered the generation."""
+    stops: int = 0
+    """How often the coordinator is stopped; what reaches it meanwhile is delivered at once when it continues."""
 
 
 ONE_RANK_TWO_BUCKETS = ((0,), (0,))
@@ -84,6 +88,13 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("a tree of 4 replicas on links, a crash", replicas=4, steps=1, tree_above=2, crashes=1, links=True),
         Scenario("a row of 3 replicas, links that break", tree_above=1, alarms=1, links=True),
         Scenario("a tree, a failed operation or lost message, and a crash", steps=1, tree_above=2, crashes=1, alarms=1),
+        Scenario("2 replicas, a crash, and a survivor that is late twice", replicas=2, microbatches=2, crashes=1, late=2),
+        Scenario("a false suspicion, and survivors that are late", steps=1, suspicions=1, late=1),
+        Scenario("2 replicas, a stopped coordinator, and a crash", replicas=2, microbatches=2, crashes=1, stops=1),
+        Scenario(
+            "2 replicas, a stopped coordinator, a failed operation or lost message, and late members",
+            replicas=2, microbatches=2, steps=1, alarms=1, stops=1, late=1,
+        ),
     ),
     "full": (
         # The longest first: they decide when the last of several processes is done.
@@ -119,5 +130,7 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("4 replicas, parameters that drift, and a crash", replicas=4, microbatches=4, steps=1, crashes=1, drifts=1),
         Scenario("unlike speeds, 2 crashes", microbatches=4, steps=3, crashes=2, paces=(1000, 3000, 1000)),
         Scenario("2 stages, a crash and a false suspicion", num_ranks=2, bucket_ranks=TWO_STAGES, crashes=1, suspicions=1),
+        Scenario("a crash, a failed operation or lost message, and late members", crashes=1, alarms=1, late=1),
+        Scenario("a stopped coordinator, a crash, and a failed operation or lost message", crashes=1, alarms=1, stops=1),
     ),
 }  # fmt: skip

@@ -105,6 +105,8 @@ class Space:
         self.nodes: Table[Node] = Table()
         self.messages: Table[Message] = Table()
         self.coordinators: Table[coordinator.CoordinatorState] = Table()
+        self.inputs: Table[coordinator.Input] = Table()
+        """What waits for a coordinator that is stopped."""
         self.histories: Table[invariants.History] = Table()
         self.effects: dict[tuple[int, Stimulus | int], Effect] = {}
         self.needs: dict[tuple[int, bool], tuple[int, int]] = {}
@@ -143,14 +145,24 @@ class Space:
             nodes,
             0,
             self.histories.number(invariants.History(self.shape)),
-            Faults(scenario.crashes, scenario.suspicions, scenario.alarms, scenario.drifts, scenario.saves),
+            Faults(
+                scenario.crashes,
+                scenario.suspicions,
+                scenario.alarms,
+                scenario.drifts,
+                scenario.saves,
+                scenario.late,
+                scenario.stops,
+            ),
         )
         for number in range(scenario.replicas):
             world = self.coordinate(world, Hello(number, "same"))
         return world
 
     def coordinate(self, world: World, message: coordinator.Input) -> World:
-        """Feed the coordinator; a grace ends at once, and a member that follows late is covered by false suspicions."""
+        """Feed the coordinator, or its inbox while it is stopped. A grace ends at once; `faults` fires the follow timers."""
+        if world.stopped:
+            return world._replace(inbox=(*world.inbox, self.inputs.number(message)))
         key = (world.coordinator, message)
         decision = self.decisions.get(key)
         if decision is None:
@@ -217,7 +229,8 @@ class Space:
             return world
         self.transitions += 1
         nodes = (*world.nodes[:number], effect.node, *world.nodes[number + 1 :])
-        world = World(world.coordinator, nodes, messages, self.observe(world.history, effect.facts), world.faults, links)
+        history = self.observe(world.history, effect.facts)
+        world = world._replace(nodes=nodes, messages=messages, history=history, links=links)
         for report in effect.reports:
             world = self.coordinate(world, self.blameless(report))
         return world
@@ -238,8 +251,18 @@ class Space:
                     after = self.take(world, number, stimulus)
                     if after is not None:
                         yield self.attempt, after
+        if world.stopped:
+            yield "the coordinator continues", self.continued(world)
+            return
         for save in self.coordinators[world.coordinator].saves:
             yield f"the save of replica {save.replica} is over", self.coordinate(world, Busy(save.replica, True))
+
+    def continued(self, world: World) -> World:
+        """The world after the coordinator has taken all that reached it while it was stopped."""
+        inbox, world = world.inbox, world._replace(stopped=False, inbox=())
+        for number in inbox:
+            world = self.coordinate(world, self.inputs[number])
+        return world
 
     def faults(self, world: World) -> Iterator[tuple[Attempt, World]]:
         """Every fault that may still come."""
@@ -260,6 +283,13 @@ class Space:
             if left.drifts and world.nodes[number] and self.nodes[world.nodes[number]].between_steps():
                 after = self.stimulate(world._replace(faults=left._replace(drifts=left.drifts - 1)), number, Drift())
                 yield f"the parameters of replica {number} drift", after
+        if left.late and not world.stopped and set(state.roster) - set(state.entered):
+            late = self.coordinate(
+                world._replace(faults=left._replace(late=left.late - 1)), coordinator.TimerFired(state.follow)
+            )
+            yield f"the timer {state.follow} runs out", late
+        if left.stops and not world.stopped:
+            yield "the coordinator is stopped", world._replace(stopped=True, faults=left._replace(stops=left.stops - 1))
         if left.alarms:
             yield from self.alarm(world._replace(faults=left._replace(alarms=left.alarms - 1)), state)
 
@@ -386,7 +416,7 @@ class Space:
         state = self.coordinators[world.coordinator]
         if state.over:
             return None
-        calm = not (self.may_fail(world) or state.saves or self.drifted(world))
+        calm = not (self.may_fail(world) or state.saves or world.stopped or self.drifted(world))
         for number, name in enumerate(world.nodes):
             if not name:
                 continue
@@ -441,6 +471,8 @@ class Space:
         state = self.coordinators[world.coordinator]
         if not state.over:
             return False
+        if not state.roster and state.losses[-1].kind is LossKind.SUSPECTED:
+            raise invariants.InvariantViolation(9, f"a timeout removed the last members: {state.losses[-1].detail}")
         if not self.tied(world) and not set(state.roster) <= {item.replica for item in state.finished}:
             raise invariants.InvariantViolation(9, "the job was stopped although members could go on")
         return True
