@@ -274,7 +274,7 @@ class Launcher:
         judged = {
             replica
             for replica in range(self._job.num_replicas)
-            if replica not in self._gone and not self._thawing.holds(replica)
+            if replica not in self._gone and not self._thawing.concerns(replica)
         }
         for loss, failing in self._ranks.look(self._membership.generation, judged):
             if failing is not None:
