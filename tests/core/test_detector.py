@@ -157,11 +157,11 @@ def test_a_rank_that_is_stopped_in_the_middle_of_a_write_is_found_all_the_same()
 
 def test_an_agent_that_was_held_up_itself_accuses_nobody() -> None:
     watched, now_s = trained()
-    for begun in range(1000, 1020):  # a machine that was suspended, again and again
-        now_s += 100.0
+    for begun in range(1000, 1020):  # a machine that is suspended in the middle of a forward, again and again
         sights = [Sight(0, 0, page(Phase.REDUCTION, begun), "R"), Sight(1, 0, page(Phase.FORWARD, begun), "R")]
-        watched.look(now_s, sights)
-        watched.look(now_s + LOOK_S, sights)
+        for pause_s in (LOOK_S, 100.0, LOOK_S):
+            now_s += pause_s
+            watched.look(now_s, sights)
     assert watched.said == []
 
 
