@@ -471,6 +471,24 @@ class Failure(Event, frozen=True, kw_only=True):
     """Signal name or exit code."""
 
 
+class RankSilent(Event, frozen=True, kw_only=True):
+    """Agent: a rank is slow, hangs or is stopped. Whether its replica is lost by that is said by the next `Generation`."""
+
+    replica: int
+    rank: int
+    verdict: Literal["slow", "hung", "stopped"]
+    phase: str
+    """What its training thread does (`core/detector.py`)."""
+    seconds: float
+    """For so long."""
+    step: int
+    label: str
+    microbatches: tuple[int, ...] = ()
+    """In work."""
+    state: str = ""
+    """Of the process, as in /proc/PID/stat."""
+
+
 class Fenced(Event, frozen=True, kw_only=True):
     """Agent: these ranks of a broken replica are confirmed dead."""
 
@@ -536,8 +554,8 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 AnyEvent = (
     RunStarted | Joined | Generation | Entered | CoordinatorSilent | LeaderSilent | Stopping | Waiting | RunFinished | Status
     | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | ReductionFailed
-    | StateDigested | Voted | Disagreed | Committed | Applied | Fault | Thawed | Failure | Fenced | SetAside | Recovery | Gap
-    | Checkpoint
+    | StateDigested | Voted | Disagreed | Committed | Applied | Fault | Thawed | Failure | RankSilent | Fenced | SetAside
+    | Recovery | Gap | Checkpoint
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
+from megatron_recover.core.detector import COMPUTES, Phase
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.quota import balanced, share
 from megatron_recover.core.values import Pipeline, Shape
@@ -33,6 +34,7 @@ from megatron_recover.megatron.cpu import enable_cpu
 from megatron_recover.megatron.data import MicrobatchCursor
 from megatron_recover.megatron.microbatches import Microbatches
 from megatron_recover.megatron.work_queue import Task
+from megatron_recover.progress_page import ProgressPage
 from tests.megatron.loopback import Job, LoopbackMember, Strike
 from tests.megatron.toy import SIZES, Threads, Trainer, start_world
 
@@ -310,6 +312,27 @@ def test_inv_9_all_microbatches_of_a_pass_are_suspected_where_its_sum_is_not_fin
     with pytest.raises(RuntimeError, match="values that are not finite"):
         Run(threads, 1, 1, [], broken=2)
     assert [microbatches for microbatches, _ in job.raised] == [tuple(range(M))]
+
+
+def test_the_progress_page_follows_a_step(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Phase, tuple[int, ...]]] = []
+    enter = ProgressPage.enter
+
+    def entering(page: ProgressPage, phase: Phase, microbatches: tuple[int, ...] | None = None) -> None:
+        enter(page, phase, microbatches)
+        seen.append((phase, page._ids))
+
+    monkeypatch.setattr(ProgressPage, "enter", entering)
+    Run(threads, 1, 1, [])
+    computed = [(phase, ids) for phase, ids in seen if phase in COMPUTES]
+    ids = range(M)
+    first = [(Phase.FIRST_STEPS, (each,)) for each in ids for _ in range(2)]
+    assert computed[: 2 * M] == first, "the first steps are phases of their own"
+    assert [ids for phase, ids in computed if phase is Phase.BACKWARD][-M:] == [(each,) for each in ids]
+    assert {ids for phase, ids in seen if phase in (Phase.PIPELINE, Phase.REDUCTION, Phase.OPTIMIZER)} == {()}
+    phases = [phase for phase, _ in seen if phase not in (Phase.LOADING, Phase.DATA, Phase.PIPELINE)]
+    last = len(phases) - 1 - phases[::-1].index(Phase.BETWEEN)
+    assert phases[last - 2 : last + 1] == [Phase.REDUCTION, Phase.OPTIMIZER, Phase.BETWEEN]
 
 
 GLOO = (
