@@ -1,8 +1,7 @@
 """What comparing all state costs: the time of a state digest against that of the training step that it belongs to.
 
-In one process, so that nothing but the digest differs. A model of linear layers with Adam (12 bytes of state a parameter)
-trains on `TOKENS` tokens a step, which is few: the
-digest takes as long whatever the batch is, so with a real batch its share is smaller.
+In one process, so that nothing but the digest differs. A model of linear layers with Adam (12 bytes a parameter) trains on
+`TOKENS` tokens a step, which is few: the digest takes as long whatever the batch is, so its share of a real step is smaller.
 """
 
 from __future__ import annotations
