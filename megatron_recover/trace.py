@@ -361,6 +361,17 @@ class ReductionFailed(Event, frozen=True, kw_only=True):
     bucket: int | None = None
 
 
+class StateDigested(Event, frozen=True, kw_only=True):
+    """Rank: a step begins whose record carries the state digest, and this is the rank's part of it."""
+
+    replica: int
+    rank: int
+    step: int
+    label: str
+    digest: str
+    """Of all state of this rank."""
+
+
 class Voted(Event, frozen=True, kw_only=True):
     """Leader: its replica is ready to commit a record."""
 
@@ -387,6 +398,8 @@ class Committed(Event, frozen=True, kw_only=True):
     requests: tuple[str, ...] = ()
     paces: tuple[tuple[int, int], ...] = ()
     """(voter, nanoseconds that one of its microbatches took; 0: it computed none): what quotas follow."""
+    state_digest: str | None = None
+    """Of the state that the step began with, over all ranks in rank order; None where no digest was due."""
 
 
 class Applied(Event, frozen=True, kw_only=True):
@@ -506,8 +519,8 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     RunStarted | Joined | Generation | Entered | CoordinatorSilent | LeaderSilent | Stopping | Waiting | RunFinished | Status
-    | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | ReductionFailed | Voted
-    | Committed | Applied | Fault | Thawed | Failure | Fenced | SetAside | Recovery | Gap | Checkpoint
+    | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | ReductionFailed
+    | StateDigested | Voted | Committed | Applied | Fault | Thawed | Failure | Fenced | SetAside | Recovery | Gap | Checkpoint
 )  # fmt: skip
 
 

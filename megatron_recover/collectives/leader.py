@@ -40,6 +40,7 @@ from megatron_recover.collectives.wire import (
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core import replica as machine
 from megatron_recover.core import values
+from megatron_recover.core.alike import together
 from megatron_recover.core.tree import neighbours
 from megatron_recover.core.vote import bare
 from megatron_recover.deadlines import Deadlines
@@ -169,7 +170,8 @@ class Leader:
         replica = self._context.replica
         self._record(trace.Joined(replica=replica, fingerprint=fingerprint, bucket_ranks=hellos[0].shape.bucket_ranks))
         peer = Peer(replica, self._context.leader, tuple(hello.data_address for hello in hellos))
-        self._loop.send(self._coordinator, LeaderHello(values.Hello(replica, fingerprint), peer))
+        parts = together([hello.parts for hello in hellos])
+        self._loop.send(self._coordinator, LeaderHello(values.Hello(replica, fingerprint, parts), peer))
 
     # --- What arrives ------------------------------------------------------------------------------------------------
 
@@ -428,6 +430,7 @@ class Leader:
                 adopted=adopted,
                 requests=record.requests,
                 paces=record.paces,
+                state_digest=None if record.state_digest is None else f"{record.state_digest:016x}",
                 versions=tuple(
                     trace.Result(bucket=each.bucket, version=each.version, checksums=each.checksums) for each in record.versions
                 ),

@@ -55,6 +55,8 @@ class RankHello(Value, frozen=True):
     shape: Shape
     fingerprint: str
     data_address: str
+    parts: tuple[tuple[str, str], ...] = ()
+    """What of the fingerprint has a name (`core/alike.py`)."""
 
 
 class Peer(Value, frozen=True):

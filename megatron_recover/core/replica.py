@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from megatron_recover.core.bucket import complete
+from megatron_recover.core.digest import combined
 from megatron_recover.core.plan import fresh_plan, plan_of, results
 from megatron_recover.core.policy import exit_code
 from megatron_recover.core.quota import ticks
@@ -199,13 +200,18 @@ def _exchange(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
 
 
 def _on_begun(state: ReplicaState, report: Begun) -> Step:
-    """Note its requests; the leader's own says that the training loop has arrived: order the waiting plan, or a fresh one."""
+    """Note its requests and digest; the leader's own also begins the step: order the waiting plan, or a fresh one."""
     # A follower may be signalled alone and come late: its request then rides in the next vote.
     state = replace(state, requests=unite((state.requests, report.requests)))
-    if report.rank != 0 or report.step != state.step or state.work is not None:
+    if report.step != state.step:
         return state, ()
-    state = replace(state, work=report.work)
-    return _start(state) if state.phase is Phase.IDLE else (state, ())
+    if report.digest is not None:
+        state = replace(state, digests=tuple(sorted((dict(state.digests) | {report.rank: report.digest}).items())))
+    if report.rank == 0 and state.work is None:
+        state = replace(state, work=report.work)
+        return _start(state) if state.phase is Phase.IDLE else (state, ())
+    # The digest of a slow rank may be the last that the vote waited for.
+    return _vote(state) if state.phase is Phase.WORKING else (state, ())
 
 
 def _on_closing(state: ReplicaState, report: Closing) -> Step:
@@ -265,13 +271,16 @@ def _on_holds(state: ReplicaState, report: Holds) -> Step:
 
 
 def _vote(state: ReplicaState) -> Step:
-    """Vote once all ranks hold all results of the step."""
+    """Vote once all ranks hold all results of the step and, where its record carries the state digest, have told theirs."""
     complete = _complete(state)
     if state.work is None or len(complete) < len(state.work.buckets):
         return state, ()
+    if state.work.digests and len(state.digests) < state.shape.num_ranks:
+        return state, ()
+    state_digest = combined([digest for _, digest in state.digests]) if state.work.digests else None
     trains = len(state.work.buckets) == len(state.shape.bucket_ranks)
     paces = said(state.speeds, state.replica, state.pace_ns if any(state.contributions) else 0) if trains else ()
-    record = Record(state.step, state.work.label, complete, state.requests, paces)
+    record = Record(state.step, state.work.label, complete, state.requests, paces, state_digest)
     before = _heard(state)
     ballots = gather(state.votes, (Ballot(record, (state.replica,)),))
     state, effects = _count(replace(state, phase=Phase.VOTED, votes=ballots), before)
@@ -312,6 +321,7 @@ def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
         work=None,
         contributions=(),
         held=(),
+        digests=(),
         plan=None,
         votes=(),
         # Whoever asked may be gone before the end, and the last record says how the job ended: it rides on from here.
@@ -489,6 +499,7 @@ TABLE: Mapping[Phase, Mapping[type, Row]] = {
     Phase.WORKING: _rows(
         Phase.WORKING,
         *_statuses(),
+        (Begun, _on_begun, (Phase.VOTED, Phase.IDLE)),
         (Holds, _on_holds, (Phase.VOTED, Phase.IDLE)),
         *_votes(),
         (Blocked, _on_blocked, ()),

@@ -74,6 +74,8 @@ class ReplicaState(Value, frozen=True):
     """Per bucket of the shape the ids that this replica's local gradients hold or will hold."""
     held: tuple[tuple[Held, ...], ...] = ()
     """Per rank its complete results of this step, by bucket."""
+    digests: tuple[tuple[int, int], ...] = ()
+    """(rank, digest of its state as this step begins), by rank; empty unless the step's record carries the state digest."""
     plan: Plan | None = None
     """The plan that the ranks obey, or (phase IDLE) that waits for the training loop to begin the step."""
     statuses: tuple[Status, ...] = ()

@@ -63,6 +63,8 @@ class Work(Value, frozen=True):
     """M: the ids are 0..M-1."""
     buckets: tuple[BucketId, ...]
     """Buckets that this step reduces (all for training, only the ledger for evaluation)."""
+    digests: bool = False
+    """Whether the step's record carries the state digest (`Record.state_digest`)."""
 
 
 class Compute(Value, frozen=True):
@@ -112,6 +114,9 @@ class Record(Value, frozen=True):
     paces: tuple[tuple[ReplicaId, int], ...] = ()
     """(voter, nanoseconds that one of its microbatches took; 0: it computed none), in a vote the voter's own, in what is
     committed those of all voters, by replica. Empty unless the step trains (`core/speed.py`)."""
+    state_digest: int | None = None
+    """Of the state that the step began with, over all ranks of a replica in rank order (`core/digest.py`); None unless
+    `Work.digests`."""
 
 
 class Vote(Value, frozen=True):
@@ -245,12 +250,15 @@ Order = Promise | Plan | Close | Apply | Stop
 
 
 class Begun(Value, frozen=True):
-    """The rank's training loop has arrived at a step. The leader's own (rank 0) begins it; others only bring requests."""
+    """The rank's training loop has arrived at a step. The leader's own (rank 0) begins it; that of another rank brings requests
+    and its digest, and is not sent where it has neither."""
 
     rank: int
     step: int
     work: Work
     requests: tuple[str, ...] = ()
+    digest: int | None = None
+    """Of all state of this rank as the step begins; None unless `work.digests`."""
 
 
 class Closing(Value, frozen=True):
@@ -371,10 +379,13 @@ class NewGeneration(Value, frozen=True):
 
 
 class Hello(Value, frozen=True):
-    """A replica is ready to join. `fingerprint` (shape, configuration, initial weights) is equal in all, or the run ends."""
+    """A replica is ready to join. `fingerprint` is equal in all, or the run ends."""
 
     replica: ReplicaId
     fingerprint: str
+    """Of all that has to be alike."""
+    parts: tuple[tuple[str, str], ...] = ()
+    """That by name, with values, to say what differs (`core/alike.py`)."""
 
 
 class Entered(Value, frozen=True):

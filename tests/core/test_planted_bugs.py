@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from megatron_recover.core import coordinator, rank, recovery, replica, tree, vote
 from megatron_recover.core.plan import Operation, plan_of
 from megatron_recover.core.speed import Speeds
-from megatron_recover.core.values import Ballot, Compute, Loss, LossKind, Plan, Status, Statuses, Vote, Votes
+from megatron_recover.core.values import Ballot, Compute, Loss, LossKind, Plan, Record, Status, Statuses, Vote, Votes
 from megatron_recover.core.vote import gather, voters_of
 from megatron_recover.sim.explore.explorer import Exploration, Explorer, Scenario
 from megatron_recover.sim.explore.node import Rank, Threads
@@ -215,6 +215,39 @@ def test_keeping_what_an_outvoted_replica_took_part_in_is_caught(monkeypatch: py
     original = recovery.recover
     monkeypatch.setattr(replica, "recover", lambda statuses, _, **known: original(statuses, 0, **known))
     caught(explore(drifts=1), 2)
+
+
+DIGESTED = {"replicas": 2, "microbatches": 2, "num_ranks": 2, "bucket_ranks": ((0,), (1,)), "of_last_bucket": (0, 1)}
+"""Rank 0 holds no result of these steps, so nothing but its digest makes a vote wait for a follower."""
+
+
+def test_voting_without_the_digests_of_all_ranks_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica._vote
+
+    def hasty(state: replica.ReplicaState) -> replica.Step:
+        if state.work is None or not state.work.digests:
+            return original(state)
+        known = dict.fromkeys(range(state.shape.num_ranks), 0) | dict(state.digests)
+        return original(replace(state, digests=tuple(sorted(known.items()))))
+
+    monkeypatch.setattr(replica, "_vote", hasty)
+    caught(explore(**DIGESTED, digested=(0,)), 2)
+
+
+def test_the_digest_of_another_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica._commit
+
+    def keeps(state: replica.ReplicaState, record: Any, *, adopted: bool) -> replica.Step:
+        after, effects = original(state, record, adopted=adopted)
+        return replace(after, digests=state.digests), effects
+
+    monkeypatch.setattr(replica, "_commit", keeps)
+    caught(explore(**DIGESTED, digested=(0, 1)), 2)
+
+
+def test_a_record_without_the_digest_that_is_due_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "Record", lambda *fields: Record(*fields[:5]))
+    caught(explore(steps=1, digested=(0,), state_drifts=1), 2)
 
 
 def test_telling_of_an_outvoted_replica_only_once_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

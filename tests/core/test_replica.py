@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from megatron_recover.core import rank, replica
+from megatron_recover.core.digest import combined
 from megatron_recover.core.replica import Committed, Decided, LinkLost, Phase, ToCoordinator, ToPeers, ToRanks, WaitExpired
 from megatron_recover.core.values import (
     Apply,
@@ -38,6 +39,7 @@ from megatron_recover.core.values import (
     Shape,
     Stop,
     Transfer,
+    Vote,
     Work,
 )
 from tests.core.build import SHAPE, WORK, complete, holds, lead, record, status, vote, working
@@ -60,6 +62,69 @@ def test_a_fault_free_step_is_one_order_and_one_vote() -> None:
     state, effects = lead(state, vote(0), vote(2))
     assert effects == [Committed(record(), 1, False), ToRanks(Apply(record(), 1, (0, 1, 2)))]
     assert (state.step, state.phase, state.work, state.committed) == (1, Phase.IDLE, None, record())
+
+
+# --- The state digest ----------------------------------------------------------------------------------------------------
+
+DIGESTED = Work("save 7", 0, (0,), digests=True)
+
+
+def begun(rank: int, digest: int | None, step: int = 0) -> Begun:
+    return Begun(rank, step, DIGESTED, digest=digest)
+
+
+def ready_to_begin() -> replica.ReplicaState:
+    """Replica 0 of two ranks, in generation 1 with replica 1, before its first step."""
+    messages = (NewGeneration(1, (0, 1)), Promised(0, 1), Promised(1, 1), status(1, generation=1, work=None))
+    return lead(replica.ReplicaState(0, TWO_RANKS), *messages)[0]
+
+
+@pytest.mark.parametrize("late", ["the digest of a follower", "the digest of a follower, before the leader", "a result"])
+def test_the_vote_waits_for_the_digests_of_all_ranks_and_carries_them_in_rank_order(late: str) -> None:
+    results = [holds(rank=0), holds(rank=1)]
+    messages = {
+        "the digest of a follower": [begun(0, 5), *results, begun(1, 6)],
+        "the digest of a follower, before the leader": [begun(1, 6), begun(0, 5), *results],
+        "a result": [begun(0, 5), begun(1, 6), *results],
+    }[late]
+    state, effects = lead(ready_to_begin(), *messages[:-1])
+    assert not [effect for effect in effects if isinstance(effect, ToPeers)], "it voted without the digest of every rank"
+    state, effects = lead(state, messages[-1])
+    [sent] = [effect.message for effect in effects if isinstance(effect, ToPeers)]
+    assert sent.record.state_digest == combined([5, 6]) != combined([6, 5])
+    state, effects = lead(state, Vote(1, 1, sent.record))
+    assert state.step == 1 and not state.digests, "the next step would carry the digest of this one"
+
+
+def test_a_digest_of_another_step_does_not_count() -> None:
+    state, effects = lead(ready_to_begin(), begun(1, 6, step=1), begun(0, 5), holds(rank=0), holds(rank=1))
+    assert state.phase is Phase.WORKING and dict(state.digests) == {0: 5}
+
+
+def test_digests_outlive_a_generation_within_their_step() -> None:
+    state, _ = lead(ready_to_begin(), begun(0, 5), begun(1, 6), NewGeneration(2, (0, 1)), Promised(0, 2), Promised(1, 2))
+    state, effects = lead(state, status(1, work=DIGESTED, contributions=((),)), holds(2, rank=0), holds(2, rank=1))
+    [sent] = [effect.message for effect in effects if isinstance(effect, ToPeers)]
+    assert (sent.generation, sent.record.state_digest) == (2, combined([5, 6]))
+
+
+def test_a_step_without_a_due_digest_carries_none_and_waits_for_nobody() -> None:
+    state, effects = lead(ready_to_begin(), Begun(0, 0, WORK), holds(rank=0), holds(rank=1))
+    [sent] = [effect.message for effect in effects if isinstance(effect, ToPeers)]
+    assert sent.record.state_digest is None
+
+
+def test_a_replica_of_another_digest_is_outvoted_and_a_tie_ends_the_job() -> None:
+    mine = record(requests=())
+    for roster, minority in (((0, 1, 2), (2,)), ((0, 2), ())):
+        state, _ = lead(working(roster=roster), holds())
+        votes = [vote(peer, of=mine if peer == 1 else replace(mine, state_digest=3)) for peer in roster[1:]]
+        _, effects = lead(state, *votes)
+        [told] = [effect.message for effect in effects if isinstance(effect, ToCoordinator)]
+        assert isinstance(told, Diverged) and told.minority == minority
+
+
+# --- Faults --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recovering", [False, True])

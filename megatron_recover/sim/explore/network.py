@@ -20,6 +20,7 @@ class Faults(NamedTuple):
     suspicions: int
     alarms: int
     drifts: int
+    state_drifts: int
     saves: int
     """That may still begin."""
     late: int = 0
