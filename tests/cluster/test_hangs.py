@@ -14,7 +14,7 @@ from tests.cluster.jobs import Outcome, Spec, run
 
 pytestmark = pytest.mark.timeout(90)
 
-PATIENT = RecoverConfig(stall_timeout_s=300.0, follow_timeout_s=300.0)
+PATIENT = RecoverConfig(deadline_s=4500.0)
 """Nothing but the detector ends a rank."""
 STEP = 12
 """Late enough for the detector to know how long steps take."""
@@ -74,7 +74,7 @@ def test_a_microbatch_that_hangs_two_replicas_stops_the_job_and_is_named(tmp_pat
 
 
 def test_the_last_replica_is_named_when_it_hangs_and_ended_only_after_the_deadline(tmp_path: Path) -> None:
-    config = RecoverConfig(stall_timeout_s=300.0, follow_timeout_s=300.0, deadline_s=8.0)
+    config = RecoverConfig(deadline_s=20.0)
     outcome = job(tmp_path, strike(FaultKind.LOOP, 0, 0, FaultPoint.FORWARD, occurrence=1), replicas=1, config=config)
     assert outcome.exit_code == ExitCode.NO_REPLICA_LEFT, outcome.output
     [hung] = [event for event in outcome.of(trace.RankSilent) if event.verdict == "hung"]
