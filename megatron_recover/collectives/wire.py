@@ -300,13 +300,22 @@ def dial(address: str) -> socket.socket:
 
 
 def listen(address: str) -> socket.socket:
-    """A non-blocking listening socket at `host:port`; port 0 lets the kernel choose (see `address_of`)."""
+    """Return a non-blocking listening socket at `host:port`; port 0 lets the kernel choose (see `address_of`).
+
+    Raises OSError where the port is taken.
+    """
     host, _, port = address.rpartition(":")
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # The launcher keeps the port bound (not listening) until we take it, so that nobody else gets it.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, int(port)))
-    listener.listen(socket.SOMAXCONN)
+    try:
+        if int(port):
+            # A port that was in use a moment ago is taken again. Never with port 0: between `bind` and `listen` another
+            # user's socket with this option could be bound to the same port and listen first.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, int(port)))
+        listener.listen(socket.SOMAXCONN)
+    except OSError:
+        listener.close()
+        raise
     listener.setblocking(False)
     return listener
 
