@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from megatron_recover.collectives.wire import Link, LinkClosed, Message, frame
+from megatron_recover.collectives.wire import Link, LinkClosed, Message, QueueFull, frame
 
 OnMessage = Callable[[Link, Message], None]
 OnClosed = Callable[[Link, str], None]
@@ -111,9 +111,13 @@ class Loop:
             return
         try:
             link.put(framed)
+        except QueueFull as full:
+            why = str(full)
+            self.post(lambda: self._over(link, why))
         except LinkClosed as closed:
-            why = str(closed)
-            self.post(lambda: self._closed(link, why))
+            why, meant = str(closed), link.connection
+            # Select may report the same connection first, and the link may have another one by then.
+            self.post(lambda: self._closed(link, why) if link.connection is meant else None)
         else:
             self._update(link)
 
@@ -221,7 +225,9 @@ class Loop:
             self._selector.register(link, self._interest(link), link)
 
     def _closed(self, link: Link, why: str) -> None:
-        pause_s = link.retry_s() if link in self._links and link not in self._redialling else None
+        if link in self._redialling:
+            return
+        pause_s = link.retry_s() if link in self._links else None
         if pause_s is None:
             self._over(link, why)
             return

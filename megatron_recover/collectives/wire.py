@@ -56,6 +56,10 @@ class LinkClosed(Exception):
     """The other end is gone, or what it sends is not ours; the link cannot be used any more."""
 
 
+class QueueFull(LinkClosed):
+    """The other end does not read, and a message found no room: the link is over, also where it could be dialled again."""
+
+
 # --- Messages that only the wire knows; the others are core values ---------------------------------------------------------
 
 
@@ -189,6 +193,8 @@ class Link:
         self._outgoing: deque[memoryview] = deque()
         self._queued = 0
         """Bytes in `_outgoing`."""
+        self._has_gap = False
+        """Whether a message found no room: nothing that is sent later may arrive."""
         self._known: list[values.Commitment] = []
         """Those of the newest statuses: what comes in several frames shares them in memory, too."""
         self._decode = msgspec.msgpack.Decoder(_Framed).decode
@@ -203,6 +209,11 @@ class Link:
         return self._socket.fileno()
 
     @property
+    def connection(self) -> socket.socket:
+        """The socket; another one after `redial`."""
+        return self._socket
+
+    @property
     def wants_write(self) -> bool:
         """Whether something is queued that the socket has not taken yet."""
         return bool(self._outgoing)
@@ -212,10 +223,11 @@ class Link:
         self.put(frame(message))
 
     def put(self, framed: bytes) -> None:
-        """`send` of what is framed already. Raises `LinkClosed`, also when the other end has not read for too long."""
+        """`send` of what is framed already. Raises `LinkClosed`; `QueueFull` when the other end has not read for too long."""
+        if self._has_gap or self._queued + len(framed) > MAX_QUEUED_BYTES:
+            self._has_gap = True
+            raise QueueFull(f"the other end does not read: {self._queued + len(framed)} bytes wait for it")
         self._queued += len(framed)
-        if self._queued > MAX_QUEUED_BYTES:
-            raise LinkClosed(f"the other end does not read: {self._queued} bytes wait for it")
         self._outgoing.append(memoryview(framed))
         self.flush()
 
