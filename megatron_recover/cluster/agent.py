@@ -10,6 +10,7 @@ server's report are what confirms that nothing of the process can run any more.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -76,6 +77,20 @@ class Undying(msgspec.Struct, frozen=True):
 
 class AgentLost(RuntimeError):
     """The fork server does not answer; the kernel kills the ranks of one that has ended."""
+
+
+_NO_DESCRIPTOR = "the launcher has no descriptor left to watch a rank with; raise `ulimit -n`"
+
+
+@contextlib.contextmanager
+def _descriptors_needed() -> Iterator[None]:
+    """Raise `AgentLost` with the remedy where something inside finds that this process may open no more descriptors."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise AgentLost(_NO_DESCRIPTOR) from error
 
 
 def _private(path: str, flags: int) -> int:
@@ -186,11 +201,7 @@ class Agent:
 
     def is_ready(self) -> bool:
         """Whether the modules are imported. Raises `AgentLost`, with the log's last line, when they cannot be."""
-        try:
-            return isinstance(self._receive(), forkserver.Ready)
-        except AgentLost as error:
-            lines = self._log.read_text(errors="replace").strip().splitlines() or ["no output"]
-            raise AgentLost(f"{error}; it ends with: {lines[-1]}") from error
+        return isinstance(self._receive(), forkserver.Ready)
 
     def spawn(
         self,
@@ -210,7 +221,8 @@ class Agent:
         request = forkserver.Spawn(
             replica=replica, rank=rank, argv=argv, environment=environment, descriptors=tuple(descriptors)
         )
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with _descriptors_needed():
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             socket.send_fds(self._control, [msgspec.json.encode(request)], [output, *descriptors.values()])
         finally:
@@ -356,17 +368,25 @@ class Agent:
         return left
 
     def _receive(self, *, deadline_s: float = 0.0) -> forkserver.Reply | None:
-        """The next reply, None if none comes in time; starts are entered into the books here."""
+        """Return the next reply, or None if none comes in time; starts are entered into the books here. Raises `AgentLost`."""
         # Asked first: `recv_fds` does not hand its flags on, so it cannot be told not to wait.
         if not select.select([self._control], [], [], deadline_s)[0]:
             return None
         packet, descriptors, _, _ = socket.recv_fds(self._control, forkserver.MAX_PACKET_BYTES, 1)
         if not packet:
-            raise AgentLost(f"the fork server has ended; its output is in {self._log}")
+            lines: list[str] = []
+            with contextlib.suppress(OSError):
+                lines = self._log.read_text(errors="replace").strip().splitlines()
+            raise AgentLost(
+                f"the fork server has ended; its output is in {self._log}; it ends with: {lines[-1] if lines else 'no output'}"
+            )
         reply: forkserver.Reply = self._decode(packet)
         if isinstance(reply, forkserver.Started):
-            [pidfd] = descriptors
-            self._processes[reply.replica, reply.rank] = _Process(reply.replica, reply.rank, reply.pid, pidfd)
+            if not descriptors:  # the kernel cuts off what a process has no room for
+                raise AgentLost(_NO_DESCRIPTOR)
+            with _descriptors_needed():
+                process = _Process(reply.replica, reply.rank, reply.pid, descriptors[0])
+            self._processes[reply.replica, reply.rank] = process
         return reply
 
 

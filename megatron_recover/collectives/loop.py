@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from megatron_recover.collectives.wire import Link, LinkClosed, Message, QueueFull, frame
+from megatron_recover.collectives.wire import CannotDial, Link, LinkClosed, Message, QueueFull, frame
 
 OnMessage = Callable[[Link, Message], None]
 OnClosed = Callable[[Link, str], None]
@@ -71,9 +71,13 @@ class Loop:
 
         `on_closed(link, why)` comes once, after the last message; the link is dropped by then.
         """
-        if link not in self._links:
-            self._selector.register(link, self._interest(link), link)
+        is_new = link not in self._links
         self._links[link] = (on_message, on_closed)
+        if is_new and link.fileno() < 0:  # there was no descriptor for its connection
+            self._redialling.add(link)
+            self._redial(link)
+        elif is_new:
+            self._selector.register(link, self._interest(link), link)
 
     def watch_readable(self, readable: Readable, call: Callable[[], None]) -> None:
         """Make `call` whenever a socket or descriptor is readable."""
@@ -233,8 +237,15 @@ class Loop:
             return
         try:
             link.redial()
+        except CannotDial as error:
+            why, pause_s = str(error), link.retry_s()
+            if pause_s is None:
+                self.post(lambda: self._over(link, why))
+            else:
+                self.after(pause_s, lambda: self._redial(link))
         except LinkClosed as closed:
-            self._over(link, str(closed))
+            why = str(closed)
+            self.post(lambda: self._over(link, why))
         else:
             self._redialling.discard(link)
             self._selector.register(link, self._interest(link), link)

@@ -56,6 +56,10 @@ class LinkClosed(Exception):
     """The other end is gone, or what it sends is not ours; the link cannot be used any more."""
 
 
+class CannotDial(LinkClosed):
+    """This end had no descriptor, memory or local port to connect with: nothing is known of the other end. Try again later."""
+
+
 class QueueFull(LinkClosed):
     """The other end does not read, and a message found no room: the link is over, also where it could be dialled again."""
 
@@ -185,9 +189,13 @@ def _unpacked(framed: _Framed, known: list[values.Commitment]) -> Message:
 class Link:
     """One connected, non-blocking stream of messages. Used by one thread."""
 
-    def __init__(self, connection: socket.socket, max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        """A frame with a longer body than `max_body_bytes` closes the link before the body is read."""
-        self._take_socket(connection)
+    def __init__(self, connection: socket.socket | None, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        """A frame with a longer body than `max_body_bytes` closes the link before the body is read.
+
+        Without a connection yet (None) the link has to be made by `redial` before it is used.
+        """
+        if connection is not None:
+            self._take_socket(connection)
         self._max_body_bytes = max_body_bytes
         self._incoming = bytearray()
         self._outgoing: deque[memoryview] = deque()
@@ -300,14 +308,22 @@ class Link:
 
 
 def dial(address: str) -> socket.socket:
-    """Return a non-blocking socket on its way to `host:port`. Raises `LinkClosed` if that is refused at once."""
+    """Return a non-blocking socket on its way to `host:port`.
+
+    Raises `LinkClosed` if that is refused at once, and `CannotDial` if this end has not got what it takes to connect.
+    """
     host, _, port = address.rpartition(":")
-    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as error:
+        raise CannotDial(f"cannot connect ({error.strerror}); raise `ulimit -n`") from error
     connection.setblocking(False)
-    error = connection.connect_ex((host, int(port)))
-    if error not in (0, errno.EINPROGRESS):
+    code = connection.connect_ex((host, int(port)))
+    if code not in (0, errno.EINPROGRESS):
         connection.close()
-        raise LinkClosed(os.strerror(error))
+        if code == errno.ECONNREFUSED:
+            raise LinkClosed(os.strerror(code))
+        raise CannotDial(f"cannot connect to {address} ({os.strerror(code)})")
     return connection
 
 
