@@ -16,6 +16,7 @@ import sys
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from megatron_recover import flags, ring, trace
@@ -33,7 +34,7 @@ from megatron_recover.megatron.arguments import (
     recover_config,
     refusals,
 )
-from megatron_recover.megatron.rendezvous import host_store
+from megatron_recover.megatron.rendezvous import join_store
 from megatron_recover.progress_page import ProgressPage
 
 if TYPE_CHECKING:
@@ -162,17 +163,20 @@ class _Training:
         with bad_input_ends():
             if others.get("process_non_loss_data_func") is not None:
                 raise ValueError("process_non_loss_data_func is not supported: no replica sees a whole batch; leave it out")
+            if "store" in others:
+                raise ValueError("store is not supported: each replica has a store of its own; leave it out")
         if self._context.dry_run:
             with bad_input_ends(), contextlib.closing(_endpoint(config, self._context)):
                 configure(args)
             return DRY_RUN_PASSED
         # Held to the end of this process: the replica's other ranks use it as long as they live.
-        store = host_store(self._context.rank, self._context.num_ranks)  # noqa: F841
+        timeout = timedelta(minutes=args.distributed_timeout_minutes)
+        store = join_store(self._context.rank, self._context.num_ranks, timeout)
         member = self._member = self._create_member(config)
         checkpoints, loop = self._install(args, config, member)
         try:
             provider = building_cache_once(datasets_provider, args, self._page)
-            upstream(configure(args), provider, model_type, forward_step, **others)
+            upstream(configure(args), provider, model_type, forward_step, store=store, **others)
         except SystemExit as stop:  # Megatron's way to end early; `JobStopped` is one as well
             if stop.code not in (None, 0):
                 raise
