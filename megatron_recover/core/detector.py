@@ -16,8 +16,10 @@ Note [How a hang is told from a slow operation]
 Note [Who may be fenced for a hang]
     A replica is condemned only while another replica is neither silent nor stopped. If all of them are, or only one is left,
     the cause is probably outside (a data disk that stalls) and a fence would end the job: the hang is named, and ended only
-    after the user's deadline. In a phase that leans on what replicas share (`LEANS_ON_OTHERS`: disks, mostly) a rank counts as
-    hanging only while it runs on a processor; one that sleeps there is named, and condemned after the deadline.
+    after the user's deadline. A phase that leans on what replicas share (`LEANS_ON_OTHERS`: disks, mostly) is never evidence
+    before the deadline: a rank that is silent there is only named. The state of its process proves nothing: copying a
+    checkpoint into the page cache, reading samples and collecting garbage all run on a processor. The price is that an endless
+    loop in such a phase costs the deadline.
     A rank that waits for others never hangs: whoever keeps it waiting does.
 """
 
@@ -73,7 +75,7 @@ LEANS_ON_OTHERS = frozenset({Phase.LOADING, Phase.BUILDING_DATA, Phase.DATA, Pha
 EVERY_STEP = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.BETWEEN})
 """Phases that a training step goes through. Looks may miss short ones: none of them is longer than a step that has ended."""
 
-RUNNING, STOPPED, UNINTERRUPTIBLE = "R", "T", "D"
+STOPPED, UNINTERRUPTIBLE = "T", "D"
 """States of a process, as in /proc/PID/stat."""
 
 GAP_S = 0.25
@@ -348,9 +350,7 @@ def _verdict(state: DetectorState, watched: Watched, process: str) -> tuple[Verd
 
 def _is_evidence(named: Named) -> bool:
     """Return whether the silence is the rank's own, as far as can be seen."""
-    if named.verdict is Verdict.STOPPED or named.phase not in LEANS_ON_OTHERS:
-        return True
-    return named.state == RUNNING
+    return named.verdict is Verdict.STOPPED or named.phase not in LEANS_ON_OTHERS
 
 
 def _charge(named: Named) -> Failing | None:
