@@ -152,6 +152,52 @@ def test_an_endless_loop_is_fenced_in_every_phase_that_leans_on_nobody(phase: Ph
     assert condemned.named.replica == 1 and (condemned.failing is None) is (phase not in COMPUTES)
 
 
+@pytest.mark.parametrize("phase", sorted(Phase))
+def test_whoever_is_held_by_a_tracer_is_named_and_fenced_only_after_the_deadline(phase: Phase) -> None:
+    """A debugger, gcore or strace; a rank can be held in whatever it does, a wait for others too."""
+    watched, now_s = trained(phase=phase, deadline_s=60.0)
+    now_s = silent(watched, now_s, 55.0, {0: Phase.REDUCTION, 1: phase}, {1: "t"}, look_s=GAP_S)
+    assert watched.condemned == []
+    [named] = [effect for _, effect in watched.said if isinstance(effect, Named)]
+    assert named.verdict is Verdict.TRACED and named.seconds < 1.5
+    assert "a tracer holds its process" in str(named)
+    silent(watched, now_s, 10.0, {0: Phase.REDUCTION, 1: phase}, {1: "t"}, look_s=GAP_S)
+    [condemned] = watched.condemned
+    assert (condemned.named.replica, condemned.named.verdict, condemned.failing) == (1, Verdict.TRACED, None)
+
+
+def test_the_time_under_a_tracer_is_no_silence_of_the_rank_or_its_siblings() -> None:
+    """When the tracer lets go, nobody is condemned for its time. A loop that goes on is found all the same."""
+    watched, now_s = trained()
+    for index in range(400):
+        now_s += LOOK_S
+        sights = [Sight(1, rank, page(Phase.FORWARD, 1000), "t" if rank and index < 200 else "R") for rank in (0, 1)]
+        watched.look(now_s, [Sight(0, 0, page(Phase.REDUCTION, 1000), "S"), *sights])
+        assert watched.condemned == [] or index > 230, "the tracer's time was laid on the rank or on its sibling"
+    [condemned] = watched.condemned
+    assert condemned.named.replica == 1 and condemned.failing is not None
+    assert condemned.named.seconds == pytest.approx(detector.HANG_FLOOR_S, abs=2 * LOOK_S)
+
+
+def test_an_operation_under_a_tracer_raises_no_limit() -> None:
+    watched, now_s = trained()
+    limit_s = detector.hang_limit_s(watched.state, Phase.FORWARD)
+    now_s = silent(watched, now_s, 30.0, {0: Phase.REDUCTION, 1: Phase.FORWARD}, {1: "t"})
+    watched.look(now_s + LOOK_S, [Sight(each, 0, page(Phase.REDUCTION, 1001), "R") for each in (0, 1)])
+    assert detector.hang_limit_s(watched.state, Phase.FORWARD) == limit_s
+
+
+def test_whoever_is_traced_again_and_again_is_named_once() -> None:
+    """The agent reports a rank as held until its tracer is gone; that tracer may come back."""
+    watched, now_s = trained()
+    for index in range(100):
+        now_s += LOOK_S
+        sights = [Sight(0, 0, page(Phase.REDUCTION, 1000), "S"), Sight(1, 0, page(Phase.FORWARD, 1000), "Rt"[index % 2])]
+        watched.look(now_s, sights)
+    named = [effect.verdict for _, effect in watched.said if isinstance(effect, Named)]
+    assert len(named) == len(set(named)) and Verdict.TRACED in named
+
+
 def test_a_phase_that_nobody_has_finished_is_judged_by_the_deadline_alone() -> None:
     watched, now_s = trained()
     silent(watched, now_s, DEADLINE_S - 1, {0: Phase.REDUCTION, 1: Phase.COMPILING}, look_s=GAP_S)
