@@ -2,7 +2,9 @@
 
 A SIGKILL says nothing of its sender. What tells the kernel's out-of-memory killer from an operator is the counter `oom_kill` of
 the process's memory control group, which rises with each of its kills, whichever limit was hit (cgroups(7): `memory.events` of
-version 2, `memory.oom_control` of version 1). Without such a file nothing is ever put down to a want of memory. The kernel
+version 2, `memory.oom_control` of version 1). In version 2 a group has that file only where its parent enables the memory
+controller. The nearest group above that has the file counts the kills of all groups below it, so it is read instead. In version
+1 each group counts for itself. Without such a file nothing is ever put down to a want of memory. The kernel
 makes these files up: reading them waits for no disk.
 """
 
@@ -39,7 +41,7 @@ class OomKills:
                 while len(known) > 1 and now_s - known[1][0] >= _RECENT_S:
                     known.pop(0)
 
-    def rose(self, pid: int) -> bool:
+    def rose(self, pid: int, now_s: float) -> bool:
         """Return whether a process of this one's control group was killed for want of memory lately; each kill counts once."""
         file = self._files.get(pid)
         count = _count(file) if file is not None else None
@@ -62,9 +64,18 @@ class OomKills:
             if "memory" in controllers.split(","):
                 places += [self._cgroups / "memory" / each / "memory.oom_control" for each in (path, "")]
         if "" in paths:
-            places += [self._cgroups / each / "memory.events" for each in (paths[""], "")]
-        # A container may show the path that its host knows it by, with its own group mounted at the top.
+            places += [group / "memory.events" for group in self._groups(Path(paths[""]))]
         return next((place for place in places if _count(place) is not None), None)
+
+    def _groups(self, path: Path) -> list[Path]:
+        """Return a process's group of version 2 and the groups that contain it, the nearest first.
+
+        A container may show the path that its host knows it by, with its own group mounted at the top. A group inside that has
+        the name of one of the host's is another group. So only a path that is there whole is followed upwards.
+        """
+        if ".." in path.parts or not (self._cgroups / path).is_dir():
+            return [self._cgroups]
+        return [self._cgroups / each for each in (path, *path.parents)]
 
 
 def _count(file: Path) -> int | None:

@@ -117,7 +117,7 @@ class Watch:
         `started`: generation 1 has been made.
         """
         pid = self._agent.pid(end.replica, end.rank)
-        out_of_memory = end.status == -_SIGKILL and self._oom_kills.rose(pid)
+        out_of_memory = end.status == -_SIGKILL and self._oom_kills.rose(pid, self._clock())
         kind = loss_of(end.status, started=started, out_of_memory=out_of_memory)
         detail = f"rank {end.rank}: {end.cause}"
         if out_of_memory:
