@@ -66,7 +66,12 @@ def create(*, level: trace.Level = "microbatches", capacity: int = RING_BYTES) -
     if capacity < 4096 or capacity % 8:
         raise ValueError(f"a ring of {capacity} bytes is not possible; give a multiple of 8 from 4096 on")
     descriptor = os.memfd_create("megatron-recover-events", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, _HEADER_BYTES + capacity)
+    try:
+        os.ftruncate(descriptor, _HEADER_BYTES + capacity)
+    except OSError as error:
+        os.close(descriptor)
+        why = f"no shared memory of {capacity} bytes can be made for events ({error.strerror}); see `ulimit -f`"
+        raise OSError(error.errno, why) from error
     with mmap.mmap(descriptor, _HEADER_BYTES) as header:
         struct.pack_into("=QQQ", header, 0, _MAGIC, capacity, trace.LEVELS.index(level))
     return descriptor

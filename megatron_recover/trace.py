@@ -172,7 +172,6 @@ class CoordinatorSilent(Event, frozen=True, kw_only=True):
 
     replica: int
     generation: int
-    step: int
     phase: Literal["began", "over"]
     seconds: float
     """How long the silence has lasted."""
@@ -192,7 +191,6 @@ class LeaderSilent(Event, frozen=True, kw_only=True):
     member: int
     """The leader's replica."""
     generation: int
-    step: int
     phase: Literal["began", "over"]
     seconds: float
     """How long the silence has lasted."""
@@ -363,6 +361,17 @@ class ReductionFailed(Event, frozen=True, kw_only=True):
     bucket: int | None = None
 
 
+class StateDigested(Event, frozen=True, kw_only=True):
+    """Rank: a step begins whose record carries the state digest, and this is the rank's part of it."""
+
+    replica: int
+    rank: int
+    step: int
+    label: str
+    digest: str
+    """Of all state of this rank."""
+
+
 class Voted(Event, frozen=True, kw_only=True):
     """Leader: its replica is ready to commit a record."""
 
@@ -371,6 +380,22 @@ class Voted(Event, frozen=True, kw_only=True):
     step: int
     digest: str
     """Of the record without what voters say of themselves (requests, paces): all in which equal votes differ."""
+
+
+class Disagreed(Event, frozen=True, kw_only=True):
+    """Leader: members voted for different records; this is that of its own replica, so that they can be compared."""
+
+    replica: int
+    generation: int
+    step: int
+    label: str
+    digest: str
+    """As in `voted`."""
+    versions: tuple[Result, ...]
+    state_digest: str | None = None
+    """As in `committed`."""
+    reason: str
+    """Who voted for what, and in which fields and buckets the records differ from this one."""
 
 
 class Committed(Event, frozen=True, kw_only=True):
@@ -389,6 +414,8 @@ class Committed(Event, frozen=True, kw_only=True):
     requests: tuple[str, ...] = ()
     paces: tuple[tuple[int, int], ...] = ()
     """(voter, nanoseconds that one of its microbatches took; 0: it computed none): what quotas follow."""
+    state_digest: str | None = None
+    """Of the state that the step began with, over all ranks in rank order; None where no digest was due."""
 
 
 class Applied(Event, frozen=True, kw_only=True):
@@ -469,6 +496,21 @@ class Fenced(Event, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
 
 
+class SetAside(Event, frozen=True, kw_only=True):
+    """Agent: a rank does not end although it was killed. Nobody waits for it, and its slot is not used again.
+
+    Whatever it still does has no effect: its replica is in no roster, and it ends before it runs another instruction.
+    """
+
+    replica: int
+    rank: int
+    pid: int
+    state: str
+    """As /proc/PID/stat has it (`D`: in an uninterruptible wait); empty where it cannot be read."""
+    wchan: str
+    """The kernel function in which it waits; empty where it cannot be read."""
+
+
 Phase = Literal["detect", "agree", "redeal", "recompute", "reduce", "commit"]
 """Phases of a recovery, in their order."""
 
@@ -511,8 +553,9 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     RunStarted | Joined | Generation | Entered | CoordinatorSilent | LeaderSilent | Stopping | Waiting | RunFinished | Status
-    | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | ReductionFailed | Voted
-    | Committed | Applied | Fault | Thawed | Failure | RankSilent | Fenced | Recovery | Gap | Checkpoint
+    | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | ReductionFailed
+    | StateDigested | Voted | Disagreed | Committed | Applied | Fault | Thawed | Failure | RankSilent | Fenced | SetAside
+    | Recovery | Gap | Checkpoint
 )  # fmt: skip
 
 
@@ -602,8 +645,13 @@ def parse(line: bytes) -> tuple[AnyEvent | None, str]:
     process's event right behind it. Such a fragment is no event and no error. Everything else that is not an event of this
     version raises ValueError.
     """
-    start = line.rfind(_START_OF_EVENT)
     whole = line.endswith(b"\n")
+    if whole and line.startswith(_START_OF_EVENT):
+        try:
+            return _decode(line), ""
+        except msgspec.DecodeError:  # a fragment stands before the event, or it is none: that is told below
+            pass
+    start = line.rfind(_START_OF_EVENT)
     fragment = line[: max(start, 0)] if whole else line
     if not fragment.startswith(_START_OF_EVENT[: len(fragment)]):
         raise ValueError(f"not an event: {line[:60]!r}")

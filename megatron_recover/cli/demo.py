@@ -155,8 +155,10 @@ def claims(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
         ),
         Claim(
             "No invariant is broken in either run",
-            reference.holds and faulty.holds,
-            f"broken: {', '.join(broken)}" if broken else "; ".join(faulty.problems) or "INV-1 to INV-8",
+            all(one.holds and one.is_whole for one in (reference, faulty)),
+            f"broken: {', '.join(broken)}"
+            if broken
+            else "; ".join([*faulty.problems, *faulty.not_judged, *reference.not_judged]) or "INV-1 to INV-8",
         ),
     )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import megatron_recover
 from megatron_recover import trace
-from megatron_recover.cli import command_line
+from megatron_recover.cli import command_line, finish
 from megatron_recover.cluster import chaos
 from megatron_recover.cluster.event_store import PART_BYTES
 from megatron_recover.cluster.job import Job, create_run_dir
@@ -21,6 +21,7 @@ from megatron_recover.faults import Fault
 from megatron_recover.flags import Parser
 from megatron_recover.megatron.arguments import add_recover_arguments, recover_flags
 from megatron_recover.megatron.preflight import FLAGS, Preflight, preflight
+from megatron_recover.observe import summary
 
 PRELOAD = (
     "torch",
@@ -184,24 +185,20 @@ def _empty(folder: Path) -> None:
 
 def _report(job: Job) -> None:
     """`summary.json` and the loss plot, for whatever the run has got to; and which exact faults it has not got to."""
-    from megatron_recover.observe import plot, summary
-    from megatron_recover.observe.history import History
-
     run_dir = job.run_dir
+    why = finish.failure(run_dir, finish.DEADLINE_S)
+    if why is not None:  # the run is over and has said how
+        remedy = f"`{command_line('report', str(run_dir))}` makes them"
+        print(f"megatron-recover run: no summary and no plot: {why}; {remedy}", file=sys.stderr)
+    if why is not None or not job.faults:  # a disk that did not answer that process is not asked again here
+        return
     try:
-        history = History.read(run_dir)
-        told = summary.summarize(history)
-        summary.save(run_dir, told)
-        for number, fault in chaos.unstruck(job.faults, [(one.replica, one.rank, one.point) for one in told.faults]):
-            print(
-                f"megatron-recover run: [[fault]] {number} of {run_dir / chaos.CHAOS_FILE} never struck (replica "
-                f"{fault.replica}, rank {fault.rank}, {fault.point.value}): the rank did not pass that so often, or was gone",
-                file=sys.stderr,
-            )
-        plot.draw(run_dir, history)
-    except (KeyboardInterrupt, OSError) as error:  # the run is over and has said how
-        why = error.strerror if isinstance(error, OSError) else "interrupted"
+        told = summary.load(run_dir)
+    except (OSError, ValueError):
+        return
+    for number, fault in chaos.unstruck(job.faults, [(one.replica, one.rank, one.point) for one in told.faults]):
         print(
-            f"megatron-recover run: {why} while the plot was made; `{command_line('report', str(run_dir))}` makes it",
+            f"megatron-recover run: [[fault]] {number} of {run_dir / chaos.CHAOS_FILE} never struck (replica "
+            f"{fault.replica}, rank {fault.rank}, {fault.point.value}): the rank did not pass that so often, or was gone",
             file=sys.stderr,
         )

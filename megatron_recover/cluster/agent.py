@@ -18,13 +18,14 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
 
 from megatron_recover.cluster import forkserver
+from megatron_recover.deadlines import Deadlines
 
 _PF_EXITING = 0x4
 _STATE_FIELD, _FLAGS_FIELD, _EXIT_CODE_FIELD = 3, 9, 52
@@ -34,8 +35,6 @@ _CANNOT_WRITE = ("T", "D", "Z", "")
 """States in which a process runs no handler of a signal."""
 _PIDFD_SIGNAL_PROCESS_GROUP = 4
 """Flag of pidfd_send_signal(2): the process group that the process leads. Linux 6.9."""
-_FORK_DEADLINE_S = 60.0
-_CLOSE_DEADLINE_S = 10.0
 _LOOK_S = 1.0
 """Between two looks at a fork server that is waited for."""
 
@@ -54,6 +53,25 @@ class End(msgspec.Struct, frozen=True):
         if self.status < 0:
             return signal.Signals(-self.status).name
         return f"exit code {self.status}"
+
+
+class Undying(msgspec.Struct, frozen=True):
+    """A process that SIGKILL has not ended, most often one in an uninterruptible wait (state D) for a disk or device."""
+
+    replica: int
+    """-1: no replica's; rank -1 is then the fork server, rank 0 the dry run."""
+    rank: int
+    pid: int
+    state: str
+    """As /proc/PID/stat has it; empty where it cannot be read."""
+    wchan: str
+    """The kernel function in which it waits; empty where it cannot be read."""
+
+    def __str__(self) -> str:
+        ours = "the dry run" if self.rank >= 0 else "the fork server"
+        who = f"replica {self.replica} rank {self.rank}" if self.replica >= 0 else ours
+        where = f" in {self.wchan}" if self.wchan else ""
+        return f"{who} (pid {self.pid}, state {self.state or 'unknown'}{where})"
 
 
 class AgentLost(RuntimeError):
@@ -96,6 +114,8 @@ class _Process:
         """Its end was handed out by `poll`."""
         self.confirmed = False
         """The fork server has reaped it and killed what was left of its group."""
+        self.killed_at: float | None = None
+        """When SIGKILL was sent to it first."""
         self.blocking: frozenset[str] = frozenset()
         """Threads that had blocked the signal for stacks before it was sent."""
 
@@ -111,12 +131,21 @@ class _Process:
             return None
         return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE_FIELD]))
 
+    def undying(self) -> Undying:
+        """Return what there is to say of it if it does not die."""
+        fields, wchan = self.stat.read(), ""
+        with contextlib.suppress(OSError):
+            wchan = Path(f"/proc/{self.pid}/wchan").read_text().strip("0\n")  # 0: it may not be read, or there is none
+        return Undying(self.replica, self.rank, self.pid, fields[_STATE_FIELD].decode() if fields else "", wchan)
+
     def kill(self) -> None:
         """Kill the rank, and every process of its group (data loaders' workers) at once.
 
         The pidfd names the group that this very process leads, so no other one can be struck, whoever has its number by now.
         Kernels before 6.9 cannot do that. There the fork server kills the group, when it reaps the rank.
         """
+        if self.killed_at is None:
+            self.killed_at = time.monotonic()
         with contextlib.suppress(ProcessLookupError):  # reaped, and its report is on the way
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         with contextlib.suppress(OSError):
@@ -130,10 +159,20 @@ class _Process:
 class Agent:
     """Owns one fork server and the ranks that it forked. Used by one thread."""
 
-    def __init__(self, *, preload: tuple[str, ...], environment: dict[str, str], log: Path) -> None:
+    def __init__(
+        self, *, preload: tuple[str, ...], environment: dict[str, str], log: Path, deadlines: Deadlines | None = None
+    ) -> None:
         """Start the fork server; it imports the modules `preload` (see `is_ready`) and has no environment but this one."""
+        self._deadlines = deadlines or Deadlines.of()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "megatron_recover.cluster.forkserver", str(theirs.fileno()), *preload]
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_recover.cluster.forkserver",
+            str(theirs.fileno()),
+            str(self._deadlines.reap_s),
+            *preload,
+        ]
         with theirs, open(log, "ab", opener=_private) as output:
             self._server = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -176,12 +215,12 @@ class Agent:
             socket.send_fds(self._control, [msgspec.json.encode(request)], [output, *descriptors.values()])
         finally:
             os.close(output)
-        until = time.monotonic() + _FORK_DEADLINE_S
+        until = time.monotonic() + self._deadlines.fork_s
         while not isinstance(reply := self._receive(deadline_s=_LOOK_S), forkserver.Started):
             if reply is None and (self.wake_server() or time.monotonic() < until):
                 continue
             if reply is None:
-                raise AgentLost(f"the fork server did not start a rank within {_FORK_DEADLINE_S:g} s; see {self._log}")
+                raise AgentLost(f"the fork server did not start a rank within {self._deadlines.fork_s:g} s; see {self._log}")
             self._pending.append(reply)
 
     def wake_server(self) -> bool:
@@ -265,35 +304,56 @@ class Agent:
         with contextlib.suppress(ProcessLookupError):  # reaped meanwhile
             signal.pidfd_send_signal(self._processes[replica, rank].pidfd, signal.SIGCONT)
 
-    def is_fenced(self, replica: int) -> bool:
-        """Whether no process of a replica is left."""
-        return all(each.confirmed for each in self._processes.values() if each.replica == replica)
+    def is_fenced(self, replica: int, but: Container[tuple[int, int]] = ()) -> bool:
+        """Whether no process of a replica is left, other than those of the ranks (replica, rank) in `but`."""
+        ranks = [each for each in self._processes.values() if each.replica == replica]
+        return all(each.confirmed or (each.replica, each.rank) in but for each in ranks)
+
+    def has_ended(self, replica: int, rank: int) -> bool:
+        """Whether the process of a rank is confirmed dead."""
+        return self._processes[replica, rank].confirmed
+
+    def undying(self) -> list[Undying]:
+        """Return the ranks that do not end although they were killed."""
+        now, found = time.monotonic(), []
+        for process in self._processes.values():
+            if process.confirmed or process.killed_at is None or now - process.killed_at < self._deadlines.sigkill_s:
+                continue
+            if process.dying_status() is None or now - process.killed_at >= self._deadlines.end_s:
+                found.append(process.undying())
+        return found
 
     def num_living(self) -> int:
         """Ranks that are not confirmed dead."""
         return sum(not each.confirmed for each in self._processes.values())
 
-    def close(self) -> None:
-        """Kill every rank and end the fork server. Raises RuntimeError when that can not be confirmed in time."""
+    def close(self) -> list[Undying]:
+        """Kill every rank and end the fork server; return what did not end within three times `Deadlines.close_s`."""
         for replica in {each.replica for each in self._processes.values()}:
             self.fence(replica)
+        given_up = {(each.replica, each.rank) for each in self.undying()}
         self.wake_server()
         self._control.close()  # the server kills and reaps what is left, then ends
         if not self._processes:
             self._server.kill()  # it has nothing to reap, and may be importing for a long time
+        left = []
         try:
-            self._server.wait(timeout=_CLOSE_DEADLINE_S)
+            self._server.wait(timeout=self._deadlines.close_s)
         except subprocess.TimeoutExpired:
             self._server.kill()  # its ranks get SIGKILL from the kernel
-            self._server.wait(timeout=_CLOSE_DEADLINE_S)
-        end = time.monotonic() + _CLOSE_DEADLINE_S
-        left = [each.pid for each in self._processes.values() if not _ended(each.pidfd, end)]
-        for process in self._processes.values():
+            try:
+                self._server.wait(timeout=self._deadlines.close_s)
+            except subprocess.TimeoutExpired:
+                fields = self._server_stat.read()
+                left.append(Undying(-1, -1, self._server.pid, fields[_STATE_FIELD].decode() if fields else "", ""))
+        until = time.monotonic() + self._deadlines.close_s
+        for key, process in self._processes.items():
+            if not _ended(process.pidfd, 0.0 if key in given_up else until):
+                left.append(process.undying())
             process.close()
         self._processes.clear()
         self._server_stat.close()
-        if left:
-            raise RuntimeError(f"processes {left} did not end {_CLOSE_DEADLINE_S:g} s after SIGKILL")
+        return left
 
     def _receive(self, *, deadline_s: float = 0.0) -> forkserver.Reply | None:
         """The next reply, None if none comes in time; starts are entered into the books here."""

@@ -21,7 +21,7 @@ import msgspec
 
 from megatron_recover import config as settings
 from megatron_recover import trace
-from megatron_recover.cluster.agent import Agent, AgentLost, End
+from megatron_recover.cluster.agent import Agent, AgentLost, End, Undying
 from megatron_recover.cluster.job import LOGS, Job, Ports, sharing_a_gpu, write_description
 from megatron_recover.cluster.membership import Membership
 from megatron_recover.cluster.recording import Recording
@@ -29,38 +29,27 @@ from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
 from megatron_recover.cluster.thawing import Thawing
 from megatron_recover.cluster.watch import Watch, explaining_first
 from megatron_recover.collectives import key as keys
-from megatron_recover.collectives.beats import SILENT_S
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext
 from megatron_recover.core.coordinator import Policy
 from megatron_recover.core.values import ExitCode
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.megatron.arguments import BAD_ARGUMENTS
 
 _DRY_RUN = -1
 """What the agent calls the process that judges the arguments: it belongs to no replica."""
 _POLL_S = 0.05
 """Between two looks at every rank's /proc entry: a death is known after half of it on average (Note [Seeing a death])."""
-_GRACE_S = 0.2
-"""How long a complaint of a leader waits for the agent to see a process end, which would explain it."""
-_IMPORT_DEADLINE_S = 600.0
-_DRY_RUN_DEADLINE_S = 300.0
 _CALLS_PRETRAIN = "called megatron_recover.megatron.pretrain; does it call Megatron's own instead?"
-_LOAD_DEADLINE_S = 3600.0
-"""From the start of the processes to the first replica that is ready: a checkpoint is loaded, an index of the data built."""
-_START_DEADLINE_S = 900.0
-"""From the first replica that is ready to the last."""
-_END_DEADLINE_S = 60.0
-"""For the ranks to end by themselves after a job that ended well."""
-_STOP_DEADLINE_S = 10.0
-"""The same after one that did not."""
 
 
 class Launcher:
     """One run. Everything happens in the thread that calls `run`."""
 
-    def __init__(self, job: Job, *, quiet: bool = False) -> None:
-        """`quiet`: show only how the run ends, if it does not end well."""
+    def __init__(self, job: Job, *, quiet: bool = False, deadlines: Deadlines | None = None) -> None:
+        """`quiet`: show only how the run ends, if it does not end well. `deadlines`: other waits than the job's; for tests."""
         self._job, self._quiet = job, quiet
+        self._deadlines = deadlines or job.config.deadlines
         self._loop = Loop()
         self._key = keys.make_key()
         self._sealed_key = keys.sealed(self._key)
@@ -68,6 +57,8 @@ class Launcher:
         self._started_at = time.monotonic()
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
         self._fencing: set[int] = set()
+        self._set_aside: set[tuple[int, int]] = set()
+        """Ranks (replica, rank) that do not end although they were killed."""
         self._gone: set[int] = set()
         """Replicas that have been fenced or are being."""
         self._ending: tuple[int, str] | None = None
@@ -115,7 +106,9 @@ class Launcher:
         job = self._job
         raise_descriptor_limit()
         environment = settings.inherited_environment() | _worker_defaults(settings.inherited_environment())
-        self._agent = Agent(preload=job.preload, environment=environment, log=job.run_dir / LOGS / "forkserver.log")
+        self._agent = Agent(
+            preload=job.preload, environment=environment, log=job.run_dir / LOGS / "forkserver.log", deadlines=self._deadlines
+        )
         self._ranks = Watch(
             self._agent, deadline_s=job.config.deadline_s, record=self._recording.record, says=self._recording.says
         )
@@ -124,16 +117,17 @@ class Launcher:
             key=self._key,
             loop=self._loop,
             timers_s={
-                "follow_timeout_s": job.config.follow_timeout_s,
-                "finish_timeout_s": job.config.stall_timeout_s,
-                "save_timeout_s": job.config.save_timeout_s,
-                "grace_s": _GRACE_S,
-                "load_timeout_s": _LOAD_DEADLINE_S,
-                "start_timeout_s": _START_DEADLINE_S,
+                "follow_timeout_s": self._deadlines.follow_s,
+                "finish_timeout_s": self._deadlines.finish_s,
+                "save_timeout_s": self._deadlines.save_s,
+                "grace_s": self._deadlines.grace_s,
+                "load_timeout_s": self._deadlines.deadline_s,
+                "start_timeout_s": self._deadlines.start_s,
             },
             record=self._recording.record,
             fence=self._fence,
             on_end=self._end,
+            deadlines=self._deadlines,
         )
         try:
             self._recording.says(
@@ -145,7 +139,8 @@ class Launcher:
         except AgentLost as error:
             self._end(ExitCode.FAILED, str(error))
         finally:
-            self._agent.close()
+            for process in self._agent.close():
+                self._give_up(process)
             self._ranks.close()
             self._membership.close()
             self._loop.close()
@@ -173,8 +168,8 @@ class Launcher:
 
     def _wait_for_imports(self) -> bool:
         """False if a signal or the deadline ended the wait. Raises `AgentLost` where an import fails."""
-        late = f"importing took more than {_IMPORT_DEADLINE_S:.0f} s"
-        if not self._until(self._agent.is_ready, _IMPORT_DEADLINE_S, late):
+        late = f"importing took more than {self._deadlines.deadline_s:.0f} s"
+        if not self._until(self._agent.is_ready, self._deadlines.deadline_s, late):
             return False
         self._loop.watch_readable(self._agent.fileno(), lambda: None)
         return True
@@ -185,8 +180,8 @@ class Launcher:
         environment = self._environment(0, 0, leader="", master_port=0, dry_run=True)
         argv = self._job.argv if self._job.dry_run is None else (str(self._job.dry_run), *self._job.argv)
         self._agent.spawn(_DRY_RUN, 0, argv=argv, environment=environment, log=log, descriptors=self._handed_down)
-        late = f"in {_DRY_RUN_DEADLINE_S:.0f} s {script} never {_CALLS_PRETRAIN}; see {log}"
-        ends = self._until(self._agent.poll, _DRY_RUN_DEADLINE_S, late)
+        late = f"in {self._deadlines.deadline_s:.0f} s {script} never {_CALLS_PRETRAIN}; see {log}"
+        ends = self._until(self._agent.poll, self._deadlines.deadline_s, late)
         if not ends:
             return False
         [end] = ends
@@ -264,9 +259,33 @@ class Launcher:
                     self._thawing.done(replica, rank)
                     self._recording.record(trace.Thawed(replica=replica, rank=rank))  # before the rank can write anything
                     self._agent.thaw(replica, rank)
-            for replica in [each for each in self._fencing if self._agent.is_fenced(each)]:
-                self._fencing.discard(replica)
-                self._recording.record(trace.Fenced(replica=replica, ranks=tuple(range(self._job.num_ranks))))
+            self._follow_fences()
+
+    def _follow_fences(self) -> None:
+        """Record which ranks of fenced replicas have ended, and set aside those that SIGKILL does not end."""
+        for replica, rank in [each for each in self._set_aside if self._agent.has_ended(*each)]:
+            self._set_aside.discard((replica, rank))
+            self._recording.record(trace.Fenced(replica=replica, ranks=(rank,)))
+        for process in self._agent.undying():
+            self._give_up(process)
+        for replica in [each for each in self._fencing if self._agent.is_fenced(each, but=self._set_aside)]:
+            self._fencing.discard(replica)
+            ranks = tuple(rank for rank in range(self._job.num_ranks) if (replica, rank) not in self._set_aside)
+            self._recording.record(trace.Fenced(replica=replica, ranks=ranks))
+
+    def _give_up(self, process: Undying) -> None:
+        """Go on without the end of a process that SIGKILL does not end, once. Its slot must not be used again."""
+        if (process.replica, process.rank) in self._set_aside:
+            return
+        self._set_aside.add((process.replica, process.rank))
+        if process.replica >= 0:
+            self._recording.ended(process.replica, process.rank)  # it runs no further instruction, and writes nothing more
+            self._recording.record(
+                trace.SetAside(
+                    replica=process.replica, rank=process.rank, pid=process.pid, state=process.state, wchan=process.wchan
+                )  # fmt: skip
+            )
+        self._recording.says(f"{process} does not end although it was killed; nothing waits for it")
 
     def _look_for_hangs(self) -> None:
         if self._ending is not None:
@@ -288,15 +307,15 @@ class Launcher:
     def _say_if_it_stood_still(self) -> None:
         """Report a stop of this process itself (Ctrl-Z, SIGSTOP, a suspended machine), once it goes on."""
         gap_s, self._stood_still_s = self._loop.stood_still_s - self._stood_still_s, self._loop.stood_still_s
-        if gap_s >= SILENT_S:
+        if gap_s >= self._deadlines.silence_s:
             self._recording.says(f"the launcher stood still for {gap_s:.0f} s; all that it waits for has as much more time")
 
     def _is_over(self) -> bool:
-        return self._agent.num_living() == 0 or self._loop.time() > self._end_by
+        return self._agent.num_living() <= len(self._set_aside) or self._loop.time() > self._end_by
 
     def _ended(self, end: End) -> None:
         self._recording.ended(end.replica, end.rank)
-        if self._ending is not None or end.replica in self._fencing:
+        if self._ending is not None or end.replica in self._fencing or (end.replica, end.rank) in self._set_aside:
             return  # as it was told
         self._recording.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
         if end.status == ExitCode.BAD_INPUT and not self._membership.generation:
@@ -316,7 +335,9 @@ class Launcher:
     def _end(self, exit_code: int, reason: str) -> None:
         self._ending = (exit_code, reason)
         began = self._membership.generation > 0
-        self._end_by = self._loop.time() + (_END_DEADLINE_S if exit_code == ExitCode.OK else _STOP_DEADLINE_S * began)
+        self._end_by = self._loop.time() + (
+            self._deadlines.end_s if exit_code == ExitCode.OK else self._deadlines.stop_s * began
+        )
 
     # --- Signals -----------------------------------------------------------------------------------------------------
 

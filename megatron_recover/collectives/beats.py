@@ -1,8 +1,8 @@
 """Beats between the coordinator and the leaders: each end notices that the other is silent, says so once, and judges nobody.
 
-Note [Beats]. The coordinator sends each leader a `Beat` every `BEAT_S`, and a leader's control thread answers it. A beat is
-sent only when the one before was answered, so at most one waits for a process that is stopped. Any message counts as a sign
-of life of the process that sent it, never of a training thread.
+Note [Beats]. The coordinator sends each leader a `Beat` every `Deadlines.beat_s`, and a leader's control thread answers it. A
+beat is sent only when the one before was answered, so at most one waits for a process that is stopped. Any message counts as
+a sign of life of the process that sent it, never of a training thread.
 
 Training goes on without the coordinator until something fails. From then on the replicas need it, and it may be stopped
 (Ctrl-Z, SIGSTOP of the launcher). A leader then says what it waits for, and where the launcher is. It waits no longer than the
@@ -19,11 +19,8 @@ from pathlib import Path
 from megatron_recover import trace
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.wire import Beat, LeaderBeat, Link, frame
+from megatron_recover.deadlines import Deadlines
 
-BEAT_S = 1.0
-"""Between two beats."""
-SILENT_S = 3.0
-"""Who has sent nothing for so long is silent."""
 _STATES = {
     "R": "running", "S": "asleep", "D": "in an uninterruptible wait", "T": "stopped", "t": "stopped by a debugger",
     "Z": "dead", "X": "dead",
@@ -47,7 +44,7 @@ class CoordinatorWatch:
         replica: int,
         *,
         loop: Loop,
-        deadline_s: float,
+        deadlines: Deadlines,
         answer: Callable[[], LeaderBeat],
         waits: Callable[[], str],
         record: Callable[[trace.Event], None],
@@ -56,9 +53,9 @@ class CoordinatorWatch:
         """Begin to watch.
 
         `answer()` returns where the leader is. `waits()` returns what the leader needs the coordinator for, empty if nothing.
-        `give_up(reason)` is called once, when that has lasted for `deadline_s` beside a silent coordinator.
+        `give_up(reason)` is called once, when that has lasted for the user's deadline beside a silent coordinator.
         """
-        self._replica, self._loop, self._deadline_s = replica, loop, deadline_s
+        self._replica, self._loop, self._deadlines = replica, loop, deadlines
         self._answer, self._waits, self._record, self._give_up = answer, waits, record, give_up
         self._heard_at = self._waiting_since = loop.time()
         self._waits_for = ""
@@ -66,7 +63,7 @@ class CoordinatorWatch:
         """What the replica needed when it last said that the coordinator is silent; None: it has not, in this silence."""
         self._pid = 0
         self._is_over = False
-        loop.after(BEAT_S, self._look)
+        loop.after(deadlines.beat_s, self._look)
 
     def heard(self, beat: Beat | None = None) -> None:
         """Note that the coordinator has sent something, perhaps a beat."""
@@ -85,19 +82,19 @@ class CoordinatorWatch:
     def _look(self) -> None:
         if self._is_over:
             return
-        self._loop.after(BEAT_S, self._look)
+        self._loop.after(self._deadlines.beat_s, self._look)
         now, waits_for = self._loop.time(), self._waits()
         if bool(waits_for) != bool(self._waits_for):
             self._waiting_since = now
         self._waits_for = waits_for
         silent_s = now - self._heard_at
-        if silent_s < SILENT_S:
+        if silent_s < self._deadlines.silence_s:
             return
         if self._said != waits_for:
             self._said = waits_for
             self._tell("began", silent_s)
         waited_s = now - max(self._heard_at, self._waiting_since)
-        if waits_for and waited_s >= self._deadline_s:
+        if waits_for and waited_s >= self._deadlines.deadline_s:
             self._is_over = True
             self._give_up(
                 f"waited {waited_s:.0f} s for {waits_for}, and the coordinator ({self._who()}) was silent all the time: nobody "
@@ -110,7 +107,6 @@ class CoordinatorWatch:
             trace.CoordinatorSilent(
                 replica=self._replica,
                 generation=where.generation,
-                step=where.step,
                 phase="began" if phase == "began" else "over",
                 seconds=round(seconds, 3),
                 waits=self._waits_for,
@@ -123,7 +119,7 @@ class CoordinatorWatch:
             text = f"the coordinator answers again, after {seconds:.0f} s"
         else:
             waits = (
-                f"replica {self._replica} waits for {self._waits_for}, at most {self._deadline_s:g} s"
+                f"replica {self._replica} waits for {self._waits_for}, at most {self._deadlines.deadline_s:g} s"
                 if self._waits_for
                 else "training goes on until it is needed"
             )
@@ -142,15 +138,17 @@ class CoordinatorWatch:
 class LeaderWatch:
     """The coordinator's view of its leaders. Everything runs in the loop's thread."""
 
-    def __init__(self, *, loop: Loop, beat: Callable[[], Beat], record: Callable[[trace.Event], None]) -> None:
+    def __init__(
+        self, *, loop: Loop, deadlines: Deadlines, beat: Callable[[], Beat], record: Callable[[trace.Event], None]
+    ) -> None:
         """Begin to send beats to all leaders that are `watch`ed. `beat()` returns what to send now."""
-        self._loop, self._beat, self._record = loop, beat, record
+        self._loop, self._deadlines, self._beat, self._record = loop, deadlines, beat, record
         self._links: dict[int, Link] = {}
         self._unanswered_since: dict[int, float] = {}
         self._newest: dict[int, LeaderBeat] = {}
         self._silent: set[int] = set()
         self._is_over = False
-        loop.after(BEAT_S, self._send)
+        loop.after(deadlines.beat_s, self._send)
 
     def watch(self, replica: int, link: Link) -> None:
         """Send beats to this leader too, the first one at once."""
@@ -178,10 +176,10 @@ class LeaderWatch:
     def _send(self) -> None:
         if self._is_over:
             return
-        self._loop.after(BEAT_S, self._send)
+        self._loop.after(self._deadlines.beat_s, self._send)
         now = self._loop.time()
         for replica, since in self._unanswered_since.items():
-            if now - since >= SILENT_S and replica not in self._silent:
+            if now - since >= self._deadlines.silence_s and replica not in self._silent:
                 self._silent.add(replica)
                 self._tell(replica, "began", now - since)
         self._send_to([replica for replica in self._links if replica not in self._unanswered_since])
@@ -198,7 +196,6 @@ class LeaderWatch:
             trace.LeaderSilent(
                 member=replica,
                 generation=beat.generation if beat is not None else 0,
-                step=beat.step if beat is not None else 0,
                 phase="began" if phase == "began" else "over",
                 seconds=round(seconds, 3),
                 waiting_for=beat.waiting_for if beat is not None else (),

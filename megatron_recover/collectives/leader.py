@@ -40,14 +40,12 @@ from megatron_recover.collectives.wire import (
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core import replica as machine
 from megatron_recover.core import values
+from megatron_recover.core.alike import together
+from megatron_recover.core.contribution import by_bucket
+from megatron_recover.core.digest import digest
 from megatron_recover.core.tree import neighbours
-from megatron_recover.core.vote import bare
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
-
-
-def digest(record: values.Record) -> str:
-    """Of a record without what voters say of themselves: equal where members vote or commit the same."""
-    return hashlib.blake2b(msgspec.msgpack.encode(bare(record)), digest_size=16).hexdigest()
 
 
 def _parts(message: machine.Word) -> Iterator[machine.Word]:
@@ -59,12 +57,19 @@ def _parts(message: machine.Word) -> Iterator[machine.Word]:
         yield msgspec.structs.replace(message, statuses=statuses)
 
 
+def _hex(state_digest: int | None) -> str | None:
+    """Return a state digest as the trace has it."""
+    return None if state_digest is None else f"{state_digest:016x}"
+
+
+def _results(record: values.Record) -> tuple[trace.Result, ...]:
+    """Return the versions of a record as the trace has them."""
+    return tuple(trace.Result(bucket=each.bucket, version=each.version, checksums=each.checksums) for each in record.versions)
+
+
 Deliver = Callable[[Message], None]
 """Hands a message of the leader to its own rank."""
 
-_GOODBYE_S = 5.0
-_START_UP_DEADLINE_S = 1800.0
-"""For the coordinator to welcome a leader: until then a connection that was let go is dialled again."""
 _AGREED = (machine.Phase.IDLE, machine.Phase.WORKING, machine.Phase.VOTED)
 
 
@@ -83,32 +88,37 @@ class Leader:
         fail: Callable[..., None],
         record: Callable[[trace.Event], None],
         faults: FaultInjector | None,
+        deadlines: Deadlines,
     ) -> None:
         """Bind the replica's address and link to the coordinator.
 
         `fail(reason)`, or `fail(reason, exit_code)`: the replica cannot go on. `key` is the job's: every link is proven by it.
         """
-        self._context, self._config = context, config
+        self._context, self._config, self._deadlines = context, config, deadlines
         self._loop, self._deliver, self._fail, self._record, self._faults = loop, deliver, fail, record, faults
         self._state = machine.ReplicaState(context.replica, own.shape, config.tree_above)
         self._hellos: dict[int, RankHello] = {own.rank: own}
         self._ranks: dict[int, Link] = {}
         self._peers: dict[int, Peer] = {}
+        """All that were ever announced: an address belongs to a replica for the whole run."""
+        self._introduced_peers: set[int] = set()
+        """Replicas whose addresses this replica's ranks have."""
         self._outgoing: dict[int, Link] = {}
         self._incoming: dict[Link, int] = {}
         self._decided: machine.Decided | None = None
+        self._voted: machine.Voted | None = None
         self.clock = RecoveryClock(context.replica, record)
         self._waiting: tuple[object, ...] = ()
         self._key, self._me = key, Party(Role.LEADER, context.replica)
         self._gate = Gate(loop, listen(context.leader), key, Role.LEADER, self._admits, self._accept)
         self._coordinator = OutgoingLink(
-            context.coordinator, key, self._me, Party(Role.COORDINATOR), patience_s=_START_UP_DEADLINE_S
+            context.coordinator, key, self._me, Party(Role.COORDINATOR), patience_s=self._deadlines.leader_s
         )  # fmt: skip
         self._request: values.Requested | values.Diverged | None = None
         """What the coordinator was asked for last."""
         loop.watch(self._coordinator, self._from_coordinator, self._coordinator_lost)
         self._coordinator_watch = CoordinatorWatch(
-            context.replica, loop=loop, deadline_s=config.deadline_s, answer=self._where, waits=self._needs_coordinator,
+            context.replica, loop=loop, deadlines=deadlines, answer=self._where, waits=self._needs_coordinator,
             record=record, give_up=lambda reason: fail(reason, values.ExitCode.NO_REPLICA_LEFT),
         )  # fmt: skip
         self._join_when_complete()
@@ -119,7 +129,7 @@ class Leader:
 
     def see_ranks_off(self) -> None:
         """Give the ranks a moment to read their `Stop` and hang up: closing first could reset the link under it."""
-        until = time.monotonic() + _GOODBYE_S
+        until = time.monotonic() + self._deadlines.words_s
         while self._ranks and (left := until - time.monotonic()) > 0:
             self._loop.run_once(left)
 
@@ -170,7 +180,8 @@ class Leader:
         replica = self._context.replica
         self._record(trace.Joined(replica=replica, fingerprint=fingerprint, bucket_ranks=hellos[0].shape.bucket_ranks))
         peer = Peer(replica, self._context.leader, tuple(hello.data_address for hello in hellos))
-        self._loop.send(self._coordinator, LeaderHello(values.Hello(replica, fingerprint), peer))
+        parts = together([hello.parts for hello in hellos])
+        self._loop.send(self._coordinator, LeaderHello(values.Hello(replica, fingerprint, parts), peer))
 
     # --- What arrives ------------------------------------------------------------------------------------------------
 
@@ -189,7 +200,7 @@ class Leader:
         self._ranks.pop(rank, None)
         reason = f"rank {rank} of this replica is gone ({why})"
         if self._state.phase is not machine.Phase.STOPPED:
-            self._loop.after(self._config.follow_timeout_s, lambda: self._fail(reason))
+            self._loop.after(self._deadlines.follow_s, lambda: self._fail(reason))
 
     def _from_coordinator(self, link: Link, message: Message) -> None:
         self._coordinator_watch.heard(message if isinstance(message, Beat) else None)
@@ -197,7 +208,7 @@ class Leader:
             case Beat():
                 self._loop.send(link, self._where())
             case Announcement(new=new):
-                self._peers = {peer.replica: peer for peer in message.peers}
+                self._peers |= {peer.replica: peer for peer in message.peers}
                 wanted = neighbours(new.roster, self._context.replica, self._config.tree_above)
                 for peer in self._outgoing.keys() - set(wanted):
                     self._loop.drop(self._outgoing.pop(peer))
@@ -271,11 +282,15 @@ class Leader:
                             replica=message.replica, generation=message.generation, seconds=self.clock.since_announced_s()
                         )  # fmt: skip
                     )
+                elif isinstance(message, values.Diverged):
+                    self._record_disagreement(message)
                 if isinstance(message, values.Requested | values.Diverged):
                     self._request = message
                 self._loop.send(self._coordinator, message)
             case machine.Decided():
                 self._decided = effect
+            case machine.Voted():
+                self._voted = effect
             case machine.Committed(record, generation, adopted):
                 self._record_committed(record, generation, adopted)
                 self.clock.committed(generation, record.step)
@@ -283,13 +298,22 @@ class Leader:
     def _order(self, order: values.Order) -> None:
         if isinstance(order, values.Plan):
             self._record_plan(order)
+        if isinstance(order, values.Promise):
+            self._order_to_enter(order)
+            return
+        framed = frame(order) if self._ranks else b""
         for rank in range(self._context.num_ranks):
-            message: Message
-            if isinstance(order, values.Promise):
-                known = tuple((peer, self._peers[peer].data_addresses[rank]) for peer in order.roster)
-                message = Enter(order, known)
-            else:
-                message = order
+            if rank == self._context.rank:
+                self._deliver(order)
+            elif rank in self._ranks:
+                self._loop.put(self._ranks[rank], framed)
+
+    def _order_to_enter(self, order: values.Promise) -> None:
+        """Send the order to promise, to each rank with its position's addresses in members that are new to the ranks."""
+        fresh = [peer for peer in order.roster if peer not in self._introduced_peers]
+        self._introduced_peers.update(fresh)
+        for rank in range(self._context.num_ranks):
+            message = Enter(order, tuple((peer, self._peers[peer].data_addresses[rank]) for peer in fresh))
             if rank == self._context.rank:
                 self._deliver(message)
             elif rank in self._ranks:
@@ -297,12 +321,8 @@ class Leader:
 
     def _record_vote(self, vote: values.Vote) -> None:
         if self._faults is not None:
-            self._faults.at(FaultPoint.BEFORE_VOTE, step=vote.record.step)
-        self._record(
-            trace.Voted(
-                replica=vote.replica, generation=vote.generation, step=vote.record.step, digest=digest(vote.record)
-            )  # fmt: skip
-        )
+            self._faults.at(FaultPoint.BEFORE_VOTE, step=vote.step)
+        self._record(trace.Voted(replica=vote.replica, generation=vote.generation, step=vote.step, digest=vote.digest.hex()))
         self.clock.voted(vote.generation)
 
     def _send_to_peers(self, peers: tuple[int, ...], message: machine.Word) -> None:
@@ -312,7 +332,7 @@ class Leader:
                 said = message.statuses if isinstance(message, values.Statuses) else (message,)
                 [step] = [status.step for status in said if status.replica == self._context.replica]
                 point, last = FaultPoint.STATUS, None
-            case values.Vote(record=values.Record(step=step)) | values.Votes(step=step):
+            case values.Vote(step=step) | values.Votes(step=step):
                 point, last = FaultPoint.IN_VOTE, FaultPoint.AFTER_VOTE
         framed = [frame(part) for part in _parts(message)] if peers else []
         for index, peer in enumerate(peers or (None,)):
@@ -329,7 +349,7 @@ class Leader:
             if link is None:
                 link = self._outgoing[peer] = OutgoingLink(
                     self._peers[peer].leader_address, self._key, self._me, Party(Role.LEADER, peer),
-                    patience_s=self._config.stall_timeout_s,
+                    patience_s=self._deadlines.stall_s,
                 )  # fmt: skip
                 self._loop.watch(link, self._unexpected_answer, self._outgoing_lost)
                 self._loop.send(link, PeerHello(self._context.replica))
@@ -353,15 +373,21 @@ class Leader:
     # --- Waits (INV-8) -----------------------------------------------------------------------------------------------
 
     def _watch_for_a_stall(self) -> None:
-        """Ask for a new generation when what is waited for has not changed for the stall timeout."""
+        """Request a new generation when a wait for other members has lasted for `stall_s`. See Note [One wait].
+
+        Note [One wait]. A wait for statuses, or for votes, has one deadline, from its start. Messages that arrive meanwhile do
+        not extend it: with many members it would last many times as long (INV-8). Nobody is blamed for the request itself. In
+        the generation that follows each member names whom it waits for, and one that waits itself passes the blame on
+        (`policy.blamed`): so in a tree that was making progress blame falls on the last in the row, not on those in between.
+        It has no consequence before several generations in a row without a committed step, and a commit clears it.
+        """
         state = self._state
-        waiting = machine.waiting_for(state)
-        now = (waiting, state.generation, state.step) if waiting else ()
+        now = (state.phase, state.generation, state.step) if machine.waiting_for(state) else ()
         if now == self._waiting:
             return
         self._waiting = now
         if now:
-            self._loop.after(self._config.stall_timeout_s, lambda: self._stalled(now))
+            self._loop.after(self._deadlines.stall_s, lambda: self._stalled(now))
 
     def _stalled(self, waiting: tuple[object, ...]) -> None:
         # Compared by identity: the same wait may have ended and begun again in the meantime.
@@ -372,15 +398,16 @@ class Leader:
     # --- Trace -------------------------------------------------------------------------------------------------------
 
     def _record_status(self, status: values.Status) -> None:
+        held, num_buckets = by_bucket(status.contributions), len(self._state.shape.bucket_ranks)
         self._record(
             trace.Status(
                 replica=status.replica,
                 generation=status.generation,
                 step=status.step,
                 work=status.work is not None,
-                contributions=status.contributions,
-                complete=tuple((each.bucket, each.version) for each in status.complete),
-                committed=status.committed.step if status.committed is not None else None,
+                contributions=tuple(held.get(bucket, ()) for bucket in range(num_buckets)) if held else (),
+                complete=tuple(sorted((bucket, each.version) for each in status.complete for bucket in each.buckets)),
+                committed=status.committed.record.step if status.committed is not None else None,
                 finished=status.journal.finished,
                 computing=status.journal.computing,
             )  # fmt: skip
@@ -419,12 +446,29 @@ class Leader:
                 generation=generation,
                 step=record.step,
                 label=record.label,
-                digest=digest(record),
+                digest=digest(record).hex(),
                 adopted=adopted,
                 requests=record.requests,
                 paces=record.paces,
-                versions=tuple(
-                    trace.Result(bucket=each.bucket, version=each.version, checksums=each.checksums) for each in record.versions
-                ),
+                state_digest=_hex(record.state_digest),
+                versions=_results(record),
+            )  # fmt: skip
+        )
+
+    def _record_disagreement(self, report: values.Diverged) -> None:
+        """Write what this replica voted for, if votes are what members disagree on: the votes had digests only."""
+        voted = self._voted
+        if voted is None or (voted.record.step, voted.generation) != (report.step, report.generation):
+            return
+        self._record(
+            trace.Disagreed(
+                replica=report.replica,
+                generation=report.generation,
+                step=report.step,
+                label=voted.record.label,
+                digest=digest(voted.record).hex(),
+                versions=_results(voted.record),
+                state_digest=_hex(voted.record.state_digest),
+                reason=report.reason,
             )  # fmt: skip
         )

@@ -26,17 +26,15 @@ from megatron_recover.collectives.wire import Enter, Heard, Link, LinkClosed, Me
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core import rank as machine
 from megatron_recover.core import values
+from megatron_recover.core.alike import Parts
 from megatron_recover.core.detector import Phase
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import Apply, Close, ExitCode, Held, Plan, Shape, Stop, Work
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.progress_page import ProgressPage
 
-_START_UP_DEADLINE_S = 1800.0
-"""For a rank to find its leader: both load the model first, and loading takes what it takes."""
 _RETRY_S = 0.02
-_LAST_WORDS_DEADLINE_S = 5.0
-"""For a rank that raised to have its report on the way before it ends."""
 
 
 class JobStopped(SystemExit):
@@ -69,6 +67,7 @@ class Member:
         faults: FaultInjector | None = None,
         page: ProgressPage | None = None,
         end_process: Callable[[int], None] = os._exit,
+        deadlines: Deadlines | None = None,
     ) -> None:
         """`key` is the job's (`key.inherited_key`). `page` shows what the training thread waits for; None: nobody looks.
 
@@ -87,12 +86,15 @@ class Member:
         """All that the records have carried so far; the same on every replica after the same step."""
         self._context, self._config, self._endpoint, self._key = context, config, endpoint, key
         self._record, self._faults, self._end_process = record, faults, end_process
+        self._deadlines = deadlines or config.deadlines
         self._page = page or ProgressPage()
         self._changed = threading.Condition(threading.RLock())
         """Guards everything below; notified when the training thread may have something to do."""
         self._state = machine.RankState(context.replica, context.rank, ())
+        self._known_addresses: dict[int, str] = {}
+        """All that were ever told: replica -> data address of its rank at this one's position."""
         self._addresses: dict[int, str] = {}
-        """Of the promised generation: replica -> data address of its rank at this one's position."""
+        """Of the promised generation's members."""
         self._transport: Transport | None = None
         self._unsaid: list[str] = []
         self._failure: JobStopped | None = None
@@ -110,17 +112,18 @@ class Member:
 
     # --- The life of a training thread, in order -----------------------------------------------------------------------
 
-    def join(self, shape: Shape, fingerprint: str) -> None:
+    def join(self, shape: Shape, fingerprint: str, parts: Parts = ()) -> None:
         """Report this rank ready, once, when its buckets are known; wait until the job has its first generation.
 
-        `fingerprint` is of all that has to be equal in the same rank of every replica (configuration, initial weights, data).
+        `fingerprint` is of all that has to be equal in the same rank of every replica (configuration, initial state, data);
+        `parts` is that by name and value, for the message where it is not.
         Raises `JobStopped` when the job ends before it has begun.
         """
         if self._faults is not None:
             self._faults.at(FaultPoint.START_UP)
         buckets = tuple(bucket for bucket, ranks in enumerate(shape.bucket_ranks) if self.rank in ranks)
         self._state = machine.RankState(self.replica, self.rank, buckets)
-        hello = RankHello(self.rank, shape, f"{shape} {fingerprint}", self._endpoint.address)
+        hello = RankHello(self.rank, shape, f"{shape} {fingerprint}", self._endpoint.address, parts)
         itself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: member.close_in_child() if (member := itself()) is not None else None)
         self._loop.post(lambda: self._introduce(hello))
@@ -129,15 +132,15 @@ class Member:
             self._wait_until(lambda: self._state.promised > 0 or self._stopped_by() is not None)
             self._raise_if_stopped()
 
-    def begin(self, work: Work, requests: Sequence[str] = ()) -> int:
-        """Arrive at the next step; its number."""
+    def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int:
+        """Arrive at the next step and return its number. `digest` is of all state of this rank, where `work.digests`."""
         with self._changed:
             self._raise_if_stopped()
             asked = tuple(sorted({*requests, *self._unsaid}))
             self._unsaid.clear()
             self.step = self._state.step
             self._page.begin_step(self.step, work.label)
-            self._feed(machine.Begin(work, asked))
+            self._feed(machine.Begin(work, asked, digest))
             return self.step
 
     def next_order(self) -> Plan | Apply:
@@ -210,7 +213,7 @@ class Member:
             if self._transport is None or self._transport.generation != generation:
                 retired = self._transport
                 self._transport = self._endpoint.open(
-                    generation, self.replica, self._addresses, deadline_s=self._config.stall_timeout_s
+                    generation, self.replica, self._addresses, deadline_s=self._deadlines.sum_s
                 )  # fmt: skip
             transport = self._transport
         if retired is not None:
@@ -248,7 +251,7 @@ class Member:
         self._has_raised = True
         with self._changed:
             self._feed(machine.Raise(tuple(microbatches), f"{type(error).__name__}: {error}"))
-            self._changed.wait_for(lambda: self._heard or self._failure is not None, _LAST_WORDS_DEADLINE_S)
+            self._changed.wait_for(lambda: self._heard or self._failure is not None, self._deadlines.words_s)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -354,23 +357,25 @@ class Member:
             with self._changed:
                 self._loop.close()
 
-    def _introduce(self, hello: RankHello, waited_s: float = 0.0) -> None:
+    def _introduce(self, hello: RankHello, since: float | None = None) -> None:
+        """Link to the leader, or begin to be it. `since`: the loop's time when the first link was tried; None: this is it."""
         if self.rank == 0:
             self._leader = Leader(
                 self._context, self._config, hello, key=self._key, loop=self._loop, deliver=self._deliver, fail=self._fail,
-                record=self._record, faults=self._faults,
+                record=self._record, faults=self._faults, deadlines=self._deadlines,
             )  # fmt: skip
             return
+        began = self._loop.time() if since is None else since
 
         def again(why: str) -> None:
-            if waited_s > _START_UP_DEADLINE_S:
+            if (waited_s := self._loop.time() - began) > self._deadlines.leader_s:
                 self._fail(f"rank 0 of replica {self.replica} was not there after {waited_s:.0f} s ({why})")
             else:
-                self._loop.after(_RETRY_S, lambda: self._introduce(hello, waited_s + _RETRY_S))
+                self._loop.after(_RETRY_S, lambda: self._introduce(hello, began))
 
         try:
             me, leader = Party(Role.RANK, self.replica, self.rank), Party(Role.LEADER, self.replica)
-            self._uplink = OutgoingLink(self._context.leader, self._key, me, leader, patience_s=_START_UP_DEADLINE_S)
+            self._uplink = OutgoingLink(self._context.leader, self._key, me, leader, patience_s=self._deadlines.leader_s)
         except LinkClosed as closed:
             again(str(closed))
             return
@@ -384,8 +389,9 @@ class Member:
                 if self._faults is not None:
                     self._faults.at(FaultPoint.PROMISE, step=self._state.step)
                 with self._changed:
+                    self._known_addresses |= dict(data_addresses)
                     if promise.generation > self._state.promised:
-                        self._addresses = dict(data_addresses)
+                        self._addresses = {replica: self._known_addresses[replica] for replica in promise.roster}
                     self._feed(promise)
                 if self._uplink is not None:  # from here on a lost leader is no late start
                     self._loop.watch(self._uplink, lambda link, message: self._deliver(message), self._leader_lost)
@@ -418,7 +424,7 @@ class Member:
         if self._stopped_by() is None:
             reason = f"rank 0 of replica {self.replica} is gone ({why})"
             # The agent kills what is left of a broken replica; only if it does not, this process ends by itself.
-            self._loop.after(self._config.follow_timeout_s, lambda: self._fail(reason))
+            self._loop.after(self._deadlines.follow_s, lambda: self._fail(reason))
 
     def _fail(self, reason: str, exit_code: int = ExitCode.FAILED) -> None:
         """This rank cannot go on: tell the training thread, and end the process if that does not."""
@@ -430,4 +436,4 @@ class Member:
                 self._transport.revoke()
             self._changed.notify_all()
         print(f"megatron-recover: replica {self.replica} rank {self.rank} ends: {reason}", file=sys.stderr, flush=True)
-        self._loop.after(self._config.follow_timeout_s, lambda: self._end_process(exit_code))
+        self._loop.after(self._deadlines.follow_s, lambda: self._end_process(exit_code))

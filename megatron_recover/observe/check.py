@@ -148,6 +148,7 @@ def _not_judged(history: History, gaps: Gaps) -> Iterator[str]:
         shown = ", ".join(places[:SHOWN_VIOLATIONS])
         shown += f" and {len(places) - SHOWN_VIOLATIONS} more" if len(places) > SHOWN_VIOLATIONS else ""
         ranges = [f"{first} to {last}" if last > first else str(first) for first, last in gaps.ranges()]
+        ranges += [f"any after {max(history.steps, default=-1)}"] if gaps.hides_later else []
         touched = f"not judged are steps {', '.join(ranges)}" if ranges else "no step is touched"
         yield f"events are missing, of {shown}: {touched}"
     if gaps.of_launcher:
@@ -158,7 +159,7 @@ def _not_judged(history: History, gaps: Gaps) -> Iterator[str]:
         for number, _, rules in RULES if any(LEVELS.index(rule.needs) > LEVELS.index(level) for rule in rules)
     ]  # fmt: skip
     if lacking:
-        yield f"the trace records only {level}: not judged are the rules of {', '.join(lacking)}"
+        yield f"the trace shows no more than {level}: not judged are the rules of {', '.join(lacking)}"
 
 
 def _differences(comparison: Comparison, are_exact: bool) -> Iterator[str]:

@@ -10,7 +10,7 @@ from megatron_recover import trace
 from megatron_recover.observe.gaps import Gaps
 from megatron_recover.observe.history import Finding, Findings, History, Line, who
 from megatron_recover.observe.replay import Taker
-from megatron_recover.observe.rule import Rule
+from megatron_recover.observe.rule import LEVELS, Rule, provides
 from megatron_recover.observe.step import Step
 
 # --- INV-2 ---------------------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class DecidedOnce(Rule):
 
 # --- INV-5 ---------------------------------------------------------------------------------------------------------------
 
-_OF_OTHERS = (trace.Fenced, trace.Failure, trace.Fault, trace.Gap)
+_OF_OTHERS = (trace.Fenced, trace.SetAside, trace.Failure, trace.Fault, trace.Gap)
 """Events about a replica that others write, or that say nothing of what it does."""
 
 
@@ -292,6 +292,7 @@ class SingleHistory(Rule):
         self._lost: set[int] = set()
         self._entered: dict[int, int] = {}
         self._saved = -1
+        self._knows_who_finished = provides(history) != LEVELS[0] and not gaps.of_launcher
 
     def takes(self) -> Mapping[type, Taker]:
         return {
@@ -317,15 +318,16 @@ class SingleHistory(Rule):
             yield f"generation {number} contains replicas that were lost before: {sorted(back)}"
         gone = set(before.roster if before else ()) - set(roster)
         unexplained = gone - {one.replica for one in event.losses} - finished
-        if unexplained and not self.gaps.of_launcher:
+        if unexplained and self._knows_who_finished:
             yield f"generation {number} leaves out {sorted(unexplained)} without naming a loss"
 
     def _enters(self, line: Line, event: trace.Entered, step: None) -> Findings:
         is_announced = self._newest is not None and event.generation <= self._newest.generation
         if not is_announced and not self.gaps.of_launcher:
             yield line, f"replica {event.replica} entered generation {event.generation} before it was announced"
-        if event.generation <= self._entered.get(event.replica, 0):
-            yield line, f"replica {event.replica} entered {event.generation} after {self._entered[event.replica]}"
+        before = self._entered.get(event.replica, 0)
+        if event.generation <= before:
+            yield line, f"replica {event.replica} entered {event.generation} after {before}"
         self._entered[event.replica] = event.generation
 
     def _plans(self, line: Line, event: trace.Plan, step: Step) -> Findings:

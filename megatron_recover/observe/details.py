@@ -39,17 +39,19 @@ def collect(history: History, windows: Sequence[Window], struck: Collection[tupl
     """Read a trace once more and keep what happened in some windows, the most important of which comes first."""
     keeping = _Keeping(history, list(windows), struck)
     for line, event in history.events:
-        if keeping.wants(event):
-            keeping.add(line, event)
-    return Details(keeping.events, keeping.rank_limit)
+        keeping.take(line, event)
+        keeping.make_room()
+    return Details(sorted(keeping.events, key=lambda one: one[0]), keeping.rank_limit)
 
 
 class _Keeping:
     def __init__(self, history: History, windows: list[Window], struck: Collection[tuple[int, int]]) -> None:
         self._history, self._windows, self._struck = history, windows, frozenset(struck)
         self._steps = self._overlapping()
-        self._open: set[tuple[int, ...]] = set()
+        self._begun: set[tuple[int, ...]] = set()
         """Microbatches whose beginning is kept: their end is, too, however late."""
+        self._waiting: dict[tuple[int, ...], Numbered] = {}
+        """Beginnings before a window, of microbatches that may end in it."""
         self.rank_limit: int | None = None
         self.events: list[Numbered] = []
 
@@ -60,31 +62,40 @@ class _Keeping:
             if any(facts.begin <= one.end and facts.end >= one.begin for one in self._windows)
         )  # fmt: skip
 
-    def wants(self, event: trace.AnyEvent) -> bool:
-        """Whether an event belongs into a window."""
+    def take(self, line: int, event: trace.AnyEvent) -> None:
+        """Keep an event that belongs into a window."""
         if isinstance(event, trace.Plan):
-            return event.step in self._steps
-        if isinstance(event, trace.Recovery):
-            return any(event.t - event.seconds <= one.end and event.t >= one.begin for one in self._windows)
-        if not isinstance(event, _DRAWN) or event.step not in self._steps:
-            return False
-        limit = self.rank_limit
-        if limit is not None and event.rank >= limit and (event.replica, event.rank) not in self._struck:
-            return False
-        if isinstance(event, trace.MicrobatchStarted):
-            is_inside = any(one.begin <= event.t <= one.end for one in self._windows)
-            if is_inside:
-                self._open.add(_key(event))
-            return is_inside
-        if isinstance(event, trace.MicrobatchFinished) and (key := _key(event)) in self._open:
-            self._open.discard(key)
-            return True
-        seconds = 0.0 if isinstance(event, trace.Applied) else event.seconds
-        return any(event.t - seconds <= one.end and event.t >= one.begin for one in self._windows)
+            wanted = event.step in self._steps
+        elif isinstance(event, trace.Recovery):
+            wanted = self._overlaps(event.t - event.seconds, event.t)
+        elif not isinstance(event, _DRAWN) or event.step not in self._steps or self._is_left_out(event.replica, event.rank):
+            wanted = False
+        elif isinstance(event, trace.MicrobatchStarted):
+            wanted = self._overlaps(event.t, event.t)
+            if wanted:
+                self._begun.add(_key(event))
+            else:
+                self._waiting[_key(event)] = line, event
+        elif isinstance(event, trace.MicrobatchFinished):
+            key = _key(event)
+            before = self._waiting.pop(key, None)
+            wanted = key in self._begun or self._overlaps(before[1].t if before else event.t - event.seconds, event.t)
+            self._begun.discard(key)
+            if wanted and before is not None:
+                self.events.append(before)
+        else:
+            wanted = self._overlaps(event.t - (0.0 if isinstance(event, trace.Applied) else event.seconds), event.t)
+        if wanted:
+            self.events.append((line, event))
 
-    def add(self, line: int, event: trace.AnyEvent) -> None:
-        """Keep an event; make room where there are too many."""
-        self.events.append((line, event))
+    def _overlaps(self, begin: float, end: float) -> bool:
+        return any(begin <= one.end and end >= one.begin for one in self._windows)
+
+    def _is_left_out(self, replica: int, rank: int) -> bool:
+        return self.rank_limit is not None and rank >= self.rank_limit and (replica, rank) not in self._struck
+
+    def make_room(self) -> None:
+        """Keep less of each window, or fewer windows, where there are too many events."""
         while len(self.events) > MAX_EVENTS and self._windows:
             if self.rank_limit == 1:
                 self._windows.pop()
@@ -92,8 +103,10 @@ class _Keeping:
             else:
                 ranks = [event.rank for _, event in self.events if isinstance(event, _DRAWN)]
                 self.rank_limit = max(1, (self.rank_limit or max(ranks, default=0) + 1) // 2)
-            self._open.clear()  # filled again by what is still wanted
-            self.events = [(at, one) for at, one in self.events if self.wants(one)]
+            before, waiting, self.events = self.events, self._waiting, []
+            self._begun, self._waiting = set(), {}
+            for line, event in sorted([*before, *waiting.values()], key=lambda one: one[0]):
+                self.take(line, event)
 
 
 def _key(event: trace.MicrobatchStarted | trace.MicrobatchFinished) -> tuple[int, ...]:

@@ -21,6 +21,8 @@ class Gaps:
     def __init__(self, history: History) -> None:
         self._history = history
         self.events = [event for _, event in history.of(trace.Gap)]
+        self.hides_later = False
+        """Whether steps may be missing whole that came after all that the trace has: a rank never wrote again."""
         self.touched: frozenset[int] = frozenset(self._touched()) if self.events else frozenset()
         """Steps of which events are missing, or may be."""
         self.of_launcher = any(event.replica == LAUNCHER for event in self.events)
@@ -31,13 +33,17 @@ class Gaps:
 
     def _touched(self) -> set[int]:
         history, found = self._history, set[int]()
+        if history.first(trace.Joined) is None:  # nobody knows which rank holds which bucket
+            return set(history.steps)
         for gap in self.events:
-            found |= {number for number, facts in history.steps.items() if facts.begin <= gap.t and facts.end >= gap.since}
+            under_way = {number for number, facts in history.steps.items() if facts.begin <= gap.t and facts.end >= gap.since}
+            found |= under_way
+            if gap.replica == LAUNCHER:  # it may have told that a replica was outvoted, for its parameters before that step
+                found |= {number - 1 for number in under_way} & history.steps.keys()
         before: dict[tuple[int, int], int] = {}
         open_since: dict[tuple[int, int], int | None] = {}
         places = {(gap.replica, gap.rank) for gap in self.events}
         announced, launcher = history.generations, any(gap.replica == LAUNCHER for gap in self.events)
-        newest = -1
         for _, event in history.events:
             if isinstance(event, trace.Gap):
                 open_since.setdefault((event.replica, event.rank), before.get((event.replica, event.rank)))
@@ -45,7 +51,6 @@ class Gaps:
             step = getattr(event, "step", None)
             if step is None or isinstance(event, trace.Fault):
                 continue
-            newest = max(newest, step)
             if launcher and getattr(event, "generation", None) not in announced:
                 found.add(step)
             place = (getattr(event, "replica", LAUNCHER), getattr(event, "rank", 0))  # a leader is rank 0
@@ -55,9 +60,14 @@ class Gaps:
                 since = open_since.pop(place)
                 found.update(range(min(step, step if since is None else since), step + 1))
             before[place] = max(step, before.get(place, step))
-        for (replica, _), since in open_since.items():
-            if replica != LAUNCHER and since is not None:
-                found.add(since)
+        for (replica, rank), since in open_since.items():
+            if replica == LAUNCHER:
+                continue
+            # It never wrote again. It was no more than one step ahead of what the others had begun.
+            until = max(gap.t for gap in self.events if (gap.replica, gap.rank) == (replica, rank))
+            begun = max((number for number, facts in history.steps.items() if facts.begin <= until), default=-1)
+            found.update({*range(begun if since is None else since, begun + 2)} & history.steps.keys())
+            self.hides_later |= replica not in history.lost_at
         return found
 
     def ranges(self) -> tuple[tuple[int, int], ...]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from megatron_recover import trace
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.gaps import Gaps
-from megatron_recover.observe.history import Finding, Findings, History, Line, is_end, is_training, iteration_of, who
+from megatron_recover.observe.history import Finding, Findings, History, Line, is_agreement, is_training, iteration_of, who
 from megatron_recover.observe.replay import Taker
 from megatron_recover.observe.rule import Rule
 from megatron_recover.observe.step import Step
@@ -39,7 +39,7 @@ class AskedFor(Rule):
         self._asked = started.num_microbatches if started else None
         evaluations = (
             facts.num_microbatches for _, facts in sorted(history.steps.items())
-            if facts.label is not None and not is_end(facts.label) and not is_training(facts.label)
+            if facts.label is not None and not is_agreement(facts.label) and not is_training(facts.label)
         )  # fmt: skip
         self._evaluated = next(evaluations, None)
 
@@ -48,7 +48,7 @@ class AskedFor(Rule):
             return
         line, plan = step.plans[0]
         wanted = self._asked if is_training(plan.label) else self._evaluated
-        if not is_end(plan.label) and plan.num_microbatches != wanted:
+        if not is_agreement(plan.label) and plan.num_microbatches != wanted:
             yield line, f"step {step.number} ({plan.label}) has {plan.num_microbatches} microbatches; {wanted} are asked for"
 
 
@@ -160,9 +160,8 @@ class CommittedIsApplied(Rule):
             elif event.step > number and (is_commit or event.rank in missing):  # type: ignore[union-attr]
                 late = set(missing) if is_commit else {event.rank}  # type: ignore[union-attr]
                 missing -= late
-                if number not in self.gaps.touched:
-                    what = f"{who(event)} goes on with step {event.step}"
-                    found = ((line, f"{what}; ranks {sorted(late)} have not applied step {number}"),)
+                what = f"{who(event)} goes on with step {event.step}"
+                found = ((line, f"{what}; ranks {sorted(late)} have not applied step {number}"),)
         if is_commit:
             self._owed[event.replica] = (event.step, line, set(self._ranks))
         return found
@@ -256,10 +255,8 @@ class Promised(Rule):
         return () if key in self._ready else self._look(line, event, key)
 
     def _look(self, line: Line, event: trace.Voted, key: tuple[int, int]) -> Findings:
-        announced = self.history.generations.get(event.generation)
-        is_excused = bool(self.gaps) and self.gaps.explain(event.replica, announced.t if announced else 0.0, event.t)
         for kind, had in self._seen.items():
-            if key not in had and not is_excused:
+            if key not in had:
                 what = f"replica {event.replica} acts in generation {event.generation} without"
                 yield line, f"{what} {'a status' if kind is trace.Status else 'having entered it'}"
             had.add(key)  # once is enough
@@ -267,11 +264,12 @@ class Promised(Rule):
 
 
 def what_was_lost_is_fenced(history: History, gaps: Gaps) -> Findings:
-    """Every rank of a replica that left the roster by a loss is confirmed dead by the end of the run."""
+    """Every rank of a replica that left the roster by a loss is confirmed dead by the end of the run, or was set aside."""
     started = history.first(trace.RunStarted)
     if started is None or history.first(trace.RunFinished) is None or gaps.of_launcher:
         return
     dead = {(event.replica, rank) for _, event in history.of(trace.Fenced) for rank in event.ranks}
+    dead |= {(event.replica, event.rank) for _, event in history.of(trace.SetAside)}
     for replica, (line, _) in history.lost_at.items():
         if alive := [rank for rank in range(started.layout.num_ranks) if (replica, rank) not in dead]:
             yield line, f"replica {replica} was lost, and its ranks {alive} were never fenced"

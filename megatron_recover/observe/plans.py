@@ -78,6 +78,8 @@ def deals_what_is_missing(history: History, step: Step) -> Findings:
 class ComputedAsDealt(Rule):
     """A rank computes what the plan of its replica deals, into those buckets, and a pass takes in all of it or nothing."""
 
+    needs = "microbatches"
+
     def __init__(self, history: History, gaps: Gaps) -> None:
         super().__init__(history, gaps)
         self._dealt: dict[int, dict[tuple[int, int], dict[int, frozenset[int]]]] = {}

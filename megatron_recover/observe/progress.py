@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_recover import trace
 from megatron_recover.flags import value_of
-from megatron_recover.observe.history import is_end, is_training
+from megatron_recover.observe.history import is_agreement, is_training
 
 SHOWN_QUOTAS = 16
 """With more members than this their quotas are told as a range."""
@@ -50,7 +50,7 @@ class Progress:
                 self._since = event.t if self._since is None else self._since
                 if event.replica == min(event.roster) and is_training(event.label):
                     self._quotas = event.quotas
-            case trace.Committed() if event.step > self._step and not is_end(event.label):
+            case trace.Committed() if event.step > self._step and not is_agreement(event.label):
                 told = self._rest()
                 self._seconds = None if self._since is None else event.t - self._since
                 self._step, self._label, self._since, self._loss = event.step, event.label, event.t, None

@@ -50,8 +50,9 @@ def replay[W: Watcher](history: History, watchers: Sequence[W]) -> Iterator[tupl
                     step = open_steps[number] = Step(history, number)
                 facts_last = steps[number].last_line
         for watcher, take in takers.get(kind, ()):
-            for found in take(line, event, step):
-                yield watcher, step, found
+            if findings := take(line, event, step):  # `()` of nearly all
+                for found in findings:
+                    yield watcher, step, found
         if step is None:
             if isinstance(event, trace.Generation):
                 recovered = open_steps.get(recovered_in.pop(event.generation, -1))
@@ -62,12 +63,18 @@ def replay[W: Watcher](history: History, watchers: Sequence[W]) -> Iterator[tupl
         if add is not None:
             add(step, line, event)
         if line >= facts_last:
-            step.close()
-            for watcher in watchers:
-                for found in watcher.closed(step):
-                    yield watcher, step, found
             del open_steps[step.number]
+            yield from _close(step, watchers)
             number, step = None, None
+    for step in open_steps.values():  # the trace has become shorter since the first reading
+        yield from _close(step, watchers)
+
+
+def _close[W: Watcher](step: Step, watchers: Sequence[W]) -> Iterator[tuple[W, Step, Any]]:
+    step.close()
+    for watcher in watchers:
+        for found in watcher.closed(step):
+            yield watcher, step, found
 
 
 def each_step(history: History) -> Iterator[Step]:

@@ -15,8 +15,8 @@ from megatron_recover.observe.history import Finding, History
 from megatron_recover.observe.replay import Taker
 from megatron_recover.observe.step import Step
 
-LEVELS = ("faults", "steps", "microbatches")
-"""How much a trace records, from least to most (`trace.RunStarted.level`)."""
+LEVELS: tuple[str, ...] = tuple(reversed(trace.LEVELS))
+"""How much a trace shows, from least to most."""
 
 
 class Rule:
@@ -64,6 +64,6 @@ def of_run(judge: Callable[[History, Gaps], Iterable[Finding]], needs: str = "fa
 
 
 def provides(history: History) -> str:
-    """How much a trace records."""
+    """How much a trace shows."""
     started = history.first(trace.RunStarted)
     return started.level if started else LEVELS[-1]

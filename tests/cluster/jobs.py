@@ -36,7 +36,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ranks: int = 2
     steps: int = 4
     microbatches: int = 7
-    config: RecoverConfig = RecoverConfig(stall_timeout_s=5.0, follow_timeout_s=2.0)
+    config: RecoverConfig = RecoverConfig()
+    deadlines: dict[str, float] = msgspec.field(
+        default_factory=lambda: {"sum_s": 5.0, "stall_s": 5.0, "finish_s": 5.0, "follow_s": 2.0}
+    )
+    """Waits that differ from those of the config's deadline (fields of `Deadlines`); `deadline_s` for the ranks only."""
     faults: tuple[Fault, ...] = ()
     dropped: tuple[tuple[int, int, int, int], ...] = ()
     """(replica, rank, step, bucket) whose first reduction is made to fail there."""
@@ -160,6 +164,7 @@ def main() -> int:
         "steps": spec.steps,
         "microbatches": spec.microbatches,
         "config": msgspec.to_builtins(spec.config),
+        "deadlines": spec.deadlines,
         "dropped": spec.dropped,
         "pace_s": spec.pace_s,
     }
@@ -170,7 +175,9 @@ def main() -> int:
         trace_level=spec.trace_level, trace_file_bytes=spec.trace_file_bytes,
         preload=("torch", "megatron_recover.collectives.direct", "megatron_recover.collectives.member"),
     )  # fmt: skip
-    return (_Hasty if spec.hasty else Launcher)(job).run()
+    others = {name: seconds for name, seconds in spec.deadlines.items() if name != "deadline_s"}  # its imports take their time
+    deadlines = msgspec.structs.replace(spec.config.deadlines, **others)
+    return (_Hasty if spec.hasty else Launcher)(job, deadlines=deadlines).run()
 
 
 if __name__ == "__main__":

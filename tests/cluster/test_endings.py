@@ -56,7 +56,7 @@ def test_a_microbatch_that_raises_twice_stops_the_job_and_is_named(tmp_path: Pat
 
 
 def test_below_min_replicas_the_step_is_finished_and_the_job_ends(tmp_path: Path) -> None:
-    config = RecoverConfig(min_replicas=3, stall_timeout_s=5.0, follow_timeout_s=2.0)
+    config = RecoverConfig(min_replicas=3)
     kill = Fault(replica=1, rank=1, point=FaultPoint.BACKWARD, step=2)
     outcome = run(spec(tmp_path, steps=1000, config=config, faults=(kill,)))
     assert outcome.exit_code == ExitCode.TOO_FEW_REPLICAS
@@ -133,7 +133,7 @@ def test_a_rank_that_ends_too_early_with_exit_code_0_is_a_loss(tmp_path: Path) -
 @pytest.mark.parametrize("rank", [0, 1])
 def test_inv_8_a_rank_that_is_stopped_after_the_last_commit_does_not_hang_the_job(tmp_path: Path, rank: int) -> None:
     stop = Fault(replica=1, rank=rank, point=FaultPoint.OPTIMIZER, step=3, kind=FaultKind.STOP)
-    job = spec(tmp_path, config=RecoverConfig(stall_timeout_s=2.0, follow_timeout_s=2.0), faults=(stop,))
+    job = spec(tmp_path, deadlines=dict.fromkeys(("sum_s", "stall_s", "finish_s", "follow_s"), 2.0), faults=(stop,))
     outcome = run(job, deadline_s=40.0)
     assert outcome.exit_code == 0, outcome.output
     outcome.assert_exactly_once()
@@ -208,7 +208,7 @@ def test_nothing_is_left_when_a_parent_is_killed(start: Start, tmp_path: Path, w
 
 def test_a_rank_killed_from_outside_is_seen_and_fenced(start: Start, tmp_path: Path) -> None:
     # The rest of a broken replica ends by itself after the follow timeout, so that is put off: here it has to be killed.
-    job = start(spec(tmp_path, steps=FOR_EVER, config=RecoverConfig(follow_timeout_s=300.0)))
+    job = start(spec(tmp_path, steps=FOR_EVER, deadlines={"follow_s": 300.0}))
     ranks = job.ranks
     names = {each.name(): each for each in ranks}
     assert sorted(names) == [f"replica-{replica}.{rank}" for replica in range(3) for rank in range(2)], "told apart in ps"

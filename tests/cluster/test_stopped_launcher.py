@@ -10,7 +10,6 @@ import psutil
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.check import check, describe
 from tests.cluster.jobs import Spec
@@ -18,6 +17,8 @@ from tests.cluster.running import FOR_EVER, AtTerminal, Running, Start
 from tests.cluster.waiting import until_ended, until_files
 
 pytestmark = pytest.mark.timeout(90)
+SOON = {"beat_s": 0.25, "silence_s": 1.0}
+"""A silent launcher is noticed in a second, which is shorter than the default's three."""
 
 
 def kill_a_rank(job: Running) -> None:
@@ -35,7 +36,9 @@ def until_said(job: Running, text: str, replicas: tuple[int, ...] = (0, 2)) -> N
 def test_a_death_while_the_launcher_is_stopped_is_recovered_from_when_it_goes_on(
     start: Start, tmp_path: Path, how: str
 ) -> None:
-    job = start(Spec(run_dir=str(tmp_path / "run"), steps=FOR_EVER), at_terminal=how == "Ctrl-Z")
+    job = start(
+        Spec(run_dir=str(tmp_path / "run"), steps=FOR_EVER, deadlines={"follow_s": 1.0, **SOON}), at_terminal=how == "Ctrl-Z"
+    )
     if isinstance(job, AtTerminal):
         job.type("\x1a")
         job.until(lambda: "Stopped" in job.output.read_text(), "the shell's word that the job is stopped")
@@ -71,8 +74,8 @@ def test_a_death_while_the_launcher_is_stopped_is_recovered_from_when_it_goes_on
 
 
 def test_inv_8_a_launcher_that_stays_stopped_is_waited_for_until_the_deadline(start: Start, tmp_path: Path) -> None:
-    config = RecoverConfig(stall_timeout_s=5.0, follow_timeout_s=1.0, deadline_s=2.0)
-    job = start(Spec(run_dir=str(tmp_path / "run"), steps=FOR_EVER, config=config))
+    deadlines = {"sum_s": 5.0, "stall_s": 5.0, "follow_s": 1.0, "deadline_s": 1.0, **SOON}
+    job = start(Spec(run_dir=str(tmp_path / "run"), steps=FOR_EVER, deadlines=deadlines))
     os.kill(job.launcher.pid, signal.SIGSTOP)
     kill_a_rank(job)
     until_ended(job.ranks, deadline_s=30.0)
@@ -86,7 +89,7 @@ def test_inv_8_a_launcher_that_stays_stopped_is_waited_for_until_the_deadline(st
 
 
 def test_a_job_that_ends_while_the_launcher_is_stopped_ends_well_when_it_goes_on(start: Start, tmp_path: Path) -> None:
-    job = start(Spec(run_dir=str(tmp_path / "run"), steps=500))
+    job = start(Spec(run_dir=str(tmp_path / "run"), steps=500, deadlines=SOON))
     job.launcher.send_signal(signal.SIGSTOP)
     until_said(job, "waits for the end of the job", (0, 1, 2))
     job.launcher.send_signal(signal.SIGCONT)

@@ -12,6 +12,7 @@ import sys
 import time
 import zlib
 
+import msgspec
 import torch
 
 from megatron_recover import ring, trace
@@ -39,14 +40,19 @@ class Toy:
         config: RecoverConfig,
         dropped: list[tuple[int, int, int, int]],
         pace_s: float,
+        deadlines: dict[str, float],
     ) -> None:
-        """`dropped`: (replica, rank, step, bucket) whose first result is treated as if the reduction had failed."""
+        """`dropped`: (replica, rank, step, bucket) whose first result is treated as if the reduction had failed.
+
+        `deadlines`: waits that differ from those of the config.
+        """
         context = rank_context()
         assert context is not None
         if context.dry_run:
             sys.exit(DRY_RUN_PASSED)
         self.context = context
         self.pace_s = pace_s
+        self.deadlines = msgspec.structs.replace(config.deadlines, **deadlines)
         self.dropped = {tuple(each) for each in dropped}
         self.num_steps, self.num_microbatches, self.config = num_steps, num_microbatches, config
         self.log = ring.log_of_rank(context)
@@ -58,8 +64,10 @@ class Toy:
         )
         self.page = ProgressPage.inherited()
         key = inherited_key()
-        endpoint = DirectEndpoint(key=key, rank=context.rank)
-        self.member = Member(context, config, endpoint, key=key, record=self.log.record, faults=self.faults, page=self.page)
+        self.member = Member(
+            context, config, DirectEndpoint(key=key, rank=context.rank), key=key, record=self.log.record, faults=self.faults,
+            page=self.page, deadlines=self.deadlines,
+        )  # fmt: skip
         all_of_them = tuple(range(context.num_ranks))
         self.shape = Shape(context.num_ranks, ((0,), all_of_them, (context.num_ranks - 1,)))
         self.mine = [bucket for bucket, ranks in enumerate(self.shape.bucket_ranks) if context.rank in ranks]
@@ -146,7 +154,7 @@ class Toy:
 
     def reduce(self, step: int, plan: Plan, transport: Transport, *, again: bool) -> None:
         where = {"replica": self.context.replica, "rank": self.context.rank, "generation": plan.generation, "step": step}
-        deadline_s = self.config.stall_timeout_s
+        deadline_s = self.deadlines.sum_s
         for transfer in plan.transfers:
             if transfer.bucket not in self.mine:
                 continue
@@ -206,7 +214,9 @@ def main(kind: type[Toy] = Toy) -> None:
     """Run one rank as the command line says."""
     settings = json.loads(sys.argv[1])
     wanted = RecoverConfig(**settings["config"])
-    kind(settings["steps"], settings["microbatches"], wanted, settings["dropped"], settings["pace_s"]).run()
+    kind(
+        settings["steps"], settings["microbatches"], wanted, settings["dropped"], settings["pace_s"], settings["deadlines"]
+    ).run()  # fmt: skip
 
 
 if __name__ == "__main__":

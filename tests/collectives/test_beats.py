@@ -10,17 +10,23 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_recover import trace
 from megatron_recover.cluster.membership import Membership
 from megatron_recover.collectives import beats
-from megatron_recover.collectives.beats import BEAT_S, SILENT_S, CoordinatorWatch, LeaderWatch
+from megatron_recover.collectives.beats import CoordinatorWatch, LeaderWatch
+from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.loop import Loop
-from megatron_recover.collectives.wire import Announcement, Beat, LeaderBeat, LeaderHello, Link, Message, Peer, connect
+from megatron_recover.collectives.wire import Announcement, Beat, LeaderBeat, LeaderHello, Link, Message, Peer
 from megatron_recover.core.coordinator import Policy
 from megatron_recover.core.values import Hello, Loss, Requested
+from megatron_recover.deadlines import Deadlines
+from tests.collectives.partners import KEY, call
 
 pytestmark = pytest.mark.timeout(30)
+DEADLINES = Deadlines.of()
+BEAT_S, SILENT_S = DEADLINES.beat_s, DEADLINES.silence_s
 
 
 class Clocked:
@@ -58,7 +64,8 @@ class Watched(Clocked):
         super().__init__()
         self.waits, self.given_up = "", list[str]()
         self.watch = CoordinatorWatch(
-            0, loop=self.loop, deadline_s=deadline_s, answer=lambda: LeaderBeat(0, 1, 7, (2,)), waits=lambda: self.waits,
+            0, loop=self.loop, deadlines=replace(DEADLINES, deadline_s=deadline_s), answer=lambda: LeaderBeat(0, 1, 7, (2,)),
+            waits=lambda: self.waits,
             record=self.events.append, give_up=self.given_up.append,
         )  # fmt: skip
 
@@ -140,7 +147,7 @@ def test_a_stopped_launcher_is_named_with_its_remedy(watched: Watched, capsys: p
 
 
 def test_a_leader_that_does_not_answer_has_one_beat_waiting_and_is_named_once(clocked: Clocked) -> None:
-    watch = LeaderWatch(loop=clocked.loop, beat=lambda: Beat(1, 4, 9, (1,)), record=clocked.events.append)
+    watch = LeaderWatch(loop=clocked.loop, deadlines=DEADLINES, beat=lambda: Beat(1, 4, 9, (1,)), record=clocked.events.append)
     ours, theirs = socket.socketpair()
     link, leader = Link(ours), Link(theirs)
     clocked.loop.watch(link, lambda link, message: None, lambda link, why: None)
@@ -169,11 +176,12 @@ class Leaders:
             ("follow_timeout_s", "finish_timeout_s", "save_timeout_s", "load_timeout_s", "start_timeout_s"), 1000.0
         )
         self.membership = Membership(
-            Policy(num_replicas=2), loop=self.loop, timers_s={**timers_s, "grace_s": 0.0},
+            Policy(num_replicas=2), key=KEY, loop=self.loop, timers_s={**timers_s, "grace_s": 0.0},
             record=self.events.append, fence=lambda replica: None, on_end=lambda code, reason: None,
         )  # fmt: skip
         self.received: list[tuple[int, Message]] = []
-        self.links = [connect(self.membership.address) for _ in range(2)]
+        coordinator = Party(Role.COORDINATOR)
+        self.links = [call(self.membership.address, Party(Role.LEADER, replica), coordinator) for replica in range(2)]
         for replica, link in enumerate(self.links):
             self.loop.watch(
                 link, lambda link, message, replica=replica: self.received.append((replica, message)), lambda link, why: None

@@ -21,7 +21,7 @@ from megatron_recover.collectives.transport import PeerLost, Probe, Revoked
 from megatron_recover.core import rank as rank_machine
 from megatron_recover.core import replica as replica_machine
 from megatron_recover.core.quota import ticks
-from megatron_recover.core.values import Apply, Close, Held, NewGeneration, Plan, Record, Shape, Stop, Work
+from megatron_recover.core.values import Apply, Close, Diverged, Held, NewGeneration, Plan, Record, Shape, Stop, Work
 from megatron_recover.faults import FaultPoint
 
 DEADLINE_S = 30.0
@@ -102,14 +102,14 @@ class LoopbackMember:
     def is_writer(self) -> bool:
         return self.replica == min(self.roster)
 
-    def join(self, shape: Shape, fingerprint: str) -> None:
+    def join(self, shape: Shape, fingerprint: str, parts: Any = ()) -> None:
         self.job.join(self.replica, self.rank, shape)
 
-    def begin(self, work: Work, requests: Sequence[str] = ()) -> int:
+    def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int:
         job = self.job
         with job.changed:
             step = job.ranks[self.replica, self.rank].step
-            job.feed_rank(self.replica, self.rank, rank_machine.Begin(work, tuple(requests)))
+            job.feed_rank(self.replica, self.rank, rank_machine.Begin(work, tuple(requests), digest))
             return step
 
     def next_order(self) -> Plan | Apply:
@@ -257,6 +257,9 @@ class Job:
         """(replica, step) of passes whose length was told."""
         self.raised: list[tuple[tuple[int, ...], BaseException]] = []
         self.errors: list[BaseException] = []
+        self.diverged: list[Diverged] = []
+        """What the coordinator was told of; it takes the minority out, or, where there is none, everybody."""
+        self.trusted_from = 0
         self._inbox: deque[tuple[str, Any, Any]] = deque()
         self._pumping = False
         self._gathered: dict[tuple[int, int], Any] = {}
@@ -345,8 +348,18 @@ class Job:
     def _announce(self) -> None:
         self.generation += 1
         for member in self.roster:
-            self._post("leader", member, NewGeneration(self.generation, self.roster))
+            self._post("leader", member, NewGeneration(self.generation, self.roster, trusted_from=self.trusted_from))
         self._pump()
+
+    def _outvote(self, told: Diverged) -> None:
+        if told.generation != self.generation:
+            return
+        self.diverged.append(told)
+        self.trusted_from = self.generation + 1
+        self.dead |= set(told.minority or self.roster)
+        self.roster = tuple(member for member in self.roster if member not in self.dead)
+        if self.roster:
+            self._announce()
 
     def await_loss(self, replica: int) -> None:
         """Keep this replica's pass open until it knows of the deaths that are to find it open; under the lock."""
@@ -421,6 +434,8 @@ class Job:
                 case replica_machine.ToPeers(peers, sent):
                     for peer in peers:
                         self._post("leader", peer, sent)
+                case replica_machine.ToCoordinator(Diverged() as told):
+                    self._outvote(told)
                 case replica_machine.Committed(record):
                     self.records.setdefault(replica, []).append(record)
 

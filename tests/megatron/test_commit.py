@@ -421,15 +421,18 @@ def test_an_order_for_other_work_than_megatrons_is_refused(threads: Threads, mon
 def test_every_step_has_a_name_of_its_own_and_starts_from_known_parameters(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    join, fingerprints = LoopbackMember.join, set()
+    join, joined_with = LoopbackMember.join, set()
 
-    def noted(self: LoopbackMember, shape: Shape, fingerprint: str) -> None:
-        fingerprints.add(fingerprint)
+    def noted(self: LoopbackMember, shape: Shape, fingerprint: str, parts: Any) -> None:
+        joined_with.add((fingerprint, self.rank, parts))
         join(self, shape, fingerprint)
 
     monkeypatch.setattr(LoopbackMember, "join", noted)
     run = Run(threads, 2, 2, [], then=lambda trainer: [trainer.loop.meet(round) for round in (1, 2)])
-    assert fingerprints == {f"toy {combined([checksum(torch.zeros(size)) for size in SIZES]):016x}"}
+    assert len(joined_with) == 2, "two replicas of two ranks, and not each rank is alike"
+    parameters = f"{combined([checksum(torch.zeros(size)) for size in SIZES]):016x}"
+    for _, _, parts in joined_with:
+        assert (dict(parts)["toy"], dict(parts)["the digest of the parameters"]) == ("", parameters)
     labels = ["train 1", "train 2", "evaluate 2/1", "train 3", "end 1", "end 2"]
     ledger = 2 * NUM_BUCKETS
     for records in run.job.records.values():
@@ -447,7 +450,7 @@ def test_a_microbatch_is_seeded_and_read_by_what_it_is() -> None:
     seeded, cursor = [], MicrobatchCursor()
     loop = CommitLoop(
         SimpleNamespace(replica=0, rank=0), RecoverConfig(), {}, cursor=cursor,
-        seed=lambda *what: seeded.append(what), iteration=lambda: 3, fingerprint=lambda: "",
+        seed=lambda *what: seeded.append(what), iteration=lambda: 3, alike=dict,
     )  # fmt: skip
     loop._enter_microbatch(5, 1)
     assert (seeded, cursor.microbatch) == ([(3, 5, 1)], 5)

@@ -62,7 +62,7 @@ def _with_memory(kind: type[Counts]) -> Callable[[int], RandomJob]:
 
 
 def test_committing_without_votes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "tally", lambda votes, roster: next(iter(votes)).record)
+    monkeypatch.setattr(replica, "tally", lambda votes, roster: next(iter(votes)))
     assert "INV-6" in str(_first_failure().problem)
 
 

@@ -35,9 +35,9 @@ class Case:
 
 
 BF16 = ("--bf16",)
-LENIENT = ("--recover-stall-timeout-s", "4", "--recover-follow-timeout-s", "100")
+LENIENT = "tests.system.lenient_run"
 """Who stands still is suspected soon, and has all the time to come back."""
-SOON = ("--recover-stall-timeout-s", "4", "--recover-follow-timeout-s", "3")
+SOON = ("--recover-deadline-s", "75")
 VIRTUAL = ("--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 ZERO1 = ("--use-distributed-optimizer",)
 EXPERTS = (
@@ -148,7 +148,7 @@ CASES = (
     ),
     Case(
         "ranks that are frozen and go on",
-        Job(replicas=3, pp=2, extra=OVERLAP, timeouts=LENIENT),
+        Job(replicas=3, pp=2, extra=OVERLAP, timeouts=("--recover-deadline-s", "60"), module=LENIENT),
         (
             "1 1 reduce step=1 bucket=4 kind=freeze until=generation",
             "0 1 promise occurrence=2 kind=freeze until=generation",

@@ -49,7 +49,7 @@ from megatron_recover.core.values import (
     Votes,
     Work,
 )
-from megatron_recover.sim.multiset import Multiset, checksum, digest, voted
+from megatron_recover.sim.multiset import Multiset, checksum, digest, state_digest, voted
 
 
 class Part(Value, frozen=True):
@@ -109,6 +109,18 @@ class Node(Value, frozen=True):
     """The steps of the job."""
     drifted: bool = False
     """Its parameters are not those of the others."""
+    state_drifted: bool = False
+    """State that no sum depends on yet is not that of the others: a moment of the optimizer, a buffer."""
+
+    def to_arrive(self) -> list[int]:
+        """Return the followers that have yet to begin the step that their leader has begun, where that needs their digest."""
+        leader = self.leader
+        if leader.work is None or not leader.work.digests:
+            return []
+        known = dict(leader.digests)
+        return [
+            rank for rank in range(1, len(self.ranks)) if rank not in known and self.ranks[rank].machine.step == leader.step
+        ]
 
     def between_steps(self) -> bool:
         """Whether all ranks have applied the last step and none has begun the next."""
@@ -121,6 +133,12 @@ class Node(Value, frozen=True):
 
 class Begin(Value, frozen=True):
     """The training loop arrives at its next step, or at its end."""
+
+
+class Arrive(Value, frozen=True):
+    """A follower begins the step that its leader has begun already; only where the leader waits for its digest."""
+
+    rank: int
 
 
 class CarryOut(Value, frozen=True):
@@ -156,9 +174,13 @@ class Drift(Value, frozen=True):
     """The parameters change. Only between two steps: a step knows them by the checksum that it takes of them at its begin."""
 
 
+class DriftState(Value, frozen=True):
+    """State changes that no sum depends on. Only between two steps."""
+
+
 Stimulus = (
     NewGeneration | Status | Statuses | Vote | Votes | replica.LinkLost
-    | Begin | CarryOut | TakeUp | EndPass | Complete | Fail | Drift
+    | Begin | Arrive | CarryOut | TakeUp | EndPass | Complete | Fail | Drift | DriftState
 )  # fmt: skip
 
 
@@ -199,8 +221,12 @@ class Threads:
         run = _Run(self, node)
         if isinstance(stimulus, Drift):
             run.drifted = True
+        elif isinstance(stimulus, DriftState):
+            run.state_drifted = True
         elif isinstance(stimulus, Begin):
             run.begin()
+        elif isinstance(stimulus, Arrive):
+            run.arrive(stimulus.rank, run.work[run.leader.step])
         elif isinstance(stimulus, CarryOut):
             run.carry_out(stimulus.rank)
         elif isinstance(stimulus, TakeUp):
@@ -214,7 +240,7 @@ class Threads:
         else:
             run.lead(stimulus)
         run.settle()
-        after = replace(node, leader=run.leader, ranks=tuple(run.ranks), drifted=run.drifted)
+        after = replace(node, leader=run.leader, ranks=tuple(run.ranks), drifted=run.drifted, state_drifted=run.state_drifted)
         return Outcome(after, tuple(run.out), tuple(run.up), tuple(run.facts))
 
     def local_gradient_after(self, before: Multiset, result: Multiset) -> Multiset:
@@ -242,7 +268,7 @@ class _Run:
         self.work = node.work
         self.leader = node.leader
         self.ranks = list(node.ranks)
-        self.drifted = node.drifted
+        self.drifted, self.state_drifted = node.drifted, node.state_drifted
         self.out: list[tuple[Message, tuple[ReplicaId, ...]]] = []
         self.up: list[LeaderMessage] = []
         self.facts: list[invariants.Fact] = []
@@ -260,9 +286,9 @@ class _Run:
                 if isinstance(effect.order, Plan):
                     self.facts.append(invariants.Planned(self.number, effect.order))
                 self.ranks = [replace(one, orders=(*one.orders, effect.order)) for one in self.ranks]
+            elif isinstance(effect, replica.Voted):
+                self.facts.append(invariants.Voted(self.number, effect.generation, effect.record))
             elif isinstance(effect, replica.ToPeers):
-                if isinstance(effect.message, Vote):
-                    self.facts.append(invariants.Voted(effect.message))
                 if effect.peers:
                     self.out.append((effect.message, effect.peers))
             elif isinstance(effect, replica.ToCoordinator):
@@ -289,7 +315,18 @@ class _Run:
     def begin(self) -> None:
         step = self.leader.step
         for position in range(len(self.ranks)):
-            self.feed(position, rank.Begin(self.work[step]) if step < len(self.work) else rank.End())
+            if step == len(self.work):
+                self.feed(position, rank.End())
+            elif position == 0 or not self.work[step].digests:
+                self.arrive(position, self.work[step])
+
+    def arrive(self, position: int, work: Work) -> None:
+        """A rank begins the step, with the digest of its state where that is due."""
+        digest = None
+        if work.digests:
+            digest = state_digest(self.leader.step, position, drifted=self.drifted or self.state_drifted)
+            self.facts.append(invariants.Digested(self.number, position, self.leader.step, digest))
+        self.feed(position, rank.Begin(work, (), digest))
 
     def carry_out(self, position: int) -> None:
         order, *rest = self.ranks[position].orders

@@ -17,11 +17,13 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from megatron_recover.collectives.encoding import packed_status
 from megatron_recover.collectives.wire import STATUSES_A_FRAME
 from megatron_recover.core import coordinator, invariants, replica
 from megatron_recover.core import plan as planning
 from megatron_recover.core.tree import TREE_ABOVE, neighbours
 from megatron_recover.core.values import (
+    Commitment,
     Entered,
     Hello,
     LeaderMessage,
@@ -29,13 +31,11 @@ from megatron_recover.core.values import (
     LossKind,
     NewGeneration,
     Plan,
-    Record,
     ReplicaId,
     Report,
     Status,
     Statuses,
     Stop,
-    Vote,
     Votes,
     Work,
 )
@@ -126,6 +126,8 @@ class TimedReplica(Actor):
                 if isinstance(effect.order, Plan):
                     job.planned(self, effect.order)
                 job.order(self, effect.order)
+            elif isinstance(effect, replica.Voted):
+                job.observe(invariants.Voted(self.number, effect.generation, effect.record))
             elif isinstance(effect, replica.ToPeers):
                 self._to_peers(effect)
             elif isinstance(effect, replica.ToCoordinator):
@@ -140,8 +142,6 @@ class TimedReplica(Actor):
 
     def _to_peers(self, effect: replica.ToPeers) -> None:
         job, message = self.job, effect.message
-        if isinstance(message, Vote):
-            job.observe(invariants.Voted(message))
         num_bytes = job.size_of(message)
         for peer in effect.peers:
             job.send(self, job.replicas[peer], self.occupied(num_bytes), message)
@@ -232,7 +232,7 @@ class TimedJob:
         """By replica and generation; see `_bytes_of`."""
         self._statuses_bytes: dict[tuple[ReplicaId, int], float] = {}
         """By who hands them up (-1: down, to all), and generation."""
-        self._record_bytes: tuple[Record | None, float] = (None, 0.0)
+        self._record_bytes: tuple[Commitment | None, float] = (None, 0.0)
         """Of the newest record that was measured."""
         self._waits: dict[ReplicaId, tuple[object, ...]] = {}
         self._num_computing = 0
@@ -296,7 +296,7 @@ class TimedJob:
                 self._statuses_bytes[key] = self._bytes_together(message.statuses)
             return self._statuses_bytes[key]
         if isinstance(message, Votes):
-            return sum(MEMBER_BYTES * len(ballot.voters) + PACE_BYTES * len(ballot.record.paces) for ballot in message.ballots)
+            return sum(MEMBER_BYTES * len(ballot.voters) + PACE_BYTES * len(ballot.paces) for ballot in message.ballots)
         return 0.0
 
     def _bytes_together(self, statuses: Sequence[Status]) -> float:
@@ -313,30 +313,21 @@ class TimedJob:
             record = status.committed
             if record is not self._record_bytes[0]:
                 self._record_bytes = record, float(len(msgspec.msgpack.encode(record)))
-            bare = float(len(msgspec.msgpack.encode(replace(status, committed=None))))
+            bare = float(len(msgspec.msgpack.encode(packed_status(replace(status, committed=None)))))
             self._status_bytes[key] = bare, self._record_bytes[1]
         return self._status_bytes[key]
 
     def watch(self, one: TimedReplica) -> None:
-        """INV-8: when what a leader waits for has not changed for the stall timeout, it is told so.
-
-        Between one timeout after the last change and two: it is looked at once a timeout, since asking at every message would
-        cost the square of the replicas.
-        """
+        """INV-8: when a leader has waited for the stall timeout for statuses, or for votes, it is told so."""
         waiting = (one.state.phase, one.state.generation, one.state.step)
         if self._waits.get(one.number) != waiting:
             self._waits[one.number] = waiting
             if one.state.phase in (replica.Phase.EXCHANGING, replica.Phase.VOTED):
-                self.clock.after(self.stall_timeout_s, self._stalled, one, waiting, replica.waiting_for(one.state))
+                self.clock.after(self.stall_timeout_s, self._stalled, one, waiting)
 
-    def _stalled(self, one: TimedReplica, waiting: tuple[object, ...], missing: tuple[ReplicaId, ...]) -> None:
-        if not one.leader_alive or self._waits.get(one.number) != waiting:
-            return
-        now = replica.waiting_for(one.state)
-        if now and now == missing:
+    def _stalled(self, one: TimedReplica, waiting: tuple[object, ...]) -> None:
+        if one.leader_alive and self._waits.get(one.number) == waiting and replica.waiting_for(one.state):
             one.feed(replica.WaitExpired(one.state.generation, one.state.step))
-        elif now:
-            self.clock.after(self.stall_timeout_s, self._stalled, one, waiting, now)
 
     # --- faults ---
 
