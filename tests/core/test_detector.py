@@ -86,11 +86,10 @@ def test_steps_that_are_shorter_than_the_time_between_two_looks_teach_all_the_sa
 def test_a_step_that_a_hang_made_long_does_not_delay_the_discovery_of_the_next_hang() -> None:
     watched, now_s = Watched(), 0.0
     for step in range(20):  # forwards and backwards are too short to be seen; the sixth step waits for a replica that hangs
-        for _ in range(100 if step == 5 else 4):
+        for look in range(100 if step == 5 else 4):
             now_s += LOOK_S
-            watched.look(
-                now_s, [Sight(each, 0, page(Phase.REDUCTION, step, step=step), "R") for each in (0, 1)], 1 + (step > 4)
-            )
+            generation = 1 + ((step, look) > (5, 90))
+            watched.look(now_s, [Sight(each, 0, page(Phase.REDUCTION, step, step=step), "R") for each in (0, 1)], generation)
     assert watched.condemned == []
     silent(watched, now_s, 2.6, {0: Phase.REDUCTION, 1: Phase.BACKWARD}, generation=2)
     assert [each.named.replica for each in watched.condemned] == [1]
