@@ -79,7 +79,10 @@ LEANS_ON_OTHERS = frozenset({Phase.LOADING, Phase.BUILDING_DATA, Phase.DATA, Pha
 """Phases whose length a shared disk or service may decide."""
 
 EVERY_STEP = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.BETWEEN})
-"""Phases that a training step goes through. Looks may miss short ones: none of them is longer than a step that has ended."""
+"""Phases that a training step goes through. When a step has ended, those that no look has met were shorter than a gap.
+
+(The time of the step would be no bound to use: the first step of a generation contains the hang that led to it.)
+"""
 
 STOPPED, TRACED, UNINTERRUPTIBLE = "T", "t", "D"
 """States of a process, as in /proc/PID/stat."""
@@ -273,7 +276,7 @@ def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect,
             done_s = _steps_done(before, watched.progress, counted_s)
             steps_s = (*steps_s, *done_s)[-_KEPT_STEPS:]
             for each in EVERY_STEP if done_s else ():
-                longest_s.setdefault(each, max(done_s))
+                longest_s.setdefault(each, GAP_S)
         ranks[key] = watched
     figures = Figures(steps_s, longest_s)
     state = replace(state, now_s=look.now_s, ranks=ranks, figures=figures)

@@ -85,6 +85,18 @@ def test_steps_that_are_shorter_than_the_time_between_two_looks_teach_all_the_sa
     assert [each.named.replica for each in watched.condemned] == [1]
 
 
+def test_a_step_that_a_hang_made_long_does_not_delay_the_discovery_of_the_next_hang() -> None:
+    watched, now_s = Watched(), 0.0
+    for step in range(20):  # forwards and backwards are too short to be seen; the sixth step waits for a replica that hangs
+        for look in range(100 if step == 5 else 4):
+            now_s += LOOK_S
+            generation = 1 + ((step, look) > (5, 90))
+            watched.look(now_s, [Sight(each, 0, page(Phase.REDUCTION, step, step=step), "R") for each in (0, 1)], generation)
+    assert watched.condemned == []
+    silent(watched, now_s, 2.6, {0: Phase.REDUCTION, 1: Phase.BACKWARD}, generation=2)
+    assert [each.named.replica for each in watched.condemned] == [1]
+
+
 def test_whoever_waits_hangs_never() -> None:
     watched, now_s = trained(replicas=3)
     silent(watched, now_s, 600.0, {0: Phase.REDUCTION, 1: Phase.ORDERS, 2: Phase.PIPELINE})
