@@ -62,8 +62,10 @@ class DirectEndpoint:
 
     def __init__(self, host: str = "127.0.0.1", *, key: bytes, rank: int) -> None:
         """`rank` is this rank's position inside its replica."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        # Not `socket.create_server`: it sets SO_REUSEADDR, with which another user could listen on the port first.
+        listener.bind((host, 0))
+        listener.listen(socket.SOMAXCONN)
         self.address = f"{host}:{listener.getsockname()[1]}"
         self._key, self._rank = key, rank
         self._arrivals = Arrivals(listener, key, rank)

@@ -56,6 +56,10 @@ class LinkClosed(Exception):
     """The other end is gone, or what it sends is not ours; the link cannot be used any more."""
 
 
+class QueueFull(LinkClosed):
+    """The other end does not read, and a message found no room: the link is over, also where it could be dialled again."""
+
+
 # --- Messages that only the wire knows; the others are core values ---------------------------------------------------------
 
 
@@ -189,6 +193,8 @@ class Link:
         self._outgoing: deque[memoryview] = deque()
         self._queued = 0
         """Bytes in `_outgoing`."""
+        self._has_gap = False
+        """Whether a message found no room: nothing that is sent later may arrive."""
         self._known: list[values.Commitment] = []
         """Those of the newest statuses: what comes in several frames shares them in memory, too."""
         self._decode = msgspec.msgpack.Decoder(_Framed).decode
@@ -203,6 +209,11 @@ class Link:
         return self._socket.fileno()
 
     @property
+    def connection(self) -> socket.socket:
+        """The socket; another one after `redial`."""
+        return self._socket
+
+    @property
     def wants_write(self) -> bool:
         """Whether something is queued that the socket has not taken yet."""
         return bool(self._outgoing)
@@ -212,10 +223,11 @@ class Link:
         self.put(frame(message))
 
     def put(self, framed: bytes) -> None:
-        """`send` of what is framed already. Raises `LinkClosed`, also when the other end has not read for too long."""
+        """`send` of what is framed already. Raises `LinkClosed`; `QueueFull` when the other end has not read for too long."""
+        if self._has_gap or self._queued + len(framed) > MAX_QUEUED_BYTES:
+            self._has_gap = True
+            raise QueueFull(f"the other end does not read: {self._queued + len(framed)} bytes wait for it")
         self._queued += len(framed)
-        if self._queued > MAX_QUEUED_BYTES:
-            raise LinkClosed(f"the other end does not read: {self._queued} bytes wait for it")
         self._outgoing.append(memoryview(framed))
         self.flush()
 
@@ -300,13 +312,22 @@ def dial(address: str) -> socket.socket:
 
 
 def listen(address: str) -> socket.socket:
-    """A non-blocking listening socket at `host:port`; port 0 lets the kernel choose (see `address_of`)."""
+    """Return a non-blocking listening socket at `host:port`; port 0 lets the kernel choose (see `address_of`).
+
+    Raises OSError where the port is taken.
+    """
     host, _, port = address.rpartition(":")
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # The launcher keeps the port bound (not listening) until we take it, so that nobody else gets it.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, int(port)))
-    listener.listen(socket.SOMAXCONN)
+    try:
+        if int(port):
+            # A port that was in use a moment ago is taken again. Never with port 0: between `bind` and `listen` another
+            # user's socket with this option could be bound to the same port and listen first.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, int(port)))
+        listener.listen(socket.SOMAXCONN)
+    except OSError:
+        listener.close()
+        raise
     listener.setblocking(False)
     return listener
 
