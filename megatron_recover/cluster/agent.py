@@ -32,7 +32,9 @@ _PF_EXITING = 0x4
 _STATE_FIELD, _FLAGS_FIELD, _EXIT_CODE_FIELD = 3, 9, 52
 """Of /proc/PID/stat, counted from 1 (proc(5))."""
 _STOPPED = b"T"
-_CANNOT_WRITE = ("T", "D", "Z", "")
+_TRACED = "t"
+_ALIVE = ("R", "S", "D", "I")
+_CANNOT_WRITE = ("T", _TRACED, "D", "Z", "")
 """States in which a process runs no handler of a signal."""
 _PIDFD_SIGNAL_PROCESS_GROUP = 4
 """Flag of pidfd_send_signal(2): the process group that the process leads. Linux 6.9."""
@@ -131,6 +133,8 @@ class _Process:
         """The fork server has reaped it and killed what was left of its group."""
         self.killed_at: float | None = None
         """When SIGKILL was sent to it first."""
+        self.traced = False
+        """A tracer held it at the last look at its state."""
         self.blocking: frozenset[str] = frozenset()
         """Threads that had blocked the signal for stacks before it was sent."""
 
@@ -283,13 +287,35 @@ class Agent:
         return self._processes[replica, rank].pid
 
     def state(self, replica: int, rank: int) -> str:
-        """Return the state of a rank's process as in /proc/PID/stat, one letter; empty once it is reaped."""
-        fields = self._processes[replica, rank].stat.read()
-        return fields[_STATE_FIELD].decode() if fields else ""
+        """Return the state of a rank's process as in /proc/PID/stat, one letter; empty once it is reaped.
+
+        A process that was seen in state `t` is reported as `t` until its tracer is gone: strace lets it run between its system
+        calls, and its time is not its own there either.
+        """
+        process = self._processes[replica, rank]
+        fields = process.stat.read()
+        state = fields[_STATE_FIELD].decode() if fields else ""
+        process.traced = state == _TRACED or (process.traced and bool(_tracer_pid(process.pid)))
+        return _TRACED if process.traced and state in _ALIVE else state
+
+    def tracer(self, replica: int, rank: int) -> str:
+        """Return the name and pid of the process that traces a rank, such as `gdb (pid 12)`; empty if none does."""
+        pid = _tracer_pid(self._processes[replica, rank].pid)
+        if not pid:
+            return ""
+        try:
+            return f"{Path(f'/proc/{pid}/comm').read_text(errors='replace').strip()} (pid {pid})"
+        except OSError:  # of another user, or gone
+            return f"pid {pid}"
 
     def ask_for_stacks(self, replica: int) -> None:
-        """Have the ranks of a replica write their stacks into their logs; `have_written_stacks` says when they are there."""
+        """Have the ranks of a replica write their stacks into their logs; `have_written_stacks` says when they are there.
+
+        A rank that a tracer holds is left out: the signal would go to the tracer, and stop a debugger.
+        """
         for process in self._living(replica):
+            if self.state(process.replica, process.rank) == _TRACED:
+                continue
             process.blocking = _threads_blocking(process.pid, forkserver.STACKS_SIGNAL)
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process.pidfd, forkserver.STACKS_SIGNAL)
@@ -297,7 +323,7 @@ class Agent:
     def have_written_stacks(self, replica: int) -> bool:
         """Return whether every rank that can has written its stacks since they were asked for.
 
-        A rank in state T or D can not, and is left out. Reads only /proc: a log on a disk that stalls holds nobody up.
+        A rank in state T, t or D can not, and is left out. Reads only /proc: a log on a disk that stalls holds nobody up.
         """
         return all(
             self.state(process.replica, process.rank) in _CANNOT_WRITE or process.has_handled(forkserver.STACKS_SIGNAL)
@@ -397,6 +423,15 @@ def _mask_of(status: Path, name: bytes) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return next((int(line.split()[1], 16) for line in lines if line.startswith(name)), 0)
+
+
+def _tracer_pid(pid: int) -> int:
+    """Return the pid of the process that traces a process; 0 if none does, or the process is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(b"TracerPid:")), 0)
 
 
 def _threads_blocking(pid: int, number: int) -> frozenset[str]:
