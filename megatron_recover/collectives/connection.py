@@ -15,7 +15,7 @@ import socket
 import struct
 from collections import deque
 
-from megatron_recover.collectives.transport import PeerLost
+from megatron_recover.collectives.transport import PeerAhead, PeerLost
 
 HELLO = struct.Struct("<8s16sQII")
 """Magic, the acceptor's token, generation, from replica, to replica."""
@@ -62,7 +62,7 @@ class Connection:
             raise PeerLost(self.peer, "refused the connection or ended")
         _, generation = WELCOME.unpack(self._welcome)
         if generation != self._generation:
-            raise PeerLost(self.peer, f"is already in generation {generation}")
+            raise PeerAhead(self.peer, generation)
         self.ready = True
         return True
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from megatron_recover import trace
 from megatron_recover.collectives.leader import Leader
 from megatron_recover.collectives.loop import Loop
-from megatron_recover.collectives.transport import DeadlineExceeded, Endpoint, PeerLost, Revoked, Transport
+from megatron_recover.collectives.transport import Endpoint, Revoked, Transport, TransportError
 from megatron_recover.collectives.wire import Enter, Heard, Link, LinkClosed, Message, RankHello, connect
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core import rank as machine
@@ -218,13 +218,9 @@ class Member:
 
     def blocked(self, generation: int, error: BaseException) -> None:
         """A reduction or transfer of `generation` failed; the rest of its plan is left undone."""
-        suspects: tuple[int, ...] = ()
-        if isinstance(error, PeerLost):
-            suspects = (error.peer,)
-        elif isinstance(error, DeadlineExceeded):
-            suspects = error.peers
+        peers, stalled = (error.peers, error.stalled) if isinstance(error, TransportError) else ((), False)
         with self._changed:
-            self._feed(machine.Failed(generation, f"{type(error).__name__}: {error}", suspects))
+            self._feed(machine.Failed(generation, f"{type(error).__name__}: {error}", peers, stalled))
 
     def raised(self, microbatches: Sequence[int], error: BaseException) -> None:
         """Computing one of `microbatches` (empty: something else) raised; returns when the coordinator will know. Then end.

@@ -30,9 +30,10 @@ Note [Timers]
       waits, and says for whom (`Waits`). The first member that then enters gives the others the full time once more.
     - `finish`: removes the members that have not finished. It runs only while a member that has finished is in the roster,
       so this one stays.
-    - `grace`: leads to the same roster again, and after some such generations removes a member that is suspected, if another
-      is left (`_same_roster`).
-    - `save`: removes nobody by itself. The member whose save is overdue is suspected.
+    - `grace`: leads to the same roster again. After `max_fruitless` such generations it removes the member that the evidence
+      names, never the only one. Where the evidence names none of two members, after twice as many the higher id is set aside.
+      Otherwise the job ends after `max_undecided` of them: a message each time says that nobody is known to be at fault.
+    - `save`: removes nobody by itself. A save that is overdue is evidence against the member.
     - `start`: removes the replicas that have not said hello, if another has and still lives. Otherwise they get the time to
       load once more.
     - `load`: the only timer that ends a job. No replica has become ready in that time, so there is no member yet and no
@@ -41,12 +42,14 @@ Note [Timers]
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from megatron_recover.core.policy import EXIT, TOO_FEW, all_finished, blamed, most_suspected, nobody_left, poisoned
+from megatron_recover.core.blame import Evidence, culprit, heard, overdue
+from megatron_recover.core.policy import EXIT, TOO_FEW, all_finished, nobody_left, poisoned
 from megatron_recover.core.values import (
     Busy,
     Diverged,
@@ -73,7 +76,9 @@ class Policy(Value, frozen=True):
     num_replicas: int
     min_replicas: int = 1
     max_fruitless: int = 3
-    """Generations in a row without a loss and without a committed step, after which the most suspected replica is fenced."""
+    """Generations in a row without a loss and without a committed step, after which the replica at fault is fenced."""
+    max_undecided: int = 15
+    """So many of those, if the evidence names nobody, end the job; with the default stall timeout this takes half an hour."""
 
 
 class Save(Value, frozen=True):
@@ -103,8 +108,8 @@ class CoordinatorState(Value, frozen=True):
     """The timer ran out before any member had entered the current generation. See Note [Timers]."""
     reason: str = ""
     """Why a newer generation is due (a grace runs), or empty."""
-    suspects: tuple[ReplicaId, ...] = ()
-    """Who was suspected, once per suspicion, since a step was committed."""
+    evidence: Evidence = Evidence()
+    """Who could not reach whom since a step was committed or a replica was lost (`core/blame.py`)."""
     waits: tuple[tuple[ReplicaId, tuple[ReplicaId, ...]], ...] = ()
     """Which members waited for whom when they left the previous generation, by member."""
     excused: bool = False
@@ -257,7 +262,13 @@ def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) ->
         state = replace(state, requests=unite((state.requests, (TOO_FEW,))))
     generation, follow = state.generation + 1, f"follow {state.generation + 1}"
     state = replace(
-        _blame(state), generation=generation, entered=(), follow=follow, all_late=False, reason="", excused=bool(state.saves)
+        _with_waits(state),
+        generation=generation,
+        entered=(),
+        follow=follow,
+        all_late=False,
+        reason="",
+        excused=bool(state.saves),
     )
     new = NewGeneration(generation, state.roster, losses, reason, state.requests, state.trusted_from)
     return state, (Announce(new), Arm(follow, "follow_timeout_s"))
@@ -280,7 +291,7 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
         state,
         losses=(*state.losses, *losses),
         hellos=tuple(item for item in state.hellos if item.replica not in {loss.replica for loss in losses}),
-        suspects=(),
+        evidence=Evidence(),
         waits=(),
         fruitless=0,
     )
@@ -304,11 +315,12 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
 
 def _on_requested(state: CoordinatorState, request: Requested) -> Step:
     """Wait a short grace for news of a death, which explains most requests, or for the end of a save, which explains others."""
-    if request.generation != state.generation or request.replica not in state.roster:
+    is_stale = request.generation != state.generation
+    if request.replica not in state.roster or (is_stale and not request.stalled):
         return state, ()
     if not state.saves:
-        state = replace(state, suspects=(*state.suspects, *request.suspects))
-    if state.reason:
+        state = replace(state, evidence=heard(state.evidence, request.replica, request.suspects))
+    if state.reason or is_stale:
         return state, ()
     state = replace(state, reason=f"replica {request.replica}: {request.reason}")
     if any(save.generation < state.generation for save in state.saves):
@@ -338,10 +350,11 @@ def _saved(state: CoordinatorState) -> Step:
 
 def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
     """Act on a timer that is not stale. Note [Timers] says what each one may do."""
-    overdue = tuple(save for save in state.saves if expired.timer == f"save {save.number}")
-    if overdue:
-        left = tuple(save for save in state.saves if save not in overdue)
-        state = replace(state, saves=left, suspects=(*state.suspects, *(save.replica for save in overdue)))
+    expired_saves = tuple(save for save in state.saves if expired.timer == f"save {save.number}")
+    if expired_saves:
+        left = tuple(save for save in state.saves if save not in expired_saves)
+        evidence = functools.reduce(overdue, (save.replica for save in expired_saves), state.evidence)
+        state = replace(state, saves=left, evidence=evidence)
         return _same_roster(state) if state.reason and not left else (state, ())
     if expired.timer == state.follow and state.generation:
         return _followed_late(state)
@@ -383,20 +396,34 @@ def _started_late(state: CoordinatorState, timer: str) -> Step:
 
 
 def _same_roster(state: CoordinatorState) -> Step:
-    """Nobody died, and yet a member cannot go on: try again, but not for ever with a member that everyone suspects (INV-9)."""
+    """Nobody died, and yet a member cannot go on: try again, but not for ever with a member that is at fault (INV-9)."""
     if state.saves:
         return _announce(state, (), state.reason)
-    state = replace(_blame(state), fruitless=state.fruitless + 1)
-    culprit = most_suspected(state.suspects, state.roster)
-    if state.fruitless >= state.policy.max_fruitless and culprit is not None and len(state.roster) > 1:
-        detail = f"suspected most in {state.fruitless} generations without a committed step; the last: {state.reason}"
-        return _remove(state, (Loss(culprit, LossKind.SUSPECTED, detail),), detail)
-    return _announce(state, (), state.reason)
+    state = replace(_with_waits(state), fruitless=state.fruitless + 1)
+    if state.fruitless < state.policy.max_fruitless:
+        return _announce(state, (), state.reason)
+    how = f"in {state.fruitless} generations without a committed step; the last: {state.reason}"
+    named = culprit(state.evidence, state.roster)
+    if named is not None and len(state.roster) > 1:
+        detail = f"at fault by what members reported of each other {how}"
+        return _remove(state, (Loss(named, LossKind.SUSPECTED, detail),), detail)
+    if len(state.roster) == 2 and state.fruitless >= 2 * state.policy.max_fruitless:
+        # Neither is at fault as far as anybody knows. One of them needs no network to train on; the lower is the writer.
+        stays, leaves = state.roster
+        why = "nothing says whose fault it is that they do not reach each other"
+        detail = f"set aside so that replica {stays} can go on: {why} {how}"
+        return _remove(state, (Loss(leaves, LossKind.SUSPECTED, detail),), detail)
+    if state.fruitless >= state.policy.max_undecided:
+        return _end(state, ExitCode.FAILED, f"nothing says who is at fault {how}; resume from the last checkpoint")
+    return _announce(state, (), f"nothing says who is at fault {how}")
 
 
-def _blame(state: CoordinatorState) -> CoordinatorState:
-    """Suspect whom members waited for."""
-    return replace(state, suspects=(*state.suspects, *blamed(state.waits)), waits=())
+def _with_waits(state: CoordinatorState) -> CoordinatorState:
+    """Add whom members waited for to the evidence."""
+    evidence = state.evidence
+    for replica, awaited in state.waits:
+        evidence = heard(evidence, replica, awaited)
+    return replace(state, evidence=evidence, waits=())
 
 
 def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
@@ -404,7 +431,7 @@ def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
     if entered.generation != state.generation or entered.replica not in state.roster:
         return state, ()
     if entered.step > state.step:
-        state = replace(state, step=entered.step, fruitless=0, suspects=(), waits=())
+        state = replace(state, step=entered.step, fruitless=0, evidence=Evidence(), waits=())
     if entered.waited_for and not state.excused:
         state = replace(state, waits=tuple(sorted({**dict(state.waits), entered.replica: entered.waited_for}.items())))
     state = replace(state, entered=tuple(sorted({*state.entered, entered.replica})))

@@ -145,6 +145,8 @@ class Failed(Value, frozen=True):
     generation: Generation
     reason: str
     suspects: tuple[ReplicaId, ...] = ()
+    stalled: bool = False
+    """Both as in `values.Blocked`."""
 
 
 class Raise(Value, frozen=True):
@@ -308,10 +310,10 @@ def _flush(state: RankState) -> Step:
 
 
 def _on_failed(state: RankState, failed: Failed) -> Step:
-    """Tell the leader, unless the generation is over anyway."""
-    if not may_run(state, failed.generation):
+    """Tell the leader, unless the generation is over anyway; that it waited in vain it tells even then."""
+    if not may_run(state, failed.generation) and not failed.stalled:
         return state, ()
-    return state, (ToLeader(Blocked(state.rank, failed.generation, failed.reason, failed.suspects)),)
+    return state, (ToLeader(Blocked(state.rank, failed.generation, failed.reason, failed.suspects, failed.stalled)),)
 
 
 def _on_raise(state: RankState, raised: Raise) -> Step:

@@ -332,11 +332,13 @@ def _diverged(state: ReplicaState, conflict: Disagreement, effects: tuple[Effect
 
 
 def _on_blocked(state: ReplicaState, report: Blocked) -> Step:
-    """Ask for a newer generation."""
-    if report.generation != state.generation:
+    """Ask for a newer generation, once; what the rank knows of its peers is evidence also when that has been asked for."""
+    if report.generation == state.generation and state.phase is Phase.WORKING and not state.blocked:
+        return _request(state, report.reason, report.suspects, stalled=report.stalled)
+    if report.generation > state.generation or not report.stalled:
         return state, ()
-    # Who cannot name a culprit may be it: a replica whose own links are broken sees every peer as healthy.
-    return _request(state, report.reason, report.suspects or (state.replica,))
+    evidence = Requested(state.replica, report.generation, report.reason, report.suspects, True)
+    return state, (ToCoordinator(evidence),)
 
 
 def _on_link_lost(state: ReplicaState, lost: LinkLost) -> Step:
@@ -354,11 +356,12 @@ def _on_expired(state: ReplicaState, expired: WaitExpired) -> Step:
     return _request(state, f"no {'status' if state.phase is Phase.EXCHANGING else 'vote'} of replicas {missing} came", ())
 
 
-def _request(state: ReplicaState, reason: str, suspects: tuple[ReplicaId, ...]) -> Step:
+def _request(state: ReplicaState, reason: str, suspects: tuple[ReplicaId, ...], *, stalled: bool = False) -> Step:
     """Ask for a newer generation, once a generation."""
     if state.blocked:
         return state, ()
-    return replace(state, blocked=True), (ToCoordinator(Requested(state.replica, state.generation, reason, suspects)),)
+    request = Requested(state.replica, state.generation, reason, suspects, stalled)
+    return replace(state, blocked=True), (ToCoordinator(request),)
 
 
 def _on_raised(state: ReplicaState, report: Raised) -> Step:
@@ -449,6 +452,7 @@ def _rows(phase: Phase, *extra: _Answer) -> dict[type, Row]:
         Computed: Row(_on_computed, frozenset({phase})),
         Raised: Row(_on_raised, frozenset({phase})),
         Saving: Row(_on_saving, frozenset({phase})),
+        Blocked: Row(_on_blocked, frozenset({phase})),
         Ended: Row(_on_ended, frozenset({phase})),
         Stop: Row(_on_stop, frozenset({Phase.STOPPED})),
     }
@@ -491,7 +495,6 @@ TABLE: Mapping[Phase, Mapping[type, Row]] = {
         *_statuses(),
         (Holds, _on_holds, (Phase.VOTED, Phase.IDLE)),
         *_votes(),
-        (Blocked, _on_blocked, ()),
         (LinkLost, _on_link_lost, ()),
     ),
     Phase.VOTED: _rows(

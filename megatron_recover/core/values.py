@@ -293,6 +293,9 @@ class Blocked(Value, frozen=True):
     generation: Generation
     reason: str
     suspects: tuple[ReplicaId, ...] = ()
+    """Members that this rank lost or waited for in vain, as far as it knows: one end of each pair (`core/blame.py`)."""
+    stalled: bool = False
+    """It waited, which is evidence also when the generation is over. A connection that breaks then is a consequence of that."""
 
 
 class Raised(Value, frozen=True):
@@ -384,12 +387,17 @@ class Entered(Value, frozen=True):
 
 
 class Requested(Value, frozen=True):
-    """A replica cannot go on in `generation`: a broken link, a lost message, an expired wait."""
+    """A replica cannot go on in `generation`: a broken link, a lost message, an expired wait.
+
+    Of an older generation it is evidence only, if it was `stalled`.
+    """
 
     replica: ReplicaId
     generation: Generation
     reason: str
     suspects: tuple[ReplicaId, ...] = ()
+    stalled: bool = False
+    """Both as in `Blocked`."""
 
 
 class Busy(Value, frozen=True):
@@ -434,7 +442,7 @@ class ExitCode(enum.IntEnum):
 
     OK = 0
     FAILED = 1
-    """A defect or an error in the training script on every replica."""
+    """A defect, an error in the training script on every replica, or no step is committed and nobody known to be at fault."""
     BAD_INPUT = 2
     UNFINISHED = 3
     """Of `check`: all holds so far, and the trace has no end."""

@@ -351,7 +351,7 @@ class Reduction:
     def _fail(self, generation: int, bucket: BucketId | None, error: TransportError) -> None:
         reason = f"{type(error).__name__}: {error}"
         self._record(trace.ReductionFailed, generation=generation, step=self._step, reason=reason, bucket=bucket)
-        if not isinstance(error, Revoked):
+        if not isinstance(error, Revoked) or error.stalled:
             self._member.blocked(generation, error)
 
     def _tag(self, bucket: BucketId, kind: int) -> int:

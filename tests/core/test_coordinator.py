@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_recover.core import coordinator, policy
+from megatron_recover.core.blame import Evidence
 from megatron_recover.core.coordinator import (
     Announce,
     Arm,
@@ -346,17 +347,17 @@ def test_where_everybody_waits_the_one_that_most_wait_for_is_fenced() -> None:
 
 def test_nobody_is_blamed_for_a_wait_that_ended_with_a_step_or_was_for_a_save() -> None:
     state, _ = feed(started(max_fruitless=2), blocked(2, 1), TimerFired("grace 1"), waited(0, 2, 1), waited(2, 2, step=8))
-    assert (state.waits, state.suspects) == ((), ())
+    assert (state.waits, state.evidence) == ((), Evidence())
     state, _ = feed(started(), Busy(1, False), blocked(0, 1), TimerFired("grace 1"), waited(0, 2, 1), waited(2, 2, 1))
     state, _ = feed(state, blocked(0, 2), Busy(1, True), waited(0, 3, 1), waited(2, 3, 1), blocked(0, 3), TimerFired("grace 3"))
-    assert (state.generation, state.waits, state.suspects) == (4, (), ())
+    assert (state.generation, state.waits, state.evidence.pairs) == (4, (), ())
     state, _ = feed(state, waited(0, 4, 1))
     assert state.waits == ((0, (1,)),), "the excuse is for one generation"
 
 
 def test_nobody_waits_in_vain_for_who_is_lost() -> None:
     state, _ = feed(started(max_fruitless=2), blocked(2, 1), TimerFired("grace 1"), waited(0, 2, 1), died(2))
-    assert (state.waits, state.suspects) == ((), ())
+    assert (state.waits, state.evidence) == ((), Evidence())
 
 
 def test_a_committed_step_forgives() -> None:
@@ -364,6 +365,56 @@ def test_a_committed_step_forgives() -> None:
     state, _ = feed(state, blocked(0, 1, 1), TimerFired("grace 1"), Entered(0, 2, 6), blocked(0, 2, 1))
     _, effects = feed(state, TimerFired("grace 2"))
     assert announced(effects).roster == (0, 1, 2)
+
+
+# --- Where the evidence says nothing -------------------------------------------------------------------------------------
+
+
+def both_accuse(state: CoordinatorState) -> tuple[CoordinatorState, list[coordinator.Effect]]:
+    """One more generation in which two members do not reach each other."""
+    generation = state.generation
+    return feed(state, blocked(0, generation, 1), blocked(1, generation, 0), TimerFired(f"grace {generation}"))
+
+
+def test_inv_9_of_two_members_that_do_not_reach_each_other_nobody_is_named_and_one_goes_on() -> None:
+    state = started(2)
+    for _ in range(5):
+        state, effects = both_accuse(state)
+        assert announced(effects).roster == (0, 1)
+    assert "nothing says who is at fault in 5 generations without a committed step" in announced(effects).reason
+    state, effects = both_accuse(state)
+    assert Fence(1) in effects and announced(effects).roster == (0,)
+    assert "set aside so that replica 0 can go on: nothing says whose fault" in announced(effects).losses[0].detail
+
+
+def test_inv_9_of_two_members_the_one_that_waits_for_nobody_is_named() -> None:
+    state = started(2)
+    for generation in (1, 2):
+        state, effects = feed(state, blocked(0, generation), TimerFired(f"grace {generation}"), waited(0, generation + 1, 1))
+    state, effects = feed(state, blocked(0, 3), TimerFired("grace 3"))
+    assert Fence(1) in effects and announced(effects).roster == (0,)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_inv_8_a_job_in_which_nothing_says_who_is_at_fault_ends_with_a_message(num_replicas: int) -> None:
+    state = started(num_replicas)
+    for generation in range(1, 15):
+        state, effects = feed(state, blocked(0, generation), TimerFired(f"grace {generation}"))
+        assert announced(effects).roster == tuple(range(num_replicas))
+    _, effects = feed(state, blocked(0, 15), TimerFired("grace 15"))
+    assert ended(effects).exit_code == ExitCode.FAILED
+    assert ended(effects).reason == (
+        "nothing says who is at fault in 15 generations without a committed step; the last: replica 0: stuck; resume from the "
+        "last checkpoint"
+    )
+
+
+def test_what_was_waited_for_in_a_generation_that_is_over_is_evidence_and_a_break_is_not() -> None:
+    state, _ = feed(started(), blocked(0, 1), TimerFired("grace 1"))
+    assert feed(state, blocked(1, 1, 2)) == (state, []), "a connection breaks when its generation is over"
+    state, effects = feed(state, Requested(1, 1, "no progress", (2,), True))
+    assert effects == [] and state.evidence == Evidence(((1, 2),), (0, 1))
+    assert feed(state, died(2))[0].evidence == Evidence()
 
 
 # --- Saves ---------------------------------------------------------------------------------------------------------------
@@ -380,7 +431,7 @@ def test_a_save_costs_two_generations_at_most_and_nobody_is_suspected() -> None:
     assert effects == [], "the second waits for the end of the save"
     state, effects = feed(state, Busy(0, True))
     assert announced(effects) == NewGeneration(3, (0, 1, 2), (), "replica 1: stuck")
-    assert (state.fruitless, state.suspects, state.saves) == (0, (), ())
+    assert (state.fruitless, state.evidence, state.saves) == (0, Evidence(), ())
     assert feed(state, TimerFired("save 1"), Busy(0, True)) == (state, [])
 
 
@@ -432,10 +483,10 @@ def test_a_request_waits_for_the_last_of_two_saves_to_be_over() -> None:
 
 
 def test_inv_9_an_overdue_save_speaks_against_who_saves() -> None:
-    """As loudly as a request does: with one more against another member the saver, the higher of the two, is fenced."""
+    """It is the member's own deadline, so it counts more than what another member reports."""
     state, _ = feed(started(max_fruitless=2), Busy(2, False), blocked(1, 1, 2), TimerFired("grace 1"), blocked(1, 2, 2))
     state, _ = feed(state, TimerFired("save 1"))
-    assert state.suspects == (2,)
+    assert state.evidence.pairs == ((2, 2),)
     _, effects = feed(state, blocked(1, 3, 0), TimerFired("grace 3"))
     assert Fence(2) in effects and announced(effects).roster == (0, 1)
 

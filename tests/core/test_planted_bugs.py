@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import coordinator, rank, recovery, replica, tree, vote
+from megatron_recover.core import blame, coordinator, rank, recovery, replica, tree, vote
 from megatron_recover.core.plan import Operation, plan_of
 from megatron_recover.core.speed import Speeds
 from megatron_recover.core.values import Ballot, Compute, Loss, LossKind, Plan, Status, Statuses, Vote, Votes
 from megatron_recover.core.vote import gather, voters_of
+from megatron_recover.sim.channels import card, link
 from megatron_recover.sim.explore.explorer import Exploration, Explorer, Scenario
 from megatron_recover.sim.explore.node import Rank, Threads
 from megatron_recover.sim.multiset import Multiset, add
@@ -209,6 +210,35 @@ def test_a_timeout_that_removes_the_last_members_is_caught(monkeypatch: pytest.M
 
     monkeypatch.setattr(coordinator, "_followed_late", all_that_are_late)
     caught(explore(replicas=2, microbatches=2, crashes=1, late=1), 9)
+
+
+BAD_CARD: dict[str, Any] = {"microbatches": 1, "steps": 1, "broken": card(0, range(3), "both")}
+
+
+def test_blaming_the_highest_id_of_all_who_are_accused_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def highest(evidence: blame.Evidence, roster: tuple[int, ...]) -> int | None:
+        return max((accused for _, accused in evidence.pairs), default=None)
+
+    monkeypatch.setattr(coordinator, "culprit", highest)
+    caught(explore(**BAD_CARD), 9)
+
+
+def test_blaming_who_reports_without_a_name_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for what the owner of the card does not send, and can name it; its own waits have no name."""
+    original = coordinator.heard
+
+    def itself(evidence: blame.Evidence, accuser: int, accused: Any) -> blame.Evidence:
+        return original(evidence, accuser, accused or (accuser,))
+
+    monkeypatch.setattr(coordinator, "heard", itself)
+    caught(explore(microbatches=1, steps=1, broken=link(0, 1, "both")), 9)
+
+
+def test_never_giving_up_where_nobody_is_named_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas and one bad link: generations without end, until the explorer has more states than there can be."""
+    monkeypatch.setattr(coordinator, "_same_roster", lambda state: coordinator._announce(state, (), state.reason))
+    with pytest.raises(MemoryError):
+        Explorer(Scenario("planted", replicas=2, microbatches=1, steps=1, broken=link(0, 1, "both"))).run(limit=2000)
 
 
 def test_keeping_what_an_outvoted_replica_took_part_in_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

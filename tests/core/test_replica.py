@@ -286,7 +286,7 @@ def test_differing_checksums_are_reported_and_not_committed(
     ("event", "suspects"),
     [
         (Blocked(0, 1, "no progress", (2,)), (2,)),
-        (Blocked(0, 1, "its own links may be broken"), (0,)),
+        (Blocked(0, 1, "its own links may be broken"), ()),
         (LinkLost(2, "reset"), (2,)),
     ],
 )

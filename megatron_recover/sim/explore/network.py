@@ -40,6 +40,8 @@ class World(NamedTuple):
     faults: Faults
     links: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     """(source or -1 for the coordinator, destination, messages on the way)."""
+    grace: str = ""
+    """The timer of a request that has not run out, where operations take time to fail (`Scenario.broken`)."""
     stopped: bool = False
     """The coordinator takes no input."""
     inbox: tuple[int, ...] = ()

@@ -152,13 +152,20 @@ class Fail(Value, frozen=True):
     rank: int
 
 
+class Stall(Value, frozen=True):
+    """The operation at which a rank is has waited in vain for these replicas, as far as it knows."""
+
+    rank: int
+    accused: tuple[ReplicaId, ...]
+
+
 class Drift(Value, frozen=True):
     """The parameters change. Only between two steps: a step knows them by the checksum that it takes of them at its begin."""
 
 
 Stimulus = (
     NewGeneration | Status | Statuses | Vote | Votes | replica.LinkLost
-    | Begin | CarryOut | TakeUp | EndPass | Complete | Fail | Drift
+    | Begin | CarryOut | TakeUp | EndPass | Complete | Fail | Stall | Drift
 )  # fmt: skip
 
 
@@ -209,6 +216,8 @@ class Threads:
             run.feed(0, rank.EndPass())
         elif isinstance(stimulus, Fail):
             run.fail(stimulus.rank)
+        elif isinstance(stimulus, Stall):
+            run.fail(stimulus.rank, stimulus.accused, stalled=True)
         elif isinstance(stimulus, Complete):
             run.complete(stimulus.rank, stimulus.counts)
         else:
@@ -314,11 +323,11 @@ class _Run:
             self.feed(position, rank.Completed(Held(*_what(operation), voted(counts, drifted=self.drifted))))
             self.advance(position)
 
-    def fail(self, position: int) -> None:
+    def fail(self, position: int, accused: tuple[ReplicaId, ...] = (), *, stalled: bool = False) -> None:
         one = self.ranks[position]
         if isinstance(one.machine.taken, Plan):
             self.ranks[position] = replace(one, operations=())
-            self.feed(position, rank.Failed(one.machine.taken.generation, "a connection broke"))
+            self.feed(position, rank.Failed(one.machine.taken.generation, "a connection broke", accused, stalled))
 
     def settle(self) -> None:
         """Carry out everything inside the node that is not left to chance."""

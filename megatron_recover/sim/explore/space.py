@@ -44,6 +44,7 @@ from megatron_recover.core.values import (
     Shape,
     Work,
 )
+from megatron_recover.sim import channels
 from megatron_recover.sim.explore import network
 from megatron_recover.sim.explore.network import Faults, Table, World
 from megatron_recover.sim.explore.node import (
@@ -57,6 +58,7 @@ from megatron_recover.sim.explore.node import (
     Message,
     Node,
     Part,
+    Stall,
     Stimulus,
     TakeUp,
     Threads,
@@ -178,6 +180,9 @@ class Space:
                 messages, links = self.post(world, -1, ((self.messages.number(new), new.roster),))
                 world = world._replace(history=self.observe(world.history, formed), messages=messages, links=links)
             elif isinstance(effect, coordinator.Arm) and effect.timer.startswith("grace"):
+                if self.scenario.broken:
+                    world = world._replace(grace=effect.timer)
+                    continue
                 world = self.coordinate(world, coordinator.TimerFired(effect.timer))
         return world
 
@@ -237,6 +242,8 @@ class Space:
 
     def blameless(self, report: LeaderMessage) -> LeaderMessage:
         """Who waited for whom decides nothing before so many generations have borne no fruit, more than there are alarms."""
+        if self.scenario.broken:
+            return report
         if isinstance(report, Entered) and self.scenario.alarms < coordinator.Policy(self.scenario.replicas).max_fruitless:
             return replace(report, waited_for=())
         return report
@@ -254,6 +261,9 @@ class Space:
         if world.stopped:
             yield "the coordinator continues", self.continued(world)
             return
+        if world.grace and not any(world.nodes[number] and self.stalls(world, number) for number in range(len(world.nodes))):
+            # A grace is shorter than the time in which all members that are stuck find that out: here it ends after that.
+            yield "the grace is over", self.coordinate(world._replace(grace=""), coordinator.TimerFired(world.grace))
         for save in self.coordinators[world.coordinator].saves:
             yield f"the save of replica {save.replica} is over", self.coordinate(world, Busy(save.replica, True))
 
@@ -309,9 +319,20 @@ class Space:
         found += own.stimuli
         for position, operation in own.pending:
             counts = self.delivered(world, position, operation)
-            if counts is not None:
+            if counts is not None and channels.completes(operation, number, self.scenario.broken):
                 found.append(Complete(position, counts))
-        return found
+        return found + self.stalls(world, number)
+
+    def stalls(self, world: World, number: ReplicaId) -> list[Stimulus | int]:
+        """The operations of a node that all members have reached and that broken channels stop."""
+        if not self.scenario.broken:
+            return []
+        return [
+            Stall(position, channels.accused(operation, number, self.scenario.broken))
+            for position, operation in self.own_steps(world.nodes[number]).pending
+            if not channels.completes(operation, number, self.scenario.broken)
+            and self.delivered(world, position, operation) is not None
+        ]
 
     def deliverable(self, bits: int, name: int) -> int:
         """The messages that may do something to a node."""
@@ -416,7 +437,7 @@ class Space:
         state = self.coordinators[world.coordinator]
         if state.over:
             return None
-        calm = not (self.may_fail(world) or state.saves or world.stopped or self.drifted(world))
+        calm = not (self.may_fail(world) or state.saves or world.stopped or self.scenario.broken or self.drifted(world))
         for number, name in enumerate(world.nodes):
             if not name:
                 continue
@@ -471,6 +492,9 @@ class Space:
         state = self.coordinators[world.coordinator]
         if not state.over:
             return False
+        fenced = [loss.replica for loss in state.losses if loss.kind is LossKind.SUSPECTED]
+        if self.scenario.broken and channels.innocent(fenced, state.roster, self.scenario.broken):
+            raise invariants.InvariantViolation(9, f"of {fenced}, which were fenced, one was not at fault")
         if not state.roster and state.losses[-1].kind is LossKind.SUSPECTED:
             raise invariants.InvariantViolation(9, f"a timeout removed the last members: {state.losses[-1].detail}")
         if not self.tied(world) and not set(state.roster) <= {item.replica for item in state.finished}:
