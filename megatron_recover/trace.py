@@ -143,6 +143,8 @@ class Generation(Event, frozen=True, kw_only=True):
     losses: tuple[Lost, ...] = ()
     """Since the previous generation."""
     reason: str = ""
+    void: tuple[int, int] | None = None
+    """(step, generation): what members had of that step in older generations counts no more."""
 
     @property
     def request(self) -> str | None:
@@ -311,6 +313,20 @@ class Transferred(Event, frozen=True, kw_only=True):
     checksum: int
 
 
+class Miscounted(Event, frozen=True, kw_only=True):
+    """Rank: a sum does not count every microbatch once. It is not held, and the step is computed anew, once."""
+
+    replica: int
+    rank: int
+    generation: int
+    step: int
+    bucket: int
+    microbatches: tuple[int, ...]
+    """Those that it does not count exactly once."""
+    own_counts: tuple[int, ...]
+    """How often this rank has each microbatch in its local gradient of the bucket."""
+
+
 class ReductionFailed(Event, frozen=True, kw_only=True):
     """Rank: a sum or transfer over the replicas did not complete; no gradient changed."""
 
@@ -452,8 +468,8 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     RunStarted | Joined | Generation | Entered | Stopping | Waiting | RunFinished | Status | Plan | MicrobatchStarted
-    | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | ReductionFailed | Voted | Committed | Applied
-    | Fault | Thawed | Failure | Fenced | Recovery | Gap | Checkpoint
+    | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | Miscounted | ReductionFailed | Voted | Committed
+    | Applied | Fault | Thawed | Failure | Fenced | Recovery | Gap | Checkpoint
 )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ class Membership:
 
     def _from_leader(self, replica: int, link: Link, message: Message) -> None:
         match message:
-            case values.Requested() | values.Diverged() if message.replica == replica:
+            case values.Requested() | values.Diverged() | values.Miscounted() if message.replica == replica:
                 self._notice()
                 self._step(message)
             case values.Entered() | values.Busy() | values.Failing() | values.Finished() if message.replica == replica:
@@ -118,7 +118,10 @@ class Membership:
         self._noticed = None
         message = Announcement(new, tuple(self._peers[replica] for replica in new.roster), noticed_s)
         losses = tuple(trace.Lost(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in new.losses)
-        self._record(trace.Generation(generation=new.generation, roster=new.roster, losses=losses, reason=new.reason))
+        void = (new.void.step, new.void.since) if new.void is not None else None
+        self._record(
+            trace.Generation(generation=new.generation, roster=new.roster, losses=losses, reason=new.reason, void=void)
+        )
         for replica in new.roster:
             self._loop.send(self._links[replica], message)
 

@@ -218,9 +218,12 @@ class Member:
 
     def blocked(self, generation: int, error: BaseException) -> None:
         """A reduction or transfer of `generation` failed; the rest of its plan is left undone."""
-        peers, stalled = (error.peers, error.stalled) if isinstance(error, TransportError) else ((), False)
+        known = error if isinstance(error, TransportError) else TransportError()
+        failed = machine.Failed(
+            generation, f"{type(error).__name__}: {error}", known.peers, known.stalled, known.miscounted
+        )  # fmt: skip
         with self._changed:
-            self._feed(machine.Failed(generation, f"{type(error).__name__}: {error}", peers, stalled))
+            self._feed(failed)
 
     def raised(self, microbatches: Sequence[int], error: BaseException) -> None:
         """Computing one of `microbatches` (empty: something else) raised; returns when the coordinator will know. Then end.

@@ -34,6 +34,8 @@ class TransportError(Exception):
 
     peers: tuple[int, ...] = ()
     """Members that the caller lost or waited for in vain, as far as the transport knows: evidence against an end of each."""
+    miscounted = False
+    """The result does not count every microbatch once; every member sees the same one."""
     stalled = False
     """The operation had waited for long, so that `peers` count also when the generation is over."""
 

@@ -62,10 +62,12 @@ from megatron_recover.core.values import (
     LeaderMessage,
     Loss,
     LossKind,
+    Miscounted,
     NewGeneration,
     ReplicaId,
     Requested,
     Value,
+    Void,
 )
 from megatron_recover.core.vote import unite
 
@@ -121,6 +123,8 @@ class CoordinatorState(Value, frozen=True):
     requests: tuple[str, ...] = ()
     trusted_from: Generation = 0
     """The generation that was made because a replica was outvoted; of several the newest."""
+    void: Void | None = None
+    """The newest step that was made void because a sum did not count every microbatch once."""
     failing: tuple[Failing, ...] = ()
     """Computations that raised."""
     saves: tuple[Save, ...] = ()
@@ -270,7 +274,7 @@ def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) ->
         reason="",
         excused=bool(state.saves),
     )
-    new = NewGeneration(generation, state.roster, losses, reason, state.requests, state.trusted_from)
+    new = NewGeneration(generation, state.roster, losses, reason, state.requests, state.trusted_from, state.void)
     return state, (Announce(new), Arm(follow, "follow_timeout_s"))
 
 
@@ -461,6 +465,18 @@ def _on_diverged(state: CoordinatorState, diverged: Diverged) -> Step:
     return _remove(state, losses, diverged.reason)
 
 
+def _on_miscounted(state: CoordinatorState, miscounted: Miscounted) -> Step:
+    """Make the step void, so that all members compute it anew; end the job if that has been done before in this step."""
+    if miscounted.generation != state.generation or miscounted.replica not in state.roster:
+        return state, ()
+    reason = f"replica {miscounted.replica}: {miscounted.reason}"
+    if state.void is not None and state.void.step == miscounted.step:
+        detail = f"{reason}, and so it was when the step was computed for the first time; resume from the last checkpoint"
+        return _end(state, ExitCode.INVARIANT_VIOLATED, detail)
+    state = replace(state, void=Void(miscounted.step, state.generation + 1))
+    return _announce(state, (), f"step {miscounted.step} is computed anew: {reason}")
+
+
 def _on_finished(state: CoordinatorState, finished: Finished) -> Step:
     """Note it; end the job when all members have finished, for which the others have only so long (INV-8)."""
     if finished.replica in {item.replica for item in state.finished} or finished.replica not in state.roster:
@@ -497,6 +513,7 @@ TABLE: Mapping[type, Callable[[CoordinatorState, Any], Step]] = {
     Busy: _on_busy,
     Failing: _on_failing,
     Diverged: _on_diverged,
+    Miscounted: _on_miscounted,
     Finished: _on_finished,
     Lost: _on_lost,
     TimerFired: _on_expired,

@@ -61,6 +61,7 @@ from megatron_recover.core.values import (
     Finished,
     Holds,
     Journal,
+    Miscounted,
     NewGeneration,
     Promise,
     Promised,
@@ -132,7 +133,17 @@ def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
         votes=(),
         blocked=False,
     )
+    entered = _voided(entered, new)
     return entered, (ToRanks(Promise(new.generation, new.roster)),)
+
+
+def _voided(state: ReplicaState, new: NewGeneration) -> ReplicaState:
+    """Give up what this replica has of the step that the generation says is void, unless it has done so before."""
+    if new.void is None or new.void == state.void:
+        return state
+    if state.work is None or new.void.step != state.step:
+        return replace(state, void=new.void)
+    return replace(state, void=new.void, must_void=True, contributions=(), held=())
 
 
 def _on_promised(state: ReplicaState, report: Promised) -> Step:
@@ -141,7 +152,7 @@ def _on_promised(state: ReplicaState, report: Promised) -> Step:
         return state, ()
     state = replace(state, promised=tuple(sorted((*state.promised, report.rank))))
     if report.rank == 0 and state.work is not None:  # else it may be that of the step before
-        state = replace(state, journal=report.journal)
+        state = replace(state, journal=Journal() if state.must_void else report.journal)
     if len(state.promised) < state.shape.num_ranks:
         return state, ()
     # Only now: a rank that has not promised could still register an old result behind the back of this status (INV-5).
@@ -231,6 +242,7 @@ def _start(state: ReplicaState) -> Step:
     if plan.work != state.work:
         conflict = Disagreement((), f"replica {state.replica} begins {state.work}, others {plan.work}")
         return _diverged(state, conflict)
+    plan = replace(plan, voids=state.must_void) if state.must_void else plan
     contributions = [set(ids) for ids in state.contributions or ((),) * len(state.shape.bucket_ranks)]
     for compute in plan.computes:
         for bucket in compute.into:
@@ -240,6 +252,7 @@ def _start(state: ReplicaState) -> Step:
         state,
         phase=Phase.WORKING,
         plan=plan,
+        must_void=False,
         contributions=tuple(tuple(sorted(ids)) for ids in contributions),
         held=tuple(
             tuple(item for item in items if item.bucket not in replaced)
@@ -312,6 +325,7 @@ def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
         work=None,
         contributions=(),
         held=(),
+        must_void=False,
         plan=None,
         votes=(),
         # Whoever asked may be gone before the end, and the last record says how the job ended: it rides on from here.
@@ -333,6 +347,11 @@ def _diverged(state: ReplicaState, conflict: Disagreement, effects: tuple[Effect
 
 def _on_blocked(state: ReplicaState, report: Blocked) -> Step:
     """Ask for a newer generation, once; what the rank knows of its peers is evidence also when that has been asked for."""
+    if report.miscounted:
+        if report.generation != state.generation or state.phase is not Phase.WORKING:
+            return state, ()
+        miscounted = Miscounted(state.replica, state.generation, state.step, report.reason)
+        return replace(state, blocked=True), (ToCoordinator(miscounted),)
     if report.generation == state.generation and state.phase is Phase.WORKING and not state.blocked:
         return _request(state, report.reason, report.suspects, stalled=report.stalled)
     if report.generation > state.generation or not report.stalled:

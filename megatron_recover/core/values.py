@@ -214,6 +214,9 @@ class Plan(Value, frozen=True):
     computes: tuple[Compute, ...]
     reduces: tuple[BucketId, ...]
     """Buckets to reduce in this generation. All replicas do so in one order, that in which backward passes them."""
+    voids: bool = False
+    """All that this replica has of the step is void (`NewGeneration.void`): its ranks empty their local gradients before they
+    carry out this plan."""
 
 
 class Close(Value, frozen=True):
@@ -296,6 +299,8 @@ class Blocked(Value, frozen=True):
     """Members that this rank lost or waited for in vain, as far as it knows: one end of each pair (`core/blame.py`)."""
     stalled: bool = False
     """It waited, which is evidence also when the generation is over. A connection that breaks then is a consequence of that."""
+    miscounted: bool = False
+    """The sum of a bucket does not count every microbatch once, so that no replica holds it."""
 
 
 class Raised(Value, frozen=True):
@@ -352,6 +357,17 @@ class Loss(Value, frozen=True):
     detail: str = ""
 
 
+class Void(Value, frozen=True):
+    """What members have of a step is void, since a sum did not count every microbatch once: they compute it anew, once.
+
+    This is the one exception to INV-3, INV-4 and INV-7 (docs/guarantees.md).
+    """
+
+    step: int
+    since: Generation
+    """Contributions and results of older generations are void."""
+
+
 class NewGeneration(Value, frozen=True):
     """The coordinator's decision: from now on these replicas, and no others, are the job."""
 
@@ -364,6 +380,8 @@ class NewGeneration(Value, frozen=True):
     """Requests that every member adds to its votes from now on (e.g. exit because too few replicas are left)."""
     trusted_from: Generation = 0
     """Results of older versions count no more in a step that nobody has committed: an outvoted replica took part in them."""
+    void: Void | None = None
+    """The newest step that was made void; told by all later generations, since a member may hear of two at once."""
 
 
 # --- From a replica's leader to the coordinator --------------------------------------------------------------------------
@@ -427,6 +445,15 @@ class Diverged(Value, frozen=True):
     reason: str
 
 
+class Miscounted(Value, frozen=True):
+    """A sum of `step` in `generation` does not count every microbatch once on a rank of this replica."""
+
+    replica: ReplicaId
+    generation: Generation
+    step: int
+    reason: str
+
+
 class Finished(Value, frozen=True):
     """The training loop of a replica is over. It goes on answering until it is told to stop: others may need its status."""
 
@@ -434,7 +461,7 @@ class Finished(Value, frozen=True):
     exit_code: int
 
 
-LeaderMessage = Hello | Entered | Requested | Busy | Failing | Diverged | Finished
+LeaderMessage = Hello | Entered | Requested | Busy | Failing | Diverged | Miscounted | Finished
 
 
 class ExitCode(enum.IntEnum):

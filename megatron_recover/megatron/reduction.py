@@ -1,7 +1,8 @@
 """From local gradients to results: buckets, their provenance, sums over lanes and over replicas.
 
 Decides when a result is complete on this rank. It never writes a local gradient (INV-3), never decides whether a step is
-committed, and never reports a result whose provenance is not one for every microbatch of the step (INV-1). With `exact` the
+committed, and never reports a result whose provenance is not one for every microbatch of the step (INV-1): such a step is
+void, and begins anew (`Reduction.void`). With `exact` the
 local gradient is an fp64 accumulator: upstream's buffer then holds one microbatch, and is emptied after each.
 
 Note [Provenance]
@@ -26,7 +27,6 @@ from torch import Tensor
 from megatron_recover import trace
 from megatron_recover.collectives.transport import Probe, Revoked, Transport, TransportError
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.plan import Operation, operations
 from megatron_recover.core.values import BucketId, Held, Pipeline, Plan, Shape
 from megatron_recover.faults import FaultInjector, FaultPoint
@@ -59,6 +59,12 @@ def gather_over_replica(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+class Miscounted(TransportError):
+    """The sum of a bucket does not count every microbatch of the step once: the step is void (`core.values.Void`)."""
+
+    miscounted = True
 
 
 class _Slot:
@@ -166,6 +172,17 @@ class Reduction:
             slot.provenance = torch.empty(num_microbatches + 1, dtype=torch.float64, device=self.device)
         for accumulator in self._accumulators.values():
             accumulator.zero_()
+
+    def void(self) -> None:
+        """Begin the step anew: nothing is counted, and the local gradient and the ledger are empty. Between two passes only."""
+        for slot in self._slots:
+            slot.counts, slot.bound, slot.passed_by = [0.0] * len(slot.counts), 0.0, None
+        for region in self.regions:
+            region.local.zero_()
+        for accumulator in self._accumulators.values():
+            accumulator.zero_()
+        if self.ledger is not None:
+            self.ledger = Ledger(len(self._slots[-1].counts), self.device)
 
     def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
         """From now on gradient goes into the local gradient of the buckets `into`, and no other (None: the pass is over)."""
@@ -314,7 +331,13 @@ class Reduction:
         )  # fmt: skip
         if self._member.replica != copy.source:
             value = self._checksum(slot)
-            self._check(slot)
+            if self._wrong(slot):
+                # The source would not hold it: it is the copy that is wrong, and the next generation makes another.
+                error = TransportError(
+                    f"the copy of bucket {slot.id} from replica {copy.source} is damaged: {self._counts(slot)}"
+                )
+                error.peers = (copy.source,)
+                raise error
             self._record(
                 trace.Transferred, generation=copy.generation, step=self._step, bucket=slot.id, version=copy.version,
                 source=copy.source, checksum=value,
@@ -329,20 +352,25 @@ class Reduction:
             trace.Reduced, generation=generation, step=self._step, bucket=slot.id, version=generation, checksum=value,
             provenance=provenance, seconds=round(seconds, 6),
         )  # fmt: skip
-        self._check(slot)
+        if wrong := self._wrong(slot):
+            counts = tuple(int(count) for count in slot.counts)
+            self._record(
+                trace.Miscounted, generation=generation, step=self._step, bucket=slot.id, microbatches=wrong, own_counts=counts
+            )  # fmt: skip
+            raise Miscounted(f"step {self._step}, bucket {slot.id}: {self._counts(slot)}")
         self._hold(Held(slot.id, generation, value))
 
     def _checksum(self, slot: _Slot) -> int:
         return combined((checksum(slot.result), self.parameters_checksum))
 
-    def _check(self, slot: _Slot) -> None:
-        wrong = [index for index, count in enumerate(slot.provenance[:-1].tolist()) if count != slot.num_lanes]
-        if wrong:
-            raise InvariantViolation(
-                1,
-                f"step {self._step}, bucket {slot.id}: microbatches {wrong} are not counted exactly once "
-                f"(counts {slot.provenance[:-1].tolist()}, {slot.num_lanes} lanes)",
-            )
+    def _wrong(self, slot: _Slot) -> tuple[int, ...]:
+        """Return the microbatches that the result does not count exactly once."""
+        return tuple(index for index, count in enumerate(slot.provenance[:-1].tolist()) if count != slot.num_lanes)
+
+    def _counts(self, slot: _Slot) -> str:
+        """Describe what is wrong with the counts of a result."""
+        counts = {index: slot.provenance[index].item() / slot.num_lanes for index in self._wrong(slot)}
+        return f"counts that are not 1, by microbatch: {counts}"
 
     def _hold(self, held: Held) -> None:
         if not self._member.hold(held):

@@ -14,6 +14,7 @@ import msgspec
 from megatron_recover import trace
 from megatron_recover.observe.compare import Comparison, compare
 from megatron_recover.observe.history import History, Line
+from megatron_recover.observe.plans import miscounts
 from megatron_recover.observe.rules import RULES
 from megatron_recover.observe.summary import Summary, summarize
 
@@ -101,6 +102,7 @@ def describe(verdict: Verdict) -> str:
             lines += [f"  line {violation.line}: {violation.message}", f"    {_text(history, violation.line)}"]
         if len(broken) > SHOWN_VIOLATIONS:
             lines.append(f"  and {len(broken) - SHOWN_VIOLATIONS} more")
+    lines += [f"computed anew: {message}" for message in miscounts(history)]
     if summary.reference is not None:
         answers = {True: "bit-identical", False: "not bit-identical", None: "digests not comparable"}
         identical = answers[summary.param_bit_identical]

@@ -23,6 +23,18 @@ Findings = Iterator[Finding]
 _TRAINING = re.compile(r"train \d+")
 
 
+_OF_AN_ATTEMPT = (
+    trace.Status, trace.Plan, trace.MicrobatchStarted, trace.MicrobatchFinished, trace.BucketPassed, trace.Extended,
+    trace.Reduced, trace.Transferred,
+)  # fmt: skip
+"""What members do of a step in a generation, and what is void with it."""
+
+
+def _voids(events: Iterable[Numbered]) -> dict[int, int]:
+    announced = (event.void for _, event in events if isinstance(event, trace.Generation) and event.void is not None)
+    return dict(announced)
+
+
 def who(event: trace.AnyEvent) -> str:
     """Who wrote an event."""
     rank = getattr(event, "rank", None)
@@ -48,13 +60,22 @@ class History:
     """All events of a run in the order of their lines, and indexes over them. Treat it as frozen."""
 
     def __init__(self, events: Iterable[Numbered], cuts: Iterable[tuple[Line, str]] = (), path: str = "") -> None:
-        self.events: tuple[Numbered, ...] = tuple(events)
+        everything = tuple(events)
+        self.voids = _voids(everything)
+        """Step -> the generation from which on it was computed anew, since a sum did not count every microbatch once."""
+        self.events: tuple[Numbered, ...] = tuple(each for each in everything if not self._is_void(each[1]))
+        """Without the attempts at a step that were made void: they are as if they had never been."""
+        self.void_attempts: tuple[Numbered, ...] = tuple(each for each in everything if self._is_void(each[1]))
         self.cuts = tuple(cuts)
         """(line, fragment) of events whose writer was killed in the middle of the write."""
         self.path = path
         self._by_type: dict[type, list[Numbered]] = defaultdict(list)
         for line, event in self.events:
             self._by_type[type(event)].append((line, event))
+
+    def _is_void(self, event: trace.AnyEvent) -> bool:
+        since = self.voids.get(event.step) if self.voids and isinstance(event, _OF_AN_ATTEMPT) else None
+        return since is not None and event.generation < since  # type: ignore[union-attr]
 
     @classmethod
     def read(cls, run_dir: str | Path) -> History:

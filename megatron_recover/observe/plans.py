@@ -126,3 +126,28 @@ def _asks_for(plan: trace.Plan, result: trace.Reduced | trace.Transferred) -> bo
         return result.bucket in plan.reduces
     sent = (result.bucket, result.version, result.source)
     return any((one.bucket, one.version, one.source) == sent and result.replica in one.targets for one in plan.transfers)
+
+
+def miscounts(history: History) -> Iterator[str]:
+    """Yield for each microbatch that a sum did not count once who had it in its local gradient, and by which plans."""
+    told: dict[tuple[int, int, int, int], dict[int, trace.Miscounted]] = defaultdict(dict)
+    for _, event in history.of(trace.Miscounted):
+        told[event.step, event.generation, event.bucket, event.rank][event.replica] = event
+    plans = [event for _, event in (*history.void_attempts, *history.of(trace.Plan)) if isinstance(event, trace.Plan)]
+    for (step, generation, bucket, rank), by_replica in sorted(told.items()):
+        for microbatch in sorted({wrong for event in by_replica.values() for wrong in event.microbatches}):
+            found = []
+            for replica, event in sorted(by_replica.items()):
+                planned = sorted(
+                    plan.generation
+                    for plan in plans
+                    if (plan.replica, plan.step) == (replica, step) and plan.generation <= generation
+                    and any(microbatch in one.microbatches and bucket in one.into for one in plan.computes)
+                )  # fmt: skip
+                if planned or event.own_counts[microbatch]:
+                    by = f"planned in generation {', '.join(map(str, planned))}" if planned else "planned by nobody"
+                    found.append(f"replica {replica} has it {event.own_counts[microbatch]} times, {by}")
+            what = (
+                f"step {step}, bucket {bucket}, rank {rank}: microbatch {microbatch} was miscounted in generation {generation}"
+            )
+            yield f"{what}; {'; '.join(found) or 'no replica that reported it has it'}"

@@ -30,6 +30,7 @@ def exactly_once(history: History) -> Findings:
             for message in _computed_once(history, step, result, computed[result.version]):
                 yield line, message
 
+    yield from _void_for_a_reason(history)
     yield from plans.deals_what_is_missing(history)
     yield from plans.computed_as_dealt(history)
     yield from omissions.every_microbatch(history)
@@ -40,6 +41,23 @@ def exactly_once(history: History) -> Findings:
         if key in applied:
             yield line, f"{who(event)} applied step {event.step} twice"
         applied.add(key)
+
+
+def _void_for_a_reason(history: History) -> Findings:
+    """A step is made void because a member reported a miscount of it, once, and before anybody has committed it."""
+    told: dict[int, Line] = {}
+    voided: dict[int, int] = {}
+    for line, event in history.events:
+        if isinstance(event, trace.Miscounted):
+            told.setdefault(event.step, line)
+        elif isinstance(event, trace.Generation) and event.void is not None:
+            step, since = event.void
+            if step not in told:
+                yield line, f"generation {event.generation} makes step {step} void, of which nobody has reported a miscount"
+            if voided.setdefault(step, since) != since:
+                yield line, f"generation {event.generation} makes step {step} void for the second time"
+            if any(at < line for at, _ in history.commits.get(step, {}).values()) and event.generation == since:
+                yield line, f"generation {event.generation} makes step {step} void, which is committed"
 
 
 Computed = Mapping[tuple[int, tuple[int, ...]], Counter[int]]

@@ -33,8 +33,10 @@ from megatron_recover.core.values import (
     Hello,
     Loss,
     LossKind,
+    Miscounted,
     NewGeneration,
     Requested,
+    Void,
 )
 
 
@@ -232,6 +234,20 @@ def test_the_minority_that_diverges_is_fenced() -> None:
 )
 def test_what_an_end_says_of_a_replica(status: int, started: bool, kind: LossKind) -> None:
     assert policy.loss_of(status, started=started) is kind
+
+
+def test_a_step_that_was_miscounted_is_made_void_once_and_then_ends_the_job() -> None:
+    """All members see the same sum and report it; the first report counts, and every later generation tells of it."""
+    state, effects = feed(started(), *(Miscounted(replica, 1, 7, "bucket 3") for replica in (2, 0, 1)))
+    assert announced(effects).roster == (0, 1, 2) and announced(effects).losses == ()
+    assert (announced(effects).void, announced(effects).reason) == (Void(7, 2), "step 7 is computed anew: replica 2: bucket 3")
+    state, effects = feed(state, died(1))
+    assert announced(effects).void == Void(7, 2)
+    assert feed(state, Miscounted(1, 3, 7, "bucket 3"), Miscounted(0, 2, 7, "bucket 3")) == (state, []), "gone, stale"
+    assert announced(feed(state, Miscounted(0, 3, 8, "bucket 3"))[1]).void == Void(8, 4), "another step"
+    _, effects = feed(state, Miscounted(0, 3, 7, "bucket 3"))
+    assert ended(effects).exit_code == ExitCode.INVARIANT_VIOLATED
+    assert "replica 0: bucket 3, and so it was when the step was computed for the first time" in ended(effects).reason
 
 
 def test_a_tie_ends_the_job() -> None:
@@ -587,6 +603,7 @@ inputs = st.one_of(
     ),
     st.builds(Busy, replicas, st.booleans()),
     st.builds(Diverged, replicas, generations, st.just(0), st.lists(replicas, max_size=1).map(tuple), st.just("")),
+    st.builds(Miscounted, replicas, generations, st.integers(0, 2), st.just("")),
     st.builds(Failing, replicas, st.just("train 0"), st.sampled_from([(), (0,), (0, 1)]), st.just("NaN")),
     st.builds(Finished, replicas, st.just(0)),
     st.just(ExitAsked("SIGTERM")),

@@ -21,7 +21,19 @@ from megatron_recover.collectives.transport import PeerLost, Probe, Revoked
 from megatron_recover.core import rank as rank_machine
 from megatron_recover.core import replica as replica_machine
 from megatron_recover.core.quota import ticks
-from megatron_recover.core.values import Apply, Close, Held, NewGeneration, Plan, Record, Shape, Stop, Work
+from megatron_recover.core.values import (
+    Apply,
+    Close,
+    Held,
+    Miscounted,
+    NewGeneration,
+    Plan,
+    Record,
+    Shape,
+    Stop,
+    Void,
+    Work,
+)
 from megatron_recover.faults import FaultPoint
 
 DEADLINE_S = 30.0
@@ -181,7 +193,9 @@ class LoopbackMember:
 
     def blocked(self, generation: int, error: BaseException) -> None:
         with self.job.changed:
-            self.job.feed_rank(self.replica, self.rank, rank_machine.Failed(generation, str(error)))
+            miscounted = getattr(error, "miscounted", False)
+            failed = rank_machine.Failed(generation, str(error), miscounted=miscounted)
+            self.job.feed_rank(self.replica, self.rank, failed)
 
     def raised(self, microbatches: Sequence[int], error: BaseException) -> None:
         self.job.raised.append((tuple(microbatches), error))
@@ -251,6 +265,7 @@ class Job:
         self.dead: set[int] = set()
         self.roster = tuple(range(num_replicas))
         self.generation = 0
+        self.void: Void | None = None
         self.records: dict[int, list[Record]] = {}
         """What each replica committed, in order."""
         self.timed: list[tuple[int, int]] = []
@@ -345,7 +360,7 @@ class Job:
     def _announce(self) -> None:
         self.generation += 1
         for member in self.roster:
-            self._post("leader", member, NewGeneration(self.generation, self.roster))
+            self._post("leader", member, NewGeneration(self.generation, self.roster, void=self.void))
         self._pump()
 
     def await_loss(self, replica: int) -> None:
@@ -421,6 +436,10 @@ class Job:
                 case replica_machine.ToPeers(peers, sent):
                     for peer in peers:
                         self._post("leader", peer, sent)
+                case replica_machine.ToCoordinator(Miscounted() as miscounted) if miscounted.generation == self.generation:
+                    assert self.void is None or self.void.step != miscounted.step, f"void twice: {miscounted.reason}"
+                    self.void = Void(miscounted.step, self.generation + 1)
+                    self._announce()
                 case replica_machine.Committed(record):
                     self.records.setdefault(replica, []).append(record)
 

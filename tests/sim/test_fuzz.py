@@ -29,7 +29,7 @@ def test_random_jobs_hold_and_end_well() -> None:
     words = " ".join(fault for verdict in found for fault in verdict.faults)
     for what in (
         "is killed", "is fenced", "stands still", "everybody stands", "the coordinator stands", "card of", "network between",
-        "breaks", "fails on", "drift", "raises", "saves", "asked to exit",
+        "breaks", "fails on", "drift", "raises", "saves", "asked to exit", "miscounts",
     ):  # fmt: skip
         assert what in words
 
@@ -142,6 +142,16 @@ def test_blaming_the_highest_id_of_all_who_are_accused_is_found(monkeypatch: pyt
     monkeypatch.setattr(coordinator, "culprit", highest)
     verdict = _first_failure(lambda seed: RandomJob(seed, (fuzz._bad_card,)))
     assert "nothing was wrong with them" in str(verdict.problem)
+
+
+def test_keeping_ones_contributions_to_a_void_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica._voided
+
+    def forgets(state: replica.ReplicaState, new: Any) -> replica.ReplicaState:
+        return replace(original(state, new), contributions=state.contributions)
+
+    monkeypatch.setattr(replica, "_voided", forgets)
+    assert "INV-" in str(_first_failure(lambda seed: RandomJob(seed, (fuzz._miscount,))).problem)
 
 
 def test_a_timeout_that_removes_the_last_members_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

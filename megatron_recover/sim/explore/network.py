@@ -26,6 +26,8 @@ class Faults(NamedTuple):
     """Follow timers that may still run out."""
     stops: int = 0
     """Of the coordinator."""
+    miscounts: int = 0
+    """Replicas that may still miscount."""
 
 
 class World(NamedTuple):

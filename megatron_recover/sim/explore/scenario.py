@@ -39,6 +39,8 @@ class Scenario(Value, frozen=True):
     """Follow timers that run out at any instant, also before any member has entered the generation."""
     broken: Channels = frozenset()
     """Channels of the data plane that deliver nothing. Operations that they stop fail when all members have reached them."""
+    miscounts: int = 0
+    """Replicas that count a microbatch of a step twice; with two of them it may happen twice in a step."""
     stops: int = 0
     """How often the coordinator is stopped; what reaches it meanwhile is delivered at once when it continues."""
 
@@ -94,6 +96,14 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("2 replicas, a crash, and a survivor that is late twice", replicas=2, microbatches=2, crashes=1, late=2),
         Scenario("a false suspicion, and survivors that are late", steps=1, suspicions=1, late=1),
         Scenario("2 replicas, a stopped coordinator, and a crash", replicas=2, microbatches=2, crashes=1, stops=1),
+        Scenario("a miscount", miscounts=1, steps=1),
+        Scenario("a miscount and a crash", crashes=1, miscounts=1),
+        Scenario("2 replicas, a miscount and a crash", replicas=2, microbatches=2, crashes=1, miscounts=1),
+        Scenario("2 replicas, 2 miscounts", replicas=2, microbatches=2, miscounts=2),
+        Scenario(
+            "2 ranks share a bucket, passes, and a miscount",
+            replicas=2, microbatches=2, steps=1, num_ranks=2, bucket_ranks=TWO_RANKS_ONE_BUCKET, miscounts=1, passes_last=True,
+        ),
         Scenario("a bad network card", microbatches=1, steps=1, broken=card(0, range(3), "both")),
         Scenario("a card that does not send, and a crash", microbatches=1, steps=1, crashes=1, broken=card(1, range(3), "out")),
         Scenario("a card that does not receive", microbatches=1, steps=1, broken=card(2, range(3), "in")),
@@ -140,6 +150,10 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("unlike speeds, 2 crashes", microbatches=4, steps=3, crashes=2, paces=(1000, 3000, 1000)),
         Scenario("2 stages, a crash and a false suspicion", num_ranks=2, bucket_ranks=TWO_STAGES, crashes=1, suspicions=1),
         Scenario("a crash, a failed operation or lost message, and late members", crashes=1, alarms=1, late=1),
+        Scenario("passes, a miscount and a crash", steps=1, crashes=1, miscounts=1, passes_last=True),
+        Scenario(
+            "passes, a miscount, and a failed operation or lost message", steps=1, miscounts=1, alarms=1, passes_last=True,
+        ),
         Scenario(
             "4 replicas, a bad network card, and a crash",
             replicas=4, microbatches=1, steps=1, crashes=1, broken=card(0, range(4), "both"),

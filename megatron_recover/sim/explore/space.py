@@ -42,6 +42,7 @@ from megatron_recover.core.values import (
     LossKind,
     ReplicaId,
     Shape,
+    Void,
     Work,
 )
 from megatron_recover.sim import channels
@@ -56,6 +57,7 @@ from megatron_recover.sim.explore.node import (
     EndPass,
     Fail,
     Message,
+    Miscount,
     Node,
     Part,
     Stall,
@@ -102,7 +104,9 @@ class Space:
     def __init__(self, scenario: Scenario, threads: Threads | None = None, *, reduced: bool = True) -> None:
         """`reduced`: leave out what the module's docstring says need not be tried."""
         self.scenario = scenario
-        self.threads = threads or Threads(slow=scenario.slow, passes_last=scenario.passes_last, paces=scenario.paces)
+        self.threads = threads or Threads(
+            slow=scenario.slow, passes_last=scenario.passes_last, paces=scenario.paces, miscounts=scenario.miscounts > 0
+        )  # fmt: skip
         self.shape = Shape(scenario.num_ranks, scenario.bucket_ranks)
         self.nodes: Table[Node] = Table()
         self.messages: Table[Message] = Table()
@@ -126,7 +130,7 @@ class Space:
         """All `Part`s and `Copy`s."""
         self.void: dict[int, int] = {}
         """Per node the messages that are known to change nothing there."""
-        self.newest: dict[tuple[Generation, tuple[ReplicaId, ...], Generation], int] = {}
+        self.newest: dict[tuple[Generation, tuple[ReplicaId, ...], Generation, Void | None], int] = {}
         """Numbers of announcements by all that a replica reads in them (and nobody asks for an exit here)."""
         self.reduced = reduced
         self.layered = reduced and not scenario.links
@@ -155,6 +159,7 @@ class Space:
                 scenario.saves,
                 scenario.late,
                 scenario.stops,
+                scenario.miscounts,
             ),
         )
         for number in range(scenario.replicas):
@@ -175,7 +180,7 @@ class Space:
         for effect in decision[1]:
             if isinstance(effect, coordinator.Announce):
                 new = effect.generation
-                self.newest[new.generation, new.roster, new.trusted_from] = self.messages.number(new)
+                self.newest[new.generation, new.roster, new.trusted_from, new.void] = self.messages.number(new)
                 formed = (invariants.formed(new),)
                 messages, links = self.post(world, -1, ((self.messages.number(new), new.roster),))
                 world = world._replace(history=self.observe(world.history, formed), messages=messages, links=links)
@@ -290,6 +295,9 @@ class Space:
             if left.saves:
                 saving = self.coordinate(world._replace(faults=left._replace(saves=left.saves - 1)), Busy(number, False))
                 yield f"replica {number} begins to save", saving
+            if left.miscounts and world.nodes[number] and self.nodes[world.nodes[number]].may_miscount():
+                after = self.stimulate(world._replace(faults=left._replace(miscounts=left.miscounts - 1)), number, Miscount())
+                yield f"replica {number} miscounts", after
             if left.drifts and world.nodes[number] and self.nodes[world.nodes[number]].between_steps():
                 after = self.stimulate(world._replace(faults=left._replace(drifts=left.drifts - 1)), number, Drift())
                 yield f"the parameters of replica {number} drift", after
@@ -313,7 +321,7 @@ class Space:
         own = self.own_steps(name)
         state = self.coordinators[world.coordinator]
         if self.layered and own.generation < state.generation and number in state.roster:
-            return [self.newest[state.generation, state.roster, state.trusted_from]]
+            return [self.newest[state.generation, state.roster, state.trusted_from, state.void]]
         found: list[Stimulus | int] = [queue[0] for _, destination, queue in world.links if destination == number]
         found += network.numbers(self.deliverable(world.messages, name))
         found += own.stimuli
@@ -437,7 +445,7 @@ class Space:
         state = self.coordinators[world.coordinator]
         if state.over:
             return None
-        calm = not (self.may_fail(world) or state.saves or world.stopped or self.scenario.broken or self.drifted(world))
+        calm = not (self.may_fail(world) or state.saves or world.stopped or self.scenario.broken or self.differs(world))
         for number, name in enumerate(world.nodes):
             if not name:
                 continue
@@ -497,6 +505,8 @@ class Space:
             raise invariants.InvariantViolation(9, f"of {fenced}, which were fenced, one was not at fault")
         if not state.roster and state.losses[-1].kind is LossKind.SUSPECTED:
             raise invariants.InvariantViolation(9, f"a timeout removed the last members: {state.losses[-1].detail}")
+        if state.void is not None and self.scenario.miscounts > 1 and not world.faults.miscounts:
+            return True  # miscounted twice in a step, perhaps: tests of the coordinator say when the job ends for that
         if not self.tied(world) and not set(state.roster) <= {item.replica for item in state.finished}:
             raise invariants.InvariantViolation(9, "the job was stopped although members could go on")
         return True
@@ -504,6 +514,11 @@ class Space:
     def tied(self, world: World) -> bool:
         """Whether half of the members have drifted, so that no majority says which half is right."""
         return 2 * len(self.drifted(world)) == len(self.coordinators[world.coordinator].roster) > 0
+
+    def differs(self, world: World) -> bool:
+        """Whether a member has drifted, or one is flawed: then a new generation may still come."""
+        flawed = self.scenario.miscounts and any(name and self.nodes[name].flawed for name in world.nodes)
+        return bool(flawed or self.drifted(world))
 
     def drifted(self, world: World) -> list[ReplicaId]:
         """Members whose parameters are not those of the others."""

@@ -171,6 +171,7 @@ class RandomJob(TimedJob):
         """Replicas that a fault has hit."""
         self.saves: set[tuple[ReplicaId, int]] = set()
         self.num_raised = 0
+        self.num_miscounts = 0
         self.exit_asked = False
         self.is_network_only = True
         """All faults so far are bad channels: then nobody else may be lost."""
@@ -357,10 +358,18 @@ def _bad_link(job: RandomJob) -> None:
     job.broken |= channels.link(a, b, ways)
 
 
+def _miscount(job: RandomJob) -> None:
+    """A replica counts a microbatch of the step in which it is twice."""
+    one = job.dice.choice(job.replicas)
+    job.note(f"replica {one.number} miscounts", one.number)
+    job.counts.flawed.add((one.number, one.state.step))
+    job.num_miscounts += 1
+
+
 _WAYS: tuple[channels.Ways, ...] = ("out", "in", "both")
 _FAULTS = (
     _kill, _kill, _kill, _kill_two, _suspect, _stop, _stop, _break_link, _break_link, _fail_operation, _drift, _raise, _save,
-    _ask_exit, _stop_everybody, _stop_coordinator, _bad_card, _bad_link,
+    _ask_exit, _stop_everybody, _stop_coordinator, _bad_card, _bad_link, _miscount,
 )  # fmt: skip
 
 
@@ -403,6 +412,7 @@ def _ill_ended(job: RandomJob) -> str | None:
         ExitCode.DIVERGED: bool(job.counts.drifted),
         ExitCode.POISONED_MICROBATCH: job.num_raised > 1,
         ExitCode.FAILED: job.num_raised > 0,
+        ExitCode.INVARIANT_VIOLATED: job.num_miscounts > 1,
     }
     if not allowed.get(ExitCode(code or 0), False):
         return f"INV-9: the job ended with exit code {code}: {job.account.reason}"

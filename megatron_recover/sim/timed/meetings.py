@@ -102,7 +102,9 @@ class Meetings:
         del meeting.here[rank.replica.number]
         if not meeting.here and operation.source is None:
             del self.open[_key(rank, operation)]
-        if rank.alive:
+        if rank.alive and operation.source is None and self.job.memory.miscounted(result):
+            rank.failed(operation, "it is miscounted", (), miscounted=True)
+        elif rank.alive:
             rank.completed(operation, self.job.memory.result(rank, operation, result))
 
     def _arrives(self, rank: TimedRank, meeting: Meeting) -> bool:

@@ -284,12 +284,20 @@ class TimedRank:
         """Report whom an operation has waited for that is over now."""
         self.feed(rank.Failed(operation.generation, "no progress", accused, stalled=True))
 
-    def failed(self, operation: Operation, reason: str, suspects: tuple[ReplicaId, ...], *, stalled: bool = False) -> None:
+    def failed(
+        self,
+        operation: Operation,
+        reason: str,
+        suspects: tuple[ReplicaId, ...],
+        *,
+        stalled: bool = False,
+        miscounted: bool = False,
+    ) -> None:
         """The operation at which this rank is has failed here."""
         if not self.alive or not self.operations or key_of(self.operations[0]) != key_of(operation):
             return
         self._leave()
-        self.feed(rank.Failed(operation.generation, reason, suspects, stalled))
+        self.feed(rank.Failed(operation.generation, reason, suspects, stalled, miscounted))
         self.wake()
 
     def _leave(self) -> None:
