@@ -12,6 +12,8 @@ import argparse
 import multiprocessing
 import sys
 import time
+import timeit
+import zlib
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -40,9 +42,10 @@ def rank_main(pipe: Connection, rank: int, num_ranks: int) -> None:
     from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
     from megatron_recover.collectives.endpoints import open_endpoint
+    from megatron_recover.collectives.handshake import KEY_BYTES
 
     torch.set_num_threads(1)
-    endpoints = {kind: open_endpoint(kind) for kind in OURS}
+    endpoints = {kind: open_endpoint(kind, key=bytes(KEY_BYTES), rank=0) for kind in OURS}
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     pipe.send(({kind: endpoint.address for kind, endpoint in endpoints.items()}, store.port if store is not None else 0))
     everyone, port = pipe.recv()
@@ -108,8 +111,33 @@ def tell(pipes: Iterable[Connection], message: Any) -> None:
         pipe.send(message)
 
 
+def checksum_s(num_bytes: int) -> dict[str, float]:
+    """Seconds that a checksum of so many bytes takes, the least of several, in segments of a MiB as contributions travel."""
+    import torch
+
+    from megatron_recover.collectives.exchange import SEGMENT_BYTES
+    from megatron_recover.megatron.checksum import checksum
+
+    torch.set_num_threads(1)
+    size = min(num_bytes, SEGMENT_BYTES)
+    segment = torch.full((size // 4,), 1e-3)
+    memory = memoryview(segment.view(torch.uint8).numpy())
+    kinds = {"CRC-32": lambda: zlib.crc32(memory), "checksum of results": lambda: checksum(segment)}
+    return {name: min(timeit.repeat(each, number=1, repeat=50)) * num_bytes / size for name, each in kinds.items()}
+
+
+def checksum_rows(num_ranks: int, size_bytes: int, direct_s: list[float]) -> Iterator[Row]:
+    """What checksums of all contributions would add to a sum of `direct`: computed by the sender, and again by the receiver."""
+    sent = size_bytes * (num_ranks - 1) / num_ranks
+    for name, seconds in checksum_s(size_bytes).items():
+        added = 2 * seconds * sent / size_bytes
+        cell = f"{size_bytes / (1 << 20):g} MB, {num_ranks} ranks"
+        ratios = [100 * added / each for each in direct_s]
+        yield row(f"{name} of contributions / direct, {cell}", ratios, "%", baseline="direct without checksums", goal="<= 1")
+
+
 def rows() -> list[Row]:
-    """For each size and number of ranks: plain gloo's milliseconds, and the ratio of each of our transports to it."""
+    """For each size and number of ranks: plain gloo's milliseconds, the ratio of each of our transports to it, checksums."""
     found: list[Row] = []
     for num_ranks in NUM_RANKS:
         for size_bytes, seconds in measure(num_ranks):
@@ -118,6 +146,7 @@ def rows() -> list[Row]:
             for kind in OURS:
                 ratios = [ours / plain for ours, plain in zip(seconds[kind], seconds["plain"], strict=True)]
                 found.append(row(f"{kind} transport / plain gloo, {cell}", ratios, "x", baseline=BASELINE))
+            found.extend(checksum_rows(num_ranks, size_bytes, seconds["direct"]))
     return found
 
 

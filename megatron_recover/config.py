@@ -13,9 +13,8 @@ from typing import Literal
 import msgspec
 
 from megatron_recover.core.tree import TREE_ABOVE
+from megatron_recover.deadlines import DEFAULT_S, Deadlines
 
-_LONGEST_S = 1e6
-"""Eleven days: what waits takes no more (and no infinity)."""
 CONTEXT_VARIABLE = "MEGATRON_RECOVER_CONTEXT"
 _DESCRIPTORS_VARIABLE = "MEGATRON_RECOVER_DESCRIPTORS"
 DRY_RUN_PASSED = 100
@@ -34,13 +33,9 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Data plane between replicas; `auto` is direct sockets on CPU and NCCL on CUDA."""
     bucket_elements: int = 40_000_000
     """Target size of a reduction bucket in elements."""
-    stall_timeout_s: float = 120.0
-    """A wait for another replica longer than this asks for a new generation; a replica that does not follow is fenced."""
-    follow_timeout_s: float = 10.0
-    """A member that has not entered an announced generation after this long is fenced (killed)."""
-    save_timeout_s: float = 1800.0
-    """While a replica saves a checkpoint the others wait for it, for so long; then it is suspected like any other that is
-    waited for. It also limits how long the last checkpoint of a run is tried again where it cannot be written."""
+    deadline_s: float = DEFAULT_S
+    """The longest that anything in a run waits, in seconds, from 20 up. All other waits follow from it:
+    `megatron-recover explain timeouts` prints them."""
     tree_above: int = TREE_ABOVE
     """With more replicas than this their leaders tell each other status and vote along a tree instead of each to each. A leader
     then has links to at most 9 others, and a step takes a few more hops to commit."""
@@ -52,6 +47,11 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     digest_interval: int = 1
     """Write the digest of the parameters to the trace every so many steps (0: never)."""
 
+    @property
+    def deadlines(self) -> Deadlines:
+        """Every wait of the run."""
+        return Deadlines.of(self.deadline_s)
+
     def check(self) -> None:
         """Raise ValueError with one line for each value that cannot work: the flag and the remedy."""
         found = []
@@ -59,10 +59,10 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
             found.append(f"--recover-min-replicas is {self.min_replicas}; it must be at least 1")
         if self.bucket_elements < 1:
             found.append(f"--recover-bucket-elements is {self.bucket_elements}; it must be at least 1")
-        for name in ("stall_timeout_s", "follow_timeout_s", "save_timeout_s"):
-            if not 0 < getattr(self, name) < _LONGEST_S:
-                flag, value = f"--recover-{name.replace('_', '-')}", getattr(self, name)
-                found.append(f"{flag} is {value}; it must be above 0 and below {_LONGEST_S:.0f} seconds")
+        try:
+            Deadlines.of(self.deadline_s)
+        except ValueError as error:
+            found.append(str(error))
         if self.tree_above < 1:
             found.append(f"--recover-tree-above is {self.tree_above}; it must be at least 1")
         if self.ranks_per_gpu < 1:
@@ -111,6 +111,11 @@ def inherited_descriptor(name: str) -> int | None:
     """Return the descriptor that the agent handed down to this rank under `name`, or None if there is none."""
     text = os.environ.get(_DESCRIPTORS_VARIABLE)
     return msgspec.json.decode(text, type=dict[str, int]).get(name) if text else None
+
+
+def rendezvous_address() -> tuple[str, int]:
+    """Return host and port at which the ranks of this replica meet (MASTER_ADDR and MASTER_PORT, set by the launcher)."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def add_to_environment(variables: Mapping[str, str]) -> None:

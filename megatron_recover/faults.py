@@ -59,6 +59,16 @@ class FaultKind(enum.Enum):
     """SIGSTOP, and SIGCONT as soon as the trace has an event `Fault.until` of somebody else (`cluster.thawing`)."""
     RAISE = "raise"
     """A Python exception, as a NaN check or a lack of memory would raise."""
+    SEGV = "segv"
+    """SIGSEGV, and below other signals that a computation raises in its own process: it ends at once."""
+    BUS = "bus"
+    """SIGBUS, as of a data file that was cut under its memory map."""
+    FPE = "fpe"
+    ILL = "ill"
+    ABORT = "abort"
+    """SIGABRT, as of a check in a library."""
+    LOOP = "loop"
+    """The thread at the fault point loops for ever; the other threads of the rank, control included, go on."""
     SLOW = "slow"
     """Every forward and backward takes `Fault.factor` times as long, for `Fault.steps` steps; nothing fails."""
 
@@ -97,7 +107,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.kind is FaultKind.SLOW and first <= step and (self.steps is None or step < first + self.steps)
 
 
-STANDS_STILL = frozenset({FaultKind.STOP.value, FaultKind.FREEZE.value})
+STANDS_STILL = frozenset({FaultKind.STOP.value, FaultKind.FREEZE.value, FaultKind.LOOP.value})
 """Kinds, as in a trace, that leave the rank alive and silent."""
 LEADER_ONLY = frozenset({FaultPoint.IN_VOTE, FaultPoint.STATUS})
 """Points that only rank 0 of a replica passes."""
@@ -154,6 +164,18 @@ class Passages:
         return due
 
 
+_SIGNALS = {
+    FaultKind.KILL: signal.SIGKILL,
+    FaultKind.STOP: signal.SIGSTOP,
+    FaultKind.FREEZE: signal.SIGSTOP,
+    FaultKind.SEGV: signal.SIGSEGV,
+    FaultKind.BUS: signal.SIGBUS,
+    FaultKind.FPE: signal.SIGFPE,
+    FaultKind.ILL: signal.SIGILL,
+    FaultKind.ABORT: signal.SIGABRT,
+}
+
+
 class InjectedFault(Exception):
     """What a fault of kind `raise` raises."""
 
@@ -194,8 +216,11 @@ class FaultInjector:
         )  # fmt: skip
         if due.kind is FaultKind.RAISE:
             raise InjectedFault(f"injected at {point.value} (step {step}, microbatch {microbatch}, bucket {bucket})")
+        if due.kind is FaultKind.LOOP:
+            while True:  # until it is fenced
+                pass
         # To this thread, which meets it before its next instruction; one sent to the process may let it run on a little.
-        signal.pthread_kill(threading.get_ident(), signal.SIGKILL if due.kind is FaultKind.KILL else signal.SIGSTOP)
+        signal.pthread_kill(threading.get_ident(), _SIGNALS[due.kind])
 
     def stretch(self, step: int, seconds: float) -> float:
         """A forward or backward took so long: wait as long as slow ranks take more. Returns how long it took in all."""

@@ -1,7 +1,8 @@
 """The event log of a run: the type of every event, how one is written and how a log is read.
 
-All processes of a run append to one `events.jsonl`, one JSON object a line. This module decides what an event looks like
-and nothing else: it never judges a history (`observe.check` does) and never formats one for people.
+A trace is one `events.jsonl`, one JSON object a line, that the recorder (`cluster.recorder`) writes from what all processes
+of a run record (`ring`). This module decides what an event looks like and nothing else: it never judges a history
+(`observe.check` does) and never formats one for people.
 
 Cause comes before effect: an event is recorded before its effect can be seen outside the thread that records it (before the
 vote is sent, before the result is held, before the fault strikes). So the order of the lines is an order in which the run can
@@ -14,21 +15,26 @@ docs/architecture.md, section Trace, lists who writes which event.
 from __future__ import annotations
 
 import errno
+import gzip
 import os
 import re
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, Protocol, get_args
 
 import msgspec
 
+from megatron_recover import event_files
 from megatron_recover.core.policy import EXIT
 from megatron_recover.core.values import LossKind
 
-EVENTS_FILE = "events.jsonl"
+EVENTS_FILE = event_files.EVENTS_FILE
 """Name of the log inside a run directory."""
 
+Level = Literal["microbatches", "steps", "faults"]
+"""What a trace shows: every microbatch, every step, or faults and recoveries only. Each level is a part of the one before."""
 Size = Annotated[int, msgspec.Meta(ge=1)]
 _START_OF_EVENT = b'{"event":"'
 
@@ -123,6 +129,8 @@ class RunStarted(Event, frozen=True, kw_only=True):
     min_replicas: int = 1
     num_microbatches: int | None = None
     """M of every training step as the command line asks for it; None where it changes from step to step."""
+    level: Level = "microbatches"
+    """What the trace shows: everything, or nothing of what `LEFT_OUT` names for this level."""
 
 
 class Joined(Event, frozen=True, kw_only=True):
@@ -159,6 +167,37 @@ class Entered(Event, frozen=True, kw_only=True):
     generation: int
     seconds: float
     """Since the generation was announced to this leader."""
+
+
+class CoordinatorSilent(Event, frozen=True, kw_only=True):
+    """Leader: its coordinator sends nothing, not even beats; or it does again. Training needs it only where something fails."""
+
+    replica: int
+    generation: int
+    phase: Literal["began", "over"]
+    seconds: float
+    """How long the silence has lasted."""
+    waits: str
+    """What this replica needs the coordinator for, in words; empty: nothing yet."""
+    waiting_for: tuple[int, ...]
+    """Members whose message this replica waits for."""
+    pid: int
+    """Of the coordinator's process; 0 where it was never heard."""
+    state: str
+    """Of that process, as /proc has it (`T`: stopped); empty where it cannot be read."""
+
+
+class LeaderSilent(Event, frozen=True, kw_only=True):
+    """Coordinator: a leader does not answer its beats; or it does again. Nobody is judged by that."""
+
+    member: int
+    """The leader's replica."""
+    generation: int
+    phase: Literal["began", "over"]
+    seconds: float
+    """How long the silence has lasted."""
+    waiting_for: tuple[int, ...]
+    """Members that the leader waited for when it answered last."""
 
 
 class Stopping(Event, frozen=True, kw_only=True):
@@ -394,7 +433,7 @@ class Fault(Event, frozen=True, kw_only=True):
     rank: int
     point: str
     kind: str
-    """kill, stop, freeze, raise or slow."""
+    """As in `faults.FaultKind`."""
     step: int | None = None
     generation: int | None = None
     microbatch: int | None = None
@@ -424,6 +463,21 @@ class Fenced(Event, frozen=True, kw_only=True):
 
     replica: int
     ranks: tuple[int, ...]
+
+
+class SetAside(Event, frozen=True, kw_only=True):
+    """Agent: a rank does not end although it was killed. Nobody waits for it, and its slot is not used again.
+
+    Whatever it still does has no effect: its replica is in no roster, and it ends before it runs another instruction.
+    """
+
+    replica: int
+    rank: int
+    pid: int
+    state: str
+    """As /proc/PID/stat has it (`D`: in an uninterruptible wait); empty where it cannot be read."""
+    wchan: str
+    """The kernel function in which it waits; empty where it cannot be read."""
 
 
 Phase = Literal["detect", "agree", "redeal", "recompute", "reduce", "commit"]
@@ -467,9 +521,9 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 
 
 AnyEvent = (
-    RunStarted | Joined | Generation | Entered | Stopping | Waiting | RunFinished | Status | Plan | MicrobatchStarted
-    | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | Miscounted | ReductionFailed | Voted | Committed
-    | Applied | Fault | Thawed | Failure | Fenced | Recovery | Gap | Checkpoint
+    RunStarted | Joined | Generation | Entered | CoordinatorSilent | LeaderSilent | Stopping | Waiting | RunFinished | Status
+    | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | Miscounted
+    | ReductionFailed | Voted | Committed | Applied | Fault | Thawed | Failure | Fenced | SetAside | Recovery | Gap | Checkpoint
 )  # fmt: skip
 
 
@@ -482,8 +536,26 @@ NAMES = tuple(_snake_case(kind.__name__) for kind in get_args(AnyEvent))
 """What all events are called in a log."""
 
 
+LEVELS: tuple[Level, ...] = get_args(Level)
+_OF_MICROBATCHES = frozenset({MicrobatchStarted, MicrobatchFinished, BucketPassed, Extended})
+_OF_STEPS = frozenset({Plan, Reduced, Transferred, Voted, Committed, Applied})
+LEFT_OUT: dict[Level, frozenset[type]] = {
+    "microbatches": frozenset(),
+    "steps": _OF_MICROBATCHES,
+    "faults": _OF_MICROBATCHES | _OF_STEPS,
+}
+"""The events that a trace of each level does not have."""
+
+
+class Log(Protocol):
+    """Where a process records its events."""
+
+    def record(self, event: Event) -> None:
+        """Stamp the event with the time and keep it."""
+
+
 class EventLog:
-    """Appends events to a file that other processes append to at the same time.
+    """Appends events to a file that other processes append to at the same time, where there is no recorder (`ring`).
 
     Each event is one `write` of a whole line to a descriptor opened with O_APPEND: lines of several threads and processes
     never mix, and an event that was recorded survives the end of its process, SIGKILL included. Nothing is synced to disk: a
@@ -495,7 +567,7 @@ class EventLog:
         self._path = str(path)
         self._started_at = started_at
         self._encode = msgspec.json.Encoder().encode
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def record(self, event: Event) -> None:
         """Stamp the event with the time and append it. Raises OSError when it cannot be written in full."""
@@ -518,7 +590,7 @@ class EventLog:
 class Recorder:
     """Records the events of one rank: each carries the rank's place. Without a log it records nothing."""
 
-    def __init__(self, log: EventLog | None, *, replica: int, rank: int) -> None:
+    def __init__(self, log: Log | None, *, replica: int, rank: int) -> None:
         self._log, self._replica, self._rank = log, replica, rank
 
     def __call__(self, event: Callable[..., Event], **fields: object) -> None:
@@ -541,8 +613,13 @@ def parse(line: bytes) -> tuple[AnyEvent | None, str]:
     process's event right behind it. Such a fragment is no event and no error. Everything else that is not an event of this
     version raises ValueError.
     """
-    start = line.rfind(_START_OF_EVENT)
     whole = line.endswith(b"\n")
+    if whole and line.startswith(_START_OF_EVENT):
+        try:
+            return _decode(line), ""
+        except msgspec.DecodeError:  # a fragment stands before the event, or it is none: that is told below
+            pass
+    start = line.rfind(_START_OF_EVENT)
     fragment = line[: max(start, 0)] if whole else line
     if not fragment.startswith(_START_OF_EVENT[: len(fragment)]):
         raise ValueError(f"not an event: {line[:60]!r}")
@@ -554,17 +631,22 @@ def parse(line: bytes) -> tuple[AnyEvent | None, str]:
 
 
 def read(path: str | Path, on_cut: Callable[[int, str], None] | None = None) -> Iterator[tuple[int, AnyEvent]]:
-    """Yield (line number from 1, event) of a log in the order of the file.
+    """Yield (line number from 1, event) of a log in its order, one by one; numbers go on from one part of it to the next.
 
-    `on_cut(line, fragment)` is told of every fragment (see `parse`). Raises `TraceError` for what is no event.
+    `path` is a run directory, or its `events.jsonl`, for all parts (`event_files`); or one file, compressed or not.
+    `on_cut(line, fragment)` is told of every fragment (see `parse`). Raises `TraceError` for what is no event, and
+    FileNotFoundError.
     """
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+    number, place = 0, Path(path)
+    try:
+        for number, (place, line_of_file, line) in enumerate(event_files.lines(Path(path)), start=1):
             try:
                 event, fragment = parse(line)
             except ValueError as error:
-                raise TraceError(f"{path}:{number}: {error}") from error
+                raise TraceError(f"{place}:{line_of_file}: {error}") from error
             if fragment and on_cut is not None:
                 on_cut(number, fragment)
             if event is not None:
                 yield number, event
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise TraceError(f"{place}, after line {number} of the trace: {error}; the compressed file is damaged") from error

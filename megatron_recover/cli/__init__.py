@@ -25,6 +25,7 @@ VERBS: Mapping[str, str] = MappingProxyType({
     "report": "make a page that shows what happened in a run, from its trace",
     "top": "follow a run in one live line",
     "simulate": "run a job of any size on a virtual clock, against checkpoint-restart and others",
+    "explain": "print every wait of a run, who ends it, and why in that order",
     "data": "turn text files into a data set that Megatron reads",
 })  # fmt: skip
 """Each verb and what it does; verb V is `megatron_recover.cli.V.main(argv) -> exit code`."""

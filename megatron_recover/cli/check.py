@@ -1,5 +1,5 @@
 """`megatron-recover check RUN_DIR`: prints the verdict of `observe.check`; its exit code is 14 when that is not in the
-run's favour, and 3 when the run has not ended."""
+run's favour, and 3 when the run has not ended or part of it could not be judged."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ def _json(verdict: Verdict) -> str:
     content = {
         "holds": verdict.holds,
         "finished": verdict.is_finished,
+        "whole": verdict.is_whole,
+        "not_judged": verdict.not_judged,
         "violations": [
             {"invariant": one.invariant, "line": one.line, "message": one.message} for one in verdict.violations
         ],
@@ -32,7 +34,8 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="megatron-recover check",
         description="Verify the invariants of a run from its trace alone, and compare it with a reference run.",
-        epilog=f"Exit code 0: all hold. {ExitCode.UNFINISHED:d}: all hold so far, but the run still goes on or was cut off. "
+        epilog=f"Exit code 0: all hold. {ExitCode.UNFINISHED:d}: all that was judged holds, but the run still goes on or was "
+        "cut off, or the trace lacks events, so that part of it was not judged (it says which). "
         f"{ExitCode.INVARIANT_VIOLATED:d}: one is broken, two exact runs differ, or nothing was committed. "
         f"{ExitCode.BAD_INPUT:d}: no readable trace.",
     )
@@ -51,4 +54,4 @@ def main(argv: list[str]) -> int:
     print(_json(verdict) if arguments.json else describe(verdict))
     if not verdict.holds:
         return ExitCode.INVARIANT_VIOLATED
-    return ExitCode.OK if verdict.is_finished else ExitCode.UNFINISHED
+    return ExitCode.OK if verdict.is_finished and verdict.is_whole else ExitCode.UNFINISHED

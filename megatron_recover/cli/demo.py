@@ -101,7 +101,7 @@ def _taken_in(history: History) -> Iterator[str]:
     for step, taken in by_step.items():
         replicas = sorted({one.replica for one in taken})
         yield (
-            f"{history.plans[step][0][1].label}: microbatches {', '.join(map(str, sorted(one.microbatch for one in taken)))} "
+            f"{history.label(step)}: microbatches {', '.join(map(str, sorted(one.microbatch for one in taken)))} "
             f"taken into the running 1F1B by replica{'s' * (len(replicas) > 1)} {' and '.join(map(str, replicas))}"
         )
 
@@ -155,8 +155,10 @@ def claims(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
         ),
         Claim(
             "No invariant is broken in either run",
-            reference.holds and faulty.holds,
-            f"broken: {', '.join(broken)}" if broken else "; ".join(faulty.problems) or "INV-1 to INV-8",
+            all(one.holds and one.is_whole for one in (reference, faulty)),
+            f"broken: {', '.join(broken)}"
+            if broken
+            else "; ".join([*faulty.problems, *faulty.not_judged, *reference.not_judged]) or "INV-1 to INV-8",
         ),
     )
 
@@ -269,8 +271,8 @@ class _Demo:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Leave nothing behind: a run that is told twice kills its ranks, and ranks without their launcher end by themselves."""
-    for tell in (process.terminate, process.terminate, process.kill):
+    """End a run, and leave nothing behind: ranks that have lost their launcher end by themselves."""
+    for tell in (process.terminate, process.kill):
         if process.poll() is None:
             tell()
             with contextlib.suppress(subprocess.TimeoutExpired):

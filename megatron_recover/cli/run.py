@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import megatron_recover
-from megatron_recover.cli import command_line
+from megatron_recover import trace
+from megatron_recover.cli import command_line, finish
 from megatron_recover.cluster import chaos
-from megatron_recover.cluster.console import Console
+from megatron_recover.cluster.event_store import PART_BYTES
 from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.core.values import ExitCode
@@ -20,6 +21,7 @@ from megatron_recover.faults import Fault
 from megatron_recover.flags import Parser
 from megatron_recover.megatron.arguments import add_recover_arguments, recover_flags
 from megatron_recover.megatron.preflight import FLAGS, Preflight, preflight
+from megatron_recover.observe import summary
 
 PRELOAD = (
     "torch",
@@ -61,6 +63,15 @@ def _parser() -> Parser:
     parser.add_argument(
         "--chaos", metavar="FILE|rate=P,seed=N", help="inject faults: a TOML file of exact ones, or random ones (docs/chaos.md)"
     )
+    parser.add_argument(
+        "--trace-level", choices=trace.LEVELS, default="microbatches",
+        help="what the trace shows: every microbatch, every step, or faults and recoveries only; check and the report can say "
+        "no more than the trace (default: microbatches)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trace-file-bytes", type=int, metavar="N", default=PART_BYTES,
+        help="put events.jsonl aside when it has N bytes, and compress it; 0: never (default: 256 MiB)",
+    )  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="print only how the run ends if it does not end well")
     return parser
 
@@ -78,17 +89,32 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
     script, *flags = command
     if not Path(script).is_file():
         raise ValueError(f"there is no training script {script}; write its path behind --")
+    if arguments.trace_file_bytes < 0:
+        raise ValueError(f"--trace-file-bytes is {arguments.trace_file_bytes}; it must be 0 (never) or more")
     judged = preflight(flags, num_replicas=arguments.replicas, lanes=arguments.lanes)
     faults: tuple[Fault, ...] = ()
     chaos_text = ""
     if arguments.chaos is not None:
         faults, chaos_text = chaos.faults_of(arguments.chaos, _target(arguments, judged))
+        _refuse_unseen(faults, arguments.trace_level)
     job = Job(
         argv=(script, *flags), num_replicas=arguments.replicas, layout=judged.layout, config=judged.config,
         run_dir=create_run_dir(arguments.run_dir), faults=faults, seed=judged.seed, dry_run=DRY_RUN, preload=PRELOAD,
         num_microbatches=None if judged.batch_changes else judged.num_microbatches,
+        trace_level=arguments.trace_level, trace_file_bytes=arguments.trace_file_bytes,
     )  # fmt: skip
     return job, chaos_text
+
+
+def _refuse_unseen(faults: Iterable[Fault], level: trace.Level) -> None:
+    """Raise ValueError for a freeze that no event of the trace can end."""
+    left_out = {kind.__struct_config__.tag for kind in trace.LEFT_OUT[level]}
+    unseen = sorted({fault.until for fault in faults if fault.until is not None} & left_out)
+    if unseen:
+        raise ValueError(
+            f"--trace-level {level} leaves out {', '.join(unseen)}, which a freeze of --chaos waits for; "
+            "name another event by until, or leave --trace-level out"
+        )
 
 
 def _target(arguments: argparse.Namespace, judged: Preflight) -> chaos.Target:
@@ -123,15 +149,15 @@ def main(argv: list[str]) -> int:
             (job.run_dir / chaos.CHAOS_FILE).write_text(chaos_text)
             if not arguments.quiet and not Path(arguments.chaos).is_file():
                 print(chaos_text)
-        launcher = Launcher(job, Console(job, quiet=arguments.quiet))
+        launcher = Launcher(job, quiet=arguments.quiet)
         exit_code = launcher.run()
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        # The trace could not be written. All ranks are dead by now: the launcher leaves nothing behind, however it ends.
+        # Files that there have to be before anything is trained: descriptions, and the logs of all processes.
         print(
-            f"megatron-recover run: --run-dir {job.run_dir}: {error.strerror}; the run has been ended. "
-            "No checkpoint was saved at the end: make room there, then start again, with --load if there is an earlier one.",
+            f"megatron-recover run: --run-dir {job.run_dir}: {error.strerror}; the run could not be started. "
+            "Make room there, or give another folder.",
             file=sys.stderr,
         )  # fmt: skip
         return ExitCode.FAILED
@@ -159,24 +185,20 @@ def _empty(folder: Path) -> None:
 
 def _report(job: Job) -> None:
     """`summary.json` and the loss plot, for whatever the run has got to; and which exact faults it has not got to."""
-    from megatron_recover.observe import plot, summary
-    from megatron_recover.observe.history import History
-
     run_dir = job.run_dir
+    why = finish.failure(run_dir, finish.DEADLINE_S)
+    if why is not None:  # the run is over and has said how
+        remedy = f"`{command_line('report', str(run_dir))}` makes them"
+        print(f"megatron-recover run: no summary and no plot: {why}; {remedy}", file=sys.stderr)
+    if why is not None or not job.faults:  # a disk that did not answer that process is not asked again here
+        return
     try:
-        history = History.read(run_dir)
-        told = summary.summarize(history)
-        summary.save(run_dir, told)
-        for number, fault in chaos.unstruck(job.faults, [(one.replica, one.rank, one.point) for one in told.faults]):
-            print(
-                f"megatron-recover run: [[fault]] {number} of {run_dir / chaos.CHAOS_FILE} never struck (replica "
-                f"{fault.replica}, rank {fault.rank}, {fault.point.value}): the rank did not pass that so often, or was gone",
-                file=sys.stderr,
-            )
-        plot.draw(run_dir, history)
-    except (KeyboardInterrupt, OSError) as error:  # the run is over and has said how
-        why = error.strerror if isinstance(error, OSError) else "interrupted"
+        told = summary.load(run_dir)
+    except (OSError, ValueError):
+        return
+    for number, fault in chaos.unstruck(job.faults, [(one.replica, one.rank, one.point) for one in told.faults]):
         print(
-            f"megatron-recover run: {why} while the plot was made; `{command_line('report', str(run_dir))}` makes it",
+            f"megatron-recover run: [[fault]] {number} of {run_dir / chaos.CHAOS_FILE} never struck (replica "
+            f"{fault.replica}, rank {fault.rank}, {fault.point.value}): the rank did not pass that so often, or was gone",
             file=sys.stderr,
         )

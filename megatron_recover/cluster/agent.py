@@ -18,20 +18,21 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
 
 from megatron_recover.cluster import forkserver
+from megatron_recover.deadlines import Deadlines
 
 _PF_EXITING = 0x4
 _STATE_FIELD, _FLAGS_FIELD, _EXIT_CODE_FIELD = 3, 9, 52
 """Of /proc/PID/stat, counted from 1 (proc(5))."""
 _STOPPED = b"T"
-_FORK_DEADLINE_S = 60.0
-_CLOSE_DEADLINE_S = 10.0
+_PIDFD_SIGNAL_PROCESS_GROUP = 4
+"""Flag of pidfd_send_signal(2): the process group that the process leads. Linux 6.9."""
 _LOOK_S = 1.0
 """Between two looks at a fork server that is waited for."""
 
@@ -52,8 +53,32 @@ class End(msgspec.Struct, frozen=True):
         return f"exit code {self.status}"
 
 
+class Undying(msgspec.Struct, frozen=True):
+    """A process that SIGKILL has not ended, most often one in an uninterruptible wait (state D) for a disk or device."""
+
+    replica: int
+    """-1: no replica's; rank -1 is then the fork server, rank 0 the dry run."""
+    rank: int
+    pid: int
+    state: str
+    """As /proc/PID/stat has it; empty where it cannot be read."""
+    wchan: str
+    """The kernel function in which it waits; empty where it cannot be read."""
+
+    def __str__(self) -> str:
+        ours = "the dry run" if self.rank >= 0 else "the fork server"
+        who = f"replica {self.replica} rank {self.rank}" if self.replica >= 0 else ours
+        where = f" in {self.wchan}" if self.wchan else ""
+        return f"{who} (pid {self.pid}, state {self.state or 'unknown'}{where})"
+
+
 class AgentLost(RuntimeError):
     """The fork server does not answer; the kernel kills the ranks of one that has ended."""
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that nobody but its owner may read."""
+    return os.open(path, flags, 0o600)
 
 
 class _Stat:
@@ -87,6 +112,8 @@ class _Process:
         """Its end was handed out by `poll`."""
         self.confirmed = False
         """The fork server has reaped it and killed what was left of its group."""
+        self.killed_at: float | None = None
+        """When SIGKILL was sent to it first."""
 
     def dying_status(self) -> int | None:
         """How it is ending, once the kernel has begun to take it down; None while it lives."""
@@ -94,6 +121,26 @@ class _Process:
         if not fields or not int(fields[_FLAGS_FIELD]) & _PF_EXITING:
             return None
         return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE_FIELD]))
+
+    def undying(self) -> Undying:
+        """Return what there is to say of it if it does not die."""
+        fields, wchan = self.stat.read(), ""
+        with contextlib.suppress(OSError):
+            wchan = Path(f"/proc/{self.pid}/wchan").read_text().strip("0\n")  # 0: it may not be read, or there is none
+        return Undying(self.replica, self.rank, self.pid, fields[_STATE_FIELD].decode() if fields else "", wchan)
+
+    def kill(self) -> None:
+        """Kill the rank, and every process of its group (data loaders' workers) at once.
+
+        The pidfd names the group that this very process leads, so no other one can be struck, whoever has its number by now.
+        Kernels before 6.9 cannot do that. There the fork server kills the group, when it reaps the rank.
+        """
+        if self.killed_at is None:
+            self.killed_at = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):  # reaped, and its report is on the way
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL, None, _PIDFD_SIGNAL_PROCESS_GROUP)
 
     def close(self) -> None:
         self.stat.close()
@@ -103,11 +150,21 @@ class _Process:
 class Agent:
     """Owns one fork server and the ranks that it forked. Used by one thread."""
 
-    def __init__(self, *, preload: tuple[str, ...], environment: dict[str, str], log: Path) -> None:
+    def __init__(
+        self, *, preload: tuple[str, ...], environment: dict[str, str], log: Path, deadlines: Deadlines | None = None
+    ) -> None:
         """Start the fork server; it imports the modules `preload` (see `is_ready`) and has no environment but this one."""
+        self._deadlines = deadlines or Deadlines.of()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "megatron_recover.cluster.forkserver", str(theirs.fileno()), *preload]
-        with theirs, open(log, "ab") as output:
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_recover.cluster.forkserver",
+            str(theirs.fileno()),
+            str(self._deadlines.reap_s),
+            *preload,
+        ]
+        with theirs, open(log, "ab", opener=_private) as output:
             self._server = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 pass_fds=(theirs.fileno(),), start_new_session=True,
@@ -144,17 +201,17 @@ class Agent:
         request = forkserver.Spawn(
             replica=replica, rank=rank, argv=argv, environment=environment, descriptors=tuple(descriptors)
         )
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             socket.send_fds(self._control, [msgspec.json.encode(request)], [output, *descriptors.values()])
         finally:
             os.close(output)
-        until = time.monotonic() + _FORK_DEADLINE_S
+        until = time.monotonic() + self._deadlines.fork_s
         while not isinstance(reply := self._receive(deadline_s=_LOOK_S), forkserver.Started):
             if reply is None and (self.wake_server() or time.monotonic() < until):
                 continue
             if reply is None:
-                raise AgentLost(f"the fork server did not start a rank within {_FORK_DEADLINE_S:g} s; see {self._log}")
+                raise AgentLost(f"the fork server did not start a rank within {self._deadlines.fork_s:g} s; see {self._log}")
             self._pending.append(reply)
 
     def wake_server(self) -> bool:
@@ -195,51 +252,79 @@ class Agent:
         return ends
 
     def fence(self, replica: int) -> None:
-        """Kill every rank of a replica that is not known to be dead. `is_fenced` says when it is done."""
+        """Kill every rank of a replica that is not known to be dead, with what it started. `is_fenced` says when it is done."""
         for process in self._processes.values():
             if process.replica == replica and not process.confirmed:
-                with contextlib.suppress(ProcessLookupError):  # reaped, and its report is on the way
-                    signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
+                process.kill()
+
+    def pid(self, replica: int, rank: int) -> int:
+        """Return the process id of a rank that was started; the process may have ended."""
+        return self._processes[replica, rank].pid
+
+    def state(self, replica: int, rank: int) -> str:
+        """Return the state of a rank's process as in /proc/PID/stat, one letter; empty once it is reaped."""
+        fields = self._processes[replica, rank].stat.read()
+        return fields[_STATE_FIELD].decode() if fields else ""
 
     def is_stopped(self, replica: int, rank: int) -> bool:
         """Whether a rank stands still (SIGSTOP)."""
-        fields = self._processes[replica, rank].stat.read()
-        return bool(fields) and fields[_STATE_FIELD] == _STOPPED
+        return self.state(replica, rank) == _STOPPED.decode()
 
     def thaw(self, replica: int, rank: int) -> None:
         """Continue a rank that stands still."""
         with contextlib.suppress(ProcessLookupError):  # reaped meanwhile
             signal.pidfd_send_signal(self._processes[replica, rank].pidfd, signal.SIGCONT)
 
-    def is_fenced(self, replica: int) -> bool:
-        """Whether no process of a replica is left."""
-        return all(each.confirmed for each in self._processes.values() if each.replica == replica)
+    def is_fenced(self, replica: int, but: Container[tuple[int, int]] = ()) -> bool:
+        """Whether no process of a replica is left, other than those of the ranks (replica, rank) in `but`."""
+        ranks = [each for each in self._processes.values() if each.replica == replica]
+        return all(each.confirmed or (each.replica, each.rank) in but for each in ranks)
+
+    def has_ended(self, replica: int, rank: int) -> bool:
+        """Whether the process of a rank is confirmed dead."""
+        return self._processes[replica, rank].confirmed
+
+    def undying(self) -> list[Undying]:
+        """Return the ranks that do not end although they were killed."""
+        now, found = time.monotonic(), []
+        for process in self._processes.values():
+            if process.confirmed or process.killed_at is None or now - process.killed_at < self._deadlines.sigkill_s:
+                continue
+            if process.dying_status() is None or now - process.killed_at >= self._deadlines.end_s:
+                found.append(process.undying())
+        return found
 
     def num_living(self) -> int:
         """Ranks that are not confirmed dead."""
         return sum(not each.confirmed for each in self._processes.values())
 
-    def close(self) -> None:
-        """Kill every rank and end the fork server. Raises RuntimeError when that can not be confirmed in time."""
+    def close(self) -> list[Undying]:
+        """Kill every rank and end the fork server; return what did not end within three times `Deadlines.close_s`."""
         for replica in {each.replica for each in self._processes.values()}:
             self.fence(replica)
+        given_up = {(each.replica, each.rank) for each in self.undying()}
         self.wake_server()
         self._control.close()  # the server kills and reaps what is left, then ends
         if not self._processes:
             self._server.kill()  # it has nothing to reap, and may be importing for a long time
+        left = []
         try:
-            self._server.wait(timeout=_CLOSE_DEADLINE_S)
+            self._server.wait(timeout=self._deadlines.close_s)
         except subprocess.TimeoutExpired:
             self._server.kill()  # its ranks get SIGKILL from the kernel
-            self._server.wait(timeout=_CLOSE_DEADLINE_S)
-        end = time.monotonic() + _CLOSE_DEADLINE_S
-        left = [each.pid for each in self._processes.values() if not _ended(each.pidfd, end)]
-        for process in self._processes.values():
+            try:
+                self._server.wait(timeout=self._deadlines.close_s)
+            except subprocess.TimeoutExpired:
+                fields = self._server_stat.read()
+                left.append(Undying(-1, -1, self._server.pid, fields[_STATE_FIELD].decode() if fields else "", ""))
+        until = time.monotonic() + self._deadlines.close_s
+        for key, process in self._processes.items():
+            if not _ended(process.pidfd, 0.0 if key in given_up else until):
+                left.append(process.undying())
             process.close()
         self._processes.clear()
         self._server_stat.close()
-        if left:
-            raise RuntimeError(f"processes {left} did not end {_CLOSE_DEADLINE_S:g} s after SIGKILL")
+        return left
 
     def _receive(self, *, deadline_s: float = 0.0) -> forkserver.Reply | None:
         """The next reply, None if none comes in time; starts are entered into the books here."""

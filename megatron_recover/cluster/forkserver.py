@@ -4,7 +4,7 @@ A forked rank is up in tens of milliseconds instead of the 5 CPU-seconds of a fr
 pages. The server starts ranks, waits for them and reports how they ended; it never decides who is started or killed, except
 that it kills what is left when a rank or the launcher is gone: nothing outlives either.
 
-Run by `cluster.agent.Agent` as ``python -m megatron_recover.cluster.forkserver FD MODULE...``; FD is a SOCK_SEQPACKET
+Run by `cluster.agent.Agent` as ``python -m megatron_recover.cluster.forkserver FD REAP_S MODULE...``; FD is a SOCK_SEQPACKET
 socket on which each packet is one JSON message, with descriptors attached where said.
 """
 
@@ -28,6 +28,7 @@ from typing import NoReturn
 
 import msgspec
 
+from megatron_recover.cluster.output import forgive_full_disks
 from megatron_recover.config import add_to_environment, describe_descriptors
 
 MAX_PACKET_BYTES = 2**17
@@ -93,8 +94,9 @@ def _prctl(option: int, value: int | bytes) -> None:
 
 
 class _Server:
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
+    def __init__(self, control: socket.socket, reap_s: float) -> None:
+        """`reap_s`: how long to wait at the end for the ranks to die (`Deadlines.reap_s`)."""
+        self._control, self._reap_s = control, reap_s
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._decode = msgspec.json.Decoder(Spawn).decode
@@ -147,11 +149,16 @@ class _Server:
             print("fork server: the launcher is gone", file=sys.stderr, flush=True)
 
     def _kill_all(self) -> None:
+        """Kill every rank and reap those that die of it in time; one in an uninterruptible wait is left to the kernel."""
+        self._selector.unregister(self._control)
         ranks = [key for key in self._selector.get_map().values() if key.data is not None]
         for key in ranks:
             signal.pidfd_send_signal(key.fd, signal.SIGKILL)
-        for key in ranks:
-            self._reap(key)
+        num_left, until = len(ranks), time.monotonic() + self._reap_s
+        while num_left and (left_s := until - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left_s):
+                self._reap(key)
+                num_left -= 1
 
 
 def _become_rank(spawn: Spawn, output: int, handed_down: list[int], inherited: list[int], server: int) -> NoReturn:
@@ -168,6 +175,7 @@ def _become_rank(spawn: Spawn, output: int, handed_down: list[int], inherited: l
         for stream in (1, 2):
             os.dup2(output, stream)
         os.close(output)
+        forgive_full_disks()
         for descriptor in handed_down:  # of this process alone, not of programs that it starts
             os.set_inheritable(descriptor, False)
         named = describe_descriptors(dict(zip(spawn.descriptors, handed_down, strict=True)))
@@ -213,7 +221,7 @@ def main() -> None:
     set_parent_death_signal(signal.SIGKILL)
     control = socket.socket(fileno=int(sys.argv[1]))
     started = time.monotonic()
-    for name in sys.argv[2:]:
+    for name in sys.argv[3:]:
         importlib.import_module(name)
     if threading.active_count() != 1:
         print(f"fork server: threads started by imports: {threading.enumerate()}", file=sys.stderr, flush=True)
@@ -221,7 +229,7 @@ def main() -> None:
     gc.disable()
     gc.collect()
     gc.freeze()
-    server = _Server(control)
+    server = _Server(control, float(sys.argv[2]))
     server._send(Ready(seconds=time.monotonic() - started), [])
     # A server that somebody has stopped wakes up when the launcher dies, finds its end closed and kills what is left.
     set_parent_death_signal(signal.SIGCONT)

@@ -11,9 +11,11 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover import __version__
+from megatron_recover.cluster.event_store import PART_BYTES
 from megatron_recover.config import RecoverConfig
 from megatron_recover.faults import Fault
-from megatron_recover.trace import Layout
+from megatron_recover.ring import RING_BYTES
+from megatron_recover.trace import Layout, Level
 
 LOGS = "logs"
 TRAIN_LOG = "train.log"
@@ -37,6 +39,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Modules that every rank finds imported."""
     num_microbatches: int | None = None
     """M of every training step, as the command line asks for it; None where it is unknown or changes."""
+    trace_level: Level = "microbatches"
+    trace_file_bytes: int = PART_BYTES
+    """Size at which a file of the trace is put aside and compressed; 0: never."""
+    ring_bytes: int = RING_BYTES
+    """Room for the events of each process that are not in the trace yet."""
 
     @property
     def num_ranks(self) -> int:
@@ -45,7 +52,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     def log_of(self, replica: int, rank: int) -> Path:
         """Where a rank's stdout and stderr go."""
-        return self.run_dir / LOGS / f"replica-{replica}-rank-{rank}.log"
+        return log_file(self.run_dir, replica, rank)
+
+
+def log_file(run_dir: Path, replica: int, rank: int) -> Path:
+    """Return where a rank's stdout and stderr go."""
+    return run_dir / LOGS / f"replica-{replica}-rank-{rank}.log"
 
 
 def claim_folder(folder: Path, *inside: str, flag: str = "--run-dir") -> Path:

@@ -1,78 +1,80 @@
 """The life of a run in the launcher's process: dry run, start of all ranks, watch over them, exit code; nothing stays behind.
 
-It joins the agent (processes), the membership (decisions) and the console. What a loss does to the job is decided by the core.
-What is decided here is what there is no job for yet or any more: bad input (of the dry run, or of a rank before generation 1),
-a fork server that is lost, a second signal, and how long a process that has been told to end may take.
+It joins the agent (processes), the membership (decisions) and the recording (trace and console, which have a process of their
+own). What a loss does to the job is decided by the core. What is decided here is what there is no job for yet or any more: bad
+input (of the dry run, or of a rank before generation 1), a fork server that is lost, a second Ctrl-C, and how long a process
+that has been told to end may take.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import re
+import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
 from megatron_recover import config as settings
 from megatron_recover import trace
-from megatron_recover.cluster.agent import Agent, AgentLost, End
-from megatron_recover.cluster.console import Console
-from megatron_recover.cluster.forkserver import TOLD_TO_ALL
+from megatron_recover.cluster.agent import Agent, AgentLost, End, Undying
 from megatron_recover.cluster.job import LOGS, Job, Ports, sharing_a_gpu, write_description
 from megatron_recover.cluster.membership import Membership
+from megatron_recover.cluster.recording import Recording
+from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
 from megatron_recover.cluster.thawing import Thawing
+from megatron_recover.cluster.watch import Watch, explaining_first
+from megatron_recover.collectives import key as keys
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext
 from megatron_recover.core.coordinator import Policy
-from megatron_recover.core.policy import loss_of
-from megatron_recover.core.values import ExitCode, Loss
+from megatron_recover.core.values import ExitCode
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.megatron.arguments import BAD_ARGUMENTS
 
 _DRY_RUN = -1
 """What the agent calls the process that judges the arguments: it belongs to no replica."""
 _POLL_S = 0.05
 """Between two looks at every rank's /proc entry: a death is known after half of it on average (Note [Seeing a death])."""
-_GRACE_S = 0.2
-"""How long a complaint of a leader waits for the agent to see a process end, which would explain it."""
-_IMPORT_DEADLINE_S = 600.0
-_DRY_RUN_DEADLINE_S = 300.0
 _CALLS_PRETRAIN = "called megatron_recover.megatron.pretrain; does it call Megatron's own instead?"
-_LOAD_DEADLINE_S = 3600.0
-"""From the start of the processes to the first replica that is ready: a checkpoint is loaded, an index of the data built."""
-_START_DEADLINE_S = 900.0
-"""From the first replica that is ready to the last."""
-_END_DEADLINE_S = 60.0
-"""For the ranks to end by themselves after a job that ended well."""
-_STOP_DEADLINE_S = 10.0
-"""The same after one that did not."""
 
 
 class Launcher:
     """One run. Everything happens in the thread that calls `run`."""
 
-    def __init__(self, job: Job, console: Console) -> None:
-        self._job, self._console = job, console
+    def __init__(self, job: Job, *, quiet: bool = False, deadlines: Deadlines | None = None) -> None:
+        """`quiet`: show only how the run ends, if it does not end well. `deadlines`: other waits than the job's; for tests."""
+        self._job, self._quiet = job, quiet
+        self._deadlines = deadlines or job.config.deadlines
         self._loop = Loop()
+        self._key = keys.make_key()
+        self._sealed_key = keys.sealed(self._key)
         self._ports = Ports()
         self._started_at = time.monotonic()
-        self._log = trace.EventLog(job.run_dir / trace.EVENTS_FILE, self._started_at)
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
         self._fencing: set[int] = set()
+        self._set_aside: set[tuple[int, int]] = set()
+        """Ranks (replica, rank) that do not end although they were killed."""
         self._ending: tuple[int, str] | None = None
         self._end_by = 0.0
-        self._num_signals = 0
+        """By the loop's clock."""
+        self._stood_still_s = 0.0
+        self._end_request = EndRequest()
+        self._recording: Recording
         self._agent: Agent
+        self._ranks: Watch
         self._membership: Membership
 
     def run(self) -> int:
         """Run the job to its end; its exit code (core.values.ExitCode, or 128 + signal when it was killed on request)."""
         job = self._job
         write_description(job)
-        self._log.record(
+        self._recording = Recording(job, self._started_at, quiet=self._quiet)
+        self._recording.record(
             trace.RunStarted(
                 replicas=job.num_replicas,
                 layout=job.layout,
@@ -81,17 +83,16 @@ class Launcher:
                 argv=job.argv,
                 min_replicas=job.config.min_replicas,
                 num_microbatches=job.num_microbatches,
+                level=job.trace_level,
             )  # fmt: skip
         )
-        self._console.start()
         try:
-            with self._signals():
+            with self._end_request.received(lambda number: self._loop.post(lambda: self._signalled(number))):
                 exit_code = self._run()
-            self._log.record(trace.RunFinished(exit_code=exit_code))
-            self._log.close()
-            self._console.finished(exit_code, self._ending[1] if self._ending else "")
+            self._recording.record(trace.RunFinished(exit_code=exit_code))
+            self._recording.finish(exit_code, self._ending[1] if self._ending else "")
         finally:
-            self._console.close()  # whatever is raised is told after what it shows, on a terminal that is whole again
+            self._recording.close()  # whatever is raised is told after what it shows, on a terminal that is whole again
         return exit_code
 
     @property
@@ -101,25 +102,32 @@ class Launcher:
 
     def _run(self) -> int:
         job = self._job
+        raise_descriptor_limit()
         environment = settings.inherited_environment() | _worker_defaults(settings.inherited_environment())
-        self._agent = Agent(preload=job.preload, environment=environment, log=job.run_dir / LOGS / "forkserver.log")
+        self._agent = Agent(
+            preload=job.preload, environment=environment, log=job.run_dir / LOGS / "forkserver.log", deadlines=self._deadlines
+        )
+        self._ranks = Watch(self._agent)
         self._membership = Membership(
             Policy(num_replicas=job.num_replicas, min_replicas=job.config.min_replicas),
+            key=self._key,
             loop=self._loop,
             timers_s={
-                "follow_timeout_s": job.config.follow_timeout_s,
-                "finish_timeout_s": job.config.stall_timeout_s,
-                "save_timeout_s": job.config.save_timeout_s,
-                "grace_s": _GRACE_S,
-                "load_timeout_s": _LOAD_DEADLINE_S,
-                "start_timeout_s": _START_DEADLINE_S,
+                "follow_timeout_s": self._deadlines.follow_s,
+                "finish_timeout_s": self._deadlines.finish_s,
+                "undecided_timeout_s": self._deadlines.deadline_s,
+                "save_timeout_s": self._deadlines.save_s,
+                "grace_s": self._deadlines.grace_s,
+                "load_timeout_s": self._deadlines.deadline_s,
+                "start_timeout_s": self._deadlines.start_s,
             },
-            record=self._log.record,
+            record=self._recording.record,
             fence=self._fence,
             on_end=self._end,
+            deadlines=self._deadlines,
         )
         try:
-            self._console.says(
+            self._recording.says(
                 f"importing {', '.join(job.preload) or 'nothing'} once for {job.num_replicas * job.num_ranks} ranks"
             )
             if self._wait_for_imports() and self._dry_run():
@@ -128,10 +136,13 @@ class Launcher:
         except AgentLost as error:
             self._end(ExitCode.FAILED, str(error))
         finally:
-            self._agent.close()
+            for process in self._agent.close():
+                self._give_up(process)
+            self._ranks.close()
             self._membership.close()
             self._loop.close()
             self._ports.close()
+            os.close(self._sealed_key)
         assert self._ending is not None
         return self._ending[0]
 
@@ -139,12 +150,13 @@ class Launcher:
 
     def _until[Answer](self, answer: Callable[[], Answer], deadline_s: float, late: str) -> Answer | None:
         """The first answer that is one; None if a signal or the deadline came first, which ends the run."""
-        deadline = time.monotonic() + deadline_s
-        while not self._num_signals:
+        deadline = self._loop.time() + deadline_s
+        while not self._end_request.is_made:
             if found := answer():
                 return found
             self._wake_server()
-            if time.monotonic() > deadline:
+            self._recording.poll()
+            if self._loop.time() > deadline:
                 self._end(ExitCode.FAILED, late)
                 return None
             self._loop.run_once(_POLL_S)
@@ -153,8 +165,8 @@ class Launcher:
 
     def _wait_for_imports(self) -> bool:
         """False if a signal or the deadline ended the wait. Raises `AgentLost` where an import fails."""
-        late = f"importing took more than {_IMPORT_DEADLINE_S:.0f} s"
-        if not self._until(self._agent.is_ready, _IMPORT_DEADLINE_S, late):
+        late = f"importing took more than {self._deadlines.deadline_s:.0f} s"
+        if not self._until(self._agent.is_ready, self._deadlines.deadline_s, late):
             return False
         self._loop.watch_readable(self._agent.fileno(), lambda: None)
         return True
@@ -164,9 +176,9 @@ class Launcher:
         script, log = self._job.argv[0], self._job.run_dir / LOGS / "dry-run.log"
         environment = self._environment(0, 0, leader="", master_port=0, dry_run=True)
         argv = self._job.argv if self._job.dry_run is None else (str(self._job.dry_run), *self._job.argv)
-        self._agent.spawn(_DRY_RUN, 0, argv=argv, environment=environment, log=log)
-        late = f"in {_DRY_RUN_DEADLINE_S:.0f} s {script} never {_CALLS_PRETRAIN}; see {log}"
-        ends = self._until(self._agent.poll, _DRY_RUN_DEADLINE_S, late)
+        self._agent.spawn(_DRY_RUN, 0, argv=argv, environment=environment, log=log, descriptors=self._handed_down)
+        late = f"in {self._deadlines.deadline_s:.0f} s {script} never {_CALLS_PRETRAIN}; see {log}"
+        ends = self._until(self._agent.poll, self._deadlines.deadline_s, late)
         if not ends:
             return False
         [end] = ends
@@ -185,8 +197,20 @@ class Launcher:
             master_port = self._ports.take()
             for rank in range(job.num_ranks):
                 environment = self._environment(replica, rank, leader=leader, master_port=master_port)
-                self._agent.spawn(replica, rank, argv=job.argv, environment=environment, log=job.log_of(replica, rank))
+                handed_down = self._handed_down | self._recording.descriptors(replica, rank)
+                start = functools.partial(
+                    self._agent.spawn, replica, rank, argv=job.argv, environment=environment, log=job.log_of(replica, rank)
+                )
+                self._ranks.spawn(
+                    replica, rank,
+                    lambda page, start=start, handed_down=handed_down: start(descriptors=handed_down | page),
+                )  # fmt: skip
         self._membership.launched()
+
+    @property
+    def _handed_down(self) -> dict[str, int]:
+        """Return the descriptors that every rank inherits, by name."""
+        return {keys.DESCRIPTOR: self._sealed_key}
 
     def _environment(self, replica: int, rank: int, *, leader: str, master_port: int, dry_run: bool = False) -> dict[str, str]:
         """What a rank's process finds in its environment beside what all inherit."""
@@ -217,39 +241,75 @@ class Launcher:
     def _watch(self) -> None:
         while not (self._ending is not None and self._is_over()):
             self._loop.run_once(_POLL_S)
+            self._say_if_it_stood_still()
             self._wake_server()
+            self._recording.poll()
             ends = self._agent.poll()
             if ends:
                 # What a dying rank has said arrived before its end was seen: it comes first.
                 self._loop.run_once(0.0)
-            for end in ends:
+            for end in explaining_first(ends):
                 self._ended(end)
+            self._ranks.look()
             for replica, rank in self._thawing.due():
                 if self._agent.is_stopped(replica, rank):
                     self._thawing.done(replica, rank)
-                    self._log.record(trace.Thawed(replica=replica, rank=rank))  # before the rank can write anything
+                    self._recording.record(trace.Thawed(replica=replica, rank=rank))  # before the rank can write anything
                     self._agent.thaw(replica, rank)
-            for replica in [each for each in self._fencing if self._agent.is_fenced(each)]:
-                self._fencing.discard(replica)
-                self._log.record(trace.Fenced(replica=replica, ranks=tuple(range(self._job.num_ranks))))
+            self._follow_fences()
+
+    def _follow_fences(self) -> None:
+        """Record which ranks of fenced replicas have ended, and set aside those that SIGKILL does not end."""
+        for replica, rank in [each for each in self._set_aside if self._agent.has_ended(*each)]:
+            self._set_aside.discard((replica, rank))
+            self._recording.record(trace.Fenced(replica=replica, ranks=(rank,)))
+        for process in self._agent.undying():
+            self._give_up(process)
+        for replica in [each for each in self._fencing if self._agent.is_fenced(each, but=self._set_aside)]:
+            self._fencing.discard(replica)
+            ranks = tuple(rank for rank in range(self._job.num_ranks) if (replica, rank) not in self._set_aside)
+            self._recording.record(trace.Fenced(replica=replica, ranks=ranks))
+
+    def _give_up(self, process: Undying) -> None:
+        """Go on without the end of a process that SIGKILL does not end, once. Its slot must not be used again."""
+        if (process.replica, process.rank) in self._set_aside:
+            return
+        self._set_aside.add((process.replica, process.rank))
+        if process.replica >= 0:
+            self._recording.ended(process.replica, process.rank)  # it runs no further instruction, and writes nothing more
+            self._recording.record(
+                trace.SetAside(
+                    replica=process.replica, rank=process.rank, pid=process.pid, state=process.state, wchan=process.wchan
+                )  # fmt: skip
+            )
+        self._recording.says(f"{process} does not end although it was killed; nothing waits for it")
 
     def _wake_server(self) -> None:
         if self._agent.wake_server():
-            self._console.says("somebody stopped the fork server: continued it, since no rank can be fenced without it")
+            self._recording.says("somebody stopped the fork server: continued it, since no rank can be fenced without it")
+
+    def _say_if_it_stood_still(self) -> None:
+        """Report a stop of this process itself (Ctrl-Z, SIGSTOP, a suspended machine), once it goes on."""
+        gap_s, self._stood_still_s = self._loop.stood_still_s - self._stood_still_s, self._loop.stood_still_s
+        if gap_s >= self._deadlines.silence_s:
+            self._recording.says(f"the launcher stood still for {gap_s:.0f} s; all that it waits for has as much more time")
 
     def _is_over(self) -> bool:
-        return self._agent.num_living() == 0 or time.monotonic() > self._end_by
+        return self._agent.num_living() <= len(self._set_aside) or self._loop.time() > self._end_by
 
     def _ended(self, end: End) -> None:
-        if self._ending is not None or end.replica in self._fencing:
+        self._recording.ended(end.replica, end.rank)
+        if self._ending is not None or end.replica in self._fencing or (end.replica, end.rank) in self._set_aside:
             return  # as it was told
-        self._log.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
+        self._recording.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
         if end.status == ExitCode.BAD_INPUT and not self._membership.generation:
             # What one rank refuses, all refuse: there is no point in waiting for the others.
             self._end(ExitCode.BAD_INPUT, _refusal(self._job.log_of(end.replica, end.rank)))
             return
-        kind = loss_of(end.status, started=self._membership.generation > 0)
-        self._membership.lost(Loss(end.replica, kind, f"rank {end.rank}: {end.cause}"))
+        loss, failing = self._ranks.loss(end, started=self._membership.generation > 0)
+        if failing is not None:
+            self._membership.failing(failing)
+        self._membership.lost(loss)
 
     def _fence(self, replica: int) -> None:
         self._fencing.add(replica)
@@ -258,48 +318,32 @@ class Launcher:
     def _end(self, exit_code: int, reason: str) -> None:
         self._ending = (exit_code, reason)
         began = self._membership.generation > 0
-        self._end_by = time.monotonic() + (_END_DEADLINE_S if exit_code == ExitCode.OK else _STOP_DEADLINE_S * began)
+        self._end_by = self._loop.time() + (
+            self._deadlines.end_s if exit_code == ExitCode.OK else self._deadlines.stop_s * began
+        )
 
     # --- Signals -----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first signal asks all replicas to save and end at the same step, the second kills them.
-
-        SIGUSR1 and SIGUSR2 are what Slurm's `--signal` is told to send ahead of a time limit. SIGHUP, of a terminal that is
-        closed, counts too, unless whoever started us has it ignored (nohup).
-        """
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            self._loop.post(lambda: self._signalled(number))
-
-        before: list[tuple[int, Callable[..., object] | int | None]] = [
-            (number, signal.signal(number, handle))
-            for number in TOLD_TO_ALL
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-        ]
-        try:
-            yield
-        finally:
-            for number, handler in before:
-                signal.signal(number, handler)
-
     def _signalled(self, number: int) -> None:
-        self._num_signals += 1
-        name = signal.Signals(number).name
-        if self._num_signals == 1 and not self._membership.generation:
-            self._console.says(f"{name}: ending before training has begun")
-            self._membership.ask_exit(name)
-        elif self._num_signals == 1:
-            self._console.says(
-                f"{name}: all replicas end after the same step, with a checkpoint if --save is set; once more kills everything "
-                "at once, and nothing is saved"
-            )
-            self._membership.ask_exit(name)
-        else:
-            self._console.says(f"{name} again: killing everything")
-            self._ending = (128 + number, f"killed on request ({name})")
-            self._end_by = 0.0
+        """Take one signal. What it means is decided in `cluster.signals`, Note [One request]."""
+        name, at_terminal = signal.Signals(number).name, is_at_terminal()
+        at_once = "a second Ctrl-C" if at_terminal else f"`kill -9 {os.getpid()}`"
+        match self._end_request.take(number, at_terminal=at_terminal):
+            case Answer.END if not self._membership.generation:
+                self._recording.says(f"{name}: ending before training has begun")
+                self._membership.ask_exit(name)
+            case Answer.END:
+                self._recording.says(
+                    f"{name}: all replicas end after the same step, with a checkpoint if --save is set; {at_once} kills "
+                    "everything at once, and nothing is saved"
+                )
+                self._membership.ask_exit(name)
+            case Answer.KNOWN:
+                self._recording.says(f"{name}: the end was requested before; {at_once} kills everything at once")
+            case Answer.KILL:
+                self._recording.says(f"{name} again: killing everything")
+                self._ending = (128 + number, f"killed on request ({name})")
+                self._end_by = 0.0
 
 
 def _refusal(log: Path) -> str:
@@ -309,6 +353,14 @@ def _refusal(log: Path) -> str:
     return "\n".join(said) or re.sub(r"^\S+: error: (argument )?", "", lines[-1])
 
 
+def raise_descriptor_limit() -> None:
+    """Let this process, and all that it starts, open as many descriptors as the system allows it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def _worker_defaults(environment: dict[str, str]) -> dict[str, str]:
     """Settings that many ranks on one machine need, unless the user has his own."""
-    return {name: value for name, value in (("OMP_NUM_THREADS", "1"),) if name not in environment}
+    # All ranks of a job are on this machine: gloo would listen where the host name resolves, for remote hosts to connect.
+    defaults = (("OMP_NUM_THREADS", "1"), ("GLOO_SOCKET_IFNAME", "lo"))
+    return {name: value for name, value in defaults if name not in environment}

@@ -6,14 +6,29 @@ does not know: the addresses of every replica's ranks, and since when something 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 
 from megatron_recover import trace
+from megatron_recover.collectives.admission import Gate
+from megatron_recover.collectives.beats import LeaderWatch
+from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.loop import Loop
-from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Message, Peer, address_of, listen
+from megatron_recover.collectives.wire import (
+    Announcement,
+    Beat,
+    LeaderBeat,
+    LeaderHello,
+    Link,
+    Message,
+    Peer,
+    address_of,
+    listen,
+)
 from megatron_recover.core import coordinator as machine
 from megatron_recover.core import values
+from megatron_recover.deadlines import Deadlines
 
 
 class Membership:
@@ -23,14 +38,17 @@ class Membership:
         self,
         policy: machine.Policy,
         *,
+        key: bytes,
         loop: Loop,
         timers_s: Mapping[machine.Setting, float],
         record: Callable[[trace.Event], None],
         fence: Callable[[int], None],
         on_end: Callable[[int, str], None],
+        deadlines: Deadlines | None = None,
     ) -> None:
         """Listen for leaders on a free port of the loopback interface.
 
+        `key` is the job's: leaders prove that they hold it.
         `timers_s` has the seconds of every `core.coordinator.Setting`. `fence(replica)` starts killing it;
         `on_end(exit_code, reason)` comes once, when the leaders have been told to stop.
         """
@@ -39,10 +57,13 @@ class Membership:
         self._peers: dict[int, Peer] = {}
         self._links: dict[int, Link] = {}
         self._noticed: float | None = None
-        self._listener = listen("127.0.0.1:0")
-        self.address = address_of(self._listener)
+        self._leaders = LeaderWatch(loop=loop, deadlines=deadlines or Deadlines.of(), beat=self._beat, record=record)
+        self._asked: dict[int, int] = {}
+        """Replica -> the newest generation in which its request was heard; a beat repeats one that may not have been."""
+        listener = listen("127.0.0.1:0")
+        self.address = address_of(listener)
         """Where leaders find the coordinator."""
-        loop.accept(self._listener, lambda link: loop.watch(link, self._introduced, lambda link, why: None))
+        self._gate = Gate(loop, listener, key, Role.COORDINATOR, self._admits, self._accept)
 
     @property
     def generation(self) -> int:
@@ -53,6 +74,10 @@ class Membership:
         """A replica is gone; losing it twice is fine."""
         self._notice()
         self._step(machine.Lost(loss))
+
+    def failing(self, failing: values.Failing) -> None:
+        """What the loss that follows is charged to, as the agent has seen it."""
+        self._step(failing)
 
     def ask_exit(self, reason: str) -> None:
         """Have all replicas save and end at a common step."""
@@ -65,32 +90,60 @@ class Membership:
 
     def close(self) -> None:
         """Stop listening. The links belong to the loop."""
-        self._loop.forget_readable(self._listener.fileno())
-        self._listener.close()
+        self._gate.close()
 
     # --- From the leaders --------------------------------------------------------------------------------------------
 
-    def _introduced(self, link: Link, message: Message) -> None:
-        if not isinstance(message, LeaderHello) or message.hello.replica in self._links:
+    def _admits(self, peer: Party, wanted: Party) -> bool:
+        """Return whether `peer` is a leader of this job that wants the coordinator."""
+        known = peer.role is Role.LEADER and peer.replica < self._state.policy.num_replicas and peer.rank == 0
+        return known and wanted == Party(Role.COORDINATOR)
+
+    def _accept(self, link: Link, peer: Party) -> None:
+        self._loop.watch(
+            link, lambda link, message: self._introduced(peer.replica, link, message), lambda link, why: None
+        )  # fmt: skip
+
+    def _introduced(self, replica: int, link: Link, message: Message) -> None:
+        """Take the first message of a leader, which must be the greeting of the replica that it has proven to be of."""
+        own = isinstance(message, LeaderHello) and message.hello.replica == message.peer.replica == replica
+        if not own or replica in self._links:
             self._loop.drop(link)
             return
-        replica = message.hello.replica
         self._peers[replica], self._links[replica] = message.peer, link
         # A link that breaks says nothing: the agent sees whether the process lives.
         self._loop.watch(link, lambda link, message: self._from_leader(replica, link, message), lambda link, why: None)
+        self._leaders.watch(replica, link)
         self._step(message.hello)
 
     def _from_leader(self, replica: int, link: Link, message: Message) -> None:
         match message:
             case values.Requested() | values.Diverged() | values.Miscounted() if message.replica == replica:
-                self._notice()
-                self._step(message)
+                self._request(message)
+            case LeaderBeat() if message.replica == replica:
+                self._leaders.answered(message)
+                if message.request is not None and message.request.replica == replica:
+                    self._request(message.request)
             case values.Entered() | values.Busy() | values.Failing() | values.Finished() if message.replica == replica:
                 self._step(message)
             case _:
                 self._loop.drop(link)
                 kind = type(message).__name__
                 self.lost(values.Loss(replica, values.LossKind.SUSPECTED, f"its leader sent a {kind} to the coordinator"))
+
+    def _request(self, message: values.Requested | values.Diverged | values.Miscounted) -> None:
+        """Take a request, however often the leader repeats it: to the machine it is the same once and many times."""
+        if self._asked.get(message.replica, 0) < message.generation:
+            self._asked[message.replica] = message.generation
+            self._notice()
+        self._step(message)
+
+    def _beat(self) -> Beat:
+        """Return what all leaders are told every second."""
+        state = self._state
+        missing = state.roster if state.generation else range(state.policy.num_replicas)
+        here = state.entered if state.generation else [hello.replica for hello in state.hellos]
+        return Beat(os.getpid(), state.generation, state.step, tuple(each for each in missing if each not in here))
 
     # --- The machine -------------------------------------------------------------------------------------------------
 
@@ -105,6 +158,7 @@ class Membership:
                 case machine.Announce(new):
                     self._announce(new)
                 case machine.Fence(replica):
+                    self._leaders.forget(replica)
                     self._fence(replica)
                 case machine.Arm(timer, setting):
                     self._arm(timer, self._timers_s[setting])
@@ -133,4 +187,5 @@ class Membership:
             self._record(trace.Stopping(exit_code=exit_code, reason=reason))
         for link in self._links.values():
             self._loop.send(link, values.Stop(exit_code, reason))
+        self._leaders.stop()
         self._on_end(exit_code, reason)

@@ -1,7 +1,7 @@
 """A non-blocking stream between two members of one generation: how it is made, and how bytes go in and out.
 
-The connector's first message names the acceptor's token, the generation and both replicas; the acceptor answers with its own
-generation, which equals the connector's if it is welcome. Nothing here waits. Who is refused is decided in `direct.py`.
+Both ends prove who they are first (`handshake.py`). The acceptor's verdict is welcome only if both are in the same generation.
+Nothing here waits. Who is refused is decided in `arrivals.py` and `direct.py`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,14 @@ import contextlib
 import errno
 import itertools
 import os
+import secrets
 import select
 import socket
-import struct
 from collections import deque
 
+from megatron_recover.collectives.handshake import NONCE_BYTES, Connector, Party, Refused, Role, Verdict
 from megatron_recover.collectives.transport import PeerAhead, PeerLost
 
-HELLO = struct.Struct("<8s16sQII")
-"""Magic, the acceptor's token, generation, from replica, to replica."""
-WELCOME = struct.Struct("<8sQ")
-"""Magic, the acceptor's generation."""
-MAGIC = b"mgrecov1"
 WOULD_BLOCK = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EINPROGRESS)
 MAX_VIEWS = 64
 """Buffers handed to one system call; far below IOV_MAX."""
@@ -30,46 +26,57 @@ MAX_VIEWS = 64
 class Connection:
     """A stream to one peer; `ready` once both sides greeted."""
 
-    def __init__(self, peer: int, sock: socket.socket, generation: int, hello: bytes = b"") -> None:
-        """`hello` is what a connector has to say first; an acceptor has none."""
+    def __init__(self, peer: int, sock: socket.socket, connector: Connector | None = None) -> None:
+        """`connector` is the handshake of an end that dialled; one that accepted is welcome already and has none."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer = peer
         self.sock = sock
-        self.ready = not hello
+        self.ready = connector is None
         self.interest = 0
-        self._generation = generation
-        self._hello = hello
-        self._welcome = bytearray()
+        self._connector = connector
+        self._to_say = connector.opening if connector is not None else b""
 
     def handshake(self) -> bool:
-        """The connector's side: send hello once connected, then read the welcome. Whether it is complete.
+        """Go on with a dialling end's handshake; return whether it is complete.
 
-        Raises PeerLost if the acceptor refused, OSError if it is not there.
+        Raises PeerLost if the acceptor refused, OSError if nobody listens there, and `EndedUnproven` if the connection ended
+        before the acceptor had proven itself.
         """
-        if self._hello:
+        connector = self._connector
+        assert connector is not None
+        try:
             if code := self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(code, os.strerror(code))
-            try:
-                self.sock.send(self._hello)  # an empty send buffer takes it whole
-            except OSError as error:
-                if error.errno in (*WOULD_BLOCK, errno.ENOTCONN):
-                    return False
+            while True:
+                if self._to_say:
+                    self._to_say = self._to_say[self.sock.send(self._to_say) :]
+                if not (connector.wanted and not self._to_say):
+                    break
+                chunk = self.sock.recv(connector.wanted)
+                if not chunk:
+                    raise EndedUnproven(self.peer, "refused the connection or ended")
+                self._to_say = connector.feed(chunk)
+        except OSError as error:
+            if error.errno in (*WOULD_BLOCK, errno.ENOTCONN):
+                return False
+            if error.errno == errno.ECONNREFUSED:
                 raise
-            self._hello = b""
-        if not read_towards(self.sock, self._welcome, WELCOME.size):
-            return False
-        if len(self._welcome) < WELCOME.size:
-            raise PeerLost(self.peer, "refused the connection or ended")
-        _, generation = WELCOME.unpack(self._welcome)
-        if generation != self._generation:
-            raise PeerAhead(self.peer, generation)
-        self.ready = True
-        return True
+            raise EndedUnproven(self.peer, error.strerror or str(error)) from error
+        except Refused as refused:
+            raise EndedUnproven(self.peer, str(refused)) from refused
+        match connector.verdict:
+            case Verdict.WELCOME:
+                self.ready = True
+            case Verdict.OLDER:
+                raise PeerAhead(self.peer, connector.generation)
+            case Verdict.NO_ROOM:
+                raise PeerLost(self.peer, "has no room for another connection of this generation")
+        return self.ready
 
     def poll_mask(self, *, sending: bool, receiving: bool) -> int:
         """What to poll for, kept in `interest`. Resets are reported even when it is 0."""
         if not self.ready:
-            self.interest = select.POLLOUT if self._hello else select.POLLIN
+            self.interest = select.POLLOUT if self._to_say else select.POLLIN
         else:
             self.interest = (select.POLLOUT if sending else 0) | (select.POLLIN if receiving else 0)
         return self.interest
@@ -109,15 +116,25 @@ class Connection:
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
-def connect(address: str, generation: int, me: int, peer: int) -> Connection:
-    """Begin to connect to ``host:port/token``; `Connection.handshake` completes it."""
-    token = bytes.fromhex(address.rpartition("/")[2])
-    return Connection(peer, dial(address, peer), generation, HELLO.pack(MAGIC, token, generation, me, peer))
+class EndedUnproven(Exception):
+    """A connection ended before the acceptor had proven itself: dial again, it may have been crowded by strangers."""
+
+    def __init__(self, peer: int, detail: str) -> None:
+        super().__init__(detail)
+        self.peer = peer
+
+
+def connect(address: str, key: bytes, role: Role, *, generation: int, me: int, peer: int, rank: int) -> Connection:
+    """Begin to connect to `host:port` as a rank that sends data, or only watches; `Connection.handshake` completes it."""
+    port = int(address.rpartition(":")[2])
+    parties = Party(role, me, rank), Party(Role.DATA, peer, rank)
+    connector = Connector(key, *parties, port=port, nonce=secrets.token_bytes(NONCE_BYTES), generation=generation)
+    return Connection(peer, dial(address, peer), connector)
 
 
 def dial(address: str, peer: int) -> socket.socket:
-    """A non-blocking socket on its way to ``host:port/token``. Raises PeerLost if nobody listens there."""
-    host, _, port = address.rpartition("/")[0].rpartition(":")
+    """Return a non-blocking socket on its way to `host:port`. Raises PeerLost if nobody listens there."""
+    host, _, port = address.rpartition(":")
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setblocking(False)
     code = sock.connect_ex((host, int(port)))
@@ -125,18 +142,3 @@ def dial(address: str, peer: int) -> socket.socket:
         sock.close()
         raise PeerLost(peer, os.strerror(code))
     return sock
-
-
-def read_towards(sock: socket.socket, received: bytearray, size: int) -> bool:
-    """Read towards `size` bytes without waiting. True when they are there or the stream ended (then fewer are)."""
-    while len(received) < size:
-        try:
-            chunk = sock.recv(size - len(received))
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        if not chunk:
-            return True
-        received += chunk
-    return True

@@ -5,14 +5,15 @@ As many bytes as a ring, in two hops instead of 2(n - 1).
 
 One thread does everything: the caller's, inside the call, with non-blocking sockets and `poll`. Bytes go straight from the
 source and straight into the result. So when a call has returned or raised, nothing can write to anybody's memory any more:
-there is nothing else that runs. `revoke` only sets a flag, wakes the poll and shuts the sockets down; it touches no memory and
-closes no descriptor.
+there is nothing else that runs. `revoke` sets a flag, wakes the poll, shuts the sockets down, and waits for the piece of at
+most a megabyte that the call may be receiving or adding (`writing.py`); it touches no memory and closes no descriptor.
 
-What fences generations: a connection belongs to one generation, said in its first message and refused unless it is the
+What fences generations: a connection belongs to one generation, bound into its handshake and refused unless it is the
 acceptor's own; an older transport is retired when a newer one is opened; each frame repeats generation and tag.
 
 Of two members the higher id connects. While the lower one waits for that, it watches the other's listener with a connection
-that says nothing: its end or refusal tells that the process is gone before it ever connected.
+that carries nothing but a handshake: its end or refusal tells that the process is gone before it ever connected. A connection
+that ends before the acceptor has proven itself tells nothing: strangers may have crowded it out. It is dialled again.
 
 A member whose call failed does not shut its sockets down, so that the others blame the culprit and not the first that noticed.
 """
@@ -20,9 +21,7 @@ A member whose call failed does not shut its sockets down, so that the others bl
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import secrets
 import select
 import socket
 import threading
@@ -31,8 +30,10 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_recover.collectives.connection import HELLO, MAGIC, WELCOME, Connection, connect, dial, read_towards
+from megatron_recover.collectives.arrivals import Arrivals, Parked
+from megatron_recover.collectives.connection import Connection, EndedUnproven, connect
 from megatron_recover.collectives.exchange import CopyExchange, Exchange, SumExchange
+from megatron_recover.collectives.handshake import Role, Verdict
 from megatron_recover.collectives.transport import (
     DeadlineExceeded,
     PeerAhead,
@@ -43,33 +44,33 @@ from megatron_recover.collectives.transport import (
     check_operands,
     no_probe,
 )
+from megatron_recover.collectives.writing import WriteGate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_WAITING = 1024
-"""Connections that an endpoint keeps before their hello is complete, or before their generation is opened."""
+REDIAL_S = 0.02
+"""After a connection ended before its acceptor had proven itself."""
 
 
 class DirectEndpoint:
-    """A rank's TCP listener on `host`, port chosen by the kernel. Address: ``host:port/token``.
+    """A rank's TCP listener on `host`, port chosen by the kernel. Address: `host:port`.
 
-    The token keeps out strangers and those who mean an earlier owner of the port. Connections wait in the kernel until a
-    transport of this endpoint is inside a call; there is no accepting thread. In forked children all sockets are closed at
+    Peers prove the job's key, their replica, and that they are ranks of the same position. Connections wait in the kernel until
+    a transport of this endpoint is inside a call; there is no accepting thread. In forked children all sockets are closed at
     once: a data loader's worker must not keep a dead rank's connections open.
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", *, key: bytes, rank: int) -> None:
+        """`rank` is this rank's position inside its replica."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=MAX_WAITING)
-        self._listener.setblocking(False)
-        self._token = secrets.token_bytes(16)
-        self.address = f"{host}:{self._listener.getsockname()[1]}/{self._token.hex()}"
+        listener = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
+        self.address = f"{host}:{listener.getsockname()[1]}"
+        self._key, self._rank = key, rank
+        self._arrivals = Arrivals(listener, key, rank)
         self._lock = threading.Lock()
         self._current: DirectTransport | None = None
         self._generation = 0
-        self._greeting: dict[socket.socket, bytearray] = {}
-        self._parked: dict[tuple[int, int], socket.socket] = {}
         self._closed = False
         endpoint = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: (alive := endpoint()) and alive._abandon())
@@ -94,74 +95,36 @@ class DirectEndpoint:
         with self._lock:
             self._closed = True
             current, self._current = self._current, None
-            self._close_sockets()
+            self._arrivals.close()
         if current is not None:
             current.close()
 
+    def connect(self, address: str, role: Role, *, generation: int, me: int, peer: int) -> Connection:
+        """Begin to connect to the same-position rank of another replica. Raises PeerLost if nobody listens there."""
+        return connect(address, self._key, role, generation=generation, me=me, peer=peer, rank=self._rank)
+
     def greet(self, me: int) -> tuple[int, ...]:
-        """Accept whoever has arrived and read the hellos, without waiting. The descriptors on which more may come."""
+        """Accept whoever has arrived and go on with the handshakes, without waiting. The descriptors on which more may come."""
         with self._lock:
             if self._closed:
                 raise Revoked("the endpoint is closed")
-            while (sock := self._accept()) is not None:
-                sock.setblocking(False)
-                self._greeting[sock] = bytearray()
-                if len(self._greeting) > MAX_WAITING:
-                    oldest = next(iter(self._greeting))
-                    del self._greeting[oldest]
-                    oldest.close()
-            for sock, hello in list(self._greeting.items()):
-                if read_towards(sock, hello, HELLO.size):
-                    del self._greeting[sock]
-                    self._admit(sock, bytes(hello), me)
-            return (self._listener.fileno(), *(sock.fileno() for sock in self._greeting))
+            return self._arrivals.greet(me, self._generation)
 
-    def take(self, generation: int) -> tuple[dict[int, socket.socket], dict[int, int]]:
-        """The connections that arrived for `generation`, by peer; and the peers that were seen in a newer one."""
+    def take(self, generation: int) -> tuple[dict[int, Parked], dict[int, int]]:
+        """The proven connections for `generation`, by peer; and the peers that were seen in a newer one."""
         with self._lock:
-            arrived = {peer: self._parked.pop((g, peer)) for g, peer in list(self._parked) if g == generation}
-            for stale in [key for key in self._parked if key[0] < generation]:
-                self._parked.pop(stale).close()
-            return arrived, {peer: newer for newer, peer in self._parked}
-
-    def _accept(self) -> socket.socket | None:
-        try:
-            return self._listener.accept()[0]
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise TransportError(f"cannot accept a member's connection: {error.strerror}; raise `ulimit -n`") from error
-            return None  # that connection died in the queue; poll reports the next one
-
-    def _admit(self, sock: socket.socket, hello: bytes, me: int) -> None:
-        """Park a connection of the current or a newer generation; refuse an older one, a second one and a stranger's."""
-        if len(hello) < HELLO.size:
-            sock.close()
-            return
-        magic, token, generation, peer, target = HELLO.unpack(hello)
-        known = magic == MAGIC and secrets.compare_digest(token, self._token) and target == me
-        room = len(self._parked) < MAX_WAITING and (generation, peer) not in self._parked
-        if known and generation >= self._generation and room:
-            self._parked[generation, peer] = sock
-            return
-        if known:
-            with contextlib.suppress(OSError):  # the reason is a courtesy; closing says no as well
-                sock.send(WELCOME.pack(MAGIC, self._generation))
-        sock.close()
-
-    def _close_sockets(self) -> None:
-        for sock in (self._listener, *self._greeting, *self._parked.values()):
-            sock.close()
-        self._greeting.clear()
-        self._parked.clear()
+            parked = self._arrivals.parked
+            arrived = {peer: parked.pop((g, peer)) for g, peer in list(parked) if g == generation}
+            for stale in [key for key in parked if key[0] < generation]:
+                parked.pop(stale).refuse(Verdict.OLDER, self._generation)
+            return arrived, {peer: newer for newer, peer in parked}
 
     def _abandon(self) -> None:
         """In a forked child: close its copies of the sockets. The locks are new: another thread may have held the old ones."""
         self._lock = threading.Lock()
         self._closed = True
         current, self._current = self._current, None
-        self._close_sockets()
+        self._arrivals.close()
         if current is not None:
             current.abandon()
 
@@ -176,7 +139,9 @@ class DirectTransport:
         self._endpoint = endpoint
         self._addresses = dict(addresses)
         self._connections: dict[int, Connection] = {}
-        self._watches: dict[int, socket.socket] = {}
+        self._watches: dict[int, Connection] = {}
+        self._dial_at: dict[int, float] = {}
+        """When a peer is dialled again whose connection ended too early, by the monotonic clock."""
         self._scratch: dict[int, Tensor] = {}
         self._arrivals: tuple[int, ...] = ()
         self._failure = ""
@@ -185,6 +150,7 @@ class DirectTransport:
         self._released = False
         self._lock = threading.Lock()
         self._calling = threading.Lock()
+        self._writing = WriteGate()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def sum_into(
@@ -199,6 +165,10 @@ class DirectTransport:
         with self._call():
             probe("begin")
             exchange = SumExchange(self.generation, tag, self.members, self.me, sources, results, self._scratch, probe)
+            for add in exchange.alone():
+                self._check()
+                with self._writing:
+                    add()
             self._run(exchange, [member for member in self.members if member != self.me], deadline_s)
             exchange.finish()
 
@@ -213,13 +183,17 @@ class DirectTransport:
             self._run(CopyExchange(self.generation, tag, peers, tensors, sending=sending), peers, deadline_s)
 
     def revoke(self) -> None:
-        """See `Transport.revoke`. Sockets are shut down, so that the peers notice even while this rank computes."""
+        """See `Transport.revoke`. Sockets are shut down, so that the peers notice even while this rank computes.
+
+        Returns when the call that runs in another thread, if any, has left its piece of memory, and writes no more.
+        """
         with self._lock:
             if not self._revoked:
                 self._revoked = True
                 os.eventfd_write(self._wake, 1)
                 for connection in self._connections.values():
                     connection.shut_down()
+        self._writing.shut()
 
     def close(self) -> None:
         """See `Transport.close`. If another thread is inside a call, that call is revoked and releases the sockets itself."""
@@ -231,7 +205,7 @@ class DirectTransport:
 
     def abandon(self) -> None:
         """In a forked child: close its copies of the sockets, without telling the peers."""
-        self._lock, self._calling = threading.Lock(), threading.Lock()
+        self._lock, self._calling, self._writing = threading.Lock(), threading.Lock(), WriteGate()
         self._revoked = True
         self._release()
 
@@ -271,22 +245,22 @@ class DirectTransport:
             if not self._released:
                 self._released = True
                 os.close(self._wake)
-                for sock in (*self._watches.values(), *(connection.sock for connection in self._connections.values())):
-                    sock.close()
+                for connection in (*self._watches.values(), *self._connections.values()):
+                    connection.sock.close()
                 self._scratch.clear()
 
     def _run(self, exchange: Exchange, peers: Sequence[int], deadline_s: float) -> None:
         """Connect to `peers`, the higher id to the lower, then move bytes until the exchange is complete."""
-        for peer in peers:
-            if peer not in self._connections and peer < self.me:
-                self._add(connect(self._addresses[peer], self.generation, self.me, peer))
         progressed_at = time.monotonic()
+        self._endpoint.greet(self.me)  # strangers are let go also while no peer is awaited: the kernel's queue is short
         while not exchange.complete():
             if self._revoked:
                 stalled = time.monotonic() - progressed_at >= deadline_s / 2
                 raise self._revoked_error(self._suspects(exchange, peers) if stalled else (), stalled=stalled)
+            self._dial(peers)
             self._adopt(peers)
             moved = [self._advance(peer, exchange) for peer in peers]
+            exchange.tell()
             now = time.monotonic()
             if any(moved):
                 progressed_at = now
@@ -295,14 +269,41 @@ class DirectTransport:
             else:
                 self._wait(exchange, peers, progressed_at + deadline_s - now)
 
+    def _dial(self, peers: Sequence[int]) -> None:
+        """Connect to the peers of lower id, and watch those of higher id that have not connected."""
+        for peer in peers:
+            role, known = (Role.DATA, self._connections) if peer < self.me else (Role.WATCH, self._watches)
+            if peer in self._connections or peer in known or self._dial_at.get(peer, 0.0) > time.monotonic():
+                continue
+            made = self._endpoint.connect(self._addresses[peer], role, generation=self.generation, me=self.me, peer=peer)
+            if role is Role.DATA:
+                self._add(made)
+            else:
+                self._watches[peer] = made
+
+    def _dial_again(self, connection: Connection) -> None:
+        """Give up a connection that ended before its acceptor had proven itself; `_dial` makes another one soon."""
+        for known in (self._connections, self._watches):
+            if known.get(connection.peer) is connection:
+                with self._lock:
+                    del known[connection.peer]
+                connection.sock.close()
+        self._dial_at[connection.peer] = time.monotonic() + REDIAL_S
+
     def _advance(self, peer: int, exchange: Exchange) -> bool:
         """Send and receive what is possible without waiting; whether anything moved."""
         connection = self._connections.get(peer)
         try:
+            if connection is None and (watch := self._watches.get(peer)) is not None and not watch.ready:
+                watch.handshake()
             if connection is None or not (connection.ready or connection.handshake()):
                 return False
             moved = bool(exchange.outgoing[peer]) and connection.send(exchange.outgoing[peer])
-            return (exchange.wants(peer) and exchange.receive(peer, connection)) or moved
+            with self._writing:
+                return (exchange.wants(peer) and exchange.receive(peer, connection)) or moved
+        except EndedUnproven:
+            self._dial_again(connection or self._watches[peer])
+            return False
         except OSError as error:
             raise PeerLost(peer, error.strerror or str(error)) from error
 
@@ -317,10 +318,12 @@ class DirectTransport:
         for peer in peers:
             connection = self._connections.get(peer)
             if connection is None:
-                if peer not in self._watches:
-                    self._watches[peer] = dial(self._addresses[peer], peer)
-                watched[self._watches[peer].fileno()] = peer
-                poll.register(self._watches[peer], select.POLLIN)
+                if (watch := self._watches.get(peer)) is None:
+                    timeout_s = min(timeout_s, max(0.0, self._dial_at.get(peer, 0.0) - time.monotonic()))
+                    continue
+                if watch.ready:
+                    watched[watch.sock.fileno()] = peer
+                poll.register(watch.sock, watch.poll_mask(sending=False, receiving=True))
             else:
                 mask = connection.poll_mask(sending=bool(exchange.outgoing[peer]), receiving=exchange.wants(peer))
                 poll.register(connection.sock, mask)
@@ -341,15 +344,14 @@ class DirectTransport:
             return
         self._arrivals = self._endpoint.greet(self.me)
         arrived, newer = self._endpoint.take(self.generation)
-        for peer, sock in arrived.items():
+        for peer, parked in arrived.items():
             if peer in self._connections or peer not in self.members or peer < self.me:
-                sock.close()
+                parked.refuse(Verdict.NO_ROOM, self.generation)
                 continue
-            self._add(Connection(peer, sock, self.generation))
+            self._add(Connection(peer, parked.sock))
             if (watch := self._watches.pop(peer, None)) is not None:
-                watch.close()
-            with contextlib.suppress(OSError):  # a peer that is gone already is found by the first read
-                sock.send(WELCOME.pack(MAGIC, self.generation))
+                watch.sock.close()
+            parked.decide(Verdict.WELCOME, self.generation)
         for peer in peers:
             if peer not in self._connections and peer in newer:
                 raise PeerAhead(peer, newer[peer])

@@ -3,12 +3,14 @@
 A collective over a ring stalls on all members alike and cannot say which peer is out of reach. So each rank whose framework
 works that way keeps an `EchoServer`, which answers whatever the rank is doing, and a rank whose collective has failed asks all
 peers at once (`unreachable`). A peer that answers is within reach, however late its collective is. The probe says nothing about
-the peer's training thread.
+the peer's training thread. An answer is a keyed hash of the question by the job's key, so that no stranger can answer for a
+peer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import select
@@ -18,10 +20,10 @@ import time
 import weakref
 from collections.abc import Mapping
 
-from megatron_recover.collectives.connection import WOULD_BLOCK, dial, read_towards
+from megatron_recover.collectives.connection import WOULD_BLOCK, dial
 from megatron_recover.collectives.transport import PeerLost
 
-NONCE_BYTES = 16
+NONCE_BYTES = ANSWER_BYTES = 16
 PROBE_S = 2.0
 """Seconds that a probe lasts at most; far above any round trip, far below any deadline of a collective."""
 _IDLE_S = 10.0
@@ -33,12 +35,13 @@ _MAX_CONNECTIONS = 128
 class EchoServer:
     """Answers probes in a daemon thread until it is closed. In forked children the sockets are closed at once."""
 
-    def __init__(self, host: str) -> None:
-        """Listen on a free port of `host`."""
+    def __init__(self, host: str, key: bytes) -> None:
+        """Listen on a free port of `host`. `key` is the job's."""
+        self._key = key
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=_MAX_CONNECTIONS)
         self._listener.setblocking(False)
-        self.address = f"{host}:{self._listener.getsockname()[1]}/"
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
         """As `connection.dial` takes it."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._connections: dict[socket.socket, tuple[bytearray, float]] = {}
@@ -81,10 +84,10 @@ class EchoServer:
                 sock.setblocking(False)
                 self._connections[sock] = bytearray(), time.monotonic() + _IDLE_S
         for sock, (nonce, until) in list(self._connections.items()):
-            is_over = sock.fileno() in ready and read_towards(sock, nonce, NONCE_BYTES)
+            is_over = sock.fileno() in ready and _read_towards(sock, nonce, NONCE_BYTES)
             if is_over and len(nonce) == NONCE_BYTES:
                 with contextlib.suppress(OSError):  # the prober is gone
-                    sock.send(nonce)
+                    sock.send(_answer(self._key, bytes(nonce)))
             if is_over or time.monotonic() > until:
                 del self._connections[sock]
                 sock.close()
@@ -98,12 +101,17 @@ class EchoServer:
             os.close(self._wake)
 
 
-def unreachable(addresses: Mapping[int, str], timeout_s: float = PROBE_S) -> tuple[int, ...]:
-    """Return the peers of `addresses` (replica -> address of its `EchoServer`) that do not answer within `timeout_s`."""
+def _answer(key: bytes, nonce: bytes) -> bytes:
+    """Return what proves that the answering process has the job's key."""
+    return hashlib.blake2b(nonce, key=key, digest_size=ANSWER_BYTES, person=b"recover-echo").digest()
+
+
+def unreachable(addresses: Mapping[int, str], key: bytes, timeout_s: float = PROBE_S) -> tuple[int, ...]:
+    """Return the peers of `addresses` (replica -> address of its `EchoServer`) that do not answer within so many seconds."""
     probes: dict[int, _Probe] = {}
     for peer, address in addresses.items():
         with contextlib.suppress(PeerLost):  # nobody listens there: it does not answer
-            probes[peer] = _Probe(dial(address, peer))
+            probes[peer] = _Probe(dial(address, peer), key)
     answered: set[int] = set()
     until = time.monotonic() + timeout_s
     try:
@@ -126,10 +134,11 @@ def unreachable(addresses: Mapping[int, str], timeout_s: float = PROBE_S) -> tup
 class _Probe:
     """One connection on which a nonce is on its way to a peer and back."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, key: bytes) -> None:
         self.sock = sock
         self.is_sent = False
         self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._expected = _answer(key, self._nonce)
         self._answer = bytearray()
 
     def advance(self) -> bool | None:
@@ -141,6 +150,21 @@ class _Probe:
                 return None if error.errno in WOULD_BLOCK else False
             self.is_sent = True
             return None
-        if not read_towards(self.sock, self._answer, NONCE_BYTES):
+        if not _read_towards(self.sock, self._answer, ANSWER_BYTES):
             return None
-        return bytes(self._answer) == self._nonce
+        return secrets.compare_digest(bytes(self._answer), self._expected)
+
+
+def _read_towards(sock: socket.socket, received: bytearray, size: int) -> bool:
+    """Read towards `size` bytes without waiting. True when they are there or the stream ended (then fewer are)."""
+    while len(received) < size:
+        try:
+            chunk = sock.recv(size - len(received))
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        if not chunk:
+            return True
+        received += chunk
+    return True

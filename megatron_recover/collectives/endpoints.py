@@ -16,9 +16,10 @@ _HOST = "127.0.0.1"
 """All ranks are on one machine (docs/supported.md)."""
 
 
-def open_endpoint(kind: TransportKind, *, device: str = "cpu") -> Endpoint:
+def open_endpoint(kind: TransportKind, *, key: bytes, rank: int, device: str = "cpu") -> Endpoint:
     """A rank's address on the data plane, to be published to the same-position ranks of the other replicas.
 
+    `key` is the job's, and `rank` this rank's position inside its replica: connections are proven by both.
     `auto` is direct sockets for CPU tensors and NCCL for CUDA tensors. `device` is where the tensors are (``cpu`` or ``cuda``).
     Raises ValueError if the kind can not serve the device.
     """
@@ -28,20 +29,25 @@ def open_endpoint(kind: TransportKind, *, device: str = "cpu") -> Endpoint:
         remedy = "nccl" if on_cuda else "direct"
         raise ValueError(f"--recover-transport {chosen} does not move {device} tensors; use {remedy} or auto")
     if chosen == "direct":
-        return DirectEndpoint(_HOST)
+        return DirectEndpoint(_HOST, key=key, rank=rank)
     if chosen == "gloo":
         from megatron_recover.collectives.gloo import GlooTransport
 
         return RendezvousEndpoint(
             _HOST,
+            DirectEndpoint(_HOST, key=key, rank=rank),
             lambda direct, deadline_s, unreachable: GlooTransport(direct, deadline_s, host=_HOST, unreachable=unreachable),
+            key=key,
         )  # fmt: skip
     if chosen == "nccl":
         from megatron_recover.collectives import nccl
 
         binding = nccl.load()
         return RendezvousEndpoint(
-            _HOST, lambda direct, deadline_s, unreachable: nccl.NcclTransport(binding, direct, unreachable=unreachable)
+            _HOST,
+            DirectEndpoint(_HOST, key=key, rank=rank),
+            lambda direct, deadline_s, unreachable: nccl.NcclTransport(binding, direct, unreachable=unreachable),
+            key=key,
         )  # fmt: skip
     raise ValueError(f"--recover-transport is {kind!r}; choose auto, direct, gloo or nccl")
 
@@ -53,14 +59,20 @@ class RendezvousEndpoint:
     """
 
     def __init__(
-        self, host: str, transport: Callable[[DirectTransport, float, Callable[[], tuple[int, ...]]], Transport]
+        self,
+        host: str,
+        direct: DirectEndpoint,
+        transport: Callable[[DirectTransport, float, Callable[[], tuple[int, ...]]], Transport],
+        *,
+        key: bytes,
     ) -> None:
         """`transport(direct, deadline_s, unreachable)` makes the transport of the generation of `direct`, which it then owns.
 
         `unreachable()` probes the other members and returns those that do not answer.
         """
-        self._direct = DirectEndpoint(host)
-        self._echo = EchoServer(host)
+        self._direct = direct
+        self._key = key
+        self._echo = EchoServer(host, key)
         self._transport = transport
         self._current: Transport | None = None
         self.address = f"{self._direct.address} {self._echo.address}"
@@ -75,7 +87,9 @@ class RendezvousEndpoint:
         if self._current is not None:
             self._current.close()
         echoes = {member: each[2] for member, each in both.items() if member != me}
-        self._current = self._transport(direct, deadline_s, lambda: unreachable(echoes, min(PROBE_S, deadline_s / 4)))
+        self._current = self._transport(
+            direct, deadline_s, lambda: unreachable(echoes, self._key, min(PROBE_S, deadline_s / 4))
+        )  # fmt: skip
         return self._current
 
     def close(self) -> None:

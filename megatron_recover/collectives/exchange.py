@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,6 +79,9 @@ class Exchange:
     def arrived(self, peer: int) -> None:
         """A frame of `peer` is complete."""
 
+    def tell(self) -> None:
+        """Call the probe for the instants that were reached, if this exchange has any."""
+
     def frame(self, kind: int, segment: Segment, shard: int, payload: memoryview) -> Frame:
         header = FRAME.pack(self._generation, self._tag, kind, segment.tensor, shard, len(payload), segment.start)
         return header, payload
@@ -120,6 +124,8 @@ class SumExchange(Exchange):
         self._num_contributions = dict.fromkeys(peers, 0)
         self._probe = probe
         self._instants = ["sent", "middle", "end"]
+        self._reached: list[str] = []
+        """Instants whose probe was not called yet: that is done by `tell`, outside of what may not be interrupted."""
         self._scratch = scratch
         self._slot_bytes = (max((self._size(segment) for segment in self._mine), default=0) + 7) & ~7
         for peer in peers:
@@ -129,9 +135,12 @@ class SumExchange(Exchange):
             self._left[peer] = len(self._mine) + sum(not segment.shared for segment in self._shards[peer])
             for segment in self._shards[peer]:
                 self.enqueue(peer, self._frame(CONTRIBUTION, segment, peer, self._source_bytes))
-        if not peers:
+
+    def alone(self) -> Iterator[Callable[[], None]]:
+        """Yield what a roster of one has to do, in pieces of bounded size; nothing where there are peers."""
+        if not self.outgoing:
             for segment in self._mine:
-                self._add_up(segment)
+                yield partial(self._add_up, segment)
 
     def complete(self) -> bool:
         if "sent" in self._instants and not any(self.outgoing.values()):
@@ -142,6 +151,12 @@ class SumExchange(Exchange):
         """Reach the instants that the operands were too small to have, then `end`."""
         for instant in list(self._instants):
             self._reach(instant)
+        self.tell()
+
+    def tell(self) -> None:
+        """Call the probe for the instants that were reached."""
+        while self._reached:
+            self._probe(self._reached.pop(0))
 
     def wants(self, peer: int) -> bool:
         # A contribution needs a free slot; sums go straight into the result. No deadlock: the lowest segment that is not
@@ -196,7 +211,7 @@ class SumExchange(Exchange):
 
     def _reach(self, instant: str) -> None:
         self._instants.remove(instant)
-        self._probe(instant)
+        self._reached.append(instant)
 
 
 class CopyExchange(Exchange):

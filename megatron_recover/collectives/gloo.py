@@ -4,7 +4,8 @@ Nothing ends a blocked gloo call (its `abort` does nothing, and far ring neighbo
 no caller ever blocks in one. Each generation has one thread of its own: it builds the process group, runs the collectives on
 scratch, and at the end destroys the group. The caller waits for that thread or leaves it behind: after a revoke the thread
 owns all that gloo may still write to, and ends when gloo lets go, no later than gloo's own timeout. The caller copies scratch
-to results itself, and only if nothing revoked the call before. That copy is what out of place costs here.
+to results itself, piece by piece (`writing.py`), so `revoke` returns when no result is written any more. That copy is what out
+of place costs here.
 
 Rendezvous: gloo wants a store; it gets one that swaps the members' entries over a `direct` transport of the same generation. So
 forming a group has that transport's fences and is ended by a revoke, and no member serves the others. (A TCPStore has neither,
@@ -37,12 +38,15 @@ from megatron_recover.collectives.transport import (
     check_operands,
     no_probe,
 )
+from megatron_recover.collectives.writing import WriteGate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PATIENCE = 2.0
 """Gloo's own timeout in deadlines: how long an abandoned operation may live on."""
+PIECE_ELEMENTS = 1 << 20
+"""Of scratch, copied to a result between two looks at whether the transport was revoked."""
 ENTRY_BYTES = 1024
 """Room for what gloo swaps at rendezvous (178 bytes in torch 2.13) and its length."""
 
@@ -68,6 +72,7 @@ class GlooTransport:
         self._direct = direct
         self._unreachable = unreachable
         self._shared = _Shared(threading.Condition())
+        self._writing = WriteGate()
         if len(self.members) > 1:
 
             def build() -> ProcessGroupGloo:
@@ -110,7 +115,10 @@ class GlooTransport:
             self._do(reduce, deadline_s, lambda: probe("sent"))
         probe("middle")
         for scratch, result in zip(summed, results, strict=True):
-            result.copy_(scratch.view_as(result))
+            pieces = zip(scratch.detach().view(-1).split(PIECE_ELEMENTS), result.view(-1).split(PIECE_ELEMENTS), strict=True)
+            for piece, into in pieces:
+                with self._writing:
+                    copy(piece, into)
         probe("end")
 
     def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int, deadline_s: float) -> None:
@@ -128,6 +136,7 @@ class GlooTransport:
             group = self._shared.group if self._shared.job is not None else None
             self._shared.changed.notify_all()
         self._direct.revoke()
+        self._writing.shut()
         if first and group is not None:
             threading.Thread(target=_poison, args=(group,), name="gloo-poison", daemon=True).start()
 
@@ -172,6 +181,11 @@ class GlooTransport:
             elif type(shared.error) is TransportError:
                 shared.error.peers, shared.error.stalled = peers, stalled
             raise shared.error
+
+
+def copy(piece: Tensor, into: Tensor) -> None:
+    """Copy a piece of scratch to its place in a result."""
+    into.copy_(piece)
 
 
 class _Shared:

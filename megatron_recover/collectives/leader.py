@@ -7,7 +7,6 @@ about the protocol and never touches a tensor. Everything here runs in the contr
 from __future__ import annotations
 
 import hashlib
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import batched
@@ -15,13 +14,19 @@ from itertools import batched
 import msgspec
 
 from megatron_recover import trace
+from megatron_recover.collectives.admission import Gate
+from megatron_recover.collectives.beats import CoordinatorWatch
+from megatron_recover.collectives.calling import OutgoingLink
+from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.timing import RecoveryClock
 from megatron_recover.collectives.wire import (
     STATUSES_A_FRAME,
     Announcement,
+    Beat,
     Enter,
     Heard,
+    LeaderBeat,
     LeaderHello,
     Link,
     LinkClosed,
@@ -29,7 +34,6 @@ from megatron_recover.collectives.wire import (
     Peer,
     PeerHello,
     RankHello,
-    connect,
     frame,
     listen,
 )
@@ -38,6 +42,7 @@ from megatron_recover.core import replica as machine
 from megatron_recover.core import values
 from megatron_recover.core.tree import neighbours
 from megatron_recover.core.vote import bare
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
 
 
@@ -58,7 +63,6 @@ def _parts(message: machine.Word) -> Iterator[machine.Word]:
 Deliver = Callable[[Message], None]
 """Hands a message of the leader to its own rank."""
 
-_GOODBYE_S = 5.0
 _AGREED = (machine.Phase.IDLE, machine.Phase.WORKING, machine.Phase.VOTED)
 
 
@@ -71,14 +75,19 @@ class Leader:
         config: RecoverConfig,
         own: RankHello,
         *,
+        key: bytes,
         loop: Loop,
         deliver: Deliver,
-        fail: Callable[[str], None],
+        fail: Callable[..., None],
         record: Callable[[trace.Event], None],
         faults: FaultInjector | None,
+        deadlines: Deadlines,
     ) -> None:
-        """Bind the replica's address and link to the coordinator. `fail(reason)`: the replica cannot go on."""
-        self._context, self._config = context, config
+        """Bind the replica's address and link to the coordinator.
+
+        `fail(reason)`, or `fail(reason, exit_code)`: the replica cannot go on. `key` is the job's: every link is proven by it.
+        """
+        self._context, self._config, self._deadlines = context, config, deadlines
         self._loop, self._deliver, self._fail, self._record, self._faults = loop, deliver, fail, record, faults
         self._state = machine.ReplicaState(context.replica, own.shape, config.tree_above)
         self._hellos: dict[int, RankHello] = {own.rank: own}
@@ -89,10 +98,18 @@ class Leader:
         self._decided: machine.Decided | None = None
         self.clock = RecoveryClock(context.replica, record)
         self._waiting: tuple[object, ...] = ()
-        self._listener: socket.socket = listen(context.leader)
-        loop.accept(self._listener, self._accept)
-        self._coordinator = connect(context.coordinator)
+        self._key, self._me = key, Party(Role.LEADER, context.replica)
+        self._gate = Gate(loop, listen(context.leader), key, Role.LEADER, self._admits, self._accept)
+        self._coordinator = OutgoingLink(
+            context.coordinator, key, self._me, Party(Role.COORDINATOR), patience_s=self._deadlines.leader_s
+        )  # fmt: skip
+        self._request: values.Requested | values.Diverged | None = None
+        """What the coordinator was asked for last."""
         loop.watch(self._coordinator, self._from_coordinator, self._coordinator_lost)
+        self._coordinator_watch = CoordinatorWatch(
+            context.replica, loop=loop, deadlines=deadlines, answer=self._where, waits=self._needs_coordinator,
+            record=record, give_up=lambda reason: fail(reason, values.ExitCode.NO_REPLICA_LEFT),
+        )  # fmt: skip
         self._join_when_complete()
 
     def report(self, report: values.Report) -> None:
@@ -101,24 +118,31 @@ class Leader:
 
     def see_ranks_off(self) -> None:
         """Give the ranks a moment to read their `Stop` and hang up: closing first could reset the link under it."""
-        until = time.monotonic() + _GOODBYE_S
+        until = time.monotonic() + self._deadlines.words_s
         while self._ranks and (left := until - time.monotonic()) > 0:
             self._loop.run_once(left)
 
     def close(self) -> None:
         """Stop listening. The links belong to the loop."""
-        self._loop.forget_readable(self._listener.fileno())
-        self._listener.close()
+        self._gate.close()
 
     # --- Joining -----------------------------------------------------------------------------------------------------
 
-    def _accept(self, link: Link) -> None:
-        self._loop.watch(link, self._introduced, lambda link, why: None)
+    def _admits(self, peer: Party, wanted: Party) -> bool:
+        """Return whether `peer` is another rank of this replica, or the leader of another one, and wants this leader."""
+        if peer.role is Role.RANK:
+            known = peer.replica == self._context.replica and 0 < peer.rank < self._context.num_ranks
+        else:
+            known = peer.role is Role.LEADER and peer.replica != self._context.replica and peer.rank == 0
+        return known and wanted == self._me
 
-    def _introduced(self, link: Link, message: Message) -> None:
-        """The first message of a connection says whose it is."""
+    def _accept(self, link: Link, peer: Party) -> None:
+        self._loop.watch(link, lambda link, message: self._introduced(peer, link, message), lambda link, why: None)
+
+    def _introduced(self, proven: Party, link: Link, message: Message) -> None:
+        """Take the first message of a connection, which must be of the rank or replica that the connection has proven."""
         match message:
-            case RankHello(rank=rank) if rank not in self._hellos and 0 <= rank < self._context.num_ranks:
+            case RankHello(rank=rank) if proven.role is Role.RANK and proven.rank == rank and rank not in self._hellos:
                 self._hellos[rank] = message
                 self._ranks[rank] = link
                 self._loop.watch(
@@ -127,7 +151,7 @@ class Leader:
                     lambda link, why: self._rank_lost(rank, why),
                 )
                 self._join_when_complete()
-            case PeerHello(replica=peer):
+            case PeerHello(replica=peer) if proven.role is Role.LEADER and proven.replica == peer:
                 self._incoming[link] = peer
                 self._loop.watch(link, self._from_peer, self._peer_lost)
             case _:
@@ -164,10 +188,13 @@ class Leader:
         self._ranks.pop(rank, None)
         reason = f"rank {rank} of this replica is gone ({why})"
         if self._state.phase is not machine.Phase.STOPPED:
-            self._loop.after(self._config.follow_timeout_s, lambda: self._fail(reason))
+            self._loop.after(self._deadlines.follow_s, lambda: self._fail(reason))
 
     def _from_coordinator(self, link: Link, message: Message) -> None:
+        self._coordinator_watch.heard(message if isinstance(message, Beat) else None)
         match message:
+            case Beat():
+                self._loop.send(link, self._where())
             case Announcement(new=new):
                 self._peers = {peer.replica: peer for peer in message.peers}
                 wanted = neighbours(new.roster, self._context.replica, self._config.tree_above)
@@ -176,6 +203,7 @@ class Leader:
                 self.clock.announced(new.generation, message.noticed_s)
                 self._feed(new)
             case values.Stop():
+                self._coordinator_watch.stop()
                 self._feed(message)
             case _:
                 self._fail(f"the coordinator sent a {type(message).__name__}")
@@ -183,6 +211,23 @@ class Leader:
     def _coordinator_lost(self, link: Link, why: str) -> None:
         if self._state.phase is not machine.Phase.STOPPED:
             self._fail(f"the coordinator is gone ({why}): nobody could fence a broken replica, so this one ends")
+
+    def _where(self) -> LeaderBeat:
+        """Return where this replica is, with the request that the coordinator has not answered yet."""
+        state, request = self._state, self._request
+        is_open = state.blocked and request is not None and request.generation == state.generation
+        return LeaderBeat(state.replica, state.generation, state.step, machine.waiting_for(state), request if is_open else None)
+
+    def _needs_coordinator(self) -> str:
+        """Return what this replica cannot go on without the coordinator for; an empty string if nothing."""
+        state = self._state
+        if state.phase is machine.Phase.STOPPED or len(self._hellos) < self._context.num_ranks:
+            return ""
+        if state.generation == 0:
+            return "the first generation"
+        if state.blocked and self._request is not None:
+            return f"a new generation ({self._request.reason})"
+        return "the end of the job" if len(state.ended) == state.shape.num_ranks else ""
 
     def _from_peer(self, link: Link, message: Message) -> None:
         said = isinstance(message, values.Status | values.Statuses | values.Vote | values.Votes)
@@ -225,6 +270,8 @@ class Leader:
                             replica=message.replica, generation=message.generation, seconds=self.clock.since_announced_s()
                         )  # fmt: skip
                     )
+                if isinstance(message, values.Requested | values.Diverged):
+                    self._request = message
                 self._loop.send(self._coordinator, message)
             case machine.Decided():
                 self._decided = effect
@@ -279,7 +326,10 @@ class Leader:
         link = self._outgoing.get(peer)
         try:
             if link is None:
-                link = self._outgoing[peer] = connect(self._peers[peer].leader_address)
+                link = self._outgoing[peer] = OutgoingLink(
+                    self._peers[peer].leader_address, self._key, self._me, Party(Role.LEADER, peer),
+                    patience_s=self._deadlines.stall_s,
+                )  # fmt: skip
                 self._loop.watch(link, self._unexpected_answer, self._outgoing_lost)
                 self._loop.send(link, PeerHello(self._context.replica))
         except LinkClosed as closed:
@@ -302,15 +352,21 @@ class Leader:
     # --- Waits (INV-8) -----------------------------------------------------------------------------------------------
 
     def _watch_for_a_stall(self) -> None:
-        """Ask for a new generation when what is waited for has not changed for the stall timeout."""
+        """Request a new generation when a wait for other members has lasted for `stall_s`. See Note [One wait].
+
+        Note [One wait]. A wait for statuses, or for votes, has one deadline, from its start. Messages that arrive meanwhile do
+        not extend it: with many members it would last many times as long (INV-8). Nobody is blamed for the request itself. In
+        the generation that follows each member names whom it waits for, and one that waits itself passes the blame on
+        (`policy.blamed`): so in a tree that was making progress blame falls on the last in the row, not on those in between.
+        It has no consequence before several generations in a row without a committed step, and a commit clears it.
+        """
         state = self._state
-        waiting = machine.waiting_for(state)
-        now = (waiting, state.generation, state.step) if waiting else ()
+        now = (state.phase, state.generation, state.step) if machine.waiting_for(state) else ()
         if now == self._waiting:
             return
         self._waiting = now
         if now:
-            self._loop.after(self._config.stall_timeout_s, lambda: self._stalled(now))
+            self._loop.after(self._deadlines.stall_s, lambda: self._stalled(now))
 
     def _stalled(self, waiting: tuple[object, ...]) -> None:
         # Compared by identity: the same wait may have ended and begun again in the meantime.

@@ -2,6 +2,11 @@
 
 One thread runs it. It knows how messages arrive, not what they mean, and has no state of the protocol. (asyncio would do the
 same with more: its transports buffer without telling, and its loop cannot be handed to `select`-style callers in slices.)
+
+Note [Standing still]. A process that is stopped (SIGSTOP, Ctrl-Z, a suspended machine) reads nothing meanwhile. When it goes
+on, all its timers have run out, and what would have met them lies unread in its sockets. So timers run on the loop's own clock,
+which leaves out the time in which the loop did not run: the time since it ran last, without what it asked to wait for and
+without the CPU time that its thread has used (a long handler is work). From `STILL_S` on such a gap shifts every timer.
 """
 
 from __future__ import annotations
@@ -20,14 +25,27 @@ from megatron_recover.collectives.wire import Link, LinkClosed, Message, frame
 
 OnMessage = Callable[[Link, Message], None]
 OnClosed = Callable[[Link, str], None]
+STILL_S = 0.5
+"""Shorter gaps are the scheduler's, and are not left out. See Note [Standing still]."""
+_LONGEST_WAIT_S = 1.0
+"""While a timer is set. In a longer wait the loop could not tell how long it stood still."""
 
 
 class Loop:
     """Links, listeners, readable descriptors, timers and posted calls, served by `run_once` in one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, cpu_clock: Callable[[], float] = time.thread_time) -> None:
+        """`clock` and `cpu_clock` return seconds: of the machine, and of CPU that the loop's thread has used."""
+        self.stood_still_s = 0.0
+        """How long the loop did not run although it had something to do or a timer set. See Note [Standing still]."""
+        self._clock, self._cpu_clock = clock, cpu_clock
+        self._ran_at: tuple[float, float] | None = None
+        """Both clocks when the loop ran last; None before the first time."""
         self._selector = selectors.DefaultSelector()
         self._links: dict[Link, tuple[OnMessage, OnClosed]] = {}
+        self._redialling: set[Link] = set()
+        """Links without a socket at present."""
+        self._paused: dict[int, Callable[[], None]] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_order = itertools.count()
         self._posted: deque[Callable[[], None]] = deque()
@@ -55,26 +73,33 @@ class Loop:
             self._selector.register(link, self._interest(link), link)
         self._links[link] = (on_message, on_closed)
 
-    def accept(self, listener: socket.socket, on_link: Callable[[Link], None]) -> None:
-        """Call `on_link` with a link for every connection that arrives."""
-
-        def arrived() -> None:
-            with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # gone again before we looked
-                on_link(Link(listener.accept()[0]))
-
-        self.watch_readable(listener.fileno(), arrived)
-
     def watch_readable(self, fileno: int, call: Callable[[], None]) -> None:
         """Make `call` whenever a descriptor is readable."""
         self._selector.register(fileno, selectors.EVENT_READ, call)
 
     def forget_readable(self, fileno: int) -> None:
-        """Undo `watch_readable` or `accept`, before the descriptor is closed."""
-        self._selector.unregister(fileno)
+        """Undo `watch_readable`, before the descriptor is closed."""
+        if self._paused.pop(fileno, None) is None:
+            self._selector.unregister(fileno)
+
+    def pause_readable(self, fileno: int, seconds: float) -> None:
+        """Leave a descriptor of `watch_readable` alone for a while."""
+        call = self._paused[fileno] = self._selector.unregister(fileno).data
+
+        def resume() -> None:
+            if self._paused.get(fileno) is call:
+                del self._paused[fileno]
+                self.watch_readable(fileno, call)
+
+        self.after(seconds, resume)
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Make `call` once, `seconds` from now."""
-        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._timer_order), call))
+        """Make `call` once, `seconds` from now, by the loop's own clock (`time`)."""
+        heapq.heappush(self._timers, (self.time() + seconds, next(self._timer_order), call))
+
+    def time(self) -> float:
+        """Return the seconds of the loop's own clock, which leaves out the time in which the loop stood still."""
+        return self._clock() - self.stood_still_s
 
     def send(self, link: Link, message: Message) -> None:
         """Send without waiting. On a link that broke `on_closed` is called soon; on one that was dropped nothing happens."""
@@ -90,28 +115,38 @@ class Loop:
             why = str(closed)
             self.post(lambda: self._closed(link, why))
         else:
-            self._selector.modify(link, self._interest(link), link)
+            self._update(link)
 
     def drop(self, link: Link) -> None:
         """Close a link without calling its `on_closed`. Dropping it twice is fine."""
         if self._links.pop(link, None) is not None:
-            self._selector.unregister(link)
+            if link in self._redialling:
+                self._redialling.discard(link)
+            else:
+                self._selector.unregister(link)
             link.close()
 
     def run_once(self, max_wait_s: float | None = None) -> None:
-        """Wait until something is due, at most `max_wait_s`, and serve it."""
+        """Wait until something is due, at most `max_wait_s`, and serve it. It may return without anything having been due."""
+        self._notice_gap(0.0)
         wait = max_wait_s
         if self._timers:
-            until_timer = max(0.0, self._timers[0][0] - time.monotonic())
-            wait = until_timer if wait is None else min(wait, until_timer)
-        for key, events in self._selector.select(0.0 if self._posted else wait):
+            until_timer = max(0.0, self._timers[0][0] - self.time())
+            wait = min(until_timer, _LONGEST_WAIT_S) if wait is None else min(wait, until_timer, _LONGEST_WAIT_S)
+        if self._posted:
+            wait = 0.0
+        ready = self._selector.select(wait)
+        self._notice_gap(wait)
+        for key, events in ready:
             if isinstance(key.data, Link):
                 self._serve(key.data, events)
             else:
                 key.data()
         for _ in range(len(self._posted)):
             self._posted.popleft()()
-        while self._timers and self._timers[0][0] <= time.monotonic():
+        while self._timers and self._timers[0][0] <= self.time():
+            if self._notice_gap(0.0):  # stopped since the links were read: read them first
+                return
             heapq.heappop(self._timers)[2]()
 
     def close(self) -> None:
@@ -124,12 +159,28 @@ class Loop:
 
     def close_in_child(self) -> None:
         """In a forked child: close the copies of our descriptors, so that a dead parent's connections end at once."""
-        descriptors = [*(key.fd for key in self._selector.get_map().values()), self._waker.fileno()]
+        descriptors = [*(key.fd for key in self._selector.get_map().values()), *self._paused, self._waker.fileno()]
         self._selector.close()
         for descriptor in descriptors:
             os.close(descriptor)
 
     # --- Inside ------------------------------------------------------------------------------------------------------
+
+    def _notice_gap(self, asked_s: float | None) -> bool:
+        """Leave out of the loop's clock the time in which it did not run; whether there was any.
+
+        `asked_s`: how long the loop has just asked to wait; None: until something came.
+        """
+        now, cpu_s = self._clock(), self._cpu_clock()
+        if self._ran_at is None or asked_s is None:
+            self._ran_at = (now, cpu_s)
+            return False
+        gap_s = now - self._ran_at[0] - asked_s - (cpu_s - self._ran_at[1])
+        self._ran_at = (now, cpu_s)
+        if gap_s < STILL_S:
+            return False
+        self.stood_still_s += gap_s
+        return True
 
     @staticmethod
     def _interest(link: Link) -> int:
@@ -144,16 +195,42 @@ class Loop:
         try:
             if events & selectors.EVENT_WRITE and link in self._links:
                 link.flush()
-                self._selector.modify(link, self._interest(link), link)
+                self._update(link)
             if events & selectors.EVENT_READ and link in self._links:
                 for message in link.receive():
                     if link not in self._links:  # dropped while its messages were served
                         return
                     self._links[link][0](link, message)
+                self._update(link)  # one that dialled has something to send once it is welcome
         except LinkClosed as closed:
             self._closed(link, str(closed))
 
+    def _update(self, link: Link) -> None:
+        if link in self._links and link not in self._redialling:
+            self._selector.modify(link, self._interest(link), link)
+
+    def _redial(self, link: Link) -> None:
+        if link not in self._redialling:  # dropped meanwhile
+            return
+        try:
+            link.redial()
+        except LinkClosed as closed:
+            self._over(link, str(closed))
+        else:
+            self._redialling.discard(link)
+            self._selector.register(link, self._interest(link), link)
+
     def _closed(self, link: Link, why: str) -> None:
+        pause_s = link.retry_s() if link in self._links and link not in self._redialling else None
+        if pause_s is None:
+            self._over(link, why)
+            return
+        self._redialling.add(link)
+        self._selector.unregister(link)
+        link.close()
+        self.after(pause_s, lambda: self._redial(link))
+
+    def _over(self, link: Link, why: str) -> None:
         if link in self._links:
             on_closed = self._links[link][1]
             self.drop(link)

@@ -17,22 +17,23 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron_recover import trace
+from megatron_recover.collectives.calling import OutgoingLink
+from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.leader import Leader
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.transport import Endpoint, Revoked, Transport, TransportError
-from megatron_recover.collectives.wire import Enter, Heard, Link, LinkClosed, Message, RankHello, connect
+from megatron_recover.collectives.wire import Enter, Heard, Link, LinkClosed, Message, RankHello
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core import rank as machine
 from megatron_recover.core import values
+from megatron_recover.core.detector import Phase
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import Apply, Close, ExitCode, Held, Plan, Shape, Stop, Work
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
+from megatron_recover.progress_page import ProgressPage
 
-_START_UP_DEADLINE_S = 1800.0
-"""For a rank to find its leader: both load the model first, and loading takes what it takes."""
 _RETRY_S = 0.02
-_LAST_WORDS_DEADLINE_S = 5.0
-"""For a rank that raised to have its report on the way before it ends."""
 
 
 class JobStopped(SystemExit):
@@ -60,11 +61,17 @@ class Member:
         config: RecoverConfig,
         endpoint: Endpoint,
         *,
+        key: bytes,
         record: Callable[[trace.Event], None],
         faults: FaultInjector | None = None,
+        page: ProgressPage | None = None,
         end_process: Callable[[int], None] = os._exit,
+        deadlines: Deadlines | None = None,
     ) -> None:
-        """`end_process(exit_code)` is called in the control thread when the training thread does not end as it has to."""
+        """`key` is the job's (`key.inherited_key`). `page` shows what the training thread waits for; None: nobody looks.
+
+        `end_process(exit_code)` is called in the control thread when the training thread does not end as it has to.
+        """
         self.replica, self.rank, self.num_ranks = context.replica, context.rank, context.num_ranks
         self.generation = 0
         """Of the newest `Plan` or `Apply` that the training thread took; 0 before the first."""
@@ -76,8 +83,10 @@ class Member:
         """Of the newest `Plan` that was taken, in the order of its roster."""
         self.requests: frozenset[str] = frozenset()
         """All that the records have carried so far; the same on every replica after the same step."""
-        self._context, self._config, self._endpoint = context, config, endpoint
+        self._context, self._config, self._endpoint, self._key = context, config, endpoint, key
         self._record, self._faults, self._end_process = record, faults, end_process
+        self._deadlines = deadlines or config.deadlines
+        self._page = page or ProgressPage()
         self._changed = threading.Condition(threading.RLock())
         """Guards everything below; notified when the training thread may have something to do."""
         self._state = machine.RankState(context.replica, context.rank, ())
@@ -126,6 +135,7 @@ class Member:
             asked = tuple(sorted({*requests, *self._unsaid}))
             self._unsaid.clear()
             self.step = self._state.step
+            self._page.begin_step(self.step, work.label)
             self._feed(machine.Begin(work, asked))
             return self.step
 
@@ -141,6 +151,7 @@ class Member:
                 raise JobStopped(order.exit_code, order.reason)
             assert isinstance(order, Plan | Apply)
             self.generation, self.roster = order.generation, order.roster
+            self._page.obey(order.generation)
         if isinstance(order, Apply):
             self.requests |= frozenset(order.record.requests)
             return order
@@ -198,7 +209,7 @@ class Member:
             if self._transport is None or self._transport.generation != generation:
                 retired = self._transport
                 self._transport = self._endpoint.open(
-                    generation, self.replica, self._addresses, deadline_s=self._config.stall_timeout_s
+                    generation, self.replica, self._addresses, deadline_s=self._deadlines.sum_s
                 )  # fmt: skip
             transport = self._transport
         if retired is not None:
@@ -235,14 +246,15 @@ class Member:
         self._has_raised = True
         with self._changed:
             self._feed(machine.Raise(tuple(microbatches), f"{type(error).__name__}: {error}"))
-            self._changed.wait_for(lambda: self._heard or self._failure is not None, _LAST_WORDS_DEADLINE_S)
+            self._changed.wait_for(lambda: self._heard or self._failure is not None, self._deadlines.words_s)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """Around a checkpoint save, on all ranks of the replica: meanwhile the others know why they have to wait for it."""
         with self._changed:
             self._feed(machine.Save(over=False))
-        yield
+        with self._page.within(Phase.SAVE):
+            yield
         # Not after an exception: the replica is about to end, and its end says more.
         with self._changed:
             self._feed(machine.Save(over=True))
@@ -287,7 +299,9 @@ class Member:
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         # No deadline of its own: the leader's stall timer, the coordinator's follow timer and the agent's eye on every
         # process end each wait for another party; the control thread ends it when the leader is lost (INV-8).
-        self._changed.wait_for(condition)
+        if not condition():
+            with self._page.within(Phase.ORDERS):
+                self._changed.wait_for(condition)
 
     def _stopped_by(self) -> JobStopped | None:
         if self._failure is not None:
@@ -338,22 +352,25 @@ class Member:
             with self._changed:
                 self._loop.close()
 
-    def _introduce(self, hello: RankHello, waited_s: float = 0.0) -> None:
+    def _introduce(self, hello: RankHello, since: float | None = None) -> None:
+        """Link to the leader, or begin to be it. `since`: the loop's time when the first link was tried; None: this is it."""
         if self.rank == 0:
             self._leader = Leader(
-                self._context, self._config, hello, loop=self._loop, deliver=self._deliver, fail=self._fail,
-                record=self._record, faults=self._faults,
+                self._context, self._config, hello, key=self._key, loop=self._loop, deliver=self._deliver, fail=self._fail,
+                record=self._record, faults=self._faults, deadlines=self._deadlines,
             )  # fmt: skip
             return
+        began = self._loop.time() if since is None else since
 
         def again(why: str) -> None:
-            if waited_s > _START_UP_DEADLINE_S:
+            if (waited_s := self._loop.time() - began) > self._deadlines.leader_s:
                 self._fail(f"rank 0 of replica {self.replica} was not there after {waited_s:.0f} s ({why})")
             else:
-                self._loop.after(_RETRY_S, lambda: self._introduce(hello, waited_s + _RETRY_S))
+                self._loop.after(_RETRY_S, lambda: self._introduce(hello, began))
 
         try:
-            self._uplink = connect(self._context.leader)
+            me, leader = Party(Role.RANK, self.replica, self.rank), Party(Role.LEADER, self.replica)
+            self._uplink = OutgoingLink(self._context.leader, self._key, me, leader, patience_s=self._deadlines.leader_s)
         except LinkClosed as closed:
             again(str(closed))
             return
@@ -401,7 +418,7 @@ class Member:
         if self._stopped_by() is None:
             reason = f"rank 0 of replica {self.replica} is gone ({why})"
             # The agent kills what is left of a broken replica; only if it does not, this process ends by itself.
-            self._loop.after(self._config.follow_timeout_s, lambda: self._fail(reason))
+            self._loop.after(self._deadlines.follow_s, lambda: self._fail(reason))
 
     def _fail(self, reason: str, exit_code: int = ExitCode.FAILED) -> None:
         """This rank cannot go on: tell the training thread, and end the process if that does not."""
@@ -413,4 +430,4 @@ class Member:
                 self._transport.revoke()
             self._changed.notify_all()
         print(f"megatron-recover: replica {self.replica} rank {self.rank} ends: {reason}", file=sys.stderr, flush=True)
-        self._loop.after(self._config.follow_timeout_s, lambda: self._end_process(exit_code))
+        self._loop.after(self._deadlines.follow_s, lambda: self._end_process(exit_code))

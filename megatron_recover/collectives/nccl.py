@@ -34,6 +34,7 @@ from megatron_recover.collectives.transport import (
     check_operands,
     no_probe,
 )
+from megatron_recover.collectives.writing import WriteGate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,6 +70,8 @@ class NcclTransport:
         self._failure = ""
         self._revoked = threading.Event()
         self._calling = threading.Lock()
+        self._writing = WriteGate()
+        """Of the host only: copies that it has enqueued run later, in the order of the training thread's stream."""
 
     def sum_into(
         self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, deadline_s: float, probe: Probe | None = None
@@ -80,9 +83,10 @@ class NcclTransport:
             probe("begin")
             summed = self._sum(sources, probe) if len(self.members) > 1 else sources
             probe("middle")
-            self._check()
             for scratch, result in zip(summed, results, strict=True):
-                result.copy_(scratch.view_as(result))
+                self._check()
+                with self._writing:
+                    result.copy_(scratch.view_as(result))
             probe("end")
 
     def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int, deadline_s: float) -> None:
@@ -98,15 +102,17 @@ class NcclTransport:
         with self._call(deadline_s):
             host = [tensor.detach().cpu() if sending else torch.empty_like(tensor, device="cpu") for tensor in tensors]
             self._rendezvous.copy_into(host, source=source, targets=targets, tag=tag, deadline_s=deadline_s)
-            self._check()
             if not sending:
                 for tensor, copy in zip(tensors, host, strict=True):
-                    tensor.detach().copy_(copy)
+                    self._check()
+                    with self._writing:
+                        tensor.detach().copy_(copy)
 
     def revoke(self) -> None:
         """See `Transport.revoke`. The communicator is aborted by the call that is left, or here if there is none."""
         self._revoked.set()
         self._rendezvous.revoke()
+        self._writing.shut()
         if self._calling.acquire(blocking=False):
             self._dispose()
             self._calling.release()

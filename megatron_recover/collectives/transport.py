@@ -10,6 +10,9 @@ Contract of every implementation:
   an exception its bytes are unspecified, and **no thread, kernel or socket of the transport writes into it any more**.
 * Every call returns, or raises, within its deadline, and within milliseconds after `revoke`. A call that has stalled for half
   of its deadline may take `echo.PROBE_S` longer for both, to find out which peers are out of reach (`TransportError.peers`).
+* When `revoke` has returned, no host thread writes memory that anybody but the transport can reach. `direct` and `gloo` wait
+  for the piece of about a megabyte that a call is writing; what gloo itself may still write is scratch of a thread that was
+  left behind. On a GPU, copies that `nccl` has enqueued run later, in the order of the training thread's stream.
 * The outcome of a failed call may differ from member to member. Callers must not act on it (DESIGN: decide, then commit).
 """
 
@@ -98,7 +101,10 @@ class Transport(Protocol):
         """Copy the tensors of member `source` into those of `targets`. Members that are neither return at once."""
 
     def revoke(self) -> None:
-        """Make every pending and future call raise `Revoked`. Any thread, any time, any number of times."""
+        """Make every pending and future call raise `Revoked`. Any thread, any time, any number of times.
+
+        Returns within milliseconds, when nothing is written any more (see above).
+        """
 
     def close(self) -> None:
         """Release sockets, communicators and scratch. Implies `revoke`; bounded time."""

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec.structs import replace
 
+from megatron_recover.collectives.handshake import Role
 from megatron_recover.core import values
 from megatron_recover.core.values import ReplicaId, Shape, Value
 
@@ -28,6 +29,16 @@ STATUSES_A_FRAME = 64
 _HEADER = struct.Struct("!2sHI")
 _MAGIC = b"mr"
 _CHUNK_BYTES = 2**18
+_READ_BYTES = 2**20
+"""What one call reads of a link at most, before the other links are served."""
+MAX_QUEUED_BYTES = 2 * MAX_BODY_BYTES
+"""What is kept for a peer that does not read; with more the link is closed."""
+_LARGEST_BODIES = {(Role.LEADER, Role.COORDINATOR): 4 * 2**20, (Role.RANK, Role.LEADER): 16 * 2**20}
+
+
+def largest_body(sender: Role, receiver: Role) -> int:
+    """Return how many bytes a message from one role to another may have."""
+    return _LARGEST_BODIES.get((sender, receiver), MAX_BODY_BYTES)
 
 
 class LinkClosed(Exception):
@@ -89,6 +100,29 @@ class Heard(Value, frozen=True):
     """Leader to a rank: its `Raised` is on its way to the coordinator, the process may end now."""
 
 
+class Beat(Value, frozen=True):
+    """Coordinator to a leader, every `Deadlines.beat_s`: that it runs, and what it knows. It says nothing about any rank."""
+
+    pid: int
+    """Of the coordinator's process."""
+    generation: values.Generation
+    step: int
+    """The highest uncommitted step that it has heard of."""
+    waiting_for: tuple[ReplicaId, ...]
+    """Members that have not entered the generation; before the first one, replicas that have not said `Hello`."""
+
+
+class LeaderBeat(Value, frozen=True):
+    """A leader's answer to a `Beat`, by its control thread: it says nothing about the training thread."""
+
+    replica: ReplicaId
+    generation: values.Generation
+    step: int
+    waiting_for: tuple[ReplicaId, ...]
+    request: values.Requested | values.Diverged | None = None
+    """What the leader has asked for in this generation and not got yet. The coordinator acts on it once."""
+
+
 class PackedStatuses(Value, frozen=True):
     """How `values.Statuses` travels: each committed record once. It has the pace of every member, and is mostly the same."""
 
@@ -137,7 +171,7 @@ def frame(message: Message) -> bytes:
 
 
 Message = (
-    RankHello | LeaderHello | PeerHello | Announcement | Enter | Heard
+    RankHello | LeaderHello | PeerHello | Announcement | Enter | Heard | Beat | LeaderBeat
     | values.Plan | values.Close | values.Apply | values.Stop
     | values.Begun | values.Promised | values.Holds | values.Blocked | values.Raised | values.Ended
     | values.Vote | values.Votes | values.Status | values.Statuses
@@ -149,16 +183,23 @@ _Framed = Message | PackedStatuses
 class Link:
     """One connected, non-blocking stream of messages. Used by one thread."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        """A frame with a longer body than `max_body_bytes` closes the link before the body is read."""
+        self._take_socket(connection)
+        self._max_body_bytes = max_body_bytes
+        self._incoming = bytearray()
+        self._outgoing: deque[memoryview] = deque()
+        self._queued = 0
+        """Bytes in `_outgoing`."""
+        self._known: list[values.Record] = []
+        """Those of the newest statuses: what comes in several frames shares them in memory, too."""
+        self._decode = msgspec.msgpack.Decoder(_Framed).decode
+
+    def _take_socket(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
-        self._incoming = bytearray()
-        self._outgoing: deque[memoryview] = deque()
-        self._known: list[values.Record] = []
-        """Those of the newest statuses: what comes in several frames shares them in memory, too."""
-        self._decode = msgspec.msgpack.Decoder(_Framed).decode
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -173,7 +214,10 @@ class Link:
         self.put(frame(message))
 
     def put(self, framed: bytes) -> None:
-        """`send` of what is framed already."""
+        """`send` of what is framed already. Raises `LinkClosed`, also when the other end has not read for too long."""
+        self._queued += len(framed)
+        if self._queued > MAX_QUEUED_BYTES:
+            raise LinkClosed(f"the other end does not read: {self._queued} bytes wait for it")
         self._outgoing.append(memoryview(framed))
         self.flush()
 
@@ -182,6 +226,7 @@ class Link:
         try:
             while self._outgoing:
                 taken = self._socket.send(self._outgoing[0])
+                self._queued -= taken
                 if taken == len(self._outgoing[0]):
                     self._outgoing.popleft()
                 else:
@@ -192,31 +237,45 @@ class Link:
             raise LinkClosed(str(error)) from error
 
     def receive(self) -> Iterator[Message]:
-        """Every complete message that has arrived. Then raises `LinkClosed` if the stream ends there, or is malformed."""
+        """Yield every complete message of what has arrived, of which a call reads a bounded part.
+
+        Then raises `LinkClosed` if the stream ends there, or is malformed.
+        """
         closed = self._read()
         yield from self._complete()
         if closed is not None:
             raise closed
 
     def _read(self) -> LinkClosed | None:
-        """Take what has arrived, and how the stream ended if it did."""
+        """Take a bounded part of what has arrived, and return how the stream ended if it did."""
         try:
-            while chunk := self._socket.recv(_CHUNK_BYTES):
+            for _ in range(_READ_BYTES // _CHUNK_BYTES):
+                chunk = self._socket.recv(_CHUNK_BYTES)
+                if not chunk:
+                    return LinkClosed("closed by the other end")
                 self._incoming += chunk
         except BlockingIOError:  # that was all for now
             return None
         except OSError as error:
             return LinkClosed(str(error))
-        return LinkClosed("closed by the other end")
+        return None  # there may be more: the loop comes back to it
+
+    def retry_s(self) -> float | None:
+        """Return None: a link that is closed stays closed."""
+        return None
+
+    def redial(self) -> None:
+        """Raise `LinkClosed`: only a link that dialled can dial again."""
+        raise LinkClosed("this end did not dial")
 
     def close(self) -> None:
-        """Close the socket; what is queued is dropped."""
+        """Close the socket. What is queued is kept by a link that can `redial`, and lost otherwise."""
         self._socket.close()
 
     def _complete(self) -> Iterator[Message]:
         while len(self._incoming) >= _HEADER.size:
             magic, version, num_bytes = _HEADER.unpack_from(self._incoming)
-            if magic != _MAGIC or version != FORMAT_VERSION or num_bytes > MAX_BODY_BYTES:
+            if magic != _MAGIC or version != FORMAT_VERSION or num_bytes > self._max_body_bytes:
                 raise LinkClosed(f"not a frame of format {FORMAT_VERSION}: {magic!r}, format {version}, {num_bytes} bytes")
             end = _HEADER.size + num_bytes
             if len(self._incoming) < end:
@@ -224,14 +283,14 @@ class Link:
             try:
                 framed = self._decode(self._incoming[_HEADER.size : end])
                 message = unpacked(framed, self._known) if isinstance(framed, PackedStatuses) else framed
-            except ValueError as error:  # msgspec's own is one
+            except (ValueError, RecursionError) as error:  # msgspec's own is a ValueError; nested arrays make the other
                 raise LinkClosed(f"not a message: {error}") from error
             del self._incoming[:end]
             yield message
 
 
-def connect(address: str) -> Link:
-    """A link to `host:port`, at once: what is sent is queued until somebody answers, a refusal shows as `LinkClosed`."""
+def dial(address: str) -> socket.socket:
+    """Return a non-blocking socket on its way to `host:port`. Raises `LinkClosed` if that is refused at once."""
     host, _, port = address.rpartition(":")
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     connection.setblocking(False)
@@ -239,7 +298,7 @@ def connect(address: str) -> Link:
     if error not in (0, errno.EINPROGRESS):
         connection.close()
         raise LinkClosed(os.strerror(error))
-    return Link(connection)
+    return connection
 
 
 def listen(address: str) -> socket.socket:

@@ -32,7 +32,9 @@ Note [Timers]
       so this one stays.
     - `grace`: leads to the same roster again. After `max_fruitless` such generations it removes the member that the evidence
       names, never the only one. Where the evidence names none of two members, after twice as many the higher id is set aside.
-      Otherwise the job ends after `max_undecided` of them: a message each time says that nobody is known to be at fault.
+      Otherwise it tries again, with a pause (`follow_timeout_s`), and the reason of each generation says so.
+    - `undecided`: runs from the first generation for which the evidence names nobody, until a step is committed or a replica is
+      lost. Then the job ends, without having removed anybody: it has waited for the user's one deadline.
     - `save`: removes nobody by itself. A save that is overdue is evidence against the member.
     - `start`: removes the replicas that have not said hello, if another has and still lives. Otherwise they get the time to
       load once more.
@@ -79,8 +81,6 @@ class Policy(Value, frozen=True):
     min_replicas: int = 1
     max_fruitless: int = 3
     """Generations in a row without a loss and without a committed step, after which the replica at fault is fenced."""
-    max_undecided: int = 15
-    """So many of those, if the evidence names nobody, end the job; with the default stall timeout this takes half an hour."""
 
 
 class Save(Value, frozen=True):
@@ -112,10 +112,14 @@ class CoordinatorState(Value, frozen=True):
     """Why a newer generation is due (a grace runs), or empty."""
     evidence: Evidence = Evidence()
     """Who could not reach whom since a step was committed or a replica was lost (`core/blame.py`)."""
+    evidence_from: Generation = 0
+    """Reports of older generations are about what is over, and no evidence."""
     waits: tuple[tuple[ReplicaId, tuple[ReplicaId, ...]], ...] = ()
     """Which members waited for whom when they left the previous generation, by member."""
     excused: bool = False
-    """In the previous generation a save was under way: nobody is blamed for having been waited for."""
+    """In the previous generation a save was under way, or a loss ended it, which explains all waits: they are no evidence."""
+    undecided: str = ""
+    """The timer of the time in which no step was committed and the evidence named nobody, or empty."""
     fruitless: int = 0
     """Generations in a row without a loss or a committed step."""
     step: int = 0
@@ -178,7 +182,10 @@ class Fence(Value, frozen=True):
     replica: ReplicaId
 
 
-Setting = Literal["load_timeout_s", "start_timeout_s", "follow_timeout_s", "finish_timeout_s", "save_timeout_s", "grace_s"]
+Setting = Literal[
+    "load_timeout_s", "start_timeout_s", "follow_timeout_s", "finish_timeout_s", "save_timeout_s", "undecided_timeout_s",
+    "grace_s",
+]  # fmt: skip
 """How long a timer runs, by name: the driver knows the seconds."""
 
 
@@ -224,9 +231,9 @@ def _on_launched(state: CoordinatorState, _: Launched) -> Step:
 
 
 def _on_hello(state: CoordinatorState, hello: Hello) -> Step:
-    """Note it; with the last replica that was missing, make generation 1."""
+    """Note the hello of a replica of this job; with the last one that was missing, make generation 1."""
     known = {item.replica for item in state.hellos} | {loss.replica for loss in state.losses}
-    if hello.replica in known or state.generation:
+    if hello.replica in known or not 0 <= hello.replica < state.policy.num_replicas or state.generation:
         return state, ()
     first = not state.hellos
     state = replace(state, hellos=tuple(sorted((*state.hellos, hello), key=lambda item: item.replica)))
@@ -272,7 +279,7 @@ def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) ->
         follow=follow,
         all_late=False,
         reason="",
-        excused=bool(state.saves),
+        excused=bool(state.saves or losses),
     )
     new = NewGeneration(generation, state.roster, losses, reason, state.requests, state.trusted_from, state.void)
     return state, (Announce(new), Arm(follow, "follow_timeout_s"))
@@ -296,7 +303,9 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
         losses=(*state.losses, *losses),
         hellos=tuple(item for item in state.hellos if item.replica not in {loss.replica for loss in losses}),
         evidence=Evidence(),
+        evidence_from=state.generation + 1,
         waits=(),
+        undecided="",
         fruitless=0,
     )
     if not state.generation:
@@ -320,7 +329,8 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
 def _on_requested(state: CoordinatorState, request: Requested) -> Step:
     """Wait a short grace for news of a death, which explains most requests, or for the end of a save, which explains others."""
     is_stale = request.generation != state.generation
-    if request.replica not in state.roster or (is_stale and not request.stalled):
+    is_late = is_stale and request.stalled and state.evidence_from <= request.generation < state.generation
+    if request.replica not in state.roster or (is_stale and not is_late):
         return state, ()
     if not state.saves:
         state = replace(state, evidence=heard(state.evidence, request.replica, request.suspects))
@@ -329,7 +339,8 @@ def _on_requested(state: CoordinatorState, request: Requested) -> Step:
     state = replace(state, reason=f"replica {request.replica}: {request.reason}")
     if any(save.generation < state.generation for save in state.saves):
         return state, ()  # everybody has entered a generation since: there is nothing to find out
-    return state, (Arm(f"grace {state.generation}", "grace_s"),)
+    # What cannot be decided is not tried again and again without a pause.
+    return state, (Arm(f"grace {state.generation}", "follow_timeout_s" if state.undecided else "grace_s"),)
 
 
 def _on_busy(state: CoordinatorState, busy: Busy) -> Step:
@@ -362,6 +373,9 @@ def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
         return _same_roster(state) if state.reason and not left else (state, ())
     if expired.timer == state.follow and state.generation:
         return _followed_late(state)
+    if expired.timer == state.undecided:
+        why = f"nothing says who is at fault that no step was committed in {state.fruitless} generations"
+        return _end(state, ExitCode.FAILED, f"{why}, and the time for that is over; resume from the last checkpoint")
     if expired.timer == f"grace {state.generation}" and state.reason:
         return _same_roster(state)
     if (expired.timer == "start" or (expired.timer == "load" and not state.hellos)) and not state.generation:
@@ -417,9 +431,10 @@ def _same_roster(state: CoordinatorState) -> Step:
         why = "nothing says whose fault it is that they do not reach each other"
         detail = f"set aside so that replica {stays} can go on: {why} {how}"
         return _remove(state, (Loss(leaves, LossKind.SUSPECTED, detail),), detail)
-    if state.fruitless >= state.policy.max_undecided:
-        return _end(state, ExitCode.FAILED, f"nothing says who is at fault {how}; resume from the last checkpoint")
-    return _announce(state, (), f"nothing says who is at fault {how}")
+    first = () if state.undecided else (Arm(f"undecided {state.generation}", "undecided_timeout_s"),)
+    state = replace(state, undecided=state.undecided or f"undecided {state.generation}")
+    state, effects = _announce(state, (), f"nothing says who is at fault {how}")
+    return state, first + effects
 
 
 def _with_waits(state: CoordinatorState) -> CoordinatorState:
@@ -435,7 +450,9 @@ def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
     if entered.generation != state.generation or entered.replica not in state.roster:
         return state, ()
     if entered.step > state.step:
-        state = replace(state, step=entered.step, fruitless=0, evidence=Evidence(), waits=())
+        state = replace(
+            state, step=entered.step, fruitless=0, undecided="", evidence=Evidence(), waits=(), evidence_from=state.generation
+        )
     if entered.waited_for and not state.excused:
         state = replace(state, waits=tuple(sorted({**dict(state.waits), entered.replica: entered.waited_for}.items())))
     state = replace(state, entered=tuple(sorted({*state.entered, entered.replica})))

@@ -28,30 +28,73 @@ def exit_code(requests: Sequence[str]) -> int:
     return ExitCode.INTERRUPTED if any(request.startswith(EXIT) for request in requests) else ExitCode.OK
 
 
-def loss_of(status: int, *, started: bool) -> LossKind:
+SIGNALS_OF_COMPUTATION = frozenset({4, 6, 7, 8, 11})
+"""SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV (signal(7), Linux): what a process does to itself."""
+_SIGABRT, _SIGKILL = 6, 9
+
+
+def loss_of(status: int, *, started: bool, out_of_memory: bool = False) -> LossKind:
     """Why a replica is lost of which a rank ended with `status` (exit code, or minus the signal) before it was told to.
 
     `started`: generation 1 has been made. A training script that ends well before that has not called `pretrain`; after that
-    it has left without the others (`sys.exit`), which is as good as killed.
+    it has left without the others (`sys.exit`), which is as good as killed. `out_of_memory`: the kernel has killed a process
+    of the rank's control group for want of memory, and this end may be that.
     """
+    if -status in SIGNALS_OF_COMPUTATION or (status == -_SIGKILL and out_of_memory):
+        return LossKind.CRASHED
     if status == ExitCode.INVARIANT_VIOLATED:
         return LossKind.INVARIANT_VIOLATED
+    if status == ExitCode.NO_REPLICA_LEFT:  # it gave up waiting for a launcher that was stopped: no fault of the training
+        return LossKind.PROCESS_ENDED
     if status == ExitCode.OK and not started:
         return LossKind.ENDED_EARLY
     return LossKind.EXCEPTION if status > 0 else LossKind.PROCESS_ENDED
 
 
+def first_to_die(statuses: Sequence[int]) -> int:
+    """Return the index of the end that explains the others, of ranks of one replica whose ends were seen in one look.
+
+    A signal from outside goes before all else, since it charges nothing; an exit code and SIGABRT are what ranks do that find
+    another one gone (the connection broke; NCCL's watchdog aborts).
+    """
+
+    def precedence(index: int) -> int:
+        number = -statuses[index]
+        if number > 0 and number not in SIGNALS_OF_COMPUTATION:
+            return 0
+        return 1 if number > 0 and number != _SIGABRT else 2 if number <= 0 else 3
+
+    return min(range(len(statuses)), key=precedence)
+
+
+_WITNESSED = frozenset({LossKind.CRASHED, LossKind.HUNG})
+"""Losses that only what the agent has witnessed is charged to: other ranks of the replica then raise as a consequence."""
+_UNCHARGED = frozenset({LossKind.PROCESS_ENDED, LossKind.INVARIANT_VIOLATED})
+
+
+def _charged(failing: Sequence[Failing], losses: Sequence[Loss]) -> list[Failing]:
+    """Return what of `failing` counts, given how each replica was lost."""
+    kinds = {loss.replica: loss.kind for loss in losses}
+    return [
+        item
+        for item in failing
+        if item.replica in kinds
+        and kinds[item.replica] not in _UNCHARGED
+        and item.witnessed == (kinds[item.replica] in _WITNESSED)
+    ]
+
+
 def poisoned(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int, str] | None:
     """The end of a job in which computing one microbatch has ended two replicas (INV-9), or None.
 
-    A replica that a signal ended is not blamed on the microbatch at which its other ranks then raised, nor one in which a
-    check failed. Where a replica knows only the pass that raised (its gradient is not finite), the microbatch is in what both
-    replicas computed: what one replica was dealt first, another computes only after that one is lost.
+    A replica that a signal from outside ended is not blamed on the microbatch at which its other ranks then raised, nor one in
+    which a check failed. One that a signal of the computation or a hang ended is blamed on what the progress page names. Where
+    several microbatches are named (a gradient that is not finite, a device that runs behind), the common one counts: what one
+    replica was dealt first, another computes only after that one is lost.
     """
-    ended = {loss.replica for loss in losses if loss.kind not in (LossKind.PROCESS_ENDED, LossKind.INVARIANT_VIOLATED)}
     pairs = [
         (sorted({*one.microbatches} & {*other.microbatches}), one, other)
-        for one, other in combinations([item for item in failing if item.replica in ended], 2)
+        for one, other in combinations(_charged(failing, losses), 2)
         if one.label == other.label and one.replica != other.replica
     ]
     both, one, other = min((pair for pair in pairs if pair[0]), key=lambda pair: len(pair[0]), default=([], None, None))

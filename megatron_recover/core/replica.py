@@ -11,8 +11,8 @@ Caller's contract (docs/protocol.md has all of it)
   feed `LinkLost(peer)`, never resend by yourself. Messages for a generation that the receiver has not heard of are fed as they
   come; the machine keeps the newest of each member.
 * `ToCoordinator` goes to the coordinator.
-* While `waiting_for(state)` is not empty and neither it, nor `state.generation`, nor `state.step` changed for the stall
-  timeout: feed `WaitExpired(generation, step)`.
+* When `waiting_for(state)` has not been empty for the stall timeout, with no change of `state.phase`, `state.generation` or
+  `state.step`: feed `WaitExpired(generation, step)`. Messages that arrive meanwhile do not extend that time.
 * `Decided`, `Committed`, and the messages themselves are what the trace is written from.
 """
 

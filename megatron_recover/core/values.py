@@ -337,7 +337,11 @@ class LossKind(enum.Enum):
     """Why a replica left the roster."""
 
     PROCESS_ENDED = "process ended"
-    """By a signal, or with exit code 0 while the run went on."""
+    """By a signal from outside (SIGKILL, SIGTERM), or with exit code 0 while the run went on."""
+    CRASHED = "crashed"
+    """By a signal that the computation raises (SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT), or killed for want of memory."""
+    HUNG = "hung"
+    """A rank was stopped, or showed no progress for too long (`core/detector.py`)."""
     ENDED_EARLY = "ended early"
     """A rank ended with exit code 0 before the first generation."""
     EXCEPTION = "exception"
@@ -433,6 +437,9 @@ class Failing(Value, frozen=True):
     microbatches: tuple[MicrobatchId, ...]
     """As in `Raised`."""
     error: str
+    witnessed: bool = False
+    """True: nobody reported an exception, the agent read the microbatches from the progress page of a rank that a signal of the
+    computation ended or that hung in it. False: a rank reported the exception before it ended."""
 
 
 class Diverged(Value, frozen=True):
@@ -472,7 +479,7 @@ class ExitCode(enum.IntEnum):
     """A defect, an error in the training script on every replica, or no step is committed and nobody known to be at fault."""
     BAD_INPUT = 2
     UNFINISHED = 3
-    """Of `check`: all holds so far, and the trace has no end."""
+    """Of `check`: all that was judged holds, and the trace has no end, or lacks events of some steps."""
     TOO_FEW_REPLICAS = 10
     """Fewer than `--recover-min-replicas` are left; a durable checkpoint was saved if any replica lives."""
     POISONED_MICROBATCH = 11

@@ -12,7 +12,7 @@ Note [Owed]
 Note [A save that fails]
     A disk that is full or a folder that cannot be written ends no replica: any other would fail alike. The ranks of the writer
     give the save up together, it is reported with the folder and the remedy, training goes on, and the next save point
-    tries again. At the end of training the last save is tried again and again for `--recover-save-timeout-s`, while somebody
+    tries again. At the end of training the last save is tried again and again for `Deadlines.save_s`, while somebody
     may make room; then the job ends with an exit code of its own. All ranks of a replica have to find out that one of them
     failed. In format `torch_dist` Megatron tells them (`CheckpointException`); in format `torch`, and where the checkpoint is
     given its name, the one that failed says so in the replica's store and keeps its place in Megatron's two last barriers.
@@ -31,6 +31,7 @@ from typing import IO, Any, Protocol
 
 from megatron_recover import trace
 from megatron_recover.core.policy import SAVED, UNSAVED
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.save_folder import TRACKER, SaveFolder, replace_tracker
 
@@ -92,17 +93,17 @@ class Checkpoints:
         get_args: Callable[[], Any],
         *,
         save: str | None,
-        save_timeout_s: float,
-        log: trace.EventLog,
+        deadlines: Deadlines,
+        log: trace.Log,
         faults: FaultInjector | None,
     ) -> None:
         """`originals`: what Megatron has behind the seams `save_checkpoint`, `write_checkpoint` and `checkpoint_name`. Create
         it before the job can have saved anything to `save`.
         """
         self._saver, self._originals, self._get_args = saver, originals, get_args
-        self._save_timeout_s, self._faults = save_timeout_s, faults
+        self._deadlines, self._faults = deadlines, faults
         self._record = trace.Recorder(log, replica=saver.replica, rank=saver.rank)
-        self._folder = SaveFolder(save) if save is not None else None
+        self._folder = SaveFolder(save, deadlines.lock_s) if save is not None else None
         self._owed: int | None = None
         """The newest iteration that another replica is or was to save, or that could not be saved. See Note [Owed]."""
         self._saved: int | None = None
@@ -204,10 +205,10 @@ class Checkpoints:
 
     def _may_try_again(self, since: float) -> bool:
         """Wait a little for somebody to make room; False when that took too long."""
-        if not self._agree(time.monotonic() - since <= self._save_timeout_s):
+        if not self._agree(time.monotonic() - since <= self._deadlines.save_s):
             return False
         with self._saver.saving():
-            time.sleep(min(_RETRY_S, self._save_timeout_s))
+            time.sleep(min(_RETRY_S, self._deadlines.save_s))
         return True
 
     # --- The writer ------------------------------------------------------------------------------------------------------
@@ -261,7 +262,7 @@ class Checkpoints:
         detail = (
             f"the checkpoint of iteration {iteration} could not be saved to --save {save} (free: {free}): {failure}; make room "
             "or make it writable. Training goes on; the next save point tries again, and the end of training for "
-            f"--recover-save-timeout-s {self._save_timeout_s:g}"
+            f"{self._deadlines.save_s:g} s (--recover-deadline-s {self._deadlines.deadline_s:g})"
         )
         self._record(trace.Checkpoint, iteration=iteration, phase="failed", detail=detail)
         print(f"megatron-recover: {detail}", file=sys.stderr, flush=True)

@@ -21,17 +21,43 @@ _CHUNK_ROWS = 4096
 
 def checksum(tensor: Tensor) -> int:
     """The checksum of a contiguous tensor, 0..2**63-1. Its dtype and shape do not matter, its size does."""
+    return checksums([tensor])[0]
+
+
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the checksum of each of these contiguous tensors; a device is waited for once, not once a tensor."""
+    parts = [_reduced(tensor) for tensor in tensors]
+    on_host = iter(_to_host([part for _, *both in parts for part in both]))
+    found = []
+    for num_bytes, _, _ in parts:
+        digest = hashlib.blake2b(num_bytes.to_bytes(8, "little"), digest_size=8)
+        digest.update(next(on_host).numpy())
+        digest.update(next(on_host).numpy())
+        found.append(int.from_bytes(digest.digest(), "little") >> 1)
+    return found
+
+
+def _reduced(tensor: Tensor) -> tuple[int, Tensor, Tensor]:
+    """Return the size in bytes, the sums of the rows, and the bytes behind the last row; both on the tensor's device."""
     data = tensor.detach().view(-1).view(torch.uint8)
     num_bytes = data.numel()
     num_rows = num_bytes // (8 * _ROW)
     summed = num_rows * 8 * _ROW
-    digest = hashlib.blake2b(num_bytes.to_bytes(8, "little"), digest_size=8)
-    if num_rows:
-        whole = data[:summed] if data.data_ptr() % 8 == 0 else data[:summed].clone()
-        digest.update(_row_sums(whole.view(torch.int64).view(num_rows, _ROW)).cpu().numpy())
-    if summed < num_bytes:
-        digest.update(data[summed:].cpu().numpy())
-    return int.from_bytes(digest.digest(), "little") >> 1
+    if not num_rows:
+        return num_bytes, data[:0], data
+    whole = data[:summed] if data.data_ptr() % 8 == 0 else data[:summed].clone()
+    return num_bytes, _row_sums(whole.view(torch.int64).view(num_rows, _ROW)).view(torch.uint8), data[summed:]
+
+
+def _to_host(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return these byte tensors in host memory: what is on one device comes in one copy."""
+    found: list[Tensor] = list(parts)
+    for device in {part.device for part in parts if part.device.type != "cpu"}:
+        there = [index for index, part in enumerate(parts) if part.device == device]
+        pieces = torch.cat([parts[index] for index in there]).cpu().split([parts[index].numel() for index in there])
+        for index, piece in zip(there, pieces, strict=True):
+            found[index] = piece
+    return found
 
 
 def combined(checksums: Sequence[int]) -> int:

@@ -25,11 +25,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
+from megatron_recover.core.detector import Phase
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import Apply, Plan, Shape, Work
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.checksum import checksum, combined
+from megatron_recover.megatron.communication import is_communication_error
+from megatron_recover.megatron.compiling import show_compilations
 from megatron_recover.megatron.data import MicrobatchCursor
+from megatron_recover.megatron.in_work import InWork
 from megatron_recover.megatron.ledger import count_tokens, read_losses
 from megatron_recover.megatron.microbatches import JournalKeeper, Microbatches
 from megatron_recover.megatron.overlap import Overlap
@@ -37,6 +41,10 @@ from megatron_recover.megatron.reduction import Gather, ReducingMember, Reductio
 from megatron_recover.megatron.schedule import run_pass
 from megatron_recover.megatron.stopwatch import Stopwatch
 from megatron_recover.megatron.work_queue import PlanningMember, WorkQueue
+from megatron_recover.progress_page import ProgressPage
+
+_NUM_FIRST_STEPS = 2
+"""Training steps of a process in which its libraries compile, tune and allocate."""
 
 
 class Member(ReducingMember, PlanningMember, JournalKeeper, Protocol):
@@ -77,13 +85,19 @@ class CommitLoop:
         seed: Callable[[int, int, int], None],
         iteration: Callable[[], int],
         fingerprint: Callable[[], str],
-        log: trace.EventLog | None = None,
+        log: trace.Log | None = None,
         faults: FaultInjector | None = None,
         gather: Gather = gather_over_replica,
+        page: ProgressPage | None = None,
     ) -> None:
         """`originals`: what Megatron has behind the seams of `replacements`. `seed(iteration, microbatch, chunk)` sets the
-        random state; `iteration()` is Megatron's current one, from 1; `fingerprint()` goes to `Member.join`.
+        random state; `iteration()` is Megatron's current one, from 1; `fingerprint()` goes to `Member.join`. `page` shows
+        what this rank does; None: nobody looks.
         """
+        self._page = page or ProgressPage()
+        self._in_work = InWork(None)
+        self._num_trained = 0
+        """Training steps of this process."""
         self._member, self._config, self._originals = member, config, originals
         self._cursor, self._seed, self._iteration, self._fingerprint = cursor, seed, iteration, fingerprint
         self._faults, self._gather = faults, gather
@@ -151,6 +165,8 @@ class CommitLoop:
             )  # fmt: skip
             if self._member.rank == 0 and self._config.rebalance == "on":
                 self._stopwatch = Stopwatch(self._reduction.device)
+            self._in_work = InWork.on(self._reduction.device)
+            show_compilations(self._page)
             self._reduction.parameters_checksum = combined([checksum(parameter) for parameter, _ in self._parameters])
             self._member.join(self._reduction.shape, f"{self._fingerprint()} {self._reduction.parameters_checksum:016x}")
         return self._reduction
@@ -175,6 +191,7 @@ class CommitLoop:
         microbatches = Microbatches(
             reduction, step, forward_only=forward_only, num_chunks=len(chunks), enter=self._enter_microbatch,
             record=self._record, faults=self._faults, journal=self._member if self._member.rank == 0 else None,
+            page=self._page, in_work=self._in_work, is_first=self._num_trained < _NUM_FIRST_STEPS,
         )  # fmt: skip
         order = self._member.next_order()
         reduction.first_generation = order.generation
@@ -187,9 +204,14 @@ class CommitLoop:
                 self._run_pass(arguments, reduction, microbatches, order)
             else:
                 self._member.pass_ended(order.generation)
-                reduction.reduce(order)
+                self._reduce(order)
             order = self._member.next_order()
         return self._apply(order, reduction, chunks, arguments)
+
+    def _reduce(self, order: Plan) -> None:
+        assert self._reduction is not None
+        self._page.enter(Phase.REDUCTION)
+        self._reduction.reduce(order)
 
     def _run_pass(
         self,
@@ -215,11 +237,12 @@ class CommitLoop:
                     stopwatch.end(num_computed)
                     self._tell_pace(stopwatch)
                 self._member.pass_ended(queue.plan.generation)
+                self._page.enter(Phase.REDUCTION)
                 overlap.finish()
         except InvariantViolation:  # of no microbatch's making: it is no reason to deal it to fewer (INV-9)
             raise
         except Exception as error:
-            self._member.raised(microbatches.suspects(), error)
+            self._member.raised(() if is_communication_error(error) else microbatches.suspects(), error)
             raise
 
     def _tell_pace(self, stopwatch: Stopwatch) -> None:
@@ -234,6 +257,7 @@ class CommitLoop:
     def _apply(
         self, order: Apply, reduction: Reduction, chunks: list[Any], arguments: dict[str, Any]
     ) -> list[dict[str, Tensor]]:
+        self._page.enter(Phase.OPTIMIZER, ())
         last = reduction.is_last_stage
         losses = read_losses(reduction.committed_rows()) if last else []
         self._applied = (self._step, order, _mean_loss(losses))
@@ -267,7 +291,7 @@ class CommitLoop:
         while not isinstance(order, Apply):
             if order.voids:
                 reduction.void()
-            reduction.reduce(order)
+            self._reduce(order)
             order = self._member.next_order()
         self._applied = (self._step, order, None)
         self.stepped(trained=False)
@@ -278,6 +302,7 @@ class CommitLoop:
             return
         (step, order, loss), self._applied = self._applied, None
         self._num_evaluations = 0 if trained else self._num_evaluations
+        self._num_trained += trained
         interval = self._config.digest_interval
         digests: dict[str, str] = {}
         if trained and interval and step % interval == 0:
@@ -294,6 +319,7 @@ class CommitLoop:
         self._record(
             trace.Applied, generation=order.generation, step=step, label=order.record.label, loss=loss, **digests,
         )  # fmt: skip
+        self._page.enter(Phase.BETWEEN)
 
     def _enter_microbatch(self, microbatch: int, chunk: int) -> None:
         self._cursor.microbatch = microbatch

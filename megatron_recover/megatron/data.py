@@ -25,8 +25,9 @@ import numpy
 from torch import Tensor
 from torch.utils.data import default_collate
 
-_BUILD_DEADLINE_S = 900.0
-"""For another process to build the index cache."""
+from megatron_recover.core.detector import Phase
+from megatron_recover.progress_page import ProgressPage
+
 _LOCK_POLL_S = 0.05
 
 
@@ -41,7 +42,9 @@ class Dataset(Protocol):
 class MicrobatchCursor:
     """Where the schedule is. One per rank, shared by all its data iterators; the schedule moves it, the iterators follow."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: ProgressPage | None = None) -> None:
+        """`page` shows when samples are read; None: nobody looks."""
+        self.page = page or ProgressPage()
         self.microbatch = 0
         """The id whose samples the next `next(iterator)` returns. Set it before every forward."""
 
@@ -99,7 +102,8 @@ class MicrobatchIterator:
             raise StopIteration(
                 f"the dataset has {len(self._dataset)} samples; microbatch {self._cursor.microbatch} needs {indices}"
             )
-        return default_collate([self._dataset[index] for index in indices])
+        with self._cursor.page.within(Phase.DATA):
+            return default_collate([self._dataset[index] for index in indices])
 
 
 class Loaders:
@@ -139,23 +143,23 @@ def cache_directory(data_cache_path: str | None, prefixes: Sequence[str]) -> Pat
 
 
 @contextlib.contextmanager
-def building_cache(directory: Path) -> Iterator[None]:
+def building_cache(directory: Path, patience_s: float) -> Iterator[None]:
     """Let one process at a time build upstream's index cache, and let no other ever see a half-written file of it.
 
     Upstream takes a cache whose files exist for complete, and overwrites files that others may have mapped. Inside, each
     array is written beside its final name, synced, and renamed: a builder that is killed leaves files complete or absent,
     and the next one builds what is absent. The lock only spares the others the work. It ends with its holder's life, and
-    whoever has waited for `_BUILD_DEADLINE_S`, because the holder is stopped or slow, does the work beside it.
+    whoever has waited for `patience_s` seconds, because the holder is stopped or slow, does the work beside it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / ".building.lock", "a+") as lock:
-        if _locked(lock):
+        if _locked(lock, patience_s):
             lock.truncate(0)
             print(f"pid {os.getpid()}", file=lock, flush=True)
         else:
             lock.seek(0)
             holder = lock.read().strip() or "another process"
-            print(f"{holder} has held {lock.name} for {_BUILD_DEADLINE_S:g} s: building the index beside it", file=sys.stderr)
+            print(f"{holder} has held {lock.name} for {patience_s:g} s: building the index beside it", file=sys.stderr)
         save = numpy.save
         numpy.save = _atomic(save)
         try:
@@ -164,9 +168,9 @@ def building_cache(directory: Path) -> Iterator[None]:
             numpy.save = save
 
 
-def _locked(file: IO[str]) -> bool:
+def _locked(file: IO[str], patience_s: float) -> bool:
     """Wait for the lock, not for ever; whether we have it."""
-    deadline = time.monotonic() + _BUILD_DEADLINE_S
+    deadline = time.monotonic() + patience_s
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -13,11 +13,14 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_recover import trace
+from megatron_recover.core.detector import Phase
 from megatron_recover.core.values import BucketId
 from megatron_recover.faults import FaultInjector, FaultPoint
+from megatron_recover.megatron.in_work import InWork
 from megatron_recover.megatron.overlap import Overlap
 from megatron_recover.megatron.reduction import Reduction
 from megatron_recover.megatron.work_queue import Task
+from megatron_recover.progress_page import ProgressPage
 
 
 class JournalKeeper(Protocol):
@@ -41,8 +44,18 @@ class Microbatches:
         record: trace.Recorder,
         faults: FaultInjector | None,
         journal: JournalKeeper | None = None,
+        page: ProgressPage | None = None,
+        in_work: InWork | None = None,
+        is_first: bool = False,
     ) -> None:
-        """`enter(microbatch, chunk)` puts samples and random state at the beginning of a microbatch. `journal`: of rank 0."""
+        """`enter(microbatch, chunk)` puts samples and random state at the beginning of a microbatch. `journal`: of rank 0.
+
+        `page` shows what is computed (None: nobody looks), `in_work` knows what the device has not done yet. `is_first`: in one
+        of the process's first steps everything takes longer.
+        """
+        self._page, self._in_work = page or ProgressPage(), in_work or InWork(None)
+        self._forward = Phase.EVALUATION if forward_only else Phase.FIRST_STEPS if is_first else Phase.FORWARD
+        self._backward = Phase.FIRST_STEPS if is_first else Phase.BACKWARD
         self._reduction, self._step, self._forward_only, self._num_chunks = reduction, step, forward_only, num_chunks
         self._enter, self._record, self._faults, self._journal = enter, record, faults, journal
         self._current: Task | None = None
@@ -74,6 +87,7 @@ class Microbatches:
 
     def forward_begins(self, task: Task, chunk: int) -> None:
         self._current = task
+        self._page.enter(self._forward, self._in_work.begins(task.microbatch))
         if not chunk:
             self._of_pass.append(task.microbatch)
             if self._journal is not None:
@@ -95,9 +109,11 @@ class Microbatches:
             self._reduction.ledger.write(task.microbatch, tokens, losses)
         if self._forward_only:
             self._finish(task, chunk, 0.0, ())
+        self._page.enter(Phase.PIPELINE, self._in_work.ended(task.microbatch))
 
     def backward_begins(self, task: Task, chunk: int, last: bool) -> None:
         self._current = task
+        self._page.enter(self._backward, self._in_work.begins(task.microbatch))
         self._pass_fault(FaultPoint.BACKWARD, task)
         self._reduction.collect_into(task.into)
         if last and self._overlap is not None:
@@ -108,6 +124,7 @@ class Microbatches:
         backward_s = self._elapsed_s()
         self._seconds[task, chunk] += backward_s
         self._finish(task, chunk, backward_s, self._reduction.end_backward(task.microbatch, chunk, task.into))
+        self._page.enter(Phase.PIPELINE, self._in_work.ended(task.microbatch))
 
     def _takes_ledger(self, task: Task) -> bool:
         return self._reduction.is_last_stage and self._reduction.ledger_bucket in task.into

@@ -283,7 +283,7 @@ class Reduction:
         since = time.perf_counter()
         transport.sum_into(
             [source, provenance], [slot.result, slot.provenance], tag=self._tag(slot.id, 0),
-            deadline_s=self._config.stall_timeout_s, probe=self._probe(slot.id, generation),
+            deadline_s=self._config.deadlines.sum_s, probe=self._probe(slot.id, generation),
         )  # fmt: skip
         self._complete(slot, generation, time.perf_counter() - since)
         return transport
@@ -327,7 +327,7 @@ class Reduction:
             self._faults.at(FaultPoint.TRANSFER, step=self._step, bucket=slot.id)
         transport.copy_into(
             [slot.result, slot.provenance], source=copy.source, targets=copy.members[1:], tag=self._tag(slot.id, 1),
-            deadline_s=self._config.stall_timeout_s,
+            deadline_s=self._config.deadlines.sum_s,
         )  # fmt: skip
         if self._member.replica != copy.source:
             value = self._checksum(slot)

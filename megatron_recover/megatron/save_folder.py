@@ -26,8 +26,6 @@ from pathlib import Path
 TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL = ".partial"
 _LOCK = ".writer.lock"
-_LOCK_DEADLINE_S = 60.0
-"""For a writer that was declared dead to be dead: it holds the lock to its end."""
 _LOCK_POLL_S = 0.05
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -35,7 +33,9 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 class SaveFolder:
     """One folder of checkpoints; used by rank 0 of a replica, but for `partial`."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, lock_s: float) -> None:
+        """`lock_s`: how long to wait for a writer that was declared dead to be dead. It holds the lock to its end."""
+        self._lock_s = lock_s
         self.path = Path(path)
         self.partial = self.path / PARTIAL
         """Where checkpoints are written."""
@@ -57,7 +57,7 @@ class SaveFolder:
     def locked(self) -> Iterator[None]:
         """Hold the folder for one writer. A dead writer's kernel gives it back; one that only seems dead is waited for."""
         self.path.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + _LOCK_DEADLINE_S
+        deadline = time.monotonic() + self._lock_s
         with open(self.path / _LOCK, "w") as file:
             while True:
                 try:

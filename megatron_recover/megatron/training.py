@@ -19,9 +19,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_recover import flags, trace
+from megatron_recover import flags, ring, trace
 from megatron_recover.config import DRY_RUN_PASSED, RankContext, RecoverConfig, rank_context
 from megatron_recover.core import policy
+from megatron_recover.core.detector import Phase
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import FaultInjector
@@ -33,6 +34,8 @@ from megatron_recover.megatron.arguments import (
     recover_config,
     refusals,
 )
+from megatron_recover.megatron.rendezvous import host_store
+from megatron_recover.progress_page import ProgressPage
 
 if TYPE_CHECKING:
     from megatron_recover.collectives.member import Member
@@ -126,7 +129,8 @@ class _Training:
         from megatron_recover.megatron.reporting import TensorBoardFactory
 
         self._context = context
-        self._log = trace.EventLog(os.path.join(context.run_dir, trace.EVENTS_FILE), context.started_at)
+        self._page = ProgressPage.inherited()
+        self._log = ring.log_of_rank(context)
         self._faults = FaultInjector.of(
             context.faults,
             replica=context.replica,
@@ -160,13 +164,16 @@ class _Training:
             if others.get("process_non_loss_data_func") is not None:
                 raise ValueError("process_non_loss_data_func is not supported: no replica sees a whole batch; leave it out")
         if self._context.dry_run:
-            with bad_input_ends(), contextlib.closing(_endpoint(config)):
+            with bad_input_ends(), contextlib.closing(_endpoint(config, self._context)):
                 configure(args)
             return DRY_RUN_PASSED
+        # Held to the end of this process: the replica's other ranks use it as long as they live.
+        store = host_store(self._context.rank, self._context.num_ranks)  # noqa: F841
         member = self._member = self._create_member(config)
         checkpoints, loop = self._install(args, config, member)
         try:
-            upstream(configure(args), building_cache_once(datasets_provider, args), model_type, forward_step, **others)
+            provider = building_cache_once(datasets_provider, args, self._page)
+            upstream(configure(args), provider, model_type, forward_step, **others)
         except SystemExit as stop:  # Megatron's way to end early; `JobStopped` is one as well
             if stop.code not in (None, 0):
                 raise
@@ -212,11 +219,15 @@ class _Training:
             return args, config
 
     def _create_member(self, config: RecoverConfig) -> Member:
+        from megatron_recover.collectives.key import inherited_key
         from megatron_recover.collectives.member import Member
 
         with bad_input_ends():
-            endpoint = _endpoint(config)
-        return Member(self._context, config, endpoint, record=self._log.record, faults=self._faults)
+            endpoint = _endpoint(config, self._context)
+        return Member(
+            self._context, config, endpoint,
+            key=inherited_key(), record=self._log.record, faults=self._faults, page=self._page,
+        )  # fmt: skip
 
     def _install(self, args: Namespace, config: RecoverConfig, member: Member) -> tuple[Checkpoints, CommitLoop]:
         from megatron.training import get_args
@@ -228,17 +239,17 @@ class _Training:
         from megatron_recover.megatron.reporting import LogLine
 
         originals = self._installation.originals
-        cursor = MicrobatchCursor()
+        cursor = MicrobatchCursor(self._page)
         checkpoints = Checkpoints(
             member, originals, get_args,
-            save=args.save, save_timeout_s=config.save_timeout_s, log=self._log, faults=self._faults,
+            save=args.save, deadlines=config.deadlines, log=self._log, faults=self._faults,
         )  # fmt: skip
         boundary = Boundary(member, checkpoints, originals["exit"], get_args)
         boundary.take_over(args)
         loop = CommitLoop(
             member, config, originals, cursor=cursor, seed=_seeding(args.seed),
             iteration=lambda: args.curr_iteration + 1,
-            fingerprint=lambda: fingerprint(args), log=self._log, faults=self._faults,
+            fingerprint=lambda: fingerprint(args), log=self._log, faults=self._faults, page=self._page,
         )  # fmt: skip
         self._installation.install(
             {
@@ -260,13 +271,15 @@ class _Training:
         return checkpoints, loop
 
 
-def _endpoint(config: RecoverConfig) -> Endpoint:
+def _endpoint(config: RecoverConfig, context: RankContext) -> Endpoint:
     """This rank's address on the data plane. Raises ValueError where the transport does not serve the device."""
     import torch
 
     from megatron_recover.collectives.endpoints import open_endpoint
+    from megatron_recover.collectives.key import inherited_key
 
-    return open_endpoint(config.transport, device="cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return open_endpoint(config.transport, key=inherited_key(), rank=context.rank, device=device)
 
 
 def _seeding(seed: int) -> Callable[[int, int, int], None]:
@@ -300,8 +313,8 @@ def fingerprint(args: Namespace) -> str:
     return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
 
 
-def building_cache_once(provider: Callable[..., Any], args: Namespace) -> Callable[..., Any]:
-    """The datasets provider, with one process of the whole job at a time in upstream's index building."""
+def building_cache_once(provider: Callable[..., Any], args: Namespace, page: ProgressPage | None = None) -> Callable[..., Any]:
+    """The datasets provider, with one process of the whole job at a time in upstream's index building; `page` shows it."""
     import torch
 
     from megatron_recover.megatron.data import building_cache, cache_directory
@@ -311,9 +324,10 @@ def building_cache_once(provider: Callable[..., Any], args: Namespace) -> Callab
 
     @functools.wraps(provider)
     def provide(*values: Any, **others: Any) -> Any:
-        if directory is None or torch.distributed.get_rank() != 0:
-            return provider(*values, **others)
-        with building_cache(directory):
-            return provider(*values, **others)
+        with (page or ProgressPage()).within(Phase.BUILDING_DATA):
+            if directory is None or torch.distributed.get_rank() != 0:
+                return provider(*values, **others)
+            with building_cache(directory, recover_config(args).deadlines.build_s):
+                return provider(*values, **others)
 
     return provide

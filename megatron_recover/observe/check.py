@@ -5,21 +5,28 @@ It judges by `rules.RULES`; it changes nothing in the run directory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from megatron_recover import trace
 from megatron_recover.observe.compare import Comparison, compare
-from megatron_recover.observe.history import History, Line
-from megatron_recover.observe.plans import miscounts
+from megatron_recover.observe.gaps import LAUNCHER, Gaps
+from megatron_recover.observe.history import Finding, History, Line
+from megatron_recover.observe.replay import Taker, replay
+from megatron_recover.observe.rule import LEVELS, Rule, provides
 from megatron_recover.observe.rules import RULES
-from megatron_recover.observe.summary import Summary, summarize
+from megatron_recover.observe.step import Step
+from megatron_recover.observe.summary import Accounts, Summary, summarize
+from megatron_recover.observe.void import miscounts
 
 SHOWN_VIOLATIONS = 20
 """So many violations of one invariant are printed; the rest is counted."""
+KEPT_VIOLATIONS = 10_000
+"""So many violations of one invariant are kept, the first that were found: a trace that is broken all over fills no memory."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,10 @@ class Verdict:
     violations: tuple[Violation, ...]
     problems: tuple[str, ...]
     """Reasons for which the run does not count as proven although no invariant is broken."""
+    not_judged: tuple[str, ...] = ()
+    """What nothing is said of, because the trace does not have it: steps with a gap, rules that need more than was recorded."""
+    uncounted: Mapping[str, int] = field(default_factory=dict)
+    """Invariant -> violations beyond those that are kept."""
 
     @property
     def is_finished(self) -> bool:
@@ -49,28 +60,107 @@ class Verdict:
         return self.summary.exit_code is not None
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all of the run was judged."""
+        return not self.not_judged
+
+    @property
     def holds(self) -> bool:
-        """Whether everything that was claimed is proven."""
+        """Whether everything that was claimed and judged is proven."""
         return not self.violations and not self.problems
+
+
+class _Judge:
+    """A rule as `replay` sees it, and the invariant that it belongs to."""
+
+    def __init__(self, invariant: str, rule: Rule) -> None:
+        self.invariant, self.rule = invariant, rule
+
+    def takes(self) -> Mapping[type, Taker]:
+        return self.rule.takes()
+
+    def closed(self, step: Step) -> Iterable[Finding]:
+        return self.rule.closed(step)
+
+
+@dataclass
+class _Found:
+    """Violations of all invariants."""
+
+    kept: dict[str, list[Finding]] = field(default_factory=lambda: defaultdict(list))
+    uncounted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, invariant: str, finding: Finding) -> None:
+        """Keep a finding, or count it."""
+        if len(self.kept[invariant]) < KEPT_VIOLATIONS:
+            self.kept[invariant].append(finding)
+        else:
+            self.uncounted[invariant] += 1
+
+    def violations(self) -> tuple[Violation, ...]:
+        """Those that are kept, by invariant and then by line."""
+        return tuple(Violation(number, line, message) for number, _, _ in RULES for line, message in sorted(self.kept[number]))
+
+
+def _judge(history: History, gaps: Gaps, accounts: Iterable[Accounts] = ()) -> _Found:
+    """Read a trace once more under the eyes of all rules that it has enough for, and of `accounts`."""
+    level = LEVELS.index(provides(history))
+    judges = [
+        _Judge(number, rule(history, gaps)) for number, _, rules in RULES for rule in rules if LEVELS.index(rule.needs) <= level
+    ]
+    found = _Found()
+    for judge, step, finding in replay(history, [*judges, *accounts]):
+        if step is None or step.number not in gaps.touched:
+            found.add(judge.invariant, finding)
+    for judge in judges:
+        for finding in judge.rule.ended():
+            found.add(judge.invariant, finding)
+    return found
 
 
 def violations(history: History) -> tuple[Violation, ...]:
     """All violations, by invariant and then by line."""
-    return tuple(Violation(number, line, message) for number, _, rule in RULES for line, message in sorted(rule(history)))
+    return _judge(history, Gaps(history)).violations()
 
 
 def check(run_dir: Path, against: Path | None = None) -> Verdict:
     """Judge a run directory. Raises FileNotFoundError or `trace.TraceError` where there is no readable trace."""
     history, reference = History.read(run_dir), History.read(against) if against else None
-    comparison = None
-    problems = [] if history.commits else ["no step was committed, so there is nothing to prove"]
+    gaps, accounts, comparison = Gaps(history), Accounts(history), None
+    found = _judge(history, gaps, [accounts])
+    unjudged = tuple(_not_judged(history, gaps))
+    problems = [] if history.records or unjudged else ["no step was committed, so there is nothing to prove"]
     if history.first(trace.RunStarted) is None:
         problems.append("there is no run_started, so some rules have nothing to go by; check the whole trace")
     if reference is not None:
         comparison = compare(history, reference, str(against))
         starts = [one.first(trace.RunStarted) for one in (history, reference)]
         problems += _differences(comparison, all(start and start.determinism == "exact" for start in starts))
-    return Verdict(history, reference, summarize(history, comparison), violations(history), tuple(problems))
+    summary = summarize(history, comparison, accounts, gaps)
+    return Verdict(history, reference, summary, found.violations(), tuple(problems), unjudged, dict(found.uncounted))
+
+
+def _not_judged(history: History, gaps: Gaps) -> Iterator[str]:
+    if gaps:
+        places = [
+            f"{'the launcher' if replica == LAUNCHER else f'replica {replica} rank {rank}'} ({count})"
+            for (replica, rank), count in gaps.by_rank().items()
+        ]
+        shown = ", ".join(places[:SHOWN_VIOLATIONS])
+        shown += f" and {len(places) - SHOWN_VIOLATIONS} more" if len(places) > SHOWN_VIOLATIONS else ""
+        ranges = [f"{first} to {last}" if last > first else str(first) for first, last in gaps.ranges()]
+        ranges += [f"any after {max(history.steps, default=-1)}"] if gaps.hides_later else []
+        touched = f"not judged are steps {', '.join(ranges)}" if ranges else "no step is touched"
+        yield f"events are missing, of {shown}: {touched}"
+    if gaps.of_launcher:
+        yield "events of the launcher are missing: not judged is whether all that was lost was named and fenced"
+    level = provides(history)
+    lacking = [
+        f"{number} ({', '.join(rule.__name__ for rule in rules if LEVELS.index(rule.needs) > LEVELS.index(level))})"
+        for number, _, rules in RULES if any(LEVELS.index(rule.needs) > LEVELS.index(level) for rule in rules)
+    ]  # fmt: skip
+    if lacking:
+        yield f"the trace shows no more than {level}: not judged are the rules of {', '.join(lacking)}"
 
 
 def _differences(comparison: Comparison, are_exact: bool) -> Iterator[str]:
@@ -90,18 +180,21 @@ def describe(verdict: Verdict) -> str:
     """The verdict for people, several lines."""
     history, summary = verdict.history, verdict.summary
     lines = [
-        f"{history.path}: {len(history.events)} events; {summary.steps} training and {summary.evaluation_steps} evaluation "
+        f"{history.path}: {history.num_events} events; {summary.steps} training and {summary.evaluation_steps} evaluation "
         f"steps; {summary.generations} generations, {summary.replicas_start} -> {summary.replicas_end} replicas"
     ]
     for line, _ in history.cuts:
         lines.append(f"  line {line} was cut short: its writer was killed in mid-write; that is no fault of the log")
+    by_invariant = {number: [one for one in verdict.violations if one.invariant == number] for number, _, _ in RULES}
+    texts = _texts(history, {one.line for some in by_invariant.values() for one in some[:SHOWN_VIOLATIONS]})
     for number, name, _ in RULES:
-        broken = [violation for violation in verdict.violations if violation.invariant == number]
-        lines.append(f"{number} {name:<15} {f'BROKEN, {len(broken)} times' if broken else 'holds'}{_detail(number, summary)}")
+        broken = by_invariant[number]
+        times = len(broken) + verdict.uncounted.get(number, 0)
+        lines.append(f"{number} {name:<15} {f'BROKEN, {times} times' if broken else 'holds'}{_detail(number, summary)}")
         for violation in broken[:SHOWN_VIOLATIONS]:
-            lines += [f"  line {violation.line}: {violation.message}", f"    {_text(history, violation.line)}"]
-        if len(broken) > SHOWN_VIOLATIONS:
-            lines.append(f"  and {len(broken) - SHOWN_VIOLATIONS} more")
+            lines += [f"  line {violation.line}: {violation.message}", f"    {texts.get(violation.line, '')}"]
+        if times > SHOWN_VIOLATIONS:
+            lines.append(f"  and {times - SHOWN_VIOLATIONS} more")
     lines += [f"computed anew: {message}" for message in miscounts(history)]
     if summary.reference is not None:
         answers = {True: "bit-identical", False: "not bit-identical", None: "digests not comparable"}
@@ -111,6 +204,7 @@ def describe(verdict: Verdict) -> str:
         losses = "are not comparable" if absolute is None else f"differ by at most {absolute}"
         lines.append(f"against {summary.reference}: parameters {identical} ({differ}), losses {losses}")
     lines += [f"PROBLEM: {problem}" for problem in verdict.problems]
+    lines += [f"NOT JUDGED: {what}" for what in verdict.not_judged]
     if not verdict.is_finished:
         lines.append(
             "UNFINISHED: the trace has no run_finished, so the run still goes on or was cut off (its launcher was killed); "
@@ -130,7 +224,9 @@ def _detail(number: str, summary: Summary) -> str:
     return ""
 
 
-def _text(history: History, line: int) -> str:
-    """The event of a line, as it is in the file."""
-    event = next((event for number, event in history.events if number == line), None)
-    return msgspec.json.encode(event).decode() if event else ""
+def _texts(history: History, lines: Iterable[Line]) -> dict[Line, str]:
+    """The events of some lines, as they are in the file."""
+    wanted = set(lines)
+    if not wanted:
+        return {}
+    return {line: msgspec.json.encode(event).decode() for line, event in history.events if line in wanted}

@@ -46,19 +46,9 @@ def _loss_difference(run: Mapping[str, float], reference: Mapping[str, float]) -
     return max((abs(run[label] - reference[label]) for label in run.keys() & reference.keys()), default=None)
 
 
-def _last_digests(history: History) -> tuple[str | None, dict[int, str]]:
-    """Label of the newest step that changed parameters, and the digest of each rank position after it."""
-    trained = [event for _, event in history.of(trace.Applied) if event.parameter_digest is not None]
-    if not trained:
-        return None, {}
-    step = max(event.step for event in trained)
-    last = [event for event in trained if event.step == step]
-    return last[0].label, {event.rank: event.parameter_digest or "" for event in last}
-
-
 def _bit_identical(run: History, reference: History) -> bool | None:
     layouts = [started.layout if (started := history.first(trace.RunStarted)) else None for history in (run, reference)]
-    (label, mine), (their_label, theirs) = _last_digests(run), _last_digests(reference)
+    (_, label, mine), (_, their_label, theirs) = run.last_digests, reference.last_digests
     if layouts[0] != layouts[1] or label != their_label or not mine or mine.keys() != theirs.keys():
         return None
     return mine == theirs

@@ -61,11 +61,12 @@ class Goodput:
         found: list[StepTime] = []
         passed = 0
         roster: tuple[int, ...] = ()
-        for step, (_, record) in history.records.items():
-            microbatches = history.num_microbatches(step)
-            if not microbatches:  # an agreement to end, or a plan that is missing from the trace
+        for step, record in history.records.items():
+            facts = history.steps[step]
+            microbatches = facts.num_microbatches
+            if not microbatches or facts.planned_at is None:  # an agreement to end, or its plan is missing from the trace
                 continue
-            begin = found[-1].end if found else min(plan.t for _, plan in history.plans[step])
+            begin = found[-1].end if found else facts.planned_at
             while passed < len(announced) and announced[passed][0] <= begin:
                 roster, passed = announced[passed][1].roster, passed + 1
             replicas, is_disturbed = len(roster), False

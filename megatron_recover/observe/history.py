@@ -1,15 +1,24 @@
-"""A run's trace as the checker and the summary look at it: read once, indexed by what the rules ask for.
+"""A run's trace as the checker and the summary look at it: what is small is kept, the rest is read again.
 
-It decides nothing: no rule, no tolerance. Every index keeps the line of the event, so that a verdict can point at it.
+A trace can be larger than memory. `History` reads it once and keeps what concerns the whole run (its *facts*: membership,
+losses, faults, and a few numbers of each step); whoever needs more goes through `events` again, as `replay` does, step by step.
+It decides nothing: no rule, no tolerance. Everything keeps the line of its event, so that a verdict can point at it.
+
+What is kept: about 500 bytes a step; one event a member for joining, and the announcement of each generation; of each
+generation the results that its members held. It does not grow with microbatches, ranks or buckets where nothing fails.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any, cast, get_args
+
+import msgspec
 
 from megatron_recover import trace
 from megatron_recover.core.values import LossKind
@@ -21,18 +30,6 @@ Finding = tuple[Line, str]
 """The line of the event that shows it, and what is wrong."""
 Findings = Iterator[Finding]
 _TRAINING = re.compile(r"train \d+")
-
-
-_OF_AN_ATTEMPT = (
-    trace.Status, trace.Plan, trace.MicrobatchStarted, trace.MicrobatchFinished, trace.BucketPassed, trace.Extended,
-    trace.Reduced, trace.Transferred,
-)  # fmt: skip
-"""What members do of a step in a generation, and what is void with it."""
-
-
-def _voids(events: Iterable[Numbered]) -> dict[int, int]:
-    announced = (event.void for _, event in events if isinstance(event, trace.Generation) and event.void is not None)
-    return dict(announced)
 
 
 def who(event: trace.AnyEvent) -> str:
@@ -56,26 +53,130 @@ def iteration_of(label: str) -> int:
     return int(label.split()[1])
 
 
+class Record(msgspec.Struct, frozen=True, gc=False):
+    """The first commit of a step in the trace, which stands for its record."""
+
+    line: Line
+    t: float
+    label: str
+    generation: int
+
+
+class StepFacts(msgspec.Struct, gc=False):
+    """What is kept of each step that an event names."""
+
+    first_line: Line
+    last_line: Line
+    begin: float
+    """When the first of its events happened."""
+    end: float
+    """When the last of them did."""
+    label: str | None = None
+    """Of its first plan, like `num_microbatches`; None where nobody planned it."""
+    num_microbatches: int | None = None
+    planned_at: float | None = None
+    """When the earliest of its plans was made."""
+    record: Record | None = None
+    committed_at: float | None = None
+    """When the last of its members committed it."""
+    loss_label: str | None = None
+    loss: float | None = None
+    loss_at: float | None = None
+
+
+class QuotaRun(msgspec.Struct):
+    """Training steps in a row that a generation dealt alike."""
+
+    generation: int
+    step: int
+    first: str
+    last: str
+    roster: tuple[int, ...]
+    quotas: tuple[int, ...]
+    last_step: int
+
+
+@dataclass
+class RecoveryFacts:
+    """What the members of a generation told of its phases."""
+
+    step: int
+    """The step of the first that was told."""
+    last_step: int
+    """The step of the last."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Phase -> the slowest member's seconds."""
+    committed_at: float | None = None
+    """When the last member had committed."""
+    end: float = 0.0
+    """The last that is known of it."""
+
+
+class _File:
+    """The events of a trace file: each iteration reads it again, up to the line at which the first one ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.last_line: Line | None = None
+
+    def __iter__(self) -> Iterator[Numbered]:
+        for numbered in trace.read(self._path):
+            if self.last_line is not None and numbered[0] > self.last_line:
+                return
+            yield numbered
+
+    def first_pass(self, on_cut: Callable[[int, str], None]) -> Iterator[Numbered]:
+        """Read to the end, wherever that is by now, and tell of cut lines."""
+        line = 0
+        for numbered in trace.read(self._path, on_cut):
+            line = numbered[0]
+            yield numbered
+        self.last_line = line
+
+
 class History:
-    """All events of a run in the order of their lines, and indexes over them. Treat it as frozen."""
+    """The facts of a run, and its events. Treat it as frozen."""
 
-    def __init__(self, events: Iterable[Numbered], cuts: Iterable[tuple[Line, str]] = (), path: str = "") -> None:
-        everything = tuple(events)
-        self.voids = _voids(everything)
-        """Step -> the generation from which on it was computed anew, since a sum did not count every microbatch once."""
-        self.events: tuple[Numbered, ...] = tuple(each for each in everything if not self._is_void(each[1]))
-        """Without the attempts at a step that were made void: they are as if they had never been."""
-        self.void_attempts: tuple[Numbered, ...] = tuple(each for each in everything if self._is_void(each[1]))
-        self.cuts = tuple(cuts)
-        """(line, fragment) of events whose writer was killed in the middle of the write."""
+    def __init__(
+        self, events: Iterable[Numbered], cuts: Iterable[tuple[Line, str]] = (), path: str = "", *, file: _File | None = None
+    ) -> None:
+        """Take events that are in memory; `read` makes a history of a file."""
         self.path = path
+        self.cuts = list(cuts)
+        """(line, fragment) of events whose writer was killed in the middle of the write."""
+        if file is None:
+            self.events: Iterable[Numbered] = tuple(events)
+        else:
+            self.events = file
+        self.num_events = 0
+        self.last_line: Line = 0
+        self.seconds = 0.0
+        """When the last event happened."""
+        self.steps: dict[int, StepFacts] = {}
+        self.quota_runs: list[QuotaRun] = []
+        self.recoveries: dict[int, RecoveryFacts] = {}
+        """By generation."""
+        self.num_spans = 0
+        """How many forwards, backwards and sums there are to draw."""
+        self.last_planned: dict[int, int] = {}
+        """Replica -> the last step that it planned."""
+        self.last_committed: dict[int, int] = {}
+        """Replica -> the last step that it committed."""
+        self.last_step: int | None = None
+        """The last step that anybody committed."""
+        self.final_commits: dict[int, Line] = {}
+        """Replica -> line of its first commit of that step."""
+        self.planned_at_failure: dict[Line, int] = {}
+        """Line of a failure -> the newest step that the failed replica had planned."""
+        self.last_digests: tuple[int, str | None, dict[int, str]] = (-1, None, {})
+        """The newest step that has parameter digests, its label, and the digest of each rank position after it."""
         self._by_type: dict[type, list[Numbered]] = defaultdict(list)
-        for line, event in self.events:
-            self._by_type[type(event)].append((line, event))
-
-    def _is_void(self, event: trace.AnyEvent) -> bool:
-        since = self.voids.get(event.step) if self.voids and isinstance(event, _OF_AN_ATTEMPT) else None
-        return since is not None and event.generation < since  # type: ignore[union-attr]
+        self._complete: dict[tuple[int, int], dict[tuple[int, int], list[int]]] = defaultdict(lambda: defaultdict(list))
+        """(generation, step) -> (bucket, version) -> replicas whose status tells that they hold it complete."""
+        self._quotas_of: dict[int, QuotaRun] = {}
+        self._newest_plan: dict[int, int] = {}
+        first_pass = self.events if file is None else file.first_pass(lambda line, fragment: self.cuts.append((line, fragment)))
+        self._collect(first_pass)
 
     @classmethod
     def read(cls, run_dir: str | Path) -> History:
@@ -85,13 +186,118 @@ class History:
         """
         path = Path(run_dir)
         path = path / trace.EVENTS_FILE if path.is_dir() else path
-        cuts: list[tuple[Line, str]] = []
-        events = list(trace.read(path, lambda line, fragment: cuts.append((line, fragment))))
-        return cls(events, cuts, str(path))
+        return cls((), path=str(path), file=_File(path))
+
+    # --- The first pass --------------------------------------------------------------------------------------------------
+
+    def _collect(self, events: Iterable[Numbered]) -> None:
+        take: Mapping[type, Callable[[Line, Any], None]] = {
+            trace.Joined: self._joined, trace.Plan: self._planned, trace.Committed: self._committed,
+            trace.Applied: self._applied, trace.Status: self._told, trace.Recovery: self._recovered,
+            trace.MicrobatchFinished: self._computed, trace.Reduced: self._reduced, trace.Failure: self._failed,
+        }  # fmt: skip
+        steps, kept, by_type = self.steps, frozenset(KEPT), self._by_type
+        line, seconds, count = 0, 0.0, 0
+        for line, event in events:
+            count += 1
+            kind, seconds = type(event), event.t
+            number = getattr(event, "step", None)
+            if number is not None:
+                facts = steps.get(number)
+                if facts is None:
+                    steps[number] = StepFacts(line, line, seconds, seconds)
+                else:
+                    facts.last_line = line
+                    if seconds > facts.end:
+                        facts.end = seconds
+                    elif seconds < facts.begin:
+                        facts.begin = seconds
+            if kind in take:
+                take[kind](line, event)
+            elif kind in kept:
+                by_type[kind].append((line, event))
+        self.num_events, self.last_line, self.seconds = count, line, seconds
+
+    def _joined(self, line: Line, event: trace.Joined) -> None:
+        found = self._by_type[trace.Joined]
+        if found and cast(trace.Joined, found[0][1]).bucket_ranks == event.bucket_ranks:  # one copy for all replicas
+            event = msgspec.structs.replace(event, bucket_ranks=cast(trace.Joined, found[0][1]).bucket_ranks)
+        found.append((line, event))
+
+    def _planned(self, line: Line, event: trace.Plan) -> None:
+        facts = self.steps[event.step]
+        if facts.label is None or facts.planned_at is None:
+            facts.label, facts.num_microbatches, facts.planned_at = event.label, event.num_microbatches, event.t
+        else:
+            facts.planned_at = min(facts.planned_at, event.t)
+        self._newest_plan[event.replica] = event.step
+        self.last_planned[event.replica] = max(event.step, self.last_planned.get(event.replica, event.step))
+        run = self._quotas_of.get(event.generation)
+        if not is_training(event.label) or (run is not None and event.step <= run.last_step):
+            return
+        if run is not None and (run.roster, run.quotas) == (event.roster, event.quotas):
+            run.last, run.last_step = event.label, event.step
+            return
+        run = QuotaRun(event.generation, event.step, event.label, event.label, event.roster, event.quotas, event.step)
+        self._quotas_of[event.generation] = run
+        self.quota_runs.append(run)
+
+    def _committed(self, line: Line, event: trace.Committed) -> None:
+        facts = self.steps[event.step]
+        if facts.record is None:
+            label = facts.label if facts.label == event.label else event.label  # one copy of the text
+            facts.record = Record(line, event.t, label or event.label, event.generation)
+        facts.committed_at = event.t if facts.committed_at is None else max(facts.committed_at, event.t)
+        if self.last_step is None or event.step > self.last_step:
+            self.last_step, self.final_commits = event.step, {event.replica: line}
+        elif event.step == self.last_step:
+            self.final_commits.setdefault(event.replica, line)
+        self.last_committed[event.replica] = max(event.step, self.last_committed.get(event.replica, event.step))
+
+    def _applied(self, line: Line, event: trace.Applied) -> None:
+        if event.loss is not None:
+            facts = self.steps[event.step]
+            if facts.loss is None:
+                facts.loss_label, facts.loss, facts.loss_at = event.label, event.loss, event.t
+        if event.parameter_digest is not None:
+            step, _, digests = self.last_digests
+            if event.step > step:
+                self.last_digests = event.step, event.label, {event.rank: event.parameter_digest}
+            elif event.step == step:
+                digests[event.rank] = event.parameter_digest
+
+    def _told(self, line: Line, event: trace.Status) -> None:
+        if event.complete:
+            held = self._complete[event.generation, event.step]
+            for key in event.complete:
+                held[key].append(event.replica)
+
+    def _failed(self, line: Line, event: trace.Failure) -> None:
+        self._by_type[trace.Failure].append((line, event))
+        if event.replica in self._newest_plan:
+            self.planned_at_failure[line] = self._newest_plan[event.replica]
+
+    def _recovered(self, line: Line, event: trace.Recovery) -> None:
+        facts = self.recoveries.setdefault(event.generation, RecoveryFacts(event.step, event.step))
+        facts.last_step = event.step
+        facts.seconds[event.phase] = max(event.seconds, facts.seconds.get(event.phase, 0.0))
+        facts.end = max(facts.end, event.t)
+        if event.phase == "commit":
+            facts.committed_at = event.t if facts.committed_at is None else max(facts.committed_at, event.t)
+
+    def _computed(self, line: Line, event: trace.MicrobatchFinished) -> None:
+        self.num_spans += 2 if event.backward_s else 1
+
+    def _reduced(self, line: Line, event: trace.Reduced) -> None:
+        self.num_spans += 1
+
+    # --- What the facts say ----------------------------------------------------------------------------------------------
 
     def of[E](self, kind: type[E]) -> list[tuple[Line, E]]:
-        """All events of one type."""
-        return self._by_type[kind]  # type: ignore[return-value]
+        """All events of one type. Those that are not kept (`KEPT`) are read again, into memory: not for a large trace."""
+        if kind in KEPT:
+            return self._by_type[kind]  # type: ignore[return-value]
+        return [(line, event) for line, event in self.events if isinstance(event, kind)]
 
     def first[E](self, kind: type[E]) -> E | None:
         """The first event of a type, if any."""
@@ -112,6 +318,11 @@ class History:
         return event.roster if event else ()
 
     @cached_property
+    def members(self) -> dict[int, frozenset[int]]:
+        """Generation -> its members."""
+        return {number: frozenset(event.roster) for number, event in self.generations.items()}
+
+    @cached_property
     def bucket_ranks(self) -> tuple[tuple[int, ...], ...]:
         """For each bucket the ranks that hold it."""
         joined = self.first(trace.Joined)
@@ -122,81 +333,30 @@ class History:
         return self.bucket_ranks[bucket] if 0 <= bucket < len(self.bucket_ranks) else ()
 
     @cached_property
-    def commits(self) -> dict[int, dict[int, tuple[Line, trace.Committed]]]:
-        """Step -> replica -> its first commit of the step."""
-        found: dict[int, dict[int, tuple[Line, trace.Committed]]] = defaultdict(dict)
-        for line, event in self.of(trace.Committed):
-            found[event.step].setdefault(event.replica, (line, event))
-        return dict(sorted(found.items()))
+    def records(self) -> dict[int, Record]:
+        """Step -> its record, for the committed ones, in the order of the steps."""
+        return {number: facts.record for number, facts in sorted(self.steps.items()) if facts.record is not None}
 
-    @cached_property
-    def records(self) -> dict[int, tuple[Line, trace.Committed]]:
-        """Step -> the first commit of it in the trace, which stands for its record."""
-        return {step: min(by_replica.values(), key=lambda one: one[0]) for step, by_replica in self.commits.items()}
-
-    @cached_property
-    def plans(self) -> dict[int, list[tuple[Line, trace.Plan]]]:
-        """Step -> plans of all replicas."""
-        found: dict[int, list[tuple[Line, trace.Plan]]] = defaultdict(list)
-        for line, event in self.of(trace.Plan):
-            found[event.step].append((line, event))
-        return found
+    def label(self, step: int | None) -> str | None:
+        """The label of a step, as its first plan has it."""
+        facts = self.steps.get(step) if step is not None else None
+        return facts.label if facts else None
 
     def num_microbatches(self, step: int) -> int | None:
         """M of a step."""
-        plans = self.plans.get(step)
-        return plans[0][1].num_microbatches if plans else None
+        facts = self.steps.get(step)
+        return facts.num_microbatches if facts else None
 
     @cached_property
-    def results(self) -> dict[tuple[int, int, int], list[tuple[Line, trace.Reduced | trace.Transferred]]]:
-        """(step, bucket, version) -> every time that a rank came to hold it, by a sum or a transfer."""
-        found: dict[tuple[int, int, int], list[tuple[Line, trace.Reduced | trace.Transferred]]] = defaultdict(list)
-        events: list[tuple[Line, trace.Reduced | trace.Transferred]] = [*self.of(trace.Reduced), *self.of(trace.Transferred)]
-        for line, event in events:
-            found[event.step, event.bucket, event.version].append((line, event))
-        return found
+    def voids(self) -> dict[int, int]:
+        """Step -> the generation from which on it was computed anew, since a sum did not count every microbatch once."""
+        return dict(event.void for _, event in self.of(trace.Generation) if event.void is not None)
 
-    @cached_property
-    def held_since(self) -> dict[tuple[int, int, int, int, int], Line]:
-        """(step, bucket, version, replica, rank) -> line from which on this rank holds the result."""
-        found: dict[tuple[int, int, int, int, int], Line] = {}
-        for (step, bucket, version), events in self.results.items():
-            for line, event in events:
-                key = (step, bucket, version, event.replica, event.rank)
-                found[key] = min(line, found.get(key, line))
-        return found
-
-    @cached_property
-    def started(self) -> dict[int, list[tuple[Line, trace.MicrobatchStarted]]]:
-        """Step -> begun microbatches of all ranks."""
-        found: dict[int, list[tuple[Line, trace.MicrobatchStarted]]] = defaultdict(list)
-        for line, event in self.of(trace.MicrobatchStarted):
-            found[event.step].append((line, event))
-        return found
-
-    @cached_property
-    def finished(self) -> dict[int, list[tuple[Line, trace.MicrobatchFinished]]]:
-        """Step -> finished microbatches of all ranks.
-
-        Of one in whose last backward a rank died: as far as it came, if it had passed a bucket (`trace.BucketPassed`).
-        """
-        found: dict[int, list[tuple[Line, trace.MicrobatchFinished]]] = defaultdict(list)
-        for line, event in self.of(trace.MicrobatchFinished):
-            found[event.step].append((line, event))
-        ended = {_backward_of(event) for events in found.values() for _, event in events}
-        cut: dict[tuple[int, ...], tuple[Line, trace.MicrobatchFinished]] = {}
-        for line, event in self.of(trace.BucketPassed):
-            if (key := _backward_of(event)) not in ended:
-                line, before = cut.get(key, (line, None))
-                into = (*(before.into if before else ()), event.bucket)
-                replica, rank, generation, step, microbatch, chunk = key
-                cut[key] = line, trace.MicrobatchFinished(
-                    replica=replica, rank=rank, generation=generation, step=step, microbatch=microbatch, chunk=chunk,
-                    seconds=0.0, into=into, t=event.t,
-                )  # fmt: skip
-        for line, event in cut.values():
-            found[event.step].append((line, event))
-        return found
+    def is_void(self, event: trace.AnyEvent) -> bool:
+        """Whether it is of an attempt at a step that was made void: it is as if that had never been."""
+        if not self.voids or not isinstance(event, OF_AN_ATTEMPT):
+            return False
+        return event.generation < self.voids.get(event.step, 0)
 
     @cached_property
     def lost_at(self) -> dict[int, tuple[Line, trace.Generation]]:
@@ -215,14 +375,15 @@ class History:
     @cached_property
     def outvoted(self) -> dict[int, tuple[int, int]]:
         """Replica that a majority disagreed with -> (first generation without it, last step that it committed or -1)."""
-        last = {replica: step for step, by_replica in self.commits.items() for replica in by_replica}
         return {
-            lost.replica: (event.generation, last.get(lost.replica, -1))
+            lost.replica: (event.generation, self.last_committed.get(lost.replica, -1))
             for event in self.generations.values() for lost in event.losses if lost.kind is LossKind.DIVERGED
         }  # fmt: skip
 
     def withdrawn(self, step: int, version: int, generation: int) -> bool:
         """Whether a version counts no more in `generation`: who took part was outvoted before it committed the step."""
+        if not self.outvoted:
+            return False
         members = self.roster(version)
         return any(
             replica in members and since <= generation and step > last for replica, (since, last) in self.outvoted.items()
@@ -235,14 +396,35 @@ class History:
         _, last = self.outvoted[event.replica]
         return event.step >= last if isinstance(event, trace.Applied) else event.step > last
 
+    @cached_property
+    def decided(self) -> dict[tuple[int, int], dict[int, int]]:
+        """(generation, step) -> bucket -> the newest version that a member held complete on entering; empty ones left out."""
+        found: dict[tuple[int, int], dict[int, int]] = {}
+        for (generation, step), held in self._complete.items():
+            members, buckets = self.members.get(generation, frozenset()), dict[int, int]()
+            for (bucket, version), replicas in held.items():
+                if not members.isdisjoint(replicas) and not self.withdrawn(step, version, generation):
+                    buckets[bucket] = max(version, buckets.get(bucket, 0))
+            if buckets:
+                found[generation, step] = buckets
+        return found
+
     def losses(self) -> dict[str, float]:
         """Label of each step -> its loss, in the order of the steps."""
-        found: dict[int, tuple[str, float]] = {}
-        for _, event in self.of(trace.Applied):
-            if event.loss is not None:
-                found.setdefault(event.step, (event.label, event.loss))
-        return dict(found[step] for step in sorted(found))
+        return {
+            facts.loss_label or "": facts.loss for _, facts in sorted(self.steps.items()) if facts.loss is not None
+        }  # fmt: skip
 
 
-def _backward_of(event: trace.MicrobatchFinished | trace.BucketPassed) -> tuple[int, ...]:
-    return event.replica, event.rank, event.generation, event.step, event.microbatch, event.chunk
+_STEPWISE = (
+    trace.Status, trace.Plan, trace.MicrobatchStarted, trace.MicrobatchFinished, trace.BucketPassed, trace.Extended,
+    trace.Reduced, trace.Transferred, trace.ReductionFailed, trace.Voted, trace.Committed, trace.Applied, trace.Entered,
+    trace.Recovery,
+)  # fmt: skip
+OF_AN_ATTEMPT = (
+    trace.Status, trace.Plan, trace.MicrobatchStarted, trace.MicrobatchFinished, trace.BucketPassed, trace.Extended,
+    trace.Reduced, trace.Transferred,
+)  # fmt: skip
+"""What members do of a step in a generation."""
+KEPT = tuple(kind for kind in get_args(trace.AnyEvent) if kind not in _STEPWISE)
+"""Types of events that concern the whole run: all of them are kept. The others come with every step or member."""

@@ -134,7 +134,8 @@ def _chosen(history: History, timeline: Timeline, episode: Episode) -> tuple[dic
     chosen = {}
     for replica in shown:
         first = [rank for (of, rank) in timeline.struck_at if of == replica]
-        chosen[replica] = sorted([*first, *(rank for rank in range(num_ranks) if rank not in first)][:each])
+        known_ranks = range(num_ranks if timeline.rank_limit is None else min(num_ranks, timeline.rank_limit))
+        chosen[replica] = sorted([*first, *(rank for rank in known_ranks if rank not in first)][:each])
     return chosen, num_ranks * len(members)
 
 
@@ -184,7 +185,7 @@ def _marks(history: History, episode: Episode, x: charts.Scale) -> tuple[charts.
     found += [(one.t, f"generation {one.generation}", one.reason) for one in episode.generations]
     record = history.records.get(episode.step) if episode.step is not None else None
     if record is not None:
-        found.append((record[1].t, "commit", f"{record[1].label} is committed"))
+        found.append((record.t, "commit", f"{record.label} is committed"))
     found = sorted(one for one in found if x.low <= one[0] <= x.high)
     rows = charts.rows([x.at(t) for t, _, _ in found], room=14.0)
     return tuple(charts.Mark(x.at(t), name, text, row) for (t, name, text), row in zip(found, rows, strict=True))

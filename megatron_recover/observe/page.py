@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import get_args
 
@@ -24,14 +23,13 @@ from megatron_recover.observe.lanes import Picture, picture
 from megatron_recover.observe.perfetto import TRACE_FILE
 from megatron_recover.observe.rules import RULES
 from megatron_recover.observe.summary import FaultSummary, RecoverySummary, Summary
-from megatron_recover.observe.timeline import Episode, Timeline
+from megatron_recover.observe.timeline import MAX_DRAWN, Episode, Timeline
 
 PAGE_FILE = "report.html"
 
 MAX_MARKS = 24
 """With more faults than this their lines in a chart bear no numbers: they would hide each other."""
-MAX_PICTURES = 8
-"""With more recoveries than this only the slowest are drawn."""
+MAX_PICTURES = MAX_DRAWN
 MAX_QUOTA_ROWS = 60
 MAX_SEGMENTS = 32
 """With more members than this a row of quotas is told in words."""
@@ -57,7 +55,7 @@ def render(
     goodput = Goodput(history)
     items = _items(history, timeline, summary)
     late = [one for one in items if one.picture is None] if len(items) > MAX_MARKS else []
-    last_line = history.events[-1][0] if history.events else 0
+    last_line = history.last_line
     return environment.get_template("report.html").render(
         version=__version__,
         title=_title(history),
@@ -86,6 +84,7 @@ def render(
         perfetto=perfetto_file,
         is_whole=is_whole,
         problems=verdict.problems,
+        not_judged=verdict.not_judged,
     )
 
 
@@ -146,6 +145,8 @@ def _status(verdict: Verdict) -> Status:
         return Status("bad", f"Broken: {', '.join(broken)}")
     if verdict.problems:
         return Status("bad", "Not proven")
+    if verdict.not_judged:
+        return Status("open", "What could be judged holds")
     return Status("good", "All invariants hold") if verdict.is_finished else Status("open", "All invariants hold so far")
 
 
@@ -163,7 +164,7 @@ class RuleRow:
 
     number: str
     name: str
-    broken: tuple[Violation, ...]
+    times: int
     shown: tuple[Violation, ...]
 
 
@@ -171,7 +172,8 @@ def _rules(verdict: Verdict) -> list[RuleRow]:
     rows = []
     for number, name, _ in RULES:
         broken = tuple(one for one in verdict.violations if one.invariant == number)
-        rows.append(RuleRow(number, name, broken, broken[:SHOWN_VIOLATIONS]))
+        times = len(broken) + verdict.uncounted.get(number, 0)
+        rows.append(RuleRow(number, name, times, broken[:SHOWN_VIOLATIONS]))
     return rows
 
 
@@ -193,18 +195,10 @@ class Item:
 
 def _items(history: History, timeline: Timeline, summary: Summary) -> list[Item]:
     """Every fault; with pictures at the first of the faults that an episode is about, of the slowest if they are many."""
-    episodes: list[Episode] = list(timeline.episodes)
-    of: dict[int, int] = {}
+    episodes, of = timeline.answers_to(summary.faults)
     first: dict[int, int] = {}
-    for number, fault in enumerate(summary.faults, start=1):
-        index = next((index for index, episode in enumerate(episodes) if episode.answers(fault)), None)
-        if index is None and (unanswered := timeline.around(fault)) is not None:
-            index = len(episodes)
-            episodes.append(unanswered)
-        if index is not None:
-            of[number] = index
-            first.setdefault(index, number)
-    slowest = sorted(first, key=lambda index: (not episodes[index].generations, episodes[index].fault - episodes[index].end))
+    for number, index in of.items():
+        first.setdefault(index, number)
     items = []
     for number, fault in enumerate(summary.faults, start=1):
         episode = episodes[of[number]] if number in of else None
@@ -212,7 +206,7 @@ def _items(history: History, timeline: Timeline, summary: Summary) -> list[Item]
             items.append(Item(number, fault, ""))
         elif first[of[number]] != number:
             items.append(Item(number, fault, f"{_outcome(episode)}, see fault {first[of[number]]}"))
-        elif of[number] not in slowest[:MAX_PICTURES]:
+        elif episode not in timeline.drawn:
             items.append(Item(number, fault, _outcome(episode)))
         else:
             generations = {one.generation for one in episode.generations}
@@ -375,25 +369,16 @@ class QuotaRow:
 
 def _quotas(history: History) -> list[QuotaRow]:
     """Every change of the training steps' quotas, by generation."""
-    dealt: dict[tuple[int, int], trace.Plan] = {}
-    for step in sorted(history.plans):
-        for _, plan in history.plans[step]:
-            if is_training(plan.label):
-                dealt.setdefault((step, plan.generation), plan)
-    rows = []
-    for _, alike in groupby(
-        (dealt[key] for key in sorted(dealt)), key=lambda plan: (plan.generation, plan.roster, plan.quotas)
-    ):
-        first, *others = alike
-        last = others[-1] if others else first
-        rows.append(QuotaRow(first.generation, first.label, last.label, first.roster, first.quotas, _shares(first)))
-    return rows
+    return [
+        QuotaRow(one.generation, one.first, one.last, one.roster, one.quotas, _shares(one.roster, one.quotas))
+        for one in sorted(history.quota_runs, key=lambda one: (one.step, one.generation))
+    ]
 
 
-def _shares(plan: trace.Plan) -> tuple[Segment, ...]:
-    total = sum(plan.quotas) or 1
+def _shares(roster: tuple[int, ...], quotas: tuple[int, ...]) -> tuple[Segment, ...]:
+    total = sum(quotas) or 1
     segments, at = [], 0.0
-    for replica, quota in zip(plan.roster, plan.quotas, strict=True):
+    for replica, quota in zip(roster, quotas, strict=True):
         width = 100.0 * quota / total
         segments.append(Segment(str(replica), round(at, 2), round(width, 2), str(quota)))
         at += width

@@ -13,17 +13,14 @@ from typing import Any
 
 import msgspec
 
-from megatron_recover import trace
 from megatron_recover.observe.files import replacing
 from megatron_recover.observe.goodput import Goodput
 from megatron_recover.observe.history import History, is_training
 from megatron_recover.observe.summary import faults
-from megatron_recover.observe.timeline import Span, Timeline
+from megatron_recover.observe.timeline import MAX_SPANS, Span, Timeline
 
 TRACE_FILE = "perfetto.json"
 
-MAX_SPANS = 300_000
-"""A run with more spans of its ranks is written only around its faults: a browser could not show it."""
 
 _RECOVERY = 0
 _JOB_STEPS, _JOB_FAULTS = 1, 2
@@ -32,7 +29,7 @@ _JOB_STEPS, _JOB_FAULTS = 1, 2
 def write(history: History, timeline: Timeline, place: Path) -> bool:
     """Write the file; returns whether it has all spans, or only those around faults."""
     spans = [*timeline.computing.values(), *timeline.reducing.values()]
-    is_whole = sum(map(len, spans)) <= MAX_SPANS
+    is_whole = timeline.is_whole and sum(map(len, spans)) <= MAX_SPANS
     encode = msgspec.json.Encoder().encode
     with replacing(place) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -44,7 +41,7 @@ def write(history: History, timeline: Timeline, place: Path) -> bool:
 
 def events(history: History, timeline: Timeline, *, is_whole: bool = True) -> Iterator[dict[str, Any]]:
     """All events; unless `is_whole` those of ranks only where an episode is shown, and without steps around them."""
-    labels = {step: plans[0][1].label for step, plans in history.plans.items()}
+    labels = {step: facts.label for step, facts in history.steps.items() if facts.label is not None}
     ranks = sorted(timeline.computing.keys() | timeline.reducing.keys())
     for replica in sorted({replica for replica, _ in ranks} | timeline.recovering.keys()):
         yield from _named(replica + 1, f"replica {replica}", replica + 1)
@@ -82,8 +79,8 @@ def _of_rank(timeline: Timeline, labels: dict[int, str], replica: int, rank: int
 
 
 def _around(timeline: Timeline, spans: Iterable[Span]) -> list[Span]:
-    """The spans that begin where an episode is shown, each once."""
-    shown = [(one.begin_shown, one.end_shown) for one in timeline.episodes]
+    """The spans that begin where an episode is drawn, each once."""
+    shown = [(one.begin_shown, one.end_shown) for one in timeline.drawn]
     return [span for span in spans if any(begin <= span.begin <= end for begin, end in shown)]
 
 
@@ -113,11 +110,9 @@ def _of_job(history: History, process: int) -> Iterator[dict[str, Any]]:
         name = f"generation {generation.generation}" + (f": {generation.reason}" if generation.reason else "")
         yield _instant(process, name, generation.t, {"roster": generation.roster, "losses": generation.losses})
         yield _counter(process, "replicas", generation.t, len(generation.roster))
-    told = set()
-    for _, event in history.of(trace.Applied):
-        if event.loss is not None and is_training(event.label) and event.step not in told:
-            told.add(event.step)
-            yield _counter(process, "loss", event.t, event.loss)
+    for _, facts in sorted(history.steps.items()):
+        if facts.loss is not None and facts.loss_at is not None and is_training(facts.loss_label or ""):
+            yield _counter(process, "loss", facts.loss_at, facts.loss)
 
 
 def _micros(seconds: float) -> int:

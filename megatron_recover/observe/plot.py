@@ -33,7 +33,7 @@ def _members(history: History) -> tuple[list[int], list[int]]:
     """Iteration -> number of replicas that committed it."""
     sizes = {
         iteration_of(record.label): len(history.roster(record.generation))
-        for _, record in history.records.values()
+        for record in history.records.values()
         if is_training(record.label)
     }
     return list(sizes), list(sizes.values())
@@ -96,7 +96,7 @@ def draw(folder: Path, history: History, reference: History | None = None) -> Pa
 
 def _title(history: History) -> str:
     started = history.first(trace.RunStarted)
-    steps = sum(is_training(record.label) for _, record in history.records.values())
+    steps = sum(is_training(record.label) for record in history.records.values())
     if started is None:
         return f"{steps} training steps"
     layout = started.layout

@@ -6,6 +6,7 @@ Everything here can be rebuilt from `events.jsonl` at any time; nothing is measu
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -15,8 +16,11 @@ from megatron_recover import trace
 from megatron_recover.faults import STANDS_STILL
 from megatron_recover.observe.compare import Comparison
 from megatron_recover.observe.files import replacing
+from megatron_recover.observe.gaps import Gaps
 from megatron_recover.observe.goodput import Goodput
 from megatron_recover.observe.history import History, is_end, is_training
+from megatron_recover.observe.replay import Taker, replay
+from megatron_recover.observe.step import Step
 from megatron_recover.observe.work import Work
 
 SUMMARY_FILE = "summary.json"
@@ -118,6 +122,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the time of all steps that faults did not take (`observe.goodput`), 0..1; None where it cannot be told."""
     lost_to_faults_s: float | None = None
     """Seconds by which the steps with a fault in them took longer than others."""
+    level: str = "microbatches"
+    """How much the trace records (`trace.RunStarted.level`); below `microbatches` none are counted as redone or wasted."""
+    events_missing: int = 0
+    """Events that gaps in the trace tell were lost."""
+    steps_not_vouched_for: tuple[tuple[int, int], ...] = ()
+    """First and last of each row of steps of which events are missing: counts of microbatches are least values there."""
     reference: str | None = None
     """Run directory that the fields below compare with."""
     loss_max_abs_diff: float | None = None
@@ -125,30 +135,24 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     param_bit_identical: bool | None = None
 
 
-def _label(history: History, step: int | None) -> str | None:
-    plans = history.plans.get(step) if step is not None else None
-    return plans[0][1].label if plans else None
-
-
 def faults(history: History) -> tuple[FaultSummary, ...]:
     """Injected faults, and the first failure of every replica that had no injected one."""
     found = [
         FaultSummary(
             t=event.t, replica=event.replica, rank=event.rank, kind=event.kind, point=event.point, step=event.step,
-            label=_label(history, event.step), microbatch=event.microbatch, bucket=event.bucket,
+            label=history.label(event.step), microbatch=event.microbatch, bucket=event.bucket,
         )
         for _, event in history.of(trace.Fault)
     ]  # fmt: skip
     explained = {event.replica for event in history.strikes}
-    for _, event in history.of(trace.Failure):
+    for line, event in history.of(trace.Failure):
         if event.replica not in explained:
             explained.add(event.replica)
-            planned = [plan.step for _, plan in history.of(trace.Plan) if plan.replica == event.replica and plan.t <= event.t]
-            step = planned[-1] if planned else None
+            step = history.planned_at_failure.get(line)
             found.append(
                 FaultSummary(
                     t=event.t, replica=event.replica, rank=event.rank, kind="external", cause=event.cause, step=step,
-                    label=_label(history, step),
+                    label=history.label(step),
                 )
             )  # fmt: skip
     return tuple(sorted(found, key=lambda fault: fault.t))
@@ -175,50 +179,87 @@ def struck_at(history: History) -> dict[int, float]:
     return found
 
 
-def _recovery(history: History, announced: trace.Generation, struck: float | None) -> RecoverySummary:
-    lost = tuple(one.replica for one in announced.losses)
-    events = [event for _, event in history.of(trace.Recovery) if event.generation == announced.generation]
-    seconds: dict[str, float] = {}
-    for event in events:
-        seconds[event.phase] = max(event.seconds, seconds.get(event.phase, 0.0))
-    if struck is not None and events:
+def _recovery(
+    history: History, announced: trace.Generation, struck: float | None, computing: dict[int, tuple[int, ...]]
+) -> RecoverySummary:
+    told = history.recoveries.get(announced.generation)
+    seconds: dict[str, float] = dict(told.seconds) if told else {}
+    if struck is not None and told:
         seconds["detect"] = round(announced.t - struck, 6)
-    ends = [event.t for event in events if event.phase == "commit"]
-    step = events[0].step if events else None
+    step = told.step if told else None
+    total = None
+    if told is not None and told.committed_at is not None:
+        total = round(told.committed_at - announced.t + seconds["detect"], 6)
     return RecoverySummary(
         generation=announced.generation,
-        lost_replicas=lost,
+        lost_replicas=tuple(one.replica for one in announced.losses),
         reason=announced.reason,
         step=step,
-        label=_label(history, step),
-        computing=_computing(history, step, announced),
+        label=history.label(step),
+        computing=computing,
         **{f"{phase}_s": seconds.get(phase) for phase in get_args(trace.Phase)},
-        total_s=round(max(ends) - announced.t + seconds["detect"], 6) if ends else None,
+        total_s=total,
     )
 
 
-def _computing(history: History, step: int | None, announced: trace.Generation) -> dict[int, tuple[int, ...]]:
-    """By what first stages had begun and not finished; a lost replica stays where it was."""
-    if step is None:
+class Accounts:
+    """What a summary needs of every step: it watches a trace pass by (`replay`)."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self.work = Work(history, is_fed=True)
+        self.computing: dict[int, dict[int, tuple[int, ...]]] = {}
+        """Generation -> replica -> what it was computing when that was announced."""
+        self.is_bit_identical: bool | None = None
+        """Whether the parameter digests agreed after every step; None where there was nothing to compare."""
+
+    def takes(self) -> Mapping[type, Taker]:
         return {}
-    until = next(line for line, event in history.of(trace.Generation) if event is announced)
-    finished = history.finished[step]
-    last = max((event.chunk for _, event in finished), default=0) if not is_training(_label(history, step) or "") else 0
-    found: dict[int, list[int]] = defaultdict(list)
-    for line, begun in history.started[step]:
-        if line < until and (begun.rank, begun.chunk) == (0, 0):
-            found[begun.replica].append(begun.microbatch)
-    for line, ended in finished:
-        if line < until and (ended.rank, ended.chunk) == (0, last) and ended.microbatch in found[ended.replica]:
-            found[ended.replica].remove(ended.microbatch)
-    return {replica: tuple(ids) for replica, ids in sorted(found.items()) if ids}
+
+    def closed(self, step: Step) -> Iterable[None]:
+        self.work.add(step)
+        label = step.plans[0][1].label if step.plans else ""
+        for generation in step.at_announcement:
+            self.computing[generation] = _computing(step, generation, is_training(label))
+        digests: dict[int, dict[int, str]] = defaultdict(dict)
+        for _, event in step.applied:
+            if event.parameter_digest is not None and not self._history.outvoted_for(event):
+                digests[event.rank][event.replica] = event.parameter_digest
+        compared = [set(by_replica.values()) for by_replica in digests.values() if len(by_replica) > 1]
+        if compared:
+            self.is_bit_identical = self.is_bit_identical is not False and all(len(values) == 1 for values in compared)
+        return ()
 
 
-def summarize(history: History, comparison: Comparison | None = None) -> Summary:
-    """Everything that `summary.json` says about a history."""
-    work, goodput = Work(history), Goodput(history)
-    records = [record for _, record in history.records.values()]
-    training = [record for record in records if is_training(record.label)]
+def _computing(step: Step, generation: int, is_trained: bool) -> dict[int, tuple[int, ...]]:
+    """By what first stages had begun and not finished; a lost replica stays where it was."""
+    _, begun, ended = step.at_announcement[generation]
+    chunks = (key[1] for work in step.ranks.values() for key in work.groups)
+    last = 0 if is_trained else max(chunks, default=0)
+    found = {}
+    for replica, ids in sorted(begun.items()):
+        for microbatch, chunk in ended.get(replica, ()):
+            if chunk == last and microbatch in ids:
+                ids.remove(microbatch)
+        if ids:
+            found[replica] = tuple(ids)
+    return found
+
+
+def summarize(
+    history: History, comparison: Comparison | None = None, accounts: Accounts | None = None, gaps: Gaps | None = None
+) -> Summary:
+    """Everything that `summary.json` says about a history.
+
+    `accounts` have watched its trace pass by already; else it is read once more.
+    """
+    if accounts is None:
+        accounts = Accounts(history)
+        for _ in replay(history, [accounts]):
+            pass
+    work, goodput, gaps = accounts.work, Goodput(history), gaps or Gaps(history)
+    records = list(history.records.values())
+    training = [step for step, record in history.records.items() if is_training(record.label)]
     strikes = struck_at(history)
     started, ended = history.first(trace.RunStarted), history.first(trace.RunFinished)
     newest = history.generations[max(history.generations)] if history.generations else None
@@ -226,36 +267,31 @@ def summarize(history: History, comparison: Comparison | None = None) -> Summary
     return Summary(
         steps=len(training),
         evaluation_steps=sum(not is_training(record.label) and not is_end(record.label) for record in records),
-        microbatches_per_step=history.num_microbatches(training[-1].step) if training else None,
+        microbatches_per_step=history.num_microbatches(training[-1]) if training else None,
         replicas_start=started.replicas if started else 0,
         replicas_end=len(newest.roster) if newest else 0,
         generations=len(history.generations),
         determinism=started.determinism if started else None,
         exit_code=ended.exit_code if ended else None,
-        seconds=history.events[-1][1].t if history.events else 0.0,
+        seconds=history.seconds,
         faults=faults(history),
         recoveries=tuple(
-            _recovery(history, one, strikes.get(one.generation)) for one in list(history.generations.values())[1:]
+            _recovery(history, one, strikes.get(one.generation), accounts.computing.get(one.generation, {}))
+            for one in list(history.generations.values())[1:]
         ),
         microbatches_lost=len(work.lost),
         microbatches_redone=len(work.redone),
         microbatches_redone_in_schedule=sum(each.in_schedule for each in work.redone),
         microbatches_wasted=len(work.wasted),
-        replicas_bit_identical=_bit_identical(history),
+        replicas_bit_identical=accounts.is_bit_identical,
         final_loss=curve[-1] if curve else None,
         goodput=None if goodput.share is None else round(goodput.share, 6),
         lost_to_faults_s=None if goodput.lost_s is None else round(goodput.lost_s, 6),
+        level=started.level if started else "microbatches",
+        events_missing=sum(gap.num_events for gap in gaps.events),
+        steps_not_vouched_for=gaps.ranges(),
         **(msgspec.structs.asdict(comparison) if comparison else {}),
     )
-
-
-def _bit_identical(history: History) -> bool | None:
-    digests: dict[tuple[int, int], dict[int, str]] = {}
-    for _, event in history.of(trace.Applied):
-        if event.parameter_digest is not None and not history.outvoted_for(event):
-            digests.setdefault((event.step, event.rank), {})[event.replica] = event.parameter_digest
-    compared = [set(by_replica.values()) for by_replica in digests.values() if len(by_replica) > 1]
-    return all(len(values) == 1 for values in compared) if compared else None
 
 
 def save(folder: Path, summary: Summary) -> Path:
@@ -264,3 +300,8 @@ def save(folder: Path, summary: Summary) -> Path:
     with replacing(place) as file:
         file.write(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     return place
+
+
+def load(folder: Path) -> Summary:
+    """Read `summary.json` again. Raises OSError where there is none, ValueError for one that is none."""
+    return msgspec.json.decode((folder / SUMMARY_FILE).read_bytes(), type=Summary)

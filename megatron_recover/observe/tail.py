@@ -1,28 +1,51 @@
-"""New lines of a file that others append to. It never waits."""
+"""New lines of a file that others append to, and of a trace over all its parts. It never waits."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
+
+from megatron_recover.event_files import EVENTS_FILE, open_part
 
 
 class Tail:
     """Reads on where it stopped the last time; a line is there when its end is."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, at_end: bool = False) -> None:
+        """`path`: any file, or the `events.jsonl` of a run, which stands for the parts that were put aside as well.
+
+        `at_end`: leave out what is there already.
+        """
         self._path = path
-        self._position = 0
+        self._is_trace = path.name == EVENTS_FILE
+        self._number = 1
+        self._former: os.stat_result | None = None
+        """Of a trace: its part that is read, and the file of the part before that."""
+        self._position = path.stat().st_size if at_end and path.is_file() else 0
 
     def lines(self) -> Iterator[bytes]:
         """Every line, newline included, that was completed since the last call; none while there is no such file."""
+        while (opened := self._open()) is not None:
+            file, is_newest = opened
+            with file:
+                file.seek(self._position)
+                for line in file:
+                    if not line.endswith(b"\n"):  # still being written: it is read again, whole, the next time
+                        return
+                    self._position += len(line)
+                    yield line
+                former = os.fstat(file.fileno())
+            if is_newest:
+                return
+            self._number, self._position, self._former = self._number + 1, 0, former
+
+    def _open(self) -> tuple[IO[bytes], bool] | None:
         try:
-            file = open(self._path, "rb")  # noqa: SIM115
+            if not self._is_trace:
+                return open(self._path, "rb"), True
+            opened = open_part(self._path.parent, self._number, self._former)
         except FileNotFoundError:
-            return
-        with file:
-            file.seek(self._position)
-            for line in file:
-                if not line.endswith(b"\n"):  # still being written: it is read again, whole, the next time
-                    return
-                self._position += len(line)
-                yield line
+            return None
+        return None if opened is None else (opened[0], opened[1].name == EVENTS_FILE)

@@ -7,7 +7,7 @@ backwards never ended say only when they began, and are given the usual length. 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
@@ -15,11 +15,17 @@ from typing import Literal
 
 from megatron_recover import trace
 from megatron_recover.faults import STANDS_STILL, FaultKind
-from megatron_recover.observe.history import History
+from megatron_recover.observe.details import Details, Window, collect
+from megatron_recover.observe.history import History, Numbered
 from megatron_recover.observe.summary import FaultSummary, faults, struck_at
 
 Rank = tuple[int, int]
 """Replica, and rank inside it."""
+MAX_SPANS = 300_000
+"""Of a run with more spans than this only what is around the faults that are drawn is looked at, and of that no more than
+`details.MAX_EVENTS`."""
+MAX_DRAWN = 8
+"""With more recoveries than this only the slowest are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +76,35 @@ class Episode:
 
 
 class Timeline:
-    """Spans of a history."""
+    """Spans of a history: all of them, or those around the faults that are drawn (`is_whole`)."""
 
     def __init__(self, history: History) -> None:
         self._history = history
+        self.is_whole = history.num_spans <= MAX_SPANS
+
+    @cached_property
+    def _details(self) -> Details:
+        if self.is_whole:
+            return Details(tuple(self._history.events), None)
+        windows = [Window(one.begin_shown, one.end_shown, frozenset(one.lost)) for one in self.drawn]
+        return collect(self._history, windows, self.struck_at.keys())
+
+    @property
+    def _events(self) -> Sequence[Numbered]:
+        return self._details.events
+
+    @property
+    def rank_limit(self) -> int | None:
+        """Ranks of a replica from this one on were left out, where nothing struck them; None: none was."""
+        return self._details.rank_limit
 
     @cached_property
     def computing(self) -> dict[Rank, list[Span]]:
         """Forwards and backwards of each rank in the order of time; no two overlap, since one thread did them."""
-        history, dealt = self._history, self._dealt
+        dealt = self._dealt
         found: dict[Rank, list[Span]] = defaultdict(list)
         open_since: dict[tuple[int, int, int, int, int, int], float] = {}
-        for _, event in history.events:
+        for _, event in self._events:
             if not isinstance(event, trace.MicrobatchStarted | trace.MicrobatchFinished):
                 continue
             key = (event.replica, event.rank, event.step, event.generation, event.microbatch, event.chunk)
@@ -111,9 +134,13 @@ class Timeline:
     def _dealt(self) -> dict[tuple[int, int], int]:
         """(step, microbatch) -> the first generation that dealt it, for steps that saw more than one."""
         found: dict[tuple[int, int], int] = {}
-        for step, plans in self._history.plans.items():
-            if len({plan.generation for _, plan in plans}) > 1:
-                for _, plan in plans:
+        planned: dict[int, list[trace.Plan]] = defaultdict(list)
+        for _, event in self._events:
+            if isinstance(event, trace.Plan):
+                planned[event.step].append(event)
+        for step, plans in planned.items():
+            if len({plan.generation for plan in plans}) > 1:
+                for plan in plans:
                     for one in plan.computes:
                         for microbatch in one.microbatches:
                             found[step, microbatch] = min(plan.generation, found.get((step, microbatch), plan.generation))
@@ -159,7 +186,9 @@ class Timeline:
     def reducing(self) -> dict[Rank, list[Span]]:
         """Sums over the replicas that came to their end, of each rank; they may overlap what it computed, and each other."""
         found: dict[Rank, list[Span]] = defaultdict(list)
-        for _, event in self._history.of(trace.Reduced):
+        for _, event in self._events:
+            if not isinstance(event, trace.Reduced):
+                continue
             span = Span("reduce", event.t - event.seconds, event.t, event.step, event.generation, event.bucket)
             found[event.replica, event.rank].append(span)
         return {rank: sorted(found[rank], key=_begin) for rank in sorted(found)}
@@ -168,7 +197,9 @@ class Timeline:
     def recovering(self) -> dict[int, list[Span]]:
         """Phases of the recoveries, as the leader of each replica saw them; no two of a replica overlap."""
         found: dict[int, list[Span]] = defaultdict(list)
-        for _, event in self._history.of(trace.Recovery):
+        for _, event in self._events:
+            if not isinstance(event, trace.Recovery):
+                continue
             spans, begin = found[event.replica], event.t - event.seconds
             if event.phase == "detect":  # written together with `agree`, which tells when the detection was over
                 continue
@@ -181,7 +212,9 @@ class Timeline:
     @cached_property
     def steps(self) -> dict[Rank, list[Span]]:
         """For each rank and step the time from its first forward to the optimizer's end, or to the last that is known."""
-        ends = {(event.replica, event.rank, event.step): event.t for _, event in self._history.of(trace.Applied)}
+        ends = {
+            (event.replica, event.rank, event.step): event.t for _, event in self._events if isinstance(event, trace.Applied)
+        }
         found: dict[Rank, list[Span]] = {}
         for rank, spans in self.computing.items():
             by_step: dict[int, list[Span]] = defaultdict(list)
@@ -198,37 +231,53 @@ class Timeline:
         """Every recovery, in the order of time; a generation that only carries a request to end is none."""
         history = self._history
         announced = [one for one in list(history.generations.values())[1:] if one.request is None]
-        ends: dict[int, float] = defaultdict(float)
-        steps: dict[int, int] = {}
-        finished: set[int] = set()
-        for _, event in history.of(trace.Recovery):
-            ends[event.generation] = max(ends[event.generation], event.t)
-            steps[event.generation] = event.step
-            if event.phase == "commit":
-                finished.add(event.generation)
+        finished = {number for number, told in history.recoveries.items() if told.committed_at is not None}
         groups: list[list[trace.Generation]] = []
         for one in announced:
             if groups and groups[-1][-1].generation not in finished:
                 groups[-1].append(one)
             else:
                 groups.append([one])
-        return tuple(self._episode(group, steps, ends) for group in groups)
+        return tuple(self._episode(group) for group in groups)
+
+    @cached_property
+    def drawn(self) -> tuple[Episode, ...]:
+        """What is drawn of the run's faults: no more than `MAX_DRAWN`, the slowest first."""
+        episodes, of_fault = self.answers_to(faults(self._history))
+        return tuple(sorted((episodes[index] for index in dict.fromkeys(of_fault.values())), key=_slowness)[:MAX_DRAWN])
+
+    def answers_to(self, struck: Sequence[FaultSummary]) -> tuple[list[Episode], dict[int, int]]:
+        """All episodes, those of faults that nothing answered included; and for the number of each fault, from 1 on, the index
+        of its episode, if it has one."""
+        episodes: list[Episode] = list(self.episodes)
+        of_fault: dict[int, int] = {}
+        for number, fault in enumerate(struck, start=1):
+            index = next((index for index, episode in enumerate(episodes) if episode.answers(fault)), None)
+            if index is None and (unanswered := self.around(fault)) is not None:
+                index = len(episodes)
+                episodes.append(unanswered)
+            if index is not None:
+                of_fault[number] = index
+        return episodes, of_fault
 
     def around(self, fault: FaultSummary) -> Episode | None:
         """What to look at around a fault that nothing answered: the step that it struck; None where that is not known."""
-        if fault.step is None or fault.step not in self._history.plans:
+        facts = self._history.steps.get(fault.step) if fault.step is not None else None
+        if facts is None or facts.planned_at is None:
             return None
-        begin = min(plan.t for _, plan in self._history.plans[fault.step])
-        commits = self._history.commits.get(fault.step, {})
-        end = max([fault.t, *(commit.t for _, commit in commits.values())])
+        begin = facts.planned_at
+        end = fault.t if facts.committed_at is None else max(fault.t, facts.committed_at)
         return Episode((), fault.step, fault.t, end, min(begin, fault.t), end + max(0.05 * (end - begin), 1e-3))
 
-    def _episode(self, group: list[trace.Generation], steps: dict[int, int], ends: dict[int, float]) -> Episode:
-        step = next((steps[one.generation] for one in reversed(group) if one.generation in steps), None)
+    def _episode(self, group: list[trace.Generation]) -> Episode:
+        told = self._history.recoveries
+        step = next((told[one.generation].last_step for one in reversed(group) if one.generation in told), None)
         fault = min(self._faults_of[one.generation] for one in group)
-        end = max(ends[group[-1].generation], group[-1].t)
+        newest = group[-1]
+        end = max(told[newest.generation].end if newest.generation in told else 0.0, newest.t)
         seconds = max(end - fault, 1e-3)
-        planned = min((plan.t for _, plan in self._history.plans.get(step, ())), default=fault) if step is not None else fault
+        facts = self._history.steps.get(step) if step is not None else None
+        planned = fault if facts is None or facts.planned_at is None else facts.planned_at
         begin_shown = min(fault - 0.1 * seconds, max(planned, fault - 0.5 * seconds))
         return Episode(tuple(group), step, fault, end, begin_shown, end + 0.12 * (end - begin_shown))
 
@@ -236,16 +285,13 @@ class Timeline:
     def _faults_of(self) -> dict[int, float]:
         """Generation -> when the fault struck that it answers to, or was seen first."""
         history = self._history
-        noticed: dict[int, float] = defaultdict(float)
-        for _, event in history.of(trace.Recovery):
-            if event.phase == "detect":
-                noticed[event.generation] = max(noticed[event.generation], event.seconds)
+        noticed = {number: told.seconds.get("detect", 0.0) for number, told in history.recoveries.items()}
         found = struck_at(history)
         for one in history.generations.values():
             if one.generation not in found:
                 lost = {loss.replica for loss in one.losses}
                 ended = [event.t for _, event in history.of(trace.Failure) if event.replica in lost and event.t <= one.t]
-                found[one.generation] = min([*ended, one.t - noticed[one.generation]])
+                found[one.generation] = min([*ended, one.t - noticed.get(one.generation, 0.0)])
         return found
 
 
@@ -256,6 +302,11 @@ def within(spans: Iterable[Span], begin: float, end: float) -> list[Span]:
         for span in spans
         if span.end > begin and span.begin < end
     ]
+
+
+def _slowness(one: Episode) -> tuple[bool, float]:
+    """What nothing answered comes last."""
+    return not one.generations, one.fault - one.end
 
 
 def _begin(span: Span) -> float:

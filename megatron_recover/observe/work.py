@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cached_property
 
-from megatron_recover import trace
 from megatron_recover.observe.history import History, Line
+from megatron_recover.observe.replay import each_step
+from megatron_recover.observe.step import Ids, Step
+
+Lost = tuple[int, int, int, int]
+"""Generation that announces the loss, replica, step, microbatch."""
+Wasted = tuple[Line, int, int, int]
+"""Line, replica, step, microbatch."""
 
 
 @dataclass(frozen=True)
@@ -29,99 +34,130 @@ class Redone:
     """A running pass took it in."""
 
 
+def lost_in(history: History, step: Step) -> list[Lost]:
+    """One for each microbatch that replicas took along that were lost in this step, the last that they had planned.
+
+    A microbatch that was lost, dealt again and not computed again before that replica was lost, too, is lost once.
+    """
+    found: list[Lost] = []
+    gone: set[int] = set()
+    here = [
+        (replica, event) for replica, (_, event) in history.lost_at.items() if history.last_planned.get(replica) == step.number
+    ]
+    versions = {result.bucket: result.version for result in step.record[1].versions} if step.record else {}
+    for replica, announced in sorted(here, key=lambda one: one[1].generation):
+        work = step.ranks.get((replica, 0))
+        groups = work.groups.items() if work else ()
+        for _, plan in step.plans:
+            for one in plan.computes if plan.replica == replica else ():
+                # Into a bucket whose committed version counts this replica, the gradient was not lost.
+                if versions and all(replica in history.roster(versions.get(bucket, 0)) for bucket in one.into):
+                    continue
+                for microbatch in one.microbatches:
+                    is_finished = any(key[:2] == (plan.generation, 0) and microbatch in ids for key, ids in groups)
+                    if microbatch not in gone or is_finished:
+                        found.append((announced.generation, replica, step.number, microbatch))
+                    gone.add(microbatch)
+    return found
+
+
+def redone_in(step: Step) -> list[Redone]:
+    """Every backward on a first rank of a microbatch that an older plan had dealt already."""
+    oldest = min((plan.generation for _, plan in step.plans), default=None)
+    newer = [place for place in step.first_stage_lines if oldest is not None and place[1] > oldest]
+    if not newer:
+        return []
+    extended = {
+        (event.replica, event.generation, microbatch) for _, event in step.extended for microbatch in event.microbatches
+    }
+    dealt: dict[int, list[tuple[int, int, frozenset[int]]]] = defaultdict(list)
+    for _, plan in step.plans:
+        for one in plan.computes:
+            for microbatch in one.microbatches:
+                dealt[microbatch].append((plan.generation, plan.replica, frozenset(one.into)))
+    groups: dict[tuple[int, int], list[tuple[frozenset[int], Ids]]] = defaultdict(list)
+    for (replica, _), work in step.ranks.items():
+        for (generation, _, into), ids in work.groups.items():
+            groups[replica, generation].append((frozenset(into), ids))
+    found = []
+    for replica, generation in newer:
+        for microbatch, line in step.first_stage_lines[replica, generation].items():
+            went_into = frozenset[int]().union(*(some for some, ids in groups[replica, generation] if microbatch in ids))
+            holders = {
+                holder for when, holder, held in dealt[microbatch] if when < generation and not held.isdisjoint(went_into)
+            }
+            if holders:
+                taken_in = (replica, generation, microbatch) in extended
+                found.append(
+                    Redone(line, replica, generation, step.number, microbatch, tuple(sorted(holders)), taken_in)
+                )  # fmt: skip
+    return found
+
+
+def wasted_in(history: History, step: Step) -> list[Wasted]:
+    """Finished backwards that entered no committed bucket.
+
+    Only replicas that committed the step themselves count: what a dying replica threw away is lost, not wasted.
+    """
+    if step.record is None:
+        return []
+    versions = {result.bucket: result.version for result in step.record[1].versions}
+    counted: dict[tuple[int, int, tuple[int, ...]], bool] = {}
+    unused: dict[tuple[int, int], list[Ids]] = defaultdict(list)
+    used: dict[tuple[int, int], list[Ids]] = defaultdict(list)
+    for (replica, _), work in step.ranks.items():
+        for (generation, _, into), ids in work.groups.items():
+            key = (replica, generation, into)
+            if key not in counted:
+                counted[key] = any(
+                    generation <= versions.get(bucket, 0) and replica in history.roster(versions.get(bucket, 0))
+                    for bucket in into
+                )
+            (used if counted[key] else unused)[replica, generation].append(ids)
+    return [
+        (step.lines[replica, generation][microbatch], replica, step.number, microbatch)
+        for (replica, generation), some in unused.items() if replica in step.commits
+        for microbatch in sorted({one for ids in some for one in ids.each()})
+        if not any(microbatch in ids for ids in used[replica, generation])
+    ]  # fmt: skip
+
+
 class Work:
     """Accounts of a history's microbatches, over all steps."""
 
-    def __init__(self, history: History) -> None:
-        self._history = history
+    def __init__(self, history: History, *, is_fed: bool = False) -> None:
+        """`is_fed`: the caller goes through the steps and gives each to `add`; else that is done here when it is needed."""
+        self._history, self._is_complete = history, is_fed
+        self._lost: list[Lost] = []
+        self._redone: list[Redone] = []
+        self._wasted: list[Wasted] = []
 
-    @cached_property
-    def lost(self) -> tuple[tuple[int, int, int, int], ...]:
-        """(generation that announces the loss, replica, step, microbatch), one for each lost microbatch.
+    def add(self, step: Step) -> None:
+        """Account for a step."""
+        self._lost += lost_in(self._history, step)
+        self._redone += redone_in(step)
+        self._wasted += wasted_in(self._history, step)
 
-        A microbatch that was lost, dealt again and not computed again before that replica was lost, too, is lost once.
-        """
-        history = self._history
-        found: list[tuple[int, int, int, int]] = []
-        gone: set[tuple[int, int]] = set()
-        for replica, (_, announced) in sorted(history.lost_at.items(), key=lambda item: item[1][1].generation):
-            planned = (step for step, plans in history.plans.items() if any(plan.replica == replica for _, plan in plans))
-            step = max(planned, default=None)
-            if step is None:
-                continue
-            record = history.records.get(step)
-            versions = {result.bucket: result.version for result in record[1].versions} if record else {}
-            finished = {
-                (event.generation, event.microbatch) for _, event in history.finished.get(step, ())
-                if (event.replica, event.rank, event.chunk) == (replica, 0, 0)
-            }  # fmt: skip
-            for _, plan in history.plans[step]:
-                for one in plan.computes if plan.replica == replica else ():
-                    # Into a bucket whose committed version counts this replica, the gradient was not lost.
-                    if versions and all(replica in history.roster(versions.get(bucket, 0)) for bucket in one.into):
-                        continue
-                    for microbatch in one.microbatches:
-                        if (step, microbatch) not in gone or (plan.generation, microbatch) in finished:
-                            found.append((announced.generation, replica, step, microbatch))
-                        gone.add((step, microbatch))
-        return tuple(found)
+    def _complete(self) -> None:
+        if not self._is_complete:
+            self._is_complete = True
+            for step in each_step(self._history):
+                self.add(step)
 
-    @cached_property
+    @property
+    def lost(self) -> tuple[Lost, ...]:
+        """One for each lost microbatch, by the generation that announces the loss."""
+        self._complete()
+        return tuple(sorted(self._lost, key=lambda one: one[0]))
+
+    @property
     def redone(self) -> tuple[Redone, ...]:
-        """Every backward on a first rank of a microbatch that an older plan had dealt already."""
-        history = self._history
-        extended = {
-            (event.replica, event.generation, event.step, microbatch)
-            for _, event in history.of(trace.Extended)
-            for microbatch in event.microbatches
-        }
-        found = []
-        for step, events in history.finished.items():
-            dealt: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
-            for _, plan in history.plans.get(step, ()):
-                for one in plan.computes:
-                    for microbatch in one.microbatches:
-                        for bucket in one.into:
-                            dealt[microbatch, bucket].add((plan.generation, plan.replica))
-            into: dict[tuple[int, int, int], set[int]] = defaultdict(set)
-            lines: dict[tuple[int, int, int], Line] = {}
-            for line, event in events:
-                key = (event.replica, event.generation, event.microbatch)
-                into[key].update(event.into)
-                if event.rank == 0 and event.chunk == 0:
-                    lines[key] = line
-            for (replica, generation, microbatch), line in lines.items():
-                holders = {
-                    holder for bucket in into[replica, generation, microbatch] for when, holder in dealt[microbatch, bucket]
-                    if when < generation
-                }  # fmt: skip
-                if holders:
-                    taken_in = (replica, generation, step, microbatch) in extended
-                    found.append(Redone(line, replica, generation, step, microbatch, tuple(sorted(holders)), taken_in))
-        return tuple(found)
+        """One for each microbatch that was computed again."""
+        self._complete()
+        return tuple(self._redone)
 
-    @cached_property
-    def wasted(self) -> tuple[tuple[Line, int, int, int], ...]:
-        """(line, replica, step, microbatch) of finished backwards that entered no committed bucket.
-
-        Only replicas that committed the step themselves count: what a dying replica threw away is lost, not wasted.
-        """
-        history = self._history
-        found = []
-        for step, events in history.finished.items():
-            record = history.records.get(step)
-            if record is None:
-                continue
-            versions = {result.bucket: result.version for result in record[1].versions}
-            used: dict[tuple[int, int, int], tuple[Line, bool]] = {}
-            for line, event in events:
-                entered = any(
-                    event.generation <= versions.get(bucket, 0) and event.replica in history.roster(versions.get(bucket, 0))
-                    for bucket in event.into
-                )
-                key = (event.replica, event.generation, event.microbatch)
-                used[key] = (line, entered or used.get(key, (line, False))[1])
-            for (replica, _, microbatch), (line, entered) in used.items():
-                if not entered and replica in history.commits[step]:
-                    found.append((line, replica, step, microbatch))
-        return tuple(found)
+    @property
+    def wasted(self) -> tuple[Wasted, ...]:
+        """One for each microbatch that was computed for nothing."""
+        self._complete()
+        return tuple(self._wasted)

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.cli import command_line, run
+from megatron_recover.cli import command_line, finish, run
 from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
+from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from megatron_recover.megatron.arguments import recover_flags
-from megatron_recover.observe.history import History
+from megatron_recover.observe.plot import PLOT_FILE
+from megatron_recover.observe.summary import load
+from tests.observe import traces
 
 
 @pytest.fixture
@@ -66,7 +72,7 @@ def test_a_folder_in_which_nothing_can_be_made_is_refused(kind: int, tmp_path: P
 
 
 def ends(monkeypatch: pytest.MonkeyPatch, exit_code: int) -> None:
-    monkeypatch.setattr(run, "Launcher", lambda job, console: SimpleNamespace(has_begun=True, run=lambda: exit_code))
+    monkeypatch.setattr(run, "Launcher", lambda job, quiet: SimpleNamespace(has_begun=True, run=lambda: exit_code))
 
 
 COMMAND = ["--replicas", "2", "--", "script.py"]
@@ -100,6 +106,20 @@ def test_two_runs_that_start_in_one_second_have_a_folder_each(tmp_path: Path, mo
     assert [create_run_dir(None).name for _ in range(3)] == ["now", "now-2", "now-3"]
 
 
+def test_a_freeze_that_no_event_of_the_trace_can_end_is_refused() -> None:
+    freeze = Fault(replica=0, rank=0, point=FaultPoint.REDUCE, kind=FaultKind.FREEZE, until="reduced")
+    run._refuse_unseen([freeze], "steps")
+    with pytest.raises(ValueError, match="--trace-level faults leaves out reduced, .* name another event by until"):
+        run._refuse_unseen([freeze], "faults")
+
+
+def test_a_size_of_a_file_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "script.py").touch()
+    with pytest.raises(SystemExit):
+        run.main(["--replicas", "2", "--trace-file-bytes", "-1", "--", str(tmp_path / "script.py")])
+    assert "--trace-file-bytes is -1; it must be 0 (never) or more" in capsys.readouterr().err
+
+
 def test_help_lists_the_flags_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run.main(["--help"])
@@ -113,26 +133,81 @@ def test_nobody_who_has_asked_twice_for_the_end_waits_for_a_plot(job: Job, monke
     assert run.main(COMMAND) == 130
 
 
-def test_ctrl_c_while_the_plot_is_made_changes_nothing(
+def told(capsys: pytest.CaptureFixture[str], job: Job) -> str:
+    """The one line that says why there is no report."""
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"; `{command_line('report', str(job.run_dir))}` makes them")
+    return line.removeprefix("megatron-recover run: no summary and no plot: ").partition(";")[0]
+
+
+@pytest.fixture
+def stalled(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A run that ended well, on whose trace a reader waits for ever."""
+    ends(monkeypatch, ExitCode.OK)
+    os.mkfifo(job.run_dir / trace.EVENTS_FILE)
+    return job
+
+
+def test_a_report_of_its_own_process_is_made(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends(monkeypatch, ExitCode.TOO_FEW_REPLICAS)
+    traces.write(job.run_dir, traces.faulty_run().events)
+    assert run.main(COMMAND) == ExitCode.TOO_FEW_REPLICAS
+    assert load(job.run_dir).steps == 5 and (job.run_dir / PLOT_FILE).is_file()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_report_that_is_killed_changes_nothing(
+    stalled: Job, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the kernel does where memory runs out: the process is ended while it reads."""
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(run.main(COMMAND)))
+    thread.start()
+    deadline = time.monotonic() + 30.0
+    while not (mine := [one for one in psutil.Process().children() if "megatron_recover.cli.finish" in one.cmdline()]):
+        assert time.monotonic() < deadline, "no process makes the report"
+        time.sleep(0.01)
+    mine[0].send_signal(number)
+    thread.join(timeout=30.0)
+    assert codes == [ExitCode.OK]
+    expected = f"the process that makes them was ended by {number.name}"
+    assert told(capsys, stalled) == expected + (" (perhaps for want of memory)" if number is signal.SIGKILL else "")
+
+
+def test_a_report_that_hangs_is_ended_and_changes_nothing(
+    stalled: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(finish, "DEADLINE_S", 0.5)
+    assert run.main(COMMAND) == ExitCode.OK
+    assert told(capsys, stalled) == "the process that makes them was ended after 0.5 s"
+    assert psutil.Process().children() == []
+
+
+def test_ctrl_c_while_the_report_is_made_changes_nothing(stalled: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    assert run.main(COMMAND) == ExitCode.OK
+    timer.join(timeout=10.0)
+    assert told(capsys, stalled) == "interrupted"
+    assert psutil.Process().children() == []
+
+
+def test_a_report_that_cannot_be_written_changes_nothing(
     job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(run_dir: Path) -> None:
-        raise KeyboardInterrupt
-
     ends(monkeypatch, ExitCode.OK)
-    monkeypatch.setattr(History, "read", interrupted)
+    traces.write(job.run_dir, traces.faulty_run().events)
+    (job.run_dir / "summary.json").mkdir()
     assert run.main(COMMAND) == ExitCode.OK
-    assert f"interrupted while the plot was made; `{command_line('report', str(job.run_dir))}`" in capsys.readouterr().err
+    assert told(capsys, job) == "Is a directory"
 
 
-def test_a_disk_that_is_full_at_the_end_leaves_only_the_plot_to_be_made(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("text", ["{}\n", None])
+def test_a_report_of_no_trace_changes_nothing(
+    text: str | None, job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(run_dir: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     ends(monkeypatch, ExitCode.OK)
-    monkeypatch.setattr(History, "read", full)
+    if text is not None:
+        (job.run_dir / trace.EVENTS_FILE).write_text(text)
     assert run.main(COMMAND) == ExitCode.OK
-    error = capsys.readouterr().err
-    assert "No space left on device while the plot was made" in error and f"report {job.run_dir}` makes it" in error
+    assert told(capsys, job).startswith("No such file or directory" if text is None else "the trace cannot be read: ")

@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover import trace
-from megatron_recover.cluster.console import Console
 from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.config import RecoverConfig
@@ -37,11 +36,19 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ranks: int = 2
     steps: int = 4
     microbatches: int = 7
-    config: RecoverConfig = RecoverConfig(stall_timeout_s=5.0, follow_timeout_s=2.0)
+    config: RecoverConfig = RecoverConfig()
+    deadlines: dict[str, float] = msgspec.field(
+        default_factory=lambda: {"sum_s": 5.0, "stall_s": 5.0, "finish_s": 5.0, "follow_s": 2.0}
+    )
+    """Waits that differ from those of the config's deadline (fields of `Deadlines`); `deadline_s` for the ranks only."""
     faults: tuple[Fault, ...] = ()
     dropped: tuple[tuple[int, int, int, int], ...] = ()
     """(replica, rank, step, bucket) whose first reduction is made to fail there."""
+    pace_s: float = 0.0
+    """What a microbatch takes beside its arithmetic."""
     script: str = str(TOY)
+    trace_level: trace.Level = "microbatches"
+    trace_file_bytes: int = 0
     hasty: bool = False
     """Run it under a launcher that gives up on whoever is frozen, and fences it late (`_Hasty`)."""
 
@@ -119,18 +126,22 @@ class _Hasty(Launcher):
     def _spawn_all(self) -> None:
         super()._spawn_all()
         self._news = Tail(self._job.run_dir / trace.EVENTS_FILE)
-        self._overdue: dict[int, int] = {}
-        """Replica -> the step of the others that its fence waits for."""
+        self._overdue: dict[int, int | None] = {}
+        """Replica -> the step of the others that its fence waits for, once it is thawed."""
+        self._step = 0
         self._look()
 
     def _look(self) -> None:
         for line in self._news.lines():
             event, _ = trace.parse(line)
             if isinstance(event, trace.Fault) and event.until is not None:
-                self._overdue[event.replica] = (event.step or 0) + self.LATE
+                self._overdue[event.replica] = None
                 self._membership.lost(Loss(event.replica, LossKind.SUSPECTED, "it is frozen"))
+            elif isinstance(event, trace.Thawed):  # the trace is late itself: what counts is what comes after this
+                self._overdue[event.replica] = self._step + self.LATE
             elif isinstance(event, trace.Applied):
-                for replica in [each for each, step in self._overdue.items() if event.step >= step]:
+                self._step = max(self._step, event.step)
+                for replica in [each for each, step in self._overdue.items() if step is not None and event.step >= step]:
                     del self._overdue[replica]
                     super()._fence(replica)
         self._loop.after(0.01, self._look)
@@ -138,6 +149,12 @@ class _Hasty(Launcher):
     def _fence(self, replica: int) -> None:
         if replica not in self._overdue:
             super()._fence(replica)
+
+    def _end(self, exit_code: int, reason: str) -> None:
+        super()._end(exit_code, reason)
+        for replica in self._overdue:  # the others were so fast that they have finished
+            super()._fence(replica)
+        self._overdue.clear()
 
 
 def main() -> int:
@@ -147,15 +164,20 @@ def main() -> int:
         "steps": spec.steps,
         "microbatches": spec.microbatches,
         "config": msgspec.to_builtins(spec.config),
+        "deadlines": spec.deadlines,
         "dropped": spec.dropped,
+        "pace_s": spec.pace_s,
     }
     os.chdir(ROOT)
     job = Job(
         argv=(spec.script, json.dumps(settings)), num_replicas=spec.replicas, layout=trace.Layout(tp=1, pp=spec.ranks),
         config=spec.config, run_dir=create_run_dir(Path(spec.run_dir)), faults=spec.faults,
+        trace_level=spec.trace_level, trace_file_bytes=spec.trace_file_bytes,
         preload=("torch", "megatron_recover.collectives.direct", "megatron_recover.collectives.member"),
     )  # fmt: skip
-    return (_Hasty if spec.hasty else Launcher)(job, Console(job)).run()
+    others = {name: seconds for name, seconds in spec.deadlines.items() if name != "deadline_s"}  # its imports take their time
+    deadlines = msgspec.structs.replace(spec.config.deadlines, **others)
+    return (_Hasty if spec.hasty else Launcher)(job, deadlines=deadlines).run()
 
 
 if __name__ == "__main__":

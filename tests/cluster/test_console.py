@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
+import threading
 from pathlib import Path
 
 from megatron_recover import trace
 from megatron_recover.cluster.console import Console
-from megatron_recover.cluster.job import Job, create_run_dir
-from megatron_recover.config import RecoverConfig
+from megatron_recover.cluster.job import create_run_dir, log_file
 from megatron_recover.core.values import ExitCode
+
+LINES = [f" iteration {step}/ 3 | lm loss: 1.0" for step in (1, 2, 3)]
 
 
 def plan(label: str, quotas: tuple[int, ...]) -> trace.Plan:
@@ -21,15 +24,10 @@ def plan(label: str, quotas: tuple[int, ...]) -> trace.Plan:
 
 def shown(tmp_path: Path, *events: trace.Event, exit_code: ExitCode = ExitCode.OK) -> tuple[str, str]:
     """The live line and everything that was printed, after these events."""
-    job = Job(
-        argv=("script.py",), num_replicas=2, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(),
-        run_dir=create_run_dir(tmp_path / "run"),
-    )  # fmt: skip
     printed = io.StringIO()
-    console = Console(job, stream=printed)
-    with trace.EventLog(job.run_dir / trace.EVENTS_FILE, 0.0) as log:
-        for event in events:
-            log.record(event)
+    console = Console(create_run_dir(tmp_path / "run"), num_replicas=2, num_ranks=1, stream=printed)
+    for event in events:
+        console.take(event)
     console.start()
     console.finished(exit_code, "training finished")
     return console.live_line(), printed.getvalue()
@@ -68,14 +66,64 @@ class Closed(io.StringIO):
 
 
 def test_the_log_goes_on_when_nobody_looks(tmp_path: Path) -> None:
-    job = Job(
-        argv=("script.py",), num_replicas=1, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(),
-        run_dir=create_run_dir(tmp_path / "run"),
-    )  # fmt: skip
-    lines = [f" iteration {step}/ 3 | lm loss: 1.0" for step in (1, 2, 3)]
-    job.log_of(0, 0).write_text("\n".join(lines) + "\n")
-    console = Console(job, stream=Closed())
+    run_dir = create_run_dir(tmp_path / "run")
+    log_file(run_dir, 0, 0).write_text("\n".join(LINES) + "\n")
+    console = Console(run_dir, num_replicas=1, num_ranks=1, stream=Closed())
+    console.follow(0, 0)
     console.says("something that nobody reads")
     console.start()
     console.finished(ExitCode.OK, "training finished")
-    assert (job.run_dir / "train.log").read_text().splitlines() == lines
+    assert (run_dir / "train.log").read_text().splitlines() == LINES
+
+
+def test_a_disk_that_stalls_holds_up_neither_what_is_said_nor_the_end(tmp_path: Path) -> None:
+    """Opening the log blocks, as it is a FIFO that nobody writes to."""
+    run_dir = create_run_dir(tmp_path / "run")
+    os.mkfifo(log_file(run_dir, 0, 0))
+    printed = io.StringIO()
+    console = Console(run_dir, num_replicas=1, num_ranks=1, stream=printed)
+    console.follow(0, 0)
+    console.start()
+    console.says("WARNING: the disk does not answer")
+    console.take(trace.Generation(generation=1, roster=(0,), losses=(), reason="start"))
+    console.finished(ExitCode.OK, "training finished")
+    assert not console._thread.is_alive()
+    assert [line.partition(": ")[2] for line in printed.getvalue().splitlines()] == [
+        "WARNING: the disk does not answer", "generation 1: replicas 0",
+        f"exit code 0 (ok): training finished; everything is in {run_dir}",
+    ]  # fmt: skip
+    with open(log_file(run_dir, 0, 0), "w"):  # let the thread go
+        pass
+
+
+def test_a_console_that_goes_on_for_another_shows_nothing_twice(tmp_path: Path) -> None:
+    run_dir, printed = create_run_dir(tmp_path / "run"), io.StringIO()
+    log = log_file(run_dir, 1, 0)
+    log.write_text(LINES[0] + "\n")
+    (run_dir / "train.log").write_text(LINES[0] + "\n")
+    console = Console(run_dir, num_replicas=2, num_ranks=1, stream=printed, again=True, roster=(1,))
+    console.follow(1, 0)
+    with open(log, "a") as file:
+        file.write(LINES[1] + "\n")
+    console.start()
+    console.finished(ExitCode.OK, "training finished")
+    assert (run_dir / "train.log").read_text().splitlines() == LINES[:2]
+    assert "iteration 2" in printed.getvalue() and "iteration 1" not in printed.getvalue()
+
+
+def test_while_the_shell_has_the_terminal_nothing_is_written(tmp_path: Path) -> None:
+    printed, held = io.StringIO(), threading.Event()
+    looked = threading.Semaphore(0)
+
+    def is_held() -> bool:
+        looked.release()
+        return not held.is_set()
+
+    console = Console(create_run_dir(tmp_path / "run"), num_replicas=1, num_ranks=1, stream=printed, is_held=is_held)
+    console.says("something")
+    console.start()
+    assert looked.acquire(timeout=10) and looked.acquire(timeout=10)
+    assert printed.getvalue() == ""
+    held.set()
+    console.finished(ExitCode.OK, "training finished")
+    assert "something" in printed.getvalue()

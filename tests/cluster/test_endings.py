@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -19,69 +18,11 @@ from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from megatron_recover.observe.check import check, describe
-from tests.cluster.jobs import ROOT, Outcome, Spec, command, run
+from tests.cluster.jobs import ROOT, Spec, command, run
+from tests.cluster.running import FOR_EVER, Start
 from tests.cluster.waiting import until_ended, until_files, until_readable
 
 pytestmark = pytest.mark.timeout(90)
-
-FOR_EVER = 10_000_000
-
-
-class Running:
-    """A toy job that goes on until it is told to end, seen from outside."""
-
-    def __init__(self, spec: Spec, *, hangup: signal.Handlers = signal.SIG_DFL) -> None:
-        """`hangup`: what its launcher finds SIGHUP set to."""
-        self.spec = spec
-        self.output = Path(spec.run_dir).with_suffix(".out")
-        with open(self.output, "wb") as output:
-            self.launcher = subprocess.Popen(
-                command(spec), cwd=ROOT, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True,
-                preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
-            )  # fmt: skip
-
-    def until_training(self) -> None:
-        self.until(lambda: self.num_applied() > 20, "training")
-        self.processes = psutil.Process(self.launcher.pid).children(recursive=True)
-        [self.server] = psutil.Process(self.launcher.pid).children()
-
-    def until(self, condition: Callable[[], object], what: str) -> None:
-        until_files(condition, what, Path(self.spec.run_dir), self.output.parent)
-
-    def num_applied(self) -> int:
-        path = Path(self.spec.run_dir) / "sums-0-0.jsonl"
-        return len(path.read_bytes().splitlines()) if path.exists() else 0
-
-    def end(self, deadline_s: float = 30.0) -> Outcome:
-        try:
-            code = self.launcher.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            self.launcher.kill()
-            raise
-        return Outcome(self.spec, code, self.output.read_text())
-
-    def assert_nothing_left(self) -> None:
-        assert len(self.processes) == 1 + self.spec.replicas * self.spec.ranks
-        until_ended(self.processes)
-
-
-Start = Callable[..., Running]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts a job that is killed at the end of the test, whatever becomes of that."""
-    started: list[Running] = []
-
-    def starting(spec: Spec, **settings: signal.Handlers) -> Running:
-        started.append(Running(spec, **settings))
-        started[-1].until_training()
-        return started[-1]
-
-    yield starting
-    for job in started:
-        job.launcher.kill()
-        job.launcher.wait()
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -115,7 +56,7 @@ def test_a_microbatch_that_raises_twice_stops_the_job_and_is_named(tmp_path: Pat
 
 
 def test_below_min_replicas_the_step_is_finished_and_the_job_ends(tmp_path: Path) -> None:
-    config = RecoverConfig(min_replicas=3, stall_timeout_s=5.0, follow_timeout_s=2.0)
+    config = RecoverConfig(min_replicas=3)
     kill = Fault(replica=1, rank=1, point=FaultPoint.BACKWARD, step=2)
     outcome = run(spec(tmp_path, steps=1000, config=config, faults=(kill,)))
     assert outcome.exit_code == ExitCode.TOO_FEW_REPLICAS
@@ -192,7 +133,7 @@ def test_a_rank_that_ends_too_early_with_exit_code_0_is_a_loss(tmp_path: Path) -
 @pytest.mark.parametrize("rank", [0, 1])
 def test_inv_8_a_rank_that_is_stopped_after_the_last_commit_does_not_hang_the_job(tmp_path: Path, rank: int) -> None:
     stop = Fault(replica=1, rank=rank, point=FaultPoint.OPTIMIZER, step=3, kind=FaultKind.STOP)
-    job = spec(tmp_path, config=RecoverConfig(stall_timeout_s=2.0, follow_timeout_s=2.0), faults=(stop,))
+    job = spec(tmp_path, deadlines=dict.fromkeys(("sum_s", "stall_s", "finish_s", "follow_s"), 2.0), faults=(stop,))
     outcome = run(job, deadline_s=40.0)
     assert outcome.exit_code == 0, outcome.output
     outcome.assert_exactly_once()
@@ -237,22 +178,11 @@ def test_a_job_whose_hangup_is_ignored_goes_on(start: Start, tmp_path: Path) -> 
     assert job.end().exit_code == ExitCode.INTERRUPTED
 
 
-def test_a_second_signal_kills_everything(start: Start, tmp_path: Path) -> None:
-    job = start(spec(tmp_path, steps=FOR_EVER))
-    victim = next(each for each in job.processes if each.pid != job.server.pid)
-    os.kill(victim.pid, signal.SIGSTOP)  # the common step of the first signal never comes
-    job.launcher.send_signal(signal.SIGINT)
-    job.until(lambda: "once more kills everything at once, and nothing is saved" in job.output.read_text(), "the first answer")
-    job.launcher.send_signal(signal.SIGINT)
-    assert job.end(15.0).exit_code == 128 + signal.SIGINT
-    job.assert_nothing_left()
-
-
 def test_a_fork_server_that_is_stopped_is_continued_and_holds_nothing_up(start: Start, tmp_path: Path) -> None:
     job = start(spec(tmp_path, steps=FOR_EVER))
     os.kill(job.server.pid, signal.SIGSTOP)
     job.until(lambda: "somebody stopped the fork server" in job.output.read_text(), "a word about it")
-    next(each for each in job.processes if each.pid != job.server.pid).kill()
+    job.ranks[0].kill()
     job.until(lambda: '"fenced"' in (Path(job.spec.run_dir) / "events.jsonl").read_text(), "the fence")
     job.launcher.send_signal(signal.SIGTERM)
     assert job.end().exit_code == ExitCode.INTERRUPTED
@@ -278,8 +208,8 @@ def test_nothing_is_left_when_a_parent_is_killed(start: Start, tmp_path: Path, w
 
 def test_a_rank_killed_from_outside_is_seen_and_fenced(start: Start, tmp_path: Path) -> None:
     # The rest of a broken replica ends by itself after the follow timeout, so that is put off: here it has to be killed.
-    job = start(spec(tmp_path, steps=FOR_EVER, config=RecoverConfig(follow_timeout_s=300.0)))
-    ranks = [each for each in job.processes if each.ppid() != job.launcher.pid]
+    job = start(spec(tmp_path, steps=FOR_EVER, deadlines={"follow_s": 300.0}))
+    ranks = job.ranks
     names = {each.name(): each for each in ranks}
     assert sorted(names) == [f"replica-{replica}.{rank}" for replica in range(3) for rank in range(2)], "told apart in ps"
     names["replica-1.1"].kill()
@@ -292,6 +222,34 @@ def test_a_rank_killed_from_outside_is_seen_and_fenced(start: Start, tmp_path: P
     [failure] = outcome.of(trace.Failure)
     assert (failure.replica, failure.rank, failure.cause) == (1, 1, "SIGKILL")
     outcome.assert_exactly_once()
+
+
+def test_a_recorder_that_is_killed_costs_nothing(start: Start, tmp_path: Path) -> None:
+    job = start(spec(tmp_path, steps=FOR_EVER, trace_file_bytes=50_000))
+    job.recorder.kill()
+    job.until(lambda: "the recorder ended by SIGKILL: another one goes on with the trace" in job.output.read_text(), "a word")
+    job.ranks[-1].kill()  # what happens now is recorded
+    reached = job.num_applied()
+    job.until(lambda: job.num_applied() > reached + 20, "training to go on")
+    job.launcher.send_signal(signal.SIGTERM)
+    outcome = job.end()
+    assert outcome.exit_code == ExitCode.INTERRUPTED and len(outcome.of(trace.Failure)) == 1
+    assert outcome.of(trace.Gap) == [] and list(Path(job.spec.run_dir).glob("events.0001.jsonl*"))
+    verdict = check(job.spec.run_dir)
+    assert verdict.holds, describe(verdict)
+    job.assert_nothing_left()
+
+
+@pytest.mark.parametrize("level", ["steps", "faults"])
+def test_a_level_is_that_of_all_processes_and_is_told(level: trace.Level, tmp_path: Path) -> None:
+    kill = Fault(replica=1, rank=1, point=FaultPoint.BACKWARD, step=2)
+    outcome = run(spec(tmp_path, faults=(kill,), trace_level=level))
+    assert outcome.exit_code == 0 and outcome.of(trace.RunStarted)[0].level == level
+    outcome.assert_exactly_once()
+    assert not {type(event) for event in outcome.events} & trace.LEFT_OUT[level]
+    assert len(outcome.of(trace.Committed)) == (0 if level == "faults" else 2 * outcome.spec.steps + 2)
+    assert len(outcome.of(trace.Fault)) == len(outcome.of(trace.Failure)) == len(outcome.of(trace.Fenced)) == 1
+    assert len(outcome.of(trace.Status)) >= 2 and len(outcome.of(trace.Recovery)) > 0
 
 
 def test_children_of_a_rank_die_with_it(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ KILLS = (
 
 def test_a_tree_of_leaders_survives_kills_of_its_root_of_an_inner_member_and_of_a_leaf(tmp_path: Path) -> None:
     faults = tuple(map(fault, KILLS))
-    config = RecoverConfig(stall_timeout_s=5.0, follow_timeout_s=2.0, tree_above=2)
+    config = RecoverConfig(tree_above=2)
     outcome = run(Spec(run_dir=str(tmp_path / "run"), replicas=7, ranks=1, steps=6, config=config, faults=faults))
     outcome.assert_finished(survivors_of(7, faults))
     assert len(outcome.of(trace.Fault)) == len(faults), "a fault did not strike"

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import zlib
 
+import msgspec
 import torch
 
-from megatron_recover import trace
+from megatron_recover import ring, trace
 from megatron_recover.collectives.direct import DirectEndpoint
+from megatron_recover.collectives.key import inherited_key
 from megatron_recover.collectives.member import Member
 from megatron_recover.collectives.transport import Revoked, Transport, TransportError
 from megatron_recover.config import DRY_RUN_PASSED, RecoverConfig, rank_context
+from megatron_recover.core.detector import Phase
 from megatron_recover.core.quota import share
 from megatron_recover.core.values import Apply, Compute, Held, Plan, Shape, Work
 from megatron_recover.faults import FaultInjector, FaultPoint
+from megatron_recover.progress_page import ProgressPage
 
 ELEMENTS = 1000
 
@@ -29,24 +34,40 @@ class Toy:
     """One rank's training loop."""
 
     def __init__(
-        self, num_steps: int, num_microbatches: int, config: RecoverConfig, dropped: list[tuple[int, int, int, int]]
+        self,
+        num_steps: int,
+        num_microbatches: int,
+        config: RecoverConfig,
+        dropped: list[tuple[int, int, int, int]],
+        pace_s: float,
+        deadlines: dict[str, float],
     ) -> None:
-        """`dropped`: (replica, rank, step, bucket) whose first result is treated as if the reduction had failed."""
+        """`dropped`: (replica, rank, step, bucket) whose first result is treated as if the reduction had failed.
+
+        `deadlines`: waits that differ from those of the config.
+        """
         context = rank_context()
         assert context is not None
         if context.dry_run:
             sys.exit(DRY_RUN_PASSED)
         self.context = context
+        self.pace_s = pace_s
+        self.deadlines = msgspec.structs.replace(config.deadlines, **deadlines)
         self.dropped = {tuple(each) for each in dropped}
         self.num_steps, self.num_microbatches, self.config = num_steps, num_microbatches, config
-        self.log = trace.EventLog(f"{context.run_dir}/{trace.EVENTS_FILE}", context.started_at)
+        self.log = ring.log_of_rank(context)
         self.faults = FaultInjector.of(
             context.faults,
             replica=context.replica,
             rank=context.rank,
             record=lambda **fields: self.log.record(trace.Fault(**fields)),
         )
-        self.member = Member(context, config, DirectEndpoint(), record=self.log.record, faults=self.faults)
+        self.page = ProgressPage.inherited()
+        key = inherited_key()
+        self.member = Member(
+            context, config, DirectEndpoint(key=key, rank=context.rank), key=key, record=self.log.record, faults=self.faults,
+            page=self.page, deadlines=self.deadlines,
+        )  # fmt: skip
         all_of_them = tuple(range(context.num_ranks))
         self.shape = Shape(context.num_ranks, ((0,), all_of_them, (context.num_ranks - 1,)))
         self.mine = [bucket for bucket, ranks in enumerate(self.shape.bucket_ranks) if context.rank in ranks]
@@ -76,6 +97,7 @@ class Toy:
             again = again or order.transfers != () or order.computes != self.fresh(order)
             for compute in order.computes:
                 self.compute(step, order.generation, compute, again=again)
+            self.page.enter(Phase.REDUCTION)
             self.at(FaultPoint.BEFORE_REDUCE, step=step)
             try:
                 self.reduce(step, order, self.member.transport(order.generation), again=again)
@@ -84,6 +106,7 @@ class Toy:
             except TransportError as error:
                 self.member.blocked(order.generation, error)
             again = True
+        self.page.enter(Phase.OPTIMIZER, ())
         self.at(FaultPoint.OPTIMIZER, step=step)
         applied = {}
         for bucket in self.mine:
@@ -113,9 +136,12 @@ class Toy:
         where = {"replica": self.context.replica, "rank": self.context.rank, "generation": generation, "step": step}
         into = tuple(bucket for bucket in self.mine if bucket in compute.into)
         for microbatch in compute.microbatches:
+            self.page.enter(Phase.FORWARD, (microbatch,))
             try:
                 self.at(FaultPoint.RECOMPUTE if again else FaultPoint.FORWARD, step=step, microbatch=microbatch)
                 self.log.record(trace.MicrobatchStarted(microbatch=microbatch, **where))
+                time.sleep(self.pace_s)
+                self.page.enter(Phase.BACKWARD)
                 self.at(FaultPoint.BACKWARD, step=step, microbatch=microbatch)
             except Exception as error:
                 self.member.raised((microbatch,), error)
@@ -124,10 +150,11 @@ class Toy:
                 self.gradients[bucket] += 2.0**microbatch
                 self.counts[bucket][microbatch] += 1
             self.log.record(trace.MicrobatchFinished(microbatch=microbatch, seconds=0.0, into=into, **where))
+            self.page.enter(Phase.PIPELINE, ())
 
     def reduce(self, step: int, plan: Plan, transport: Transport, *, again: bool) -> None:
         where = {"replica": self.context.replica, "rank": self.context.rank, "generation": plan.generation, "step": step}
-        deadline_s = self.config.stall_timeout_s
+        deadline_s = self.deadlines.sum_s
         for transfer in plan.transfers:
             if transfer.bucket not in self.mine:
                 continue
@@ -183,6 +210,14 @@ class Toy:
         return zlib.crc32(self.results[bucket][0].numpy().tobytes())
 
 
-if __name__ == "__main__":
+def main(kind: type[Toy] = Toy) -> None:
+    """Run one rank as the command line says."""
     settings = json.loads(sys.argv[1])
-    Toy(settings["steps"], settings["microbatches"], RecoverConfig(**settings["config"]), settings["dropped"]).run()
+    wanted = RecoverConfig(**settings["config"])
+    kind(
+        settings["steps"], settings["microbatches"], wanted, settings["dropped"], settings["pace_s"], settings["deadlines"]
+    ).run()  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

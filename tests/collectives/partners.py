@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from megatron_recover.collectives.admission import Gate
+from megatron_recover.collectives.calling import OutgoingLink
+from megatron_recover.collectives.handshake import KEY_BYTES, Party, Role
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.wire import Link, Message, address_of, listen
+
+KEY = b"k" * KEY_BYTES
+"""The job's key in tests that start no launcher."""
+
+
+def call(address: str, me: Party, peer: Party, key: bytes = KEY, patience_s: float = 10.0) -> OutgoingLink:
+    """A link that proves itself as `me` to `peer`."""
+    return OutgoingLink(address, key, me, peer, patience_s=patience_s)
 
 
 class FakeTransport:
@@ -34,19 +45,22 @@ class FakeEndpoint:
 
 
 class Partner:
-    """A listening end of the wire that the test plays, in the test's own thread."""
+    """A listening end of the wire that the test plays, in the test's own thread, under every name that a caller wants."""
 
     def __init__(self) -> None:
         self.loop = Loop()
-        self.listener = listen("127.0.0.1:0")
-        self.address = address_of(self.listener)
+        listener = listen("127.0.0.1:0")
+        self.address = address_of(listener)
         self.received: list[Message] = []
         self.closed = False
         self.link: Link | None = None
-        self.loop.accept(self.listener, self._accepted)
+        self.greeted: list[Party] = []
+        """Who has proven itself."""
+        self.gate = Gate(self.loop, listener, KEY, Role.LEADER, lambda peer, wanted: True, self._accepted)
 
-    def _accepted(self, link: Link) -> None:
+    def _accepted(self, link: Link, peer: Party) -> None:
         self.link = link
+        self.greeted.append(peer)
         self.loop.watch(link, lambda link, message: self.received.append(message), self._lost)
 
     def _lost(self, link: Link, why: str) -> None:
@@ -71,6 +85,5 @@ class Partner:
         self.received.clear()
 
     def close(self) -> None:
-        self.loop.forget_readable(self.listener.fileno())
-        self.listener.close()
+        self.gate.close()
         self.loop.close()

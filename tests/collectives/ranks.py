@@ -22,6 +22,7 @@ import torch
 
 from megatron_recover.collectives.endpoints import open_endpoint
 from megatron_recover.collectives.transport import Transport, TransportError
+from tests.collectives.partners import KEY
 
 PRELOAD = ["pytest", "torch", "megatron_recover.collectives.direct", "megatron_recover.collectives.gloo", __name__]
 PATIENCE_S = 120.0
@@ -63,7 +64,7 @@ def rank_main(pipe: Connection, kind: str, me: int, device: str, environment: Ma
     """Body of a rank process."""
     os.environ.update(environment)
     torch.set_num_threads(1)
-    endpoint = open_endpoint(kind, device=device)
+    endpoint = open_endpoint(kind, key=KEY, rank=0, device=device)
     pipe.send(endpoint.address)
     commands: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     transports: list[Transport] = []

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_recover.collectives import direct, exchange
-from megatron_recover.collectives.connection import HELLO, MAGIC, WELCOME
+from megatron_recover.collectives import arrivals, connection, direct, exchange
+from megatron_recover.collectives.connection import Connection
 from megatron_recover.collectives.direct import DirectEndpoint, DirectTransport
+from megatron_recover.collectives.handshake import Role
 from megatron_recover.collectives.transport import DeadlineExceeded, PeerLost, Revoked, TransportError
+from tests.collectives.partners import KEY
 from tests.collectives.threads import at_once
 
 pytestmark = pytest.mark.timeout(60)
@@ -28,7 +30,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
 @contextlib.contextmanager
 def endpoints(*replicas: int) -> Iterator[tuple[dict[int, DirectEndpoint], dict[int, str]]]:
-    made = {replica: DirectEndpoint() for replica in replicas}
+    made = {replica: DirectEndpoint(key=KEY, rank=0) for replica in replicas}
     try:
         yield made, {replica: endpoint.address for replica, endpoint in made.items()}
     finally:
@@ -111,6 +113,43 @@ def check_nothing_written_after_a_revoke() -> None:
         assert set(threading.enumerate()) <= threads, "a thread is left that could write to it later"
 
 
+def check_a_revoke_waits_for_what_is_written(patch: pytest.MonkeyPatch) -> None:
+    """A16: `revoke` set a flag and returned, while the call added up received data and wrote its result."""
+    inside, leave, returned = threading.Event(), threading.Event(), threading.Event()
+    add = exchange.add_in_order
+
+    def slow(parts: Any, out: torch.Tensor) -> None:
+        inside.set()
+        assert leave.wait(20)
+        add(parts, out)
+
+    patch.setattr(exchange, "add_in_order", slow)
+    with endpoints(0, 1) as (made, addresses):
+        transports = opened(made, addresses)
+        source, result, other = torch.ones(1_000_000), torch.zeros(1_000_000), torch.zeros(1_000_000)
+        seen: list[torch.Tensor] = []
+
+        def revoke() -> None:
+            assert inside.wait(20)
+            waiting = threading.Thread(target=lambda: (transports[0].revoke(), returned.set()))
+            waiting.start()
+            early = returned.wait(0.2)
+            leave.set()
+            waiting.join(20)
+            seen.extend((result.clone(), torch.cat([*transports[0]._scratch.values()]).clone()))
+            assert returned.is_set() and not early, "it returned while the call was writing"
+
+        outcomes = at_once(
+            lambda: transports[0].sum_into([source], [result], tag=1, deadline_s=20),
+            lambda: transports[1].sum_into([source], [other], tag=1, deadline_s=20),
+            revoke,
+        )
+        assert isinstance(outcomes[0], Revoked), outcomes[0]
+        if isinstance(outcomes[2], BaseException):
+            raise outcomes[2]
+        assert torch.equal(seen[0], result)
+
+
 def check_older_generation_is_refused() -> None:
     """One of two was left behind in generation 1 and calls, the other in generation 2: whichever connects to the other."""
     for behind, ahead in ((1, 0), (0, 1)):
@@ -158,6 +197,36 @@ def test_inputs_stay() -> None:
 
 def test_nothing_is_written_after_a_revoke() -> None:
     check_nothing_written_after_a_revoke()
+
+
+def test_a_revoke_waits_for_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_a_revoke_waits_for_what_is_written(monkeypatch)
+
+
+def test_a_revoke_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct.WriteGate, "shut", lambda self: setattr(self, "_is_shut", True))
+    with pytest.raises(AssertionError, match="while the call was writing"):
+        check_a_revoke_waits_for_what_is_written(monkeypatch)
+
+
+def test_a_sum_over_one_member_is_revoked_between_two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    with endpoints(0) as (made, addresses):
+        transport = made[0].open(1, 0, addresses, deadline_s=20)
+        revoking = threading.Thread(target=transport.revoke)
+        add, pieces = exchange.add_in_order, []
+
+        def first(parts: Any, out: torch.Tensor) -> None:
+            pieces.append(1)
+            revoking.start()
+            while not transport._writing._is_shut:
+                time.sleep(0.001)
+            add(parts, out)
+
+        monkeypatch.setattr(exchange, "add_in_order", first)
+        with pytest.raises(Revoked):
+            transport.sum_into([torch.ones(1_000_000)], [torch.zeros(1_000_000)], tag=1, deadline_s=20)
+        revoking.join(20)
+        assert len(pieces) == 1
 
 
 def test_an_older_generation_is_refused() -> None:
@@ -257,14 +326,19 @@ def test_a_newer_generation_retires_the_older_and_its_connections_wait_for_it() 
             older[0].sum_into([torch.ones(3)], [late], tag=3, deadline_s=20)
 
 
+def _hang_up(listener: socket.socket) -> None:
+    listener.accept()[0].close()
+    listener.close()
+
+
 def test_a_member_that_hangs_up_without_a_word_is_lost_at_once() -> None:
     with endpoints(1) as (made, addresses), socket.create_server(("127.0.0.1", 0)) as rude:
-        addresses[0] = f"127.0.0.1:{rude.getsockname()[1]}/{'0' * 32}"
+        addresses[0] = f"127.0.0.1:{rude.getsockname()[1]}"
         transport = made[1].open(1, 1, addresses, deadline_s=20)
         started = time.monotonic()
         outcome, _ = at_once(
             lambda: transport.sum_into([torch.ones(3)], [torch.empty(3)], tag=1, deadline_s=20),
-            lambda: rude.accept()[0].close(),
+            lambda: _hang_up(rude),
         )
         assert isinstance(outcome, PeerLost) and outcome.peer == 0
         assert time.monotonic() - started < 10
@@ -407,32 +481,100 @@ def test_a_reduction_in_place_is_refused() -> None:
             transport.sum_into([buffer[:6]], [buffer[4:]], tag=1, deadline_s=20)
 
 
+def caller(address: str, generation: int, me: int, peer: int = 0, rank: int = 0, key: bytes = KEY) -> Connection:
+    """What a member's rank dials with; `proven_to` goes on with its handshake."""
+    return connection.connect(address, key, Role.DATA, generation=generation, me=me, peer=peer, rank=rank)
+
+
+def proven_to(endpoint: DirectEndpoint, *callers: Connection) -> list[str]:
+    """What becomes of callers: `welcome`, `proven` (no verdict yet), or why they are turned away."""
+    found = [""] * len(callers)
+    for _ in range(50):
+        for index, each in enumerate(callers):
+            try:
+                if not found[index] and each.handshake():
+                    found[index] = "welcome"
+            except (PeerLost, connection.EndedUnproven) as error:
+                found[index] = str(error)
+        endpoint.greet(0)
+    return [each or "proven" for each in found]
+
+
 def test_strangers_and_doubles_do_not_disturb() -> None:
-    """Silence, garbage, a wrong token, a future generation that never comes, a member that connects twice."""
+    """Silence, garbage, another key, a future generation that never comes, a member that connects twice."""
     with endpoints(0, 1) as (made, addresses):
         transports = opened(made, addresses)
-        place, _, token = addresses[0].rpartition("/")
-        host, _, port = place.rpartition(":")
-        visitors = [socket.create_connection((host, int(port))) for _ in range(7)]
+        host, _, port = addresses[0].rpartition(":")
+        visitors = [socket.create_connection((host, int(port))) for _ in range(2)]
         visitors[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
-        visitors[2].sendall(HELLO.pack(MAGIC, b"\0" * 16, 1, 1, 0))
-        visitors[3].sendall(HELLO.pack(MAGIC, bytes.fromhex(token), 9, 7, 0))
-        visitors[5].sendall(HELLO.pack(MAGIC, bytes.fromhex(token), 9, 7, 0))
-        visitors[6].sendall(HELLO.pack(MAGIC, bytes.fromhex(token), 1, 1, 3))
+        early, twice = caller(addresses[0], 9, 7), caller(addresses[0], 9, 7)
+        others = [
+            caller(addresses[0], 1, 1, key=bytes(len(KEY))), caller(addresses[0], 1, 1, peer=3),
+            caller(addresses[0], 1, 1, rank=1), caller(addresses[0], 1, 0),
+        ]  # fmt: skip
         assert sums(transports, {0: torch.ones(5), 1: torch.ones(5)})[1] == [None, None]
-        visitors[4].sendall(HELLO.pack(MAGIC, bytes.fromhex(token), 0, 1, 0))
-        made[0].greet(0)
-        assert visitors[4].recv(WELCOME.size) == WELCOME.pack(MAGIC, 1), "an older generation is told which one is current"
-        assert visitors[4].recv(1) == b"" and visitors[2].recv(1) == b""
-        assert visitors[5].recv(WELCOME.size) and visitors[5].recv(1) == b"", "the second of two is refused"
-        assert visitors[6].recv(1) == b"", "it was meant for another replica"
+        assert proven_to(made[0], early) == ["proven"]
+        assert proven_to(made[0], twice) == ["replica 0: has no room for another connection of this generation"]
+        for outcome in proven_to(made[0], *others):
+            assert "key" in outcome or "refused" in outcome
+        assert proven_to(made[0], caller(addresses[0], 0, 1)) == ["replica 0: is already in generation 1"]
+        with contextlib.suppress(ConnectionResetError):
+            assert visitors[1].recv(1) == b""
         results, outcomes = sums(transports, {0: torch.ones(5), 1: torch.ones(5)}, 2)
         assert outcomes == [None, None] and results[0].tolist() == [2.0] * 5
         later = opened(made, addresses, 10)
         assert sums(later, {0: torch.ones(5), 1: torch.ones(5)})[1] == [None, None]
-        assert visitors[3].recv(1) == b"", "its generation never came and is over"
+        assert proven_to(made[0], early) == ["replica 0: is already in generation 10"], "its generation never came and is over"
         for visitor in visitors:
             visitor.close()
+        for each in (early, twice, *others):
+            each.sock.close()
+
+
+def test_a_refusal_for_lack_of_room_is_not_taken_for_a_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A19: both were a WELCOME of the same generation, and the refused member began to send its contribution."""
+    monkeypatch.setattr(arrivals, "MAX_PARKED", 0)
+    with endpoints(0, 1) as (made, addresses):
+        made[0].open(1, 0, addresses, deadline_s=20)
+        refused = caller(addresses[0], 1, 1)
+        assert proven_to(made[0], refused) == ["replica 0: has no room for another connection of this generation"]
+        assert not refused.ready
+        refused.sock.close()
+
+
+def test_members_that_strangers_crowd_out_dial_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every connection, watches too, is let go some times before it has proven itself; nobody is suspected for that."""
+    accept, let_go = arrivals.Arrivals._accept, []
+
+    def crowded(self: arrivals.Arrivals, me: int) -> None:
+        accept(self, me)
+        if len(let_go) < 8:
+            for sock in list(self._unproven):
+                let_go.append(sock)
+                self._let_go(sock)
+
+    monkeypatch.setattr(arrivals.Arrivals, "_accept", crowded)
+    with endpoints(0, 1, 2) as (made, addresses):
+        results, outcomes = sums(opened(made, addresses), {replica: torch.ones(5) for replica in range(3)})
+        assert outcomes == [None] * 3 and results[2].tolist() == [3.0] * 5
+        assert len(let_go) >= 8
+
+
+def test_idle_strangers_are_let_go_by_the_calls_of_a_running_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise they would fill the kernel's queue, and the members of the next generation would find no place in it."""
+    monkeypatch.setattr(arrivals, "MAX_UNPROVEN", 10)
+    with endpoints(0, 1) as (made, addresses):
+        transports = opened(made, addresses)
+        assert sums(transports, {0: torch.ones(5), 1: torch.ones(5)})[1] == [None, None]
+        host, _, port = addresses[0].rpartition(":")
+        strangers = [socket.create_connection((host, int(port))) for _ in range(40)]
+        for tag in range(2, 4):
+            assert sums(transports, {0: torch.ones(5), 1: torch.ones(5)}, tag)[1] == [None, None]
+        with contextlib.suppress(ConnectionResetError):
+            assert strangers[0].recv(1) == b""
+        assert len(made[0]._arrivals._unproven) == 10
+        for each in strangers:
+            each.close()
 
 
 def descriptors() -> set[str]:
@@ -444,13 +586,21 @@ def descriptors() -> set[str]:
     return found
 
 
+def num_descriptors(made: dict[int, DirectEndpoint]) -> int:
+    """How many this process has open, when the endpoints have looked at the watches that have ended."""
+    for replica, endpoint in made.items():
+        endpoint.greet(replica)
+        endpoint.greet(replica)
+    return len(descriptors())
+
+
 def test_generations_leave_no_descriptors_behind() -> None:
     with endpoints(0, 1) as (made, addresses):
         assert sums(opened(made, addresses, 1), {0: torch.ones(5), 1: torch.ones(5)})[1] == [None, None]
-        before = len(descriptors())
+        before = num_descriptors(made)
         for generation in range(2, 12):
             assert sums(opened(made, addresses, generation), {0: torch.ones(5), 1: torch.ones(5)})[1] == [None, None]
-        assert len(descriptors()) == before
+        assert num_descriptors(made) == before
 
 
 def test_a_forked_child_holds_no_socket_of_its_parent() -> None:
@@ -458,6 +608,7 @@ def test_a_forked_child_holds_no_socket_of_its_parent() -> None:
     with endpoints(0, 1) as (made, addresses):
         transports = opened(made, addresses)
         assert sums(transports, {0: torch.ones(5), 1: torch.ones(5)})[1] == [None, None]
+        num_descriptors(made)
         ours = {name for name in descriptors() - before if "socket:" in name}
         assert len(ours) == 4, "two listeners and both ends of a connection"
         read, write = os.pipe()
@@ -512,24 +663,13 @@ def plant_arrival_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_stale_connection_accepted(patch: pytest.MonkeyPatch) -> None:
-    original = DirectEndpoint._admit
+    admit = arrivals.Arrivals._admit
 
-    def admit(self: DirectEndpoint, sock: socket.socket, hello: bytes, me: int) -> None:
-        magic, token, generation, peer, target = HELLO.unpack(hello)
-        original(self, sock, HELLO.pack(magic, token, max(generation, self._generation), peer, target), me)
+    def careless(self: arrivals.Arrivals, unproven: Any, generation: int) -> None:
+        unproven.acceptor.generation = max(unproven.acceptor.generation, generation)
+        admit(self, unproven, generation)
 
-    patch.setattr(DirectEndpoint, "_admit", admit)
-    patch.setattr(direct.Connection, "handshake", lambda self: _careless_handshake(self))
-
-
-def _careless_handshake(connection: Any) -> bool:
-    if connection._hello:
-        connection.sock.send(connection._hello)
-        connection._hello = b""
-    connection.ready = True
-    with contextlib.suppress(BlockingIOError):
-        connection.sock.recv(WELCOME.size)
-    return True
+    patch.setattr(arrivals.Arrivals, "_admit", careless)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from megatron_recover.collectives.direct import DirectEndpoint
 from megatron_recover.collectives.echo import NONCE_BYTES, EchoServer, unreachable
 from megatron_recover.collectives.endpoints import open_endpoint
 from megatron_recover.collectives.transport import DeadlineExceeded, Endpoint, PeerLost, Revoked, TransportError
+from tests.collectives.partners import KEY
 from tests.collectives.threads import at_once
 
 pytestmark = pytest.mark.timeout(60)
@@ -25,12 +26,12 @@ pytestmark = pytest.mark.timeout(60)
 def black_hole() -> Iterator[str]:
     """The address of a listener whose connections lead nowhere: the kernel accepts, and nothing ever answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield f"127.0.0.1:{listener.getsockname()[1]}/"
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 @contextlib.contextmanager
 def servers(num: int) -> Iterator[dict[int, EchoServer]]:
-    made = {number: EchoServer("127.0.0.1") for number in range(num)}
+    made = {number: EchoServer("127.0.0.1", KEY) for number in range(num)}
     try:
         yield made
     finally:
@@ -40,16 +41,22 @@ def servers(num: int) -> Iterator[dict[int, EchoServer]]:
 
 def test_who_answers_is_within_reach_and_the_others_are_named() -> None:
     with servers(3) as made, black_hole() as hole, socket.create_server(("127.0.0.1", 0)) as closed:
-        address = f"127.0.0.1:{closed.getsockname()[1]}/"
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
         closed.close()
         addresses = {number: one.address for number, one in made.items()} | {3: hole, 4: address}
-        assert unreachable(addresses, 0.3) == (3, 4)
+        assert unreachable(addresses, KEY, 0.3) == (3, 4)
         since = time.monotonic()
-        assert unreachable({number: one.address for number, one in made.items()}) == ()
+        assert unreachable({number: one.address for number, one in made.items()}, KEY) == ()
         assert time.monotonic() - since < 1, "all have answered: there is nothing to wait for"
 
 
-def test_an_answer_that_is_not_the_nonce_is_none() -> None:
+def test_an_answer_of_who_has_not_the_key_is_none() -> None:
+    stranger = EchoServer("127.0.0.1", b"another key".ljust(32))
+    assert unreachable({0: stranger.address}, KEY, 5.0) == (0,)
+    stranger.close()
+
+
+def test_an_answer_that_is_only_as_long_is_none() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -59,17 +66,17 @@ def test_an_answer_that_is_not_the_nonce_is_none() -> None:
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
-        assert unreachable({0: f"127.0.0.1:{listener.getsockname()[1]}/"}, 5.0) == (0,)
+        assert unreachable({0: f"127.0.0.1:{listener.getsockname()[1]}"}, KEY, 5.0) == (0,)
         thread.join(5)
 
 
 def test_strangers_do_not_keep_an_echo_server_from_answering() -> None:
     with servers(1) as made:
-        host, port = made[0].address.rstrip("/").split(":")
+        host, port = made[0].address.split(":")
         idle = [socket.create_connection((host, int(port))) for _ in range(50)]
         idle[0].send(b"much more than a nonce" * 1000)
         idle[1].close()
-        assert unreachable({0: made[0].address}, 5.0) == ()
+        assert unreachable({0: made[0].address}, KEY, 5.0) == ()
         for sock in idle:
             sock.close()
 
@@ -78,7 +85,7 @@ def test_a_closed_server_ends_its_thread_and_does_not_answer() -> None:
     with servers(1) as made:
         made[0].close()
         assert not made[0]._thread.is_alive()
-        assert unreachable({0: made[0].address}, 0.3) == (0,)
+        assert unreachable({0: made[0].address}, KEY, 0.3) == (0,)
 
 
 def test_a_forked_child_keeps_no_socket_of_an_echo_server() -> None:
@@ -87,7 +94,7 @@ def test_a_forked_child_keeps_no_socket_of_an_echo_server() -> None:
         if not child:
             os._exit(0 if made[0]._listener.fileno() == -1 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert unreachable({0: made[0].address}, 5.0) == ()
+        assert unreachable({0: made[0].address}, KEY, 5.0) == ()
 
 
 # --- What the transports say ---------------------------------------------------------------------------------------------
@@ -95,7 +102,7 @@ def test_a_forked_child_keeps_no_socket_of_an_echo_server() -> None:
 
 @contextlib.contextmanager
 def endpoints(kind: str, num: int) -> Iterator[list[Endpoint]]:
-    made = [open_endpoint(kind) for _ in range(num)]  # type: ignore[arg-type]
+    made = [open_endpoint(kind, key=KEY, rank=0) for _ in range(num)]  # type: ignore[arg-type]
     try:
         yield made
     finally:
@@ -160,10 +167,9 @@ def test_what_was_waited_for_when_a_stalled_call_is_revoked_is_said_and_after_a_
 def test_a_bad_link_is_named_by_its_ends_and_not_by_who_waits_for_both() -> None:
     """Of three, 1 and 2 do not reach each other: 0 has all that they can send, and waits for the sums of both."""
     with black_hole() as hole:
-        made = [DirectEndpoint() for _ in range(3)]
+        made = [DirectEndpoint(key=KEY, rank=0) for _ in range(3)]
         addresses = {number: endpoint.address for number, endpoint in enumerate(made)}
-        token = addresses[1].rpartition("/")[2]
-        seen_by_2 = addresses | {1: f"{hole}{token}"}
+        seen_by_2 = addresses | {1: hole}
         transports = [
             one.open(1, number, seen_by_2 if number == 2 else addresses, deadline_s=5) for number, one in enumerate(made)
         ]
@@ -179,7 +185,7 @@ def test_a_bad_link_is_named_by_its_ends_and_not_by_who_waits_for_both() -> None
 
 
 def test_a_member_that_is_ahead_is_not_accused() -> None:
-    made = [DirectEndpoint() for _ in range(2)]
+    made = [DirectEndpoint(key=KEY, rank=0) for _ in range(2)]
     addresses = {number: endpoint.address for number, endpoint in enumerate(made)}
     made[0].open(2, 0, addresses, deadline_s=5)
     behind = made[1].open(1, 1, addresses, deadline_s=5)

@@ -15,6 +15,7 @@ from megatron_recover.collectives.direct import DirectTransport
 from megatron_recover.collectives.endpoints import open_endpoint
 from megatron_recover.collectives.gloo import GlooTransport
 from megatron_recover.collectives.transport import Endpoint, Revoked, TransportError
+from tests.collectives.partners import KEY
 from tests.collectives.ranks import ranks
 from tests.collectives.threads import at_once
 
@@ -30,7 +31,7 @@ def pair(generation: int, made: list[Endpoint], deadline_s: float = 20) -> list[
 
 
 def test_sums_and_copies_of_all_types_over_generations() -> None:
-    made = [open_endpoint("gloo") for _ in range(2)]
+    made = [open_endpoint("gloo", key=KEY, rank=0) for _ in range(2)]
     older: list[Any] = []
     for generation in (1, 2, 5):
         transports = pair(generation, made)
@@ -93,7 +94,7 @@ def test_threads_left_behind_end() -> None:
 
 def check_an_operation_left_behind_writes_nothing(patch: pytest.MonkeyPatch) -> None:
     """Member 0 leaves a running sum; then member 1 comes, and gloo completes the sum in member 0's process after all."""
-    made = [open_endpoint("gloo") for _ in range(2)]
+    made = [open_endpoint("gloo", key=KEY, rank=0) for _ in range(2)]
     transports = pair(1, made)
     assert at_once(*[
         lambda t=t: t.sum_into([torch.ones(1)], [torch.empty(1)], tag=0, deadline_s=20) for t in transports
@@ -137,6 +138,50 @@ def test_an_operation_left_behind_writes_nothing(monkeypatch: pytest.MonkeyPatch
     check_an_operation_left_behind_writes_nothing(monkeypatch)
 
 
+def check_a_revoke_waits_for_the_copy_to_results(patch: pytest.MonkeyPatch) -> None:
+    """A16: what gloo may still write is its own, but the caller's copy to the results is not."""
+    inside, leave, returned = threading.Event(), threading.Event(), threading.Event()
+    copy = gloo.copy
+
+    def slow(piece: torch.Tensor, into: torch.Tensor) -> None:
+        inside.set()
+        assert leave.wait(20)
+        copy(piece, into)
+
+    patch.setattr(gloo, "copy", slow)
+    patch.setattr(gloo, "PIECE_ELEMENTS", 10)
+    endpoint = open_endpoint("gloo", key=KEY, rank=0)
+    transport: Any = endpoint.open(1, 0, {0: endpoint.address}, deadline_s=20)
+    result = torch.zeros(100)
+
+    def revoke() -> int:
+        assert inside.wait(20)
+        waiting = threading.Thread(target=lambda: (transport.revoke(), returned.set()))
+        waiting.start()
+        early = returned.wait(0.2)
+        leave.set()
+        waiting.join(20)
+        written = int(result.sum())
+        assert returned.is_set() and not early, "it returned while the call was writing"
+        return written
+
+    outcome, written = at_once(lambda: transport.sum_into([torch.ones(100)], [result], tag=1, deadline_s=20), revoke)
+    endpoint.close()
+    if isinstance(written, BaseException):
+        raise written
+    assert isinstance(outcome, Revoked) and result.sum() == written == 10
+
+
+def test_a_revoke_waits_for_the_copy_to_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_a_revoke_waits_for_the_copy_to_results(monkeypatch)
+
+
+def test_a_revoke_that_does_not_wait_for_the_copy_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo.WriteGate, "shut", lambda self: setattr(self, "_is_shut", True))
+    with pytest.raises(AssertionError, match="while the call was writing"):
+        check_a_revoke_waits_for_the_copy_to_results(monkeypatch)
+
+
 def test_a_planted_reduction_right_in_the_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def sum_into(self: GlooTransport, sources: Any, results: Any, *, tag: int, deadline_s: float) -> None:
         def reduce(group: Any) -> None:
@@ -152,7 +197,7 @@ def test_a_planted_reduction_right_in_the_result_is_seen(monkeypatch: pytest.Mon
 
 
 def test_a_revoke_ends_a_copy_that_nobody_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = [open_endpoint("gloo") for _ in range(2)]
+    made = [open_endpoint("gloo", key=KEY, rank=0) for _ in range(2)]
     transports = pair(1, made, deadline_s=60)
     calls = [lambda t=t: t.sum_into([torch.ones(1)], [torch.empty(1)], tag=0, deadline_s=20) for t in transports]
     assert at_once(*calls) == [None, None]
@@ -175,8 +220,8 @@ def test_a_revoke_ends_a_copy_that_nobody_sends(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_abandoned_builder_does_not_block_the_next_generation() -> None:
     """A member waits for one that never comes; its next generation must not wait for that."""
-    made = [open_endpoint("gloo") for _ in range(2)]
-    never = open_endpoint("gloo")
+    made = [open_endpoint("gloo", key=KEY, rank=0) for _ in range(2)]
+    never = open_endpoint("gloo", key=KEY, rank=0)
     alone = made[0].open(1, 0, {0: made[0].address, 9: never.address}, deadline_s=60)
     with pytest.raises(TransportError):
         alone.sum_into([torch.ones(1)], [torch.empty(1)], tag=1, deadline_s=0.5)

@@ -8,13 +8,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_recover.collectives import leader
+from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.member import JobStopped, Member
-from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Peer, PeerHello, connect
+from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Peer, PeerHello, RankHello
 from megatron_recover.config import RankContext, RecoverConfig
+from megatron_recover.core.replica import waiting_for
 from megatron_recover.core.values import Entered, Held, NewGeneration, Requested, Shape, Status, Statuses, Stop, Vote, Work
-from tests.collectives.partners import FakeEndpoint, Partner
+from megatron_recover.deadlines import Deadlines
+from tests.collectives.partners import KEY, FakeEndpoint, Partner, call
 
 pytestmark = pytest.mark.timeout(30)
 WORK = Work("train 1", 2, (0,))
@@ -31,6 +35,7 @@ class Leading:
         other_address: str = "",
         replica: int = 0,
         roster: tuple[int, ...] = (0, 1),
+        stall_s: float | None = None,
         **config: Any,
     ) -> None:
         context = RankContext(
@@ -39,7 +44,13 @@ class Leading:
         )  # fmt: skip
         self.replica = replica
         self.member = Member(
-            context, RecoverConfig(**config), FakeEndpoint([]), record=lambda event: None, end_process=lambda code: None
+            context,
+            RecoverConfig(**config),
+            FakeEndpoint([]),
+            key=KEY,
+            record=lambda event: None,
+            end_process=lambda code: None,
+            deadlines=replace(Deadlines.of(), stall_s=stall_s) if stall_s is not None else None,
         )
         self.coordinator, self.other, self.address = coordinator, other, free
         joining = threading.Thread(target=lambda: self.member.join(Shape(1, ((0,),)), ""))
@@ -79,10 +90,11 @@ class Leading:
 
     def speak(self, *messages: Any) -> Link:
         """A link of the other leader to this one."""
-        link = connect(self.address)
+        link = call(self.address, Party(Role.LEADER, 1), Party(Role.LEADER, self.replica))
         self.other.loop.watch(link, lambda link, message: None, self.other._lost)
         for message in (PeerHello(1), *messages):
             self.other.loop.send(link, message)
+        self.other.wait(lambda: link.proven and not link.wants_write)
         return link
 
     def requested(self) -> Requested:
@@ -149,22 +161,76 @@ def test_a_message_that_is_not_the_speakers_own_counts_for_nothing(lead: Lead, f
     leading.other.wait(lambda: leading.other.closed)
 
 
+@pytest.mark.parametrize(
+    ("proven", "said"),
+    [
+        (Party(Role.LEADER, 1), PeerHello(2)),
+        (Party(Role.LEADER, 1), RankHello(0, Shape(1, ((0,),)), "", "")),
+        (Party(Role.LEADER, 1), Stop(0, "")),
+    ],
+    ids=["another leader", "a rank", "the coordinator"],
+)  # fmt: skip
+def test_a_peer_speaks_for_the_replica_that_it_proved_and_for_no_other(lead: Lead, proven: Party, said: Any) -> None:
+    """A9: any local user could connect, say `PeerHello(k)` and vote as k. Here not even another replica can."""
+    leading = lead(roster=(0, 1, 2)).heard()
+    link = call(leading.address, proven, Party(Role.LEADER, 0))
+    closed: list[str] = []
+    leading.other.loop.watch(link, lambda link, message: None, lambda link, why: closed.append(why))
+    for message in (said, status(1, 2)):
+        leading.other.loop.send(link, message)
+    leading.other.wait(lambda: closed)
+    leading.coordinator.loop.run_once(0.05)
+    assert not [each for each in leading.coordinator.received if isinstance(each, Requested)]
+    assert leading.member._leader is not None
+    assert [each for each in leading.member._leader._state.statuses if each.replica == 2] == []
+
+
+@pytest.mark.parametrize(
+    "claimed",
+    [Party(Role.LEADER, 0), Party(Role.LEADER, 1, 1), Party(Role.RANK, 1, 1), Party(Role.RANK, 0, 1), Party(Role.DATA, 1)],
+)
+def test_who_has_no_business_with_a_leader_is_not_let_in(lead: Lead, claimed: Party) -> None:
+    leading = lead().heard()
+    link = call(leading.address, claimed, Party(Role.LEADER, 0), patience_s=0.05)
+    closed: list[str] = []
+    leading.other.loop.watch(link, lambda link, message: None, lambda link, why: closed.append(why))
+    leading.other.wait(lambda: closed)
+    assert not link.proven
+
+
 def test_inv_8_a_status_that_does_not_come_is_waited_for_until_the_stall_timeout(lead: Lead) -> None:
-    leading = lead(stall_timeout_s=0.05).heard()
+    leading = lead(stall_s=0.05).heard()
     assert leading.requested() == Requested(0, 1, "no status of replicas (1,) came")
     # Each wait is watched, the one in the next generation too.
     leading.announce(2)
     assert leading.requested().generation == 2
 
 
+def test_inv_8_a_wait_has_one_deadline_from_its_start(lead: Lead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A17: each message that arrived made it begin anew, so many members could hold one up for many times as long."""
+    leading = lead(roster=(0, 1, 2), stall_s=60.0)
+    member, timers = leading.member, list[Callable[[], None]]()
+    leading.other.wait(lambda: len(leading.other.received) == 4)  # two greetings and two statuses
+    monkeypatch.setattr(member._loop, "after", lambda seconds, then: timers.append(then) if seconds == 60.0 else None)
+    leading.announce(2, (0, 1, 2))
+    leading.other.wait(lambda: len(leading.other.received) == 6)
+    assert member._leader is not None
+    leading.speak(status(2, 1))
+    heard = member._leader
+    leading.other.wait(lambda: waiting_for(heard._state) == (2,))
+    [deadline] = timers
+    member._loop.post(deadline)
+    assert leading.requested() == Requested(0, 2, "no status of replicas (2,) came")
+
+
 def test_inv_8_the_timer_of_a_wait_that_is_over_does_not_end_one_like_it(lead: Lead, monkeypatch: pytest.MonkeyPatch) -> None:
     """First for a status, then for a vote: of the same members, in the same generation and step."""
-    leading = lead(stall_timeout_s=60.0).heard()
+    leading = lead(stall_s=60.0).heard()
     member, timers = leading.member, list[Callable[[], None]]()
     settled = threading.Event()
     member._loop.post(settled.set)  # behind what the leader does after it has said its status: its first timer is set
     assert settled.wait(10)
-    monkeypatch.setattr(member._loop, "after", lambda seconds, then: timers.append(then))
+    monkeypatch.setattr(member._loop, "after", lambda seconds, then: timers.append(then) if seconds == 60.0 else None)
     leading.announce(2)
     leading.other.wait(lambda: leading.other.received)
     leading.other.received.clear()

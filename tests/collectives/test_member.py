@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_recover import trace
 from megatron_recover.collectives.member import JobStopped, Member
@@ -47,7 +48,8 @@ from megatron_recover.core.values import (
     Stop,
     Work,
 )
-from tests.collectives.partners import FakeEndpoint, Partner
+from megatron_recover.deadlines import Deadlines
+from tests.collectives.partners import KEY, FakeEndpoint, Partner
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -59,15 +61,15 @@ PLAN = Plan(0, 1, (0, 1), WORK, (2, 2), (), (Compute((2, 3), (0, 1)),), (0, 1))
 class Follower:
     """Rank 1 of replica 1, with the test as its leader."""
 
-    def __init__(self, leader: Partner, **config: float) -> None:
+    def __init__(self, leader: Partner, **deadlines: float) -> None:
         self.seen: list[str] = []
         self.ended: list[int] = []
         context = RankContext(
             replica=1, rank=1, num_ranks=2, num_replicas=2, coordinator="", leader=leader.address, run_dir="", started_at=0.0
         )  # fmt: skip
         self.member = Member(
-            context, RecoverConfig(**config), FakeEndpoint(self.seen), record=lambda event: None,
-            end_process=lambda code: self.ended.append(int(code)),
+            context, RecoverConfig(), FakeEndpoint(self.seen), key=KEY, record=lambda event: None,
+            end_process=lambda code: self.ended.append(int(code)), deadlines=replace(Deadlines.of(), **deadlines),
         )  # fmt: skip
         self.leader = leader
 
@@ -183,7 +185,7 @@ def test_the_roster_is_that_of_the_order_being_obeyed(follower: Follower) -> Non
 
 
 def test_inv_2_an_order_to_apply_what_is_not_here_ends_the_process(partner: Partner) -> None:
-    follower = Follower(partner, follow_timeout_s=0.05).joined().planned()
+    follower = Follower(partner, follow_s=0.05).joined().planned()
     assert follower.member.hold(Held(1, 1, 99))
     partner.expect(Holds(1, 0, (Held(1, 1, 99),)))
     partner.send(Apply(Record(0, "train 1", (BucketVersion(1, 2, (99,)),)), 1, (0, 1)))
@@ -281,7 +283,7 @@ def test_a_stop_is_raised_with_its_code_and_no_except_exception_holds_it_up(foll
 
 
 def test_a_lost_leader_ends_the_rank_even_if_the_training_thread_is_stuck(partner: Partner) -> None:
-    follower = Follower(partner, follow_timeout_s=0.05).joined().planned()
+    follower = Follower(partner, follow_s=0.05).joined().planned()
     follower.member.transport(1)
     assert partner.link is not None
     partner.loop.drop(partner.link)
@@ -336,8 +338,8 @@ class Alone:
             started_at=0.0,
         )  # fmt: skip
         self.member = Member(
-            context, RecoverConfig(follow_timeout_s=0.05), FakeEndpoint([]), record=self.events.append,
-            end_process=lambda code: self.ended.append(int(code)),
+            context, RecoverConfig(), FakeEndpoint([]), key=KEY, record=self.events.append,
+            end_process=lambda code: self.ended.append(int(code)), deadlines=replace(Deadlines.of(), follow_s=0.05),
         )  # fmt: skip
         joining = threading.Thread(target=lambda: self.member.join(Shape(1, ((0,),)), "print"))
         joining.start()

@@ -13,6 +13,7 @@ from megatron_recover.collectives import nccl
 from megatron_recover.collectives.direct import DirectEndpoint
 from megatron_recover.collectives.endpoints import open_endpoint
 from megatron_recover.collectives.transport import DeadlineExceeded, Revoked, TransportError
+from tests.collectives.partners import KEY
 from tests.collectives.threads import at_once
 
 pytestmark = pytest.mark.timeout(60)
@@ -66,7 +67,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def pair(fake: SimpleNamespace) -> list[nccl.NcclTransport]:
-    endpoints = [DirectEndpoint() for _ in range(2)]
+    endpoints = [DirectEndpoint(key=KEY, rank=0) for _ in range(2)]
     addresses = {replica: endpoint.address for replica, endpoint in enumerate(endpoints)}
     return [
         nccl.NcclTransport(fake.module, endpoint.open(1, replica, addresses, deadline_s=10))
@@ -149,10 +150,10 @@ def test_an_asynchronous_error_is_reported(fake: SimpleNamespace) -> None:
 @pytest.mark.parametrize(("kind", "device", "remedy"), [("nccl", "cpu", "use direct"), ("direct", "cuda:0", "use nccl")])
 def test_a_transport_that_cannot_serve_the_device_is_refused_with_the_remedy(kind: Any, device: str, remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
-        open_endpoint(kind, device=device)
+        open_endpoint(kind, key=KEY, rank=0, device=device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_nccl_without_cuda_says_so() -> None:
     with pytest.raises(ValueError, match="torch sees none"):
-        open_endpoint("auto", device="cuda")
+        open_endpoint("auto", key=KEY, rank=0, device="cuda")

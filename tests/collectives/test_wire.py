@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
+import threading
 
 import msgspec
 import pytest
@@ -21,12 +23,8 @@ from megatron_recover.collectives.wire import (
     LinkClosed,
     Message,
     PackedStatuses,
-    PeerHello,
     RankHello,
-    address_of,
-    connect,
     frame,
-    listen,
 )
 from megatron_recover.core.values import (
     Ballot,
@@ -139,45 +137,6 @@ def test_sending_never_blocks_on_a_peer_that_does_not_read() -> None:
     received.close()
 
 
-def test_the_loop_tells_messages_then_the_end_and_forgets_the_link() -> None:
-    loop, seen = Loop(), []
-    listener = listen("127.0.0.1:0")
-    loop.accept(
-        listener,
-        lambda link: loop.watch(
-            link, lambda link, message: seen.append(message), lambda link, why: seen.append("closed")
-        ),  # fmt: skip
-    )
-    client = connect(address_of(listener))
-    loop.watch(client, lambda link, message: None, lambda link, why: None)
-    loop.send(client, PeerHello(3))
-    while len(seen) < 1:
-        loop.run_once(1.0)
-    loop.drop(client)
-    loop.send(client, PeerHello(4))
-    while len(seen) < 2:
-        loop.run_once(1.0)
-    assert seen == [PeerHello(3), "closed"]
-    loop.forget_readable(listener.fileno())
-    listener.close()
-    loop.close()
-
-
-def test_a_refused_connection_is_a_closed_link() -> None:
-    listener = listen("127.0.0.1:0")
-    address = address_of(listener)
-    listener.close()
-    loop, seen = Loop(), []
-    try:
-        loop.watch(connect(address), lambda link, message: None, lambda link, why: seen.append(why))
-        while not seen:
-            loop.run_once(1.0)
-    except LinkClosed as closed:
-        seen.append(str(closed))
-    assert "refused" in seen[0].lower()
-    loop.close()
-
-
 def test_timers_and_posted_calls_are_made_in_order() -> None:
     loop, made = Loop(), []
     loop.after(0.02, lambda: made.append("late"))
@@ -221,3 +180,63 @@ def test_a_status_whose_record_is_missing_ends_the_link(position: int) -> None:
         list(link.receive())
     link.close()
     theirs.close()
+
+
+# --- Fuzzing: whatever comes, a message or `LinkClosed`, and no more memory than was sent ------------------------------------
+
+
+def received(text: bytes) -> list[Message]:
+    """What a link makes of `text`, up to where it is closed."""
+    link, theirs = pair()
+    theirs.sendall(text)
+    theirs.close()
+    found: list[Message] = []
+    try:
+        with pytest.raises(LinkClosed):
+            for _ in range(10):
+                for message in link.receive():
+                    found.append(message)  # noqa: PERF402
+    finally:
+        link.close()
+    return found
+
+
+@given(text=st.binary(max_size=400))
+def test_arbitrary_bytes_close_the_link_and_do_nothing_else(text: bytes) -> None:
+    received(text)
+
+
+@given(body=st.binary(max_size=400))
+def test_arbitrary_bodies_are_messages_or_close_the_link(body: bytes) -> None:
+    received(struct.pack("!2sHI", b"mr", FORMAT_VERSION, len(body)) + body)
+
+
+@given(message=st.sampled_from(MESSAGES), end=st.integers(0, 2**16))
+def test_a_message_that_is_cut_is_no_message(message: Message, end: int) -> None:
+    text = frames(message)
+    assert received(text[: end % len(text)]) == []
+
+
+@given(message=st.sampled_from(MESSAGES), changes=st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1))
+def test_a_message_that_was_changed_is_a_message_or_closes_the_link(message: Message, changes: list[tuple[int, int]]) -> None:
+    text = bytearray(frames(message))
+    for position, value in changes:
+        text[position % len(text)] = value
+    for each in received(bytes(text)):
+        assert isinstance(each, Message)
+
+
+@pytest.mark.parametrize("nested", [b"\x91", b"\x81\xa1x"], ids=["arrays", "maps"])
+def test_deep_nesting_closes_the_link(nested: bytes) -> None:
+    """A RecursionError came out of the decoder, and ended the control thread."""
+    body = b"\x82\xa1x" + nested * 200_000 + b"\xc0\xa4type\xa9PeerHello"
+    link, theirs = pair()
+    writing = threading.Thread(target=theirs.sendall, args=(struct.pack("!2sHI", b"mr", FORMAT_VERSION, len(body)) + body,))
+    writing.start()
+    with pytest.raises(LinkClosed, match="not a message"):
+        for _ in range(10_000):
+            select.select([link], [], [], 5)
+            list(link.receive())
+    writing.join(10)
+    theirs.close()
+    link.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from itertools import permutations
 
 import pytest
@@ -193,10 +194,56 @@ def test_a_microbatch_is_not_blamed_for_a_kill() -> None:
     assert not any(isinstance(effect, EndJob) for effect in effects)
 
 
+def lost(replica: int, kind: LossKind) -> Lost:
+    return Lost(Loss(replica, kind, "rank 1"))
+
+
+def witnessed(replica: int, *microbatches: int) -> Failing:
+    """What the agent has read from the progress page of a rank."""
+    return Failing(replica, "train 4", microbatches, "SIGBUS", witnessed=True)
+
+
+def told(replica: int, *microbatches: int) -> Failing:
+    """What a rank has reported that raised."""
+    return Failing(replica, "train 4", microbatches, "connection reset")
+
+
+CRASHED, HUNG, KILLED, RAISED = LossKind.CRASHED, LossKind.HUNG, LossKind.PROCESS_ENDED, LossKind.EXCEPTION
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "poisons"),
+    [
+        ((witnessed(0, 2), CRASHED), (witnessed(1, 2), CRASHED), True),
+        ((witnessed(0, 2), HUNG), (witnessed(1, 2), CRASHED), True),
+        ((told(0, 2), RAISED), (witnessed(1, 2), HUNG), True),
+        # A device that runs behind: the common one counts.
+        ((witnessed(0, 0, 1, 2), CRASHED), (witnessed(1, 2, 5), CRASHED), True),
+        ((witnessed(0, 0, 1), CRASHED), (witnessed(1, 2, 5), CRASHED), False),
+        # What other ranks raise when one of theirs crashed or hangs is a consequence.
+        ((told(0, 2), CRASHED), (told(1, 2), CRASHED), False),
+        ((told(0, 2), HUNG), (told(1, 2), HUNG), False),
+        # Nothing is charged to a kill from outside, whatever was in work.
+        ((witnessed(0, 2), KILLED), (witnessed(1, 2), KILLED), False),
+        ((witnessed(0, 2), CRASHED), (witnessed(1, 2), KILLED), False),
+        # A communication error inside a replica names no microbatch (A14).
+        ((told(0), RAISED), (told(1), RAISED), False),
+    ],
+)
+def test_inv_9_which_deaths_are_charged_to_a_microbatch(
+    first: tuple[Failing, LossKind], second: tuple[Failing, LossKind], poisons: bool
+) -> None:
+    events = [event for failing, kind in (first, second) for event in (failing, lost(failing.replica, kind))]
+    state, effects = feed(started(), *events)
+    codes = [effect.exit_code for effect in effects if isinstance(effect, EndJob)]
+    assert codes == ([ExitCode.POISONED_MICROBATCH] if poisons else [])
+    assert poisons or state.roster == (2,)
+
+
 def test_a_microbatch_is_not_blamed_for_a_check_that_failed() -> None:
     failed = [Lost(Loss(replica, LossKind.INVARIANT_VIOLATED, "exit code 14")) for replica in (0, 1)]
-    told = [Failing(replica, "train 4", (2,), "INV-1") for replica in (0, 1)]
-    state, effects = feed(started(), told[0], failed[0], told[1], failed[1])
+    said = [Failing(replica, "train 4", (2,), "INV-1") for replica in (0, 1)]
+    state, effects = feed(started(), said[0], failed[0], said[1], failed[1])
     assert not any(isinstance(effect, EndJob) for effect in effects) and state.roster == (2,)
 
 
@@ -228,6 +275,7 @@ def test_the_minority_that_diverges_is_fenced() -> None:
         (1, False, LossKind.EXCEPTION),
         (1, True, LossKind.EXCEPTION),
         (ExitCode.BAD_INPUT, True, LossKind.EXCEPTION),
+        (ExitCode.NO_REPLICA_LEFT, True, LossKind.PROCESS_ENDED),
         (ExitCode.INVARIANT_VIOLATED, False, LossKind.INVARIANT_VIOLATED),
         (ExitCode.INVARIANT_VIOLATED, True, LossKind.INVARIANT_VIOLATED),
     ],
@@ -248,6 +296,15 @@ def test_a_step_that_was_miscounted_is_made_void_once_and_then_ends_the_job() ->
     _, effects = feed(state, Miscounted(0, 3, 7, "bucket 3"))
     assert ended(effects).exit_code == ExitCode.INVARIANT_VIOLATED
     assert "replica 0: bucket 3, and so it was when the step was computed for the first time" in ended(effects).reason
+
+
+def test_only_signals_of_the_computation_and_a_want_of_memory_are_crashes() -> None:
+    of_computation = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+    for number in signal.valid_signals():
+        expected = LossKind.CRASHED if number in of_computation else LossKind.PROCESS_ENDED
+        assert policy.loss_of(-number, started=True) is expected, number
+        by_kernel = LossKind.CRASHED if number in {*of_computation, signal.SIGKILL} else LossKind.PROCESS_ENDED
+        assert policy.loss_of(-number, started=True, out_of_memory=True) is by_kernel, number
 
 
 def test_a_tie_ends_the_job() -> None:
@@ -372,6 +429,8 @@ def test_nobody_is_blamed_for_a_wait_that_ended_with_a_step_or_was_for_a_save() 
 
 
 def test_nobody_waits_in_vain_for_who_is_lost() -> None:
+    state, _ = feed(started(), died(2), waited(0, 2, 1, 2), waited(1, 2, 0, 2))
+    assert (state.waits, state.evidence) == ((), Evidence()), "what they did when it died is no evidence against each other"
     state, _ = feed(started(max_fruitless=2), blocked(2, 1), TimerFired("grace 1"), waited(0, 2, 1), died(2))
     assert (state.waits, state.evidence) == ((), Evidence())
 
@@ -414,15 +473,24 @@ def test_inv_9_of_two_members_the_one_that_waits_for_nobody_is_named() -> None:
 @pytest.mark.parametrize("num_replicas", [1, 3])
 def test_inv_8_a_job_in_which_nothing_says_who_is_at_fault_ends_with_a_message(num_replicas: int) -> None:
     state = started(num_replicas)
-    for generation in range(1, 15):
+    armed = []
+    for generation in range(1, 20):
         state, effects = feed(state, blocked(0, generation), TimerFired(f"grace {generation}"))
         assert announced(effects).roster == tuple(range(num_replicas))
-    _, effects = feed(state, blocked(0, 15), TimerFired("grace 15"))
-    assert ended(effects).exit_code == ExitCode.FAILED
-    assert ended(effects).reason == (
-        "nothing says who is at fault in 15 generations without a committed step; the last: replica 0: stuck; resume from the "
-        "last checkpoint"
+        armed += [effect for effect in effects if isinstance(effect, Arm) and not effect.timer.startswith("follow")]
+    assert armed[:4] == [
+        Arm("grace 1", "grace_s"), Arm("grace 2", "grace_s"), Arm("grace 3", "grace_s"),
+        Arm("undecided 3", "undecided_timeout_s"),
+    ]  # fmt: skip
+    assert armed[4:] == [Arm(f"grace {generation}", "follow_timeout_s") for generation in range(4, 20)], "with a pause"
+    _, effects = feed(state, TimerFired("undecided 3"))
+    assert ended(effects) == EndJob(
+        ExitCode.FAILED,
+        "nothing says who is at fault that no step was committed in 19 generations, and the time for that is over; "
+        "resume from the last checkpoint",
     )
+    state, _ = feed(state, Entered(0, 20, 5))
+    assert feed(state, TimerFired("undecided 3")) == (state, []), "a step was committed"
 
 
 def test_what_was_waited_for_in_a_generation_that_is_over_is_evidence_and_a_break_is_not() -> None:
@@ -430,7 +498,8 @@ def test_what_was_waited_for_in_a_generation_that_is_over_is_evidence_and_a_brea
     assert feed(state, blocked(1, 1, 2)) == (state, []), "a connection breaks when its generation is over"
     state, effects = feed(state, Requested(1, 1, "no progress", (2,), True))
     assert effects == [] and state.evidence == Evidence(((1, 2),), (0, 1))
-    assert feed(state, died(2))[0].evidence == Evidence()
+    after, _ = feed(state, died(2), Requested(1, 2, "no progress", (0,), True))
+    assert after.evidence == Evidence(), "that is about what the death has ended"
 
 
 # --- Saves ---------------------------------------------------------------------------------------------------------------
@@ -637,6 +706,16 @@ def test_inv_6_there_is_one_history_of_rosters_whatever_comes(messages: list[coo
         assert state.roster == roster or state.over
 
 
+def test_a_replica_that_the_job_does_not_have_does_not_count_toward_the_start() -> None:
+    """A9: a stray `Hello(99)` made generation 1 with replicas 0, 1 and 99, and the real replica 2 was never admitted."""
+    state = CoordinatorState(Policy(num_replicas=3))
+    for replica in (0, 99, 1):
+        state, _ = coordinator.step(state, Hello(replica, "f"))
+    assert state.generation == 0
+    state, effects = coordinator.step(state, Hello(2, "f"))
+    assert state.roster == (0, 1, 2) and any(isinstance(effect, coordinator.Announce) for effect in effects)
+
+
 @given(st.lists(inputs, max_size=40), st.integers(1, 3), st.data())
 def test_inv_9_timers_alone_never_remove_the_last_members(
     messages: list[coordinator.Input], num_replicas: int, data: st.DataObject
@@ -655,6 +734,7 @@ def test_inv_9_timers_alone_never_remove_the_last_members(
         armed += [effect.timer for effect in effects if isinstance(effect, Arm)]
         assert state.roster, f"{timer} removed {before.roster}"
         finished = {item.replica for item in state.finished}
-        assert not state.over or finished >= set(state.roster), f"{timer} ended the job of {before.roster}"
+        is_deadline = timer.startswith("undecided")
+        assert not state.over or finished >= set(state.roster) or is_deadline, f"{timer} ended the job of {before.roster}"
         if state.over:
             return

@@ -18,9 +18,11 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from megatron_recover import trace
 from megatron_recover.core.policy import SAVED, UNSAVED
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.megatron import save_folder
 from megatron_recover.megatron.checkpoint import Checkpoints, TrackerFile
 from megatron_recover.megatron.save_folder import TRACKER, SaveFolder
@@ -105,7 +107,7 @@ class Replica:
         save = str(self._folder)
         self.checkpoints = Checkpoints(
             self, originals, lambda: Namespace(save=save, load=save, ckpt_format="torch_dist"),
-            save=save, save_timeout_s=0.0, log=self._log, faults=None,
+            save=save, deadlines=replace(Deadlines.of(), save_s=0.0, lock_s=0.2), log=self._log, faults=None,
         )  # fmt: skip
 
     def is_writer(self) -> bool:
@@ -474,9 +476,8 @@ def test_order_on_the_disk_survives_a_power_failure(job: Job, monkeypatch: pytes
 # --- What fails ----------------------------------------------------------------------------------------------------------
 
 
-def test_two_writers_exclude_each_other(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_writers_exclude_each_other(job: Job) -> None:
     """One that only seemed dead holds the folder until it is killed."""
-    monkeypatch.setattr(save_folder, "_LOCK_DEADLINE_S", 0.2)
     job.folder.mkdir()
     with open(job.folder / ".writer.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -548,7 +549,7 @@ def test_last_checkpoint_is_tried_again_while_somebody_may_make_room(job: Job, m
             job.first.error = None
         job.meet(number)
 
-    job.first.checkpoints._save_timeout_s = 60.0
+    job.first.checkpoints._deadlines = replace(Deadlines.of(), save_s=60.0)
     job.first.checkpoints.settle(meet)
     assert job.named() == "30" and job.first.asked == [SAVED]
     assert waits and all(waits), "the others would take a writer that waits for one that is stuck"
@@ -614,7 +615,7 @@ def save_with_a_failing_rank(rank: int, store: str, folder: Path, failing: int, 
         SaveFolder.publish = fail_once
     for iteration in (10, 20):
         replica.checkpoints.save_checkpoint_and_time(iteration)
-        results.put((rank, iteration, replica.checkpoints._saved, SaveFolder(folder / "ck").named()))
+        results.put((rank, iteration, replica.checkpoints._saved, SaveFolder(folder / "ck", 0.0).named()))
         torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -317,6 +317,37 @@ def test_inv_9_all_microbatches_of_a_pass_are_suspected_where_its_sum_is_not_fin
     assert [microbatches for microbatches, _ in job.raised] == [tuple(range(M))]
 
 
+GLOO = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:45210: Connection reset by peer. This "
+    "is typically caused by a remote worker hanging or bugs in the application."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "suspects"),
+    [
+        (RuntimeError(GLOO), ()),
+        (torch.distributed.DistBackendError("NCCL error: remote process exited or there was a network error"), ()),
+        (torch.distributed.DistNetworkError("The client socket has timed out"), ()),
+        (RuntimeError("CUDA out of memory"), (0,)),
+        (ConnectionResetError("the bucket that the data is in hung up"), (0,)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_inv_9_a_communication_error_inside_a_replica_charges_no_microbatch(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch, error: Exception, suspects: tuple[int, ...]
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    job = Job(1, 1, [], 0)
+    monkeypatch.setattr("tests.megatron.test_commit.Job", lambda *_: job)
+    monkeypatch.setattr(Microbatches, "backward_ended", fails)
+    with pytest.raises(type(error)):
+        Run(threads, 1, 1, [])
+    assert job.raised == [(suspects, error)]
+
+
 def test_inv_9_no_microbatch_is_suspected_of_a_check_that_fails_in_its_pass(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ def test_the_documented_events_are_those_that_there_are() -> None:
 def test_events_read_back_as_they_were_recorded(tmp_path: Path) -> None:
     events = traces.faulty_run().events
     with _log(tmp_path / "events.jsonl") as log:
+        assert (tmp_path / "events.jsonl").stat().st_mode & 0o777 == 0o600, "it is for nobody else"
         for event in events:
             log.record(event)
     read = list(trace.read(tmp_path / "events.jsonl"))
@@ -150,6 +151,7 @@ def test_recording_is_cheap(tmp_path: Path) -> None:
     """Under 15 us of CPU an event, against 10 events per microbatch and rank: invisible beside any real backward."""
     count = 5000
     with _log(tmp_path / "events.jsonl") as log:
+        assert (tmp_path / "events.jsonl").stat().st_mode & 0o777 == 0o600, "it is for nobody else"
         begin = time.thread_time()
         for _ in range(count):
             log.record(DONE)

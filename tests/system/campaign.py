@@ -50,7 +50,7 @@ By kind: {by_kind}. By point: {by_point}.
 The command above writes this file (`tests/system/campaign.py`). Each seed decides a job (R replicas of TP x PP ranks and L
 lanes, VP virtual stages, M microbatches a step, determinism, Megatron's flags) and its faults, some at once, some inside the
 recovery from another (`tests/system/scenarios.py`; a fault that its run did not reach is not listed). A standstill is noticed
-after 4 s here, and who does not follow is given up after 4 more. A run passes if it ends with code 0 within {deadline_s:.0f}
+after 6 s here, and who does not follow is given up after 3 more. A run passes if it ends with code 0 within {deadline_s:.0f}
 s and has made all steps, `check` finds every invariant kept, and, if it is exact, its parameters are bit-identical to those
 of the failure-free run of one replica. `uneven` and `patient` name scripts that bring about what is rare: a decided bucket
 that some lack, a death that finds all others in their pass. *In the running pass*: those microbatches computed again that a

@@ -1,6 +1,7 @@
 """`scripts/pretrain_gpt.py` on a disk that is full: while a checkpoint is written, no file may grow beyond `NUM_BYTES`.
 
-So it is for all saves, or with the environment variable `ROOM_FROM` for those of earlier iterations.
+So it is for all saves, or with the environment variable `ROOM_FROM` for those of earlier iterations. `PATIENCE_S` is how long
+the last save is tried again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ import pathlib
 import resource
 import runpy
 from typing import Any
+
+from msgspec.structs import replace
+
+from megatron_recover.deadlines import Deadlines
+from megatron_recover.megatron.checkpoint import Checkpoints
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
 NUM_BYTES = 100_000
@@ -32,6 +38,14 @@ def main() -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
+    init = Checkpoints.__init__
+
+    @functools.wraps(init)
+    def with_patience(self: Checkpoints, *args: Any, deadlines: Deadlines, **kwargs: Any) -> None:
+        patience_s = float(os.environ.get("PATIENCE_S", deadlines.save_s))
+        init(self, *args, deadlines=replace(deadlines, save_s=patience_s), **kwargs)
+
+    Checkpoints.__init__ = with_patience
     training.save_checkpoint = save_with_little_room
     runpy.run_path(str(SCRIPT), run_name="__main__")
 

@@ -128,8 +128,7 @@ def _run(command: Sequence[str], deadline_s: float, line: str) -> tuple[int, str
     try:
         output, _ = process.communicate(timeout=deadline_s)
     except KeyboardInterrupt:
-        for number in (signal.SIGINT, signal.SIGTERM):  # told twice it kills its ranks, and none writes where all is removed
-            process.send_signal(number)
+        process.send_signal(signal.SIGTERM)  # and it is waited for: nobody may write where the caller removes everything
         try:
             process.communicate(timeout=10)
         except subprocess.TimeoutExpired:

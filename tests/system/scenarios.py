@@ -21,7 +21,7 @@ PATIENT = "tests/system/patient_pretrain.py"
 PLAIN = "scripts/pretrain_gpt.py"
 OVERLAP = "--overlap-grad-reduce"
 TREE = ("--recover-tree-above", "2")
-TIMEOUTS = ("--recover-stall-timeout-s", "4", "--recover-follow-timeout-s", "4")
+TIMEOUTS = ("--recover-deadline-s", "90")
 
 LAYOUTS = ((1, 1, 1), (1, 1, 1), (1, 2, 1), (1, 2, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 4, 1), (1, 1, 2), (1, 2, 2))
 """(TP, PP, lanes), the more often the cheaper."""

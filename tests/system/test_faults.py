@@ -35,9 +35,9 @@ class Case:
 
 
 BF16 = ("--bf16",)
-LENIENT = ("--recover-stall-timeout-s", "4", "--recover-follow-timeout-s", "100")
-"""Who stands still is suspected soon, and has all the time to come back."""
-SOON = ("--recover-stall-timeout-s", "4", "--recover-follow-timeout-s", "3")
+LENIENT = ("--recover-deadline-s", "90")
+"""Who stands still is suspected soon, and has 3 seconds to follow once it goes on."""
+SOON = ("--recover-deadline-s", "75")
 VIRTUAL = ("--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 ZERO1 = ("--use-distributed-optimizer",)
 EXPERTS = (

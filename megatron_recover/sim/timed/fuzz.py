@@ -156,6 +156,7 @@ class RandomJob(TimedJob):
         )  # fmt: skip
         timers_s = {
             "follow_timeout_s": 3.0, "finish_timeout_s": 20.0, "save_timeout_s": dice.choice((5.0, 60.0)), "grace_s": 0.2,
+            "undecided_timeout_s": 600.0,
             "load_timeout_s": math.inf, "start_timeout_s": math.inf,
         }  # fmt: skip
         super().__init__(

@@ -321,25 +321,16 @@ class TimedJob:
         return self._status_bytes[key]
 
     def watch(self, one: TimedReplica) -> None:
-        """INV-8: when what a leader waits for has not changed for the stall timeout, it is told so.
-
-        Between one timeout after the last change and two: it is looked at once a timeout, since asking at every message would
-        cost the square of the replicas.
-        """
+        """INV-8: when a leader has waited for the stall timeout for statuses, or for votes, it is told so."""
         waiting = (one.state.phase, one.state.generation, one.state.step)
         if self._waits.get(one.number) != waiting:
             self._waits[one.number] = waiting
             if one.state.phase in (replica.Phase.EXCHANGING, replica.Phase.VOTED):
-                self.clock.after(self.stall_timeout_s, self._stalled, one, waiting, replica.waiting_for(one.state))
+                self.clock.after(self.stall_timeout_s, self._stalled, one, waiting)
 
-    def _stalled(self, one: TimedReplica, waiting: tuple[object, ...], missing: tuple[ReplicaId, ...]) -> None:
-        if not one.leader_alive or self._waits.get(one.number) != waiting:
-            return
-        now = replica.waiting_for(one.state)
-        if now and now == missing:
+    def _stalled(self, one: TimedReplica, waiting: tuple[object, ...]) -> None:
+        if one.leader_alive and self._waits.get(one.number) == waiting and replica.waiting_for(one.state):
             one.feed(replica.WaitExpired(one.state.generation, one.state.step))
-        elif now:
-            self.clock.after(self.stall_timeout_s, self._stalled, one, waiting, now)
 
     # --- faults ---
 

@@ -1,0 +1,259 @@
+"""`check` on large traces: how fast it judges, and in how much memory.
+
+The traces are valid ones, made by hand: every rank writes what a rank writes, and in the middle a replica dies in the step.
+`long` has many small steps, `wide` few steps of 8192 microbatches on 128 ranks a replica. Each is judged by a process of its
+own, whose largest resident memory the kernel tells.
+
+    python -m benchmarks.run --only check
+    python -m benchmarks.check long|wide GIGABYTES FILE      (writes such a trace, and nothing else)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from benchmarks.common import Row, row
+from megatron_recover import trace
+from megatron_recover.core.values import LossKind
+
+GIGABYTES = 1.0
+DEADLINE_S = 1800.0
+STEP, TIME = 7_777_777, 77_777.5
+"""Stand for the step's number and time in the text of a step that is written many times."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A job."""
+
+    replicas: int
+    tp: int
+    pp: int
+    microbatches: int
+    buckets: int
+    """Of each stage, the ledger not counted."""
+
+    @property
+    def ranks(self) -> int:
+        """Of one replica; those of a stage stand together."""
+        return self.tp * self.pp
+
+    @property
+    def bucket_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """As `trace.Joined` has them; the ledger is on the last stage."""
+        stages = [tuple(range(stage * self.tp, (stage + 1) * self.tp)) for stage in range(self.pp)]
+        return (*(stage for stage in stages for _ in range(self.buckets)), stages[-1])
+
+    def buckets_of(self, rank: int) -> tuple[int, ...]:
+        """Buckets that a rank holds."""
+        return tuple(bucket for bucket, ranks in enumerate(self.bucket_ranks) if rank in ranks)
+
+
+SHAPES = {
+    "long": Shape(replicas=4, tp=2, pp=4, microbatches=32, buckets=8),
+    "wide": Shape(replicas=2, tp=8, pp=16, microbatches=8192, buckets=25),
+}
+
+
+@dataclass
+class Writer:
+    """Makes the events of a run."""
+
+    shape: Shape
+    generation: int = 1
+
+    def start(self) -> Iterator[trace.Event]:
+        """The run up to its first step."""
+        shape = self.shape
+        roster = tuple(range(shape.replicas))
+        yield trace.RunStarted(
+            replicas=shape.replicas, layout=trace.Layout(tp=shape.tp, pp=shape.pp), determinism="exact", seed=1, argv=("run",),
+            num_microbatches=shape.microbatches,
+        )  # fmt: skip
+        for replica in roster:
+            yield trace.Joined(replica=replica, fingerprint="f", bucket_ranks=shape.bucket_ranks)
+        yield trace.Generation(generation=1, roster=roster, reason="start")
+        yield from self.statuses(roster, 0, {})
+
+    def statuses(self, roster: Sequence[int], step: int, held: dict[int, tuple[int, ...]]) -> Iterator[trace.Event]:
+        """All members enter the generation and tell what they hold."""
+        for replica in roster:
+            yield trace.Entered(replica=replica, generation=self.generation, seconds=0.002)
+        buckets = len(self.shape.bucket_ranks)
+        for replica in roster:
+            yield trace.Status(
+                replica=replica, generation=self.generation, step=step, work=bool(held), complete=(),
+                contributions=(held.get(replica, ()),) * buckets, committed=step - 1 if step else None,
+            )  # fmt: skip
+
+    def deal(self, ids: Sequence[int], roster: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Spread microbatches over members."""
+        return {replica: tuple(ids[i :: len(roster)]) for i, replica in enumerate(roster)}
+
+    def compute(self, roster: Sequence[int], dealt: dict[int, tuple[int, ...]], step: int, t: float) -> Iterator[trace.Event]:
+        """Plans, and the forwards and backwards of what they deal, one replica after the other."""
+        shape, buckets = self.shape, tuple(range(len(self.shape.bucket_ranks)))
+        quotas = tuple(len(dealt[one]) for one in roster)
+        for replica in roster:
+            computes = (trace.Compute(microbatches=dealt[replica], into=buckets),) if dealt[replica] else ()
+            yield trace.Plan(
+                t=t, replica=replica, generation=self.generation, step=step, label=f"train {STEP}",
+                num_microbatches=shape.microbatches, roster=tuple(roster), quotas=quotas, computes=computes, reduces=buckets,
+            )  # fmt: skip
+        into = [shape.buckets_of(rank) for rank in range(shape.ranks)]
+        for replica in roster:
+            where = {"t": t, "replica": replica, "generation": self.generation, "step": step}
+            for microbatch in dealt[replica]:
+                for rank in range(shape.ranks):
+                    yield trace.MicrobatchStarted(**where, rank=rank, microbatch=microbatch)
+                for rank in reversed(range(shape.ranks)):
+                    yield trace.MicrobatchFinished(
+                        **where, rank=rank, microbatch=microbatch, seconds=0.012345, backward_s=0.008765, into=into[rank]
+                    )
+
+    def commit(self, roster: Sequence[int], step: int, t: float) -> Iterator[trace.Event]:
+        """Sums, votes, commits and optimizer steps."""
+        where = {"t": t, "generation": self.generation, "step": step}
+        label, digest = f"train {STEP}", "0123456789abcdef"
+        for bucket, ranks in enumerate(self.shape.bucket_ranks):
+            for replica in roster:
+                for rank in ranks:
+                    yield trace.Reduced(
+                        **where, replica=replica, rank=rank, bucket=bucket, version=self.generation, checksum=10**15 + bucket,
+                        provenance="ones", seconds=0.002345,
+                    )  # fmt: skip
+        versions = tuple(
+            trace.Result(bucket=bucket, version=self.generation, checksums=(10**15 + bucket,) * len(ranks))
+            for bucket, ranks in enumerate(self.shape.bucket_ranks)
+        )
+        for replica in roster:
+            yield trace.Voted(**where, replica=replica, digest=digest)
+        for replica in roster:
+            yield trace.Committed(**where, replica=replica, label=label, digest=digest, adopted=False, versions=versions)
+            for rank in range(self.shape.ranks):
+                last = rank == self.shape.ranks - 1
+                yield trace.Applied(
+                    **where,
+                    replica=replica,
+                    rank=rank,
+                    label=label,
+                    parameter_digest=f"{rank:016x}",
+                    loss=2.5 if last else None,
+                )
+
+    def quiet_step(self, roster: Sequence[int], step: int = STEP, t: float = TIME) -> Iterator[trace.Event]:
+        """A step in which nothing fails."""
+        yield from self.compute(roster, self.deal(range(self.shape.microbatches), roster), step, t)
+        yield from self.commit(roster, step, t)
+
+    def step_with_a_death(self, roster: Sequence[int], step: int, t: float) -> Iterator[trace.Event]:
+        """The last replica dies when all is computed, the others compute its share again."""
+        *others, victim = roster
+        dealt = self.deal(range(self.shape.microbatches), roster)
+        yield from self.compute(roster, dealt, step, t)
+        yield trace.Fault(t=t, replica=victim, rank=0, point="before_reduce", kind="kill", step=step)
+        yield trace.Failure(t=t, replica=victim, rank=0, cause="SIGKILL")
+        yield trace.Fenced(t=t, replica=victim, ranks=tuple(range(self.shape.ranks)))
+        self.generation += 1
+        lost = trace.Lost(replica=victim, kind=LossKind.PROCESS_ENDED, detail="SIGKILL")
+        yield trace.Generation(t=t, generation=self.generation, roster=tuple(others), losses=(lost,), reason="SIGKILL")
+        yield from (msgspec.structs.replace(one, t=t) for one in self.statuses(others, step, dealt))
+        yield from self.compute(others, self.deal(dealt[victim], others), step, t)
+        for replica in others:
+            yield trace.Recovery(
+                t=t, replica=replica, generation=self.generation, step=step, phase="commit", seconds=0.01
+            )  # fmt: skip
+        yield from self.commit(others, step, t)
+
+
+def _text(events: Iterator[trace.Event]) -> bytes:
+    encode = msgspec.json.Encoder().encode
+    return b"".join(encode(event) + b"\n" for event in events)
+
+
+def write(shape: Shape, num_bytes: float, place: Path) -> int:
+    """Write a valid trace of about so many bytes, of at least three steps; returns how many steps it has."""
+    writer, roster = Writer(shape), list(range(shape.replicas))
+
+    def at(text: bytes, step: int) -> bytes:
+        changes = {
+            f"train {STEP}": f"train {step + 1}",
+            f'"step":{STEP}': f'"step":{step}',
+            f'"t":{TIME}': f'"t":{0.1 * step:.6f}',
+        }
+        for old, new in changes.items():
+            text = text.replace(old.encode(), new.encode())
+        return text
+
+    with open(place, "wb") as file:
+        file.write(_text(writer.start()))
+        step = _text(writer.quiet_step(roster))
+        count = max(1, round((num_bytes / len(step) - 1) / 2))
+        for number in range(count):
+            file.write(at(step, number))
+        file.write(at(_text(writer.step_with_a_death(roster, STEP, TIME)), count))
+        step = _text(writer.quiet_step(roster[:-1]))
+        for number in range(count + 1, 2 * count + 1):
+            file.write(at(step, number))
+        file.write(_text(iter([trace.RunFinished(t=0.1 * (2 * count + 1), exit_code=0)])))
+    return 2 * count + 1
+
+
+def judge(place: Path, verb: str = "check") -> tuple[float, float, dict[str, object]]:
+    """Seconds that a process takes for a trace, its largest resident memory in bytes, and the verdict."""
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "megatron_recover", verb, str(place), *(["--json"] if verb == "check" else [])]
+    largest = 0
+    process = psutil.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        while process.poll() is None and time.monotonic() - begin < DEADLINE_S:
+            try:
+                status = Path(f"/proc/{process.pid}/status").read_text()
+            except OSError:
+                break
+            found = re.search(r"VmHWM:\s+(\d+) kB", status)
+            largest = max(largest, 1024 * int(found.group(1)) if found else 0)
+            time.sleep(0.1)
+    finally:
+        if process.poll() is None and time.monotonic() - begin >= DEADLINE_S:
+            process.kill()
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    return time.monotonic() - begin, largest, json.loads(output) if verb == "check" else {}
+
+
+def rows() -> list[Row]:
+    """Events a second and memory, for both shapes."""
+    found = []
+    for name, shape in SHAPES.items():
+        with tempfile.TemporaryDirectory(prefix="megatron-recover-") as folder:
+            place = Path(folder) / trace.EVENTS_FILE
+            write(shape, GIGABYTES * 1e9, place)
+            size = place.stat().st_size
+            with open(place, "rb") as file:
+                events = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 24), b""))
+            seconds, memory, verdict = judge(place)
+        if not (verdict["holds"] and verdict["finished"]):
+            raise RuntimeError(f"the trace of {name} is not judged as valid: {verdict['violations']}, {verdict['problems']}")
+        about = f"a trace of {size / 1e9:.2f} GB"
+        found += [
+            row(f"check, {name}: events a second", [events / seconds], "1/s", baseline=about),
+            row(f"check, {name}: resident memory", [memory / 1e6], "MB", baseline=about, goal="< 1000"),
+            row(f"check, {name}: memory against the trace", [100 * memory / size], "%", baseline=about),
+        ]
+    return found
+
+
+if __name__ == "__main__":
+    shape, gigabytes, place = sys.argv[1:]
+    print(write(SHAPES[shape], float(gigabytes) * 1e9, Path(place)), "steps")

@@ -1,0 +1,86 @@
+"""What a run leaves at its end, summary.json and the loss plot, made by a process of its own: this module as a program.
+
+The run is over by then and has its exit code. Nothing that becomes of this process can change that: it may fail, be killed for
+want of memory, or hang on a disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_recover.core.values import ExitCode
+from megatron_recover.trace import TraceError
+
+DEADLINE_S = 900.0
+"""So long the files may take: a trace of 10 GB takes about half of it."""
+_LAST_WORDS = 400
+"""Characters of what the process says that are told."""
+
+
+def failure(run_dir: Path, deadline_s: float) -> str | None:
+    """Make the files of a run in a process of its own; returns in a few words why there are none, or None.
+
+    It waits no longer than `deadline_s`, nor for a process that does not die when it is killed.
+    """
+    command = [sys.executable, "-m", "megatron_recover.cli.finish", str(run_dir)]
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
+            start_new_session=True,  # Ctrl-C at a terminal is for the run's own process, which ends this one
+        )  # fmt: skip
+    except OSError as error:
+        return f"no process could be started ({error.strerror})"
+    try:
+        _, errors = process.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        return f"the process that makes them was ended after {deadline_s:g} s"
+    except KeyboardInterrupt:
+        _kill(process)
+        return "interrupted"
+    if process.returncode == 0:
+        return None
+    if process.returncode < 0 or process.returncode == 128 + signal.SIGKILL:
+        number = -process.returncode if process.returncode < 0 else signal.SIGKILL
+        reason = " (perhaps for want of memory)" if number == signal.SIGKILL else ""
+        return f"the process that makes them was ended by {signal.Signals(number).name}{reason}"
+    words = errors.strip().splitlines()
+    return words[-1][:_LAST_WORDS] if words else f"the process that makes them ended with exit code {process.returncode}"
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a disk: it is gone when that answers
+        process.wait(timeout=1.0)
+    if process.stderr is not None:
+        process.stderr.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Make the files of one run directory; says on stderr, in its last line, why it cannot."""
+    from megatron_recover.observe import plot, summary
+    from megatron_recover.observe.history import History
+
+    run_dir = Path(argv[0])
+    with contextlib.suppress(OSError):  # where memory runs out, this process goes first
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    try:
+        history = History.read(run_dir)
+        summary.save(run_dir, summary.summarize(history))
+        plot.draw(run_dir, history)
+    except TraceError as error:
+        print(f"the trace cannot be read: {error}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    except OSError as error:
+        print(error.strerror or error, file=sys.stderr)
+        return ExitCode.FAILED
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

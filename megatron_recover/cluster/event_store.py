@@ -1,0 +1,281 @@
+"""Writes the events of a run to its files, so that each is there exactly once, whoever dies in between.
+
+`Ledger` is shared memory that says what is in the files and up to where each ring was read; it outlives the recorder.
+`EventStore` writes batches, puts a file aside when it is large, and has it compressed in a thread of its own. `Keeper` is the
+thread in which a disk that stalls may block. Nothing here knows what an event means, and nothing is synced to the disk: a power
+failure may lose the newest events.
+
+Note [Exactly once]. An event leaves its ring when the ledger says that it is in the file, and not before. A recorder that dies
+leaves at most one batch whose bytes are in the file, wholly or in part, and not in the ledger. The next recorder cuts the file
+to the size in the ledger and reads the rings from the positions in the ledger. So the rings are the only buffer: a second one
+in the recorder's memory would be lost with it.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import gzip
+import mmap
+import os
+import queue
+import shutil
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from megatron_recover import event_files
+from megatron_recover.event_files import EVENTS_FILE
+
+MAX_RINGS = 2**16
+"""Of one run on one node: one for each process that ever records."""
+PART_BYTES = 256 * 2**20
+"""Size at which a file is put aside by default."""
+_RETRY_S = 1.0
+_HEAD = struct.Struct("=qqqq")
+"""Of a slot: parts put aside, bytes of the newest file, largest stamp in it, number of rings."""
+_SLOT_BYTES = _HEAD.size + 16 * MAX_RINGS
+_COMPRESSION_LEVEL = 6
+_CHUNK_BYTES = 2**20
+_LOWEST_PRIORITY = 19
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """Whole lines for the file, and what the ledger says once they are there."""
+
+    lines: bytes
+    num_events: int
+    positions: Mapping[int, tuple[int, int]]
+    """Ring -> (position, dropped events that were told of)."""
+    last: int
+    """The largest stamp among the events."""
+
+
+class Ledger:
+    """What is in the files. It has two slots; one word says which is valid, so that it changes at one instant."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Map the memory behind `descriptor`, which `create_ledger` made."""
+        self._memory = mmap.mmap(descriptor, 0)
+        self._valid = memoryview(self._memory)[:8].cast("q")
+        begin = self._begin(self._valid[0])
+        self.parts, self.num_bytes, self.last, count = _HEAD.unpack_from(self._memory, begin)
+        self._positions = array.array("q", self._memory[begin + _HEAD.size : begin + _HEAD.size + 16 * count])
+
+    def position(self, ring: int) -> tuple[int, int]:
+        """Return the position and the number of dropped events told of, of one ring."""
+        if 2 * ring >= len(self._positions):
+            return 0, 0
+        return self._positions[2 * ring], self._positions[2 * ring + 1]
+
+    def commit(self, parts: int, num_bytes: int, last: int, positions: Mapping[int, tuple[int, int]]) -> None:
+        """Replace all that the ledger says, but for the positions of other rings, at one instant."""
+        self.parts, self.num_bytes, self.last = parts, num_bytes, last
+        for ring, (position, told) in positions.items():
+            self._positions.extend([0] * (2 * ring + 2 - len(self._positions)))
+            self._positions[2 * ring], self._positions[2 * ring + 1] = position, told
+        slot = 1 - self._valid[0]
+        begin = self._begin(slot)
+        _HEAD.pack_into(self._memory, begin, parts, num_bytes, last, len(self._positions) // 2)
+        begin += _HEAD.size
+        self._memory[begin : begin + 8 * len(self._positions)] = self._positions.tobytes()
+        self._valid[0] = slot
+
+    @staticmethod
+    def _begin(slot: int) -> int:
+        return mmap.PAGESIZE + slot * _SLOT_BYTES
+
+
+def create_ledger() -> int:
+    """Create an empty ledger, and return its descriptor. Memory that is not used is not taken."""
+    descriptor = os.memfd_create("megatron-recover-ledger", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, mmap.PAGESIZE + 2 * _SLOT_BYTES)
+    return descriptor
+
+
+class EventStore:
+    """The files of one trace. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        folder: Path,
+        ledger: Ledger,
+        *,
+        part_bytes: int = PART_BYTES,
+        write: Callable[[int, memoryview], int] = os.write,
+    ) -> None:
+        """`part_bytes`: a file that has grown to it is put aside; 0: never. `write` is `os.write`, but in tests."""
+        self._folder, self._ledger, self._part_bytes, self._write = folder, ledger, part_bytes, write
+        self._file: int | None = None
+        self._is_regular = True
+        self._compression: threading.Thread | None = None
+        self._over = threading.Event()
+
+    def keep(self, batch: Batch) -> None:
+        """Append a batch and enter it in the ledger. Raises OSError, and then the file is as if this had not been tried."""
+        if self._file is None:
+            self._file = self._open()
+        rest = memoryview(batch.lines)
+        try:
+            while rest:
+                rest = rest[self._write(self._file, rest) :]
+        except OSError:
+            self._give_up()
+            raise
+        ledger = self._ledger
+        ledger.commit(ledger.parts, ledger.num_bytes + len(batch.lines), batch.last, batch.positions)
+        if self._part_bytes and self._is_regular and ledger.num_bytes >= self._part_bytes:
+            with contextlib.suppress(OSError):  # a disk that is full: the file grows on, and the next batch tries again
+                self._put_aside()
+
+    def close(self) -> None:
+        """Close the file. A part that is being compressed stays as it is."""
+        self._over.set()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        if self._compression is not None:
+            self._compression.join(1.0)
+
+    def _open(self) -> int:
+        """Open the newest file, cut to what the ledger says of it."""
+        newest, ledger = self._folder / EVENTS_FILE, self._ledger
+        parts = max(event_files.numbers(self._folder), default=0)
+        if parts > ledger.parts:  # put aside by one that died before it could say so
+            if newest.exists() and newest.samefile(event_files.part(self._folder, parts)):
+                os.replace(self._create_empty(), newest)
+            ledger.commit(parts, 0, ledger.last, {})
+        file = os.open(newest, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            found = os.fstat(file)
+            self._is_regular = stat.S_ISREG(found.st_mode)
+            if self._is_regular and found.st_size > ledger.num_bytes:
+                os.ftruncate(file, ledger.num_bytes)
+            elif self._is_regular and found.st_size < ledger.num_bytes:  # somebody has cut or replaced it: go on behind that
+                ledger.commit(ledger.parts, found.st_size, ledger.last, {})
+        except OSError:
+            os.close(file)
+            raise
+        return file
+
+    def _give_up(self) -> None:
+        """Cut off what was written of a batch, and open the file anew the next time (ESTALE would stay)."""
+        assert self._file is not None
+        with contextlib.suppress(OSError):
+            if self._is_regular:
+                os.ftruncate(self._file, self._ledger.num_bytes)
+        with contextlib.suppress(OSError):
+            os.close(self._file)
+        self._file = None
+
+    def _put_aside(self) -> None:
+        """Give the file its number and begin a new one. Where links are possible, `events.jsonl` is there at every instant."""
+        newest, ledger = self._folder / EVENTS_FILE, self._ledger
+        aside, empty = event_files.part(self._folder, ledger.parts + 1), self._create_empty()  # what takes room comes first
+        try:
+            os.link(newest, aside)
+        except OSError:  # a file system without links
+            os.rename(newest, aside)
+        os.replace(empty, newest)
+        assert self._file is not None
+        os.close(self._file)
+        self._file = None
+        ledger.commit(ledger.parts + 1, 0, ledger.last, {})
+        if self._compression is None or not self._compression.is_alive():
+            self._compression = threading.Thread(target=self._compress, name="compression", daemon=True)
+            self._compression.start()
+
+    def _create_empty(self) -> Path:
+        empty = self._folder / (EVENTS_FILE + ".new")
+        os.close(os.open(empty, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+        return empty
+
+    # --- The thread that compresses -----------------------------------------------------------------------------------
+
+    def _compress(self) -> None:
+        # Of this thread alone (setpriority(2), notes): it is to take only the time that nobody else wants.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        for number in event_files.numbers(self._folder):
+            plain = event_files.part(self._folder, number)
+            begun = plain.with_name(plain.name + ".gz.new")
+            if plain.exists():
+                try:
+                    if self._compress_one(plain, begun):
+                        os.replace(begun, event_files.compressed(plain))
+                        plain.unlink()
+                except OSError:  # no room; after the next part it is tried again
+                    begun.unlink(missing_ok=True)
+
+    def _compress_one(self, plain: Path, begun: Path) -> bool:
+        """Return whether all of it is compressed; False where the run was over first."""
+        with (
+            open(plain, "rb") as source,
+            open(begun, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as raw,
+            gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=_COMPRESSION_LEVEL) as target,
+        ):
+            while chunk := source.read(_CHUNK_BYTES):
+                if self._over.is_set():
+                    begun.unlink()
+                    return False
+                target.write(chunk)
+        shutil.copystat(plain, begun)
+        return True
+
+
+class Keeper:
+    """The thread that writes: one batch at a time, again and again until the disk takes it."""
+
+    def __init__(self, store: EventStore) -> None:
+        self._store = store
+        self._todo: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Batch] = queue.SimpleQueue()
+        self._over = threading.Event()
+        self.busy_since: float | None = None
+        """`time.monotonic()` at which the batch under way was given; None while there is none."""
+        self.error: OSError | None = None
+        """Why the batch under way could not be written when it was tried last."""
+        self.num_events = 0
+        """In the batch under way."""
+        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+        self._thread.start()
+
+    def give(self, batch: Batch) -> None:
+        """Have a batch written; there must be none under way."""
+        self.busy_since, self.num_events = time.monotonic(), batch.num_events
+        self._todo.put(batch)
+
+    def done(self, wait_s: float = 0.0) -> Batch | None:
+        """Return the batch that was written since the last call, if any."""
+        try:
+            batch = self._done.get(timeout=wait_s) if wait_s else self._done.get_nowait()
+        except queue.Empty:
+            return None
+        self.busy_since, self.num_events = None, 0
+        return batch
+
+    def close(self, deadline_s: float) -> bool:
+        """Give up what is not written. Return whether the thread has ended: it has not where the disk stalls."""
+        self._over.set()
+        self._todo.put(None)
+        self._thread.join(deadline_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (batch := self._todo.get()) is not None:
+            while not self._over.is_set():
+                try:
+                    self._store.keep(batch)
+                except OSError as error:
+                    self.error = error
+                    self._over.wait(_RETRY_S)
+                else:
+                    self.error = None
+                    self._done.put(batch)
+                    break
+        with contextlib.suppress(OSError):
+            self._store.close()

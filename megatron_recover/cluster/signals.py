@@ -1,0 +1,92 @@
+"""Decides what a signal to the launcher means: the request to end the job, a repetition of that request, or kill at once.
+
+Note [One request]. A scheduler sends several signals for one end of a job: `--signal`'s USR1 or USR2 ahead of a time limit,
+then SIGTERM twice in a row on every node. All of these are one request. Only a person at a terminal can kill everything at
+once, with a second Ctrl-C. A terminal sends SIGINT to its foreground process group, so a SIGINT counts as Ctrl-C if this
+process has a controlling terminal and belongs to that terminal's foreground group. Any other SIGINT (`scancel --signal=INT`,
+a wrapper script without a terminal) counts like SIGTERM. Who has no terminal and must kill at once sends SIGKILL to the
+launcher: everything that it started dies with it.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from megatron_recover.cluster.forkserver import TOLD_TO_ALL
+
+
+class Answer(enum.Enum):
+    """What the launcher does about a signal."""
+
+    END = "end"
+    """Ask all replicas to end after a common step."""
+    KNOWN = "known"
+    """Nothing: the end was requested before."""
+    KILL = "kill"
+    """Kill everything at once."""
+
+
+class EndRequest:
+    """The one request to end the job, made of all signals that arrive."""
+
+    def __init__(self) -> None:
+        self._is_made = False
+        self._num_ctrl_c = 0
+
+    @property
+    def is_made(self) -> bool:
+        """Whether any signal has arrived."""
+        return self._is_made
+
+    def take(self, number: int, *, at_terminal: bool) -> Answer:
+        """Return the answer to one signal. `at_terminal` says whether a SIGINT now is a Ctrl-C (Note [One request])."""
+        if number == signal.SIGINT and at_terminal:
+            self._num_ctrl_c += 1
+        if self._num_ctrl_c > 1:
+            return Answer.KILL
+        if self._is_made:
+            return Answer.KNOWN
+        self._is_made = True
+        return Answer.END
+
+    @contextmanager
+    def received(self, on_signal: Callable[[int], None]) -> Iterator[None]:
+        """Call `on_signal(number)`, from a signal handler, for every signal that asks for the job's end.
+
+        SIGHUP, which a terminal that is closed sends, is left alone where whoever started this process has it ignored (nohup).
+        Where the end was requested, later signals of a scheduler are ignored also after this context: the process is about to
+        end, and one of them must not change its exit code.
+        """
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            on_signal(number)
+
+        before: list[tuple[int, Callable[..., object] | int | None]] = [
+            (number, signal.signal(number, handle))
+            for number in TOLD_TO_ALL
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+        ]
+        try:
+            yield
+        finally:
+            for number, handler in before:
+                signal.signal(number, signal.SIG_IGN if self._is_made and number != signal.SIGINT else handler)
+
+
+def is_at_terminal() -> bool:
+    """Return whether this process belongs to the foreground process group of a controlling terminal."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # ENXIO: there is none
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)

@@ -1,0 +1,192 @@
+"""The mutual challenge and response that opens every connection of a job, as pure state machines without sockets.
+
+Both ends prove that they hold the job's key before either of them reads anything else. Four messages of fixed size:
+
+1. *Opening*, connector to acceptor: who the connector is, whom it wants, at which port, for which generation, and its nonce.
+2. *Challenge*, acceptor to connector: the acceptor's nonce, and its proof.
+3. *Response*, connector to acceptor: the connector's proof.
+4. *Verdict*, acceptor to connector: welcome or refused, the acceptor's generation, and a proof of that verdict.
+
+A proof is a keyed hash (BLAKE2b) over the whole opening and the acceptor's nonce. The two ends and the verdict use different
+labels, so a proof that one end made is worth nothing at the other end. The opening binds roles, replicas, ranks, port and
+generation, so a proof is worth nothing to another process of the job, at another port, or for another generation. Nonces are
+fresh, so a recorded handshake proves nothing. The frames that follow a handshake are neither encrypted nor authenticated one by
+one (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import struct
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import NamedTuple
+
+KEY_BYTES = 32
+NONCE_BYTES = 32
+MAGIC = b"mgrecov2"
+
+_PROOF_BYTES = 32
+_OPENING = struct.Struct("<8sBBHIIIIQ32s")
+"""Magic, role of connector and acceptor, port, replica and rank of the connector, those of the acceptor, generation, nonce."""
+_CHALLENGE = struct.Struct("<8s32s32s")
+"""Magic, nonce, proof of the acceptor."""
+_VERDICT = struct.Struct("<8sBQ32s")
+"""Magic, verdict, generation of the acceptor, proof."""
+
+
+class Refused(Exception):
+    """The other end is not who it should be, or does not speak this protocol. The connection cannot be used."""
+
+
+class Role(enum.IntEnum):
+    """What a process is in the conversation that a connection is for."""
+
+    COORDINATOR = 1
+    LEADER = 2
+    RANK = 3
+    DATA = 4
+    """A rank on the data plane."""
+    WATCH = 5
+    """A rank that only wants to notice the end of another one; nothing follows the handshake."""
+
+
+class Verdict(enum.IntEnum):
+    """What an acceptor says to a connector that has proven itself."""
+
+    WELCOME = 1
+    OLDER = 2
+    """Refused: the acceptor is in a newer generation."""
+    NO_ROOM = 3
+    """Refused: the acceptor keeps too many connections, or one of the same peer."""
+
+
+class Party(NamedTuple):
+    """One end of a connection."""
+
+    role: Role
+    replica: int = 0
+    rank: int = 0
+
+
+Admits = Callable[[Party, Party], bool]
+"""`admits(connector, acceptor)`: whether a connector that says it is the first may talk to the second, which it wants."""
+
+
+def _proof(label: bytes, key: bytes, *parts: bytes) -> bytes:
+    return blake2b(b"".join(parts), key=key, digest_size=_PROOF_BYTES, person=label).digest()
+
+
+def _check(label: bytes, key: bytes, proof: bytes, *parts: bytes) -> None:
+    if not hmac.compare_digest(_proof(label, key, *parts), proof):
+        raise Refused("the other end does not hold this job's key")
+
+
+_OF_CONNECTOR, _OF_ACCEPTOR, _OF_VERDICT = b"mgr connector", b"mgr acceptor", b"mgr verdict"
+
+
+class _Side:
+    """What both ends share: messages of known size are collected, never more."""
+
+    def __init__(self, key: bytes, wanted: int) -> None:
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"the job's key has {len(key)} bytes instead of {KEY_BYTES}")
+        self._key = key
+        self._size = wanted
+        self._got = b""
+
+    @property
+    def wanted(self) -> int:
+        """Number of bytes that may be read next, at most; 0 when the other end has nothing more to say."""
+        return self._size - len(self._got)
+
+    def _collect(self, data: bytes) -> bytes:
+        """Return the message once it is complete, and empty bytes before. Raises ValueError for more than was wanted."""
+        if len(data) > self.wanted:
+            raise ValueError(f"{len(data)} bytes were read where {self.wanted} were wanted")
+        self._got += data
+        if self.wanted:
+            return b""
+        message, self._got = self._got, b""
+        return message
+
+
+class Connector(_Side):
+    """The end that dialled. Send `opening`, then whatever `feed` returns, until `verdict` is known."""
+
+    def __init__(self, key: bytes, me: Party, peer: Party, *, port: int, nonce: bytes, generation: int = 0) -> None:
+        """`port` is the one that was dialled. `nonce` is fresh and random, of `NONCE_BYTES` bytes."""
+        super().__init__(key, _CHALLENGE.size)
+        self.opening = _OPENING.pack(
+            MAGIC, me.role, peer.role, port, me.replica, me.rank, peer.replica, peer.rank, generation, nonce
+        )  # fmt: skip
+        self.verdict: Verdict | None = None
+        """What the acceptor decided, once its proof was checked."""
+        self.generation = 0
+        """Generation of the acceptor, as its verdict says."""
+        self._nonce = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Take at most `wanted` bytes; return what has to be sent next. Raises `Refused`."""
+        message = self._collect(data)
+        if not message:
+            return b""
+        if not self._nonce:
+            magic, self._nonce, proof = _CHALLENGE.unpack(message)
+            if magic != MAGIC:
+                raise Refused("the other end does not speak this protocol")
+            _check(_OF_ACCEPTOR, self._key, proof, self.opening, self._nonce)
+            self._size = _VERDICT.size
+            return _proof(_OF_CONNECTOR, self._key, self.opening, self._nonce)
+        magic, verdict, generation, proof = _VERDICT.unpack(message)
+        _check(_OF_VERDICT, self._key, proof, self.opening, self._nonce, message[:-_PROOF_BYTES])
+        if magic != MAGIC or verdict not in tuple(Verdict):
+            raise Refused(f"the other end gave verdict {verdict}, which this version does not know")
+        self._size = 0
+        self.verdict, self.generation = Verdict(verdict), generation
+        return b""
+
+
+class Acceptor(_Side):
+    """The end that listened. Send whatever `feed` returns; once `peer` is known, send what `decide` returns."""
+
+    def __init__(self, key: bytes, admits: Admits, *, port: int, nonce: bytes) -> None:
+        """`port` is the one that this end listens on. `nonce` is fresh and random, of `NONCE_BYTES` bytes."""
+        super().__init__(key, _OPENING.size)
+        self.peer: Party | None = None
+        """Who the connector is, once it has proven that."""
+        self.generation = 0
+        """Generation that the connector wants, once `peer` is known."""
+        self._admits, self._port, self._nonce = admits, port, nonce
+        self._opening = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Take at most `wanted` bytes; return what has to be sent next. Raises `Refused`."""
+        message = self._collect(data)
+        if not message:
+            if not self._opening and not MAGIC.startswith(self._got[: len(MAGIC)]):  # a stranger that would wait for our answer
+                raise Refused("the other end does not speak this protocol")
+            return b""
+        if not self._opening:
+            self._judge(message)
+            self._opening, self._size = message, _PROOF_BYTES
+            return _CHALLENGE.pack(MAGIC, self._nonce, _proof(_OF_ACCEPTOR, self._key, message, self._nonce))
+        _check(_OF_CONNECTOR, self._key, message, self._opening, self._nonce)
+        self._size = 0
+        self.peer, _, self.generation = self._judge(self._opening)
+        return b""
+
+    def decide(self, verdict: Verdict, generation: int = 0) -> bytes:
+        """Return the message that tells a proven connector the verdict and this end's generation."""
+        said = _VERDICT.pack(MAGIC, verdict, generation, b"")[:-_PROOF_BYTES]
+        return said + _proof(_OF_VERDICT, self._key, self._opening, self._nonce, said)
+
+    def _judge(self, opening: bytes) -> tuple[Party, Party, int]:
+        magic, role, wanted, port, replica, rank, my_replica, my_rank, generation, _ = _OPENING.unpack(opening)
+        if magic != MAGIC or role not in tuple(Role) or wanted not in tuple(Role):
+            raise Refused("the other end does not speak this protocol")
+        peer, me = Party(Role(role), replica, rank), Party(Role(wanted), my_replica, my_rank)
+        if port != self._port or peer == me or not self._admits(peer, me):
+            raise Refused(f"{peer} wants {me} at port {port}, which is not served here")
+        return peer, me, generation

@@ -1,0 +1,353 @@
+"""The machine that judges whether a rank works, waits, is slow, hangs or is stopped, from what its progress page shows.
+
+`step(state, look) -> (state, effects)`. The machine knows no clock, file or process: the driver (`cluster/watch.py`) brings the
+time, the pages and the process states, and carries the effects out. The machine never removes a replica by itself.
+
+Note [How a hang is told from a slow operation]
+    A rank is silent as long as its page shows no new operation. Only time that the driver looked at counts: a gap between two
+    looks counts as `GAP_S` at most, so an agent that was itself held up (a busy or suspended machine) accuses nobody.
+    A rank hangs in a phase after the larger of three times: a floor, `HANG_STEPS` typical steps, and twice the longest
+    operation that any rank has finished in that phase. The floor and the steps are what the goals allow (an endless loop is
+    fenced within 5 step times or 3 s, the larger). All figures are learned anew in every generation. Until a generation has
+    its own figures those of the generation before count twice, so that a microbatch that hangs one replica after the other is
+    found the second time, too. A phase that nobody has finished yet (the first save, a first compilation) has no limit but the
+    user's deadline.
+
+Note [Who may be fenced for a hang]
+    A replica is condemned only while another replica is neither silent nor stopped. If all of them are, or only one is left,
+    the cause is probably outside (a data disk that stalls) and a fence would end the job: the hang is named, and ended only
+    after the user's deadline. In a phase that leans on what replicas share (`LEANS_ON_OTHERS`: disks, mostly) a rank counts as
+    hanging only while it runs on a processor; one that sleeps there is named, and condemned after the deadline.
+    A rank that waits for others never hangs: whoever keeps it waiting does.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from statistics import median
+from types import MappingProxyType
+
+from msgspec.structs import replace
+
+from megatron_recover.core.values import Failing, Generation, MicrobatchId, ReplicaId, Value
+
+
+class Phase(enum.IntEnum):
+    """What a rank's training thread does. The numbers are those of the progress page."""
+
+    LOADING = 1
+    """The script, Megatron's arguments, process groups, model, optimizer and checkpoint."""
+    BUILDING_DATA = 2
+    """Data sets and their index."""
+    ORDERS = 3
+    """Waiting for an order of the leader: a plan, the votes of all, the end of the job."""
+    DATA = 4
+    """Reading the samples of a microbatch."""
+    FIRST_STEPS = 5
+    """A forward or backward of the first steps, in which libraries compile, tune and allocate."""
+    COMPILING = 6
+    """Compiling inside a forward or backward."""
+    FORWARD = 7
+    BACKWARD = 8
+    EVALUATION = 9
+    """A forward of an evaluation step."""
+    PIPELINE = 10
+    """Between two computations of a pass: sending to, receiving from and waiting for other stages of the replica."""
+    REDUCTION = 11
+    """Summing buckets over lanes and replicas, and waiting for the others in it."""
+    OPTIMIZER = 12
+    """From the order to apply a step to the end of the optimizer."""
+    SAVE = 13
+    BETWEEN = 14
+    """Between two steps: logs, hooks of the script."""
+
+
+COMPUTES = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.FIRST_STEPS, Phase.EVALUATION})
+"""Phases that compute the microbatches in work."""
+WAITS = frozenset({Phase.ORDERS, Phase.PIPELINE, Phase.REDUCTION})
+"""Phases whose length others decide."""
+LEANS_ON_OTHERS = frozenset({Phase.LOADING, Phase.BUILDING_DATA, Phase.DATA, Phase.SAVE, Phase.BETWEEN})
+"""Phases whose length a shared disk or service may decide."""
+
+RUNNING, STOPPED, UNINTERRUPTIBLE = "R", "T", "D"
+"""States of a process, as in /proc/PID/stat."""
+
+GAP_S = 0.25
+"""The longest time between two looks that counts."""
+HANG_FLOOR_S, HANG_STEPS = 2.2, 4.0
+STOP_FLOOR_S, STOP_STEPS = 0.5, 2.0
+"""After how long a stopped process is condemned: the larger of a floor and so many typical steps."""
+TIMES_LONGEST = 2.0
+OLDER = 2.0
+"""Factor on figures of the generation before."""
+_KEPT_STEPS, _ENOUGH_STEPS = 16, 5
+"""How many of the newest step times are kept; how many are needed to know the typical one."""
+
+
+class Progress(Value, frozen=True):
+    """The content of a progress page."""
+
+    generation: Generation
+    step: int
+    """-1 before the first."""
+    label: str
+    """Of the step, such as ``train 17``."""
+    phase: Phase
+    microbatches: tuple[MicrobatchId, ...]
+    """In work: being computed, or enqueued on a device and not known complete."""
+    begun: int
+    """Operations of the training thread that have begun since the process started."""
+    ended: int
+    since_ns: int
+    """When the newest operation began, by CLOCK_MONOTONIC."""
+
+
+class Sight(Value, frozen=True):
+    """One rank as one look shows it."""
+
+    replica: ReplicaId
+    rank: int
+    progress: Progress | None
+    """None: the page is torn, or was never written."""
+    state: str
+    """One letter; empty if the process is gone."""
+
+
+class Look(Value, frozen=True):
+    """All ranks of the replicas that are in the job, at one instant."""
+
+    now_s: float
+    generation: Generation
+    sights: tuple[Sight, ...]
+
+
+class Verdict(enum.Enum):
+    """What is said of a rank."""
+
+    WORKING = "working"
+    WAITING = "waiting"
+    SLOW = "slow"
+    """Silent for more than half the time after which it hangs."""
+    HUNG = "hung"
+    STOPPED = "stopped"
+    """By SIGSTOP."""
+
+
+class Named(Value, frozen=True):
+    """Effect: tell people, and have the rank write its stacks."""
+
+    replica: ReplicaId
+    rank: int
+    verdict: Verdict
+    phase: Phase
+    seconds: float
+    limit_s: float
+    state: str
+    label: str
+    microbatches: tuple[MicrobatchId, ...]
+
+    def __str__(self) -> str:
+        """Return what is known in one line, without the replica."""
+        what = self.phase.name.lower().replace("_", " ")
+        if self.microbatches:
+            noun = "microbatch" if len(self.microbatches) == 1 else "microbatches"
+            what += f" ({noun} {', '.join(map(str, self.microbatches))})"
+        where = f"{what} of {self.label}" if self.label else what
+        text = f"rank {self.rank}: {self.verdict.value} for {self.seconds:.1f} s in {where}"
+        if self.state == UNINTERRUPTIBLE:
+            text += "; its process is in state D (it waits for a disk or driver, and SIGKILL waits as well)"
+        return text
+
+
+class Condemned(Value, frozen=True):
+    """Effect: fence the replica, when the ranks that hang have had a moment to write their stacks."""
+
+    named: Named
+    """The rank that has been silent for the longest time."""
+    failing: Failing | None
+    """Which microbatches the hang is charged to; None: none."""
+
+
+Effect = Named | Condemned
+
+
+class Figures(Value, frozen=True):
+    """How long things take: what limits derive from."""
+
+    steps_s: tuple[float, ...] = ()
+    """The newest step times."""
+    longest_s: Mapping[Phase, float] = MappingProxyType({})
+    """Of every phase the longest operation that a rank has finished."""
+
+
+class Watched(Value, frozen=True):
+    """What is known of a rank."""
+
+    progress: Progress
+    quiet_s: float = 0.0
+    """Since the page showed something new."""
+    stopped_s: float = 0.0
+    step_s: float = 0.0
+    """Since the step began."""
+    told: Verdict = Verdict.WORKING
+    """The worst that was said of the rank since it showed progress."""
+
+
+class DetectorState(Value, frozen=True):
+    """What the detector knows. Start with `DetectorState(deadline_s)`."""
+
+    deadline_s: float
+    """The user's one deadline, in seconds."""
+    now_s: float | None = None
+    generation: Generation = 0
+    ranks: Mapping[tuple[ReplicaId, int], Watched] = MappingProxyType({})
+    figures: Figures = Figures()
+    """Of this generation."""
+    older: Figures = Figures()
+    """Of the newest generation before it that had some."""
+    condemned: frozenset[ReplicaId] = frozenset()
+
+
+def typical_step_s(state: DetectorState) -> float | None:
+    """Return the median of the newest step times in seconds, or None if too few are known."""
+    if len(state.figures.steps_s) >= _ENOUGH_STEPS:
+        return median(state.figures.steps_s)
+    return OLDER * median(state.older.steps_s) if len(state.older.steps_s) >= _ENOUGH_STEPS else None
+
+
+def hang_limit_s(state: DetectorState, phase: Phase) -> float | None:
+    """Return the silence in seconds after which a rank hangs in `phase`; None: nothing but the deadline limits it."""
+    step_s = typical_step_s(state)
+    longest_s = state.figures.longest_s.get(phase)
+    if longest_s is None and phase in state.older.longest_s:
+        longest_s = OLDER * state.older.longest_s[phase]
+    if phase in WAITS or step_s is None or longest_s is None:
+        return None
+    return max(HANG_FLOOR_S, HANG_STEPS * step_s, TIMES_LONGEST * longest_s)
+
+
+def stop_limit_s(state: DetectorState) -> float:
+    """Return after how many seconds a stopped process is condemned."""
+    return max(STOP_FLOOR_S, STOP_STEPS * (typical_step_s(state) or 0.0))
+
+
+def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect, ...]]:
+    """Take one look. Effects are in no particular order; each rank is named once per silence, each replica condemned once."""
+    gap_s = 0.0 if state.now_s is None else min(max(0.0, look.now_s - state.now_s), GAP_S)
+    if look.generation != state.generation:
+        known = len(state.figures.steps_s) >= _ENOUGH_STEPS
+        older = state.figures if known else state.older
+        state = replace(state, generation=look.generation, figures=Figures(), older=older)
+    longest_s, steps_s = dict(state.figures.longest_s), state.figures.steps_s
+    ranks: dict[tuple[ReplicaId, int], Watched] = {}
+    for sight in look.sights:
+        key = sight.replica, sight.rank
+        watched = _watch(state.ranks.get(key), sight, gap_s)
+        if watched is None:
+            continue
+        before = state.ranks.get(key)
+        if before is not None and watched.quiet_s == 0.0:
+            phase = before.progress.phase
+            longest_s[phase] = max(longest_s.get(phase, 0.0), before.quiet_s + gap_s)
+            if watched.progress.step > before.progress.step:
+                steps_s = _with_step(steps_s, before, watched.progress, gap_s)
+        ranks[key] = watched
+    figures = Figures(steps_s, longest_s)
+    state = replace(state, now_s=look.now_s, ranks=ranks, figures=figures)
+    return _judge(state, look)
+
+
+def _watch(before: Watched | None, sight: Sight, gap_s: float) -> Watched | None:
+    """Return what is known of a rank after a look; None for one whose page was never seen whole."""
+    progress = sight.progress
+    if before is None:
+        return None if progress is None else Watched(progress)
+    stopped_s = before.stopped_s + gap_s if sight.state == STOPPED else 0.0
+    if progress is None:  # torn: that it is being written shows nothing, and hides nothing
+        return Watched(before.progress, before.quiet_s + gap_s, stopped_s, before.step_s + gap_s, before.told)
+    known = before.progress
+    moved = (progress.begun, progress.ended, progress.phase) != (known.begun, known.ended, known.phase)
+    step_s = 0.0 if progress.step != known.step else before.step_s + gap_s
+    if moved:
+        return Watched(progress, 0.0, stopped_s, step_s)
+    return Watched(progress, before.quiet_s + gap_s, stopped_s, step_s, before.told)
+
+
+def _with_step(steps_s: tuple[float, ...], before: Watched, now: Progress, gap_s: float) -> tuple[float, ...]:
+    """Add the time of the steps that a rank has done since the look before; evaluation steps tell nothing about training."""
+    known = before.progress
+    if known.step < 0 or not (known.label.startswith("train") and now.label.startswith("train")):
+        return steps_s
+    return (*steps_s, (before.step_s + gap_s) / (now.step - known.step))[-_KEPT_STEPS:]
+
+
+def _judge(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect, ...]]:
+    """Say what is new about each rank, and condemn replicas where Note [Who may be fenced for a hang] allows it."""
+    effects: list[Effect] = []
+    accused: dict[ReplicaId, Named] = {}
+    silent: set[ReplicaId] = set()
+    ranks = dict(state.ranks)
+    for sight in look.sights:
+        watched = ranks.get((sight.replica, sight.rank))
+        if watched is None or (watched.quiet_s < STOP_FLOOR_S and not watched.stopped_s):
+            continue
+        verdict, limit_s = _verdict(state, watched, sight.state)
+        if verdict in (Verdict.WORKING, Verdict.WAITING):
+            continue
+        stopped = verdict is Verdict.STOPPED
+        named = Named(
+            sight.replica, sight.rank, verdict, watched.progress.phase, watched.stopped_s if stopped else watched.quiet_s,
+            limit_s, sight.state, watched.progress.label, watched.progress.microbatches,
+        )  # fmt: skip
+        if verdict is not watched.told:
+            ranks[sight.replica, sight.rank] = replace(watched, told=verdict)
+            effects.append(named)
+        if verdict is Verdict.SLOW:
+            continue
+        silent.add(sight.replica)
+        if _is_evidence(named) or named.seconds >= state.deadline_s:
+            known = accused.get(sight.replica)
+            if known is None or (named.verdict is Verdict.STOPPED, named.seconds) > (
+                known.verdict is Verdict.STOPPED,
+                known.seconds,
+            ):
+                accused[sight.replica] = named
+    others_live = any(sight.replica not in silent for sight in look.sights)
+    condemned = tuple(
+        Condemned(named, _charge(named))
+        for replica, named in accused.items()
+        if replica not in state.condemned and (others_live or named.seconds >= state.deadline_s)
+    )
+    gone = state.condemned | {each.named.replica for each in condemned}
+    return replace(state, ranks=ranks, condemned=gone), (*effects, *condemned)
+
+
+def _verdict(state: DetectorState, watched: Watched, process: str) -> tuple[Verdict, float]:
+    """Return the verdict on a rank, and the limit in seconds by which it was judged."""
+    if process == STOPPED:
+        limit_s = stop_limit_s(state)
+        return (Verdict.STOPPED if watched.stopped_s > limit_s else Verdict.WORKING), limit_s
+    phase = watched.progress.phase
+    if phase in WAITS:
+        return Verdict.WAITING, state.deadline_s
+    limit_s = min(hang_limit_s(state, phase) or state.deadline_s, state.deadline_s)
+    if not state.generation:
+        return Verdict.WORKING, limit_s  # the coordinator gives replicas their time to start
+    if watched.quiet_s > limit_s:
+        return Verdict.HUNG, limit_s
+    return (Verdict.SLOW if watched.quiet_s > limit_s / 2 else Verdict.WORKING), limit_s
+
+
+def _is_evidence(named: Named) -> bool:
+    """Return whether the silence is the rank's own, as far as can be seen."""
+    if named.verdict is Verdict.STOPPED or named.phase not in LEANS_ON_OTHERS:
+        return True
+    return named.state == RUNNING
+
+
+def _charge(named: Named) -> Failing | None:
+    """Return what the hang is charged to: microbatches, only if the rank hangs inside their computation (INV-9)."""
+    if named.verdict is not Verdict.HUNG or named.phase not in COMPUTES or not named.microbatches:
+        return None
+    return Failing(named.replica, named.label, named.microbatches, str(named), witnessed=True)

@@ -1,0 +1,121 @@
+"""The files of one trace: `events.jsonl`, and its older parts, which the recorder has put aside and compressed.
+
+`events.0001.jsonl.gz`, `events.0002.jsonl.gz` and so on are the parts, oldest first; one that is not compressed yet, or was not
+before the end of the run, lacks the `.gz`. The newest events are in `events.jsonl`. This module finds and opens them, in
+order, also while the recorder puts one aside; it does not know what a line means.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, cast
+
+EVENTS_FILE = "events.jsonl"
+"""Name of the newest part of the log inside a run directory."""
+_PART = re.compile(r"events\.(\d{4,})\.jsonl(?:\.gz)?")
+
+
+def part(folder: Path, number: int) -> Path:
+    """Return where the part `number` (from 1) is put aside; `compressed` is where it ends up."""
+    return folder / f"events.{number:04}.jsonl"
+
+
+def compressed(plain: Path) -> Path:
+    """Return the name of a part once it is compressed."""
+    return plain.with_name(plain.name + ".gz")
+
+
+def numbers(folder: Path) -> list[int]:
+    """Return the numbers of the parts that were put aside, in order."""
+    found = (_PART.fullmatch(path.name) for path in folder.glob("events.*.jsonl*"))
+    return sorted({int(match[1]) for match in found if match})
+
+
+def _open(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else open(path, "rb")
+
+
+def open_part(folder: Path, number: int, former: os.stat_result | None = None) -> tuple[IO[bytes], Path] | None:
+    """Open the part `number` of a trace, put aside or not; None where there is none yet. Raises FileNotFoundError for a part
+    that is missing though later ones are there.
+
+    `former` is what `os.fstat` says of the part before it, if that was read as `events.jsonl`: until the recorder has put the
+    next file in its place, the name still leads there.
+    """
+    newest = folder / EVENTS_FILE
+    for _ in range(2):
+        for path in (part(folder, number), compressed(part(folder, number))):
+            try:
+                # The plain one goes when the compressed one is there. Who has it open reads it to its end.
+                return _open(path), path
+            except FileNotFoundError:
+                continue
+        try:
+            file = open(newest, "rb")  # noqa: SIM115
+        except FileNotFoundError:
+            return None
+        here = os.fstat(file.fileno())
+        if former is not None and (here.st_dev, here.st_ino) == (former.st_dev, former.st_ino):
+            file.close()
+            return None
+        if not is_put_aside(folder, number):
+            if (last := max(numbers(folder), default=0)) > number:
+                file.close()
+                raise FileNotFoundError(
+                    2, f"parts {number} to {last - 1} of the trace are incomplete", str(part(folder, number))
+                )
+            return file, newest
+        file.close()  # it was, after we had looked for it: this may be the one behind it
+    raise AssertionError("unreachable: what was put aside stays there")
+
+
+def is_put_aside(folder: Path, number: int) -> bool:
+    """Return whether the part `number` is complete: nothing is written to it any more."""
+    plain = part(folder, number)
+    return plain.exists() or compressed(plain).exists()
+
+
+def lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:
+    """Yield (file, line number in that file from 1, line) of a trace in order.
+
+    `path` is a run directory or its `events.jsonl`, which stand for all parts; any other file is read alone. Raises
+    FileNotFoundError where there is none.
+    """
+    folder = path if path.is_dir() else path.parent
+    if path.name != EVENTS_FILE and not path.is_dir():
+        with _open(path) as file:
+            for count, line in enumerate(file, start=1):
+                yield path, count, line
+        return
+    number, former = 1, None
+    while (opened := open_part(folder, number, former)) is not None:
+        file, place = opened
+        with file:
+            yield from ((place, count, line) for count, line in enumerate(_lines(file, folder, number, place), start=1))
+            former = os.fstat(file.fileno())
+        if not is_put_aside(folder, number):
+            return
+        number += 1
+    if number == 1:
+        raise FileNotFoundError(2, "No such file or directory", str(folder / EVENTS_FILE))
+
+
+def _lines(file: IO[bytes], folder: Path, number: int, place: Path) -> Iterator[bytes]:
+    """Yield the lines of one part, the last one perhaps without its end."""
+    begun = b""
+    while True:
+        # What is added before the part is put aside is part of it: so the file is read again once it is known to be complete.
+        is_complete = place.name != EVENTS_FILE or is_put_aside(folder, number)
+        for line in file:
+            begun += line
+            if begun.endswith(b"\n"):
+                yield begun
+                begun = b""
+        if is_complete or not is_put_aside(folder, number):
+            break
+    if begun:
+        yield begun

@@ -1,0 +1,445 @@
+"""The recorder: every event is in the files once, whoever dies, and neither a disk nor its death costs more than events."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gzip
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_recover import event_files, ring, trace
+from megatron_recover.cluster.event_store import Batch, EventStore, Keeper, Ledger, create_ledger
+from megatron_recover.cluster.job import Job, create_run_dir
+from megatron_recover.cluster.recording import Recording
+from megatron_recover.config import RecoverConfig
+from megatron_recover.core.values import ExitCode
+from megatron_recover.observe.tail import Tail
+
+pytestmark = pytest.mark.timeout(60)
+
+DEADLINE_S = 20.0
+
+
+def event(number: int, padding: int = 0) -> trace.Extended:
+    return trace.Extended(replica=0, rank=0, generation=1, step=number, microbatches=(7,) * padding)
+
+
+def line(number: int, padding: int = 0) -> bytes:
+    return msgspec.json.encode(event(number, padding)) + b"\n"
+
+
+def steps(run_dir: Path) -> list[int]:
+    """Of the events of `event`, in the order of the trace."""
+    return [each.step for _, each in trace.read(run_dir) if isinstance(each, trace.Extended)]
+
+
+# --- The files -----------------------------------------------------------------------------------------------------------
+
+
+class Files:
+    """A store with a ledger that outlives it, as if each store were a recorder's."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self.folder, self.settings, self.descriptor, self.number = folder, settings, create_ledger(), 0
+        self.open()
+
+    def open(self, **more: object) -> None:
+        self.ledger = Ledger(self.descriptor)
+        self.store = EventStore(self.folder, self.ledger, **(self.settings | more))
+
+    def batch(self, *numbers: int, padding: int = 0) -> Batch:
+        lines = b"".join(line(number, padding) for number in numbers)
+        self.number += 1
+        return Batch(lines, len(numbers), {3: (100 * self.number, self.number)}, self.number)
+
+
+def test_what_a_dead_recorder_wrote_and_did_not_enter_is_written_once(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    files.store.keep(files.batch(0, 1))
+    with open(tmp_path / event_files.EVENTS_FILE, "ab") as file:  # the next batch, and half of the one behind it
+        file.write(line(2) + line(3)[:20])
+    files.open()
+    assert files.ledger.position(3) == (100, 1) and files.ledger.position(4) == (0, 0)
+    files.store.keep(files.batch(2, 3))
+    assert steps(tmp_path) == [0, 1, 2, 3]
+    assert os.stat(tmp_path / event_files.EVENTS_FILE).st_mode & 0o777 == 0o600
+
+
+def test_a_batch_that_is_refused_in_the_middle_leaves_whole_lines_and_is_written_once_later(tmp_path: Path) -> None:
+    room = [10**6]
+
+    def write(file: int, data: memoryview) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = os.write(file, data[: min(len(data), 50, room[0])])
+        room[0] -= taken
+        return taken
+
+    files = Files(tmp_path, write=write)
+    files.store.keep(files.batch(0))
+    room[0] = 130
+    batch = files.batch(1, 2)
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            files.store.keep(batch)
+        assert steps(tmp_path) == [0] and files.ledger.position(3) == (100, 1)
+        room[0] = 70
+    room[0] = 10**6
+    files.store.keep(batch)
+    assert steps(tmp_path) == [0, 1, 2] and files.ledger.position(3) == (200, 2)
+
+
+def test_files_are_put_aside_and_compressed_and_read_as_one(tmp_path: Path) -> None:
+    files, tail = Files(tmp_path, part_bytes=1000), Tail(tmp_path / event_files.EVENTS_FILE)
+    followed: list[bytes] = []
+    for number in range(60):
+        files.store.keep(files.batch(number))
+        if number % 7 == 0:
+            followed += tail.lines()
+    if files.store._compression is not None:
+        files.store._compression.join(10)
+    followed += tail.lines()
+    assert steps(tmp_path) == [json.loads(each)["step"] for each in followed] == list(range(60))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names[0] == "events.0001.jsonl.gz" and names[-1] == "events.jsonl" and len(names) > 4
+    assert {os.stat(path).st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+    assert gzip.decompress((tmp_path / names[0]).read_bytes()).startswith(line(0))
+    assert [number for number, _ in trace.read(tmp_path / event_files.EVENTS_FILE)] == list(range(1, 61)), "numbers go on"
+    late = Tail(tmp_path / event_files.EVENTS_FILE)
+    assert list(late.lines()) == followed
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(FileNotFoundError, match="incomplete"):
+        steps(tmp_path)
+
+
+def test_a_compressed_part_that_is_damaged_is_named(tmp_path: Path) -> None:
+    files = Files(tmp_path, part_bytes=100)
+    files.store.keep(files.batch(*range(200)))
+    assert files.store._compression is not None
+    files.store._compression.join(10)
+    part = tmp_path / "events.0001.jsonl.gz"
+    part.write_bytes(part.read_bytes()[:-40])
+    with pytest.raises(trace.TraceError, match="events.0001.jsonl.gz.*damaged"):
+        steps(tmp_path)
+
+
+@pytest.mark.parametrize("instant", ["before the link", "between link and replacement", "before it is entered"])
+def test_a_recorder_that_dies_while_it_puts_a_file_aside_loses_nothing(instant: str, tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    files.store.keep(files.batch(0))
+    newest, aside = tmp_path / event_files.EVENTS_FILE, event_files.part(tmp_path, 1)
+    if instant != "before the link":
+        os.link(newest, aside)
+        assert steps(tmp_path) == [0], "a reader takes both names for one file"
+        tail = Tail(newest)
+        assert len(list(tail.lines())) == 1 and list(tail.lines()) == []
+    if instant == "before it is entered":
+        (tmp_path / "new").touch()
+        os.replace(tmp_path / "new", newest)
+    files.open()
+    files.store.keep(files.batch(1))
+    assert steps(tmp_path) == [0, 1]
+
+
+def test_a_trace_is_read_whole_while_it_grows_and_is_put_aside(tmp_path: Path) -> None:
+    files = Files(tmp_path, part_bytes=2000)
+    count, problems = 400, []
+
+    def read() -> None:
+        seen = 0
+        while seen < count:
+            found = steps(tmp_path)
+            if found != list(range(len(found))) or len(found) < seen:
+                problems.append(found)
+                return
+            seen = len(found)
+
+    files.store.keep(files.batch(0))
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(1, count):
+        files.store.keep(files.batch(number))
+    reader.join(DEADLINE_S)
+    assert not reader.is_alive() and problems == []
+    files.store.close()
+
+
+def test_what_is_added_to_a_file_just_before_it_is_put_aside_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader has come to the end of the file, and then the file grows and is put aside, before the reader looks whether."""
+    files, looks = Files(tmp_path), []
+    files.store.keep(files.batch(0))
+    real = event_files.is_put_aside
+
+    def is_put_aside(folder: Path, number: int) -> bool:
+        looks.append(number)
+        if len(looks) == 3:  # on opening, before reading, and now
+            files.store.keep(files.batch(1))
+            files.store._put_aside()
+            files.store.keep(files.batch(2))
+        return real(folder, number)
+
+    monkeypatch.setattr(event_files, "is_put_aside", is_put_aside)
+    assert steps(tmp_path) == [0, 1, 2] and len(looks) > 3
+    files.store.close()
+
+
+def test_the_thread_that_writes_tries_again_until_the_disk_takes_it_and_says_why_not(tmp_path: Path) -> None:
+    refused = [errno.EIO, errno.ESTALE]
+
+    def write(file: int, data: memoryview) -> int:
+        if refused:
+            number = refused.pop(0)
+            raise OSError(number, os.strerror(number))
+        return os.write(file, data)
+
+    files = Files(tmp_path, write=write)
+    keeper = Keeper(files.store)
+    batch = files.batch(0)
+    keeper.give(batch)
+    assert keeper.busy_since is not None and keeper.done() is None
+    assert keeper.done(wait_s=DEADLINE_S) == batch
+    assert keeper.busy_since is None and keeper.error is None and steps(tmp_path) == [0]
+    assert keeper.close(DEADLINE_S)
+
+
+# --- The process -----------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A run of which there is only the recording: this process stands for the launcher and for the ranks."""
+
+    def __init__(self, tmp_path: Path, **fields: object) -> None:
+        self.run_dir = create_run_dir(tmp_path / "run")
+        if fields.pop("fifo", False):
+            os.mkfifo(self.run_dir / trace.EVENTS_FILE)
+        self.job = Job(
+            argv=("script.py",), num_replicas=2, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(), run_dir=self.run_dir,
+            **fields,
+        )  # fmt: skip
+        self.recording = Recording(self.job, time.monotonic())
+
+    def rank(self, replica: int) -> ring.RingLog:
+        return ring.RingLog(self.recording.descriptors(replica, 0)[ring.DESCRIPTOR])
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Return when `condition()` holds, while the launcher watches as it does."""
+        end = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < end, f"not within {DEADLINE_S:g} s: {what}"
+            self.recording.poll()
+            time.sleep(0.01)
+
+    @property
+    def pid(self) -> int:
+        assert self.recording._process is not None
+        return self.recording._process.pid
+
+    def until_it_records(self) -> None:
+        self.recording.record(trace.Thawed(replica=0, rank=0))
+        self.until(lambda: list(trace.read(self.run_dir)), "the first event")
+
+    def finish(self) -> list[trace.AnyEvent]:
+        self.recording.record(trace.RunFinished(exit_code=0))
+        self.recording.finish(ExitCode.OK, "training finished")
+        self.recording.close()
+        return [each for _, each in trace.read(self.run_dir)]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def starting(**fields: object) -> Run:
+        runs.append(Run(tmp_path, **fields))
+        return runs[-1]
+
+    yield starting
+    for run in runs:
+        run.recording.close()
+
+
+def test_events_of_all_are_written_in_order_and_nothing_is_left(start: Callable[..., Run], capfd) -> None:  # noqa: ANN001
+    run = start()
+    logs = [run.rank(replica) for replica in range(2)]
+    for number in range(500):
+        logs[number % 2].record(event(number))  # one after the other: each is a cause of the next
+    run.recording.record(trace.Generation(generation=1, roster=(0, 1), reason="start"))
+    run.recording.ended(0, 0)
+    run.recording.ended(1, 0)
+    run.until(lambda: len(run.recording._rings) == 1, "rings whose processes have ended to be given back")
+    events = run.finish()
+    assert [each.step for each in events[:500]] == list(range(500))
+    assert isinstance(events[-1], trace.RunFinished) and len(events) == 502
+    assert [each.t for each in events] == sorted(each.t for each in events) and events[0].t > 0
+    out, err = capfd.readouterr()
+    assert "generation 1: replicas 0 1" in out and "exit code 0 (ok): training finished" in out and err == ""
+
+
+def test_an_event_that_is_none_of_this_version_is_written_and_ends_no_recorder(start: Callable[..., Run]) -> None:
+    run = start()
+    run.recording.record(trace.Generation(generation="one", roster=(0,), reason="start"))  # type: ignore[arg-type]
+    with pytest.raises(trace.TraceError, match=r"events.jsonl:1: .*\$\.generation"):
+        run.finish()
+    assert run.recording._num_starts == 1
+
+
+def test_a_recorder_that_is_killed_again_and_again_loses_nothing_and_writes_nothing_twice(start: Callable[..., Run]) -> None:
+    run = start()
+    log, number = run.rank(0), 0
+    for _ in range(3):
+        seen = len(steps(run.run_dir))
+        while len(steps(run.run_dir)) < seen + 200:
+            log.record(event(number))
+            number += 1
+            run.recording.poll()
+        former = run.pid
+        os.kill(former, signal.SIGKILL)
+        run.until(lambda former=former: run.recording._process is not None and run.pid != former, "another recorder")
+    run.recording.ended(0, 0)
+    events = run.finish()
+    assert [each.step for each in events[:-1]] == list(range(number))
+
+
+def test_recorders_that_all_die_cost_the_trace_and_are_told(start: Callable[..., Run], capfd) -> None:  # noqa: ANN001
+    run = start()
+    for _ in range(5):
+        former = run.pid
+        os.kill(former, signal.SIGKILL)
+        run.until(lambda former=former: run.recording._process is None or run.pid != former, "its end to be seen")
+    assert run.recording._process is None
+    run.recording.record(trace.Thawed(replica=0, rank=0))
+    run.finish()
+    err = capfd.readouterr().err
+    assert "no more of the trace is written" in err and "exit code 0 (ok): training finished" in err
+
+
+def test_a_recorder_that_stands_still_loses_only_what_is_counted(start: Callable[..., Run], capfd) -> None:  # noqa: ANN001
+    run = start(ring_bytes=4096)
+    log = run.rank(1)
+    run.until_it_records()
+    os.kill(run.pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    for number in range(100):
+        log.record(event(number, padding=50))
+        run.recording.poll()
+    assert time.monotonic() - begin < 1.0, "nobody waits for it"
+    os.kill(run.pid, signal.SIGCONT)
+    run.until(lambda: any(isinstance(each, trace.Gap) for _, each in trace.read(run.run_dir)), "the gap")
+    log.record(event(100))
+    run.recording.ended(1, 0)
+    events = run.finish()
+    [gap] = [each for each in events if isinstance(each, trace.Gap)]
+    found = [each.step for each in events if isinstance(each, trace.Extended)]
+    kept = len(found) - 1
+    assert found == [*range(kept), 100] and 0 < kept < 100
+    assert (gap.replica, gap.rank, gap.num_events) == (1, 0, 100 - kept)
+    place = events.index(gap)
+    assert events[place - 1].step == kept - 1 and events[place + 1].step == 100
+    assert events[place - 1].t <= gap.since <= gap.t <= events[place + 1].t
+    assert f"{100 - kept} events of this run are lost so far" in capfd.readouterr().out
+
+
+def test_a_disk_that_stalls_costs_nothing_but_events_and_is_told_once(start: Callable[..., Run], capfd) -> None:  # noqa: ANN001
+    """`events.jsonl` is a FIFO: opening and writing it block in the kernel while nobody reads."""
+    run = start(fifo=True, ring_bytes=2**18)
+    log = run.rank(0)
+    slowest = 0.0
+    for number in range(3000):
+        begin = time.monotonic()
+        log.record(event(number, padding=50))
+        slowest = max(slowest, time.monotonic() - begin)
+    assert slowest < 0.2, "a rank does not wait"
+    run.recording.record(trace.Generation(generation=1, roster=(0, 1), reason="start"))
+    told: list[str] = []
+
+    def output() -> str:
+        told.append(capfd.readouterr().out)
+        return "".join(told)
+
+    run.until(lambda: "generation 1: replicas 0 1" in output(), "the console to go on")
+    run.until(lambda: "WARNING: the trace cannot be written" in output(), "a warning")
+    pipe = os.open(run.run_dir / trace.EVENTS_FILE, os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, 0)
+    collected: list[bytes] = []
+    reader = threading.Thread(target=lambda: collected.extend(iter(lambda: os.read(pipe, 2**16), b"")))
+    reader.start()
+    run.until(lambda: "the trace is written again" in output(), "word that it is over")
+    run.recording.ended(0, 0)
+    run.recording.record(trace.RunFinished(exit_code=0))
+    run.recording.finish(ExitCode.OK, "training finished")
+    run.recording.close()
+    reader.join(DEADLINE_S)
+    os.close(pipe)
+    events = [trace.parse(each)[0] for each in b"".join(collected).splitlines(keepends=True)]
+    found = [each.step for each in events if isinstance(each, trace.Extended)]
+    [gap] = [each for each in events if isinstance(each, trace.Gap)]
+    assert found == list(range(len(found))) and gap.num_events == 3000 - len(found) > 0
+    assert isinstance(events[-1], trace.RunFinished)
+    assert output().count("WARNING: the trace cannot be written") == 1
+
+
+def test_a_disk_that_stalls_to_the_end_costs_the_end_of_the_trace(
+    start: Callable[..., Run],
+    capfd,
+    monkeypatch: pytest.MonkeyPatch,  # noqa: ANN001
+) -> None:
+    monkeypatch.setattr("megatron_recover.cluster.recording.TRACE_DEADLINE_S", 1.0)
+    run = start(fifo=True)
+    run.recording.record(trace.RunFinished(exit_code=0))
+    run.recording.finish(ExitCode.OK, "training finished")
+    run.recording.close()
+    out, err = capfd.readouterr()
+    assert "exit code 0 (ok): training finished" in out
+    assert "the end of the trace is missing" in err and "the disk does not answer" in err
+
+
+def test_a_disk_that_is_full_keeps_whole_lines_and_takes_all_when_there_is_room(
+    start: Callable[..., Run],
+    capfd,  # noqa: ANN001
+) -> None:
+    run = start()
+    log = run.rank(0)
+    run.until_it_records()
+    soft = resource.prlimit(run.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (20_000, soft[1]))
+    for number in range(300):
+        log.record(event(number, padding=20))
+    run.until(lambda: "WARNING: the trace cannot be written" in capfd.readouterr().out, "a warning")
+    assert len(steps(run.run_dir)) < 300, "what is there is whole"
+    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, soft)
+    run.until(lambda: len(steps(run.run_dir)) == 300, "all of it")
+    run.recording.ended(0, 0)
+    assert [each.step for each in run.finish()[1:-1]] == list(range(300))
+
+
+def test_a_recorder_whose_launcher_is_gone_writes_what_there_is_and_ends(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    if (pid := os.fork()) == 0:
+        ours.close()
+        run = Run(tmp_path)
+        log = run.rank(0)
+        run.until_it_records()
+        theirs.send(str(run.pid).encode())
+        theirs.recv(1)
+        for number in range(100):
+            log.record(event(number))
+        os.kill(os.getpid(), signal.SIGKILL)
+    theirs.close()
+    recorder = os.pidfd_open(int(ours.recv(100)))
+    ours.send(b"x")
+    os.waitpid(pid, 0)
+    assert select.select([recorder], [], [], DEADLINE_S)[0], "it is still there"
+    os.close(recorder)
+    assert steps(tmp_path / "run") == list(range(100))

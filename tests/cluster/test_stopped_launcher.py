@@ -1,0 +1,97 @@
+"""The launcher is stopped (SIGSTOP, Ctrl-Z) and a replica dies: survivors say so, and finish the step when it goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_recover import trace
+from megatron_recover.core.values import ExitCode
+from megatron_recover.observe.check import check, describe
+from tests.cluster.jobs import Spec
+from tests.cluster.running import FOR_EVER, AtTerminal, Running, Start
+from tests.cluster.waiting import until_ended, until_files
+
+pytestmark = pytest.mark.timeout(90)
+SOON = {"beat_s": 0.25, "silence_s": 1.0}
+"""A silent launcher is noticed in a second, which is shorter than the default's three."""
+
+
+def kill_a_rank(job: Running) -> None:
+    """Kill rank 1 of replica 1."""
+    next(each for each in job.processes if each.name() == "replica-1.1").kill()
+
+
+def until_said(job: Running, text: str, replicas: tuple[int, ...] = (0, 2)) -> None:
+    """Return when the leaders of `replicas` have said so in their logs."""
+    logs = [Path(job.spec.run_dir) / "logs" / f"replica-{replica}-rank-0.log" for replica in replicas]
+    until_files(lambda: all(text in log.read_text() for log in logs), text, logs[0].parent)
+
+
+@pytest.mark.parametrize("how", ["SIGSTOP", "Ctrl-Z"])
+def test_a_death_while_the_launcher_is_stopped_is_recovered_from_when_it_goes_on(
+    start: Start, tmp_path: Path, how: str
+) -> None:
+    job = start(
+        Spec(run_dir=str(tmp_path / "run"), steps=FOR_EVER, deadlines={"follow_s": 1.0, **SOON}), at_terminal=how == "Ctrl-Z"
+    )
+    if isinstance(job, AtTerminal):
+        job.type("\x1a")
+        job.until(lambda: "Stopped" in job.output.read_text(), "the shell's word that the job is stopped")
+    else:
+        job.launcher.send_signal(signal.SIGSTOP)
+    reached = job.num_applied()
+    job.until(lambda: job.num_applied() > reached + 20, "training to go on without the launcher")
+    kill_a_rank(job)
+    pid = job.launcher.pid
+    until_said(job, f"(the launcher, pid {pid}, stopped: continue it with `fg` or `kill -CONT {pid}`) has sent nothing for")
+    until_said(job, "waits for a new generation (")
+    reached = job.num_applied()
+    # Nothing moves: for longer than the follow timeout, too, which must not have run out when the launcher goes on.
+    assert psutil.Process(pid).status() == psutil.STATUS_STOPPED and job.num_applied() == reached
+    if isinstance(job, AtTerminal):
+        job.type("fg\n")
+    else:
+        job.launcher.send_signal(signal.SIGCONT)
+    job.until(lambda: job.num_applied() > reached + 20, "training to go on with the launcher")
+    job.launcher.send_signal(signal.SIGTERM)
+    outcome = job.end()
+    assert outcome.exit_code == ExitCode.INTERRUPTED, outcome.output
+    assert "the launcher stood still for" in outcome.output
+    outcome.assert_exactly_once()
+    assert [loss.replica for event in outcome.of(trace.Generation) for loss in event.losses] == [1], "nobody else is lost"
+    sums = {rank: [outcome.sums(replica, rank) for replica in (0, 2)] for rank in range(2)}
+    assert all(one == other for one, other in sums.values())
+    silences = [(event.replica, event.phase) for event in outcome.of(trace.CoordinatorSilent)]
+    assert {(replica, phase) for replica in (0, 2) for phase in ("began", "over")} <= set(silences)
+    verdict = check(job.spec.run_dir)
+    assert verdict.holds, describe(verdict)
+    job.assert_nothing_left()
+
+
+def test_inv_8_a_launcher_that_stays_stopped_is_waited_for_until_the_deadline(start: Start, tmp_path: Path) -> None:
+    deadlines = {"sum_s": 5.0, "stall_s": 5.0, "follow_s": 1.0, "deadline_s": 1.0, **SOON}
+    job = start(Spec(run_dir=str(tmp_path / "run"), steps=FOR_EVER, deadlines=deadlines))
+    os.kill(job.launcher.pid, signal.SIGSTOP)
+    kill_a_rank(job)
+    until_ended(job.ranks, deadline_s=30.0)
+    until_said(job, "and the coordinator (the launcher, pid")
+    job.launcher.send_signal(signal.SIGCONT)
+    outcome = job.end()
+    assert outcome.exit_code == ExitCode.NO_REPLICA_LEFT, outcome.output
+    assert "resume from the last checkpoint" in outcome.output
+    outcome.assert_exactly_once()
+    job.assert_nothing_left()
+
+
+def test_a_job_that_ends_while_the_launcher_is_stopped_ends_well_when_it_goes_on(start: Start, tmp_path: Path) -> None:
+    job = start(Spec(run_dir=str(tmp_path / "run"), steps=500, deadlines=SOON))
+    job.launcher.send_signal(signal.SIGSTOP)
+    until_said(job, "waits for the end of the job", (0, 1, 2))
+    job.launcher.send_signal(signal.SIGCONT)
+    job.end().assert_finished([0, 1, 2])
+    job.assert_nothing_left()

@@ -1,0 +1,100 @@
+"""A rank that SIGKILL does not end (state D): survivors finish the step, nothing waits for it, the job's end reports it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_recover import trace
+from megatron_recover.cluster import agent as agent_module
+from megatron_recover.cluster.agent import Agent, Undying
+from megatron_recover.core.values import ExitCode
+from megatron_recover.observe.check import check, describe
+from tests.cluster.jobs import Spec
+from tests.cluster.running import FOR_EVER, Start
+from tests.cluster.waiting import until_ended, until_readable
+
+pytestmark = pytest.mark.timeout(90)
+
+
+class Freezer:
+    """A cgroup (version 1) whose processes stand still in state D, and take SIGKILL only when they are thawed."""
+
+    def __init__(self, mount: Path) -> None:
+        self._mount, self._group = mount, mount / f"megatron-recover-{os.getpid()}"
+        mount.mkdir()
+        subprocess.run(["mount", "-t", "cgroup", "-o", "freezer", "none", str(mount)], check=True, capture_output=True)
+        self._group.mkdir()
+        self.frozen: list[psutil.Process] = []
+
+    def freeze(self, process: psutil.Process) -> None:
+        (self._group / "tasks").write_text(str(process.pid))
+        (self._group / "cgroup.procs").write_text(str(process.pid))
+        (self._group / "freezer.state").write_text("FROZEN")
+        while (self._group / "freezer.state").read_text().strip() != "FROZEN":
+            (self._group / "freezer.state").write_text("FROZEN")
+        self.frozen.append(process)
+
+    def thaw(self) -> None:
+        (self._group / "freezer.state").write_text("THAWED")
+
+    def close(self) -> None:
+        self.thaw()
+        until_ended(self.frozen)
+        self._group.rmdir()
+        subprocess.run(["umount", str(self._mount)], check=True)
+
+
+@pytest.fixture
+def freezer(tmp_path: Path) -> Iterator[Freezer]:
+    try:
+        made = Freezer(tmp_path / "freezer")
+    except (subprocess.CalledProcessError, OSError):
+        pytest.skip("this machine lets nobody mount the cgroup v1 freezer")
+    yield made
+    made.close()
+
+
+def test_a_rank_that_sigkill_does_not_end_costs_its_replica_and_nothing_else(
+    freezer: Freezer, start: Start, tmp_path: Path
+) -> None:
+    deadlines = dict.fromkeys(("sum_s", "stall_s", "finish_s", "follow_s", "sigkill_s"), 1.0)
+    job = start(Spec(run_dir=str(tmp_path / "run"), steps=FOR_EVER, deadlines=deadlines))
+    victim = next(each for each in job.processes if each.name() == "replica-1.1")
+    freezer.freeze(victim)
+    events = Path(job.spec.run_dir) / "events.jsonl"
+    job.until(lambda: '"kind":"suspected"' in events.read_text(), "the loss of the replica")
+    reached = job.num_applied()
+    job.until(lambda: job.num_applied() > reached + 20, "training to go on without it")
+    job.launcher.send_signal(signal.SIGTERM)
+    outcome = job.end()
+    assert outcome.exit_code == ExitCode.INTERRUPTED, outcome.output
+    assert f"replica 1 rank 1 (pid {victim.pid}, state D" in outcome.output, outcome.output
+    assert "does not end although it was killed" in outcome.output
+    outcome.assert_exactly_once()
+    assert [(each.replica, each.rank, each.pid, each.state) for each in outcome.of(trace.SetAside)] == [(1, 1, victim.pid, "D")]
+    assert [(each.replica, each.ranks) for each in outcome.of(trace.Fenced)] == [(1, (0,))]
+    verdict = check(job.spec.run_dir)
+    assert verdict.holds, describe(verdict)
+    until_ended([each for each in job.processes if each != victim])
+
+
+def test_closing_an_agent_reports_what_does_not_end_and_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everywhere, without a freezer: SIGKILL is said to have no effect."""
+    script = tmp_path / "script.py"
+    script.write_text("import signal\nwhile True: signal.pause()\n")
+    agent = Agent(preload=(), environment=dict(os.environ), log=tmp_path / "log")
+    until_readable(agent.fileno(), agent.is_ready, "the fork server")
+    agent.spawn(3, 0, argv=(str(script),), environment={}, log=tmp_path / "rank.log")
+    monkeypatch.setattr(agent_module, "_ended", lambda pidfd, until: False)
+    pid = agent._processes[3, 0].pid
+    assert agent.undying() == []
+    [left] = agent.close()
+    assert left == Undying(3, 0, pid, left.state, left.wchan)
+    assert str(left).startswith(f"replica 3 rank 0 (pid {pid}, state ")

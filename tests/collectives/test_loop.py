@@ -1,0 +1,103 @@
+"""The loop's own clock: after a stop what has arrived is read before any timer fires, and every timer has its time left."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_recover.collectives.loop import STILL_S, Loop
+from megatron_recover.collectives.wire import Link, PeerHello
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class Stopped:
+    """A loop on a clock that the test moves, with a link on which something can arrive."""
+
+    def __init__(self) -> None:
+        self.now = self.cpu_s = 0.0
+        self.loop = Loop(clock=lambda: self.now, cpu_clock=lambda: self.cpu_s)
+        self.seen: list[object] = []
+        ours, theirs = socket.socketpair()
+        self.other = Link(theirs)
+        self.loop.watch(Link(ours), lambda link, message: self.seen.append(message), lambda link, why: None)
+        self.loop.run_once(0.0)
+
+    def stop(self, seconds: float) -> None:
+        self.now += seconds
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds
+        self.cpu_s += seconds
+
+    def after(self, seconds: float, name: str) -> None:
+        self.loop.after(seconds, lambda: self.seen.append(name))
+
+
+@pytest.fixture
+def stopped() -> Iterator[Stopped]:
+    made = Stopped()
+    yield made
+    made.loop.close()
+    made.other.close()
+
+
+def test_a_timer_that_ran_out_in_a_stop_has_its_time_left_after_it(stopped: Stopped) -> None:
+    stopped.after(5.0, "timer")
+    stopped.stop(100.0)
+    stopped.other.send(PeerHello(1))
+    stopped.loop.run_once(0.0)
+    assert stopped.seen == [PeerHello(1)]
+    assert stopped.loop.stood_still_s == 100.0
+    stopped.work(4.9)
+    stopped.loop.run_once(0.0)
+    assert stopped.seen == [PeerHello(1)]
+    stopped.work(0.1)
+    stopped.loop.run_once(0.0)
+    assert stopped.seen == [PeerHello(1), "timer"]
+
+
+def test_a_stop_between_reading_and_the_timers_lets_none_fire_before_the_next_reading(stopped: Stopped) -> None:
+    stopped.after(0.0, "first")
+    stopped.after(0.0, "second")
+
+    def stop_here() -> None:
+        stopped.stop(100.0)
+        stopped.other.send(PeerHello(2))
+
+    stopped.loop.post(stop_here)
+    stopped.loop.run_once(0.0)
+    assert stopped.seen == []
+    stopped.loop.run_once(0.0)
+    assert stopped.seen == [PeerHello(2), "first", "second"]
+
+
+def test_a_stop_between_two_timers_is_noticed_too(stopped: Stopped) -> None:
+    stopped.loop.after(0.0, lambda: (stopped.stop(100.0), stopped.other.send(PeerHello(3))))
+    stopped.after(50.0, "later")
+    stopped.loop.run_once(0.0)
+    stopped.loop.run_once(0.0)
+    assert stopped.seen == [PeerHello(3)]
+
+
+def test_a_handler_that_works_long_is_no_stop_nor_is_a_short_gap(stopped: Stopped) -> None:
+    """Else a loop whose handlers always take long would never fire a timer (INV-8)."""
+    stopped.after(30.0, "timer")
+    for _ in range(3):
+        stopped.work(9.0)
+        stopped.stop(STILL_S * 0.9)
+        stopped.loop.run_once(0.0)
+    assert stopped.seen == [] and stopped.loop.stood_still_s == 0.0
+    stopped.work(2.0)
+    stopped.loop.run_once(0.0)
+    assert stopped.seen == ["timer"]
+
+
+def test_a_wait_that_was_asked_for_is_no_stop() -> None:
+    loop, seen = Loop(), []
+    loop.after(3 * STILL_S, lambda: seen.append("timer"))
+    while not seen:
+        loop.run_once(None)  # were waiting taken for a stop, the timer would be put off for ever
+    loop.close()
