@@ -46,6 +46,9 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     they take; then who computes what is the same in every run."""
     digest_interval: int = 1
     """Write the digest of the parameters to the trace every so many steps (0: never)."""
+    state_digest_interval: int = 16
+    """Compare all state of the replicas, optimizer and buffers included, every so many training steps, and besides before each
+    save and at the end, which cannot be switched off."""
 
     @property
     def deadlines(self) -> Deadlines:
@@ -69,6 +72,11 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
             found.append(f"--recover-ranks-per-gpu is {self.ranks_per_gpu}; it must be at least 1")
         if self.digest_interval < 0:
             found.append(f"--recover-digest-interval is {self.digest_interval}; it must be 0 (never) or more")
+        if self.state_digest_interval < 1:
+            found.append(
+                f"--recover-state-digest-interval is {self.state_digest_interval}; it must be at least 1 (with a large number "
+                "replicas compare their state before saves and at the end only)"
+            )
         if found:
             raise ValueError("\n".join(found))
 

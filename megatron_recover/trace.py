@@ -377,6 +377,17 @@ class ReductionFailed(Event, frozen=True, kw_only=True):
     bucket: int | None = None
 
 
+class StateDigested(Event, frozen=True, kw_only=True):
+    """Rank: a step begins whose record carries the state digest, and this is the rank's part of it."""
+
+    replica: int
+    rank: int
+    step: int
+    label: str
+    digest: str
+    """Of all state of this rank."""
+
+
 class Voted(Event, frozen=True, kw_only=True):
     """Leader: its replica is ready to commit a record."""
 
@@ -385,6 +396,22 @@ class Voted(Event, frozen=True, kw_only=True):
     step: int
     digest: str
     """Of the record without what voters say of themselves (requests, paces): all in which equal votes differ."""
+
+
+class Disagreed(Event, frozen=True, kw_only=True):
+    """Leader: members voted for different records; this is that of its own replica, so that they can be compared."""
+
+    replica: int
+    generation: int
+    step: int
+    label: str
+    digest: str
+    """As in `voted`."""
+    versions: tuple[Result, ...]
+    state_digest: str | None = None
+    """As in `committed`."""
+    reason: str
+    """Who voted for what, and in which fields and buckets the records differ from this one."""
 
 
 class Committed(Event, frozen=True, kw_only=True):
@@ -403,6 +430,8 @@ class Committed(Event, frozen=True, kw_only=True):
     requests: tuple[str, ...] = ()
     paces: tuple[tuple[int, int], ...] = ()
     """(voter, nanoseconds that one of its microbatches took; 0: it computed none): what quotas follow."""
+    state_digest: str | None = None
+    """Of the state that the step began with, over all ranks in rank order; None where no digest was due."""
 
 
 class Applied(Event, frozen=True, kw_only=True):
@@ -456,6 +485,24 @@ class Failure(Event, frozen=True, kw_only=True):
     rank: int
     cause: str
     """Signal name or exit code."""
+
+
+class RankSilent(Event, frozen=True, kw_only=True):
+    """Agent: a rank is slow, hangs or is stopped. Whether its replica is lost by that is said by the next `Generation`."""
+
+    replica: int
+    rank: int
+    verdict: Literal["slow", "hung", "stopped"]
+    phase: str
+    """What its training thread does (`core/detector.py`)."""
+    seconds: float
+    """For so long."""
+    step: int
+    label: str
+    microbatches: tuple[int, ...] = ()
+    """In work."""
+    state: str = ""
+    """Of the process, as in /proc/PID/stat."""
 
 
 class Fenced(Event, frozen=True, kw_only=True):
@@ -523,7 +570,8 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 AnyEvent = (
     RunStarted | Joined | Generation | Entered | CoordinatorSilent | LeaderSilent | Stopping | Waiting | RunFinished | Status
     | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | Miscounted
-    | ReductionFailed | Voted | Committed | Applied | Fault | Thawed | Failure | Fenced | SetAside | Recovery | Gap | Checkpoint
+    | ReductionFailed | StateDigested | Voted | Disagreed | Committed | Applied | Fault | Thawed | Failure | RankSilent
+    | Fenced | SetAside | Recovery | Gap | Checkpoint
 )  # fmt: skip
 
 

@@ -31,6 +31,8 @@ _PF_EXITING = 0x4
 _STATE_FIELD, _FLAGS_FIELD, _EXIT_CODE_FIELD = 3, 9, 52
 """Of /proc/PID/stat, counted from 1 (proc(5))."""
 _STOPPED = b"T"
+_CANNOT_WRITE = ("T", "D", "Z", "")
+"""States in which a process runs no handler of a signal."""
 _PIDFD_SIGNAL_PROCESS_GROUP = 4
 """Flag of pidfd_send_signal(2): the process group that the process leads. Linux 6.9."""
 _LOOK_S = 1.0
@@ -114,6 +116,13 @@ class _Process:
         """The fork server has reaped it and killed what was left of its group."""
         self.killed_at: float | None = None
         """When SIGKILL was sent to it first."""
+        self.blocking: frozenset[str] = frozenset()
+        """Threads that had blocked the signal for stacks before it was sent."""
+
+    def has_handled(self, number: int) -> bool:
+        """Return whether a signal sent to the process is neither pending nor being handled (its thread blocks it meanwhile)."""
+        pending = _mask_of(Path(f"/proc/{self.pid}/status"), b"ShdPnd:") >> (number - 1) & 1
+        return not pending and not _threads_blocking(self.pid, number) - self.blocking
 
     def dying_status(self) -> int | None:
         """How it is ending, once the kernel has begun to take it down; None while it lives."""
@@ -266,6 +275,26 @@ class Agent:
         fields = self._processes[replica, rank].stat.read()
         return fields[_STATE_FIELD].decode() if fields else ""
 
+    def ask_for_stacks(self, replica: int) -> None:
+        """Have the ranks of a replica write their stacks into their logs; `have_written_stacks` says when they are there."""
+        for process in self._living(replica):
+            process.blocking = _threads_blocking(process.pid, forkserver.STACKS_SIGNAL)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process.pidfd, forkserver.STACKS_SIGNAL)
+
+    def have_written_stacks(self, replica: int) -> bool:
+        """Return whether every rank that can has written its stacks since they were asked for.
+
+        A rank in state T or D can not, and is left out. Reads only /proc: a log on a disk that stalls holds nobody up.
+        """
+        return all(
+            self.state(process.replica, process.rank) in _CANNOT_WRITE or process.has_handled(forkserver.STACKS_SIGNAL)
+            for process in self._living(replica)
+        )
+
+    def _living(self, replica: int) -> list[_Process]:
+        return [each for each in self._processes.values() if each.replica == replica and not each.reported]
+
     def is_stopped(self, replica: int, rank: int) -> bool:
         """Whether a rank stands still (SIGSTOP)."""
         return self.state(replica, rank) == _STOPPED.decode()
@@ -339,6 +368,26 @@ class Agent:
             [pidfd] = descriptors
             self._processes[reply.replica, reply.rank] = _Process(reply.replica, reply.rank, reply.pid, pidfd)
         return reply
+
+
+def _mask_of(status: Path, name: bytes) -> int:
+    """Return a set of signals in /proc/PID/status (proc(5)), bit n - 1 for signal n; 0 if the process is gone."""
+    try:
+        lines = status.read_bytes().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1], 16) for line in lines if line.startswith(name)), 0)
+
+
+def _threads_blocking(pid: int, number: int) -> frozenset[str]:
+    """Return the ids of the threads of a process that block a signal."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return frozenset()
+    return frozenset(
+        thread for thread in threads if _mask_of(Path(f"/proc/{pid}/task/{thread}/status"), b"SigBlk:") >> (number - 1) & 1
+    )
 
 
 def _ended(pidfd: int, until: float) -> bool:

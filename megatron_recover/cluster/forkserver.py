@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import os
@@ -34,6 +35,8 @@ from megatron_recover.config import add_to_environment, describe_descriptors
 MAX_PACKET_BYTES = 2**17
 MAX_DESCRIPTORS = 16
 """That one packet can carry."""
+STACKS_SIGNAL = signal.SIGRTMIN + 7
+"""Has a rank write the stacks of all its threads into its log, whatever they do; nothing else of it changes."""
 TOLD_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals by which a job is asked to end; server and ranks ignore them, the launcher does not."""
 
@@ -176,6 +179,7 @@ def _become_rank(spawn: Spawn, output: int, handed_down: list[int], inherited: l
             os.dup2(output, stream)
         os.close(output)
         forgive_full_disks()
+        faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=False)
         for descriptor in handed_down:  # of this process alone, not of programs that it starts
             os.set_inheritable(descriptor, False)
         named = describe_descriptors(dict(zip(spawn.descriptors, handed_down, strict=True)))

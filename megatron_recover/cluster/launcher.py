@@ -59,6 +59,8 @@ class Launcher:
         self._fencing: set[int] = set()
         self._set_aside: set[tuple[int, int]] = set()
         """Ranks (replica, rank) that do not end although they were killed."""
+        self._gone: set[int] = set()
+        """Replicas that have been fenced or are being."""
         self._ending: tuple[int, str] | None = None
         self._end_by = 0.0
         """By the loop's clock."""
@@ -107,7 +109,9 @@ class Launcher:
         self._agent = Agent(
             preload=job.preload, environment=environment, log=job.run_dir / LOGS / "forkserver.log", deadlines=self._deadlines
         )
-        self._ranks = Watch(self._agent)
+        self._ranks = Watch(
+            self._agent, deadline_s=job.config.deadline_s, record=self._recording.record, says=self._recording.says
+        )
         self._membership = Membership(
             Policy(num_replicas=job.num_replicas, min_replicas=job.config.min_replicas),
             key=self._key,
@@ -250,7 +254,7 @@ class Launcher:
                 self._loop.run_once(0.0)
             for end in explaining_first(ends):
                 self._ended(end)
-            self._ranks.look()
+            self._look_for_hangs()
             for replica, rank in self._thawing.due():
                 if self._agent.is_stopped(replica, rank):
                     self._thawing.done(replica, rank)
@@ -284,6 +288,19 @@ class Launcher:
             )
         self._recording.says(f"{process} does not end although it was killed; nothing waits for it")
 
+    def _look_for_hangs(self) -> None:
+        if self._ending is not None:
+            return
+        judged = {
+            replica
+            for replica in range(self._job.num_replicas)
+            if replica not in self._gone and not self._thawing.concerns(replica)
+        }
+        for loss, failing in self._ranks.look(self._membership.generation, judged):
+            if failing is not None:
+                self._membership.failing(failing)
+            self._membership.lost(loss)
+
     def _wake_server(self) -> None:
         if self._agent.wake_server():
             self._recording.says("somebody stopped the fork server: continued it, since no rank can be fenced without it")
@@ -313,6 +330,7 @@ class Launcher:
 
     def _fence(self, replica: int) -> None:
         self._fencing.add(replica)
+        self._gone.add(replica)
         self._agent.fence(replica)
 
     def _end(self, exit_code: int, reason: str) -> None:

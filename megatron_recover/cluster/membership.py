@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from megatron_recover import trace
 from megatron_recover.collectives.admission import Gate
@@ -24,11 +24,27 @@ from megatron_recover.collectives.wire import (
     Message,
     Peer,
     address_of,
+    frame,
     listen,
 )
 from megatron_recover.core import coordinator as machine
 from megatron_recover.core import values
 from megatron_recover.deadlines import Deadlines
+
+
+def announcements(
+    new: values.NewGeneration, peers: Mapping[int, Peer], announced: Collection[int], noticed_s: float
+) -> Iterator[tuple[int, bytes]]:
+    """Yield the frame for each leader of the roster: at most two different ones, each encoded once.
+
+    `announced` has the replicas of earlier rosters. Their leaders need to be told of the replicas that are new only; the leader
+    of a replica that is new itself needs to be told of all.
+    """
+    fresh = tuple(peers[replica] for replica in new.roster if replica not in announced)
+    to_old = frame(Announcement(new, fresh, noticed_s))
+    to_new = frame(Announcement(new, tuple(peers[replica] for replica in new.roster), noticed_s)) if fresh else b""
+    for replica in new.roster:
+        yield replica, to_old if replica in announced else to_new
 
 
 class Membership:
@@ -56,6 +72,8 @@ class Membership:
         self._state = machine.CoordinatorState(policy)
         self._peers: dict[int, Peer] = {}
         self._links: dict[int, Link] = {}
+        self._announced: set[int] = set()
+        """Replicas that were in a roster, so that the leaders of that roster know where they are."""
         self._noticed: float | None = None
         self._leaders = LeaderWatch(loop=loop, deadlines=deadlines or Deadlines.of(), beat=self._beat, record=record)
         self._asked: dict[int, int] = {}
@@ -170,14 +188,14 @@ class Membership:
     def _announce(self, new: values.NewGeneration) -> None:
         noticed_s = time.monotonic() - self._noticed if self._noticed is not None else 0.0
         self._noticed = None
-        message = Announcement(new, tuple(self._peers[replica] for replica in new.roster), noticed_s)
         losses = tuple(trace.Lost(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in new.losses)
         void = (new.void.step, new.void.since) if new.void is not None else None
         self._record(
             trace.Generation(generation=new.generation, roster=new.roster, losses=losses, reason=new.reason, void=void)
         )
-        for replica in new.roster:
-            self._loop.send(self._links[replica], message)
+        for replica, framed in announcements(new, self._peers, self._announced, noticed_s):
+            self._loop.put(self._links[replica], framed)
+        self._announced |= set(new.roster)
 
     def _arm(self, timer: str, seconds: float) -> None:
         self._loop.after(seconds, lambda: self._step(machine.TimerFired(timer)))

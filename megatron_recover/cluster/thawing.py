@@ -19,6 +19,7 @@ class Thawing:
     def __init__(self, faults: Sequence[Fault], events: Path) -> None:
         """`events`: the trace of the run. Without a freeze among its `faults` it is not read."""
         self._tail = Tail(events) if any(fault.kind is FaultKind.FREEZE for fault in faults) else None
+        self._meant_for = {fault.replica for fault in faults if fault.kind is FaultKind.FREEZE}
         self._frozen: dict[tuple[int, int], str] = {}
         """(replica, rank) -> the event that it waits for."""
         self._due: list[tuple[int, int]] = []
@@ -30,6 +31,10 @@ class Thawing:
             if event is not None:
                 self._take(event)
         return list(self._due)
+
+    def concerns(self, replica: int) -> bool:
+        """Return whether a freeze is meant for the replica: the fault says when it ends, so nobody may end it before."""
+        return replica in self._meant_for
 
     def done(self, replica: int, rank: int) -> None:
         """The rank goes on, or is gone."""

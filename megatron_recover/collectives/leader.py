@@ -40,15 +40,12 @@ from megatron_recover.collectives.wire import (
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core import replica as machine
 from megatron_recover.core import values
+from megatron_recover.core.alike import together
+from megatron_recover.core.contribution import by_bucket
+from megatron_recover.core.digest import digest
 from megatron_recover.core.tree import neighbours
-from megatron_recover.core.vote import bare
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
-
-
-def digest(record: values.Record) -> str:
-    """Of a record without what voters say of themselves: equal where members vote or commit the same."""
-    return hashlib.blake2b(msgspec.msgpack.encode(bare(record)), digest_size=16).hexdigest()
 
 
 def _parts(message: machine.Word) -> Iterator[machine.Word]:
@@ -58,6 +55,16 @@ def _parts(message: machine.Word) -> Iterator[machine.Word]:
         return
     for statuses in batched(message.statuses, STATUSES_A_FRAME):
         yield msgspec.structs.replace(message, statuses=statuses)
+
+
+def _hex(state_digest: int | None) -> str | None:
+    """Return a state digest as the trace has it."""
+    return None if state_digest is None else f"{state_digest:016x}"
+
+
+def _results(record: values.Record) -> tuple[trace.Result, ...]:
+    """Return the versions of a record as the trace has them."""
+    return tuple(trace.Result(bucket=each.bucket, version=each.version, checksums=each.checksums) for each in record.versions)
 
 
 Deliver = Callable[[Message], None]
@@ -93,9 +100,13 @@ class Leader:
         self._hellos: dict[int, RankHello] = {own.rank: own}
         self._ranks: dict[int, Link] = {}
         self._peers: dict[int, Peer] = {}
+        """All that were ever announced: an address belongs to a replica for the whole run."""
+        self._introduced_peers: set[int] = set()
+        """Replicas whose addresses this replica's ranks have."""
         self._outgoing: dict[int, Link] = {}
         self._incoming: dict[Link, int] = {}
         self._decided: machine.Decided | None = None
+        self._voted: machine.Voted | None = None
         self.clock = RecoveryClock(context.replica, record)
         self._waiting: tuple[object, ...] = ()
         self._key, self._me = key, Party(Role.LEADER, context.replica)
@@ -169,7 +180,8 @@ class Leader:
         replica = self._context.replica
         self._record(trace.Joined(replica=replica, fingerprint=fingerprint, bucket_ranks=hellos[0].shape.bucket_ranks))
         peer = Peer(replica, self._context.leader, tuple(hello.data_address for hello in hellos))
-        self._loop.send(self._coordinator, LeaderHello(values.Hello(replica, fingerprint), peer))
+        parts = together([hello.parts for hello in hellos])
+        self._loop.send(self._coordinator, LeaderHello(values.Hello(replica, fingerprint, parts), peer))
 
     # --- What arrives ------------------------------------------------------------------------------------------------
 
@@ -196,7 +208,7 @@ class Leader:
             case Beat():
                 self._loop.send(link, self._where())
             case Announcement(new=new):
-                self._peers = {peer.replica: peer for peer in message.peers}
+                self._peers |= {peer.replica: peer for peer in message.peers}
                 wanted = neighbours(new.roster, self._context.replica, self._config.tree_above)
                 for peer in self._outgoing.keys() - set(wanted):
                     self._loop.drop(self._outgoing.pop(peer))
@@ -270,11 +282,15 @@ class Leader:
                             replica=message.replica, generation=message.generation, seconds=self.clock.since_announced_s()
                         )  # fmt: skip
                     )
+                elif isinstance(message, values.Diverged):
+                    self._record_disagreement(message)
                 if isinstance(message, values.Requested | values.Diverged):
                     self._request = message
                 self._loop.send(self._coordinator, message)
             case machine.Decided():
                 self._decided = effect
+            case machine.Voted():
+                self._voted = effect
             case machine.Committed(record, generation, adopted):
                 self._record_committed(record, generation, adopted)
                 self.clock.committed(generation, record.step)
@@ -282,13 +298,22 @@ class Leader:
     def _order(self, order: values.Order) -> None:
         if isinstance(order, values.Plan):
             self._record_plan(order)
+        if isinstance(order, values.Promise):
+            self._order_to_enter(order)
+            return
+        framed = frame(order) if self._ranks else b""
         for rank in range(self._context.num_ranks):
-            message: Message
-            if isinstance(order, values.Promise):
-                known = tuple((peer, self._peers[peer].data_addresses[rank]) for peer in order.roster)
-                message = Enter(order, known)
-            else:
-                message = order
+            if rank == self._context.rank:
+                self._deliver(order)
+            elif rank in self._ranks:
+                self._loop.put(self._ranks[rank], framed)
+
+    def _order_to_enter(self, order: values.Promise) -> None:
+        """Send the order to promise, to each rank with its position's addresses in members that are new to the ranks."""
+        fresh = [peer for peer in order.roster if peer not in self._introduced_peers]
+        self._introduced_peers.update(fresh)
+        for rank in range(self._context.num_ranks):
+            message = Enter(order, tuple((peer, self._peers[peer].data_addresses[rank]) for peer in fresh))
             if rank == self._context.rank:
                 self._deliver(message)
             elif rank in self._ranks:
@@ -296,12 +321,8 @@ class Leader:
 
     def _record_vote(self, vote: values.Vote) -> None:
         if self._faults is not None:
-            self._faults.at(FaultPoint.BEFORE_VOTE, step=vote.record.step)
-        self._record(
-            trace.Voted(
-                replica=vote.replica, generation=vote.generation, step=vote.record.step, digest=digest(vote.record)
-            )  # fmt: skip
-        )
+            self._faults.at(FaultPoint.BEFORE_VOTE, step=vote.step)
+        self._record(trace.Voted(replica=vote.replica, generation=vote.generation, step=vote.step, digest=vote.digest.hex()))
         self.clock.voted(vote.generation)
 
     def _send_to_peers(self, peers: tuple[int, ...], message: machine.Word) -> None:
@@ -311,7 +332,7 @@ class Leader:
                 said = message.statuses if isinstance(message, values.Statuses) else (message,)
                 [step] = [status.step for status in said if status.replica == self._context.replica]
                 point, last = FaultPoint.STATUS, None
-            case values.Vote(record=values.Record(step=step)) | values.Votes(step=step):
+            case values.Vote(step=step) | values.Votes(step=step):
                 point, last = FaultPoint.IN_VOTE, FaultPoint.AFTER_VOTE
         framed = [frame(part) for part in _parts(message)] if peers else []
         for index, peer in enumerate(peers or (None,)):
@@ -377,15 +398,16 @@ class Leader:
     # --- Trace -------------------------------------------------------------------------------------------------------
 
     def _record_status(self, status: values.Status) -> None:
+        held, num_buckets = by_bucket(status.contributions), len(self._state.shape.bucket_ranks)
         self._record(
             trace.Status(
                 replica=status.replica,
                 generation=status.generation,
                 step=status.step,
                 work=status.work is not None,
-                contributions=status.contributions,
-                complete=tuple((each.bucket, each.version) for each in status.complete),
-                committed=status.committed.step if status.committed is not None else None,
+                contributions=tuple(held.get(bucket, ()) for bucket in range(num_buckets)) if held else (),
+                complete=tuple(sorted((bucket, each.version) for each in status.complete for bucket in each.buckets)),
+                committed=status.committed.record.step if status.committed is not None else None,
                 finished=status.journal.finished,
                 computing=status.journal.computing,
             )  # fmt: skip
@@ -424,12 +446,29 @@ class Leader:
                 generation=generation,
                 step=record.step,
                 label=record.label,
-                digest=digest(record),
+                digest=digest(record).hex(),
                 adopted=adopted,
                 requests=record.requests,
                 paces=record.paces,
-                versions=tuple(
-                    trace.Result(bucket=each.bucket, version=each.version, checksums=each.checksums) for each in record.versions
-                ),
+                state_digest=_hex(record.state_digest),
+                versions=_results(record),
+            )  # fmt: skip
+        )
+
+    def _record_disagreement(self, report: values.Diverged) -> None:
+        """Write what this replica voted for, if votes are what members disagree on: the votes had digests only."""
+        voted = self._voted
+        if voted is None or (voted.record.step, voted.generation) != (report.step, report.generation):
+            return
+        self._record(
+            trace.Disagreed(
+                replica=report.replica,
+                generation=report.generation,
+                step=report.step,
+                label=voted.record.label,
+                digest=digest(voted.record).hex(),
+                versions=_results(voted.record),
+                state_digest=_hex(voted.record.state_digest),
+                reason=report.reason,
             )  # fmt: skip
         )

@@ -26,6 +26,7 @@ from megatron_recover.collectives.wire import Enter, Heard, Link, LinkClosed, Me
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core import rank as machine
 from megatron_recover.core import values
+from megatron_recover.core.alike import Parts
 from megatron_recover.core.detector import Phase
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import Apply, Close, ExitCode, Held, Plan, Shape, Stop, Work
@@ -90,8 +91,10 @@ class Member:
         self._changed = threading.Condition(threading.RLock())
         """Guards everything below; notified when the training thread may have something to do."""
         self._state = machine.RankState(context.replica, context.rank, ())
+        self._known_addresses: dict[int, str] = {}
+        """All that were ever told: replica -> data address of its rank at this one's position."""
         self._addresses: dict[int, str] = {}
-        """Of the promised generation: replica -> data address of its rank at this one's position."""
+        """Of the promised generation's members."""
         self._transport: Transport | None = None
         self._unsaid: list[str] = []
         self._failure: JobStopped | None = None
@@ -109,17 +112,18 @@ class Member:
 
     # --- The life of a training thread, in order -----------------------------------------------------------------------
 
-    def join(self, shape: Shape, fingerprint: str) -> None:
+    def join(self, shape: Shape, fingerprint: str, parts: Parts = ()) -> None:
         """Report this rank ready, once, when its buckets are known; wait until the job has its first generation.
 
-        `fingerprint` is of all that has to be equal in the same rank of every replica (configuration, initial weights, data).
+        `fingerprint` is of all that has to be equal in the same rank of every replica (configuration, initial state, data);
+        `parts` is that by name and value, for the message where it is not.
         Raises `JobStopped` when the job ends before it has begun.
         """
         if self._faults is not None:
             self._faults.at(FaultPoint.START_UP)
         buckets = tuple(bucket for bucket, ranks in enumerate(shape.bucket_ranks) if self.rank in ranks)
         self._state = machine.RankState(self.replica, self.rank, buckets)
-        hello = RankHello(self.rank, shape, f"{shape} {fingerprint}", self._endpoint.address)
+        hello = RankHello(self.rank, shape, f"{shape} {fingerprint}", self._endpoint.address, parts)
         itself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: member.close_in_child() if (member := itself()) is not None else None)
         self._loop.post(lambda: self._introduce(hello))
@@ -128,15 +132,15 @@ class Member:
             self._wait_until(lambda: self._state.promised > 0 or self._stopped_by() is not None)
             self._raise_if_stopped()
 
-    def begin(self, work: Work, requests: Sequence[str] = ()) -> int:
-        """Arrive at the next step; its number."""
+    def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int:
+        """Arrive at the next step and return its number. `digest` is of all state of this rank, where `work.digests`."""
         with self._changed:
             self._raise_if_stopped()
             asked = tuple(sorted({*requests, *self._unsaid}))
             self._unsaid.clear()
             self.step = self._state.step
             self._page.begin_step(self.step, work.label)
-            self._feed(machine.Begin(work, asked))
+            self._feed(machine.Begin(work, asked, digest))
             return self.step
 
     def next_order(self) -> Plan | Apply:
@@ -384,8 +388,9 @@ class Member:
                 if self._faults is not None:
                     self._faults.at(FaultPoint.PROMISE, step=self._state.step)
                 with self._changed:
+                    self._known_addresses |= dict(data_addresses)
                     if promise.generation > self._state.promised:
-                        self._addresses = dict(data_addresses)
+                        self._addresses = {replica: self._known_addresses[replica] for replica in promise.roster}
                     self._feed(promise)
                 if self._uplink is not None:  # from here on a lost leader is no late start
                     self._loop.watch(self._uplink, lambda link, message: self._deliver(message), self._leader_lost)

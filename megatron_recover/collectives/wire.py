@@ -15,8 +15,19 @@ from collections import deque
 from collections.abc import Iterator
 
 import msgspec
-from msgspec.structs import replace
 
+from megatron_recover.collectives.encoding import (
+    PackedPeers,
+    PackedStatus,
+    PackedStatuses,
+    Peer,
+    packed_peers,
+    packed_status,
+    packed_statuses,
+    unpacked_peers,
+    unpacked_status,
+    unpacked_statuses,
+)
 from megatron_recover.collectives.handshake import Role
 from megatron_recover.core import values
 from megatron_recover.core.values import ReplicaId, Shape, Value
@@ -55,15 +66,8 @@ class RankHello(Value, frozen=True):
     shape: Shape
     fingerprint: str
     data_address: str
-
-
-class Peer(Value, frozen=True):
-    """Where to find the ranks of one replica."""
-
-    replica: ReplicaId
-    leader_address: str
-    data_addresses: tuple[str, ...]
-    """By rank."""
+    parts: tuple[tuple[str, str], ...] = ()
+    """What of the fingerprint has a name (`core/alike.py`)."""
 
 
 class LeaderHello(Value, frozen=True):
@@ -84,7 +88,7 @@ class Announcement(Value, frozen=True):
 
     new: values.NewGeneration
     peers: tuple[Peer, ...]
-    """In the order of the roster."""
+    """Members of the roster that no earlier announcement to this leader had: where a replica is never changes."""
     noticed_s: float
     """Seconds between the coordinator's first sign of the loss (or request) behind it and the sending."""
 
@@ -94,6 +98,15 @@ class Enter(Value, frozen=True):
 
     promise: values.Promise
     data_addresses: tuple[tuple[ReplicaId, str], ...]
+    """Of members that no earlier order to this rank had."""
+
+
+class PackedAnnouncement(Value, frozen=True):
+    """How `Announcement` travels."""
+
+    new: values.NewGeneration
+    peers: PackedPeers
+    noticed_s: float
 
 
 class Heard(Value, frozen=True):
@@ -123,48 +136,9 @@ class LeaderBeat(Value, frozen=True):
     """What the leader has asked for in this generation and not got yet. The coordinator acts on it once."""
 
 
-class PackedStatuses(Value, frozen=True):
-    """How `values.Statuses` travels: each committed record once. It has the pace of every member, and is mostly the same."""
-
-    replica: ReplicaId
-    generation: values.Generation
-    records: tuple[values.Record, ...]
-    statuses: tuple[tuple[values.Status, int | None], ...]
-    """Each without its record, and the position of that in `records`."""
-
-
-def packed(message: values.Statuses) -> PackedStatuses:
-    """For the wire."""
-    records: list[values.Record] = []
-    statuses = tuple((replace(status, committed=None), _position(records, status.committed)) for status in message.statuses)
-    return PackedStatuses(message.replica, message.generation, tuple(records), statuses)
-
-
-def _position(records: list[values.Record], record: values.Record | None) -> int | None:
-    """Where it is among them, at the end if it was not yet. There are few, and most often it is one of them itself."""
-    if record is None:
-        return None
-    if record not in records:
-        records.append(record)
-    return records.index(record)
-
-
-def unpacked(message: PackedStatuses, known: list[values.Record]) -> values.Statuses:
-    """From the wire. Records that are `known` stay those; others replace them. Raises ValueError where a record is missing."""
-    for _, position in message.statuses:
-        if position is not None and not 0 <= position < len(message.records):
-            raise ValueError(f"a status refers to record {position} of {len(message.records)}")
-    records = [next((other for other in known if other == record), record) for record in message.records]
-    known[:] = records
-    statuses = (
-        status if position is None else replace(status, committed=records[position]) for status, position in message.statuses
-    )
-    return values.Statuses(message.replica, message.generation, tuple(statuses))
-
-
 def frame(message: Message) -> bytes:
     """A message as it travels; the same for all whom it is sent to."""
-    body = msgspec.msgpack.encode(packed(message) if isinstance(message, values.Statuses) else message)
+    body = msgspec.msgpack.encode(_packed(message))
     if len(body) > MAX_BODY_BYTES:
         raise ValueError(f"a {type(message).__name__} of {len(body)} bytes exceeds the wire's {MAX_BODY_BYTES}")
     return _HEADER.pack(_MAGIC, FORMAT_VERSION, len(body)) + body
@@ -177,7 +151,31 @@ Message = (
     | values.Vote | values.Votes | values.Status | values.Statuses
     | values.Entered | values.Requested | values.Busy | values.Failing | values.Diverged | values.Miscounted | values.Finished
 )  # fmt: skip
-_Framed = Message | PackedStatuses
+_Framed = Message | PackedStatus | PackedStatuses | PackedAnnouncement
+
+
+def _packed(message: Message) -> _Framed:
+    """Return the form in which a message travels (`collectives/encoding.py`)."""
+    match message:
+        case values.Status():
+            return packed_status(message)
+        case values.Statuses():
+            return packed_statuses(message)
+        case Announcement(new, peers, noticed_s):
+            return PackedAnnouncement(new, packed_peers(peers), noticed_s)
+    return message
+
+
+def _unpacked(framed: _Framed, known: list[values.Commitment]) -> Message:
+    """Return the message that has travelled in this form. Raises ValueError where it is no such form."""
+    match framed:
+        case PackedStatus():
+            return unpacked_status(framed)
+        case PackedStatuses():
+            return unpacked_statuses(framed, known)
+        case PackedAnnouncement(new, peers, noticed_s):
+            return Announcement(new, unpacked_peers(peers), noticed_s)
+    return framed
 
 
 class Link:
@@ -191,7 +189,7 @@ class Link:
         self._outgoing: deque[memoryview] = deque()
         self._queued = 0
         """Bytes in `_outgoing`."""
-        self._known: list[values.Record] = []
+        self._known: list[values.Commitment] = []
         """Those of the newest statuses: what comes in several frames shares them in memory, too."""
         self._decode = msgspec.msgpack.Decoder(_Framed).decode
 
@@ -282,7 +280,7 @@ class Link:
                 return
             try:
                 framed = self._decode(self._incoming[_HEADER.size : end])
-                message = unpacked(framed, self._known) if isinstance(framed, PackedStatuses) else framed
+                message = _unpacked(framed, self._known)
             except (ValueError, RecursionError) as error:  # msgspec's own is a ValueError; nested arrays make the other
                 raise LinkClosed(f"not a message: {error}") from error
             del self._incoming[:end]

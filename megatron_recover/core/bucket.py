@@ -14,6 +14,7 @@ from megatron_recover.core.values import (
     BucketVersion,
     Generation,
     Held,
+    HeldVersion,
     ReplicaId,
     Shape,
     Status,
@@ -45,6 +46,14 @@ def complete(shape: Shape, held: Sequence[Sequence[Held]], buckets: Iterable[Buc
     return tuple(found)
 
 
+def by_version(complete: Iterable[BucketVersion]) -> tuple[HeldVersion, ...]:
+    """Return complete buckets as a status has them: by version, without checksums, which the vote compares."""
+    buckets: dict[Version, list[BucketId]] = {}
+    for each in complete:
+        buckets.setdefault(each.version, []).append(each.bucket)
+    return tuple(HeldVersion(version, tuple(sorted(buckets[version]))) for version in sorted(buckets))
+
+
 def decide(statuses: Sequence[Status], buckets: Iterable[BucketId], trusted_from: Generation) -> tuple[Decision, ...]:
     """The decided ones of `buckets`, given the statuses of all members for the same step, by replica.
 
@@ -54,12 +63,17 @@ def decide(statuses: Sequence[Status], buckets: Iterable[BucketId], trusted_from
     never takes a lost replica back excludes. Sources are spread over the holders by bucket, so that one member's link is not
     the bottleneck.
     """
+    versions: dict[BucketId, dict[ReplicaId, Version]] = {bucket: {} for bucket in buckets}
+    for status in statuses:
+        for each in status.complete:
+            if each.version >= trusted_from:
+                for bucket in each.buckets:
+                    if bucket in versions:
+                        versions[bucket][status.replica] = each.version
     decisions = []
-    for bucket in buckets:
-        complete = ((status.replica, item) for status in statuses for item in status.complete if item.bucket == bucket)
-        versions = {replica: item.version for replica, item in complete if item.version >= trusted_from}
-        if versions:
-            version = max(versions.values())
-            holders = tuple(sorted(replica for replica, held in versions.items() if held == version))
+    for bucket, held in versions.items():
+        if held:
+            version = max(held.values())
+            holders = tuple(sorted(replica for replica, of in held.items() if of == version))
             decisions.append(Decision(bucket, version, holders, holders[bucket % len(holders)]))
     return tuple(decisions)

@@ -50,6 +50,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
+from megatron_recover.core.alike import differences, told
 from megatron_recover.core.blame import Evidence, culprit, heard, overdue
 from megatron_recover.core.policy import EXIT, TOO_FEW, all_finished, nobody_left, poisoned
 from megatron_recover.core.values import (
@@ -251,11 +252,12 @@ def _start_when_complete(state: CoordinatorState) -> Step:
     first = state.hellos[0]
     for other in state.hellos[1:]:
         if other.fingerprint != first.fingerprint:
+            found = differences(first.parts, other.parts) or [("the fingerprint", first.fingerprint, other.fingerprint)]
             return _end(
                 state,
                 ExitCode.FAILED,
-                f"replicas {first.replica} and {other.replica} do not start alike: fingerprints {first.fingerprint} and "
-                f"{other.fingerprint}; use the same script, flags, seed and checkpoint",
+                f"replicas {first.replica} and {other.replica} do not start alike: "
+                f"{told(first.replica, other.replica, found)}; use the same script, flags, packages, data and checkpoint",
             )
     if len(state.hellos) < state.policy.min_replicas:
         detail = f"{len(state.hellos)} of {state.policy.num_replicas} replicas started, {state.policy.min_replicas} are needed"

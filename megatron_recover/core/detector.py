@@ -70,6 +70,12 @@ WAITS = frozenset({Phase.ORDERS, Phase.PIPELINE, Phase.REDUCTION})
 LEANS_ON_OTHERS = frozenset({Phase.LOADING, Phase.BUILDING_DATA, Phase.DATA, Phase.SAVE, Phase.BETWEEN})
 """Phases whose length a shared disk or service may decide."""
 
+EVERY_STEP = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.BETWEEN})
+"""Phases that a training step goes through. When a step has ended, those that no look has met were shorter than a gap.
+
+(The time of the step would be no bound to use: the first step of a generation contains the hang that led to it.)
+"""
+
 RUNNING, STOPPED, UNINTERRUPTIBLE = "R", "T", "D"
 """States of a process, as in /proc/PID/stat."""
 
@@ -144,6 +150,7 @@ class Named(Value, frozen=True):
     seconds: float
     limit_s: float
     state: str
+    step: int
     label: str
     microbatches: tuple[MicrobatchId, ...]
 
@@ -250,8 +257,10 @@ def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect,
         if before is not None and watched.quiet_s == 0.0:
             phase = before.progress.phase
             longest_s[phase] = max(longest_s.get(phase, 0.0), before.quiet_s + gap_s)
-            if watched.progress.step > before.progress.step:
-                steps_s = _with_step(steps_s, before, watched.progress, gap_s)
+            done_s = _steps_done(before, watched.progress, gap_s)
+            steps_s = (*steps_s, *done_s)[-_KEPT_STEPS:]
+            for each in EVERY_STEP if done_s else ():
+                longest_s.setdefault(each, GAP_S)
         ranks[key] = watched
     figures = Figures(steps_s, longest_s)
     state = replace(state, now_s=look.now_s, ranks=ranks, figures=figures)
@@ -274,12 +283,13 @@ def _watch(before: Watched | None, sight: Sight, gap_s: float) -> Watched | None
     return Watched(progress, before.quiet_s + gap_s, stopped_s, step_s, before.told)
 
 
-def _with_step(steps_s: tuple[float, ...], before: Watched, now: Progress, gap_s: float) -> tuple[float, ...]:
-    """Add the time of the steps that a rank has done since the look before; evaluation steps tell nothing about training."""
+def _steps_done(before: Watched, now: Progress, gap_s: float) -> tuple[float, ...]:
+    """Return how long each step took that a rank has done since the look before; evaluation tells nothing about training."""
     known = before.progress
-    if known.step < 0 or not (known.label.startswith("train") and now.label.startswith("train")):
-        return steps_s
-    return (*steps_s, (before.step_s + gap_s) / (now.step - known.step))[-_KEPT_STEPS:]
+    if known.step < 0 or now.step <= known.step or not (known.label.startswith("train") and now.label.startswith("train")):
+        return ()
+    num = now.step - known.step
+    return ((before.step_s + gap_s) / num,) * min(num, _KEPT_STEPS)
 
 
 def _judge(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect, ...]]:
@@ -298,7 +308,7 @@ def _judge(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effec
         stopped = verdict is Verdict.STOPPED
         named = Named(
             sight.replica, sight.rank, verdict, watched.progress.phase, watched.stopped_s if stopped else watched.quiet_s,
-            limit_s, sight.state, watched.progress.label, watched.progress.microbatches,
+            limit_s, sight.state, watched.progress.step, watched.progress.label, watched.progress.microbatches,
         )  # fmt: skip
         if verdict is not watched.told:
             ranks[sight.replica, sight.rank] = replace(watched, told=verdict)

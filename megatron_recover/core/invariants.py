@@ -7,6 +7,7 @@ order in which they can have happened: cause before effect.
 
 - INV-1 exactly once: a result that counts has each microbatch exactly once (`Held.counts`, `Applied.counts`).
 - INV-2 agreement: one record a step, from which all members learn the same paces; all ranks of a replica hold what it names,
+  and its state digest is that of what these ranks began the step with;
   equal checksums and digests everywhere; nothing that a replica took part in which was outvoted before is voted through.
 - INV-3 no corruption: a local gradient that is read holds exactly what was planned into it (`Read`).
 - INV-4 decided once: no bucket is reduced while a member holds it complete in an older version that is not withdrawn.
@@ -25,6 +26,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from megatron_recover.core.digest import bare, combined
 from megatron_recover.core.plan import results
 from megatron_recover.core.values import (
     BucketId,
@@ -40,9 +42,7 @@ from megatron_recover.core.values import (
     Value,
     Version,
     Void,
-    Vote,
 )
-from megatron_recover.core.vote import bare
 
 
 class InvariantViolation(Exception):
@@ -98,10 +98,21 @@ class Held(Value, frozen=True):
     """How often each microbatch is in it, if known."""
 
 
+class Digested(Value, frozen=True):
+    """A rank began a step whose record carries the state digest, and this is the digest of its own state."""
+
+    replica: ReplicaId
+    rank: int
+    step: int
+    digest: int
+
+
 class Voted(Value, frozen=True):
     """A leader voted."""
 
-    vote: Vote
+    replica: ReplicaId
+    generation: Generation
+    record: Record
 
 
 class Committed(Value, frozen=True):
@@ -131,7 +142,7 @@ def formed(new: NewGeneration) -> Formed:
     return Formed(new.generation, new.roster, outvoted, new.void)
 
 
-Fact = Formed | Entered | Planned | Read | Held | Voted | Committed | Applied
+Fact = Formed | Entered | Planned | Read | Held | Digested | Voted | Committed | Applied
 
 
 # --- What has to be remembered -------------------------------------------------------------------------------------------
@@ -153,6 +164,8 @@ class StepHistory(Value, frozen=True):
     """Who voted in which generation for what, without what voters say of themselves."""
     digests: frozenset[tuple[int, str]] = frozenset()
     """(rank, parameter digest)."""
+    states: frozenset[tuple[ReplicaId, int, int]] = frozenset()
+    """(replica, rank, digest of all its state as the step began)."""
 
 
 class History(Value, frozen=True):
@@ -202,6 +215,7 @@ def _on_formed(history: History, fact: Formed) -> History:
             held=frozenset(item for item in step.held if item[0] in members),
             votes=frozenset(item for item in step.votes if item[0] in members),
             paces=frozenset(item for item in step.paces if item[0] in members),
+            states=frozenset(item for item in step.states if item[0] in members),
         )
         for number, step in history.steps
     }
@@ -283,20 +297,30 @@ def _on_held(history: History, fact: Held) -> History:
     return _at(history, fact.step, replace(step, held=others | fresh, checksums=checksums))
 
 
+def _on_digested(history: History, fact: Digested) -> History:
+    step = _step(history, fact.step)
+    fresh = _current(history, fact.replica, {(fact.replica, fact.rank, fact.digest)})
+    return _at(history, fact.step, replace(step, states=step.states | fresh))
+
+
 def _on_voted(history: History, fact: Voted) -> History:
-    vote = fact.vote
-    _fence(history, vote.replica, vote.generation, "votes")
-    step = _step(history, vote.record.step)
-    for item in vote.record.versions:
+    record = fact.record
+    _fence(history, fact.replica, fact.generation, "votes")
+    step = _step(history, record.step)
+    for item in record.versions:
         for rank in history.shape.bucket_ranks[item.bucket]:
-            held = (vote.replica, rank, item.bucket, item.version)
-            if vote.replica in history.rosters[-1] and held not in step.held:
-                detail = (
-                    f"replica {vote.replica} votes for bucket {item.bucket} version {item.version} of step {vote.record.step}"
-                )
+            held = (fact.replica, rank, item.bucket, item.version)
+            if fact.replica in history.rosters[-1] and held not in step.held:
+                detail = f"replica {fact.replica} votes for bucket {item.bucket} version {item.version} of step {record.step}"
                 raise InvariantViolation(2, f"{detail}, which its rank {rank} does not hold")
-    fresh = _current(history, vote.replica, {(vote.replica, vote.generation, bare(vote.record))})
-    return _at(history, vote.record.step, replace(step, votes=step.votes | fresh))
+    states = sorted(item[1:] for item in step.states if item[0] == fact.replica)
+    if states and fact.replica in history.rosters[-1]:
+        ranks = [rank for rank, _ in states]
+        if ranks != list(range(history.shape.num_ranks)) or record.state_digest != combined([each for _, each in states]):
+            detail = f"replica {fact.replica} votes for step {record.step} with state digest {record.state_digest}"
+            raise InvariantViolation(2, f"{detail}, where its ranks {ranks} began with {[each for _, each in states]}")
+    fresh = _current(history, fact.replica, {(fact.replica, fact.generation, bare(record))})
+    return _at(history, record.step, replace(step, votes=step.votes | fresh))
 
 
 def _on_committed(history: History, fact: Committed) -> History:
@@ -385,6 +409,7 @@ RULES: Mapping[type, Callable[[History, Any], History]] = {
     Planned: _on_planned,
     Read: _on_read,
     Held: _on_held,
+    Digested: _on_digested,
     Voted: _on_voted,
     Committed: _on_committed,
     Applied: _on_applied,

@@ -13,6 +13,9 @@ from megatron_recover.core.values import ExitCode, Failing, Finished, Loss, Loss
 EXIT = "exit: "
 """Requests that begin with this end the training loop at the step whose record carries them."""
 TOO_FEW = EXIT + "too few replicas"
+MISSING = "the checkpoint is missing of iteration "
+"""With the iteration behind it: request of a replica that has become the writer and finds that the dead one did not finish.
+After the step whose record carries it all replicas begin another save."""
 SAVED = "the last checkpoint is there"
 """Request of whoever sees it at the end of training: the record that carries it lets all replicas leave together."""
 UNSAVED = "the last checkpoint cannot be written"

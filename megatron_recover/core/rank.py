@@ -108,6 +108,8 @@ class Begin(Value, frozen=True):
 
     work: Work
     requests: tuple[str, ...] = ()
+    digest: int | None = None
+    """As in `values.Begun`."""
 
 
 class Take(Value, frozen=True):
@@ -245,10 +247,10 @@ def _on_stop(state: RankState, order: Stop) -> Step:
 
 
 def _on_begin(state: RankState, begin: Begin) -> Step:
-    """Tell the leader; of a follower it wants to know requests only."""
-    if state.rank != 0 and not begin.requests:
+    """Tell the leader; of a follower it wants to know requests and digest only."""
+    if state.rank != 0 and not begin.requests and begin.digest is None:
         return state, ()
-    return state, (ToLeader(Begun(state.rank, state.step, begin.work, begin.requests)),)
+    return state, (ToLeader(Begun(state.rank, state.step, begin.work, begin.requests, begin.digest)),)
 
 
 def _on_take(state: RankState, _: Take) -> Step:

@@ -9,17 +9,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from megatron_recover.core import contribution
 from megatron_recover.core.bucket import Decision, decide
 from megatron_recover.core.quota import ONE_STAGE, deal
 from megatron_recover.core.speed import UNKNOWN, Speeds, learn, paces
 from megatron_recover.core.values import (
     BucketId,
+    Commitment,
     Generation,
     MicrobatchId,
     Pipeline,
-    Record,
     ReplicaId,
     Status,
     Value,
@@ -33,7 +34,7 @@ class Recovery(Value, frozen=True):
 
     step: int
     """The step that nobody has committed."""
-    adopt: Record | None
+    adopt: Commitment | None
     """Record of `step - 1`, for members that have not committed it."""
     work: Work | None
     """Of `step`, or None if nobody has begun it: then everyone begins it afresh."""
@@ -73,29 +74,18 @@ def recover(
     decisions = decide(current, work.buckets, trusted_from)
     decided = {decision.bucket for decision in decisions}
     reduces = tuple(bucket for bucket in work.buckets if bucket not in decided)
-    missing = _missing(held, reduces, work.num_microbatches)
-    loads = {replica: {i for ids in contributions for i in ids} for replica, contributions in held.items()}
+    missing = contribution.missing(held.values(), reduces, work.num_microbatches)
+    loads = {replica: {i for each in groups for i in each.microbatches} for replica, groups in held.items()}
     finished = {status.replica: set(status.journal.finished) for status in ordered}
     left = {replica: len(ids - finished[replica]) for replica, ids in loads.items()}
     # A member that is behind has yet to learn from the step that it adopts; the others have.
-    pace = paces(learn(speeds, adopt) if adopt is not None else speeds, sorted(loads))
+    pace = paces(learn(speeds, adopt.record) if adopt is not None else speeds, sorted(loads))
     owners = deal(missing, left, dict(zip(sorted(loads), pace, strict=True)), pipeline)
     dealt = tuple((owners[microbatch], microbatch, missing[microbatch]) for microbatch in sorted(missing))
-    quotas = tuple(len(loads[r] | {i for i, owner in owners.items() if owner == r}) for r in sorted(loads))
+    for microbatch, owner in owners.items():
+        loads[owner].add(microbatch)
+    quotas = tuple(len(loads[replica]) for replica in sorted(loads))
     if any(item.version < trusted_from for status in current for item in status.complete):
         reason += f"results older than generation {trusted_from} are withdrawn; "
     reason += f"buckets {sorted(decided)} decided, {list(reduces)} not; microbatches {sorted(missing)} held by no member"
     return Recovery(step, adopt, work, decisions, reduces, dealt, quotas, reason)
-
-
-def _missing(
-    held: Mapping[ReplicaId, Sequence[Sequence[MicrobatchId]]], buckets: Sequence[BucketId], num_microbatches: int
-) -> dict[MicrobatchId, tuple[BucketId, ...]]:
-    """For each id that some bucket misses, the buckets that miss it."""
-    missing: dict[MicrobatchId, tuple[BucketId, ...]] = {}
-    for bucket in buckets:
-        present = {i for contributions in held.values() if contributions for i in contributions[bucket]}
-        for microbatch in range(num_microbatches):
-            if microbatch not in present:
-                missing[microbatch] = (*missing.get(microbatch, ()), bucket)
-    return missing

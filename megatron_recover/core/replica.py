@@ -13,7 +13,7 @@ Caller's contract (docs/protocol.md has all of it)
 * `ToCoordinator` goes to the coordinator.
 * When `waiting_for(state)` has not been empty for the stall timeout, with no change of `state.phase`, `state.generation` or
   `state.step`: feed `WaitExpired(generation, step)`. Messages that arrive meanwhile do not extend that time.
-* `Decided`, `Committed`, and the messages themselves are what the trace is written from.
+* `Decided`, `Voted`, `Committed`, and the messages themselves are what the trace is written from.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from megatron_recover.core.bucket import complete
+from megatron_recover.core.bucket import by_version
+from megatron_recover.core.contribution import added
+from megatron_recover.core.digest import commitment, differences, summarize
+from megatron_recover.core.own_record import adopted, held_complete, own_record
 from megatron_recover.core.plan import fresh_plan, plan_of, results
 from megatron_recover.core.policy import exit_code
 from megatron_recover.core.quota import ticks
@@ -39,6 +42,7 @@ from megatron_recover.core.replica_state import (
     ToCoordinator,
     ToPeers,
     ToRanks,
+    Voted,
     WaitExpired,
     Word,
 )
@@ -46,10 +50,8 @@ from megatron_recover.core.speed import learn, said
 from megatron_recover.core.tree import awaited, neighbours, told
 from megatron_recover.core.values import (
     Apply,
-    Ballot,
     Begun,
     Blocked,
-    BucketVersion,
     Busy,
     Close,
     Closing,
@@ -76,11 +78,11 @@ from megatron_recover.core.values import (
     Vote,
     Votes,
 )
-from megatron_recover.core.vote import Disagreement, gather, tally, unite, voters_of
+from megatron_recover.core.vote import Disagreement, ballot_of, gather, tally, unite, voters_of
 
 __all__ = [
     "Committed", "Decided", "Effect", "Input", "LinkLost", "Phase", "ReplicaState", "ToCoordinator", "ToPeers", "ToRanks",
-    "WaitExpired", "Word", "step", "waiting_for",
+    "Voted", "WaitExpired", "Word", "step", "waiting_for",
 ]  # fmt: skip
 
 # --- The machine ---------------------------------------------------------------------------------------------------------
@@ -162,8 +164,8 @@ def _on_promised(state: ReplicaState, report: Promised) -> Step:
         state.step,
         state.work,
         state.contributions,
-        _complete(state),
-        state.committed,
+        by_version(held_complete(state)),
+        commitment(state.committed) if state.committed is not None else None,
         state.journal,
     )
     before = _heard(state)
@@ -197,7 +199,7 @@ def _exchange(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
     if recovery.step > state.step:
         if recovery.adopt is None:
             raise ValueError(f"step {state.step} is committed elsewhere without a record")
-        state, more = _commit(state, recovery.adopt, adopted=True)
+        state, more = _commit(state, adopted(state, recovery.adopt), adopted=True)
         effects += more
     if recovery.work is not None:
         decided = tuple((item.bucket, item.version, item.source) for item in recovery.decisions)
@@ -210,13 +212,18 @@ def _exchange(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
 
 
 def _on_begun(state: ReplicaState, report: Begun) -> Step:
-    """Note its requests; the leader's own says that the training loop has arrived: order the waiting plan, or a fresh one."""
+    """Note its requests and digest; the leader's own also begins the step: order the waiting plan, or a fresh one."""
     # A follower may be signalled alone and come late: its request then rides in the next vote.
     state = replace(state, requests=unite((state.requests, report.requests)))
-    if report.rank != 0 or report.step != state.step or state.work is not None:
+    if report.step != state.step:
         return state, ()
-    state = replace(state, work=report.work)
-    return _start(state) if state.phase is Phase.IDLE else (state, ())
+    if report.digest is not None:
+        state = replace(state, digests=tuple(sorted((dict(state.digests) | {report.rank: report.digest}).items())))
+    if report.rank == 0 and state.work is None:
+        state = replace(state, work=report.work)
+        return _start(state) if state.phase is Phase.IDLE else (state, ())
+    # The digest of a slow rank may be the last that the vote waited for.
+    return _vote(state) if state.phase is Phase.WORKING else (state, ())
 
 
 def _on_closing(state: ReplicaState, report: Closing) -> Step:
@@ -243,17 +250,13 @@ def _start(state: ReplicaState) -> Step:
         conflict = Disagreement((), f"replica {state.replica} begins {state.work}, others {plan.work}")
         return _diverged(state, conflict)
     plan = replace(plan, voids=state.must_void) if state.must_void else plan
-    contributions = [set(ids) for ids in state.contributions or ((),) * len(state.shape.bucket_ranks)]
-    for compute in plan.computes:
-        for bucket in compute.into:
-            contributions[bucket].update(compute.microbatches)
     replaced = results(plan, state.replica)
     state = replace(
         state,
         phase=Phase.WORKING,
         plan=plan,
         must_void=False,
-        contributions=tuple(tuple(sorted(ids)) for ids in contributions),
+        contributions=added(state.contributions, plan.computes),
         held=tuple(
             tuple(item for item in items if item.bucket not in replaced)
             for items in state.held or ((),) * state.shape.num_ranks
@@ -278,17 +281,19 @@ def _on_holds(state: ReplicaState, report: Holds) -> Step:
 
 
 def _vote(state: ReplicaState) -> Step:
-    """Vote once all ranks hold all results of the step."""
-    complete = _complete(state)
+    """Vote once all ranks hold all results of the step and, where its record carries the state digest, have told theirs."""
+    complete = held_complete(state)
     if state.work is None or len(complete) < len(state.work.buckets):
         return state, ()
+    if state.work.digests and len(state.digests) < state.shape.num_ranks:
+        return state, ()
     trains = len(state.work.buckets) == len(state.shape.bucket_ranks)
-    paces = said(state.speeds, state.replica, state.pace_ns if any(state.contributions) else 0) if trains else ()
-    record = Record(state.step, state.work.label, complete, state.requests, paces)
-    before = _heard(state)
-    ballots = gather(state.votes, (Ballot(record, (state.replica,)),))
-    state, effects = _count(replace(state, phase=Phase.VOTED, votes=ballots), before)
-    return state, (ToPeers(_told_at_once(state), Vote(state.replica, state.generation, record)), *effects)
+    paces = said(state.speeds, state.replica, state.pace_ns if state.contributions else 0) if trains else ()
+    record = replace(own_record(state), requests=state.requests, paces=paces)
+    summary, before = summarize(record), _heard(state)
+    vote = Vote(state.replica, state.generation, state.step, summary.digest, summary.outline, record.requests, record.paces)
+    state, effects = _count(replace(state, phase=Phase.VOTED, votes=gather(state.votes, (ballot_of(vote),))), before)
+    return state, (Voted(record, state.generation), ToPeers(_told_at_once(state), vote), *effects)
 
 
 def _on_vote(state: ReplicaState, message: Vote | Votes) -> Step:
@@ -296,7 +301,7 @@ def _on_vote(state: ReplicaState, message: Vote | Votes) -> Step:
     # Votes of a newer generation or of the next step cannot have been cast: the one needs this replica's status, the other
     # its local gradient of that step, which it has only after committing this one.
     if isinstance(message, Vote):
-        message = Votes(message.replica, message.generation, message.record.step, (Ballot(message.record, (message.replica,)),))
+        message = Votes(message.replica, message.generation, message.step, (ballot_of(message),))
     if (message.generation, message.step) != (state.generation, state.step) or message.replica not in state.roster:
         return state, ()
     before = _heard(state)
@@ -311,8 +316,10 @@ def _count(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
     if outcome is None:
         return state, effects
     if isinstance(outcome, Disagreement):
-        return _diverged(state, outcome, effects)
-    state, more = _commit(state, outcome, adopted=False)
+        where = differences(own_record(state), (ballot.outline for ballot in state.votes))
+        return _diverged(state, replace(outcome, reason=f"{outcome.reason}; {where}"), effects)
+    record = replace(own_record(state), requests=outcome.requests, paces=outcome.paces)
+    state, more = _commit(state, record, adopted=False)
     return state, effects + more
 
 
@@ -326,6 +333,7 @@ def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
         contributions=(),
         held=(),
         must_void=False,
+        digests=(),
         plan=None,
         votes=(),
         # Whoever asked may be gone before the end, and the last record says how the job ended: it rides on from here.
@@ -426,10 +434,6 @@ def _handed_on(state: ReplicaState, before: frozenset[ReplicaId], message: Statu
     return (ToPeers(to, message),) if to and to != told(state.roster, state.replica, before, state.tree_above) else ()
 
 
-def _complete(state: ReplicaState) -> tuple[BucketVersion, ...]:
-    return complete(state.shape, state.held, state.work.buckets) if state.work is not None else ()
-
-
 def _keep(known: tuple[Status, ...], said: tuple[Status, ...]) -> tuple[Status, ...]:
     """Keep the newest status of each replica: bounded, and a member that sent a newer one has promised to leave the old."""
     newest = {status.replica: status for status in known}
@@ -512,6 +516,7 @@ TABLE: Mapping[Phase, Mapping[type, Row]] = {
     Phase.WORKING: _rows(
         Phase.WORKING,
         *_statuses(),
+        (Begun, _on_begun, (Phase.VOTED, Phase.IDLE)),
         (Holds, _on_holds, (Phase.VOTED, Phase.IDLE)),
         *_votes(),
         (LinkLost, _on_link_lost, ()),

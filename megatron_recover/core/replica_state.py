@@ -9,6 +9,7 @@ from megatron_recover.core.tree import TREE_ABOVE
 from megatron_recover.core.values import (
     Ballot,
     BucketId,
+    Contribution,
     Generation,
     Held,
     Journal,
@@ -71,10 +72,12 @@ class ReplicaState(Value, frozen=True):
     record has carried."""
     promised: tuple[int, ...] = ()
     """Ranks that promised `generation`."""
-    contributions: tuple[tuple[MicrobatchId, ...], ...] = ()
-    """Per bucket of the shape the ids that this replica's local gradients hold or will hold."""
+    contributions: tuple[Contribution, ...] = ()
+    """The ids that this replica's local gradients hold or will hold."""
     held: tuple[tuple[Held, ...], ...] = ()
     """Per rank its complete results of this step, by bucket."""
+    digests: tuple[tuple[int, int], ...] = ()
+    """(rank, digest of its state as this step begins), by rank; empty unless the step's record carries the state digest."""
     plan: Plan | None = None
     """The plan that the ranks obey, or (phase IDLE) that waits for the training loop to begin the step."""
     statuses: tuple[Status, ...] = ()
@@ -162,6 +165,13 @@ class Decided(Value, frozen=True):
     reason: str
 
 
+class Voted(Value, frozen=True):
+    """This replica votes for `record`, in full; the vote itself, which has its digest, follows in `ToPeers`."""
+
+    record: Record
+    generation: Generation
+
+
 class Committed(Value, frozen=True):
     """The step is committed here."""
 
@@ -171,4 +181,4 @@ class Committed(Value, frozen=True):
     """The record came with a member's status instead of from votes."""
 
 
-Effect = ToRanks | ToPeers | ToCoordinator | Decided | Committed
+Effect = ToRanks | ToPeers | ToCoordinator | Decided | Voted | Committed

@@ -63,6 +63,8 @@ class Work(Value, frozen=True):
     """M: the ids are 0..M-1."""
     buckets: tuple[BucketId, ...]
     """Buckets that this step reduces (all for training, only the ledger for evaluation)."""
+    digests: bool = False
+    """Whether the step's record carries the state digest (`Record.state_digest`)."""
 
 
 class Compute(Value, frozen=True):
@@ -112,14 +114,34 @@ class Record(Value, frozen=True):
     paces: tuple[tuple[ReplicaId, int], ...] = ()
     """(voter, nanoseconds that one of its microbatches took; 0: it computed none), in a vote the voter's own, in what is
     committed those of all voters, by replica. Empty unless the step trains (`core/speed.py`)."""
+    state_digest: int | None = None
+    """Of the state that the step began with, over all ranks of a replica in rank order (`core/digest.py`); None unless
+    `Work.digests`."""
 
 
 class Vote(Value, frozen=True):
-    """One replica is ready to commit `record` (whose `requests` and `paces` are its own) in `generation`."""
+    """One replica is ready to commit a record in `generation`. The record is not in the vote: all who agree hold it."""
 
     replica: ReplicaId
     generation: Generation
+    step: int
+    digest: bytes
+    """Of the record without requests and paces (`core/digest.py`)."""
+    outline: bytes
+    """Describes a difference, and decides nothing (Note [Outline] in `core/digest.py`)."""
+    requests: tuple[str, ...] = ()
+    """The voter's own, as in `Record`."""
+    paces: tuple[tuple[ReplicaId, int], ...] = ()
+    """The voter's own, as in `Record`."""
+
+
+class Commitment(Value, frozen=True):
+    """A committed record as it travels to a member that has not committed it. That member voted for the same record."""
+
     record: Record
+    """Without its `versions`: the member takes them from its own results."""
+    digest: bytes
+    """Of the whole record, as in `Vote`: the member compares it with what it has put together."""
 
 
 class Journal(Value, frozen=True):
@@ -136,6 +158,23 @@ class Journal(Value, frozen=True):
         return tuple(microbatch for microbatch in self.started if microbatch not in self.finished)
 
 
+class Contribution(Value, frozen=True):
+    """Buckets whose local gradients hold, or will hold, the same microbatches."""
+
+    buckets: tuple[BucketId, ...]
+    """Ascending; not empty."""
+    microbatches: tuple[MicrobatchId, ...]
+    """Ascending; not empty."""
+
+
+class HeldVersion(Value, frozen=True):
+    """Buckets that a replica holds complete in the same version."""
+
+    version: Version
+    buckets: tuple[BucketId, ...]
+    """Ascending; not empty."""
+
+
 class Status(Value, frozen=True):
     """What a replica tells all members on entering a generation, after all its ranks promised."""
 
@@ -145,11 +184,11 @@ class Status(Value, frozen=True):
     """The step that it has not committed yet."""
     work: Work | None
     """The step's work, or None if this replica has not begun it."""
-    contributions: tuple[tuple[MicrobatchId, ...], ...]
-    """Per bucket of the shape the ids that its local gradient holds or will hold (dealt to it, being computed)."""
-    complete: tuple[BucketVersion, ...]
-    """Buckets of this step that it holds complete."""
-    committed: Record | None
+    contributions: tuple[Contribution, ...]
+    """The ids that its local gradients hold or will hold (dealt to it, being computed); see `core/contribution.py`."""
+    complete: tuple[HeldVersion, ...]
+    """Buckets of this step that it holds complete, by version."""
+    committed: Commitment | None
     """The record of `step - 1`, for members that have not committed it."""
     journal: Journal = Journal()
     """Of this step, when rank 0 promised."""
@@ -168,10 +207,15 @@ class Statuses(Value, frozen=True):
 class Ballot(Value, frozen=True):
     """Votes for the same."""
 
-    record: Record
-    """Its requests are the sorted union of the voters'."""
+    digest: bytes
+    outline: bytes
+    """As in `Vote`."""
     voters: tuple[ReplicaId, ...]
     """Ascending."""
+    requests: tuple[str, ...] = ()
+    """The sorted union of the voters'."""
+    paces: tuple[tuple[ReplicaId, int], ...] = ()
+    """Those of all voters, by replica."""
 
 
 class Votes(Value, frozen=True):
@@ -248,12 +292,15 @@ Order = Promise | Plan | Close | Apply | Stop
 
 
 class Begun(Value, frozen=True):
-    """The rank's training loop has arrived at a step. The leader's own (rank 0) begins it; others only bring requests."""
+    """The rank's training loop has arrived at a step. The leader's own (rank 0) begins it; that of another rank brings requests
+    and its digest, and is not sent where it has neither."""
 
     rank: int
     step: int
     work: Work
     requests: tuple[str, ...] = ()
+    digest: int | None = None
+    """Of all state of this rank as the step begins; None unless `work.digests`."""
 
 
 class Closing(Value, frozen=True):
@@ -392,10 +439,13 @@ class NewGeneration(Value, frozen=True):
 
 
 class Hello(Value, frozen=True):
-    """A replica is ready to join. `fingerprint` (shape, configuration, initial weights) is equal in all, or the run ends."""
+    """A replica is ready to join. `fingerprint` is equal in all, or the run ends."""
 
     replica: ReplicaId
     fingerprint: str
+    """Of all that has to be alike."""
+    parts: tuple[tuple[str, str], ...] = ()
+    """That by name, with values, to say what differs (`core/alike.py`)."""
 
 
 class Entered(Value, frozen=True):

@@ -1,17 +1,15 @@
 """The commit rule: what a full set of votes says, and who is right when members disagree.
 
-A step is committed in a generation when *all* its members voted for records that are equal apart from what each says of
-itself, its requests and its pace (and, which `core/replica.py` sees to, no newer generation is promised). One missing vote
-means: nothing is known yet.
+A step is committed in a generation when *all* its members voted for the same digest of a record (`core/digest.py`), whatever
+each says of itself, its requests and its pace (and, which `core/replica.py` sees to, no newer generation is promised). One
+missing vote means: nothing is known yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
-import msgspec
-
-from megatron_recover.core.values import Ballot, Record, ReplicaId, Value
+from megatron_recover.core.values import Ballot, ReplicaId, Value, Vote
 
 
 class Disagreement(Value, frozen=True):
@@ -25,11 +23,6 @@ class Disagreement(Value, frozen=True):
 def unite(requests: Iterable[Sequence[str]]) -> tuple[str, ...]:
     """Sorted union of requests."""
     return tuple(sorted({request for group in requests for request in group}))
-
-
-def bare(record: Record) -> Record:
-    """What all votes for a step have to agree on: the record without what each voter says of itself."""
-    return msgspec.structs.replace(record, requests=(), paces=())
 
 
 def disagreement(opinions: Mapping[ReplicaId, Hashable], subject: str) -> Disagreement | None:
@@ -48,28 +41,32 @@ def disagreement(opinions: Mapping[ReplicaId, Hashable], subject: str) -> Disagr
     return Disagreement(minority, f"replicas disagree on {subject}: {sides}")
 
 
+def ballot_of(vote: Vote) -> Ballot:
+    """Return the ballot of one voter."""
+    return Ballot(vote.digest, vote.outline, (vote.replica,), vote.requests, vote.paces)
+
+
 def gather(ballots: Sequence[Ballot], more: Iterable[Ballot]) -> tuple[Ballot, ...]:
     """All votes, those for the same in one ballot. A voter's first word counts; what they say of themselves is united."""
-    known = {voter for ballot in ballots for voter in ballot.voters}
-    groups: dict[Record, list[tuple[Record, Sequence[ReplicaId]]]] = {}
+    known = voters_of(ballots)
+    groups: dict[bytes, list[tuple[Ballot, Sequence[ReplicaId]]]] = {}
     for ballot, voters in (
         *((ballot, ballot.voters) for ballot in ballots),
         *((ballot, [voter for voter in ballot.voters if voter not in known]) for ballot in more),
     ):
         if voters:
-            groups.setdefault(bare(ballot.record), []).append((ballot.record, voters))
-    united = (
-        Ballot(_united(record, group), tuple(sorted(voter for _, voters in group for voter in voters)))
-        for record, group in groups.items()
+            groups.setdefault(ballot.digest, []).append((ballot, voters))
+    return tuple(sorted(map(_united, groups.values()), key=lambda ballot: ballot.voters))
+
+
+def _united(said: Sequence[tuple[Ballot, Collection[ReplicaId]]]) -> Ballot:
+    """One ballot of votes for the same, with what those voters said of themselves in the ballots beside them."""
+    first, _ = said[0]
+    voters = tuple(sorted(voter for _, voters in said for voter in voters))
+    paces = sorted(
+        (replica, pace) for each, voters in said for of in [frozenset(voters)] for replica, pace in each.paces if replica in of
     )
-    return tuple(sorted(united, key=lambda ballot: ballot.voters))
-
-
-def _united(record: Record, said: Iterable[tuple[Record, Collection[ReplicaId]]]) -> Record:
-    """The bare record with what voters said of themselves in the records beside them."""
-    said = [(each, frozenset(voters)) for each, voters in said]
-    paces = sorted((replica, pace) for each, voters in said for replica, pace in each.paces if replica in voters)
-    return msgspec.structs.replace(record, requests=unite(each.requests for each, _ in said), paces=tuple(paces))
+    return Ballot(first.digest, first.outline, voters, unite(each.requests for each, _ in said), tuple(paces))
 
 
 def voters_of(ballots: Iterable[Ballot]) -> frozenset[ReplicaId]:
@@ -77,18 +74,17 @@ def voters_of(ballots: Iterable[Ballot]) -> frozenset[ReplicaId]:
     return frozenset(voter for ballot in ballots for voter in ballot.voters)
 
 
-def tally(ballots: Sequence[Ballot], roster: Sequence[ReplicaId]) -> Record | Disagreement | None:
-    """The committed record, a disagreement, or None while a member's vote is missing.
+def tally(ballots: Sequence[Ballot], roster: Sequence[ReplicaId]) -> Ballot | Disagreement | None:
+    """The ballot of all members, a disagreement, or None while a member's vote is missing.
 
-    `ballots` are what members said in one step and generation (`gather`). The record has the requests and paces of the voters.
+    `ballots` are what members said in one step and generation (`gather`). The ballot has the requests and paces of the voters.
     """
     members = frozenset(roster)
     if not members <= voters_of(ballots):
         return None
-    cast = [(bare(ballot.record), ballot) for ballot in ballots if not members.isdisjoint(ballot.voters)]
-    record = cast[0][0]
-    opinions = {voter: opinion for opinion, ballot in cast for voter in ballot.voters if voter in members}
-    conflict = disagreement(opinions, f"the result of step {record.step}")
+    cast = [ballot for ballot in ballots if not members.isdisjoint(ballot.voters)]
+    opinions = {voter: ballot.digest for ballot in cast for voter in ballot.voters if voter in members}
+    conflict = disagreement(opinions, "the result of the step")
     if conflict is not None:
         return conflict
-    return _united(record, ((ballot.record, ballot.voters) for _, ballot in cast))
+    return _united([(ballot, ballot.voters) for ballot in cast])

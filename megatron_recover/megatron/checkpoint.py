@@ -3,11 +3,18 @@
 Decides who writes a checkpoint and when, and what a save that fails leads to. What is in it is Megatron's: a plain checkpoint
 of a job with the lanes as its data parallelism. When it exists is `save_folder`'s.
 
+Note [Agreed]
+    All replicas begin a save, at the same iteration, by a step without microbatches (`save N`) whose record carries the digest
+    of all their state. Only when it is committed does the writer write, and what it writes is that state: a replica whose state
+    has drifted is outvoted before it can make it durable. So whether a save is due must be known to all alike: it is a
+    function of the iteration and of what committed records carry, never of what a replica sees for itself. At the end of
+    training the record of the end serves, which carries such a digest, too. With one replica all this proves nothing.
+
 Note [Owed]
-    Replicas that do not write go on training while the writer saves. They remember that a checkpoint is owed; when they
-    become the writer and the tracker does not name it, they remove what the dead writer left of it and save
-    at the step boundary they are at. At the end of training all replicas wait for each other, so that a writer that dies in
-    the last save is found out while others can still save.
+    Replicas that do not write go on training while the writer saves. They remember that a checkpoint is owed. When one becomes
+    the writer and the tracker does not name it, it asks for another save in its vote; the record that carries the request
+    makes all replicas begin one at their next step boundary. At the end of training all replicas wait for each other, so
+    that a writer that dies in the last save is found out while others can still save.
 
 Note [A save that fails]
     A disk that is full or a folder that cannot be written ends no replica: any other would fail alike. The ranks of the writer
@@ -30,7 +37,8 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from megatron_recover import trace
-from megatron_recover.core.policy import SAVED, UNSAVED
+from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.policy import MISSING, SAVED, UNSAVED
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.save_folder import TRACKER, SaveFolder, replace_tracker
@@ -92,18 +100,22 @@ class Checkpoints:
         originals: Mapping[str, Callable[..., Any]],
         get_args: Callable[[], Any],
         *,
+        agree: Callable[..., None],
         save: str | None,
         deadlines: Deadlines,
         log: trace.Log,
         faults: FaultInjector | None,
     ) -> None:
-        """`originals`: what Megatron has behind the seams `save_checkpoint`, `write_checkpoint` and `checkpoint_name`. Create
-        it before the job can have saved anything to `save`.
+        """`originals`: what Megatron has behind the seams `save_checkpoint`, `write_checkpoint` and `checkpoint_name`.
+        `agree(iteration, model, optimizer, scheduler)` returns when a record has carried the digest of that state. Create it
+        before the job can have saved anything to `save`.
         """
-        self._saver, self._originals, self._get_args = saver, originals, get_args
+        self._saver, self._originals, self._get_args, self._agree_on = saver, originals, get_args, agree
         self._deadlines, self._faults = deadlines, faults
         self._record = trace.Recorder(log, replica=saver.replica, rank=saver.rank)
         self._folder = SaveFolder(save, deadlines.lock_s) if save is not None else None
+        self._agreed: int | None = None
+        """The newest iteration whose state all replicas have agreed on to save it, the same on all. See Note [Agreed]."""
         self._owed: int | None = None
         """The newest iteration that another replica is or was to save, or that could not be saved. See Note [Owed]."""
         self._saved: int | None = None
@@ -127,9 +139,14 @@ class Checkpoints:
     # --- Seams of Megatron -----------------------------------------------------------------------------------------------
 
     def save_checkpoint_and_time(self, iteration: int, *args: Any, **kwargs: Any) -> None:
-        """Stands in for Megatron's (seam `save_checkpoint`): save if this replica is the writer, else remember what is owed."""
-        if iteration in (self._saved, self._failed) or self._is_what_was_loaded(iteration):
-            return
+        """Stands in for Megatron's (seam `save_checkpoint`): compare the state of all replicas, then have one of them save."""
+        if iteration != self._agreed and not self._is_what_was_loaded(iteration):
+            self._save(iteration, *args, **kwargs)
+
+    def _save(self, iteration: int, *args: Any, **kwargs: Any) -> None:
+        """Save if this replica is the writer, else remember what is owed; begun by all replicas at the same iteration."""
+        self._agree_on(iteration, *args[:3])
+        self._agreed = iteration
         if self._saver.is_writer():
             self._write(iteration, *args, **kwargs)
         else:
@@ -163,6 +180,8 @@ class Checkpoints:
 
         self._is_naming = True
         store = torch.distributed.distributed_c10d._get_default_store()
+        if self._writing != self._agreed:
+            raise InvariantViolation(6, f"iteration {self._writing} is to be saved, and all have agreed on {self._agreed}")
         if store.check([self._failure_key]):
             raise OSError(store.get(self._failure_key).decode())
         self.folder.publish()
@@ -172,10 +191,14 @@ class Checkpoints:
     # --- Owed checkpoints ------------------------------------------------------------------------------------------------
 
     def make_up(self, iteration: int, *args: Any, **kwargs: Any) -> None:
-        """At a step boundary: save now if this replica has become the writer and the checkpoint that is owed is not there."""
-        if self._owed is not None and self._owed != self._failed and self._saver.is_writer():
+        """At a step boundary: begin the save that a record asks for; ask for one if this replica has become the writer and the
+        checkpoint that is owed is not there.
+        """
+        if f"{MISSING}{self._agreed}" in self._saver.requests:  # not one that has been answered: a later save is agreed on then
+            self._save(iteration, *args, **kwargs)
+        elif self._owed is not None and self._owed != self._failed and self._saver.is_writer():
             if self._agree(not self.folder.has(self._owed)):
-                self._write(iteration, *args, **kwargs)
+                self._saver.request(f"{MISSING}{self._owed}")
             else:
                 self._owed = None
 
@@ -184,7 +207,7 @@ class Checkpoints:
 
         `meet(round)` returns when all live replicas are in the same round.
         """
-        iteration = self._owed if self._owed is not None else self._saved
+        iteration = self._agreed
         if iteration is None:
             return
         rounds, since = 0, time.monotonic()

@@ -12,6 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_recover.core.digest import combined
+
+__all__ = ["checksum", "checksums", "combined"]
+
 _ROW = 1024
 """64-bit words a row. Rows become weighted sums modulo 2**64; these, and what is left of a tensor, are hashed in order. Hashing
 is ten times as slow as summing, so a row is no longer than it takes to leave little to hash."""
@@ -58,12 +62,6 @@ def _to_host(parts: Sequence[Tensor]) -> list[Tensor]:
         for index, piece in zip(there, pieces, strict=True):
             found[index] = piece
     return found
-
-
-def combined(checksums: Sequence[int]) -> int:
-    """The checksum of several tensors, in this order."""
-    parts = b"".join(value.to_bytes(8, "little") for value in checksums)
-    return int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest(), "little") >> 1
 
 
 def _row_sums(rows: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
+from megatron_recover.core.alike import Parts
 from megatron_recover.core.detector import Phase
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import Apply, Plan, Shape, Work
@@ -39,6 +41,7 @@ from megatron_recover.megatron.microbatches import JournalKeeper, Microbatches
 from megatron_recover.megatron.overlap import Overlap
 from megatron_recover.megatron.reduction import Gather, ReducingMember, Reduction, gather_over_replica
 from megatron_recover.megatron.schedule import run_pass
+from megatron_recover.megatron.state import Scalar, State
 from megatron_recover.megatron.stopwatch import Stopwatch
 from megatron_recover.megatron.work_queue import PlanningMember, WorkQueue
 from megatron_recover.progress_page import ProgressPage
@@ -53,8 +56,8 @@ class Member(ReducingMember, PlanningMember, JournalKeeper, Protocol):
     generation: int
     roster: tuple[int, ...]
 
-    def join(self, shape: Shape, fingerprint: str) -> None: ...
-    def begin(self, work: Work, requests: Sequence[str] = ()) -> int: ...
+    def join(self, shape: Shape, fingerprint: str, parts: Parts = ()) -> None: ...
+    def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int: ...
     def next_order(self) -> Plan | Apply: ...
     def pass_ended(self, generation: int) -> None: ...
     def measured(self, num_microbatches: int, elapsed_ns: int) -> None: ...
@@ -84,23 +87,25 @@ class CommitLoop:
         cursor: MicrobatchCursor,
         seed: Callable[[int, int, int], None],
         iteration: Callable[[], int],
-        fingerprint: Callable[[], str],
+        alike: Callable[[], Mapping[str, str]],
+        counters: Callable[[], Mapping[str, Scalar]] = dict,
         log: trace.Log | None = None,
         faults: FaultInjector | None = None,
         gather: Gather = gather_over_replica,
         page: ProgressPage | None = None,
     ) -> None:
         """`originals`: what Megatron has behind the seams of `replacements`. `seed(iteration, microbatch, chunk)` sets the
-        random state; `iteration()` is Megatron's current one, from 1; `fingerprint()` goes to `Member.join`. `page` shows
-        what this rank does; None: nobody looks.
+        random state; `iteration()` is Megatron's current one, from 1; `alike()` names what has to be equal on the same rank of
+        all replicas (`megatron/alike.py`); `counters()` are scalars of the state (`State`). `page` shows what this rank does;
+        None: nobody looks.
         """
         self._page = page or ProgressPage()
         self._in_work = InWork(None)
         self._num_trained = 0
         """Training steps of this process."""
         self._member, self._config, self._originals = member, config, originals
-        self._cursor, self._seed, self._iteration, self._fingerprint = cursor, seed, iteration, fingerprint
-        self._faults, self._gather = faults, gather
+        self._cursor, self._seed, self._iteration, self._alike = cursor, seed, iteration, alike
+        self._faults, self._gather, self._counters = faults, gather, counters
         self._record = trace.Recorder(log, replica=member.replica, rank=member.rank)
         self._reduction: Reduction | None = None
         self._stopwatch: Stopwatch | None = None
@@ -108,10 +113,12 @@ class CommitLoop:
         self._chunks: list[Any] = []
         self._parameters: list[tuple[Tensor, HeldBy]] = []
         """Of all chunks, and who else in the replica holds them; walking the modules anew is slow."""
+        self._state: State | None = None
+        """Known from the first step on, or from the first save."""
         self._num_evaluations = 0
         self._applied: tuple[int, Apply, float | None] | None = None
         """The step whose optimizer has not run yet."""
-        self._step = 0
+        self._step = self._next_step = 0
 
     # --- seams -----------------------------------------------------------------------------------------------------------
 
@@ -127,12 +134,24 @@ class CommitLoop:
         """Seam `forward_backward`: this loop, whichever schedule upstream would choose."""
         return self.run
 
-    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+    def train_step(
+        self, forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any, opt_param_scheduler: Any,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         """Seam `train_step`: upstream's, after which the parameters that the optimizer has made are noted."""
+        self.know_state(model, optimizer, opt_param_scheduler)
         with self._fault_in_optimizer():
-            outcome = self._originals["train_step"](*args, **kwargs)
+            outcome = self._originals["train_step"](
+                forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, *args, **kwargs
+            )
         self.stepped()
         return outcome
+
+    def know_state(self, chunks: Sequence[Any], optimizer: Any = None, scheduler: Any = None) -> State:
+        """Return what the state of this rank is made of; an evaluation does not show the optimizer."""
+        if self._state is None or (optimizer is not None and not self._state.has_optimizer):
+            self._state = State(chunks, optimizer, scheduler, self._counters)
+        return self._state
 
     @contextlib.contextmanager
     def _fault_in_optimizer(self) -> Iterator[None]:
@@ -168,8 +187,22 @@ class CommitLoop:
             self._in_work = InWork.on(self._reduction.device)
             show_compilations(self._page)
             self._reduction.parameters_checksum = combined([checksum(parameter) for parameter, _ in self._parameters])
-            self._member.join(self._reduction.shape, f"{self._fingerprint()} {self._reduction.parameters_checksum:016x}")
+            parts = self._parts(self._reduction)
+            self._member.join(self._reduction.shape, hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest(), parts)
         return self._reduction
+
+    def _parts(self, reduction: Reduction) -> Parts:
+        """Return all that has to be alike when replicas start, state as made or loaded included."""
+        state = self.know_state(self._chunks)
+        shape, buckets = reduction.shape, hashlib.blake2b(repr(reduction.shape).encode(), digest_size=8).hexdigest()
+        parts = {
+            "the shape": f"{shape.num_ranks} ranks with {len(shape.bucket_ranks)} buckets ({buckets})",
+            **self._alike(),
+            "the digest of names and shapes of the state": f"{state.layout_digest():016x}",
+            "the digest of the parameters": f"{reduction.parameters_checksum:016x}",
+            "the digest of all state, optimizer included": f"{state.digest():016x}",
+        }
+        return tuple(parts.items())
 
     def run(self, **arguments: Any) -> list[dict[str, Tensor]]:
         """Stands for one call of upstream's forward-backward function: a whole step, shared by all replicas.
@@ -183,9 +216,10 @@ class CommitLoop:
         forward_only = bool(arguments.get("forward_only"))
         num_microbatches = arguments["num_microbatches"]
         reduction = self.join(chunks)
-        work = Work(self._label(forward_only), num_microbatches, reduction.buckets(forward_only))
+        due = not forward_only and self._iteration() % self._config.state_digest_interval == 0
+        work = Work(self._label(forward_only), num_microbatches, reduction.buckets(forward_only), due)
         self._cursor.begin(arguments["data_iterator"], num_microbatches)
-        self._step = step = self._member.begin(work)
+        self._step = step = self._begin(work, self.know_state(chunks))
         exactly = self._config.determinism == "exact"
         reduction.begin(step, num_microbatches, _gradient_scale(chunks[0], arguments) if exactly else 1.0)
         microbatches = Microbatches(
@@ -277,14 +311,31 @@ class CommitLoop:
             )
         return losses
 
+    def _begin(self, work: Work, state: State) -> int:
+        """Arrive at a step, with a fresh digest of the state that it begins with where its record carries one."""
+        digest = state.digest() if work.digests else None
+        if digest is not None:  # recorded before the leader can vote on it, so before the member says which step this is
+            self._record(trace.StateDigested, step=self._next_step, label=work.label, digest=f"{digest:016x}")
+        step = self._member.begin(work, digest=digest)
+        self._next_step = step + 1
+        return step
+
     def meet(self, round: int) -> None:
-        """Return when all live replicas have come here: a step that has no microbatches.
+        """Return when all live replicas have come to the end of training and have compared all their state.
+
+        A rank that has had no step joins the run here, with nothing but the ledger.
+        """
+        self.agree(f"end {round}")
+
+    def agree(self, label: str, chunks: Sequence[Any] = (), optimizer: Any = None, scheduler: Any = None) -> None:
+        """Return when all live replicas have come here with equal state: a step that has no microbatches.
 
         The ledger, empty as it is, is reduced all the same: the protocol relies on nobody being able to vote on a step before
-        everyone has committed the one before. A rank that has had no step joins the run here, with nothing but the ledger.
+        everyone has committed the one before. Model, optimizer and scheduler are for a rank that has had no step.
         """
-        reduction = self.join(())
-        self._step = self._member.begin(Work(f"end {round}", 0, reduction.buckets(forward_only=True)))
+        reduction = self.join(chunks)
+        work = Work(label, 0, reduction.buckets(forward_only=True), digests=True)
+        self._step = self._begin(work, self.know_state(chunks, optimizer, scheduler))
         reduction.begin(self._step, 0)
         order = self._member.next_order()
         reduction.first_generation = order.generation

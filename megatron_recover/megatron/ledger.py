@@ -68,9 +68,28 @@ def _encode(described: _Description, device: torch.device) -> Tensor:
 
 def read_losses(rows: Tensor) -> list[dict[str, Tensor]]:
     """The loss dictionaries of all ids in their order, as the loss function made them (dtype, shape and device of the rows)."""
-    heads = [tuple(numbers[_HEADER - 1 : _start(numbers)]) for numbers in rows.tolist()]
-    columns = {head: _columns(rows, head) for head in dict.fromkeys(heads)}  # one as a rule: all ids report alike
-    return [{key: values[index].reshape(shape) for key, values, shape in columns[head]} for index, head in enumerate(heads)]
+    losses: list[dict[str, Tensor]] = [{} for _ in range(len(rows))]
+    for indices in _alike(rows):
+        chosen, of = (rows, losses) if len(indices) == len(rows) else (rows[indices], [losses[index] for index in indices])
+        numbers = chosen[0].tolist()
+        for key, values, shape in _columns(chosen, tuple(numbers[_HEADER - 1 : _start(numbers)])):
+            for loss, value in zip(of, values.reshape(len(of), *shape).unbind(), strict=True):
+                loss[key] = value
+    return losses
+
+
+def _alike(rows: Tensor) -> list[Sequence[int]]:
+    """Return the indices of rows with equal descriptions: as a rule one group, since all ids report alike."""
+    if not len(rows):
+        return []
+    first = rows[0].tolist()
+    head = slice(_HEADER - 1, _start(first))
+    if bool((rows[:, head] == rows[0, head]).all()):
+        return [range(len(rows))]
+    groups: dict[tuple[float, ...], list[int]] = {}
+    for index, numbers in enumerate(rows.tolist()):
+        groups.setdefault(tuple(numbers[_HEADER - 1 : _start(numbers)]), []).append(index)
+    return list(groups.values())
 
 
 def _columns(rows: Tensor, head: Sequence[float]) -> list[tuple[str, Tensor, tuple[int, ...]]]:

@@ -34,6 +34,7 @@ from megatron_recover.megatron import exact
 from megatron_recover.megatron.buckets import BackwardWatch, Bucket, Collector, find_regions, number
 from megatron_recover.megatron.checksum import checksum, combined
 from megatron_recover.megatron.ledger import NUM_COLUMNS, Ledger
+from megatron_recover.megatron.provenance import Counts, is_once, wrong_ids
 from megatron_recover.megatron.work_queue import Task
 
 logger = logging.getLogger(__name__)
@@ -76,10 +77,8 @@ class _Slot:
         self.order = (0, -bucket.region.chunk, number) if bucket is not None else (1, 0, number)
         """In which backward passes the buckets, the last stage's ledger at the end; equal on all replicas."""
         self.result = result
-        self.counts: list[float] = []
+        self.counts = Counts(0)
         """How often each id is in the local gradient; see Note [Provenance]."""
-        self.bound = 0.0
-        """Of the local gradient (`exact`)."""
         self.provenance = result.new_empty(0)
         """The provenance of the result."""
         self.passed_by: Task | None = None
@@ -142,6 +141,7 @@ class Reduction:
         )
         self._step = 0
         self._watch = BackwardWatch(self.regions) if any(chunk.ddp_config.overlap_grad_reduce for chunk in chunks) else None
+        self._newest_into: tuple[Sequence[BucketId], frozenset[BucketId]] = ((), frozenset())
         self._counted: set[BucketId] = set()
         """Buckets that have been passed by the backward that is being watched."""
         self._collector = Collector(self.regions)
@@ -168,21 +168,22 @@ class Reduction:
             self.ledger = Ledger(num_microbatches, self.device)
             self._slots.append(_Slot(self.ledger_bucket, None, self.ledger.rows().new_empty(num_microbatches * NUM_COLUMNS)))
         for slot in self._slots:
-            slot.counts, slot.bound, slot.passed_by = [0.0] * num_microbatches, 0.0, None
+            slot.counts, slot.passed_by = Counts(num_microbatches), None
             slot.provenance = torch.empty(num_microbatches + 1, dtype=torch.float64, device=self.device)
         for accumulator in self._accumulators.values():
             accumulator.zero_()
 
     def void(self) -> None:
         """Begin the step anew: nothing is counted, and the local gradient and the ledger are empty. Between two passes only."""
+        num_microbatches = len(self._slots[0].provenance) - 1 if self._slots else 0
         for slot in self._slots:
-            slot.counts, slot.bound, slot.passed_by = [0.0] * len(slot.counts), 0.0, None
+            slot.counts, slot.passed_by = Counts(num_microbatches), None
         for region in self.regions:
             region.local.zero_()
         for accumulator in self._accumulators.values():
             accumulator.zero_()
         if self.ledger is not None:
-            self.ledger = Ledger(len(self._slots[-1].counts), self.device)
+            self.ledger = Ledger(num_microbatches, self.device)
 
     def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
         """From now on gradient goes into the local gradient of the buckets `into`, and no other (None: the pass is over)."""
@@ -214,7 +215,8 @@ class Reduction:
     def end_backward(self, microbatch: int, chunk: int, into: Sequence[BucketId]) -> tuple[BucketId, ...]:
         """A backward has finished: count the id in the buckets `into` of this chunk; those are returned."""
         of_chunk = [slot for slot in self._gradient_slots if slot.bucket is not None and slot.bucket.region.chunk == chunk]
-        taken = [slot for slot in of_chunk if slot.id in into]
+        buckets = self._into(into)
+        taken = [slot for slot in of_chunk if slot.id in buckets]
         for slot in taken:
             if slot.id not in self._counted:
                 self._count(slot, microbatch)
@@ -226,19 +228,25 @@ class Reduction:
                 region.local.zero_()
         return tuple(slot.id for slot in taken)
 
+    def _into(self, into: Sequence[BucketId]) -> frozenset[BucketId]:
+        """Return buckets as a set; that of the newest sequence is kept, since all microbatches of a plan share one."""
+        if self._newest_into[0] is not into:
+            self._newest_into = into, frozenset(into)
+        return self._newest_into[1]
+
     def _count(self, slot: _Slot, microbatch: int) -> None:
-        slot.counts[microbatch] += 1
+        slot.counts.add(microbatch)
         if self._accumulators and slot.bucket is not None:
             self._fold(slot, slot.bucket)
 
     def count_ledger(self, microbatch: int) -> None:
         """The id's row of the ledger is complete."""
-        self._slots[-1].counts[microbatch] += 1
+        self._slots[-1].counts.add(microbatch)
 
     def _fold(self, slot: _Slot, bucket: Bucket) -> None:
         for part in bucket.slices():
             gradient = bucket.region.local[part]
-            slot.bound += exact.magnitude(gradient)
+            slot.counts.raise_bound(exact.magnitude(gradient))
             exact.fold(self._accumulators[bucket.region][part], gradient, self._exponent)
 
     # --- reducing --------------------------------------------------------------------------------------------------------
@@ -305,8 +313,7 @@ class Reduction:
             # One value that is not finite makes the sum not finite. The largest magnitude settles whether it was only the sum
             # that overflowed; on a CPU it takes 50 times as long.
             if not torch.isfinite(local.sum()) and not torch.isfinite(torch.linalg.vector_norm(local, ord=math.inf)):
-                counted = [microbatch for microbatch, count in enumerate(slot.counts) if count]
-                raise RuntimeError(f"the gradient of microbatches {counted} has values that are not finite")
+                raise RuntimeError(f"the gradient of microbatches {slot.counts.counted()} has values that are not finite")
 
     def _over_lanes(self, slot: _Slot) -> Tensor:
         if slot.bucket is None:
@@ -316,7 +323,7 @@ class Reduction:
         return slot.bucket.sum_over_lanes(self._accumulators.get(region, region.local))
 
     def _provenance_over_lanes(self, slot: _Slot) -> Tensor:
-        provenance = torch.tensor([*slot.counts, slot.bound], dtype=torch.float64, device=self.device)
+        provenance = slot.counts.tensor(self.device)
         if slot.lanes is not None:
             dist.all_reduce(provenance, group=slot.lanes)
         return provenance
@@ -331,7 +338,7 @@ class Reduction:
         )  # fmt: skip
         if self._member.replica != copy.source:
             value = self._checksum(slot)
-            if self._wrong(slot):
+            if not is_once(slot.provenance, slot.num_lanes):
                 # The source would not hold it: it is the copy that is wrong, and the next generation makes another.
                 error = TransportError(
                     f"the copy of bucket {slot.id} from replica {copy.source} is damaged: {self._counts(slot)}"
@@ -346,16 +353,17 @@ class Reduction:
 
     def _complete(self, slot: _Slot, generation: int, seconds: float) -> None:
         value = self._checksum(slot)
-        counts = tuple(int(count) for count in slot.provenance[:-1].tolist())
-        provenance = "ones" if all(count == slot.num_lanes for count in counts) else counts
+        once = is_once(slot.provenance, slot.num_lanes)
         self._record(
             trace.Reduced, generation=generation, step=self._step, bucket=slot.id, version=generation, checksum=value,
-            provenance=provenance, seconds=round(seconds, 6),
+            provenance="ones" if once else tuple(int(count) for count in slot.provenance[:-1].tolist()),
+            seconds=round(seconds, 6),
         )  # fmt: skip
-        if wrong := self._wrong(slot):
-            counts = tuple(int(count) for count in slot.counts)
+        if not once:
+            own = tuple(int(count) for count in slot.counts.tensor(torch.device("cpu"))[:-1].tolist())
+            wrong = tuple(wrong_ids(slot.provenance, slot.num_lanes))
             self._record(
-                trace.Miscounted, generation=generation, step=self._step, bucket=slot.id, microbatches=wrong, own_counts=counts
+                trace.Miscounted, generation=generation, step=self._step, bucket=slot.id, microbatches=wrong, own_counts=own
             )  # fmt: skip
             raise Miscounted(f"step {self._step}, bucket {slot.id}: {self._counts(slot)}")
         self._hold(Held(slot.id, generation, value))
@@ -363,13 +371,10 @@ class Reduction:
     def _checksum(self, slot: _Slot) -> int:
         return combined((checksum(slot.result), self.parameters_checksum))
 
-    def _wrong(self, slot: _Slot) -> tuple[int, ...]:
-        """Return the microbatches that the result does not count exactly once."""
-        return tuple(index for index, count in enumerate(slot.provenance[:-1].tolist()) if count != slot.num_lanes)
-
     def _counts(self, slot: _Slot) -> str:
         """Describe what is wrong with the counts of a result."""
-        counts = {index: slot.provenance[index].item() / slot.num_lanes for index in self._wrong(slot)}
+        wrong = wrong_ids(slot.provenance, slot.num_lanes)
+        counts = {index: slot.provenance[index].item() / slot.num_lanes for index in wrong}
         return f"counts that are not 1, by microbatch: {counts}"
 
     def _hold(self, held: Held) -> None:

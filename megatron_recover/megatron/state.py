@@ -62,6 +62,11 @@ class State:
         """
         self._chunks, self._optimizer, self._scheduler, self._counters = chunks, optimizer, scheduler, counters
 
+    @property
+    def has_optimizer(self) -> bool:
+        """Return whether the optimizer is known."""
+        return self._optimizer is not None
+
     def tensors(self) -> list[StateTensor]:
         """Return all tensors of the state, in an order that is equal on the same rank of all replicas."""
         found, covered = [], _Covered()

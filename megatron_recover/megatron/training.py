@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
 import sys
 import traceback
@@ -240,17 +239,18 @@ class _Training:
 
         originals = self._installation.originals
         cursor = MicrobatchCursor(self._page)
+        loop = CommitLoop(
+            member, config, originals, cursor=cursor, seed=_seeding(args.seed),
+            iteration=lambda: args.curr_iteration + 1,
+            alike=lambda: alike(args, rank=member.rank, exact=config.determinism == "exact"),
+            counters=lambda: counters(args), log=self._log, faults=self._faults, page=self._page,
+        )  # fmt: skip
         checkpoints = Checkpoints(
-            member, originals, get_args,
+            member, originals, get_args, agree=lambda iteration, *state: loop.agree(f"save {iteration}", *state),
             save=args.save, deadlines=config.deadlines, log=self._log, faults=self._faults,
         )  # fmt: skip
         boundary = Boundary(member, checkpoints, originals["exit"], get_args)
         boundary.take_over(args)
-        loop = CommitLoop(
-            member, config, originals, cursor=cursor, seed=_seeding(args.seed),
-            iteration=lambda: args.curr_iteration + 1,
-            fingerprint=lambda: fingerprint(args), log=self._log, faults=self._faults, page=self._page,
-        )  # fmt: skip
         self._installation.install(
             {
                 **loop.replacements(),
@@ -304,13 +304,19 @@ def _seeding(seed: int) -> Callable[[int, int, int], None]:
     return begin
 
 
-_OF_ONE_RANK = frozenset({"rank", "local_rank"})
+def alike(args: Namespace, *, rank: int, exact: bool) -> dict[str, str]:
+    """Return what has to be equal on the same rank of all replicas, by name; the state is not among it."""
+    from megatron.core import parallel_state
+
+    from megatron_recover.megatron import alike as parts
+
+    reads = parallel_state.get_tensor_model_parallel_rank() == 0  # as upstream has it: the others get their samples from it
+    return parts.arguments(args, rank) | parts.software(exact=exact) | (parts.data(args) if reads else {})
 
 
-def fingerprint(args: Namespace) -> str:
-    """What has to be equal on the same rank of all replicas: every argument, and the iteration that was loaded."""
-    content = sorted((name, repr(value)) for name, value in vars(args).items() if name not in _OF_ONE_RANK)
-    return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
+def counters(args: Namespace) -> dict[str, int]:
+    """Return the scalars of the state that Megatron keeps among its arguments."""
+    return {name: getattr(args, name) for name in ("consumed_train_samples", "skipped_train_samples")}
 
 
 def building_cache_once(provider: Callable[..., Any], args: Namespace, page: ProgressPage | None = None) -> Callable[..., Any]:

@@ -43,13 +43,13 @@ def is_training(label: str) -> bool:
     return _TRAINING.fullmatch(label) is not None
 
 
-def is_end(label: str) -> bool:
-    """Whether a step's label names the agreement to end, after the last save: nothing is computed in it."""
-    return label.startswith("end ")
+def is_agreement(label: str) -> bool:
+    """Return whether a step only compares the state: before a save (``save 20``), or at the end of training (``end 0``)."""
+    return label.startswith(("save ", "end "))
 
 
 def iteration_of(label: str) -> int:
-    """Megatron's iteration in the label of a training step."""
+    """Megatron's iteration in the label of a training step or of a save."""
     return int(label.split()[1])
 
 
@@ -60,6 +60,8 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     t: float
     label: str
     generation: int
+    has_digest: bool
+    """Whether it carries the state digest."""
 
 
 class StepFacts(msgspec.Struct, gc=False):
@@ -246,7 +248,7 @@ class History:
         facts = self.steps[event.step]
         if facts.record is None:
             label = facts.label if facts.label == event.label else event.label  # one copy of the text
-            facts.record = Record(line, event.t, label or event.label, event.generation)
+            facts.record = Record(line, event.t, label or event.label, event.generation, event.state_digest is not None)
         facts.committed_at = event.t if facts.committed_at is None else max(facts.committed_at, event.t)
         if self.last_step is None or event.step > self.last_step:
             self.last_step, self.final_commits = event.step, {event.replica: line}
@@ -418,8 +420,8 @@ class History:
 
 _STEPWISE = (
     trace.Status, trace.Plan, trace.MicrobatchStarted, trace.MicrobatchFinished, trace.BucketPassed, trace.Extended,
-    trace.Reduced, trace.Transferred, trace.ReductionFailed, trace.Voted, trace.Committed, trace.Applied, trace.Entered,
-    trace.Recovery,
+    trace.Reduced, trace.Transferred, trace.ReductionFailed, trace.StateDigested, trace.Voted, trace.Committed,
+    trace.Applied, trace.Entered, trace.Recovery,
 )  # fmt: skip
 OF_AN_ATTEMPT = (
     trace.Status, trace.Plan, trace.MicrobatchStarted, trace.MicrobatchFinished, trace.BucketPassed, trace.Extended,

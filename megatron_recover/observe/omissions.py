@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from megatron_recover import trace
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.gaps import Gaps
-from megatron_recover.observe.history import Finding, Findings, History, Line, is_end, is_training, iteration_of, who
+from megatron_recover.observe.history import Finding, Findings, History, Line, is_agreement, is_training, iteration_of, who
 from megatron_recover.observe.replay import Taker
 from megatron_recover.observe.rule import Rule
 from megatron_recover.observe.step import Step
@@ -39,7 +39,7 @@ class AskedFor(Rule):
         self._asked = started.num_microbatches if started else None
         evaluations = (
             facts.num_microbatches for _, facts in sorted(history.steps.items())
-            if facts.label is not None and not is_end(facts.label) and not is_training(facts.label)
+            if facts.label is not None and not is_agreement(facts.label) and not is_training(facts.label)
         )  # fmt: skip
         self._evaluated = next(evaluations, None)
 
@@ -48,7 +48,7 @@ class AskedFor(Rule):
             return
         line, plan = step.plans[0]
         wanted = self._asked if is_training(plan.label) else self._evaluated
-        if not is_end(plan.label) and plan.num_microbatches != wanted:
+        if not is_agreement(plan.label) and plan.num_microbatches != wanted:
             yield line, f"step {step.number} ({plan.label}) has {plan.num_microbatches} microbatches; {wanted} are asked for"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_recover import trace
 from megatron_recover.flags import value_of
-from megatron_recover.observe.history import is_end, is_training
+from megatron_recover.observe.history import is_agreement, is_training
 
 SHOWN_QUOTAS = 16
 """With more members than this their quotas are told as a range."""
@@ -31,6 +31,8 @@ class Progress:
         """Newest generation that lost a replica, until the step in which it happened is committed, and who was lost."""
         self._asked = ""
         """Why all replicas have been asked to end."""
+        self._silent: dict[tuple[int, int], trace.RankSilent] = {}
+        """Ranks that are slow, hang or are stopped, until a step is committed or they are lost."""
         self._step = -1
         self._since: float | None = None
         self._untold = False
@@ -48,16 +50,19 @@ class Progress:
                 self._since = event.t if self._since is None else self._since
                 if event.replica == min(event.roster) and is_training(event.label):
                     self._quotas = event.quotas
-            case trace.Committed() if event.step > self._step and not is_end(event.label):
+            case trace.Committed() if event.step > self._step and not is_agreement(event.label):
                 told = self._rest()
                 self._seconds = None if self._since is None else event.t - self._since
                 self._step, self._label, self._since, self._loss = event.step, event.label, event.t, None
                 self._untold = True
+                self._silent.clear()
                 if self._repairing and event.generation >= self._repairing[0]:
                     self._repairing = None
             case trace.Applied(loss=float()) if event.step == self._step:
                 self._loss = event.loss
                 told = self._rest()
+            case trace.RankSilent():
+                self._silent[event.replica, event.rank] = event
             case trace.RunFinished():
                 told = self._rest()
         return told
@@ -69,6 +74,7 @@ class Progress:
 
     def _generation_begins(self, event: trace.Generation) -> None:
         self._generation, self._roster = event.generation, event.roster
+        self._silent = {key: silent for key, silent in self._silent.items() if key[0] in event.roster}
         if event.request is not None:
             self._asked = event.request
             return
@@ -83,6 +89,8 @@ class Progress:
             parts[0] += f"/{self._num_iterations}"
         if silent_s:
             parts.append(f"nothing new for {silent_s:.0f} s")
+        for (replica, rank), silent in self._silent.items():
+            parts.append(f"replica {replica} rank {rank} {silent.verdict} in {silent.phase.replace('_', ' ')}")
         if self._repairing:
             parts.append(f"recovering from the loss of {self._repairing[1]}")
         if self._asked:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from megatron_recover import trace
-from megatron_recover.observe import conduct, omissions, plans
+from megatron_recover.observe import conduct, durable, omissions, plans
 from megatron_recover.observe.history import Findings, History, Line, who
 from megatron_recover.observe.rule import Rule, of_run, of_step
 from megatron_recover.observe.step import Held, Ids, Step, not_each_once
@@ -95,7 +95,7 @@ def equal_records(history: History, step: Step) -> Findings:
     record = step.record[1]
     unusual: dict[int, list[tuple[trace.Result, Held, dict[int, int]]]] = {}
     for line, event in step.committed:
-        for field in ("label", "digest", "versions", "requests"):
+        for field in ("label", "digest", "versions", "requests", "state_digest"):
             mine, theirs = getattr(event, field), getattr(record, field)
             if mine != theirs:
                 what = f"{field} of step {step.number}: {mine} on replica {event.replica}"
@@ -259,7 +259,7 @@ RULES: tuple[tuple[str, str, tuple[type[Rule], ...]], ...] = (
             of_step(plans.equal_plans), conduct.BackedCommits, of_step(backed_votes),
             of_step(applied_as_committed), of_step(equal_parameters), of_step(omissions.whole_records),
             omissions.CommittedIsApplied, of_run(omissions.equal_members), of_step(omissions.equal_ranks),
-            omissions.AdoptedFromAMember,
+            omissions.AdoptedFromAMember, of_step(durable.equal_states),
         ),
     ),
     (
@@ -277,7 +277,10 @@ RULES: tuple[tuple[str, str, tuple[type[Rule], ...]], ...] = (
             of_step(honest_journals, "microbatches"), of_step(backed_statuses),
         ),
     ),
-    ("INV-6", "single history", (omissions.MembersHaveJoined, conduct.SingleHistory)),
+    (
+        "INV-6", "single history",
+        (omissions.MembersHaveJoined, conduct.SingleHistory, of_run(durable.saved_what_was_agreed, "steps")),
+    ),
     ("INV-7", "least work", (of_step(least_work, "microbatches"), conduct.HeldIsNotComputedAgain)),
     ("INV-8", "bounded waits", (of_run(omissions.honest_end), conduct.EntersTheLast)),
 )  # fmt: skip

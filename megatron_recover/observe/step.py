@@ -149,6 +149,8 @@ class Step:
         self.committed: list[tuple[Line, trace.Committed]] = []
         self.commits: dict[int, tuple[Line, trace.Committed]] = {}
         """Replica -> its first commit."""
+        self.digests: dict[int, dict[int, tuple[Line, str]]] = defaultdict(dict)
+        """Replica -> rank -> the first digest of its state that it told of this step."""
         self.applied: list[tuple[Line, trace.Applied]] = []
         self.extended: list[tuple[Line, trace.Extended]] = []
         self.results: dict[tuple[int, int], Held] = {}
@@ -268,6 +270,9 @@ class Step:
         else:
             mine[event.rank] = line
 
+    def take_digested(self, line: Line, event: trace.StateDigested) -> None:
+        self.digests[event.replica].setdefault(event.rank, (line, self.shared(event.digest)))
+
     def take_voted(self, line: Line, event: trace.Voted) -> None:
         self.votes.append((line, event))
 
@@ -315,6 +320,7 @@ TAKE: Mapping[type, Callable[[Step, Line, Any], None]] = {
     trace.Extended: Step.take_extended,
     trace.Reduced: Step.take_result,
     trace.Transferred: Step.take_result,
+    trace.StateDigested: Step.take_digested,
     trace.Voted: Step.take_voted,
     trace.Committed: Step.take_committed,
     trace.Applied: Step.take_applied,

@@ -18,7 +18,7 @@ from megatron_recover.observe.compare import Comparison
 from megatron_recover.observe.files import replacing
 from megatron_recover.observe.gaps import Gaps
 from megatron_recover.observe.goodput import Goodput
-from megatron_recover.observe.history import History, is_end, is_training
+from megatron_recover.observe.history import History, is_agreement, is_training
 from megatron_recover.observe.replay import Taker, replay
 from megatron_recover.observe.step import Step
 from megatron_recover.observe.work import Work
@@ -266,7 +266,7 @@ def summarize(
     curve = [loss for label, loss in history.losses().items() if is_training(label)]
     return Summary(
         steps=len(training),
-        evaluation_steps=sum(not is_training(record.label) and not is_end(record.label) for record in records),
+        evaluation_steps=sum(not is_training(record.label) and not is_agreement(record.label) for record in records),
         microbatches_per_step=history.num_microbatches(training[-1]) if training else None,
         replicas_start=started.replicas if started else 0,
         replicas_end=len(newest.roster) if newest else 0,

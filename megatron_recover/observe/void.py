@@ -44,16 +44,22 @@ def miscounts(history: History) -> Iterator[str]:
     plans = [event for _, event in history.events if isinstance(event, trace.Plan) and event.step in steps] if told else []
     for (step, generation, bucket, rank), by_replica in sorted(told.items()):
         for microbatch in sorted({wrong for event in by_replica.values() for wrong in event.microbatches}):
+            planned: dict[int, list[int]] = defaultdict(list)
+            for plan in plans:
+                is_asked = any(microbatch in one.microbatches and bucket in one.into for one in plan.computes)
+                if plan.step == step and plan.generation <= generation and is_asked:
+                    planned[plan.replica].append(plan.generation)
             found = []
-            for replica, event in sorted(by_replica.items()):
-                planned = sorted(
-                    plan.generation
-                    for plan in plans
-                    if (plan.replica, plan.step) == (replica, step) and plan.generation <= generation
-                    and any(microbatch in one.microbatches and bucket in one.into for one in plan.computes)
-                )  # fmt: skip
-                if planned or event.own_counts[microbatch]:
-                    by = f"planned in generation {', '.join(map(str, planned))}" if planned else "planned by nobody"
+            for replica in sorted({*by_replica, *planned}):
+                by = (
+                    f"planned in generation {', '.join(map(str, planned[replica]))}"
+                    if planned[replica]
+                    else "planned by nobody"
+                )
+                event = by_replica.get(replica)  # None: a newer generation came before its sum was complete
+                if event is None:
+                    found.append(f"replica {replica} did not report how often it has it, {by}")
+                elif planned[replica] or event.own_counts[microbatch]:
                     found.append(f"replica {replica} has it {event.own_counts[microbatch]} times, {by}")
             where = f"step {step}, bucket {bucket}, rank {rank}"
             what = f"{where}: microbatch {microbatch} was miscounted in generation {generation}"

@@ -30,6 +30,11 @@ def voted(counts: Multiset, *, drifted: bool) -> int:
     return -checksum(counts) if drifted else checksum(counts)
 
 
+def state_digest(step: int, rank: int, *, drifted: bool) -> int:
+    """Stands for the digest of all state that a rank begins a step with. `drifted`: it is not that of the other replicas."""
+    return 1000 * step + 10 * rank + drifted
+
+
 def digest(record: Record, *, drifted: bool) -> str:
     """Stands for the digest of the parameters that a committed step has made."""
     return str(([(item.bucket, item.version) for item in record.versions], drifted))

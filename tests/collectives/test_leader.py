@@ -10,13 +10,26 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from megatron_recover import trace
 from megatron_recover.collectives import leader
 from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.member import JobStopped, Member
 from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Peer, PeerHello, RankHello
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core.replica import waiting_for
-from megatron_recover.core.values import Entered, Held, NewGeneration, Requested, Shape, Status, Statuses, Stop, Vote, Work
+from megatron_recover.core.values import (
+    Diverged,
+    Entered,
+    Held,
+    NewGeneration,
+    Requested,
+    Shape,
+    Status,
+    Statuses,
+    Stop,
+    Vote,
+    Work,
+)
 from megatron_recover.deadlines import Deadlines
 from tests.collectives.partners import KEY, FakeEndpoint, Partner, call
 
@@ -43,12 +56,13 @@ class Leading:
             run_dir="", started_at=0.0,
         )  # fmt: skip
         self.replica = replica
+        self.events: list[trace.Event] = []
         self.member = Member(
             context,
             RecoverConfig(**config),
             FakeEndpoint([]),
             key=KEY,
-            record=lambda event: None,
+            record=self.events.append,
             end_process=lambda code: None,
             deadlines=replace(Deadlines.of(), stall_s=stall_s) if stall_s is not None else None,
         )
@@ -72,11 +86,12 @@ class Leading:
         assert isinstance(entered, Entered) and (entered.replica, entered.generation) == (self.replica, generation)
         assert bool(entered.waited_for) == (generation > 1)
 
-    def heard(self) -> Leading:
-        """The other leader has been greeted, and told this replica's status."""
-        self.other.wait(lambda: len(self.other.received) == 2)
-        greeting, status = self.other.received
-        assert greeting == PeerHello(0) and isinstance(status, Status) and status.replica == 0
+    def heard(self, *, num_peers: int = 1) -> Leading:
+        """The other leader, which stands for `num_peers`, has been greeted and told this replica's status as each of them."""
+        self.other.wait(lambda: len(self.other.received) == 2 * num_peers)
+        greetings = [each for each in self.other.received if each == PeerHello(0)]
+        statuses = [each for each in self.other.received if isinstance(each, Status) and each.replica == 0]
+        assert len(greetings) == len(statuses) == num_peers and self.other.received[0] == greetings[0]
         self.other.received.clear()
         return self
 
@@ -128,7 +143,7 @@ def lead(partner: Partner, other_leader: Partner, free: str) -> Iterator[Lead]:
 
 
 def status(generation: int = 1, replica: int = 1) -> Status:
-    return Status(replica, generation, 0, None, ((),), (), None)
+    return Status(replica, generation, 0, None, (), (), None)
 
 
 def test_a_link_to_another_leader_that_breaks_asks_for_a_generation(lead: Lead) -> None:
@@ -172,7 +187,7 @@ def test_a_message_that_is_not_the_speakers_own_counts_for_nothing(lead: Lead, f
 )  # fmt: skip
 def test_a_peer_speaks_for_the_replica_that_it_proved_and_for_no_other(lead: Lead, proven: Party, said: Any) -> None:
     """A9: any local user could connect, say `PeerHello(k)` and vote as k. Here not even another replica can."""
-    leading = lead(roster=(0, 1, 2)).heard()
+    leading = lead(roster=(0, 1, 2)).heard(num_peers=2)
     link = call(leading.address, proven, Party(Role.LEADER, 0))
     closed: list[str] = []
     leading.other.loop.watch(link, lambda link, message: None, lambda link, why: closed.append(why))
@@ -248,6 +263,23 @@ def test_inv_8_the_timer_of_a_wait_that_is_over_does_not_end_one_like_it(lead: L
     assert fired.wait(10) and timers == [over, running], "nothing has expired"
     member._loop.post(running)
     assert leading.requested() == Requested(0, 2, "no vote of replicas (1,) came")
+
+
+def test_members_that_vote_differently_leave_their_own_records_in_the_trace(lead: Lead) -> None:
+    leading = lead().heard()
+    leading.speak(status(), Vote(1, 1, 0, b"another", b""))
+    leading.member.begin(WORK)
+    leading.member.next_order()
+    assert leading.member.hold(Held(0, 1, 7))
+    leading.coordinator.wait(lambda: leading.coordinator.received)
+    [report] = leading.coordinator.received
+    assert isinstance(report, Diverged) and "[0] against [1]; they differ in the number of buckets" in report.reason
+    [found] = [event for event in leading.events if isinstance(event, trace.Disagreed)]
+    [voted] = [event for event in leading.events if isinstance(event, trace.Voted)]
+    assert found == trace.Disagreed(
+        replica=0, generation=1, step=0, label="train 1", digest=voted.digest, reason=report.reason,
+        versions=(trace.Result(bucket=0, version=1, checksums=(7,)),),
+    )  # fmt: skip
 
 
 def test_in_a_tree_a_leader_has_links_to_its_neighbours_of_the_generation_only(lead: Lead) -> None:

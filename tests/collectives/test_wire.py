@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from megatron_recover.collectives.encoding import PackedStatuses, packed_status
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.wire import (
     FORMAT_VERSION,
@@ -22,14 +23,15 @@ from megatron_recover.collectives.wire import (
     Link,
     LinkClosed,
     Message,
-    PackedStatuses,
     RankHello,
     frame,
 )
+from megatron_recover.core.digest import commitment
 from megatron_recover.core.values import (
     Ballot,
-    BucketVersion,
+    Contribution,
     Held,
+    HeldVersion,
     Holds,
     Promise,
     Record,
@@ -43,15 +45,15 @@ from megatron_recover.core.values import (
 
 pytestmark = pytest.mark.timeout(30)
 
-RECORDS = tuple(Record(6, "train 7", (), paces=((0, pace),)) for pace in (1, 2))
+RECORDS = tuple(commitment(Record(6, "train 7", (), paces=((0, pace),))) for pace in (1, 2))
 MESSAGES: tuple[Message, ...] = (
     RankHello(1, Shape(2, ((0,), (0, 1))), "fingerprint", "127.0.0.1:1/token"),
     Enter(Promise(3, (0, 2)), ((0, "a:1"), (2, "b:2"))),
     Holds(1, 7, (Held(0, 3, 2**32 - 1),)),
-    Vote(2, 3, Record(7, "train 8", (BucketVersion(0, 3, (1, 2)),), ("exit: SIGTERM",))),
-    Status(0, 3, 7, Work("train 8", 4, (0, 1)), ((0, 1), ()), (), None),
-    Votes(1, 3, 7, (Ballot(Record(7, "train 8", (BucketVersion(0, 3, (1, 2)),)), (1, 3, 4)),)),
-    Statuses(1, 3, (Status(1, 3, 7, None, ((), ()), (), None), Status(3, 3, 7, None, ((), ()), (), None))),
+    Vote(2, 3, 7, b"digest", b"outline", ("exit: SIGTERM",), ((2, 10**9),)),
+    Status(0, 3, 7, Work("train 8", 4, (0, 1)), (Contribution((0,), (0, 1)),), (HeldVersion(2, (1,)),), None),
+    Votes(1, 3, 7, (Ballot(b"digest", b"outline", (1, 3, 4)),)),
+    Statuses(1, 3, (Status(1, 3, 7, None, (), (), None), Status(3, 3, 7, None, (), (), None))),
     Statuses(
         1, 3, tuple(Status(replica, 3, 7, None, (), (), record) for replica, record in enumerate((*RECORDS, None, *RECORDS)))
     ),
@@ -149,7 +151,7 @@ def test_timers_and_posted_calls_are_made_in_order() -> None:
 
 
 def test_a_record_that_many_members_have_committed_travels_once() -> None:
-    record = Record(6, "train 7", (), paces=tuple((replica, 10**8 + replica) for replica in range(3000)))
+    record = commitment(Record(6, "train 7", (), paces=tuple((replica, 10**8 + replica) for replica in range(3000))))
     statuses = [Status(replica, 3, 7, None, (), (), record) for replica in range(51)]
     one, many = (frame(Statuses(0, 3, tuple(statuses[:num]))) for num in (1, 51))
     assert len(many) - len(one) < 50 * 200 < len(one)
@@ -173,7 +175,7 @@ def test_a_record_that_many_members_have_committed_travels_once() -> None:
 
 @pytest.mark.parametrize("position", [0, -1])
 def test_a_status_whose_record_is_missing_ends_the_link(position: int) -> None:
-    body = msgspec.msgpack.encode(PackedStatuses(1, 3, (), ((Status(1, 3, 7, None, (), (), None), position),)))
+    body = msgspec.msgpack.encode(PackedStatuses(1, 3, (), ((packed_status(Status(1, 3, 7, None, (), (), None)), position),)))
     link, theirs = pair()
     theirs.sendall(struct.pack("!2sHI", b"mr", FORMAT_VERSION, len(body)) + body)
     with pytest.raises(LinkClosed, match=f"record {position} of 0"):

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_recover.core import replica
+from megatron_recover.core.bucket import by_version
+from megatron_recover.core.contribution import grouped
+from megatron_recover.core.digest import commitment, summarize
 from megatron_recover.core.values import (
+    Ballot,
     Begun,
     BucketVersion,
     Held,
@@ -26,8 +30,15 @@ WORK = Work("train 0", 3, (0,))
 
 
 def status(number: int, *, generation: int = 2, step: int = 0, work: Work | None = WORK, **fields: Any) -> Status:
-    """A status; nothing held, complete or committed unless said."""
+    """A status; nothing held, complete or committed unless said.
+
+    `contributions`: the ids of each bucket. `complete`: what `complete` makes. `committed`: a record.
+    """
     given = {"contributions": (), "complete": (), "committed": None, **fields}
+    if isinstance(given["committed"], Record):
+        given["committed"] = commitment(given["committed"])
+    given["contributions"] = grouped(dict(enumerate(given["contributions"])))
+    given["complete"] = by_version(given["complete"])
     return Status(number, generation, step, work, **given)
 
 
@@ -43,7 +54,15 @@ def record(step: int = 0, *versions: BucketVersion, requests: tuple[str, ...] = 
 
 def vote(number: int, *, generation: int = 1, of: Record | None = None) -> Vote:
     """A vote for `record()` unless said."""
-    return Vote(number, generation, of or record())
+    of = of or record()
+    summary = summarize(of)
+    return Vote(number, generation, of.step, summary.digest, summary.outline, of.requests, of.paces)
+
+
+def ballot(of: Record, *voters: int) -> Ballot:
+    """The ballot of those who voted for a record."""
+    summary = summarize(of)
+    return Ballot(summary.digest, summary.outline, voters, of.requests, of.paces)
 
 
 def lead(state: replica.ReplicaState, *messages: replica.Input) -> tuple[replica.ReplicaState, list[replica.Effect]]:

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from megatron_recover.core import bucket, quota, recovery, vote
+from megatron_recover.core.contribution import by_bucket
+from megatron_recover.core.digest import commitment, digest
 from megatron_recover.core.plan import plan_of
 from megatron_recover.core.values import (
     Ballot,
@@ -19,11 +21,9 @@ from megatron_recover.core.values import (
     Record,
     Shape,
     Status,
-    Vote,
     Work,
 )
-from tests.core.build import WORK, complete, record, status
-from tests.core.build import vote as a_vote
+from tests.core.build import WORK, ballot, complete, record, status
 
 rosters = st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True).map(sorted).map(tuple)
 
@@ -56,9 +56,8 @@ def test_the_highest_version_is_decided_and_sources_are_spread() -> None:
     assert newer == (bucket.Decision(0, 3, (1,), 1),)
 
 
-def naive_tally(votes: list[Vote], roster: tuple[int, ...]) -> tuple[str, ...] | None:
+def naive_tally(cast: dict[int, Record], roster: tuple[int, ...]) -> tuple[str, ...] | None:
     """The commit rule, written down once more: the requests if the step is committed, None if not."""
-    cast = {v.replica: v.record for v in votes}
     if any(replica not in cast for replica in roster):
         return None
     kept = [cast[replica] for replica in roster]
@@ -77,14 +76,13 @@ records = st.builds(
 
 @given(rosters, st.dictionaries(st.integers(0, 9), records, max_size=8))
 def test_inv_2_a_step_is_committed_only_by_equal_votes_of_all(roster: tuple[int, ...], cast: dict[int, Record]) -> None:
-    votes = [a_vote(replica, of=item) for replica, item in cast.items()]
-    outcome = vote.tally([Ballot(item, (replica,)) for replica, item in cast.items()], roster)
-    expected = naive_tally(votes, roster)
+    outcome = vote.tally([ballot(item, replica) for replica, item in cast.items()], roster)
+    expected = naive_tally(cast, roster)
     if expected is None:
         assert outcome is None or isinstance(outcome, vote.Disagreement)
         assert (outcome is None) == any(replica not in cast for replica in roster)
     else:
-        assert isinstance(outcome, Record)
+        assert isinstance(outcome, Ballot)
         assert outcome.requests == expected
 
 
@@ -95,16 +93,16 @@ def test_what_is_gathered_in_parts_is_what_all_votes_say(parts: list[tuple[set[i
     said = dict(item for voters, of in reversed(parts) for item in dict.fromkeys(voters, of).items())
     together: tuple[Ballot, ...] = ()
     for number, (voters, of) in enumerate(parts):
-        part = vote.gather((), [Ballot(replace(of, paces=((voter, number),)), (voter,)) for voter in sorted(voters)])
+        part = vote.gather((), [ballot(replace(of, paces=((voter, number),)), voter) for voter in sorted(voters)])
         paces = dict.fromkeys(voters, number) | paces
         together = vote.gather(together, part)
     cut = data.draw(st.integers(0, len(together)))
     assert vote.gather(together[:cut], together[cut:]) == vote.gather(together, together) == together
-    bare = {voter: vote.bare(ballot.record) for ballot in together for voter in ballot.voters}
-    assert bare == {voter: vote.bare(of) for voter, of in said.items()}
-    assert len({vote.bare(ballot.record) for ballot in together}) == len(together)
-    assert all(tuple((voter, paces[voter]) for voter in ballot.voters) == ballot.record.paces for ballot in together)
-    asked = {request for ballot in together for request in ballot.record.requests}
+    digests = {voter: each.digest for each in together for voter in each.voters}
+    assert digests == {voter: digest(of) for voter, of in said.items()}
+    assert len({each.digest for each in together}) == len(together)
+    assert all(tuple((voter, paces[voter]) for voter in each.voters) == each.paces for each in together)
+    asked = {request for each in together for request in each.requests}
     assert asked >= {request for of in said.values() for request in of.requests}
 
 
@@ -162,7 +160,7 @@ def test_inv_1_4_7_a_recovery_plan_covers_every_bucket_exactly_once(statuses: li
     assert max(found.quotas) <= found.work.num_microbatches
     for replica, count in zip(roster, found.quotas, strict=True):
         (mine,) = (s.contributions for s in statuses if s.replica == replica)
-        ids = {i for held in mine for i in held} | {i for c in plans[replica].computes for i in c.microbatches}
+        ids = {i for each in mine for i in each.microbatches} | {i for c in plans[replica].computes for i in c.microbatches}
         assert count == len(ids)
     if found.reduces:
         assert sum(found.quotas) >= found.work.num_microbatches
@@ -171,17 +169,17 @@ def test_inv_1_4_7_a_recovery_plan_covers_every_bucket_exactly_once(statuses: li
     common = {(p.transfers, p.reduces, p.quotas, p.work, p.step) for p in plans.values()}
     assert len(common) == 1, "members disagree on the plan"
     decided = {item.bucket for item in found.decisions}
-    complete_somewhere = {item.bucket for s in statuses for item in s.complete}
+    complete_somewhere = {number for s in statuses for item in s.complete for number in item.buckets}
     assert decided == complete_somewhere & set(found.work.buckets)
     assert decided.isdisjoint(found.reduces) and decided | set(found.reduces) == set(found.work.buckets)
     for number in found.reduces:
-        kept = [i for s in statuses if s.contributions for i in s.contributions[number]]
+        kept = [i for s in statuses for i in by_bucket(s.contributions).get(number, ())]
         fresh = _computed_into(plans, number)
         assert sorted(kept + fresh) == list(range(found.work.num_microbatches)), "INV-1"
         assert set(kept).isdisjoint(fresh), "INV-7"
     for number in decided:
         assert _computed_into(plans, number) == [], "INV-4"
-        holders = {s.replica for s in statuses if any(item.bucket == number for item in s.complete)}
+        holders = {s.replica for s in statuses if any(number in item.buckets for item in s.complete)}
         (transfer,) = [t for t in plans[roster[0]].transfers if t.bucket == number] or [None]
         lacking = set(roster) - holders
         assert (transfer is None) == (not lacking)
@@ -197,7 +195,7 @@ def test_a_member_that_is_behind_adopts_the_record() -> None:
     ahead = status(0, step=1, work=None, committed=done)
     found = recovery.recover([ahead, status(1, complete=(complete(),))], 0)
     assert isinstance(found, recovery.Recovery)
-    assert (found.step, found.adopt, found.work) == (1, done, None)
+    assert (found.step, found.adopt, found.work) == (1, commitment(done), None)
 
 
 def test_contributions_to_an_older_step_do_not_count() -> None:
@@ -253,7 +251,7 @@ def test_what_a_member_has_committed_is_never_withdrawn() -> None:
     behind = status(1, complete=(complete(),))
     found = recovery.recover([status(0, step=1, work=None, committed=done), behind], 2)
     assert isinstance(found, recovery.Recovery)
-    assert found.adopt == done and "withdrawn" not in found.reason
+    assert found.adopt == commitment(done) and "withdrawn" not in found.reason
 
 
 def test_an_id_goes_only_into_the_buckets_that_miss_it() -> None:

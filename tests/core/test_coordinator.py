@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_recover.core import coordinator, policy
+from megatron_recover.core.alike import differences, together
 from megatron_recover.core.blame import Evidence
 from megatron_recover.core.coordinator import (
     Announce,
@@ -114,6 +115,25 @@ def test_replicas_that_differ_do_not_start() -> None:
     _, effects = feed(CoordinatorState(Policy(2)), Hello(0, "same"), Hello(1, "other"))
     assert ended(effects).exit_code == ExitCode.FAILED
     assert "replicas 0 and 1 do not start alike" in ended(effects).reason
+
+
+def test_what_differs_at_the_start_is_named_with_both_values() -> None:
+    many = tuple((f"argument a{number}", "1") for number in range(7))
+    mine = (("argument seed", "1"), ("the version of torch", "2.13"), *many)
+    theirs = (("argument seed", "2"), *((name, "2") for name, _ in many))
+    found = differences(mine, theirs)
+    assert found[:2] == [("argument seed", "1", "2"), ("the version of torch", "2.13", "not there")] and len(found) == 9
+    state, effects = feed(CoordinatorState(Policy(2)), Hello(0, "x", mine), Hello(1, "y", theirs))
+    reason = ended(effects).reason
+    assert "argument seed is 1 on replica 0 and 2 on replica 1; " in reason and "; 4 more differ; use the same" in reason
+    assert differences(mine, mine) == []
+
+
+def test_parts_of_ranks_are_told_apart_where_ranks_differ() -> None:
+    of_ranks = [(("data", "d"), ("state", "a")), (("state", "b"),), (("data", "d"), ("state", "a"))]
+    assert together(of_ranks) == (
+        ("data", "d"), ("state of rank 0", "a"), ("state of rank 1", "b"), ("state of rank 2", "a"),
+    )  # fmt: skip
 
 
 def test_too_few_replicas_do_not_start() -> None:

@@ -58,6 +58,8 @@ class Outcomes(Explorer):
         {"crashes": 1, "num_ranks": 2, "bucket_ranks": SHARED, "steps": 1},
         {"alarms": 1, "num_ranks": 2, "bucket_ranks": SHARED, "steps": 1},
         {"drifts": 1, "replicas": 3, "microbatches": 3, "steps": 1},
+        {"state_drifts": 1, "digested": (1,), "steps": 2},
+        {"alarms": 1, "digested": (0,), "of_last_bucket": (0,), "num_ranks": 2, "bucket_ranks": ((0,), (1,)), "steps": 1},
         {"crashes": 1, "replicas": 3, "microbatches": 3, "steps": 1},
         {"suspicions": 1, "replicas": 3, "microbatches": 3, "steps": 1},
         {"crashes": 1, "replicas": 3, "microbatches": 3, "steps": 1, "tree_above": 1},

@@ -19,7 +19,7 @@ from megatron_recover.core.invariants import (
     Voted,
     check,
 )
-from megatron_recover.core.values import BucketVersion, Compute, Entered, Plan, Record, Shape, Transfer, Vote, Work
+from megatron_recover.core.values import BucketVersion, Compute, Entered, Plan, Record, Shape, Transfer, Work
 
 SHAPE = Shape(2, ((0,), (1,)))
 WORK = Work("train 0", 2, (0, 1))
@@ -39,7 +39,7 @@ def good() -> list[Fact]:
     """Both replicas commit step 0 in generation 1; replica 0 is one step ahead when replica 1 is lost."""
     facts: list[Fact] = [Formed(1, (0, 1)), Entered(0, 1, 0), Entered(1, 1, 0), plan(0), plan(1)]
     facts += [Read(0, 0, 0, 0, (1, 0)), Read(1, 0, 0, 0, (0, 1)), held(0, 0), held(1, 0), held(0, 1), held(1, 1)]
-    facts += [Voted(Vote(r, 1, RECORD)) for r in (0, 1)]
+    facts += [Voted(r, 1, RECORD) for r in (0, 1)]
     facts += [Committed(r, 1, RECORD, False) for r in (0, 1)]
     facts += [Applied(r, rank, 0, ((rank, (1, 1)),), f"digest {rank}") for r in (0, 1) for rank in (0, 1)]
     return [*facts, Formed(2, (0,)), Entered(0, 2, 1)]
@@ -88,7 +88,7 @@ enter_2 = (Formed(2, (0, 1)), Entered(0, 2, 0), Entered(1, 2, 0))
         (3, "the local gradient has (1, 1)", swap(Read(1, 0, 0, 0, (0, 1)), Read(1, 0, 0, 0, (1, 1)))),
         (4, "holds in version 1", insert(Held, *enter_2, plan(0, 2, ()))),
         (5, "takes a result", insert(Planned, *enter_2, held(0, 0))),
-        (5, "votes", insert(Held, *enter_2, Voted(Vote(0, 1, RECORD)))),
+        (5, "votes", insert(Held, *enter_2, Voted(0, 1, RECORD))),
         (5, "commits", insert(Voted, *enter_2, Committed(0, 1, RECORD, False))),
         (5, "plans", insert(Planned, *enter_2, plan(0, 1, ()))),
         (5, "after a newer one", insert(Planned, *enter_2, Entered(0, 1, 0))),
@@ -96,7 +96,7 @@ enter_2 = (Formed(2, (0, 1)), Entered(0, 2, 0), Entered(1, 2, 0))
         (6, "has a replica that", lambda facts: [*facts, Formed(3, (0, 1))]),
         (6, "whose member it is not", lambda facts: [*facts, Entered(1, 2, 1)]),
         (6, "never made", lambda facts: [*facts, Entered(0, 3, 1)]),
-        (6, "without the votes of replicas [1]", drop(Voted(Vote(1, 1, RECORD)))),
+        (6, "without the votes of replicas [1]", drop(Voted(1, 1, RECORD))),
         (7, "whose gradient replica 0 holds", swap(plan(1), plan(1, ids=(0, 1)))),
     ],
     ids=lambda value: str(value) if isinstance(value, int | str) else "",

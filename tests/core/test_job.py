@@ -46,8 +46,9 @@ class Job(RuleBasedStateMachine):
     def start(self, replicas: int, microbatches: int, shape: str, slow: bool, tree_above: int, faults: tuple[int, ...]) -> None:
         num_ranks, bucket_ranks = SHAPES[shape]
         scenario = Scenario(
-            "random", replicas, microbatches, bucket_ranks, num_ranks, 3, *faults, self.links, slow, tree_above=tree_above
-        )
+            "random", replicas, microbatches, bucket_ranks, num_ranks, 3, *faults, self.links, slow, tree_above=tree_above,
+            digested=(1, 2), of_last_bucket=(1,), state_drifts=faults[1] % 2,
+        )  # fmt: skip
         self.explorer = Explorer(scenario, reduced=False)
         self.world = self.explorer.tidy(self.explorer.initial())
 

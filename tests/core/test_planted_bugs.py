@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import blame, coordinator, rank, recovery, replica, tree, vote
+from megatron_recover.core import blame, coordinator, own_record, rank, recovery, replica, tree, vote
+from megatron_recover.core.contribution import by_bucket
 from megatron_recover.core.plan import Operation, plan_of
 from megatron_recover.core.speed import Speeds
-from megatron_recover.core.values import Ballot, Compute, Loss, LossKind, Plan, Status, Statuses, Vote, Votes
-from megatron_recover.core.vote import gather, voters_of
+from megatron_recover.core.values import Ballot, Compute, Loss, LossKind, Plan, Record, Status, Statuses, Vote, Votes
+from megatron_recover.core.vote import ballot_of, gather, voters_of
 from megatron_recover.sim.channels import card, link
 from megatron_recover.sim.explore.explorer import Exploration, Explorer, Scenario
 from megatron_recover.sim.explore.node import Rank, Threads
@@ -48,7 +49,7 @@ def handle(monkeypatch: pytest.MonkeyPatch, kind: type, handler: Callable[[repli
 
 
 def test_a_replica_that_commits_without_votes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "tally", lambda votes, roster: next(iter(votes)).record)
+    monkeypatch.setattr(replica, "tally", lambda votes, roster: next(iter(votes)))
     caught(explore(crashes=1), 6)
 
 
@@ -61,9 +62,9 @@ def test_a_replica_that_commits_in_a_generation_it_promised_to_leave_is_caught(m
 
     def count_old(state: replica.ReplicaState, vote: Vote) -> replica.Step:
         if vote.generation == state.generation - 1 and state.phase is replica.Phase.EXCHANGING:
-            votes = gather(state.votes, (Ballot(vote.record, (vote.replica,)),))
+            votes = gather(state.votes, (ballot_of(vote),))
             if voters_of(votes) >= {0, 1, 2}:
-                return replica._commit(state, vote.record, adopted=False)
+                return replica._commit(state, own_record.own_record(state), adopted=False)
             return replace(state, votes=votes), ()
         return on_vote(state, vote)
 
@@ -111,13 +112,13 @@ def test_recomputing_a_decided_bucket_is_caught(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_half_a_replica_that_applies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = replica.complete
+    original = own_record.complete
 
     def any_rank(shape: Any, held: Any, buckets: Any) -> Any:
         merged = {item.bucket: item for items in held for item in items}
         return original(shape, [tuple(merged.values())] * shape.num_ranks, buckets)
 
-    monkeypatch.setattr(replica, "complete", any_rank)
+    monkeypatch.setattr(own_record, "complete", any_rank)
     caught(explore(replicas=2, microbatches=2, num_ranks=2, bucket_ranks=SHARED, alarms=1), 2)
 
 
@@ -139,7 +140,7 @@ def test_tokens_summed_from_votes_are_caught(monkeypatch: pytest.MonkeyPatch) ->
     original = replica._vote
 
     def with_tokens(state: replica.ReplicaState) -> replica.Step:
-        tokens = "tokens " + " ".join(str(i) for i in (state.contributions or ((),))[-1])
+        tokens = "tokens " + " ".join(str(i) for i in by_bucket(state.contributions).get(0, ()))
         return original(replace(state, requests=(tokens,)))
 
     class FromVotes(Threads):
@@ -308,6 +309,39 @@ def test_keeping_what_an_outvoted_replica_took_part_in_is_caught(monkeypatch: py
     caught(explore(drifts=1), 2)
 
 
+DIGESTED = {"replicas": 2, "microbatches": 2, "num_ranks": 2, "bucket_ranks": ((0,), (1,)), "of_last_bucket": (0, 1)}
+"""Rank 0 holds no result of these steps, so nothing but its digest makes a vote wait for a follower."""
+
+
+def test_voting_without_the_digests_of_all_ranks_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica._vote
+
+    def hasty(state: replica.ReplicaState) -> replica.Step:
+        if state.work is None or not state.work.digests:
+            return original(state)
+        known = dict.fromkeys(range(state.shape.num_ranks), 0) | dict(state.digests)
+        return original(replace(state, digests=tuple(sorted(known.items()))))
+
+    monkeypatch.setattr(replica, "_vote", hasty)
+    caught(explore(**DIGESTED, digested=(0,)), 2)
+
+
+def test_the_digest_of_another_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica._commit
+
+    def keeps(state: replica.ReplicaState, record: Any, *, adopted: bool) -> replica.Step:
+        after, effects = original(state, record, adopted=adopted)
+        return replace(after, digests=state.digests), effects
+
+    monkeypatch.setattr(replica, "_commit", keeps)
+    caught(explore(**DIGESTED, digested=(0, 1)), 2)
+
+
+def test_a_record_without_the_digest_that_is_due_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_record, "Record", lambda *fields, **_: Record(*fields))
+    caught(explore(steps=1, digested=(0,), state_drifts=1), 2)
+
+
 def test_telling_of_an_outvoted_replica_only_once_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member may hear of the next generation first."""
     original = coordinator._announce
@@ -354,10 +388,8 @@ def test_dealing_before_the_adopted_step_is_learned_from_is_caught(monkeypatch: 
 def test_paces_in_the_order_of_the_votes_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     original = vote._united
 
-    def as_they_came(bare: Any, said: Any) -> Any:
-        said = list(said)
-        paces = tuple(pace for record, _ in said for pace in record.paces)
-        return replace(original(bare, said), paces=paces)
+    def as_they_came(said: Any) -> Any:
+        return replace(original(said), paces=tuple(pace for ballot, _ in said for pace in ballot.paces))
 
     monkeypatch.setattr(vote, "_united", as_they_came)
     caught(explore(**UNLIKE), 2)

@@ -8,7 +8,18 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from megatron_recover.core import rank, replica
-from megatron_recover.core.replica import Committed, Decided, LinkLost, Phase, ToCoordinator, ToPeers, ToRanks, WaitExpired
+from megatron_recover.core.digest import combined
+from megatron_recover.core.replica import (
+    Committed,
+    Decided,
+    LinkLost,
+    Phase,
+    ToCoordinator,
+    ToPeers,
+    ToRanks,
+    Voted,
+    WaitExpired,
+)
 from megatron_recover.core.values import (
     Apply,
     Begun,
@@ -18,6 +29,7 @@ from megatron_recover.core.values import (
     Closing,
     Compute,
     Computed,
+    Contribution,
     Diverged,
     Ended,
     Entered,
@@ -25,6 +37,7 @@ from megatron_recover.core.values import (
     Failing,
     Finished,
     Held,
+    HeldVersion,
     Holds,
     Journal,
     Miscounted,
@@ -58,10 +71,74 @@ def test_a_fault_free_step_is_one_order_and_one_vote() -> None:
     state, effects = lead(state, Begun(0, 0, WORK))
     assert effects == [ToRanks(Plan(0, 1, (0, 1, 2), WORK, (1, 1, 1), (), (Compute((1,), (0,)),), (0,)))]
     state, effects = lead(state, holds())
-    assert effects == [ToPeers((0, 2), vote(1))]
+    assert effects == [Voted(record(), 1), ToPeers((0, 2), vote(1))]
     state, effects = lead(state, vote(0), vote(2))
     assert effects == [Committed(record(), 1, False), ToRanks(Apply(record(), 1, (0, 1, 2)))]
     assert (state.step, state.phase, state.work, state.committed) == (1, Phase.IDLE, None, record())
+
+
+# --- The state digest ----------------------------------------------------------------------------------------------------
+
+DIGESTED = Work("save 7", 0, (0,), digests=True)
+
+
+def begun(rank: int, digest: int | None, step: int = 0) -> Begun:
+    return Begun(rank, step, DIGESTED, digest=digest)
+
+
+def ready_to_begin() -> replica.ReplicaState:
+    """Replica 0 of two ranks, in generation 1 with replica 1, before its first step."""
+    messages = (NewGeneration(1, (0, 1)), Promised(0, 1), Promised(1, 1), status(1, generation=1, work=None))
+    return lead(replica.ReplicaState(0, TWO_RANKS), *messages)[0]
+
+
+@pytest.mark.parametrize("late", ["the digest of a follower", "the digest of a follower, before the leader", "a result"])
+def test_the_vote_waits_for_the_digests_of_all_ranks_and_carries_them_in_rank_order(late: str) -> None:
+    results = [holds(rank=0), holds(rank=1)]
+    messages = {
+        "the digest of a follower": [begun(0, 5), *results, begun(1, 6)],
+        "the digest of a follower, before the leader": [begun(1, 6), begun(0, 5), *results],
+        "a result": [begun(0, 5), begun(1, 6), *results],
+    }[late]
+    state, effects = lead(ready_to_begin(), *messages[:-1])
+    assert not [effect for effect in effects if isinstance(effect, ToPeers)], "it voted without the digest of every rank"
+    state, effects = lead(state, messages[-1])
+    [voted] = [effect for effect in effects if isinstance(effect, Voted)]
+    assert voted.record.state_digest == combined([5, 6]) != combined([6, 5])
+    [sent] = [effect.message for effect in effects if isinstance(effect, ToPeers)]
+    state, effects = lead(state, replace(sent, replica=1))
+    assert state.step == 1 and not state.digests, "the next step would carry the digest of this one"
+
+
+def test_a_digest_of_another_step_does_not_count() -> None:
+    state, effects = lead(ready_to_begin(), begun(1, 6, step=1), begun(0, 5), holds(rank=0), holds(rank=1))
+    assert state.phase is Phase.WORKING and dict(state.digests) == {0: 5}
+
+
+def test_digests_outlive_a_generation_within_their_step() -> None:
+    state, _ = lead(ready_to_begin(), begun(0, 5), begun(1, 6), NewGeneration(2, (0, 1)), Promised(0, 2), Promised(1, 2))
+    state, effects = lead(state, status(1, work=DIGESTED, contributions=((),)), holds(2, rank=0), holds(2, rank=1))
+    [voted] = [effect for effect in effects if isinstance(effect, Voted)]
+    assert (voted.generation, voted.record.state_digest) == (2, combined([5, 6]))
+
+
+def test_a_step_without_a_due_digest_carries_none_and_waits_for_nobody() -> None:
+    state, effects = lead(ready_to_begin(), Begun(0, 0, WORK), holds(rank=0), holds(rank=1))
+    [voted] = [effect for effect in effects if isinstance(effect, Voted)]
+    assert voted.record.state_digest is None
+
+
+def test_a_replica_of_another_digest_is_outvoted_and_a_tie_ends_the_job() -> None:
+    mine = record(requests=())
+    for roster, minority in (((0, 1, 2), (2,)), ((0, 2), ())):
+        state, _ = lead(working(roster=roster), holds())
+        votes = [vote(peer, of=mine if peer == 1 else replace(mine, state_digest=3)) for peer in roster[1:]]
+        _, effects = lead(state, *votes)
+        [told] = [effect.message for effect in effects if isinstance(effect, ToCoordinator)]
+        assert isinstance(told, Diverged) and told.minority == minority
+
+
+# --- Faults --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recovering", [False, True])
@@ -86,7 +163,7 @@ def test_a_result_that_was_reported_before_the_promise_counts() -> None:
     state = working(shape=TWO_RANKS)
     state, _ = lead(state, NewGeneration(2, (0, 1)), holds(rank=1), Promised(1, 2), holds(rank=0), Promised(0, 2))
     (own,) = (item for item in state.statuses if item.replica == 0)
-    assert [(item.bucket, item.version) for item in own.complete] == [(0, 1)]
+    assert own.complete == (HeldVersion(1, (0,)),)
 
 
 def test_a_result_that_is_reported_after_the_promise_does_not() -> None:
@@ -108,7 +185,7 @@ def test_lost_microbatches_are_dealt_and_computed_into_undecided_buckets() -> No
     decided, order = effects[-2:]
     assert isinstance(decided, Decided) and decided.dealt == ((0, 2, (0,)),) and "microbatches [2]" in decided.reason
     assert order == ToRanks(Plan(0, 2, (0, 1), WORK, (2, 1), (), (Compute((2,), (0,)),), (0,)))
-    assert state.contributions == ((0, 2),)
+    assert state.contributions == (Contribution((0,), (0, 2)),)
 
 
 def test_lost_microbatches_go_to_whoever_is_done_first_by_the_journals() -> None:
@@ -141,13 +218,13 @@ def test_a_pace_rides_in_the_vote_of_a_training_step() -> None:
     both = Holds(0, 0, (Held(0, 1, 7), Held(1, 1, 7)))
     state, effects = lead(working(shape=shape, work=training, roster=(0,)), Computed(0, 3, 1000), both)
     (said,) = [effect.message for effect in effects if isinstance(effect, ToPeers)]
-    assert said.record.paces == ((0, 200),), "3 microbatches on 3 stages take 5 slots"
+    assert said.paces == ((0, 200),), "3 microbatches on 3 stages take 5 slots"
     state, effects = lead(state, Begun(0, 1, evaluation), holds(step=1, bucket=1))
     (said,) = [effect.message for effect in effects if isinstance(effect, ToPeers)]
-    assert said.record.paces == ()
+    assert said.paces == ()
     state, effects = lead(state, Begun(0, 2, Work("train 1", 3, (0, 1))), Holds(0, 2, both.held))
     (said,) = [effect.message for effect in effects if isinstance(effect, ToPeers)]
-    assert said.record.paces == ((0, 200),), "the last that is known, where a pass is measured too late"
+    assert said.paces == ((0, 200),), "the last that is known, where a pass is measured too late"
 
 
 def test_who_has_computed_nothing_of_a_step_votes_no_pace() -> None:
@@ -156,7 +233,7 @@ def test_who_has_computed_nothing_of_a_step_votes_no_pace() -> None:
         state = replace(working(number, (0, 1), work=Work("train 0", 1, (0,))), pace_ns=200)
         _, effects = lead(state, holds())
         (said,) = [effect.message for effect in effects if isinstance(effect, ToPeers)]
-        assert said.record.paces == paces
+        assert said.paces == paces
 
 
 def test_a_decided_bucket_is_fetched_and_nothing_is_computed() -> None:
@@ -182,7 +259,8 @@ def test_inv_2_what_was_held_before_the_trusted_generation_is_reduced_again() ->
     assert isinstance(decided, Decided) and decided.decided == ()
     assert order == ToRanks(Plan(0, 2, (0, 1), WORK, (2, 1), (), (Compute((2,), (0,)),), (0,)))
     state, effects = lead(state, holds(2))
-    assert effects == [ToPeers((1,), vote(0, generation=2, of=record(0, complete(version=2))))]
+    mine = record(0, complete(version=2))
+    assert effects == [Voted(mine, 2), ToPeers((1,), vote(0, generation=2, of=mine))]
     state, effects = lead(state, NewGeneration(3, (0,), trusted_from=2), Promised(0, 3))
     assert isinstance(effects[-2], Committed) and effects[-2].record == record(0, complete(version=2)), "it is trusted again"
 
@@ -236,7 +314,7 @@ def test_requests_ride_in_the_vote_and_are_united() -> None:
     state, _ = lead(state, status(1, generation=1, work=None), Begun(0, 0, WORK, ("exit: SIGTERM",)))
     state, effects = lead(state, holds())
     both = ("exit: SIGTERM", "exit: too few replicas")
-    assert effects == [ToPeers((1,), vote(0, of=record(requests=both)))]
+    assert effects == [Voted(record(requests=both), 1), ToPeers((1,), vote(0, of=record(requests=both)))]
     state, effects = lead(state, vote(1, of=record(requests=("checkpoint",))))
     assert state.committed == record(requests=("checkpoint", *both))
     _, effects = lead(state, Ended(0))
@@ -256,12 +334,12 @@ def test_a_request_of_a_follower_is_committed_whenever_it_comes() -> None:
     assert isinstance(asked, rank.ToLeader)
     for before, after in ([asked.report], []), ([], [asked.report]):
         state, _ = lead(working(roster=(0, 1), shape=TWO_RANKS), *before, holds(rank=0), holds(rank=1), *after)
-        (own,) = [each.record for each in state.votes if 0 in each.voters]
+        (own,) = [each for each in state.votes if 0 in each.voters]
         assert own.requests == (("exit: SIGTERM",) if before else ())
-        state, effects = lead(state, replace(vote(1), record=replace(own, requests=())))
+        state, effects = lead(state, replace(vote(1), digest=own.digest))
         assert isinstance(effects[0], Committed) and effects[0].record.requests == own.requests
         state, _ = lead(state, Begun(0, 1, Work("train 1", 3, (0,))), holds(rank=0, step=1), holds(rank=1, step=1))
-        assert [each.record.requests for each in state.votes] == [("exit: SIGTERM",)]
+        assert [each.requests for each in state.votes] == [("exit: SIGTERM",)]
 
 
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.STOPPED])
@@ -307,12 +385,13 @@ def test_a_miscount_is_told_as_what_it_is_and_its_step_begins_anew_once() -> Non
     state, effects = lead(state, NewGeneration(2, (0, 1, 2), void=Void(0, 2)), Promised(0, 2, Journal((0,), (0,))))
     (said,) = [effect.message for effect in effects if isinstance(effect, ToPeers)]
     assert (said.contributions, said.complete, said.journal) == ((), (), Journal())
-    state, effects = lead(state, *(status(peer, contributions=((),)) for peer in (1, 2)))
+    state, effects = lead(state, *(status(peer) for peer in (1, 2)))
     (plan,) = [effect.order for effect in effects if isinstance(effect, ToRanks)]
     assert plan.voids and plan.computes and plan.reduces == (0,)
     state, effects = lead(state, NewGeneration(3, (0, 1, 2), void=Void(0, 2)), Promised(0, 3))
     (said,) = [effect.message for effect in effects if isinstance(effect, ToPeers)]
-    assert said.contributions == (tuple(i for one in plan.computes for i in one.microbatches),), "what it has since counts"
+    dealt = tuple(i for one in plan.computes for i in one.microbatches)
+    assert said.contributions == (Contribution((0,), dealt),), "what it has since counts"
 
 
 def test_an_expired_wait_asks_and_whom_it_waited_for_is_said_on_entering() -> None:
@@ -369,7 +448,12 @@ def test_stop_is_final() -> None:
 def test_a_roster_of_one_commits_alone() -> None:
     state = working(roster=(0,))
     state, effects = lead(state, holds())
-    assert effects == [ToPeers((), vote(0)), Committed(record(), 1, False), ToRanks(Apply(record(), 1, (0,)))]
+    assert effects == [
+        Voted(record(), 1),
+        ToPeers((), vote(0)),
+        Committed(record(), 1, False),
+        ToRanks(Apply(record(), 1, (0,))),
+    ]
 
 
 def test_a_replica_outside_the_roster_does_not_enter() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from megatron_recover.core.digest import commitment
 from megatron_recover.core.plan import fresh_plan
 from megatron_recover.core.quota import balanced
 from megatron_recover.core.recovery import Recovery, recover
@@ -185,6 +186,6 @@ def test_plans_and_recoveries_take_paces_and_pipeline_into_account() -> None:
     fresh = [fresh_plan(0, 1, roster, 2, work, speeds=speeds, pipeline=Pipeline(num_stages)) for num_stages in (1, 4)]
     assert [plan.quotas for plan in fresh] == [(12, 5, 11), (12, 4, 12)]
     work = Work("train 3", 3, (0,))
-    statuses = [Status(number, 2, 2, work, ((),), (), record(1)) for number in (0, 1)]
+    statuses = [Status(number, 2, 2, work, (), (), commitment(record(1))) for number in (0, 1)]
     found = [recover(statuses, 0, speeds=speeds, pipeline=Pipeline(num_stages)) for num_stages in (1, 4)]
     assert [[owner for owner, _, _ in each.dealt] for each in found if isinstance(each, Recovery)] == [[0, 0, 1], [0, 0, 0]]

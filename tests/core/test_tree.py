@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, replica, tree
-from megatron_recover.core.replica import Committed, LinkLost, Phase, ToCoordinator, ToPeers, ToRanks, WaitExpired
+from megatron_recover.core.replica import Committed, LinkLost, Phase, ToCoordinator, ToPeers, ToRanks, Voted, WaitExpired
 from megatron_recover.core.values import (
-    Ballot,
     Begun,
+    Contribution,
     Diverged,
     Hello,
     NewGeneration,
@@ -23,11 +23,10 @@ from megatron_recover.core.values import (
     Promised,
     Requested,
     Statuses,
-    Vote,
     Votes,
     Work,
 )
-from tests.core.build import SHAPE, complete, holds, lead, record, status
+from tests.core.build import SHAPE, ballot, complete, holds, lead, record, status, vote
 
 rosters = st.lists(st.integers(0, 99), min_size=1, max_size=40, unique=True).map(sorted).map(tuple)
 
@@ -181,7 +180,7 @@ def test_who_has_committed_gives_the_record_to_who_has_not() -> None:
     job.begin()
     roster = tuple(range(10))
     held_up = replace(job.states[7], step=0, committed=None, work=Work("train 0", 100, (0,)))
-    job.states[7] = replace(held_up, held=((replace(holds().held[0]),),), contributions=((1,),))
+    job.states[7] = replace(held_up, held=((replace(holds().held[0]),),), contributions=(Contribution((0,), (1,)),))
     job.coordinate(coordinator.ExitAsked("enough"))
     job.run()
     assert job.states[7].roster == roster
@@ -202,7 +201,7 @@ def inner(*, phase: Phase = Phase.VOTED) -> replica.ReplicaState:
 
 
 def ballots(sender: int, *voters: int, generation: int = 2, step: int = 0, checksum: int = 7) -> Votes:
-    return Votes(sender, generation, step, (Ballot(record(0, complete(0, 2, checksum)), voters),))
+    return Votes(sender, generation, step, (ballot(record(0, complete(0, 2, checksum)), *voters),))
 
 
 def test_an_inner_member_says_what_its_subtree_says_once_it_has_all_of_it() -> None:
@@ -219,7 +218,8 @@ def test_its_own_vote_may_be_the_last_of_its_subtree() -> None:
     state, effects = lead(inner(phase=Phase.WORKING), ballots(4, 4))
     assert effects == [] and replica.waiting_for(state) == ()
     _, effects = lead(state, holds(2))
-    assert effects == [ToPeers((), Vote(1, 2, record(0, complete(0, 2)))), ToPeers((0,), ballots(1, 1, 3, 4))]
+    mine = record(0, complete(0, 2))
+    assert effects == [Voted(mine, 2), ToPeers((), vote(1, generation=2, of=mine)), ToPeers((0,), ballots(1, 1, 3, 4))]
 
 
 def test_an_incomplete_word_is_not_handed_on_and_its_sender_is_waited_for() -> None:

@@ -24,6 +24,7 @@ from megatron_recover.core.quota import ticks
 from megatron_recover.core.values import (
     Apply,
     Close,
+    Diverged,
     Held,
     Miscounted,
     NewGeneration,
@@ -114,14 +115,14 @@ class LoopbackMember:
     def is_writer(self) -> bool:
         return self.replica == min(self.roster)
 
-    def join(self, shape: Shape, fingerprint: str) -> None:
+    def join(self, shape: Shape, fingerprint: str, parts: Any = ()) -> None:
         self.job.join(self.replica, self.rank, shape)
 
-    def begin(self, work: Work, requests: Sequence[str] = ()) -> int:
+    def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int:
         job = self.job
         with job.changed:
             step = job.ranks[self.replica, self.rank].step
-            job.feed_rank(self.replica, self.rank, rank_machine.Begin(work, tuple(requests)))
+            job.feed_rank(self.replica, self.rank, rank_machine.Begin(work, tuple(requests), digest))
             return step
 
     def next_order(self) -> Plan | Apply:
@@ -272,6 +273,9 @@ class Job:
         """(replica, step) of passes whose length was told."""
         self.raised: list[tuple[tuple[int, ...], BaseException]] = []
         self.errors: list[BaseException] = []
+        self.diverged: list[Diverged] = []
+        """What the coordinator was told of; it takes the minority out, or, where there is none, everybody."""
+        self.trusted_from = 0
         self._inbox: deque[tuple[str, Any, Any]] = deque()
         self._pumping = False
         self._gathered: dict[tuple[int, int], Any] = {}
@@ -360,8 +364,19 @@ class Job:
     def _announce(self) -> None:
         self.generation += 1
         for member in self.roster:
-            self._post("leader", member, NewGeneration(self.generation, self.roster, void=self.void))
+            new = NewGeneration(self.generation, self.roster, trusted_from=self.trusted_from, void=self.void)
+            self._post("leader", member, new)
         self._pump()
+
+    def _outvote(self, told: Diverged) -> None:
+        if told.generation != self.generation:
+            return
+        self.diverged.append(told)
+        self.trusted_from = self.generation + 1
+        self.dead |= set(told.minority or self.roster)
+        self.roster = tuple(member for member in self.roster if member not in self.dead)
+        if self.roster:
+            self._announce()
 
     def await_loss(self, replica: int) -> None:
         """Keep this replica's pass open until it knows of the deaths that are to find it open; under the lock."""
@@ -440,6 +455,8 @@ class Job:
                     assert self.void is None or self.void.step != miscounted.step, f"void twice: {miscounted.reason}"
                     self.void = Void(miscounted.step, self.generation + 1)
                     self._announce()
+                case replica_machine.ToCoordinator(Diverged() as told):
+                    self._outvote(told)
                 case replica_machine.Committed(record):
                     self.records.setdefault(replica, []).append(record)
 

@@ -85,10 +85,10 @@ class ScriptedMember:
     def is_writer(self) -> bool:
         return True
 
-    def join(self, shape: Shape, fingerprint: str) -> None:
+    def join(self, shape: Shape, fingerprint: str, parts: Any = ()) -> None:
         self.shape = shape
 
-    def begin(self, work: Work, requests: Sequence[str] = ()) -> int:
+    def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int:
         self.work, self._left = work, list(self._script)
         self.held.clear()
         return 0
@@ -297,7 +297,7 @@ def recovered(layout: Layout, rounds: Sequence[Round]) -> list[dict[str, Any]]:
     iteration = iter(range(1, 100))
     loop = CommitLoop(
         member, RecoverConfig(bucket_elements=3000, determinism=layout.determinism, rebalance="off"), installation.originals,
-        cursor=training.cursor, seed=lambda *_: None, iteration=lambda: next(iteration), fingerprint=lambda: "test",
+        cursor=training.cursor, seed=lambda *_: None, iteration=lambda: next(iteration), alike=dict,
     )  # fmt: skip
     installation.install(loop.replacements())
     try:

@@ -21,7 +21,8 @@ import torch
 from msgspec.structs import replace
 
 from megatron_recover import trace
-from megatron_recover.core.policy import SAVED, UNSAVED
+from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.policy import MISSING, SAVED, UNSAVED
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.megatron import save_folder
 from megatron_recover.megatron.checkpoint import Checkpoints, TrackerFile
@@ -94,6 +95,9 @@ class Replica:
         self.error: BaseException | None = None
         """What happens behind the first file of a save."""
         self.num_saving, self.is_saving, self.asked = 0, False, []
+        self.agreed: list[int] = []
+        self.disagrees = False
+        """Its state has drifted: no record carries its digest."""
         self.after_save: Callable[[], None] = lambda: None
         self.start()
 
@@ -106,7 +110,7 @@ class Replica:
         }
         save = str(self._folder)
         self.checkpoints = Checkpoints(
-            self, originals, lambda: Namespace(save=save, load=save, ckpt_format="torch_dist"),
+            self, originals, lambda: Namespace(save=save, load=save, ckpt_format="torch_dist"), agree=self.agree,
             save=save, deadlines=replace(Deadlines.of(), save_s=0.0, lock_s=0.2), log=self._log, faults=None,
         )  # fmt: skip
 
@@ -121,6 +125,13 @@ class Replica:
 
     def request(self, request: str) -> None:
         self.asked.append(request)
+
+    def agree(self, iteration: int, *_: Any) -> None:
+        """The step `save N` of all replicas; who is outvoted in it never returns from it."""
+        assert not self.is_saving, "it writes already"
+        if self.disagrees:
+            raise Killed
+        self.agreed.append(iteration)
 
     def save(self, iteration: int, *args: Any) -> None:
         self.checkpoints.write_checkpoint(iteration, *args)
@@ -166,6 +177,14 @@ class Job:
         living = [each for each in (self.first, self.second, *self.others) if each.replica in self.alive]
         for replica in living:
             replica.requests |= frozenset(request for each in living for request in each.asked)
+
+    def make_up(self, *iterations: int) -> None:
+        """Step boundaries of all live replicas, between which a record carries what they have asked for."""
+        for iteration in iterations:
+            for replica in (self.first, self.second, *self.others):
+                if replica.replica in self.alive:
+                    replica.checkpoints.make_up(iteration)
+            self.meet(0)
 
     def saves(self) -> dict[str, str]:
         """Checkpoints by name: who wrote them, or `half`."""
@@ -221,7 +240,7 @@ def test_one_replica_saves_and_says_so(job: Job) -> None:
     assert (job.saves(), job.named(), job.partial()) == ({"iter_0000010": "0"}, "10", [])
     assert (job.first.num_saving, job.second.num_saving) == (1, 0)
     job.alive.remove(0)
-    job.second.checkpoints.make_up(11)
+    job.make_up(11, 12)
     assert job.saves() == {"iter_0000010": "0"}, "nothing was owed"
 
 
@@ -273,29 +292,74 @@ def test_next_writer_removes_the_partial_one_and_saves_at_once(job: Job) -> None
     for iteration in (10, 20):
         job.second.checkpoints.save_checkpoint_and_time(iteration)
     job.first.checkpoints.save_checkpoint_and_time(10)
-    job.second.checkpoints.make_up(20)
     job.kill_first_in_save(20)
     assert (job.named(), job.partial()) == ("10", ["iter_0000020"])
-    job.second.checkpoints.make_up(21)
-    assert (job.saves(), job.named()) == ({"iter_0000010": "0", "iter_0000021": "1"}, "21")
-    job.second.checkpoints.save_checkpoint_and_time(21)  # due at the same iteration: there already
-    assert job.phases()[-3:] == [(1, 20, "removed_partial"), (1, 21, "started"), (1, 21, "finished")]
+    job.make_up(21)
+    assert job.named() == "10", "it saved what nobody had agreed on"
+    job.make_up(22)
+    assert (job.saves(), job.named()) == ({"iter_0000010": "0", "iter_0000022": "1"}, "22")
+    job.second.checkpoints.save_checkpoint_and_time(22)  # due at the same iteration: there already
+    assert job.phases()[-3:] == [(1, 20, "removed_partial"), (1, 22, "started"), (1, 22, "finished")]
 
 
 def test_what_was_made_up_for_is_owed_no_more(job: Job) -> None:
     job.second.checkpoints.save_checkpoint_and_time(20)
     job.kill_first_in_save(20)
-    for iteration in (21, 22):
-        job.second.checkpoints.make_up(iteration)
-    assert job.saves() == {"iter_0000021": "1"}
+    job.make_up(21, 22, 23, 24)
+    assert job.saves() == {"iter_0000022": "1"} and job.second.agreed == [20, 22]
 
 
 def test_what_another_replica_made_up_for_is_owed_no_more(job: Job) -> None:
     job.second.checkpoints.save_checkpoint_and_time(20)
-    job.first.checkpoints.save_checkpoint_and_time(21)  # as a writer would that found 20 missing
+    job.first.requests = job.second.requests = frozenset({f"{MISSING}20"})
+    job.first.checkpoints._agreed = 20  # as of a writer that found 20 missing
+    job.make_up(21)
     job.alive.remove(0)
-    job.second.checkpoints.make_up(22)
-    assert job.saves() == {"iter_0000021": "0"}
+    job.make_up(22, 23)
+    assert job.saves() == {"iter_0000021": "0"} and job.second.agreed == [20, 21]
+
+
+def test_all_replicas_begin_the_save_that_a_record_asks_for_and_only_the_writer_writes(job: Job) -> None:
+    third = job.add(2)
+    for replica in (job.second, third):
+        replica.checkpoints.save_checkpoint_and_time(20)
+    job.kill_first_in_save(20)
+    job.make_up(21, 22)
+    assert job.second.agreed == third.agreed == [20, 22] and job.saves() == {"iter_0000022": "1"}
+    job.alive.remove(1)  # the next to become the writer asks for nothing that is there
+    job.make_up(23, 24)
+    assert not third.asked and third.agreed == [20, 22]
+
+
+def test_a_second_death_in_a_save_is_made_up_for_as_well(job: Job) -> None:
+    third = job.add(2)
+    for replica in (job.second, third):
+        replica.checkpoints.save_checkpoint_and_time(20)
+    job.kill_first_in_save(20)
+    job.make_up(21)
+    job.second.error = Killed()
+    third.checkpoints.make_up(22)
+    with pytest.raises(Killed):
+        job.second.checkpoints.make_up(22)
+    job.alive.remove(1)
+    job.make_up(23, 24)
+    assert third.agreed == [20, 22, 24] and job.saves() == {"iter_0000024": "2"}
+
+
+def test_what_was_not_agreed_on_is_neither_written_nor_named(job: Job) -> None:
+    job.save(10)
+    job.first.disagrees = True
+    with pytest.raises(Killed):
+        job.first.checkpoints.save_checkpoint_and_time(20)
+    assert (job.saves(), job.named(), job.partial()) == ({"iter_0000010": "0"}, "10", [])
+    assert job.phases()[-1] == (0, 10, "finished"), "it began to write"
+
+
+def test_naming_what_was_not_agreed_on_is_a_broken_invariant(job: Job) -> None:
+    job.save(10)
+    with pytest.raises(InvariantViolation, match="INV-6: iteration 20"):
+        job.first.checkpoints._write(20)
+    assert job.named() == "10"
 
 
 @pytest.mark.parametrize("older", [None, 30, 40], ids=["empty folder", "older branch ended there", "older branch went on"])
@@ -357,8 +421,8 @@ def test_owed_checkpoint_is_not_taken_for_that_of_an_older_branch(job: Job) -> N
     job.older(10, 20, named=20)
     job.second.checkpoints.save_checkpoint_and_time(20)
     job.kill_first_in_save(20)
-    job.second.checkpoints.make_up(21)
-    assert (job.saves(), job.named()) == ({"iter_0000010": "older", "iter_0000020": "older", "iter_0000021": "1"}, "21")
+    job.make_up(21, 22)
+    assert (job.saves(), job.named()) == ({"iter_0000010": "older", "iter_0000020": "older", "iter_0000022": "1"}, "22")
 
 
 def test_restart_removes_what_is_partial_and_nothing_else(job: Job) -> None:
@@ -516,7 +580,7 @@ def test_save_that_fails_costs_nothing_and_the_next_save_point_tries_again(
     said = capsys.readouterr().err
     for part in ("iteration 20", f"--save {job.folder}", "GB", str(error), "make room"):
         assert part in said
-    job.first.checkpoints.make_up(21)
+    job.make_up(21, 22)
     assert job.phases()[-1] == (0, 20, "failed"), "tried again before the next save point"
     job.first.error = None
     job.save(30)
@@ -534,8 +598,8 @@ def test_writer_that_dies_after_a_failed_save_is_made_up_for(job: Job) -> None:
     job.first.error = FULL
     job.save(20)
     job.alive.remove(0)
-    job.second.checkpoints.make_up(21)
-    assert job.named() == "21"
+    job.make_up(21, 22)
+    assert job.named() == "22"
 
 
 def test_last_checkpoint_is_tried_again_while_somebody_may_make_room(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

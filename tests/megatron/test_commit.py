@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
+from megatron_recover.core.detector import COMPUTES, Phase
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.quota import balanced, share
 from megatron_recover.core.values import Pipeline, Shape
@@ -33,6 +34,7 @@ from megatron_recover.megatron.cpu import enable_cpu
 from megatron_recover.megatron.data import MicrobatchCursor
 from megatron_recover.megatron.microbatches import Microbatches
 from megatron_recover.megatron.work_queue import Task
+from megatron_recover.progress_page import ProgressPage
 from tests.megatron.loopback import Job, LoopbackMember, Strike
 from tests.megatron.toy import SIZES, Threads, Trainer, start_world
 
@@ -317,6 +319,27 @@ def test_inv_9_all_microbatches_of_a_pass_are_suspected_where_its_sum_is_not_fin
     assert [microbatches for microbatches, _ in job.raised] == [tuple(range(M))]
 
 
+def test_the_progress_page_follows_a_step(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Phase, tuple[int, ...]]] = []
+    enter = ProgressPage.enter
+
+    def entering(page: ProgressPage, phase: Phase, microbatches: tuple[int, ...] | None = None) -> None:
+        enter(page, phase, microbatches)
+        seen.append((phase, page._ids))
+
+    monkeypatch.setattr(ProgressPage, "enter", entering)
+    Run(threads, 1, 1, [])
+    computed = [(phase, ids) for phase, ids in seen if phase in COMPUTES]
+    ids = range(M)
+    first = [(Phase.FIRST_STEPS, (each,)) for each in ids for _ in range(2)]
+    assert computed[: 2 * M] == first, "the first steps are phases of their own"
+    assert [ids for phase, ids in computed if phase is Phase.BACKWARD][-M:] == [(each,) for each in ids]
+    assert {ids for phase, ids in seen if phase in (Phase.PIPELINE, Phase.REDUCTION, Phase.OPTIMIZER)} == {()}
+    phases = [phase for phase, _ in seen if phase not in (Phase.LOADING, Phase.DATA, Phase.PIPELINE)]
+    last = len(phases) - 1 - phases[::-1].index(Phase.BETWEEN)
+    assert phases[last - 2 : last + 1] == [Phase.REDUCTION, Phase.OPTIMIZER, Phase.BETWEEN]
+
+
 GLOO = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:45210: Connection reset by peer. This "
     "is typically caused by a remote worker hanging or bugs in the application."
@@ -403,15 +426,18 @@ def test_an_order_for_other_work_than_megatrons_is_refused(threads: Threads, mon
 def test_every_step_has_a_name_of_its_own_and_starts_from_known_parameters(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    join, fingerprints = LoopbackMember.join, set()
+    join, joined_with = LoopbackMember.join, set()
 
-    def noted(self: LoopbackMember, shape: Shape, fingerprint: str) -> None:
-        fingerprints.add(fingerprint)
+    def noted(self: LoopbackMember, shape: Shape, fingerprint: str, parts: Any) -> None:
+        joined_with.add((fingerprint, self.rank, parts))
         join(self, shape, fingerprint)
 
     monkeypatch.setattr(LoopbackMember, "join", noted)
     run = Run(threads, 2, 2, [], then=lambda trainer: [trainer.loop.meet(round) for round in (1, 2)])
-    assert fingerprints == {f"toy {combined([checksum(torch.zeros(size)) for size in SIZES]):016x}"}
+    assert len(joined_with) == 2, "two replicas of two ranks, and not each rank is alike"
+    parameters = f"{combined([checksum(torch.zeros(size)) for size in SIZES]):016x}"
+    for _, _, parts in joined_with:
+        assert (dict(parts)["toy"], dict(parts)["the digest of the parameters"]) == ("", parameters)
     labels = ["train 1", "train 2", "evaluate 2/1", "train 3", "end 1", "end 2"]
     ledger = 2 * NUM_BUCKETS
     for records in run.job.records.values():
@@ -429,7 +455,7 @@ def test_a_microbatch_is_seeded_and_read_by_what_it_is() -> None:
     seeded, cursor = [], MicrobatchCursor()
     loop = CommitLoop(
         SimpleNamespace(replica=0, rank=0), RecoverConfig(), {}, cursor=cursor,
-        seed=lambda *what: seeded.append(what), iteration=lambda: 3, fingerprint=lambda: "",
+        seed=lambda *what: seeded.append(what), iteration=lambda: 3, alike=dict,
     )  # fmt: skip
     loop._enter_microbatch(5, 1)
     assert (seeded, cursor.microbatch) == ([(3, 5, 1)], 5)

@@ -64,3 +64,28 @@ def test_a_checksum_sees_every_bit_and_place(size: int) -> None:
 def test_order_counts_among_tensors() -> None:
     first, second = checksum(torch.ones(3)), checksum(torch.zeros(3))
     assert combined([first, second]) != combined([second, first])
+
+
+def test_reports_of_all_ids_alike_are_read_without_looking_at_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows were taken apart in Python before: 8192 of them took 63 ms."""
+    ledger = Ledger(500)
+    for microbatch in range(500):
+        ledger.write(microbatch, torch.tensor(1), report(microbatch))
+    rows, taken, original = ledger.rows(), [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: taken.append(self.numel()) or original(self))
+    losses = read_losses(rows)
+    monkeypatch.undo()
+    assert sum(taken) <= 2 * rows.shape[1]
+    for microbatch in range(500):
+        for key, value in report(microbatch).items():
+            found = losses[microbatch][key]
+            assert found.dtype == value.dtype and found.shape == value.shape and torch.equal(found, value)
+    assert read_losses(rows[:0]) == []
+
+
+def test_ids_that_report_nothing_have_empty_dictionaries_of_their_own() -> None:
+    ledger = Ledger(2)
+    for microbatch in range(2):
+        ledger.write(microbatch, torch.tensor(1), {})
+    first, second = read_losses(ledger.rows())
+    assert first == second == {} and first is not second

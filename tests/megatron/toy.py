@@ -176,7 +176,7 @@ class Trainer:
         self.link = Link(job, member.replica, member.rank, num_stages, self.config) if num_stages > 1 else None
         self.loop = CommitLoop(
             member, config, {}, cursor=self.cursor, seed=lambda *_: None, iteration=lambda: self.iteration,
-            fingerprint=lambda: "toy", log=log, faults=faults,
+            alike=lambda: {"toy": ""}, log=log, faults=faults,
             gather=lambda holding: job.gather(member.replica, member.rank, holding),
         )  # fmt: skip
         threads.enter(member.rank, num_stages)

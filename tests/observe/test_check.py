@@ -242,6 +242,46 @@ def a_partition_forms_its_own_generation(events: Events) -> int:
     return index
 
 
+def _saving(events: Events) -> None:
+    events[:] = traces.saving_run().events
+
+
+def a_checkpoint_is_named_that_nobody_agreed_on(events: Events) -> int:
+    _saving(events)
+    for index in reversed([i for i, event in enumerate(events) if getattr(event, "label", "") == "save 1"]):
+        del events[index]
+    return _find(events, trace.Checkpoint, iteration=1, phase="finished")
+
+
+def a_checkpoint_is_named_before_the_record(events: Events) -> int:
+    _saving(events)
+    return _move(events, _find(events, trace.Checkpoint, iteration=1, phase="finished"), _find(events, trace.Committed, step=1))
+
+
+def a_save_is_agreed_on_without_a_digest(events: Events) -> int:
+    _saving(events)
+    for replica in range(3):
+        _edit(events, trace.Committed, to={"state_digest": None}, label="save 1", replica=replica)
+    return _find(events, trace.Committed, label="save 1")
+
+
+def a_replica_begins_a_save_with_other_state(events: Events) -> int:
+    _saving(events)
+    return _edit(events, trace.StateDigested, to={"digest": "drifted"}, label="save 1", replica=1, rank=1)
+
+
+def replicas_commit_different_state(events: Events) -> int:
+    _saving(events)
+    return _edit(events, trace.Committed, to={"state_digest": "drifted"}, label="end 0", replica=2)
+
+
+def a_rank_votes_before_it_has_digested_its_state(events: Events) -> int:
+    _saving(events)
+    vote = _find(events, trace.Voted, step=1, replica=0)
+    _move(events, _find(events, trace.StateDigested, label="save 1", replica=0, rank=1), vote + 1)
+    return _find(events, trace.Committed, label="save 1", replica=0)
+
+
 def the_latest_checkpoint_goes_back(events: Events) -> int:
     for iteration in (4, 3):
         events.insert(-1, trace.Checkpoint(replica=1, rank=0, iteration=iteration, phase="finished"))
@@ -608,6 +648,12 @@ BREAKAGES: list[tuple[str, Callable[[Events], int]]] = [
     ("INV-6", a_member_disappears_without_a_loss),
     ("INV-6", a_partition_forms_its_own_generation),
     ("INV-6", the_latest_checkpoint_goes_back),
+    ("INV-6", a_checkpoint_is_named_that_nobody_agreed_on),
+    ("INV-6", a_checkpoint_is_named_before_the_record),
+    ("INV-2", a_save_is_agreed_on_without_a_digest),
+    ("INV-2", a_replica_begins_a_save_with_other_state),
+    ("INV-2", replicas_commit_different_state),
+    ("INV-2", a_rank_votes_before_it_has_digested_its_state),
     ("INV-7", a_microbatch_of_a_survivor_is_computed_again),
     ("INV-7", a_rank_computes_what_it_holds_again),
     ("INV-7", a_survivors_work_goes_nowhere),
@@ -666,6 +712,7 @@ BREAKAGES: list[tuple[str, Callable[[Events], int]]] = [
 def test_valid_traces_hold(determinism: str) -> None:
     for run in (traces.quiet_run(determinism=determinism), traces.faulty_run(determinism), traces.drifting_run(determinism)):
         assert _broken(run.events) == {}
+    assert _broken(traces.saving_run().events) == {}
 
 
 @pytest.mark.parametrize(("invariant", "breakage"), BREAKAGES, ids=lambda value: getattr(value, "__name__", value))

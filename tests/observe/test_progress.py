@@ -103,6 +103,34 @@ def test_a_request_to_end_is_no_recovery_and_many_quotas_are_a_range() -> None:
     assert "recoveries 1 | gen 3 | quotas 2-3" in progress.line() and "ending (SIGTERM)" in progress.line()
 
 
+def test_who_hangs_is_shown_until_it_is_lost_or_a_step_is_done() -> None:
+    progress = Progress()
+    progress.take(trace.Generation(generation=1, roster=(0, 1, 2)))
+    for replica, verdict in ((1, "hung"), (2, "slow")):
+        progress.take(
+            trace.RankSilent(
+                replica=replica, rank=0, verdict=verdict, phase="first_steps", seconds=2.3, step=4, label="train 5",
+                microbatches=(3,), state="R",
+            )  # type: ignore[arg-type]
+        )  # fmt: skip
+    assert "replica 1 rank 0 hung in first steps | replica 2 rank 0 slow in first steps" in progress.line()
+    lost = (trace.Lost(replica=1, kind=LossKind.HUNG, detail="rank 0: hung"),)
+    progress.take(trace.Generation(generation=2, roster=(0, 2), losses=lost))
+    assert "hung" not in progress.line() and "replica 2 rank 0 slow" in progress.line()
+    progress.take(
+        trace.Committed(
+            replica=0,
+            generation=2,
+            step=4,
+            label="train 5",
+            digest="x",
+            adopted=False,
+            versions=(),
+        )  # fmt: skip
+    )
+    assert "slow" not in progress.line()
+
+
 def test_a_tail_gives_every_line_once_and_only_whole(tmp_path: Path) -> None:
     place = tmp_path / "log"
     tail = Tail(place)

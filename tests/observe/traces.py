@@ -129,8 +129,13 @@ class Run:
         self.commit(dict.fromkeys(BUCKETS, self.generation))
 
     def step_outside_training(self, label: str, num_microbatches: int) -> None:
-        """An evaluation, or (without microbatches) the agreement to end: only the ledger is reduced."""
+        """An evaluation, or (without microbatches) the agreement on a save or the end: only the ledger is reduced."""
         dealt = self.deal(range(num_microbatches))
+        state = {} if num_microbatches else {"state_digest": f"state {self.trained}"}
+        for replica in self.roster if state else ():
+            for rank in (0, 1):
+                told = {"replica": replica, "rank": rank, "step": self.step, "label": label}
+                self.add(trace.StateDigested, **told, digest=f"s{self.trained}.{rank}")
         for replica, ids in dealt.items():
             self.add(
                 trace.Plan, **self.where(replica), label=label, num_microbatches=num_microbatches, roster=self.roster,
@@ -145,10 +150,16 @@ class Run:
             self.add(trace.Voted, **self.where(replica), digest=label)
         for replica in self.roster:
             where = {**self.where(replica), "label": label}
-            self.add(trace.Committed, **where, digest=label, adopted=False, versions=(result,))
+            self.add(trace.Committed, **where, digest=label, adopted=False, versions=(result,), **state)
             for rank in (0, 1):
                 self.add(trace.Applied, **where, rank=rank)
         self.step += 1
+
+    def save(self, iteration: int) -> None:
+        """The replicas agree on their state, then the lowest writes it."""
+        self.step_outside_training(f"save {iteration}", 0)
+        for phase in ("started", "finished"):
+            self.add(trace.Checkpoint, replica=self.roster[0], rank=0, iteration=iteration, phase=phase)
 
     def lose(self, victim: int, rank: int, point: str, **fault: int) -> None:
         """A rank is killed, the rest of its replica fenced, the next generation announced."""
@@ -280,6 +291,19 @@ def drifting_run(determinism: str = "exact") -> Run:
     run.quiet_step()
     run.step_with_drift(0)
     run.quiet_step()
+    return run.finish()
+
+
+def saving_run() -> Run:
+    """Checkpoints in the middle and at the end; that of the end is written by another replica, after the last agreement."""
+    run = Run()
+    run.quiet_step()
+    run.save(1)
+    run.quiet_step()
+    run.step_outside_training("save 2", 0)
+    run.step_outside_training("end 0", 0)
+    run.add(trace.Checkpoint, replica=1, rank=0, iteration=2, phase="finished")
+    run.step_outside_training("end 1", 0)
     return run.finish()
 
 

@@ -6,7 +6,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from megatron_recover.collectives.encoding import packed_status
 from megatron_recover.collectives.wire import STATUSES_A_FRAME
+from megatron_recover.core.digest import commitment
 from megatron_recover.core.quota import ticks
 from megatron_recover.core.replica import Committed, LinkLost
 from megatron_recover.core.values import Pipeline, Record, Status, Statuses
@@ -168,9 +170,10 @@ def test_messages_take_the_time_of_who_sends_and_of_who_reads_them() -> None:
 def test_a_record_that_many_have_committed_is_charged_once_a_frame() -> None:
     job = job_of(scenario())
     job.coordinator.state = replace(job.coordinator.state, roster=tuple(range(1000)))
-    record = Record(0, "train 1", (), paces=tuple((number, 10**9) for number in range(1000)))
+    record = commitment(Record(0, "train 1", (), paces=tuple((number, 10**9) for number in range(1000))))
     statuses = [Status(number, 2, 1, None, (), (), record) for number in range(STATUSES_A_FRAME + 1)]
-    bare, whole = (len(msgspec.msgpack.encode(each)) for each in (replace(statuses[0], committed=None), record))
+    forms = (packed_status(replace(statuses[0], committed=None)), record)
+    bare, whole = (len(msgspec.msgpack.encode(each)) for each in forms)
     assert job.size_of(statuses[0]) == bare + whole
     for number, num_frames in ((1, 1), (STATUSES_A_FRAME, 1), (STATUSES_A_FRAME + 1, 2)):
         size = job.size_of(Statuses(number, 2, tuple(statuses[:number])))

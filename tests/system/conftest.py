@@ -27,7 +27,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, data: pathlib.Path) -> C
     folder = tmp_path_factory.mktemp("reference")
 
     def get(job: Job) -> pathlib.Path:
-        alone = dataclasses.replace(job, replicas=1, run_flags=(), timeouts=())
+        alone = dataclasses.replace(job, replicas=1, run_flags=(), timeouts=(), module="megatron_recover")
         if alone not in made:
             run_dir = folder / f"run{len(made)}"
             run_job(alone, run_dir, data).expect(0)

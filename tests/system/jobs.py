@@ -42,6 +42,8 @@ class Job:
     eval_interval: int = 1000
     timeouts: tuple[str, ...] = ()
     """Flags that say how soon a standstill is noticed; what is computed does not depend on them."""
+    module: str = "megatron_recover"
+    """What is started instead of `megatron-recover`."""
     train_iters: int | None = None
     """`--train-iters` (length of the schedules); default: `steps`."""
 
@@ -106,7 +108,7 @@ def run_job(
 ) -> Outcome:
     """Run a job to its end, in a process group of its own that is killed at the deadline (which fails the test)."""
     command: list[str] = [
-        sys.executable, "-m", "megatron_recover", "run", "--replicas", str(job.replicas), "--run-dir", str(run_dir),
+        sys.executable, "-m", job.module, "run", "--replicas", str(job.replicas), "--run-dir", str(run_dir),
     ]  # fmt: skip
     if job.lanes > 1:
         command += ["--lanes", str(job.lanes)]

@@ -37,6 +37,10 @@ IN_A_PASS = (FaultPoint.FORWARD, FaultPoint.BACKWARD)
 BEFORE_RESULTS = (*IN_A_PASS, FaultPoint.BEFORE_REDUCE, FaultPoint.REDUCE)
 RAISING = frozenset({*BEFORE_RESULTS, FaultPoint.OPTIMIZER, FaultPoint.RECOMPUTE})
 """Where user code, Megatron or a device could raise."""
+CHARGED = (
+    FaultKind.RAISE, FaultKind.SEGV, FaultKind.BUS, FaultKind.FPE, FaultKind.ILL, FaultKind.ABORT, FaultKind.LOOP,
+)  # fmt: skip
+"""What is charged to the microbatch that is computed."""
 ENDS_OF_A_FREEZE = ("generation", "microbatch_finished", "reduced", "status", "voted")
 
 
@@ -108,11 +112,12 @@ class _Draw:
         )  # fmt: skip
 
     def _kind(self, point: FaultPoint) -> FaultKind:
-        has_raised = any(fault.kind is FaultKind.RAISE for fault in self.faults)
-        # One exception a run: a microbatch that ends two replicas by one ends the job (INV-9).
-        may_raise = point in RAISING and not has_raised
-        kinds = (FaultKind.KILL, FaultKind.STOP, FaultKind.FREEZE, FaultKind.RAISE if may_raise else FaultKind.KILL)
-        return self.dice.choices(kinds, (6, 1, 2, 1))[0]
+        has_charged = any(fault.kind in CHARGED for fault in self.faults)
+        # One of these a run: a microbatch that ends two replicas by them ends the job (INV-9).
+        charged = self.dice.choice([kind for kind in CHARGED if kind is not FaultKind.LOOP or point in IN_A_PASS])
+        may_be_charged = point in RAISING and not has_charged
+        kinds = (FaultKind.KILL, FaultKind.STOP, FaultKind.FREEZE, charged if may_be_charged else FaultKind.KILL)
+        return self.dice.choices(kinds, (6, 1, 2, 2))[0]
 
     def occurrence(self) -> int:
         """Which of its microbatches of a step: every member has at least so many."""

@@ -20,6 +20,7 @@ class Faults(NamedTuple):
     suspicions: int
     alarms: int
     drifts: int
+    state_drifts: int
     saves: int
     """That may still begin."""
     late: int = 0
@@ -110,7 +111,7 @@ def needed(message: Message, node: Node, member: bool) -> bool:
     if newer or message.generation < leader.generation or not _goes_to(message, leader):
         return newer and member
     if isinstance(message, Vote | Votes):
-        return _step_of(message) >= leader.step
+        return message.step >= leader.step
     return leader.phase in (replica.Phase.JOINING, replica.Phase.PROMISING, replica.Phase.EXCHANGING)
 
 
@@ -135,15 +136,11 @@ def _says(message: Status | Statuses | Vote | Votes) -> frozenset[ReplicaId]:
     return voters_of(message.ballots) if isinstance(message, Votes) else frozenset({message.replica})
 
 
-def _step_of(message: Vote | Votes) -> int:
-    return message.record.step if isinstance(message, Vote) else message.step
-
-
 def only_stored(leader: replica.ReplicaState, message: Message) -> bool:
     """Whether a node would do nothing with a message but keep it, and in a tree hand it on: another one is still missing."""
     if isinstance(message, Vote | Votes):
         here = voters_of(leader.votes)
-        fits = (message.generation, _step_of(message)) == (leader.generation, leader.step)
+        fits = (message.generation, message.step) == (leader.generation, leader.step)
         fits = fits and leader.phase is not replica.Phase.PROMISING
     elif isinstance(message, Status | Statuses):
         here = frozenset(status.replica for status in leader.statuses if status.generation >= leader.generation)

@@ -49,7 +49,7 @@ from megatron_recover.core.values import (
     Votes,
     Work,
 )
-from megatron_recover.sim.multiset import Multiset, checksum, digest, voted
+from megatron_recover.sim.multiset import Multiset, checksum, digest, state_digest, voted
 
 
 class Part(Value, frozen=True):
@@ -111,10 +111,22 @@ class Node(Value, frozen=True):
     """Its parameters are not those of the others."""
     flawed: bool = False
     """It counts microbatch 0 once too often in all that it hands in, until the step is applied or made void."""
+    state_drifted: bool = False
+    """State that no sum depends on yet is not that of the others: a moment of the optimizer, a buffer."""
 
     def may_miscount(self) -> bool:
         """Whether it is in a step, and counts right so far."""
         return self.leader.work is not None and not self.flawed
+
+    def to_arrive(self) -> list[int]:
+        """Return the followers that have yet to begin the step that their leader has begun, where that needs their digest."""
+        leader = self.leader
+        if leader.work is None or not leader.work.digests:
+            return []
+        known = dict(leader.digests)
+        return [
+            rank for rank in range(1, len(self.ranks)) if rank not in known and self.ranks[rank].machine.step == leader.step
+        ]
 
     def between_steps(self) -> bool:
         """Whether all ranks have applied the last step and none has begun the next."""
@@ -131,6 +143,12 @@ class Miscount(Value, frozen=True):
 
 class Begin(Value, frozen=True):
     """The training loop arrives at its next step, or at its end."""
+
+
+class Arrive(Value, frozen=True):
+    """A follower begins the step that its leader has begun already; only where the leader waits for its digest."""
+
+    rank: int
 
 
 class CarryOut(Value, frozen=True):
@@ -173,9 +191,13 @@ class Drift(Value, frozen=True):
     """The parameters change. Only between two steps: a step knows them by the checksum that it takes of them at its begin."""
 
 
+class DriftState(Value, frozen=True):
+    """State changes that no sum depends on. Only between two steps."""
+
+
 Stimulus = (
     NewGeneration | Status | Statuses | Vote | Votes | replica.LinkLost
-    | Begin | CarryOut | TakeUp | EndPass | Complete | Fail | Stall | Drift | Miscount
+    | Begin | Arrive | CarryOut | TakeUp | EndPass | Complete | Fail | Stall | Drift | DriftState | Miscount
 )  # fmt: skip
 
 
@@ -222,8 +244,12 @@ class Threads:
             run.drifted = True
         elif isinstance(stimulus, Miscount):
             run.flawed = True
+        elif isinstance(stimulus, DriftState):
+            run.state_drifted = True
         elif isinstance(stimulus, Begin):
             run.begin()
+        elif isinstance(stimulus, Arrive):
+            run.arrive(stimulus.rank, run.work[run.leader.step])
         elif isinstance(stimulus, CarryOut):
             run.carry_out(stimulus.rank)
         elif isinstance(stimulus, TakeUp):
@@ -239,7 +265,10 @@ class Threads:
         else:
             run.lead(stimulus)
         run.settle()
-        after = replace(node, leader=run.leader, ranks=tuple(run.ranks), drifted=run.drifted, flawed=run.flawed)
+        after = replace(
+            node, leader=run.leader, ranks=tuple(run.ranks), drifted=run.drifted, state_drifted=run.state_drifted,
+            flawed=run.flawed,
+        )  # fmt: skip
         return Outcome(after, tuple(run.out), tuple(run.up), tuple(run.facts))
 
     def local_gradient_after(self, before: Multiset, result: Multiset) -> Multiset:
@@ -275,7 +304,7 @@ class _Run:
         self.work = node.work
         self.leader = node.leader
         self.ranks = list(node.ranks)
-        self.drifted = node.drifted
+        self.drifted, self.state_drifted = node.drifted, node.state_drifted
         self.flawed = node.flawed
         self.out: list[tuple[Message, tuple[ReplicaId, ...]]] = []
         self.up: list[LeaderMessage] = []
@@ -294,9 +323,9 @@ class _Run:
                 if isinstance(effect.order, Plan):
                     self.facts.append(invariants.Planned(self.number, effect.order))
                 self.ranks = [replace(one, orders=(*one.orders, effect.order)) for one in self.ranks]
+            elif isinstance(effect, replica.Voted):
+                self.facts.append(invariants.Voted(self.number, effect.generation, effect.record))
             elif isinstance(effect, replica.ToPeers):
-                if isinstance(effect.message, Vote):
-                    self.facts.append(invariants.Voted(effect.message))
                 if effect.peers:
                     self.out.append((effect.message, effect.peers))
             elif isinstance(effect, replica.ToCoordinator):
@@ -323,7 +352,18 @@ class _Run:
     def begin(self) -> None:
         step = self.leader.step
         for position in range(len(self.ranks)):
-            self.feed(position, rank.Begin(self.work[step]) if step < len(self.work) else rank.End())
+            if step == len(self.work):
+                self.feed(position, rank.End())
+            elif position == 0 or not self.work[step].digests:
+                self.arrive(position, self.work[step])
+
+    def arrive(self, position: int, work: Work) -> None:
+        """A rank begins the step, with the digest of its state where that is due."""
+        digest = None
+        if work.digests:
+            digest = state_digest(self.leader.step, position, drifted=self.drifted or self.state_drifted)
+            self.facts.append(invariants.Digested(self.number, position, self.leader.step, digest))
+        self.feed(position, rank.Begin(work, (), digest))
 
     def carry_out(self, position: int) -> None:
         order, *rest = self.ranks[position].orders

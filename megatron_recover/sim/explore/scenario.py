@@ -43,6 +43,12 @@ class Scenario(Value, frozen=True):
     """Replicas that count a microbatch of a step twice; with two of them it may happen twice in a step."""
     stops: int = 0
     """How often the coordinator is stopped; what reaches it meanwhile is delivered at once when it continues."""
+    state_drifts: int = 0
+    """Replicas of which state that no sum depends on changes silently between two steps: it shows in the state digest only."""
+    digested: tuple[int, ...] = ()
+    """Steps whose record carries the state digest."""
+    of_last_bucket: tuple[int, ...] = ()
+    """Steps that reduce the last bucket only, as evaluations, saves and the end do: not all ranks hold a result in them."""
 
 
 ONE_RANK_TWO_BUCKETS = ((0,), (0,))
@@ -83,6 +89,15 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("parameters that drift, and a crash", crashes=1, drifts=1),
         Scenario("parameters that drift, and a false suspicion", suspicions=1, drifts=1),
         Scenario("links, and parameters that drift", drifts=1, links=True),
+        Scenario("state that drifts, a digest in the last step, and a crash", state_drifts=1, digested=(1,), crashes=1),
+        Scenario(
+            "2 replicas, state that drifts, a digest in every step, a failed operation or lost message",
+            replicas=2, microbatches=2, state_drifts=1, digested=(0, 1), alarms=1,
+        ),
+        Scenario(
+            "2 stages, a digest in a step of the last bucket, state that drifts, and a crash",
+            num_ranks=2, bucket_ranks=TWO_STAGES, state_drifts=1, digested=(1,), of_last_bucket=(1,), crashes=1,
+        ),
         Scenario(
             "a row of 3 replicas of unlike speeds, a crash",
             microbatches=4, steps=3, tree_above=1, crashes=1, paces=(1000, 3000, 1000),

@@ -49,11 +49,13 @@ from megatron_recover.sim import channels
 from megatron_recover.sim.explore import network
 from megatron_recover.sim.explore.network import Faults, Table, World
 from megatron_recover.sim.explore.node import (
+    Arrive,
     Begin,
     CarryOut,
     Complete,
     Copy,
     Drift,
+    DriftState,
     EndPass,
     Fail,
     Message,
@@ -143,7 +145,13 @@ class Space:
         """Generation 1 is announced, nobody has entered it."""
         scenario = self.scenario
         buckets = tuple(range(len(scenario.bucket_ranks)))
-        work = [Work(f"train {step}", scenario.microbatches, buckets) for step in range(scenario.steps)]
+        work = [
+            Work(
+                f"train {step}", scenario.microbatches, buckets[-1:] if step in scenario.of_last_bucket else buckets,
+                step in scenario.digested,
+            )
+            for step in range(scenario.steps)
+        ]  # fmt: skip
         nodes = tuple(self.nodes.number(new_node(r, self.shape, work, scenario.tree_above)) for r in range(scenario.replicas))
         state = coordinator.CoordinatorState(coordinator.Policy(scenario.replicas))
         world = World(
@@ -156,6 +164,7 @@ class Space:
                 scenario.suspicions,
                 scenario.alarms,
                 scenario.drifts,
+                scenario.state_drifts,
                 scenario.saves,
                 scenario.late,
                 scenario.stops,
@@ -301,6 +310,9 @@ class Space:
             if left.drifts and world.nodes[number] and self.nodes[world.nodes[number]].between_steps():
                 after = self.stimulate(world._replace(faults=left._replace(drifts=left.drifts - 1)), number, Drift())
                 yield f"the parameters of replica {number} drift", after
+            if left.state_drifts and world.nodes[number] and self.nodes[world.nodes[number]].between_steps():
+                less = world._replace(faults=left._replace(state_drifts=left.state_drifts - 1))
+                yield f"other state of replica {number} drifts", self.stimulate(less, number, DriftState())
         if left.late and not world.stopped and set(state.roster) - set(state.entered):
             late = self.coordinate(
                 world._replace(faults=left._replace(late=left.late - 1)), coordinator.TimerFired(state.follow)
@@ -359,6 +371,7 @@ class Space:
             leader, stimuli = node.leader, list[Stimulus]()
             if leader.phase is not replica.Phase.JOINING and leader.work is None and not leader.ended:
                 stimuli.append(Begin())
+            stimuli += [Arrive(position) for position in node.to_arrive()]
             stimuli += [CarryOut(position) for position, one in enumerate(node.ranks) if one.orders]
             if node.ranks[0].may_end():
                 stimuli.append(EndPass())
@@ -521,8 +534,9 @@ class Space:
         return bool(flawed or self.drifted(world))
 
     def drifted(self, world: World) -> list[ReplicaId]:
-        """Members whose parameters are not those of the others."""
-        if not self.scenario.drifts:
+        """Members whose state is not that of the others."""
+        if not self.scenario.drifts and not self.scenario.state_drifts:
             return []
         roster = self.coordinators[world.coordinator].roster
-        return [number for number in roster if world.nodes[number] and self.nodes[world.nodes[number]].drifted]
+        living = [(number, self.nodes[world.nodes[number]]) for number in roster if world.nodes[number]]
+        return [number for number, node in living if node.drifted or node.state_drifted]

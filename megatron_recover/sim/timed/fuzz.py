@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, invariants, rank
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.replica import LinkLost
 from megatron_recover.core.tree import TREE_ABOVE
-from megatron_recover.core.values import ExitCode, Loss, LossKind, ReplicaId, Report
+from megatron_recover.core.values import ExitCode, Loss, LossKind, ReplicaId, Report, Work
 from megatron_recover.sim import channels
 from megatron_recover.sim.timed.clock import Clock
 from megatron_recover.sim.timed.job import Actor, TimedCoordinator, TimedJob, TimedReplica
@@ -167,6 +168,10 @@ class RandomJob(TimedJob):
         self.history = invariants.History(self.shape)
         self.counts = Counts(table.microbatches, self.observe)
         self.memory = self.counts
+        self.other_dice = random.Random(f"digests {seed}")
+        """Of what came later, so that a seed's job is otherwise the one that it always was."""
+        self.digest_interval = self.other_dice.choice((1, 2, 3, 99))
+        """Steps of which this is a divisor carry the state digest."""
         self.faults: list[str] = []
         self.hit: set[ReplicaId] = set()
         """Replicas that a fault has hit."""
@@ -183,6 +188,9 @@ class RandomJob(TimedJob):
         """How often the link between two leaders broke: what was on it then is lost."""
         for _ in range(dice.choice((0, 1, 1, 2, 2, 3, 5))):
             self.clock.at(dice.expovariate(1 / (0.3 * table.steps)), dice.choice(faults or _FAULTS), self)
+
+    def work(self, step: int) -> Work:
+        return replace(super().work(step), digests=step % self.digest_interval == 0)
 
     # --- messages ---
 
@@ -293,10 +301,12 @@ def _fail_operation(job: RandomJob) -> None:
 
 
 def _drift(job: RandomJob) -> None:
-    """The parameters of a replica are others from its next step on."""
+    """The parameters of a replica, or state that no sum depends on, are others from its next step on."""
     one = job.dice.choice(job.replicas)
-    job.note(f"the parameters of replica {one.number} drift", one.number)
-    job.counts.drifted.setdefault(one.number, max(each.machine.step for each in one.ranks) + 1)
+    of_state = job.other_dice.random() < 0.5
+    job.note(f"{'other state' if of_state else 'the parameters'} of replica {one.number} drift", one.number)
+    drifted = job.counts.state_drifted if of_state else job.counts.drifted
+    drifted.setdefault(one.number, max(each.machine.step for each in one.ranks) + 1)
 
 
 def _raise(job: RandomJob) -> None:
@@ -410,7 +420,7 @@ def _ill_ended(job: RandomJob) -> str | None:
         ExitCode.INTERRUPTED: job.exit_asked,
         ExitCode.TOO_FEW_REPLICAS: len(members) < job.coordinator.state.policy.min_replicas,
         ExitCode.NO_REPLICA_LEFT: len(job.hit) == job.table.replicas,
-        ExitCode.DIVERGED: bool(job.counts.drifted),
+        ExitCode.DIVERGED: bool(job.counts.drifted or job.counts.state_drifted),
         ExitCode.POISONED_MICROBATCH: job.num_raised > 1,
         ExitCode.FAILED: job.num_raised > 0,
         ExitCode.INVARIANT_VIOLATED: job.num_miscounts > 1,

@@ -17,11 +17,13 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from megatron_recover.collectives.encoding import packed_status
 from megatron_recover.collectives.wire import STATUSES_A_FRAME
 from megatron_recover.core import coordinator, invariants, replica
 from megatron_recover.core import plan as planning
 from megatron_recover.core.tree import TREE_ABOVE, neighbours
 from megatron_recover.core.values import (
+    Commitment,
     Entered,
     Hello,
     LeaderMessage,
@@ -29,13 +31,11 @@ from megatron_recover.core.values import (
     LossKind,
     NewGeneration,
     Plan,
-    Record,
     ReplicaId,
     Report,
     Status,
     Statuses,
     Stop,
-    Vote,
     Votes,
     Work,
 )
@@ -127,6 +127,8 @@ class TimedReplica(Actor):
                 if isinstance(effect.order, Plan):
                     job.planned(self, effect.order)
                 job.order(self, effect.order)
+            elif isinstance(effect, replica.Voted):
+                job.observe(invariants.Voted(self.number, effect.generation, effect.record))
             elif isinstance(effect, replica.ToPeers):
                 self._to_peers(effect)
             elif isinstance(effect, replica.ToCoordinator):
@@ -141,8 +143,6 @@ class TimedReplica(Actor):
 
     def _to_peers(self, effect: replica.ToPeers) -> None:
         job, message = self.job, effect.message
-        if isinstance(message, Vote):
-            job.observe(invariants.Voted(message))
         num_bytes = job.size_of(message)
         for peer in effect.peers:
             job.send(self, job.replicas[peer], self.occupied(num_bytes), message)
@@ -235,7 +235,7 @@ class TimedJob:
         """By replica and generation; see `_bytes_of`."""
         self._statuses_bytes: dict[tuple[ReplicaId, int], float] = {}
         """By who hands them up (-1: down, to all), and generation."""
-        self._record_bytes: tuple[Record | None, float] = (None, 0.0)
+        self._record_bytes: tuple[Commitment | None, float] = (None, 0.0)
         """Of the newest record that was measured."""
         self._waits: dict[ReplicaId, tuple[object, ...]] = {}
         self._num_computing = 0
@@ -299,7 +299,7 @@ class TimedJob:
                 self._statuses_bytes[key] = self._bytes_together(message.statuses)
             return self._statuses_bytes[key]
         if isinstance(message, Votes):
-            return sum(MEMBER_BYTES * len(ballot.voters) + PACE_BYTES * len(ballot.record.paces) for ballot in message.ballots)
+            return sum(MEMBER_BYTES * len(ballot.voters) + PACE_BYTES * len(ballot.paces) for ballot in message.ballots)
         return 0.0
 
     def _bytes_together(self, statuses: Sequence[Status]) -> float:
@@ -316,7 +316,7 @@ class TimedJob:
             record = status.committed
             if record is not self._record_bytes[0]:
                 self._record_bytes = record, float(len(msgspec.msgpack.encode(record)))
-            bare = float(len(msgspec.msgpack.encode(replace(status, committed=None))))
+            bare = float(len(msgspec.msgpack.encode(packed_status(replace(status, committed=None)))))
             self._status_bytes[key] = bare, self._record_bytes[1]
         return self._status_bytes[key]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_recover.core import invariants
 from megatron_recover.core.plan import Operation
 from megatron_recover.core.values import Apply, BucketId, Compute, Plan, ReplicaId
-from megatron_recover.sim.multiset import Multiset, add, checksum, digest, voted
+from megatron_recover.sim.multiset import Multiset, add, checksum, digest, state_digest, voted
 
 if TYPE_CHECKING:
     from megatron_recover.sim.timed.rank import TimedRank
@@ -40,6 +40,10 @@ class Memory:
         """A rank holds what an operation brought; its checksum."""
         return operation.version
 
+    def state_digest(self, rank: TimedRank) -> int:
+        """Return the digest of the state that a rank begins its step with."""
+        return 0
+
     def apply(self, rank: TimedRank, order: Apply) -> None:
         """The results become the gradient."""
 
@@ -56,6 +60,8 @@ class Counts(Memory):
         """(replica, step): it counts microbatch 0 once too often in all that it hands in, until that is made void."""
         self.drifted: dict[ReplicaId, int] = {}
         """The first step that a replica begins with other parameters than the rest."""
+        self.state_drifted: dict[ReplicaId, int] = {}
+        """The first step that a replica begins with other state than the rest, of which no sum depends."""
 
     def computes(self, rank: TimedRank, plan: Plan) -> tuple[Compute, ...]:
         """What a rank computes: all of a plan, whether or not it has been overtaken."""
@@ -67,6 +73,13 @@ class Counts(Memory):
 
     def _has_drifted(self, rank: TimedRank, step: int) -> bool:
         return step >= self.drifted.get(rank.replica.number, step + 1)
+
+    def state_digest(self, rank: TimedRank) -> int:
+        step = rank.machine.step
+        drifted = self._has_drifted(rank, step) or step >= self.state_drifted.get(rank.replica.number, step + 1)
+        digest = state_digest(step, rank.position, drifted=drifted)
+        self.observe(invariants.Digested(rank.replica.number, rank.position, step, digest))
+        return digest
 
     def compute(self, rank: TimedRank, plan: Plan) -> None:
         if plan.voids:

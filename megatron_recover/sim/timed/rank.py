@@ -173,7 +173,11 @@ class TimedRank:
             self.feed(rank.Save(over=True))
         step, self.busy, self.plans_taken = self.machine.step, False, 0
         over = step >= self.job.num_steps or self.leaves
-        self.feed(rank.End() if over else rank.Begin(self.job.work(step)))
+        if over:
+            self.feed(rank.End())
+        else:
+            work = self.job.work(step)
+            self.feed(rank.Begin(work, (), self.job.memory.state_digest(self) if work.digests else None))
         self.wake()
 
     def wake(self) -> None:

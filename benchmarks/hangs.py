@@ -1,0 +1,120 @@
+"""Ranks that hang: how long until they are fenced, whether anybody is accused falsely, and what the progress page costs.
+
+Real jobs whose forwards are paced to a fixed wall time. One replica after the other is stopped (SIGSTOP), or loops for ever in
+a forward or backward while its control thread answers; the last one trains to the end. Everything is read from the trace. A
+step time is the median of the undisturbed steps before the fault. The goal is 3 steps or 1 s, the larger, for SIGSTOP, and 5
+steps or 3 s for a loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import timeit
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.common import Row, row
+from megatron_recover.core.detector import GAP_S, Phase
+from megatron_recover.progress_page import PageReader, ProgressPage
+from tests.core.hang_world import Watched, drive, lognormal_steps
+from tests.system.jobs import ROOT, Job, text_data
+
+ROUNDS = 6
+"""Runs of each kind; each strikes all replicas but one."""
+REPLICAS, BETWEEN, PACE_S = 6, 12, 0.1
+JOB = Job(replicas=REPLICAS, microbatches=12, steps=BETWEEN * (REPLICAS - 1) + 6, determinism="fast")
+POINTS = {
+    "stop": ("forward", "backward", "reduce", "in_vote", "optimizer"),
+    "loop": ("forward", "backward", "forward", "backward", "forward"),
+}
+GOALS = {"stop": (3.0, 1.0), "loop": (5.0, 3.0)}
+"""In steps and in seconds; the larger holds."""
+NAMES = {"stop": "SIGSTOP to fenced", "loop": "endless loop to fenced"}
+SIMULATED_STEPS, STEPS_A_GENERATION = 1_000_000, 1000
+DEADLINE_S = 300.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One hang."""
+
+    seconds: float
+    step_s: float
+
+    def over_goal(self, kind: str) -> float:
+        """Of the goal."""
+        steps, seconds = GOALS[kind]
+        return self.seconds / max(steps * self.step_s, seconds)
+
+
+def measure(kind: str, folder: pathlib.Path, data: pathlib.Path) -> list[Measured]:
+    """One run; `folder` is for its files."""
+    folder.mkdir()
+    run_dir, chaos = folder / "run", folder / "chaos.toml"
+    tables = []
+    for index, point in enumerate(POINTS[kind]):
+        tables += [
+            "[[fault]]", f"replica = {REPLICAS - 1 - index}", "rank = 0", f'point = "{point}"', f'kind = "{kind}"',
+            f"step = {BETWEEN * (index + 1)}",
+        ]  # fmt: skip
+    chaos.write_text("\n".join(tables))
+    command = [
+        sys.executable, "-m", "megatron_recover", "run", "--replicas", str(REPLICAS), "--run-dir", str(run_dir),
+        "--chaos", str(chaos), "--", str(ROOT / "scripts" / "paced_pretrain.py"),
+        *JOB.megatron_flags(data, None), "--paced-forward-s", str(PACE_S),
+    ]  # fmt: skip
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=DEADLINE_S)
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [_hang(events, fault) for fault in events if fault["event"] == "fault"]
+
+
+def _hang(events: Sequence[dict[str, Any]], fault: dict[str, Any]) -> Measured:
+    fenced = next(event["t"] for event in events if event["event"] == "fenced" and event["replica"] == fault["replica"])
+    commits: dict[int, float] = {}
+    for event in events:
+        if event["event"] == "committed":
+            commits[event["step"]] = max(commits.get(event["step"], 0.0), event["t"])
+    before = [commits[step] - commits[step - 1] for step in range(fault["step"] - 6, fault["step"])]
+    return Measured(fenced - fault["t"], statistics.median(before))
+
+
+def false_alarms() -> float:
+    """Replicas that the detector condemns in simulated steps of lognormal length, one of three replicas 3 times slower."""
+    watched = Watched()
+    steps = lognormal_steps(SIMULATED_STEPS, 1, mean_s=3.0)
+    drive(watched, steps, look_s=GAP_S, generation_every=STEPS_A_GENERATION)
+    return float(len(watched.condemned))
+
+
+def page_event_ns() -> list[float]:
+    """What one event costs the training thread, on a page that an agent holds."""
+    reader = PageReader("benchmark")
+    page = ProgressPage(reader.descriptor)
+    reader.descriptor = -1
+    page.begin_step(1, "train 2")
+    num = 100_000
+    return [timeit.timeit(lambda: page.enter(Phase.FORWARD, (3,)), number=num) / num * 1e9 for _ in range(10)]
+
+
+def rows() -> Iterator[Row]:
+    """The rows of this benchmark."""
+    yield row("an event on the progress page", page_event_ns(), "ns", goal="< 1000")
+    yield row(f"false alarms in {SIMULATED_STEPS} simulated steps", [false_alarms()], "count", goal="== 0")
+    with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
+        folder = pathlib.Path(name)
+        data = text_data(folder)
+        for kind, what in NAMES.items():
+            hangs = [hang for index in range(ROUNDS) for hang in measure(kind, folder / f"{kind}-{index}", data)]
+            seconds, steps = [hang.seconds for hang in hangs], [hang.seconds / hang.step_s for hang in hangs]
+            of_goal = [hang.over_goal(kind) for hang in hangs]
+            baseline = "the larger of {:g} steps and {:g} s".format(*GOALS[kind])
+            yield row(what, seconds, "s")
+            yield row(f"{what}, worst", seconds, "s", value=max(seconds))
+            yield row(what, steps, "steps")
+            yield row(f"{what}, worst, over its goal", of_goal, "ratio", baseline=baseline, value=max(of_goal), goal="< 1")

@@ -1,0 +1,105 @@
+"""What a vote says of a record instead of the record: a digest, and an outline from which a difference can be described.
+
+All members of a generation hold the record that they vote for, each its own, so the record need not travel. Pure, and the same
+on every machine: msgpack of a frozen value has one encoding, and BLAKE2b is a function.
+
+Note [Outline]
+    The record is cut into parts: each field that voters have to agree on, but for `versions`; then `versions` in at most
+    `MAX_GROUPS` runs of equal length. The digest covers the digests of all parts, so equal digests mean equal records. The
+    outline has the first bytes of each part's digest. It decides nothing: where digests differ, it names the fields and
+    buckets in which they do, at a size that does not grow with the buckets. The records themselves are in the leaders' traces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from megatron_recover.core.values import BucketVersion, Commitment, Record, Value
+
+DIGEST_BYTES = 16
+"""A collision of 128 bits is no concern; nobody chooses a record in order to find one."""
+MAX_GROUPS = 64
+"""Runs of buckets in an outline; with at most so many buckets it names each."""
+_PART_BYTES = 4
+"""Of each part in the outline."""
+_COMPARED = tuple(name for name in Record.__struct_fields__ if name not in ("versions", "requests", "paces"))
+
+
+class Summary(Value, frozen=True):
+    """What stands for a record in a vote."""
+
+    digest: bytes
+    """Of the record without what each voter says of itself (`bare`): equal exactly where those are equal."""
+    outline: bytes
+    """See Note [Outline]."""
+
+
+def bare(record: Record) -> Record:
+    """Return what all votes for a step have to agree on: the record without what each voter says of itself."""
+    return replace(record, requests=(), paces=())
+
+
+def summarize(record: Record) -> Summary:
+    """Return the digest and the outline of a record."""
+    parts = [_digest((name, getattr(record, name))) for name in _COMPARED]
+    parts += [_digest(versions) for versions in _groups(record.versions)]
+    digest = hashlib.blake2b(b"".join(parts), digest_size=DIGEST_BYTES).digest()
+    return Summary(digest, b"".join(part[:_PART_BYTES] for part in parts))
+
+
+def digest(record: Record) -> bytes:
+    """Return the digest of a record, as `summarize` has it."""
+    return summarize(record).digest
+
+
+def commitment(record: Record) -> Commitment:
+    """Return a committed record as others need it, who have voted for it and hold its versions."""
+    return Commitment(replace(record, versions=()), digest(record))
+
+
+def differences(record: Record, outlines: Iterable[bytes]) -> str:
+    """Describe in words where records with these outlines differ from `record`: in which fields, in which buckets."""
+    mine = _parts(summarize(record).outline)
+    buckets = [_span(versions) for versions in _groups(record.versions)]
+    names = [*(f"field {name!r}" for name in _COMPARED), *buckets]
+    found: dict[str, None] = {}
+    for outline in outlines:
+        theirs = _parts(outline)
+        if len(theirs) != len(mine):
+            found["the number of buckets"] = None
+            continue
+        found |= {name: None for name, one, other in zip(names, mine, theirs, strict=True) if one != other}
+    return f"they differ in {', '.join(found)}" if found else "their outlines are alike"
+
+
+def combined(digests: Sequence[int]) -> int:
+    """Return the digest, 0..2**63-1, of several digests or checksums of that range in this order.
+
+    A replica's state digest is made of those of its ranks, in rank order.
+    """
+    parts = b"".join(value.to_bytes(8, "little") for value in digests)
+    return int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest(), "little") >> 1
+
+
+def _digest(part: object) -> bytes:
+    return hashlib.blake2b(msgspec.msgpack.encode(part), digest_size=DIGEST_BYTES).digest()
+
+
+def _groups(versions: tuple[BucketVersion, ...]) -> Iterator[tuple[BucketVersion, ...]]:
+    """Yield runs of the versions, as equal in length as integers allow; none is empty."""
+    number = min(MAX_GROUPS, len(versions))
+    for index in range(number):
+        yield versions[index * len(versions) // number : (index + 1) * len(versions) // number]
+
+
+def _parts(outline: bytes) -> list[bytes]:
+    return [outline[at : at + _PART_BYTES] for at in range(0, len(outline), _PART_BYTES)]
+
+
+def _span(versions: tuple[BucketVersion, ...]) -> str:
+    first, last = versions[0].bucket, versions[-1].bucket
+    return f"bucket {first}" if len(versions) == 1 else f"buckets {first} to {last}"

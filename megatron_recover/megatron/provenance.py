@@ -1,0 +1,51 @@
+"""How often each microbatch is in a bucket's gradient: counted here, summed with the bucket, and compared once.
+
+Decides whether a result counts each microbatch of the step exactly once (INV-1). Counting costs a tenth of a microsecond, and
+the comparison is one operation on the device of the sum, whatever the number of microbatches.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Counts:
+    """The provenance of one bucket's local gradient on this rank."""
+
+    def __init__(self, num_microbatches: int) -> None:
+        self._tensor = torch.zeros(num_microbatches + 1, dtype=torch.float64)
+        self._values = self._tensor.numpy()  # the same memory: an element of a tensor takes a microsecond
+
+    @property
+    def bound(self) -> float:
+        """Bound of the local gradient (`exact`); travels behind the counts."""
+        return float(self._values[-1])
+
+    def add(self, microbatch: int) -> None:
+        """Count an id whose gradient is in the local gradient."""
+        if not 0 <= microbatch < len(self._values) - 1:
+            raise IndexError(f"microbatch {microbatch} of {len(self._values) - 1}")
+        self._values[microbatch] += 1
+
+    def raise_bound(self, magnitude: float) -> None:
+        """Add the magnitude of a gradient that was added to the local gradient."""
+        self._values[-1] += magnitude
+
+    def counted(self) -> list[int]:
+        """Return the ids that are in the local gradient."""
+        return self._values[:-1].nonzero()[0].tolist()
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """Return a copy of the counts and the bound: what is summed. Counting may go on meanwhile."""
+        return self._tensor.to(device, copy=True)
+
+
+def is_once(provenance: Tensor, times: int) -> bool:
+    """Return whether the provenance of a result counts every id exactly `times` (the number of lanes). NaN counts as wrong."""
+    return bool((provenance[:-1] == times).all())
+
+
+def wrong_ids(provenance: Tensor, times: int) -> list[int]:
+    """Return the ids whose count is not `times`."""
+    return [int(index) for index in (provenance[:-1] != times).nonzero()]

@@ -1,0 +1,83 @@
+"""Real ranks hang and are stopped: found in seconds by their progress pages, with all ranks' stacks in their logs first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_recover import trace
+from megatron_recover.config import RecoverConfig
+from megatron_recover.core.values import ExitCode, LossKind
+from megatron_recover.faults import Fault, FaultKind, FaultPoint
+from tests.cluster.jobs import Outcome, Spec, run
+
+pytestmark = pytest.mark.timeout(90)
+
+PATIENT = RecoverConfig(deadline_s=4500.0)
+"""Nothing but the detector ends a rank."""
+STEP = 12
+"""Late enough for the detector to know how long steps take."""
+
+
+def strike(kind: FaultKind, replica: int, rank: int, point: FaultPoint, **where: int) -> Fault:
+    return Fault(replica=replica, rank=rank, point=point, kind=kind, **({"step": STEP} | where))
+
+
+def job(tmp_path: Path, *faults: Fault, **settings: object) -> Outcome:
+    return run(Spec(run_dir=str(tmp_path / "run"), steps=20, **({"config": PATIENT} | settings), faults=faults))  # type: ignore[arg-type]
+
+
+def log_of(tmp_path: Path, replica: int, rank: int) -> str:
+    return (tmp_path / "run" / "logs" / f"replica-{replica}-rank-{rank}.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("rank", "point"), [(0, FaultPoint.BACKWARD), (1, FaultPoint.REDUCE), (0, FaultPoint.IN_VOTE), (1, FaultPoint.OPTIMIZER)]
+)
+def test_a_rank_that_is_stopped_costs_its_replica_and_no_timeout(tmp_path: Path, rank: int, point: FaultPoint) -> None:
+    outcome = job(tmp_path, strike(FaultKind.STOP, 1, rank, point))
+    outcome.assert_finished([0, 2])
+    [silent] = [event for event in outcome.of(trace.RankSilent) if event.verdict != "slow"]
+    assert (silent.replica, silent.rank, silent.verdict, silent.state) == (1, rank, "stopped", "T")
+    [lost] = [lost for event in outcome.of(trace.Generation) for lost in event.losses]
+    assert lost.kind is LossKind.HUNG and "stopped" in lost.detail
+    # Its sibling runs, and writes where it waits; what is stopped can write nothing, and people are told so.
+    assert "most recent call first" in log_of(tmp_path, 1, 1 - rank)
+    assert "most recent call first" not in log_of(tmp_path, 1, rank)
+    assert "its log has no stacks of it" in outcome.output
+
+
+def test_an_endless_loop_is_fenced_with_its_stacks_in_the_log(tmp_path: Path) -> None:
+    outcome = job(tmp_path, strike(FaultKind.LOOP, 1, 0, FaultPoint.BACKWARD, occurrence=1))
+    outcome.assert_finished([0, 2])
+    hung = [event for event in outcome.of(trace.RankSilent) if event.verdict == "hung"]
+    assert [(event.replica, event.rank, event.phase, event.label) for event in hung] == [
+        (1, 0, "backward", f"train {STEP + 1}")
+    ]
+    [lost] = [lost for event in outcome.of(trace.Generation) for lost in event.losses]
+    assert lost.kind is LossKind.HUNG and "not all of its ranks wrote" not in lost.detail
+    stacks = log_of(tmp_path, 1, 0)
+    assert 'faults.py", line' in stacks and 'toy.py", line' in stacks and "recover-control" not in stacks.split("Thread")[0]
+    assert stacks.count("most recent call first") >= 2, "the control thread's stack is missing"
+
+
+def test_a_microbatch_that_hangs_two_replicas_stops_the_job_and_is_named(tmp_path: Path) -> None:
+    faults = [strike(FaultKind.LOOP, 0, 0, FaultPoint.FORWARD, microbatch=0)]
+    for replica in (1, 2):  # whoever has it next may not have begun the step yet
+        for point in (FaultPoint.RECOMPUTE, FaultPoint.FORWARD):
+            faults.append(strike(FaultKind.LOOP, replica, 0, point, microbatch=0))
+    outcome = job(tmp_path, *faults)
+    assert outcome.exit_code == ExitCode.POISONED_MICROBATCH, outcome.output
+    assert f"computing microbatch 0 of train {STEP + 1}" in outcome.output
+    outcome.assert_exactly_once()
+
+
+def test_the_last_replica_is_named_when_it_hangs_and_ended_only_after_the_deadline(tmp_path: Path) -> None:
+    config = RecoverConfig(deadline_s=20.0)
+    outcome = job(tmp_path, strike(FaultKind.LOOP, 0, 0, FaultPoint.FORWARD, occurrence=1), replicas=1, config=config)
+    assert outcome.exit_code == ExitCode.NO_REPLICA_LEFT, outcome.output
+    [hung] = [event for event in outcome.of(trace.RankSilent) if event.verdict == "hung"]
+    [stopping] = outcome.of(trace.Stopping)
+    assert hung.seconds < 4 and stopping.t - hung.t > 4, "it was ended when it was named"
+    assert "most recent call first" in log_of(tmp_path, 0, 0)

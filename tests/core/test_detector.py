@@ -1,0 +1,210 @@
+"""Whether ranks work, wait, hang or are stopped: every rule of `core/detector.py`, and that it accuses nobody falsely."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron_recover.core import detector
+from megatron_recover.core.detector import COMPUTES, GAP_S, LEANS_ON_OTHERS, Named, Phase, Progress, Sight, Verdict
+from tests.core.hang_world import DEADLINE_S, Watched, drive, lognormal_steps
+
+LOOK_S = 0.05
+
+
+def page(phase: Phase, begun: int, *, step: int = 20, ids: tuple[int, ...] = (3,)) -> Progress:
+    return Progress(1, step, f"train {step + 1}", phase, ids if phase in COMPUTES else (), begun, begun - 1, 0)
+
+
+def trained(step_s: float = 0.4, phase: Phase = Phase.FORWARD, replicas: int = 2) -> tuple[Watched, float]:
+    """A job whose replicas have done 20 steps of `step_s` seconds, each one operation of `phase` and a wait."""
+    watched, now_s, begun = Watched(), 0.0, 0
+    for step in range(20):
+        for doing in (phase, Phase.REDUCTION):
+            begun += 1
+            for _ in range(max(1, round(step_s / 2 / LOOK_S))):
+                now_s += LOOK_S
+                watched.look(now_s, [Sight(each, 0, page(doing, begun, step=step), "R") for each in range(replicas)])
+    assert watched.said == []
+    return watched, now_s
+
+
+def silent(
+    watched: Watched,
+    now_s: float,
+    for_s: float,
+    phases: dict[int, Phase],
+    states: dict[int, str] | None = None,
+    *,
+    generation: int = 1,
+    look_s: float = LOOK_S,
+    torn: bool = False,
+) -> float:
+    """Nobody makes progress for so long; returns the time then."""
+    states = states or {}
+    for _ in range(math.ceil(for_s / look_s)):
+        now_s += look_s
+        sights = [
+            Sight(replica, 0, None if torn else page(phase, 1000), states.get(replica, "R"))
+            for replica, phase in phases.items()
+        ]
+        watched.look(now_s, sights, generation)
+    return now_s
+
+
+@pytest.mark.parametrize("step_s", [0.1, 0.4, 1.0, 4.0])
+def test_an_endless_loop_is_found_within_the_goal_and_charged(step_s: float) -> None:
+    watched, now_s = trained(step_s)
+    silent(watched, now_s, max(5 * step_s, 3.0) - 0.4, {0: Phase.REDUCTION, 1: Phase.FORWARD})
+    [condemned] = watched.condemned
+    assert condemned.named.replica == 1 and condemned.named.verdict is Verdict.HUNG
+    assert condemned.failing is not None and condemned.failing.witnessed
+    assert (condemned.failing.replica, condemned.failing.label, condemned.failing.microbatches) == (1, "train 21", (3,))
+    named = [effect.verdict for _, effect in watched.said if isinstance(effect, Named)]
+    assert named == [Verdict.SLOW, Verdict.HUNG], "a hang is named before it is ended, once"
+
+
+@pytest.mark.parametrize("step_s", [0.1, 0.4, 1.0, 4.0])
+@pytest.mark.parametrize("phase", [Phase.REDUCTION, Phase.ORDERS, Phase.FORWARD, Phase.SAVE])
+def test_a_stopped_process_is_found_within_the_goal_and_charged_with_nothing(step_s: float, phase: Phase) -> None:
+    watched, now_s = trained(step_s)
+    silent(watched, now_s, max(3 * step_s, 1.0) - 0.3, {0: Phase.REDUCTION, 1: phase}, {1: "T"})
+    [condemned] = watched.condemned
+    assert condemned.named.verdict is Verdict.STOPPED and condemned.failing is None
+
+
+def test_steps_that_are_shorter_than_the_time_between_two_looks_teach_all_the_same() -> None:
+    watched, now_s = Watched(), 0.0
+    for step in (0, 4, 9, 12):
+        now_s += LOOK_S
+        watched.look(now_s, [Sight(replica, 0, page(Phase.ORDERS, 10 * step, step=step), "R") for replica in (0, 1)])
+    silent(watched, now_s, 2.6, {0: Phase.ORDERS, 1: Phase.FORWARD})
+    assert [each.named.replica for each in watched.condemned] == [1]
+
+
+def test_a_step_that_a_hang_made_long_does_not_delay_the_discovery_of_the_next_hang() -> None:
+    watched, now_s = Watched(), 0.0
+    for step in range(20):  # forwards and backwards are too short to be seen; the sixth step waits for a replica that hangs
+        for look in range(100 if step == 5 else 4):
+            now_s += LOOK_S
+            generation = 1 + ((step, look) > (5, 90))
+            watched.look(now_s, [Sight(each, 0, page(Phase.REDUCTION, step, step=step), "R") for each in (0, 1)], generation)
+    assert watched.condemned == []
+    silent(watched, now_s, 2.6, {0: Phase.REDUCTION, 1: Phase.BACKWARD}, generation=2)
+    assert [each.named.replica for each in watched.condemned] == [1]
+
+
+def test_whoever_waits_hangs_never() -> None:
+    watched, now_s = trained(replicas=3)
+    silent(watched, now_s, 600.0, {0: Phase.REDUCTION, 1: Phase.ORDERS, 2: Phase.PIPELINE})
+    assert watched.said == []
+
+
+@pytest.mark.parametrize("states", [{}, {0: "T"}])
+def test_with_one_replica_left_a_hang_is_named_and_ended_only_after_the_deadline(states: dict[int, str]) -> None:
+    watched, now_s = trained()
+    now_s = silent(watched, now_s, 3.0, {0: Phase.FORWARD}, states)
+    assert watched.condemned == []
+    assert [effect.verdict for _, effect in watched.said if isinstance(effect, Named)][-1] in (Verdict.HUNG, Verdict.STOPPED)
+    now_s = silent(watched, now_s, DEADLINE_S - 10, {0: Phase.FORWARD}, states, look_s=GAP_S)
+    assert watched.condemned == []
+    silent(watched, now_s, 20.0, {0: Phase.FORWARD}, states, look_s=GAP_S)
+    assert [each.named.replica for each in watched.condemned] == [0]
+
+
+def test_a_data_disk_that_stalls_for_all_is_named_and_ends_nobody() -> None:
+    watched, now_s = trained(phase=Phase.DATA, replicas=3)
+    now_s = silent(watched, now_s, 60.0, dict.fromkeys(range(3), Phase.DATA), dict.fromkeys(range(3), "D"))
+    hung = [effect for _, effect in watched.said if isinstance(effect, Named) and effect.verdict is Verdict.HUNG]
+    assert [each.replica for each in hung] == [0, 1, 2] and "state D" in str(hung[0])
+    assert watched.condemned == []
+
+
+@pytest.mark.parametrize("state", ["S", "D", "R"])
+@pytest.mark.parametrize("phase", sorted(LEANS_ON_OTHERS))
+def test_whoever_sleeps_where_all_share_a_disk_is_named_and_whoever_loops_there_is_fenced(phase: Phase, state: str) -> None:
+    """The stall of a data disk may strike one replica alone: the others had their samples in memory."""
+    watched, now_s = trained(phase=phase)
+    silent(watched, now_s, 60.0, {0: Phase.REDUCTION, 1: phase}, {1: state})
+    assert [each.named.replica for each in watched.condemned] == ([1] if state == "R" else [])
+    assert all(each.failing is None for each in watched.condemned)
+    assert any(isinstance(effect, Named) and effect.verdict is Verdict.HUNG for _, effect in watched.said)
+
+
+def test_a_phase_that_nobody_has_finished_is_judged_by_the_deadline_alone() -> None:
+    watched, now_s = trained()
+    silent(watched, now_s, DEADLINE_S - 1, {0: Phase.REDUCTION, 1: Phase.COMPILING}, look_s=GAP_S)
+    assert watched.condemned == []
+
+
+def test_nobody_is_judged_before_steps_are_known() -> None:
+    watched = Watched()
+    silent(watched, 0.0, 100.0, {0: Phase.REDUCTION, 1: Phase.FORWARD})
+    assert watched.condemned == []
+
+
+def test_a_new_generation_begins_with_the_figures_before_it_twice() -> None:
+    watched, now_s = trained()
+    limit_s = detector.hang_limit_s(watched.state, Phase.FORWARD)
+    now_s = silent(watched, now_s, LOOK_S, {0: Phase.REDUCTION, 1: Phase.FORWARD}, generation=2)
+    assert limit_s is not None and detector.typical_step_s(watched.state) == pytest.approx(0.8, rel=0.1)
+    silent(watched, now_s, 2 * limit_s + 0.5, {0: Phase.REDUCTION, 1: Phase.FORWARD}, generation=2)
+    assert [each.named.replica for each in watched.condemned] == [1], "a microbatch that hangs one after the other is not found"
+
+
+def test_a_page_that_was_never_whole_names_nobody() -> None:
+    watched = Watched()
+    silent(watched, 0.0, 100.0, {0: Phase.FORWARD, 1: Phase.FORWARD}, {1: "T"}, torn=True)
+    assert watched.said == []
+
+
+def test_a_rank_that_is_stopped_in_the_middle_of_a_write_is_found_all_the_same() -> None:
+    watched, now_s = trained()
+    for _ in range(20):
+        now_s += LOOK_S
+        watched.look(now_s, [Sight(0, 0, page(Phase.REDUCTION, 1000), "S"), Sight(1, 0, None, "T")])
+    assert [each.named.verdict for each in watched.condemned] == [Verdict.STOPPED]
+
+
+def test_an_agent_that_was_held_up_itself_accuses_nobody() -> None:
+    watched, now_s = trained()
+    for begun in range(1000, 1020):  # a machine that is suspended in the middle of a forward, again and again
+        sights = [Sight(0, 0, page(Phase.REDUCTION, begun), "R"), Sight(1, 0, page(Phase.FORWARD, begun), "R")]
+        for pause_s in (LOOK_S, 100.0, LOOK_S):
+            now_s += pause_s
+            watched.look(now_s, sights)
+    assert watched.said == []
+
+
+def test_the_stopped_rank_of_a_replica_explains_its_siblings() -> None:
+    watched, now_s = trained()
+    for _ in range(200):
+        now_s += LOOK_S
+        watched.look(
+            now_s,
+            [
+                Sight(0, 0, page(Phase.REDUCTION, 1000), "S"),
+                Sight(1, 0, page(Phase.FORWARD, 1000), "S"),
+                Sight(1, 1, page(Phase.FORWARD, 1000), "T"),
+            ],
+        )
+    [condemned] = watched.condemned
+    assert (condemned.named.rank, condemned.named.verdict, condemned.failing) == (1, Verdict.STOPPED, None)
+
+
+@pytest.mark.parametrize("operations", [1, 2, 8])
+def test_no_false_alarm_in_steps_of_varying_length_with_a_replica_three_times_slower(operations: int) -> None:
+    """The benchmark `hangs` runs 10**6 steps."""
+    watched = Watched()
+    drive(watched, lognormal_steps(3000, operations, operations=operations), look_s=GAP_S, generation_every=100)
+    assert watched.condemned == []
+
+
+def test_the_simulated_job_shows_a_hang() -> None:
+    watched = Watched()
+    hang = (30, 1)
+    drive(
+        watched, lognormal_steps(31, 1), look_s=GAP_S, hang=lambda step, replica: (step, replica) == hang, stop_s=60.0
+    )  # fmt: skip
+    assert [each.named.replica for each in watched.condemned] == [1]

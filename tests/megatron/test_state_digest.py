@@ -1,0 +1,190 @@
+"""State that drifts where no sum shows it is found by the next record that carries a digest, on whichever stage it is.
+
+In one process, with the real schedule and the real core; real jobs are in tests/system/test_durable.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_recover import trace
+from megatron_recover.config import RecoverConfig
+from megatron_recover.core.alike import differences
+from megatron_recover.core.digest import combined
+from megatron_recover.faults import FaultPoint
+from megatron_recover.megatron.cpu import enable_cpu
+from megatron_recover.megatron.state import State
+from tests.megatron.loopback import Job, Killed, LoopbackMember, Strike
+from tests.megatron.toy import Threads, Trainer, start_world
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> Iterator[Threads]:
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        enable_cpu()
+    start_world()
+    threads = Threads()
+    threads.install()
+    yield threads
+    threads.remove()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+class Events:
+    """The event log of all ranks, in memory."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self._lock = threading.Lock()
+
+    def record(self, event: Any) -> None:
+        with self._lock:
+            self.events.append(event)
+
+
+def optimizer_of(trainer: Trainer) -> SimpleNamespace:
+    """What the toy's steps never read: master weights with a moment each, and a persistent buffer in the model."""
+    masters = []
+    for chunk in trainer.chunks:
+        chunk.module.register_buffer("bias_of_router", torch.zeros(3))
+        masters += [weight.detach().clone() for weight in chunk.module.weights]
+    optimizer = torch.optim.SGD(masters, lr=0.5)
+    for master in masters:
+        optimizer.state[master]["exp_avg"] = torch.zeros_like(master)
+    return SimpleNamespace(optimizer=optimizer, grad_scaler=None)
+
+
+DRIFTS: dict[str, Callable[[Trainer, SimpleNamespace], torch.Tensor]] = {
+    "a moment": lambda trainer, leaf: leaf.optimizer.state[leaf.optimizer.param_groups[0]["params"][1]]["exp_avg"],
+    "a master weight": lambda trainer, leaf: leaf.optimizer.param_groups[0]["params"][0],
+    "a persistent buffer": lambda trainer, leaf: trainer.chunks[-1].module.bias_of_router,
+}
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """Change the lowest bit of one element."""
+    tensor.view(torch.int32)[1] ^= 1
+
+
+class Run:
+    """Training steps and then an agreement before a save; what `drift` names changes in replica 1 after the first step."""
+
+    def __init__(
+        self, threads: Threads, num_replicas: int, num_ranks: int, *, drift: str | None, rank: int = 0, interval: int = 1,
+        steps: int = 3, num_chunks: int = 1, strikes: tuple[Strike, ...] = (), evaluate: bool = False,
+    ) -> None:  # fmt: skip
+        self.job, self.log = Job(num_replicas, num_ranks, strikes), Events()
+        self.saved: list[int] = []
+        self.digests: dict[tuple[int, int], int] = {}
+        config = RecoverConfig(bucket_elements=16, rebalance="off", state_digest_interval=interval)
+
+        def life(member: Any, faults: Any) -> None:
+            trainer = Trainer(
+                self.job, threads, member, faults, config, num_microbatches=4, num_chunks=num_chunks, log=self.log
+            )  # fmt: skip
+            leaf = optimizer_of(trainer)
+            trainer.loop.know_state(trainer.chunks, leaf)
+            for step in range(steps):
+                trainer.step()
+                if step == 0 and drift is not None and (member.replica, member.rank) == (1, rank):
+                    flip(DRIFTS[drift](trainer, leaf))
+            if evaluate:
+                trainer.step(forward_only=True)
+            trainer.loop.agree(f"save {steps}")
+            self.saved.append(member.replica)
+            self.digests[member.replica, member.rank] = State(trainer.chunks, leaf).digest()
+
+        self.job.run(life)
+
+    def labels(self, replica: int = 0) -> list[str]:
+        return [record.label for record in self.job.records.get(replica, [])]
+
+
+@pytest.mark.parametrize("drift", DRIFTS)
+@pytest.mark.parametrize(("num_ranks", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_one_bit_is_found_by_the_next_digest_and_its_replica_outvoted(
+    threads: Threads, drift: str, num_ranks: int, rank: int
+) -> None:
+    run = Run(threads, 3, num_ranks, drift=drift, rank=rank)
+    [told] = run.job.diverged
+    assert (told.step, told.minority) == (1, (1,)), "it was not found in the step that follows the drift"
+    assert run.labels(0) == run.labels(2) == ["train 1", "train 2", "train 3", "save 3"] and run.labels(1) == ["train 1"]
+    assert set(run.saved) == {0, 2}
+
+
+@pytest.mark.parametrize("drift", DRIFTS)
+def test_of_two_replicas_none_saves(threads: Threads, drift: str) -> None:
+    run = Run(threads, 2, 2, drift=drift, rank=1)
+    [told] = run.job.diverged
+    assert (told.step, told.minority) == (1, ()) and not run.saved
+
+
+@pytest.mark.parametrize("evaluate", [False, True], ids=["after training", "after an evaluation"])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_chunks", "rank"),
+    [(1, 1, 0), (4, 1, 1), (4, 2, 0), (2, 2, 1)],
+    ids=["one rank", "PP 4", "PP 4, VPP", "VPP"],
+)
+def test_what_drifts_between_two_digests_is_never_saved(
+    threads: Threads, num_ranks: int, num_chunks: int, rank: int, evaluate: bool
+) -> None:
+    """Of the stages only the last holds a result in a save step; the others vote by their digest alone."""
+    run = Run(threads, 2, num_ranks, drift="a moment", rank=rank, interval=99, num_chunks=num_chunks, evaluate=evaluate)
+    [told] = run.job.diverged
+    evaluated = ["evaluate 3/1"] if evaluate else []
+    assert run.labels() == ["train 1", "train 2", "train 3", *evaluated] and not run.saved
+    assert told.step == len(run.labels())
+
+
+def test_without_drift_all_agree_and_the_record_has_the_digests_of_all_ranks(threads: Threads) -> None:
+    run = Run(threads, 2, 2, drift=None, interval=2)
+    assert not run.job.diverged and len(run.saved) == 4
+    due = [record.label for record in run.job.records[0] if record.state_digest is not None]
+    assert due == ["train 2", "save 3"]
+    assert run.job.records[0][-1].state_digest == combined([run.digests[0, 0], run.digests[0, 1]])
+    told = [event for event in run.log.events if isinstance(event, trace.StateDigested)]
+    assert sorted((event.label, event.replica, event.rank) for event in told) == sorted(
+        (label, replica, rank) for label in due for replica in (0, 1) for rank in (0, 1)
+    )
+
+
+@pytest.mark.parametrize("point", [FaultPoint.BACKWARD, FaultPoint.REDUCE])
+def test_a_death_in_the_step_that_compares_does_not_hide_the_drift(threads: Threads, point: FaultPoint) -> None:
+    """Its step is finished by the others, whose digests are those of its beginning."""
+    where = {"microbatch": 0} if point is FaultPoint.BACKWARD else {"bucket": 0}
+    run = Run(threads, 4, 1, drift="a moment", strikes=(Strike(0, 0, point, step=1, **where),))
+    assert [told.minority for told in run.job.diverged] == [(1,)]
+    assert run.labels(2) == run.labels(3) == ["train 1", "train 2", "train 3", "save 3"]
+
+
+def test_a_wrongly_read_optimizer_is_named_at_the_start(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters are equal, a moment is not: as of a shard that was read wrongly."""
+    joined: dict[int, tuple[tuple[str, str], ...]] = {}
+
+    def join(self: LoopbackMember, shape: Any, fingerprint: str, parts: tuple[tuple[str, str], ...]) -> None:
+        joined[self.replica] = parts
+        raise Killed
+
+    monkeypatch.setattr(LoopbackMember, "join", join)
+
+    def life(member: Any, faults: Any) -> None:
+        trainer = Trainer(job, threads, member, faults, RecoverConfig(bucket_elements=16), num_microbatches=4)
+        leaf = optimizer_of(trainer)
+        if member.replica == 1:
+            flip(DRIFTS["a moment"](trainer, leaf))
+        trainer.loop.know_state(trainer.chunks, leaf)
+        trainer.step()
+
+    job = Job(2, 1)
+    job.run(life)
+    assert [name for name, *_ in differences(joined[0], joined[1])] == ["the digest of all state, optimizer included"]
