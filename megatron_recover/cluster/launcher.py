@@ -121,6 +121,7 @@ class Launcher:
             timers_s={
                 "follow_timeout_s": self._deadlines.follow_s,
                 "finish_timeout_s": self._deadlines.finish_s,
+                "undecided_timeout_s": self._deadlines.deadline_s,
                 "save_timeout_s": self._deadlines.save_s,
                 "grace_s": self._deadlines.grace_s,
                 "load_timeout_s": self._deadlines.deadline_s,

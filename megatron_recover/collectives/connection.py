@@ -16,7 +16,7 @@ import socket
 from collections import deque
 
 from megatron_recover.collectives.handshake import NONCE_BYTES, Connector, Party, Refused, Role, Verdict
-from megatron_recover.collectives.transport import PeerLost
+from megatron_recover.collectives.transport import PeerAhead, PeerLost
 
 WOULD_BLOCK = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EINPROGRESS)
 MAX_VIEWS = 64
@@ -68,7 +68,7 @@ class Connection:
             case Verdict.WELCOME:
                 self.ready = True
             case Verdict.OLDER:
-                raise PeerLost(self.peer, f"is already in generation {connector.generation}")
+                raise PeerAhead(self.peer, connector.generation)
             case Verdict.NO_ROOM:
                 raise PeerLost(self.peer, "has no room for another connection of this generation")
         return self.ready

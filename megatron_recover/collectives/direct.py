@@ -36,6 +36,7 @@ from megatron_recover.collectives.exchange import CopyExchange, Exchange, SumExc
 from megatron_recover.collectives.handshake import Role, Verdict
 from megatron_recover.collectives.transport import (
     DeadlineExceeded,
+    PeerAhead,
     PeerLost,
     Probe,
     Revoked,
@@ -229,6 +230,9 @@ class DirectTransport:
             if self._failure:
                 raise TransportError(f"generation {self.generation} is broken: {self._failure}")
             yield
+        except Revoked as error:
+            self._failure = self._failure or str(error)
+            raise
         except TransportError as error:
             self._failure = self._failure or str(error)
             self._check()  # after a revoke the sockets' errors are its consequence
@@ -243,7 +247,10 @@ class DirectTransport:
 
     def _check(self) -> None:
         if self._revoked:
-            raise Revoked(f"generation {self.generation} was revoked")
+            raise self._revoked_error()
+
+    def _revoked_error(self, peers: Sequence[int] = (), *, stalled: bool = False) -> Revoked:
+        return Revoked(f"generation {self.generation} was revoked", peers, stalled=stalled)
 
     def _release(self) -> None:
         with self._lock:
@@ -259,7 +266,9 @@ class DirectTransport:
         progressed_at = time.monotonic()
         self._endpoint.greet(self.me)  # strangers are let go also while no peer is awaited: the kernel's queue is short
         while not exchange.complete():
-            self._check()
+            if self._revoked:
+                stalled = time.monotonic() - progressed_at >= deadline_s / 2
+                raise self._revoked_error(self._suspects(exchange, peers) if stalled else (), stalled=stalled)
             self._dial(peers)
             self._adopt(peers)
             moved = [self._advance(peer, exchange) for peer in peers]
@@ -365,7 +374,7 @@ class DirectTransport:
             parked.decide(Verdict.WELCOME, self.generation)
         for peer in peers:
             if peer not in self._connections and peer in newer:
-                raise PeerLost(peer, f"is already in generation {newer[peer]}")
+                raise PeerAhead(peer, newer[peer])
 
     def _add(self, connection: Connection) -> None:
         with self._lock:
@@ -374,11 +383,15 @@ class DirectTransport:
                 connection.shut_down()
 
     def _suspects(self, exchange: Exchange, peers: Sequence[int]) -> list[int]:
-        """Who keeps this member waiting: never connected, owes its own data, does not take ours; else all that owe."""
+        """Return who keeps this member waiting: the peers that never connected, or that have not sent their own data.
+
+        Else the only one that does not take this member's data, or owes a sum. Several of these wait for a third themselves.
+        """
         connected = [peer for peer in peers if peer in self._connections and self._connections[peer].ready]
-        return (
-            [peer for peer in peers if peer not in connected]
-            or [peer for peer in connected if exchange.waits_for(peer)]
-            or [peer for peer in connected if exchange.outgoing[peer]]
-            or [peer for peer in connected if exchange.wants(peer)]
-        )
+        first_hand = [peer for peer in peers if peer not in connected] or [
+            peer for peer in connected if exchange.waits_for(peer)
+        ]
+        if first_hand:
+            return first_hand
+        late = [peer for peer in connected if exchange.outgoing[peer]] or [peer for peer in connected if exchange.wants(peer)]
+        return late if len(late) == 1 else []

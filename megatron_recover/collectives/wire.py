@@ -157,7 +157,7 @@ Message = (
     | values.Plan | values.Close | values.Apply | values.Stop
     | values.Begun | values.Promised | values.Holds | values.Blocked | values.Raised | values.Ended
     | values.Vote | values.Votes | values.Status | values.Statuses
-    | values.Entered | values.Requested | values.Busy | values.Failing | values.Diverged | values.Finished
+    | values.Entered | values.Requested | values.Busy | values.Failing | values.Diverged | values.Miscounted | values.Finished
 )  # fmt: skip
 _Framed = Message | PackedStatus | PackedStatuses | PackedAnnouncement
 
