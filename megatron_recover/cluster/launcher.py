@@ -112,7 +112,7 @@ class Launcher:
             preload=job.preload, environment=environment, log=job.run_dir / LOGS / "forkserver.log", deadlines=self._deadlines
         )
         self._ranks = Watch(
-            self._agent, deadline_s=job.config.deadline_s, record=self._recording.record, says=self._recording.says
+            self._agent, deadline_s=self._deadlines.deadline_s, record=self._recording.record, says=self._recording.says
         )
         self._membership = Membership(
             Policy(num_replicas=job.num_replicas, min_replicas=job.config.min_replicas),
