@@ -39,12 +39,11 @@ def _open(path: Path) -> IO[bytes]:
     return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else open(path, "rb")
 
 
-def open_part(folder: Path, number: int, former: os.stat_result | None = None) -> tuple[IO[bytes], Path] | None:
+def open_part(folder: Path, number: int) -> tuple[IO[bytes], Path] | None:
     """Open the part `number` of a trace, put aside or not; None where there is none yet. Raises FileNotFoundError for a part
     that is missing though later ones are there.
 
-    `former` is what `os.fstat` says of the part before it, if that was read as `events.jsonl`: until the recorder has put the
-    next file in its place, the name still leads there.
+    Until the recorder has put the next file in its place, the name `events.jsonl` leads to the part before, too.
     """
     newest = folder / EVENTS_FILE
     for _ in range(2):
@@ -54,12 +53,14 @@ def open_part(folder: Path, number: int, former: os.stat_result | None = None) -
                 return _open(path), path
             except FileNotFoundError:
                 continue
+        # Looked at first: once the part before is compressed and gone, `events.jsonl` is another file, perhaps of its inode.
+        before = _identity(part(folder, number - 1))
         try:
             file = open(newest, "rb")  # noqa: SIM115
         except FileNotFoundError:
             return None
         here = os.fstat(file.fileno())
-        if former is not None and (here.st_dev, here.st_ino) == (former.st_dev, former.st_ino):
+        if before == (here.st_dev, here.st_ino):
             file.close()
             return None
         if not is_put_aside(folder, number):
@@ -71,6 +72,15 @@ def open_part(folder: Path, number: int, former: os.stat_result | None = None) -
             return file, newest
         file.close()  # it was, after we had looked for it: this may be the one behind it
     raise AssertionError("unreachable: what was put aside stays there")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return which file a name leads to; None where there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def is_put_aside(folder: Path, number: int) -> bool:
@@ -91,17 +101,17 @@ def lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:
             for count, line in enumerate(file, start=1):
                 yield path, count, line
         return
-    number, former = 1, None
-    while (opened := open_part(folder, number, former)) is not None:
+    number, opened = 1, open_part(folder, 1)
+    if opened is None:
+        raise FileNotFoundError(2, "No such file or directory", str(folder / EVENTS_FILE))
+    while opened is not None:
         file, place = opened
+        # Open until the next part is: a file that is compressed and removed meanwhile gives its inode to nobody before.
         with file:
             yield from ((place, count, line) for count, line in enumerate(_lines(file, folder, number, place), start=1))
-            former = os.fstat(file.fileno())
-        if not is_put_aside(folder, number):
-            return
+            complete = is_put_aside(folder, number)
+            opened = open_part(folder, number + 1) if complete else None
         number += 1
-    if number == 1:
-        raise FileNotFoundError(2, "No such file or directory", str(folder / EVENTS_FILE))
 
 
 def _lines(file: IO[bytes], folder: Path, number: int, place: Path) -> Iterator[bytes]:

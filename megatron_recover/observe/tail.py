@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -21,8 +20,7 @@ class Tail:
         self._path = path
         self._is_trace = path.name == EVENTS_FILE
         self._number = 1
-        self._former: os.stat_result | None = None
-        """Of a trace: its part that is read, and the file of the part before that."""
+        """Of a trace: its part that is read."""
         self._position = path.stat().st_size if at_end and path.is_file() else 0
 
     def lines(self) -> Iterator[bytes]:
@@ -36,16 +34,15 @@ class Tail:
                         return
                     self._position += len(line)
                     yield line
-                former = os.fstat(file.fileno())
             if is_newest:
                 return
-            self._number, self._position, self._former = self._number + 1, 0, former
+            self._number, self._position = self._number + 1, 0
 
     def _open(self) -> tuple[IO[bytes], bool] | None:
         try:
             if not self._is_trace:
                 return open(self._path, "rb"), True
-            opened = open_part(self._path.parent, self._number, self._former)
+            opened = open_part(self._path.parent, self._number)
         except FileNotFoundError:
             return None
         return None if opened is None else (opened[0], opened[1].name == EVENTS_FILE)
