@@ -42,9 +42,12 @@ class Console:
     """The output of `megatron-recover run`."""
 
     WANTED = frozenset(
-        {"run_started", "generation", "plan", "committed", "applied", "fault", "checkpoint", "recovery", "run_finished"}
-    )
-    """Names of the events that make a difference here."""
+        {
+            "run_started", "generation", "leader_silent", "plan", "committed", "applied", "fault", "waiting", "checkpoint",
+            "rank_silent", "recovery", "run_finished",
+        }
+    )  # fmt: skip
+    """Names of the events that make a difference here: those that a `case` of `_event` or of `Progress.take` names."""
 
     def __init__(
         self,

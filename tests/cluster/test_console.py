@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import io
 import os
+import textwrap
 import threading
 from pathlib import Path
 
@@ -11,6 +14,7 @@ from megatron_recover import trace
 from megatron_recover.cluster.console import Console
 from megatron_recover.cluster.job import create_run_dir, log_file
 from megatron_recover.core.values import ExitCode
+from megatron_recover.observe.progress import Progress
 
 LINES = [f" iteration {step}/ 3 | lm loss: 1.0" for step in (1, 2, 3)]
 
@@ -56,6 +60,25 @@ def test_a_request_to_end_is_not_told_as_a_new_generation(tmp_path: Path) -> Non
     line, printed = shown(tmp_path, begun, asked)
     assert line == "starting | ending (SIGINT) | replicas 2/2 | gen 2"
     assert "generation 1: replicas 0 1" in printed and "generation 2" not in printed
+
+
+def test_every_event_that_the_console_shows_is_one_that_it_is_given() -> None:
+    """The recorder gives the console the events of `WANTED` only. An event is shown where a `case` names its class."""
+    for shows in (Console._event, Progress.take):
+        [function] = ast.parse(textwrap.dedent(inspect.getsource(shows))).body
+        classes = [each.cls for each in ast.walk(function) if isinstance(each, ast.MatchClass)]
+        names = [each.attr for each in classes if isinstance(each, ast.Attribute)]
+        assert len(names) > 4, f"no `case` was found in {shows.__qualname__}"
+        shown = {getattr(trace, name).__struct_config__.tag for name in names}
+        assert shown <= Console.WANTED, f"{shows.__qualname__} would show {sorted(shown - Console.WANTED)} too"
+
+
+def test_what_the_run_waits_for_is_shown(tmp_path: Path) -> None:
+    waits = trace.Waiting(replicas=(1,), reason="replica 1 alone has the state")
+    silent = trace.LeaderSilent(member=1, generation=2, phase="began", seconds=4.0, waiting_for=())
+    _, printed = shown(tmp_path, waits, silent)
+    assert "WARNING: waiting for replicas 1: replica 1 alone has the state" in printed
+    assert "the leader of replica 1 has not answered for 4 s" in printed
 
 
 class Closed(io.StringIO):
