@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover import trace
-from megatron_recover.cluster.console import Console
+from megatron_recover.cluster.console import Console, Missing
 from megatron_recover.cluster.event_store import Batch, EventStore, Keeper, Ledger
 from megatron_recover.cluster.forkserver import TOLD_TO_ALL, set_parent_death_signal, set_process_name
 from megatron_recover.ring import Dropped, Item, Merge, RingReader
@@ -104,12 +104,14 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shown(msgspec.Struct, frozen=True, tag=True):
-    """From the recorder, its last word: how the run ended was shown."""
+    """From the recorder, its last word: how the run ended was shown, but for what is `missing`."""
 
     num_unwritten: int
     """Events that are not in the file."""
     why: str
     """Empty if there are none."""
+    missing: Missing = Missing.NOTHING
+    """What of the end of the run could not be shown."""
 
 
 Reply = Drained | Shown
@@ -152,8 +154,8 @@ class Recorder:
         shown = self._write_all(time.monotonic() + deadline_s)
         self._tell(time.monotonic(), at_the_end=True)
         if self._finish is not None:
-            self._console.finished(self._finish.exit_code, self._finish.reason)
-            self._send(shown)
+            missing = self._console.finished(self._finish.exit_code, self._finish.reason)
+            self._send(msgspec.structs.replace(shown, missing=missing))
         else:
             self._console.close()
 

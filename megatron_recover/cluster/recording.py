@@ -6,7 +6,6 @@ of the run.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
@@ -20,7 +19,9 @@ import msgspec
 
 from megatron_recover import ring, trace
 from megatron_recover.cluster import event_store, recorder
-from megatron_recover.cluster.job import Job
+from megatron_recover.cluster.console import Missing
+from megatron_recover.cluster.job import LOGS, Job
+from megatron_recover.collectives.speaker import Speaker
 from megatron_recover.core.values import ExitCode
 
 _LAUNCHER = -1
@@ -36,6 +37,8 @@ TRACE_DEADLINE_S = 10.0
 _TERMINAL_DEADLINE_S = 7.0
 """For the terminal to show how the run ended, after that."""
 _ABANDONED_DEADLINE_S = 3.0
+_COMPLAINT_S = 1.0
+"""For a line of ours on stderr."""
 
 
 class _Ring(msgspec.Struct):
@@ -64,6 +67,7 @@ class Recording:
         self._numbers: dict[tuple[int, int], int] = {}
         self._outbox: deque[recorder.Told] = deque()
         self._shown: recorder.Shown | None = None
+        self._speaker = Speaker()
         self._roster: tuple[int, ...] = ()
         self._num_starts, self._num_rings = 0, 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -125,9 +129,13 @@ class Recording:
                 break
             if self._shown is None:
                 select.select([self._control], [], [], 0.05)
+        missing = Missing.EVERYTHING if self._shown is None else self._shown.missing
+        if missing is Missing.EVERYTHING and (exit_code != ExitCode.OK or not self._quiet):
+            self._complain(f"exit code {exit_code} ({ExitCode.words(exit_code)}): {reason}")
+        elif missing is Missing.LOGS:
+            logs = self._job.run_dir / LOGS
+            self._complain(f"the ends of the logs in {logs} could not be shown in time: the disk, or the terminal, is slow")
         if self._shown is None:
-            if exit_code != ExitCode.OK or not self._quiet:
-                self._complain(f"exit code {exit_code} ({ExitCode.words(exit_code)}): {reason}")
             self._complain(f"the end of the trace is missing in {self._job.run_dir}, as the recorder does not answer")
         elif self._shown.num_unwritten:
             self._complain(
@@ -227,5 +235,6 @@ class Recording:
                     self._shown = shown
 
     def _complain(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            print(f"megatron-recover run: {text}", file=sys.stderr, flush=True)
+        """Say something on stderr, and wait only shortly for a terminal that takes nothing (Ctrl-S)."""
+        self._speaker.say(f"megatron-recover run: {text}")
+        self._speaker.wait(_COMPLAINT_S)
