@@ -117,8 +117,8 @@ class Recording:
                 self._complain(f"the recorder has ended {_MAX_STARTS} times, now by {how}: no more of the trace is written")
                 self._hang_up()
 
-    def finish(self, exit_code: int, reason: str) -> None:
-        """Have the rest of the trace written and the end of the run shown, within a deadline."""
+    def finish(self, exit_code: int, reason: str) -> bool:
+        """Have the rest of the trace written and the end of the run shown, within a deadline. Return whether it is written."""
         self._outbox.append(recorder.Finish(exit_code, reason[:_MAX_TEXT], TRACE_DEADLINE_S))
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)  # somebody may have stopped it
@@ -142,6 +142,7 @@ class Recording:
                 f"the end of the trace is missing in {self._job.run_dir}: {self._shown.why}. At least "
                 f"{self._shown.num_unwritten} events could not be written. The run itself is not affected"
             )
+        return self._shown is not None and not self._shown.num_unwritten
 
     def close(self) -> None:
         """End the recorder, which writes what there is first if it was not told to finish."""
