@@ -59,7 +59,8 @@ class Loop:
     def post(self, call: Callable[[], None]) -> None:
         """Have the loop's thread make `call` soon; calls are made in the order in which they were posted."""
         self._posted.append(call)
-        with contextlib.suppress(BlockingIOError):  # the pipe is full of wakes already
+        # The pipe is full of wakes already, or a signal handler posts to a loop that was closed.
+        with contextlib.suppress(OSError):
             self._waker.send(b"\0")
 
     # --- From the loop's thread --------------------------------------------------------------------------------------

@@ -44,6 +44,13 @@ def stopped() -> Iterator[Stopped]:
     made.other.close()
 
 
+def test_a_signal_handler_may_post_to_a_loop_that_is_closed() -> None:
+    """Between the end of the loop and that of its handlers a signal may come."""
+    loop = Loop()
+    loop.close()
+    loop.post(lambda: None)
+
+
 def test_a_timer_that_ran_out_in_a_stop_has_its_time_left_after_it(stopped: Stopped) -> None:
     stopped.after(5.0, "timer")
     stopped.stop(100.0)
