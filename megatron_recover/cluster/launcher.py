@@ -218,6 +218,7 @@ class Launcher:
                     replica, rank,
                     lambda page, start=start, handed_down=handed_down: start(descriptors=handed_down | page),
                 )  # fmt: skip
+        self._loop.waited_elsewhere()  # for the fork server, once for each rank
         self._membership.launched()
 
     @property

@@ -102,6 +102,10 @@ class Loop:
         """Return the seconds of the loop's own clock, which leaves out the time in which the loop stood still."""
         return self._clock() - self.stood_still_s
 
+    def waited_elsewhere(self) -> None:
+        """Note that the loop's thread has waited for something else since the loop ran last: that was no standstill."""
+        self._ran_at = (self._clock(), self._cpu_clock())
+
     def send(self, link: Link, message: Message) -> None:
         """Send without waiting. On a link that broke `on_closed` is called soon; on one that was dropped nothing happens."""
         self.put(link, frame(message))
