@@ -151,6 +151,8 @@ class Generation(Event, frozen=True, kw_only=True):
     losses: tuple[Lost, ...] = ()
     """Since the previous generation."""
     reason: str = ""
+    void: tuple[int, int] | None = None
+    """(step, generation): what members had of that step in older generations counts no more."""
 
     @property
     def request(self) -> str | None:
@@ -350,6 +352,20 @@ class Transferred(Event, frozen=True, kw_only=True):
     checksum: int
 
 
+class Miscounted(Event, frozen=True, kw_only=True):
+    """Rank: a sum does not count every microbatch once. It is not held, and the step is computed anew, once."""
+
+    replica: int
+    rank: int
+    generation: int
+    step: int
+    bucket: int
+    microbatches: tuple[int, ...]
+    """Those that it does not count exactly once."""
+    own_counts: tuple[int, ...]
+    """How often this rank has each microbatch in its local gradient of the bucket."""
+
+
 class ReductionFailed(Event, frozen=True, kw_only=True):
     """Rank: a sum or transfer over the replicas did not complete; no gradient changed."""
 
@@ -472,11 +488,14 @@ class Failure(Event, frozen=True, kw_only=True):
 
 
 class RankSilent(Event, frozen=True, kw_only=True):
-    """Agent: a rank is slow, hangs or is stopped. Whether its replica is lost by that is said by the next `Generation`."""
+    """Agent: a rank is slow, hangs, is stopped or is held by a tracer.
+
+    Whether its replica is lost by that is said by the next `Generation`.
+    """
 
     replica: int
     rank: int
-    verdict: Literal["slow", "hung", "stopped"]
+    verdict: Literal["slow", "hung", "stopped", "traced"]
     phase: str
     """What its training thread does (`core/detector.py`)."""
     seconds: float
@@ -553,9 +572,9 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     RunStarted | Joined | Generation | Entered | CoordinatorSilent | LeaderSilent | Stopping | Waiting | RunFinished | Status
-    | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | ReductionFailed
-    | StateDigested | Voted | Disagreed | Committed | Applied | Fault | Thawed | Failure | RankSilent | Fenced | SetAside
-    | Recovery | Gap | Checkpoint
+    | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | Miscounted
+    | ReductionFailed | StateDigested | Voted | Disagreed | Committed | Applied | Fault | Thawed | Failure | RankSilent
+    | Fenced | SetAside | Recovery | Gap | Checkpoint
 )  # fmt: skip
 
 

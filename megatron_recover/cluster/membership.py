@@ -136,7 +136,7 @@ class Membership:
 
     def _from_leader(self, replica: int, link: Link, message: Message) -> None:
         match message:
-            case values.Requested() | values.Diverged() if message.replica == replica:
+            case values.Requested() | values.Diverged() | values.Miscounted() if message.replica == replica:
                 self._request(message)
             case LeaderBeat() if message.replica == replica:
                 self._leaders.answered(message)
@@ -149,12 +149,12 @@ class Membership:
                 kind = type(message).__name__
                 self.lost(values.Loss(replica, values.LossKind.SUSPECTED, f"its leader sent a {kind} to the coordinator"))
 
-    def _request(self, message: values.Requested | values.Diverged) -> None:
-        """Take a request once, however often the leader repeats it: the machine counts suspicions."""
+    def _request(self, message: values.Requested | values.Diverged | values.Miscounted) -> None:
+        """Take a request, however often the leader repeats it: to the machine it is the same once and many times."""
         if self._asked.get(message.replica, 0) < message.generation:
             self._asked[message.replica] = message.generation
             self._notice()
-            self._step(message)
+        self._step(message)
 
     def _beat(self) -> Beat:
         """Return what all leaders are told every second."""
@@ -189,7 +189,10 @@ class Membership:
         noticed_s = time.monotonic() - self._noticed if self._noticed is not None else 0.0
         self._noticed = None
         losses = tuple(trace.Lost(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in new.losses)
-        self._record(trace.Generation(generation=new.generation, roster=new.roster, losses=losses, reason=new.reason))
+        void = (new.void.step, new.void.since) if new.void is not None else None
+        self._record(
+            trace.Generation(generation=new.generation, roster=new.roster, losses=losses, reason=new.reason, void=void)
+        )
         for replica, framed in announcements(new, self._peers, self._announced, noticed_s):
             self._loop.put(self._links[replica], framed)
         self._announced |= set(new.roster)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from megatron_recover.collectives.direct import DirectEndpoint, DirectTransport
+from megatron_recover.collectives.echo import PROBE_S, EchoServer, unreachable
 from megatron_recover.collectives.transport import Endpoint, Transport
 
 TransportKind = Literal["auto", "direct", "gloo", "nccl"]
@@ -33,37 +34,62 @@ def open_endpoint(kind: TransportKind, *, key: bytes, rank: int, device: str = "
         from megatron_recover.collectives.gloo import GlooTransport
 
         return RendezvousEndpoint(
-            DirectEndpoint(_HOST, key=key, rank=rank), lambda direct, deadline_s: GlooTransport(direct, deadline_s, host=_HOST)
-        )
+            _HOST,
+            DirectEndpoint(_HOST, key=key, rank=rank),
+            lambda direct, deadline_s, unreachable: GlooTransport(direct, deadline_s, host=_HOST, unreachable=unreachable),
+            key=key,
+        )  # fmt: skip
     if chosen == "nccl":
         from megatron_recover.collectives import nccl
 
         binding = nccl.load()
         return RendezvousEndpoint(
-            DirectEndpoint(_HOST, key=key, rank=rank), lambda direct, deadline_s: nccl.NcclTransport(binding, direct)
-        )
+            _HOST,
+            DirectEndpoint(_HOST, key=key, rank=rank),
+            lambda direct, deadline_s, unreachable: nccl.NcclTransport(binding, direct, unreachable=unreachable),
+            key=key,
+        )  # fmt: skip
     raise ValueError(f"--recover-transport is {kind!r}; choose auto, direct, gloo or nccl")
 
 
 class RendezvousEndpoint:
-    """The endpoint of a framework whose members meet over a `direct` transport of the same generation. Address: that one's."""
+    """The endpoint of a framework whose members meet over a `direct` transport of the same generation.
 
-    def __init__(self, direct: DirectEndpoint, transport: Callable[[DirectTransport, float], Transport]) -> None:
-        """`transport(direct, deadline_s)` makes the transport of the generation of `direct`, which it then owns."""
+    Address: the one of `direct`, a blank, and the one of this rank's `EchoServer`.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        direct: DirectEndpoint,
+        transport: Callable[[DirectTransport, float, Callable[[], tuple[int, ...]]], Transport],
+        *,
+        key: bytes,
+    ) -> None:
+        """`transport(direct, deadline_s, unreachable)` makes the transport of the generation of `direct`, which it then owns.
+
+        `unreachable()` probes the other members and returns those that do not answer.
+        """
         self._direct = direct
+        self._key = key
+        self._echo = EchoServer(host, key)
         self._transport = transport
         self._current: Transport | None = None
-        self.address = self._direct.address
+        self.address = f"{self._direct.address} {self._echo.address}"
 
     def open(self, generation: int, me: int, addresses: Mapping[int, str], *, deadline_s: float) -> Transport:
         """The transport of `generation`; retires the previous one. `deadline_s` is the longest that one of its calls will wait.
 
         Raises Revoked unless `generation` is newer than all that were opened before.
         """
-        direct = self._direct.open(generation, me, addresses, deadline_s=deadline_s)
+        both = {member: address.partition(" ") for member, address in addresses.items()}
+        direct = self._direct.open(generation, me, {member: each[0] for member, each in both.items()}, deadline_s=deadline_s)
         if self._current is not None:
             self._current.close()
-        self._current = self._transport(direct, deadline_s)
+        echoes = {member: each[2] for member, each in both.items() if member != me}
+        self._current = self._transport(
+            direct, deadline_s, lambda: unreachable(echoes, self._key, min(PROBE_S, deadline_s / 4))
+        )  # fmt: skip
         return self._current
 
     def close(self) -> None:
@@ -71,3 +97,4 @@ class RendezvousEndpoint:
         if self._current is not None:
             self._current.close()
         self._direct.close()
+        self._echo.close()

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch.distributed import ProcessGroupGloo, Store
@@ -53,12 +54,23 @@ ENTRY_BYTES = 1024
 class GlooTransport:
     """One generation; its thread outlives it if gloo does not let go."""
 
-    def __init__(self, direct: DirectTransport, deadline_s: float, *, host: str) -> None:
-        """Building begins at once, in the transport's thread. `deadline_s` is the longest that a call will wait."""
+    def __init__(
+        self,
+        direct: DirectTransport,
+        deadline_s: float,
+        *,
+        host: str,
+        unreachable: Callable[[], tuple[int, ...]] = lambda: (),
+    ) -> None:
+        """Building begins at once, in the transport's thread. `deadline_s` is the longest that a call will wait.
+
+        `unreachable()` returns the members that do not answer a probe: gloo's ring stalls on all members alike.
+        """
         self.generation = direct.generation
         self.members = direct.members
         self.me = direct.me
         self._direct = direct
+        self._unreachable = unreachable
         self._shared = _Shared(threading.Condition())
         self._writing = WriteGate()
         if len(self.members) > 1:
@@ -141,7 +153,7 @@ class GlooTransport:
 
     def _do(self, job: Callable[[ProcessGroupGloo], None], deadline_s: float, begun: Callable[[], None] | None = None) -> None:
         """Have the thread run `job`, and wait for it or leave."""
-        shared = self._shared
+        shared, since = self._shared, time.monotonic()
         with shared.changed:
             shared.job = job
             shared.changed.notify_all()
@@ -149,10 +161,26 @@ class GlooTransport:
             begun()
         with shared.changed:
             shared.changed.wait_for(lambda: shared.job is None or shared.revoked or shared.error is not None, deadline_s)
-            self._check()
-            if shared.job is not None:
-                shared.error = DeadlineExceeded([member for member in self.members if member != self.me], deadline_s)
-                raise shared.error
+            if shared.job is None and not shared.revoked and shared.error is None:
+                return
+        self._fail(time.monotonic() - since, deadline_s)
+
+    def _fail(self, waited_s: float, deadline_s: float) -> NoReturn:
+        """Raise why a call did not complete. Peers are probed without the lock, and only where that delays no recovery."""
+        shared = self._shared
+        stalled = waited_s >= deadline_s / 2
+        with shared.changed:
+            error, revoked = shared.error, shared.revoked
+        anonymous = error is None or type(error) is TransportError
+        peers = self._unreachable() if stalled or (anonymous and not revoked) else ()
+        with shared.changed:
+            if shared.revoked:
+                raise Revoked(f"generation {self.generation} was revoked", peers, stalled=stalled)
+            if shared.error is None:
+                shared.error = DeadlineExceeded(peers, deadline_s)
+            elif type(shared.error) is TransportError:
+                shared.error.peers, shared.error.stalled = peers, stalled
+            raise shared.error
 
 
 def copy(piece: Tensor, into: Tensor) -> None:

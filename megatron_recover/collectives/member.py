@@ -21,7 +21,7 @@ from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.leader import Leader
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.speaker import Speaker
-from megatron_recover.collectives.transport import DeadlineExceeded, Endpoint, PeerLost, Revoked, Transport
+from megatron_recover.collectives.transport import Endpoint, Revoked, Transport, TransportError
 from megatron_recover.collectives.wire import Enter, Heard, Link, LinkClosed, Message, RankHello
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core import rank as machine
@@ -234,13 +234,12 @@ class Member:
 
     def blocked(self, generation: int, error: BaseException) -> None:
         """A reduction or transfer of `generation` failed; the rest of its plan is left undone."""
-        suspects: tuple[int, ...] = ()
-        if isinstance(error, PeerLost):
-            suspects = (error.peer,)
-        elif isinstance(error, DeadlineExceeded):
-            suspects = error.peers
+        known = error if isinstance(error, TransportError) else TransportError()
+        failed = machine.Failed(
+            generation, f"{type(error).__name__}: {error}", known.peers, known.stalled, known.miscounted
+        )  # fmt: skip
         with self._changed:
-            self._feed(machine.Failed(generation, f"{type(error).__name__}: {error}", suspects))
+            self._feed(failed)
 
     def raised(self, microbatches: Sequence[int], error: BaseException) -> None:
         """Computing one of `microbatches` (empty: something else) raised; returns when the coordinator will know. Then end.

@@ -27,6 +27,7 @@ import torch
 from megatron_recover.collectives.direct import DirectTransport
 from megatron_recover.collectives.transport import (
     DeadlineExceeded,
+    PeerLost,
     Probe,
     Revoked,
     TransportError,
@@ -48,13 +49,19 @@ SHORTEST_SLICE_S, LONGEST_SLICE_S = 20e-6, 1e-3
 class NcclTransport:
     """One generation, on torch's current CUDA device. Only `revoke` and `close` may be called by other threads."""
 
-    def __init__(self, nccl: ModuleType, rendezvous: DirectTransport) -> None:
-        """`nccl`: see `load`. The communicator is made in the first call."""
+    def __init__(
+        self, nccl: ModuleType, rendezvous: DirectTransport, *, unreachable: Callable[[], tuple[int, ...]] = lambda: ()
+    ) -> None:
+        """`nccl`: see `load`. The communicator is made in the first call.
+
+        `unreachable()` returns the members that do not answer a probe: NCCL does not say for whom its kernels wait.
+        """
         self.generation = rendezvous.generation
         self.members = rendezvous.members
         self.me = rendezvous.me
         self._nccl = nccl
         self._rendezvous = rendezvous
+        self._unreachable = unreachable
         self._communicator: Any = None
         self._in_use: list[Tensor] = []
         """What NCCL may be reading or writing."""
@@ -129,12 +136,22 @@ class NcclTransport:
         except BaseException as error:
             self._failure = self._failure or str(error) or repr(error)
             self._dispose()
-            self._check()  # after a revoke other errors are its consequence
+            if isinstance(error, TransportError) and not isinstance(error, DeadlineExceeded | PeerLost):
+                self._probe_peers(error)
+            if not isinstance(error, Revoked):
+                self._check()  # after a revoke other errors are its consequence
             raise
         finally:
             self._calling.release()
             if self._revoked.is_set():
                 self.revoke()  # it may have come while this call held the communicator
+
+    def _probe_peers(self, error: TransportError) -> None:
+        """Add to an error that names nobody which peers do not answer, unless that would delay a recovery."""
+        waited_s = time.monotonic() - (self._ends_at - self._deadline_s)
+        stalled = waited_s >= self._deadline_s / 2
+        if stalled or not self._revoked.is_set():
+            error.peers, error.stalled = self._unreachable(), stalled
 
     def _check(self) -> None:
         if self._revoked.is_set():
@@ -187,7 +204,7 @@ class NcclTransport:
             if condition():
                 return
             if time.monotonic() >= self._ends_at:
-                raise DeadlineExceeded([member for member in self.members if member != self.me], self._deadline_s)
+                raise DeadlineExceeded(self._unreachable(), self._deadline_s)
             self._revoked.wait(slice_s)
             slice_s = min(2 * slice_s, LONGEST_SLICE_S)
 

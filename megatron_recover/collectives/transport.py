@@ -8,7 +8,8 @@ Contract of every implementation:
 
 * `sum_into` and `copy_into` never write their sources. A result has a defined value only after the call has returned; after
   an exception its bytes are unspecified, and **no thread, kernel or socket of the transport writes into it any more**.
-* Every call returns, or raises, within its deadline, and within milliseconds after `revoke`.
+* Every call returns, or raises, within its deadline, and within milliseconds after `revoke`. A call that has stalled for half
+  of its deadline may take `echo.PROBE_S` longer for both, to find out which peers are out of reach (`TransportError.peers`).
 * When `revoke` has returned, no host thread writes memory that anybody but the transport can reach. `direct` and `gloo` wait
   for the piece of about a megabyte that a call is writing; what gloo itself may still write is scratch of a thread that was
   left behind. On a GPU, copies that `nccl` has enqueued run later, in the order of the training thread's stream.
@@ -34,9 +35,20 @@ def no_probe(instant: str) -> None:
 class TransportError(Exception):
     """An operation of one generation did not complete. The input is unchanged; ask for a new generation."""
 
+    peers: tuple[int, ...] = ()
+    """Members that the caller lost or waited for in vain, as far as the transport knows: evidence against an end of each."""
+    miscounted = False
+    """The result does not count every microbatch once; every member sees the same one."""
+    stalled = False
+    """The operation had waited for long, so that `peers` count also when the generation is over."""
+
 
 class Revoked(TransportError):
     """The transport was retired, usually because a newer generation exists."""
+
+    def __init__(self, detail: str, peers: Sequence[int] = (), *, stalled: bool = False) -> None:
+        super().__init__(detail)
+        self.peers, self.stalled = tuple(sorted(peers)), stalled
 
 
 class PeerLost(TransportError):
@@ -45,13 +57,25 @@ class PeerLost(TransportError):
     def __init__(self, peer: int, detail: str) -> None:
         super().__init__(f"replica {peer}: {detail}")
         self.peer = peer
+        self.peers = (peer,)
+
+
+class PeerAhead(PeerLost):
+    """A member is in a newer generation already; nothing is wrong with it."""
+
+    def __init__(self, peer: int, generation: int) -> None:
+        super().__init__(peer, f"is already in generation {generation}")
+        self.peers = ()
 
 
 class DeadlineExceeded(TransportError):
-    """An operation waited longer than its deadline."""
+    """An operation waited longer than its deadline. `peers` is empty where it does not know for whom."""
+
+    stalled = True
 
     def __init__(self, peers: Sequence[int], deadline_s: float) -> None:
-        super().__init__(f"no progress from replicas {sorted(peers)} within {deadline_s:g} s")
+        whom = f" from replicas {sorted(peers)}" if peers else ", and all peers that could be probed answer,"
+        super().__init__(f"no progress{whom} within {deadline_s:g} s")
         self.peers = tuple(sorted(peers))
 
 

@@ -30,9 +30,12 @@ Note [Timers]
       waits, and says for whom (`Waits`). The first member that then enters gives the others the full time once more.
     - `finish`: removes the members that have not finished. It runs only while a member that has finished is in the roster,
       so this one stays.
-    - `grace`: leads to the same roster again, and after some such generations removes a member that is suspected, if another
-      is left (`_same_roster`).
-    - `save`: removes nobody by itself. The member whose save is overdue is suspected.
+    - `grace`: leads to the same roster again. After `max_fruitless` such generations it removes the member that the evidence
+      names, never the only one. Where the evidence names none of two members, after twice as many the higher id is set aside.
+      Otherwise it tries again, with a pause (`follow_timeout_s`), and the reason of each generation says so.
+    - `undecided`: runs from the first generation for which the evidence names nobody, until a step is committed or a replica is
+      lost. Then the job ends, without having removed anybody: it has waited for the user's one deadline.
+    - `save`: removes nobody by itself. A save that is overdue is evidence against the member.
     - `start`: removes the replicas that have not said hello, if another has and still lives. Otherwise they get the time to
       load once more.
     - `load`: the only timer that ends a job. No replica has become ready in that time, so there is no member yet and no
@@ -41,13 +44,15 @@ Note [Timers]
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from msgspec.structs import replace
 
 from megatron_recover.core.alike import differences, told
-from megatron_recover.core.policy import EXIT, TOO_FEW, all_finished, blamed, most_suspected, nobody_left, poisoned
+from megatron_recover.core.blame import Evidence, culprit, heard, overdue
+from megatron_recover.core.policy import EXIT, TOO_FEW, all_finished, nobody_left, poisoned
 from megatron_recover.core.values import (
     Busy,
     Diverged,
@@ -60,10 +65,12 @@ from megatron_recover.core.values import (
     LeaderMessage,
     Loss,
     LossKind,
+    Miscounted,
     NewGeneration,
     ReplicaId,
     Requested,
     Value,
+    Void,
 )
 from megatron_recover.core.vote import unite
 
@@ -74,7 +81,7 @@ class Policy(Value, frozen=True):
     num_replicas: int
     min_replicas: int = 1
     max_fruitless: int = 3
-    """Generations in a row without a loss and without a committed step, after which the most suspected replica is fenced."""
+    """Generations in a row without a loss and without a committed step, after which the replica at fault is fenced."""
 
 
 class Save(Value, frozen=True):
@@ -104,12 +111,16 @@ class CoordinatorState(Value, frozen=True):
     """The timer ran out before any member had entered the current generation. See Note [Timers]."""
     reason: str = ""
     """Why a newer generation is due (a grace runs), or empty."""
-    suspects: tuple[ReplicaId, ...] = ()
-    """Who was suspected, once per suspicion, since a step was committed."""
+    evidence: Evidence = Evidence()
+    """Who could not reach whom since a step was committed or a replica was lost (`core/blame.py`)."""
+    evidence_from: Generation = 0
+    """Reports of older generations are about what is over, and no evidence."""
     waits: tuple[tuple[ReplicaId, tuple[ReplicaId, ...]], ...] = ()
     """Which members waited for whom when they left the previous generation, by member."""
     excused: bool = False
-    """In the previous generation a save was under way: nobody is blamed for having been waited for."""
+    """In the previous generation a save was under way, or a loss ended it, which explains all waits: they are no evidence."""
+    undecided: str = ""
+    """The timer of the time in which no step was committed and the evidence named nobody, or empty."""
     fruitless: int = 0
     """Generations in a row without a loss or a committed step."""
     step: int = 0
@@ -117,6 +128,8 @@ class CoordinatorState(Value, frozen=True):
     requests: tuple[str, ...] = ()
     trusted_from: Generation = 0
     """The generation that was made because a replica was outvoted; of several the newest."""
+    void: Void | None = None
+    """The newest step that was made void because a sum did not count every microbatch once."""
     failing: tuple[Failing, ...] = ()
     """Computations that raised."""
     saves: tuple[Save, ...] = ()
@@ -170,7 +183,10 @@ class Fence(Value, frozen=True):
     replica: ReplicaId
 
 
-Setting = Literal["load_timeout_s", "start_timeout_s", "follow_timeout_s", "finish_timeout_s", "save_timeout_s", "grace_s"]
+Setting = Literal[
+    "load_timeout_s", "start_timeout_s", "follow_timeout_s", "finish_timeout_s", "save_timeout_s", "undecided_timeout_s",
+    "grace_s",
+]  # fmt: skip
 """How long a timer runs, by name: the driver knows the seconds."""
 
 
@@ -259,9 +275,15 @@ def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) ->
         state = replace(state, requests=unite((state.requests, (TOO_FEW,))))
     generation, follow = state.generation + 1, f"follow {state.generation + 1}"
     state = replace(
-        _blame(state), generation=generation, entered=(), follow=follow, all_late=False, reason="", excused=bool(state.saves)
+        _with_waits(state),
+        generation=generation,
+        entered=(),
+        follow=follow,
+        all_late=False,
+        reason="",
+        excused=bool(state.saves or losses),
     )
-    new = NewGeneration(generation, state.roster, losses, reason, state.requests, state.trusted_from)
+    new = NewGeneration(generation, state.roster, losses, reason, state.requests, state.trusted_from, state.void)
     return state, (Announce(new), Arm(follow, "follow_timeout_s"))
 
 
@@ -282,8 +304,10 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
         state,
         losses=(*state.losses, *losses),
         hellos=tuple(item for item in state.hellos if item.replica not in {loss.replica for loss in losses}),
-        suspects=(),
+        evidence=Evidence(),
+        evidence_from=state.generation + 1,
         waits=(),
+        undecided="",
         fruitless=0,
     )
     if not state.generation:
@@ -306,16 +330,19 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
 
 def _on_requested(state: CoordinatorState, request: Requested) -> Step:
     """Wait a short grace for news of a death, which explains most requests, or for the end of a save, which explains others."""
-    if request.generation != state.generation or request.replica not in state.roster:
+    is_stale = request.generation != state.generation
+    is_late = is_stale and request.stalled and state.evidence_from <= request.generation < state.generation
+    if request.replica not in state.roster or (is_stale and not is_late):
         return state, ()
     if not state.saves:
-        state = replace(state, suspects=(*state.suspects, *request.suspects))
-    if state.reason:
+        state = replace(state, evidence=heard(state.evidence, request.replica, request.suspects))
+    if state.reason or is_stale:
         return state, ()
     state = replace(state, reason=f"replica {request.replica}: {request.reason}")
     if any(save.generation < state.generation for save in state.saves):
         return state, ()  # everybody has entered a generation since: there is nothing to find out
-    return state, (Arm(f"grace {state.generation}", "grace_s"),)
+    # What cannot be decided is not tried again and again without a pause.
+    return state, (Arm(f"grace {state.generation}", "follow_timeout_s" if state.undecided else "grace_s"),)
 
 
 def _on_busy(state: CoordinatorState, busy: Busy) -> Step:
@@ -340,13 +367,17 @@ def _saved(state: CoordinatorState) -> Step:
 
 def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
     """Act on a timer that is not stale. Note [Timers] says what each one may do."""
-    overdue = tuple(save for save in state.saves if expired.timer == f"save {save.number}")
-    if overdue:
-        left = tuple(save for save in state.saves if save not in overdue)
-        state = replace(state, saves=left, suspects=(*state.suspects, *(save.replica for save in overdue)))
+    expired_saves = tuple(save for save in state.saves if expired.timer == f"save {save.number}")
+    if expired_saves:
+        left = tuple(save for save in state.saves if save not in expired_saves)
+        evidence = functools.reduce(overdue, (save.replica for save in expired_saves), state.evidence)
+        state = replace(state, saves=left, evidence=evidence)
         return _same_roster(state) if state.reason and not left else (state, ())
     if expired.timer == state.follow and state.generation:
         return _followed_late(state)
+    if expired.timer == state.undecided:
+        why = f"nothing says who is at fault that no step was committed in {state.fruitless} generations"
+        return _end(state, ExitCode.FAILED, f"{why}, and the time for that is over; resume from the last checkpoint")
     if expired.timer == f"grace {state.generation}" and state.reason:
         return _same_roster(state)
     if (expired.timer == "start" or (expired.timer == "load" and not state.hellos)) and not state.generation:
@@ -385,20 +416,35 @@ def _started_late(state: CoordinatorState, timer: str) -> Step:
 
 
 def _same_roster(state: CoordinatorState) -> Step:
-    """Nobody died, and yet a member cannot go on: try again, but not for ever with a member that everyone suspects (INV-9)."""
+    """Nobody died, and yet a member cannot go on: try again, but not for ever with a member that is at fault (INV-9)."""
     if state.saves:
         return _announce(state, (), state.reason)
-    state = replace(_blame(state), fruitless=state.fruitless + 1)
-    culprit = most_suspected(state.suspects, state.roster)
-    if state.fruitless >= state.policy.max_fruitless and culprit is not None and len(state.roster) > 1:
-        detail = f"suspected most in {state.fruitless} generations without a committed step; the last: {state.reason}"
-        return _remove(state, (Loss(culprit, LossKind.SUSPECTED, detail),), detail)
-    return _announce(state, (), state.reason)
+    state = replace(_with_waits(state), fruitless=state.fruitless + 1)
+    if state.fruitless < state.policy.max_fruitless:
+        return _announce(state, (), state.reason)
+    how = f"in {state.fruitless} generations without a committed step; the last: {state.reason}"
+    named = culprit(state.evidence, state.roster)
+    if named is not None and len(state.roster) > 1:
+        detail = f"at fault by what members reported of each other {how}"
+        return _remove(state, (Loss(named, LossKind.SUSPECTED, detail),), detail)
+    if len(state.roster) == 2 and state.fruitless >= 2 * state.policy.max_fruitless:
+        # Neither is at fault as far as anybody knows. One of them needs no network to train on; the lower is the writer.
+        stays, leaves = state.roster
+        why = "nothing says whose fault it is that they do not reach each other"
+        detail = f"set aside so that replica {stays} can go on: {why} {how}"
+        return _remove(state, (Loss(leaves, LossKind.SUSPECTED, detail),), detail)
+    first = () if state.undecided else (Arm(f"undecided {state.generation}", "undecided_timeout_s"),)
+    state = replace(state, undecided=state.undecided or f"undecided {state.generation}")
+    state, effects = _announce(state, (), f"nothing says who is at fault {how}")
+    return state, first + effects
 
 
-def _blame(state: CoordinatorState) -> CoordinatorState:
-    """Suspect whom members waited for."""
-    return replace(state, suspects=(*state.suspects, *blamed(state.waits)), waits=())
+def _with_waits(state: CoordinatorState) -> CoordinatorState:
+    """Add whom members waited for to the evidence."""
+    evidence = state.evidence
+    for replica, awaited in state.waits:
+        evidence = heard(evidence, replica, awaited)
+    return replace(state, evidence=evidence, waits=())
 
 
 def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
@@ -406,7 +452,9 @@ def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
     if entered.generation != state.generation or entered.replica not in state.roster:
         return state, ()
     if entered.step > state.step:
-        state = replace(state, step=entered.step, fruitless=0, suspects=(), waits=())
+        state = replace(
+            state, step=entered.step, fruitless=0, undecided="", evidence=Evidence(), waits=(), evidence_from=state.generation
+        )
     if entered.waited_for and not state.excused:
         state = replace(state, waits=tuple(sorted({**dict(state.waits), entered.replica: entered.waited_for}.items())))
     state = replace(state, entered=tuple(sorted({*state.entered, entered.replica})))
@@ -434,6 +482,18 @@ def _on_diverged(state: CoordinatorState, diverged: Diverged) -> Step:
     # Told by every later generation, too: a member may hear of two at once.
     state = replace(state, trusted_from=state.generation + 1)
     return _remove(state, losses, diverged.reason)
+
+
+def _on_miscounted(state: CoordinatorState, miscounted: Miscounted) -> Step:
+    """Make the step void, so that all members compute it anew; end the job if that has been done before in this step."""
+    if miscounted.generation != state.generation or miscounted.replica not in state.roster:
+        return state, ()
+    reason = f"replica {miscounted.replica}: {miscounted.reason}"
+    if state.void is not None and state.void.step == miscounted.step:
+        detail = f"{reason}, and so it was when the step was computed for the first time; resume from the last checkpoint"
+        return _end(state, ExitCode.INVARIANT_VIOLATED, detail)
+    state = replace(state, void=Void(miscounted.step, state.generation + 1))
+    return _announce(state, (), f"step {miscounted.step} is computed anew: {reason}")
 
 
 def _on_finished(state: CoordinatorState, finished: Finished) -> Step:
@@ -472,6 +532,7 @@ TABLE: Mapping[type, Callable[[CoordinatorState, Any], Step]] = {
     Busy: _on_busy,
     Failing: _on_failing,
     Diverged: _on_diverged,
+    Miscounted: _on_miscounted,
     Finished: _on_finished,
     Lost: _on_lost,
     TimerFired: _on_expired,

@@ -14,6 +14,7 @@ order in which they can have happened: cause before effect.
 - INV-5 fencing: nothing of a generation older than the one that the replica entered has an effect.
 - INV-6 single history: generations are consecutive, one roster each, nobody comes back; commits have all members' equal votes.
 - INV-7 least work: nothing is dealt that a member holds.
+- INV-3, INV-4 and INV-7 have one exception: a step that is made void (`values.Void`) begins anew for each member that enters.
 - INV-8 bounded waits, INV-9 progress: about what does *not* happen, so no single fact breaks them. The explorer raises them
   at states in which nothing can happen any more; a driver's deadline does in production.
 """
@@ -40,6 +41,7 @@ from megatron_recover.core.values import (
     Shape,
     Value,
     Version,
+    Void,
 )
 
 
@@ -61,6 +63,8 @@ class Formed(Value, frozen=True):
     roster: tuple[ReplicaId, ...]
     outvoted: tuple[ReplicaId, ...] = ()
     """Replicas that it leaves out because a majority disagreed with them."""
+    void: Void | None = None
+    """As in `NewGeneration`: each member gives up what it has of the step when it enters a generation that is not older."""
 
 
 class Planned(Value, frozen=True):
@@ -134,7 +138,8 @@ class Applied(Value, frozen=True):
 
 def formed(new: NewGeneration) -> Formed:
     """The fact of an announcement."""
-    return Formed(new.generation, new.roster, tuple(loss.replica for loss in new.losses if loss.kind is LossKind.DIVERGED))
+    outvoted = tuple(loss.replica for loss in new.losses if loss.kind is LossKind.DIVERGED)
+    return Formed(new.generation, new.roster, outvoted, new.void)
 
 
 Fact = Formed | Entered | Planned | Read | Held | Digested | Voted | Committed | Applied
@@ -171,6 +176,8 @@ class History(Value, frozen=True):
     """`rosters[g - 1]` is that of generation g."""
     outvoted: tuple[tuple[ReplicaId, Generation], ...] = ()
     """Who was outvoted, and the first generation without it."""
+    void: Void | None = None
+    """The newest step that was made void."""
     entered: tuple[tuple[ReplicaId, Generation], ...] = ()
     """Newest generation of each replica."""
     committed: tuple[tuple[ReplicaId, int], ...] = ()
@@ -213,7 +220,10 @@ def _on_formed(history: History, fact: Formed) -> History:
         for number, step in history.steps
     }
     outvoted = (*history.outvoted, *((replica, fact.generation) for replica in fact.outvoted))
-    return replace(history, rosters=(*history.rosters, fact.roster), outvoted=outvoted, steps=tuple(steps.items()))
+    void = fact.void if fact.void is not None else history.void
+    if void != history.void and void is not None and _step(history, void.step).record is not None:
+        raise InvariantViolation(4, f"generation {fact.generation} makes step {void.step} void, which is committed")
+    return replace(history, rosters=(*history.rosters, fact.roster), outvoted=outvoted, steps=tuple(steps.items()), void=void)
 
 
 def _on_entered(history: History, fact: Entered) -> History:
@@ -221,7 +231,15 @@ def _on_entered(history: History, fact: Entered) -> History:
         raise InvariantViolation(5, f"replica {fact.replica} enters generation {fact.generation} after a newer one")
     if fact.replica not in _roster(history, fact.generation):
         raise InvariantViolation(6, f"replica {fact.replica} enters generation {fact.generation}, whose member it is not")
-    return replace(history, entered=_with(history.entered, fact.replica, fact.generation))
+    before = dict(history.entered).get(fact.replica, 0)
+    history = replace(history, entered=_with(history.entered, fact.replica, fact.generation))
+    void = history.void
+    if void is None or not before < void.since <= fact.generation:
+        return history
+    step = _step(history, void.step)
+    dealt = frozenset(item for item in step.dealt if item[0] != fact.replica)
+    held = frozenset(item for item in step.held if item[0] != fact.replica)
+    return _at(history, void.step, replace(step, dealt=dealt, held=held))
 
 
 def _on_planned(history: History, fact: Planned) -> History:

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
 
-from megatron_recover.core.values import ExitCode, Failing, Finished, Loss, LossKind, ReplicaId
+from megatron_recover.core.values import ExitCode, Failing, Finished, Loss, LossKind
 
 EXIT = "exit: "
 """Requests that begin with this end the training loop at the step whose record carries them."""
@@ -136,20 +135,3 @@ def all_finished(finished: Sequence[Finished]) -> tuple[int, str]:
     if code == ExitCode.UNSAVED:
         return code, "training ended, but its last checkpoint could not be written: resume from the newest one that was"
     return code, "training finished" if code == ExitCode.OK else "training was asked to end and did"
-
-
-def blamed(waits: Sequence[tuple[ReplicaId, Sequence[ReplicaId]]]) -> tuple[ReplicaId, ...]:
-    """Who held up those that `waits` has, with whom each waited for, once per member that waited for it.
-
-    Who waited itself passes the blame on: in a tree a message waits for another, and only the last in the row is guilty. Where
-    all who are waited for wait themselves, each of them counts.
-    """
-    waiting = {replica for replica, _ in waits}
-    named = [replica for _, awaited in waits for replica in awaited]
-    return tuple(replica for replica in named if replica not in waiting) or tuple(named)
-
-
-def most_suspected(suspects: Sequence[ReplicaId], roster: Sequence[ReplicaId]) -> ReplicaId | None:
-    """The member that was suspected most often, the highest id among equals (the lowest is the writer); None if none was."""
-    counts = Counter(suspect for suspect in suspects if suspect in roster)
-    return max(counts, key=lambda replica: (counts[replica], replica), default=None)

@@ -13,6 +13,7 @@ Caller's contract
     the rest of the plan), and `Take` again;
   - a `Close`, the one order that `state.taken` does not become: look for it at the head of the queue before `Take`. The pass
     ends with the microbatches that are known;
+  - a `Plan` that voids: first empty the local gradient and all counts of the step;
   - an `Apply`: the results are the gradient now; go on to the next step;
   - a `Stop`: end.
 
@@ -27,6 +28,9 @@ Note [Passes]
     more than rank 0 does, and the leader puts `Close` into the stream: the same place for everybody. So a microbatch that is
     dealt before that moment is computed in the pass that runs; later ones open a pass of their own. Of the plans of a pass
     only the newest is reduced: the others are of generations that are over.
+
+    A plan that voids what the step has so far (`Plan.voids`) never comes into a pass: it follows from a sum of the generation
+    before, to which every member has contributed, and a member contributes when the pass is closed.
 
     The machine knows whether a pass runs here (`in_pass`) and whether its end was asked for, and the end of a pass that nobody
     opened is a defect.
@@ -147,6 +151,9 @@ class Failed(Value, frozen=True):
     generation: Generation
     reason: str
     suspects: tuple[ReplicaId, ...] = ()
+    stalled: bool = False
+    miscounted: bool = False
+    """All as in `values.Blocked`."""
 
 
 class Raise(Value, frozen=True):
@@ -255,10 +262,13 @@ def _on_take(state: RankState, _: Take) -> Step:
         if not state.in_pass:
             raise ValueError(f"replica {state.replica} rank {state.rank} is told to close a pass, and none is open")
         return replace(state, queue=tuple(rest), in_pass=False, has_asked=False), ()
+    if isinstance(order, Plan) and order.voids and state.in_pass:
+        raise ValueError(f"replica {state.replica} rank {state.rank} is told to void a step in the middle of a pass")
     state = replace(state, queue=tuple(rest), taken=order)
     if isinstance(order, Apply):
         return replace(state, step=order.record.step + 1, held=(), unreported=(), journal=Journal()), ()
     if isinstance(order, Plan):
+        state = replace(state, journal=Journal()) if order.voids else state
         replaced = results(order, state.replica)
         held = tuple(item for item in state.held if item.bucket not in replaced)
         return replace(state, held=held, in_pass=state.in_pass or bool(order.computes)), ()
@@ -310,10 +320,13 @@ def _flush(state: RankState) -> Step:
 
 
 def _on_failed(state: RankState, failed: Failed) -> Step:
-    """Tell the leader, unless the generation is over anyway."""
-    if not may_run(state, failed.generation):
+    """Tell the leader, unless the generation is over anyway; that it waited in vain it tells even then."""
+    if not may_run(state, failed.generation) and not failed.stalled:
         return state, ()
-    return state, (ToLeader(Blocked(state.rank, failed.generation, failed.reason, failed.suspects)),)
+    report = Blocked(
+        state.rank, failed.generation, failed.reason, failed.suspects, failed.stalled, failed.miscounted
+    )  # fmt: skip
+    return state, (ToLeader(report),)
 
 
 def _on_raise(state: RankState, raised: Raise) -> Step:

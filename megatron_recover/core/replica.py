@@ -63,6 +63,7 @@ from megatron_recover.core.values import (
     Finished,
     Holds,
     Journal,
+    Miscounted,
     NewGeneration,
     Promise,
     Promised,
@@ -134,7 +135,17 @@ def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
         votes=(),
         blocked=False,
     )
+    entered = _voided(entered, new)
     return entered, (ToRanks(Promise(new.generation, new.roster)),)
+
+
+def _voided(state: ReplicaState, new: NewGeneration) -> ReplicaState:
+    """Give up what this replica has of the step that the generation says is void, unless it has done so before."""
+    if new.void is None or new.void == state.void:
+        return state
+    if state.work is None or new.void.step != state.step:
+        return replace(state, void=new.void)
+    return replace(state, void=new.void, must_void=True, contributions=(), held=())
 
 
 def _on_promised(state: ReplicaState, report: Promised) -> Step:
@@ -143,7 +154,7 @@ def _on_promised(state: ReplicaState, report: Promised) -> Step:
         return state, ()
     state = replace(state, promised=tuple(sorted((*state.promised, report.rank))))
     if report.rank == 0 and state.work is not None:  # else it may be that of the step before
-        state = replace(state, journal=report.journal)
+        state = replace(state, journal=Journal() if state.must_void else report.journal)
     if len(state.promised) < state.shape.num_ranks:
         return state, ()
     # Only now: a rank that has not promised could still register an old result behind the back of this status (INV-5).
@@ -238,11 +249,13 @@ def _start(state: ReplicaState) -> Step:
     if plan.work != state.work:
         conflict = Disagreement((), f"replica {state.replica} begins {state.work}, others {plan.work}")
         return _diverged(state, conflict)
+    plan = replace(plan, voids=state.must_void) if state.must_void else plan
     replaced = results(plan, state.replica)
     state = replace(
         state,
         phase=Phase.WORKING,
         plan=plan,
+        must_void=False,
         contributions=added(state.contributions, plan.computes),
         held=tuple(
             tuple(item for item in items if item.bucket not in replaced)
@@ -319,6 +332,7 @@ def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
         work=None,
         contributions=(),
         held=(),
+        must_void=False,
         digests=(),
         plan=None,
         votes=(),
@@ -340,11 +354,18 @@ def _diverged(state: ReplicaState, conflict: Disagreement, effects: tuple[Effect
 
 
 def _on_blocked(state: ReplicaState, report: Blocked) -> Step:
-    """Ask for a newer generation."""
-    if report.generation != state.generation:
+    """Ask for a newer generation, once; what the rank knows of its peers is evidence also when that has been asked for."""
+    if report.miscounted:
+        if report.generation != state.generation or state.phase is not Phase.WORKING:
+            return state, ()
+        miscounted = Miscounted(state.replica, state.generation, state.step, report.reason)
+        return replace(state, blocked=True), (ToCoordinator(miscounted),)
+    if report.generation == state.generation and state.phase is Phase.WORKING and not state.blocked:
+        return _request(state, report.reason, report.suspects, stalled=report.stalled)
+    if report.generation > state.generation or not report.stalled:
         return state, ()
-    # Who cannot name a culprit may be it: a replica whose own links are broken sees every peer as healthy.
-    return _request(state, report.reason, report.suspects or (state.replica,))
+    evidence = Requested(state.replica, report.generation, report.reason, report.suspects, True)
+    return state, (ToCoordinator(evidence),)
 
 
 def _on_link_lost(state: ReplicaState, lost: LinkLost) -> Step:
@@ -362,11 +383,12 @@ def _on_expired(state: ReplicaState, expired: WaitExpired) -> Step:
     return _request(state, f"no {'status' if state.phase is Phase.EXCHANGING else 'vote'} of replicas {missing} came", ())
 
 
-def _request(state: ReplicaState, reason: str, suspects: tuple[ReplicaId, ...]) -> Step:
+def _request(state: ReplicaState, reason: str, suspects: tuple[ReplicaId, ...], *, stalled: bool = False) -> Step:
     """Ask for a newer generation, once a generation."""
     if state.blocked:
         return state, ()
-    return replace(state, blocked=True), (ToCoordinator(Requested(state.replica, state.generation, reason, suspects)),)
+    request = Requested(state.replica, state.generation, reason, suspects, stalled)
+    return replace(state, blocked=True), (ToCoordinator(request),)
 
 
 def _on_raised(state: ReplicaState, report: Raised) -> Step:
@@ -453,6 +475,7 @@ def _rows(phase: Phase, *extra: _Answer) -> dict[type, Row]:
         Computed: Row(_on_computed, frozenset({phase})),
         Raised: Row(_on_raised, frozenset({phase})),
         Saving: Row(_on_saving, frozenset({phase})),
+        Blocked: Row(_on_blocked, frozenset({phase})),
         Ended: Row(_on_ended, frozenset({phase})),
         Stop: Row(_on_stop, frozenset({Phase.STOPPED})),
     }
@@ -496,7 +519,6 @@ TABLE: Mapping[Phase, Mapping[type, Row]] = {
         (Begun, _on_begun, (Phase.VOTED, Phase.IDLE)),
         (Holds, _on_holds, (Phase.VOTED, Phase.IDLE)),
         *_votes(),
-        (Blocked, _on_blocked, ()),
         (LinkLost, _on_link_lost, ()),
     ),
     Phase.VOTED: _rows(

@@ -27,6 +27,7 @@ from megatron_recover.core.values import (
     Stop,
     Value,
     Version,
+    Void,
     Vote,
     Votes,
     Work,
@@ -91,6 +92,10 @@ class ReplicaState(Value, frozen=True):
     """Until `Entered` says it: whom this replica waited for when it left a generation."""
     trusted_from: Generation = 0
     """Of `generation` (`NewGeneration.trusted_from`)."""
+    void: Void | None = None
+    """Of `generation` (`NewGeneration.void`)."""
+    must_void: bool = False
+    """The ranks have something of the step that is void, and no plan has told them so."""
     ended: tuple[int, ...] = ()
     """Ranks whose training loop is over."""
     pace_ns: int = 0

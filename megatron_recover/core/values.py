@@ -258,6 +258,9 @@ class Plan(Value, frozen=True):
     computes: tuple[Compute, ...]
     reduces: tuple[BucketId, ...]
     """Buckets to reduce in this generation. All replicas do so in one order, that in which backward passes them."""
+    voids: bool = False
+    """All that this replica has of the step is void (`NewGeneration.void`): its ranks empty their local gradients before they
+    carry out this plan."""
 
 
 class Close(Value, frozen=True):
@@ -340,6 +343,11 @@ class Blocked(Value, frozen=True):
     generation: Generation
     reason: str
     suspects: tuple[ReplicaId, ...] = ()
+    """Members that this rank lost or waited for in vain, as far as it knows: one end of each pair (`core/blame.py`)."""
+    stalled: bool = False
+    """It waited, which is evidence also when the generation is over. A connection that breaks then is a consequence of that."""
+    miscounted: bool = False
+    """The sum of a bucket does not count every microbatch once, so that no replica holds it."""
 
 
 class Raised(Value, frozen=True):
@@ -400,6 +408,17 @@ class Loss(Value, frozen=True):
     detail: str = ""
 
 
+class Void(Value, frozen=True):
+    """What members have of a step is void, since a sum did not count every microbatch once: they compute it anew, once.
+
+    This is the one exception to INV-3, INV-4 and INV-7 (docs/guarantees.md).
+    """
+
+    step: int
+    since: Generation
+    """Contributions and results of older generations are void."""
+
+
 class NewGeneration(Value, frozen=True):
     """The coordinator's decision: from now on these replicas, and no others, are the job."""
 
@@ -412,6 +431,8 @@ class NewGeneration(Value, frozen=True):
     """Requests that every member adds to its votes from now on (e.g. exit because too few replicas are left)."""
     trusted_from: Generation = 0
     """Results of older versions count no more in a step that nobody has committed: an outvoted replica took part in them."""
+    void: Void | None = None
+    """The newest step that was made void; told by all later generations, since a member may hear of two at once."""
 
 
 # --- From a replica's leader to the coordinator --------------------------------------------------------------------------
@@ -438,12 +459,17 @@ class Entered(Value, frozen=True):
 
 
 class Requested(Value, frozen=True):
-    """A replica cannot go on in `generation`: a broken link, a lost message, an expired wait."""
+    """A replica cannot go on in `generation`: a broken link, a lost message, an expired wait.
+
+    Of an older generation it is evidence only, if it was `stalled`.
+    """
 
     replica: ReplicaId
     generation: Generation
     reason: str
     suspects: tuple[ReplicaId, ...] = ()
+    stalled: bool = False
+    """Both as in `Blocked`."""
 
 
 class Busy(Value, frozen=True):
@@ -476,6 +502,15 @@ class Diverged(Value, frozen=True):
     reason: str
 
 
+class Miscounted(Value, frozen=True):
+    """A sum of `step` in `generation` does not count every microbatch once on a rank of this replica."""
+
+    replica: ReplicaId
+    generation: Generation
+    step: int
+    reason: str
+
+
 class Finished(Value, frozen=True):
     """The training loop of a replica is over. It goes on answering until it is told to stop: others may need its status."""
 
@@ -483,7 +518,7 @@ class Finished(Value, frozen=True):
     exit_code: int
 
 
-LeaderMessage = Hello | Entered | Requested | Busy | Failing | Diverged | Finished
+LeaderMessage = Hello | Entered | Requested | Busy | Failing | Diverged | Miscounted | Finished
 
 
 class ExitCode(enum.IntEnum):
@@ -491,7 +526,7 @@ class ExitCode(enum.IntEnum):
 
     OK = 0
     FAILED = 1
-    """A defect or an error in the training script on every replica."""
+    """A defect, an error in the training script on every replica, or no step is committed and nobody known to be at fault."""
     BAD_INPUT = 2
     UNFINISHED = 3
     """Of `check`: all that was judged holds, and the trace has no end, or lacks events of some steps."""

@@ -232,6 +232,8 @@ class CommitLoop:
         while not isinstance(order, Apply):
             if order.work != work:
                 raise RuntimeError(f"ordered to work on {order.work} where Megatron is at {work}")
+            if order.voids:
+                reduction.void()
             if order.computes:
                 self._run_pass(arguments, reduction, microbatches, order)
             else:
@@ -338,6 +340,8 @@ class CommitLoop:
         order = self._member.next_order()
         reduction.first_generation = order.generation
         while not isinstance(order, Apply):
+            if order.voids:
+                reduction.void()
             self._reduce(order)
             order = self._member.next_order()
         self._applied = (self._step, order, None)

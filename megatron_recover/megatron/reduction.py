@@ -1,7 +1,8 @@
 """From local gradients to results: buckets, their provenance, sums over lanes and over replicas.
 
 Decides when a result is complete on this rank. It never writes a local gradient (INV-3), never decides whether a step is
-committed, and never reports a result whose provenance is not one for every microbatch of the step (INV-1). With `exact` the
+committed, and never reports a result whose provenance is not one for every microbatch of the step (INV-1): such a step is
+void, and begins anew (`Reduction.void`). With `exact` the
 local gradient is an fp64 accumulator: upstream's buffer then holds one microbatch, and is emptied after each.
 
 Note [Provenance]
@@ -17,7 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,6 @@ from torch import Tensor
 from megatron_recover import trace
 from megatron_recover.collectives.transport import Probe, Revoked, Transport, TransportError
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.plan import Operation, operations
 from megatron_recover.core.values import BucketId, Held, Pipeline, Plan, Shape
 from megatron_recover.faults import FaultInjector, FaultPoint
@@ -60,6 +60,12 @@ def gather_over_replica(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+class Miscounted(TransportError):
+    """The sum of a bucket does not count every microbatch of the step once: the step is void (`core.values.Void`)."""
+
+    miscounted = True
 
 
 class _Slot:
@@ -166,6 +172,18 @@ class Reduction:
             slot.provenance = torch.empty(num_microbatches + 1, dtype=torch.float64, device=self.device)
         for accumulator in self._accumulators.values():
             accumulator.zero_()
+
+    def void(self) -> None:
+        """Begin the step anew: nothing is counted, and the local gradient and the ledger are empty. Between two passes only."""
+        num_microbatches = len(self._slots[0].provenance) - 1 if self._slots else 0
+        for slot in self._slots:
+            slot.counts, slot.passed_by = Counts(num_microbatches), None
+        for region in self.regions:
+            region.local.zero_()
+        for accumulator in self._accumulators.values():
+            accumulator.zero_()
+        if self.ledger is not None:
+            self.ledger = Ledger(num_microbatches, self.device)
 
     def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
         """From now on gradient goes into the local gradient of the buckets `into`, and no other (None: the pass is over)."""
@@ -321,7 +339,12 @@ class Reduction:
         if self._member.replica != copy.source:
             value = self._checksum(slot)
             if not is_once(slot.provenance, slot.num_lanes):
-                self._refuse(slot)
+                # The source would not hold it: it is the copy that is wrong, and the next generation makes another.
+                error = TransportError(
+                    f"the copy of bucket {slot.id} from replica {copy.source} is damaged: {self._counts(slot)}"
+                )
+                error.peers = (copy.source,)
+                raise error
             self._record(
                 trace.Transferred, generation=copy.generation, step=self._step, bucket=slot.id, version=copy.version,
                 source=copy.source, checksum=value,
@@ -337,19 +360,22 @@ class Reduction:
             seconds=round(seconds, 6),
         )  # fmt: skip
         if not once:
-            self._refuse(slot)
+            own = tuple(int(count) for count in slot.counts.tensor(torch.device("cpu"))[:-1].tolist())
+            wrong = tuple(wrong_ids(slot.provenance, slot.num_lanes))
+            self._record(
+                trace.Miscounted, generation=generation, step=self._step, bucket=slot.id, microbatches=wrong, own_counts=own
+            )  # fmt: skip
+            raise Miscounted(f"step {self._step}, bucket {slot.id}: {self._counts(slot)}")
         self._hold(Held(slot.id, generation, value))
 
     def _checksum(self, slot: _Slot) -> int:
         return combined((checksum(slot.result), self.parameters_checksum))
 
-    def _refuse(self, slot: _Slot) -> NoReturn:
-        """Raise InvariantViolation: the result does not count each microbatch exactly once."""
-        raise InvariantViolation(
-            1,
-            f"step {self._step}, bucket {slot.id}: microbatches {wrong_ids(slot.provenance, slot.num_lanes)} are not counted "
-            f"exactly once (counts {slot.provenance[:-1].tolist()}, {slot.num_lanes} lanes)",
-        )
+    def _counts(self, slot: _Slot) -> str:
+        """Describe what is wrong with the counts of a result."""
+        wrong = wrong_ids(slot.provenance, slot.num_lanes)
+        counts = {index: slot.provenance[index].item() / slot.num_lanes for index in wrong}
+        return f"counts that are not 1, by microbatch: {counts}"
 
     def _hold(self, held: Held) -> None:
         if not self._member.hold(held):
@@ -358,7 +384,7 @@ class Reduction:
     def _fail(self, generation: int, bucket: BucketId | None, error: TransportError) -> None:
         reason = f"{type(error).__name__}: {error}"
         self._record(trace.ReductionFailed, generation=generation, step=self._step, reason=reason, bucket=bucket)
-        if not isinstance(error, Revoked):
+        if not isinstance(error, Revoked) or error.stalled:
             self._member.blocked(generation, error)
 
     def _tag(self, bucket: BucketId, kind: int) -> int:

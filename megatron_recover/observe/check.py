@@ -21,6 +21,7 @@ from megatron_recover.observe.rule import LEVELS, Rule, provides
 from megatron_recover.observe.rules import RULES
 from megatron_recover.observe.step import Step
 from megatron_recover.observe.summary import Accounts, Summary, summarize
+from megatron_recover.observe.void import miscounts
 
 SHOWN_VIOLATIONS = 20
 """So many violations of one invariant are printed; the rest is counted."""
@@ -194,6 +195,7 @@ def describe(verdict: Verdict) -> str:
             lines += [f"  line {violation.line}: {violation.message}", f"    {texts.get(violation.line, '')}"]
         if times > SHOWN_VIOLATIONS:
             lines.append(f"  and {times - SHOWN_VIOLATIONS} more")
+    lines += [f"computed anew: {message}" for message in miscounts(history)]
     if summary.reference is not None:
         answers = {True: "bit-identical", False: "not bit-identical", None: "digests not comparable"}
         identical = answers[summary.param_bit_identical]

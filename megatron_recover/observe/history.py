@@ -350,6 +350,17 @@ class History:
         return facts.num_microbatches if facts else None
 
     @cached_property
+    def voids(self) -> dict[int, int]:
+        """Step -> the generation from which on it was computed anew, since a sum did not count every microbatch once."""
+        return dict(event.void for _, event in self.of(trace.Generation) if event.void is not None)
+
+    def is_void(self, event: trace.AnyEvent) -> bool:
+        """Whether it is of an attempt at a step that was made void: it is as if that had never been."""
+        if not self.voids or not isinstance(event, OF_AN_ATTEMPT):
+            return False
+        return event.generation < self.voids.get(event.step, 0)
+
+    @cached_property
     def lost_at(self) -> dict[int, tuple[Line, trace.Generation]]:
         """Replica -> the announcement of its loss."""
         found: dict[int, tuple[Line, trace.Generation]] = {}
@@ -412,5 +423,10 @@ _STEPWISE = (
     trace.Reduced, trace.Transferred, trace.ReductionFailed, trace.StateDigested, trace.Voted, trace.Committed,
     trace.Applied, trace.Entered, trace.Recovery,
 )  # fmt: skip
+OF_AN_ATTEMPT = (
+    trace.Status, trace.Plan, trace.MicrobatchStarted, trace.MicrobatchFinished, trace.BucketPassed, trace.Extended,
+    trace.Reduced, trace.Transferred,
+)  # fmt: skip
+"""What members do of a step in a generation."""
 KEPT = tuple(kind for kind in get_args(trace.AnyEvent) if kind not in _STEPWISE)
 """Types of events that concern the whole run: all of them are kept. The others come with every step or member."""

@@ -1,5 +1,7 @@
 """The second reading of a trace: event by event, with the steps that are open, each handed over when its last event has passed.
 
+What members did of a step before that was made void is left out (`History.is_void`).
+
 The first reading has told on which line that is (`History.steps`), so a step is whole when it is judged, however late one of
 its writers was, and one that was never committed is judged, too. What is in memory are the steps that have begun and not ended
 in the trace: two while nothing fails, and one more for each event that comes later than that.
@@ -49,7 +51,8 @@ def replay[W: Watcher](history: History, watchers: Sequence[W]) -> Iterator[tupl
                 if step is None:
                     step = open_steps[number] = Step(history, number)
                 facts_last = steps[number].last_line
-        for watcher, take in takers.get(kind, ()):
+        is_void = history.is_void(event)
+        for watcher, take in takers.get(kind, ()) if not is_void else ():
             if findings := take(line, event, step):  # `()` of nearly all
                 for found in findings:
                     yield watcher, step, found
@@ -59,7 +62,7 @@ def replay[W: Watcher](history: History, watchers: Sequence[W]) -> Iterator[tupl
                 if recovered is not None:
                     recovered.announced(line, event.generation)
             continue
-        add = TAKE.get(kind)
+        add = TAKE.get(kind) if not is_void else None
         if add is not None:
             add(step, line, event)
         if line >= facts_last:

@@ -17,6 +17,7 @@ from megatron_recover.observe import conduct, durable, omissions, plans
 from megatron_recover.observe.history import Findings, History, Line, who
 from megatron_recover.observe.rule import Rule, of_run, of_step
 from megatron_recover.observe.step import Held, Ids, Step, not_each_once
+from megatron_recover.observe.void import void_for_a_reason
 from megatron_recover.observe.work import redone_in, wasted_in
 
 # --- INV-1 ---------------------------------------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ RULES: tuple[tuple[str, str, tuple[type[Rule], ...]], ...] = (
         (
             of_step(counted_once), of_step(computed_once, "microbatches"), of_step(plans.deals_what_is_missing),
             plans.ComputedAsDealt, omissions.AskedFor, omissions.StartedAndFinished, of_run(omissions.every_iteration, "steps"),
-            of_step(applied_once),
+            of_step(applied_once), of_run(void_for_a_reason),
         ),
     ),
     (

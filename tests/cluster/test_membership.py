@@ -52,7 +52,8 @@ class Town:
 
 
 SETTINGS = (
-    "load_timeout_s", "start_timeout_s", "follow_timeout_s", "finish_timeout_s", "save_timeout_s", "grace_s",
+    "load_timeout_s", "start_timeout_s", "follow_timeout_s", "finish_timeout_s", "save_timeout_s",
+    "undecided_timeout_s", "grace_s",
 )  # fmt: skip
 
 

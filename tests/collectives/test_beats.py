@@ -173,7 +173,15 @@ class Leaders:
         self.loop = Loop()
         self.events: list[trace.Event] = []
         timers_s = dict.fromkeys(
-            ("follow_timeout_s", "finish_timeout_s", "save_timeout_s", "load_timeout_s", "start_timeout_s"), 1000.0
+            (
+                "follow_timeout_s",
+                "finish_timeout_s",
+                "save_timeout_s",
+                "load_timeout_s",
+                "start_timeout_s",
+                "undecided_timeout_s",
+            ),
+            1000.0,
         )
         self.membership = Membership(
             Policy(num_replicas=2), key=KEY, loop=self.loop, timers_s={**timers_s, "grace_s": 0.0},
@@ -221,12 +229,12 @@ def test_a_request_that_a_beat_repeats_counts_once_and_one_that_only_a_beat_has_
     for message in (request, LeaderBeat(0, 1, 0, (), request), request, LeaderBeat(0, 1, 0, (), request)):
         leaders.loop.send(leaders.links[0], message)
     leaders.until(lambda: leaders.announced()[2:])
-    assert leaders.membership._state.suspects == (1,), "one suspicion, however often it was told"
+    assert leaders.membership._state.evidence.pairs == ((0, 1),), "one report, however often it was told"
     assert leaders.announced() == [1, 1, 2, 2]
     lost = Requested(1, 2, "a link broke", (0,))
     leaders.loop.send(leaders.links[1], LeaderBeat(1, 2, 0, (), lost))
     leaders.until(lambda: leaders.announced()[4:])
-    assert leaders.membership._state.suspects == (1, 0)
+    assert leaders.membership._state.evidence.pairs == ((0, 1), (1, 0))
 
 
 def test_a_beat_in_the_name_of_another_replica_is_what_no_leader_sends(leaders: Leaders) -> None:

@@ -171,7 +171,7 @@ def test_a_new_generation_gets_a_transport_of_its_own(follower: Follower) -> Non
 def test_who_was_waited_for_in_vain_or_is_gone_is_suspected(follower: Follower) -> None:
     for error in (DeadlineExceeded([0], 5.0), PeerLost(0, "reset")):
         follower.member.blocked(1, error)
-        follower.leader.expect(Blocked(1, 1, f"{type(error).__name__}: {error}", (0,)))
+        follower.leader.expect(Blocked(1, 1, f"{type(error).__name__}: {error}", (0,), isinstance(error, DeadlineExceeded)))
 
 
 def test_the_roster_is_that_of_the_order_being_obeyed(follower: Follower) -> None:

@@ -108,6 +108,14 @@ def test_a_kernel_that_does_not_end_is_left_behind_and_writes_no_result(fake: Si
     assert isinstance(again, TransportError) and "broken" in str(again)
 
 
+def test_a_kernel_that_does_not_end_names_only_who_does_not_answer_a_probe(fake: SimpleNamespace) -> None:
+    fake.finished = False
+    transports, results = pair(fake), [torch.full((3,), -1.0) for _ in range(2)]
+    transports[0]._unreachable = lambda: (1,)
+    outcomes = at_once(call(transports[0], results[0], 0.3), call(transports[1], results[1], 0.3))
+    assert [getattr(outcome, "peers", None) for outcome in outcomes] == [(1,), ()]
+
+
 def test_revoke_ends_a_wait_at_once(fake: SimpleNamespace) -> None:
     fake.finished = False
     transports, results = pair(fake), [torch.full((3,), -1.0) for _ in range(2)]

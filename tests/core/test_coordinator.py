@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_recover.core import coordinator, policy
 from megatron_recover.core.alike import differences, together
+from megatron_recover.core.blame import Evidence
 from megatron_recover.core.coordinator import (
     Announce,
     Arm,
@@ -34,8 +35,10 @@ from megatron_recover.core.values import (
     Hello,
     Loss,
     LossKind,
+    Miscounted,
     NewGeneration,
     Requested,
+    Void,
 )
 
 
@@ -301,6 +304,20 @@ def test_what_an_end_says_of_a_replica(status: int, started: bool, kind: LossKin
     assert policy.loss_of(status, started=started) is kind
 
 
+def test_a_step_that_was_miscounted_is_made_void_once_and_then_ends_the_job() -> None:
+    """All members see the same sum and report it; the first report counts, and every later generation tells of it."""
+    state, effects = feed(started(), *(Miscounted(replica, 1, 7, "bucket 3") for replica in (2, 0, 1)))
+    assert announced(effects).roster == (0, 1, 2) and announced(effects).losses == ()
+    assert (announced(effects).void, announced(effects).reason) == (Void(7, 2), "step 7 is computed anew: replica 2: bucket 3")
+    state, effects = feed(state, died(1))
+    assert announced(effects).void == Void(7, 2)
+    assert feed(state, Miscounted(1, 3, 7, "bucket 3"), Miscounted(0, 2, 7, "bucket 3")) == (state, []), "gone, stale"
+    assert announced(feed(state, Miscounted(0, 3, 8, "bucket 3"))[1]).void == Void(8, 4), "another step"
+    _, effects = feed(state, Miscounted(0, 3, 7, "bucket 3"))
+    assert ended(effects).exit_code == ExitCode.INVARIANT_VIOLATED
+    assert "replica 0: bucket 3, and so it was when the step was computed for the first time" in ended(effects).reason
+
+
 def test_only_signals_of_the_computation_and_a_want_of_memory_are_crashes() -> None:
     of_computation = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
     for number in signal.valid_signals():
@@ -423,17 +440,19 @@ def test_where_everybody_waits_the_one_that_most_wait_for_is_fenced() -> None:
 
 def test_nobody_is_blamed_for_a_wait_that_ended_with_a_step_or_was_for_a_save() -> None:
     state, _ = feed(started(max_fruitless=2), blocked(2, 1), TimerFired("grace 1"), waited(0, 2, 1), waited(2, 2, step=8))
-    assert (state.waits, state.suspects) == ((), ())
+    assert (state.waits, state.evidence) == ((), Evidence())
     state, _ = feed(started(), Busy(1, False), blocked(0, 1), TimerFired("grace 1"), waited(0, 2, 1), waited(2, 2, 1))
     state, _ = feed(state, blocked(0, 2), Busy(1, True), waited(0, 3, 1), waited(2, 3, 1), blocked(0, 3), TimerFired("grace 3"))
-    assert (state.generation, state.waits, state.suspects) == (4, (), ())
+    assert (state.generation, state.waits, state.evidence.pairs) == (4, (), ())
     state, _ = feed(state, waited(0, 4, 1))
     assert state.waits == ((0, (1,)),), "the excuse is for one generation"
 
 
 def test_nobody_waits_in_vain_for_who_is_lost() -> None:
+    state, _ = feed(started(), died(2), waited(0, 2, 1, 2), waited(1, 2, 0, 2))
+    assert (state.waits, state.evidence) == ((), Evidence()), "what they did when it died is no evidence against each other"
     state, _ = feed(started(max_fruitless=2), blocked(2, 1), TimerFired("grace 1"), waited(0, 2, 1), died(2))
-    assert (state.waits, state.suspects) == ((), ())
+    assert (state.waits, state.evidence) == ((), Evidence())
 
 
 def test_a_committed_step_forgives() -> None:
@@ -441,6 +460,66 @@ def test_a_committed_step_forgives() -> None:
     state, _ = feed(state, blocked(0, 1, 1), TimerFired("grace 1"), Entered(0, 2, 6), blocked(0, 2, 1))
     _, effects = feed(state, TimerFired("grace 2"))
     assert announced(effects).roster == (0, 1, 2)
+
+
+# --- Where the evidence says nothing -------------------------------------------------------------------------------------
+
+
+def both_accuse(state: CoordinatorState) -> tuple[CoordinatorState, list[coordinator.Effect]]:
+    """One more generation in which two members do not reach each other."""
+    generation = state.generation
+    return feed(state, blocked(0, generation, 1), blocked(1, generation, 0), TimerFired(f"grace {generation}"))
+
+
+def test_inv_9_of_two_members_that_do_not_reach_each_other_nobody_is_named_and_one_goes_on() -> None:
+    state = started(2)
+    for _ in range(5):
+        state, effects = both_accuse(state)
+        assert announced(effects).roster == (0, 1)
+    assert "nothing says who is at fault in 5 generations without a committed step" in announced(effects).reason
+    state, effects = both_accuse(state)
+    assert Fence(1) in effects and announced(effects).roster == (0,)
+    assert "set aside so that replica 0 can go on: nothing says whose fault" in announced(effects).losses[0].detail
+
+
+def test_inv_9_of_two_members_the_one_that_waits_for_nobody_is_named() -> None:
+    state = started(2)
+    for generation in (1, 2):
+        state, effects = feed(state, blocked(0, generation), TimerFired(f"grace {generation}"), waited(0, generation + 1, 1))
+    state, effects = feed(state, blocked(0, 3), TimerFired("grace 3"))
+    assert Fence(1) in effects and announced(effects).roster == (0,)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_inv_8_a_job_in_which_nothing_says_who_is_at_fault_ends_with_a_message(num_replicas: int) -> None:
+    state = started(num_replicas)
+    armed = []
+    for generation in range(1, 20):
+        state, effects = feed(state, blocked(0, generation), TimerFired(f"grace {generation}"))
+        assert announced(effects).roster == tuple(range(num_replicas))
+        armed += [effect for effect in effects if isinstance(effect, Arm) and not effect.timer.startswith("follow")]
+    assert armed[:4] == [
+        Arm("grace 1", "grace_s"), Arm("grace 2", "grace_s"), Arm("grace 3", "grace_s"),
+        Arm("undecided 3", "undecided_timeout_s"),
+    ]  # fmt: skip
+    assert armed[4:] == [Arm(f"grace {generation}", "follow_timeout_s") for generation in range(4, 20)], "with a pause"
+    _, effects = feed(state, TimerFired("undecided 3"))
+    assert ended(effects) == EndJob(
+        ExitCode.FAILED,
+        "nothing says who is at fault that no step was committed in 19 generations, and the time for that is over; "
+        "resume from the last checkpoint",
+    )
+    state, _ = feed(state, Entered(0, 20, 5))
+    assert feed(state, TimerFired("undecided 3")) == (state, []), "a step was committed"
+
+
+def test_what_was_waited_for_in_a_generation_that_is_over_is_evidence_and_a_break_is_not() -> None:
+    state, _ = feed(started(), blocked(0, 1), TimerFired("grace 1"))
+    assert feed(state, blocked(1, 1, 2)) == (state, []), "a connection breaks when its generation is over"
+    state, effects = feed(state, Requested(1, 1, "no progress", (2,), True))
+    assert effects == [] and state.evidence == Evidence(((1, 2),), (0, 1))
+    after, _ = feed(state, died(2), Requested(1, 2, "no progress", (0,), True))
+    assert after.evidence == Evidence(), "that is about what the death has ended"
 
 
 # --- Saves ---------------------------------------------------------------------------------------------------------------
@@ -457,7 +536,7 @@ def test_a_save_costs_two_generations_at_most_and_nobody_is_suspected() -> None:
     assert effects == [], "the second waits for the end of the save"
     state, effects = feed(state, Busy(0, True))
     assert announced(effects) == NewGeneration(3, (0, 1, 2), (), "replica 1: stuck")
-    assert (state.fruitless, state.suspects, state.saves) == (0, (), ())
+    assert (state.fruitless, state.evidence, state.saves) == (0, Evidence(), ())
     assert feed(state, TimerFired("save 1"), Busy(0, True)) == (state, [])
 
 
@@ -509,10 +588,10 @@ def test_a_request_waits_for_the_last_of_two_saves_to_be_over() -> None:
 
 
 def test_inv_9_an_overdue_save_speaks_against_who_saves() -> None:
-    """As loudly as a request does: with one more against another member the saver, the higher of the two, is fenced."""
+    """It is the member's own deadline, so it counts more than what another member reports."""
     state, _ = feed(started(max_fruitless=2), Busy(2, False), blocked(1, 1, 2), TimerFired("grace 1"), blocked(1, 2, 2))
     state, _ = feed(state, TimerFired("save 1"))
-    assert state.suspects == (2,)
+    assert state.evidence.pairs == ((2, 2),)
     _, effects = feed(state, blocked(1, 3, 0), TimerFired("grace 3"))
     assert Fence(2) in effects and announced(effects).roster == (0, 1)
 
@@ -613,6 +692,7 @@ inputs = st.one_of(
     ),
     st.builds(Busy, replicas, st.booleans()),
     st.builds(Diverged, replicas, generations, st.just(0), st.lists(replicas, max_size=1).map(tuple), st.just("")),
+    st.builds(Miscounted, replicas, generations, st.integers(0, 2), st.just("")),
     st.builds(Failing, replicas, st.just("train 0"), st.sampled_from([(), (0,), (0, 1)]), st.just("NaN")),
     st.builds(Finished, replicas, st.just(0)),
     st.just(ExitAsked("SIGTERM")),
@@ -674,6 +754,7 @@ def test_inv_9_timers_alone_never_remove_the_last_members(
         armed += [effect.timer for effect in effects if isinstance(effect, Arm)]
         assert state.roster, f"{timer} removed {before.roster}"
         finished = {item.replica for item in state.finished}
-        assert not state.over or finished >= set(state.roster), f"{timer} ended the job of {before.roster}"
+        is_deadline = timer.startswith("undecided")
+        assert not state.over or finished >= set(state.roster) or is_deadline, f"{timer} ended the job of {before.roster}"
         if state.over:
             return

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import coordinator, own_record, rank, recovery, replica, tree, vote
+from megatron_recover.core import blame, coordinator, own_record, rank, recovery, replica, tree, vote
 from megatron_recover.core.contribution import by_bucket
 from megatron_recover.core.plan import Operation, plan_of
 from megatron_recover.core.speed import Speeds
 from megatron_recover.core.values import Ballot, Compute, Loss, LossKind, Plan, Record, Status, Statuses, Vote, Votes
 from megatron_recover.core.vote import ballot_of, gather, voters_of
+from megatron_recover.sim.channels import card, link
 from megatron_recover.sim.explore.explorer import Exploration, Explorer, Scenario
 from megatron_recover.sim.explore.node import Rank, Threads
 from megatron_recover.sim.multiset import Multiset, add
@@ -210,6 +211,96 @@ def test_a_timeout_that_removes_the_last_members_is_caught(monkeypatch: pytest.M
 
     monkeypatch.setattr(coordinator, "_followed_late", all_that_are_late)
     caught(explore(replicas=2, microbatches=2, crashes=1, late=1), 9)
+
+
+MISCOUNT: dict[str, Any] = {"replicas": 2, "microbatches": 2, "steps": 1, "miscounts": 1}
+
+
+def miscounting(kind: type[Threads] = Threads) -> Threads:
+    return kind(miscounts=True)
+
+
+def test_a_member_that_does_not_give_up_its_contributions_to_a_void_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks empty their local gradients all the same: nobody computes anew what was in there."""
+    original = replica._voided
+
+    def forgets(state: replica.ReplicaState, new: Any) -> replica.ReplicaState:
+        after = original(state, new)
+        return replace(after, contributions=state.contributions) if state.replica == 1 else after
+
+    monkeypatch.setattr(replica, "_voided", forgets)
+    caught(explore(miscounting(), **MISCOUNT), 1, 3, 9)
+
+
+def test_a_rank_that_keeps_the_local_gradient_of_a_void_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Keeps(Threads):
+        def emptied(self, gradient: tuple[Multiset, ...]) -> tuple[Multiset, ...]:
+            return gradient
+
+    caught(explore(miscounting(Keeps), **MISCOUNT), 1, 3)
+
+
+def test_results_of_a_void_step_that_are_kept_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica._voided
+
+    def keeps(state: replica.ReplicaState, new: Any) -> replica.ReplicaState:
+        return replace(original(state, new), held=state.held)
+
+    monkeypatch.setattr(replica, "_voided", keeps)
+    caught(explore(miscounting(), **MISCOUNT, bucket_ranks=TWO_BUCKETS), 1, 2, 4, 9)
+
+
+def test_hearing_of_a_void_step_only_in_its_own_generation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member may hear of the next generation first."""
+    original = replica._voided
+
+    def once(state: replica.ReplicaState, new: Any) -> replica.ReplicaState:
+        is_late = new.void is not None and new.generation != new.void.since
+        return replace(state, void=new.void) if is_late else original(state, new)
+
+    monkeypatch.setattr(replica, "_voided", once)
+    caught(explore(miscounting(), replicas=3, microbatches=3, steps=1, miscounts=1, crashes=1), 1, 3, 4, 7, 9)
+
+
+def test_making_a_step_void_for_every_later_generation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that has obeyed must not begin anew again: what it has computed since counts."""
+
+    def again(state: replica.ReplicaState, new: Any) -> replica.ReplicaState:
+        if new.void is None or state.work is None or new.void.step != state.step:
+            return state
+        return replace(state, void=new.void, must_void=True, contributions=(), held=())
+
+    monkeypatch.setattr(replica, "_voided", again)
+    caught(explore(miscounting(), replicas=3, microbatches=3, steps=1, miscounts=1, crashes=1), 1, 3, 4, 7, 9)
+
+
+BAD_CARD: dict[str, Any] = {"microbatches": 1, "steps": 1, "broken": card(0, range(3), "both")}
+
+
+def test_blaming_the_highest_id_of_all_who_are_accused_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def highest(evidence: blame.Evidence, roster: tuple[int, ...]) -> int | None:
+        return max((accused for _, accused in evidence.pairs), default=None)
+
+    monkeypatch.setattr(coordinator, "culprit", highest)
+    caught(explore(**BAD_CARD), 9)
+
+
+def test_blaming_who_reports_without_a_name_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for what the owner of the card does not send, and can name it; its own waits have no name."""
+    original = coordinator.heard
+
+    def itself(evidence: blame.Evidence, accuser: int, accused: Any) -> blame.Evidence:
+        return original(evidence, accuser, accused or (accuser,))
+
+    monkeypatch.setattr(coordinator, "heard", itself)
+    caught(explore(microbatches=1, steps=1, broken=link(0, 1, "both")), 9)
+
+
+def test_never_giving_up_where_nobody_is_named_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas and one bad link: generations without end, until the explorer has more states than there can be."""
+    monkeypatch.setattr(coordinator, "_same_roster", lambda state: coordinator._announce(state, (), state.reason))
+    with pytest.raises(MemoryError):
+        Explorer(Scenario("planted", replicas=2, microbatches=1, steps=1, broken=link(0, 1, "both"))).run(limit=2000)
 
 
 def test_keeping_what_an_outvoted_replica_took_part_in_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ from megatron_recover.core.values import (
     HeldVersion,
     Holds,
     Journal,
+    Miscounted,
     NewGeneration,
     Pipeline,
     Plan,
@@ -51,6 +52,7 @@ from megatron_recover.core.values import (
     Shape,
     Stop,
     Transfer,
+    Void,
     Work,
 )
 from tests.core.build import SHAPE, WORK, complete, holds, lead, record, status, vote, working
@@ -364,7 +366,7 @@ def test_differing_checksums_are_reported_and_not_committed(
     ("event", "suspects"),
     [
         (Blocked(0, 1, "no progress", (2,)), (2,)),
-        (Blocked(0, 1, "its own links may be broken"), (0,)),
+        (Blocked(0, 1, "its own links may be broken"), ()),
         (LinkLost(2, "reset"), (2,)),
     ],
 )
@@ -374,6 +376,22 @@ def test_whatever_blocks_asks_once_for_a_newer_generation(event: replica.Input, 
     assert isinstance(effect, ToCoordinator) and isinstance(effect.message, Requested)
     assert (effect.message.generation, effect.message.suspects) == (1, suspects)
     assert not lead(state, NewGeneration(2, (0, 1)))[0].blocked
+
+
+def test_a_miscount_is_told_as_what_it_is_and_its_step_begins_anew_once() -> None:
+    state, effects = lead(working(), Blocked(0, 1, "bucket 0", miscounted=True), Blocked(0, 1, "bucket 0", miscounted=True))
+    told = ToCoordinator(Miscounted(0, 1, 0, "bucket 0"))
+    assert effects == [told, told] and state.contributions, "the coordinator takes the first"
+    state, effects = lead(state, NewGeneration(2, (0, 1, 2), void=Void(0, 2)), Promised(0, 2, Journal((0,), (0,))))
+    (said,) = [effect.message for effect in effects if isinstance(effect, ToPeers)]
+    assert (said.contributions, said.complete, said.journal) == ((), (), Journal())
+    state, effects = lead(state, *(status(peer) for peer in (1, 2)))
+    (plan,) = [effect.order for effect in effects if isinstance(effect, ToRanks)]
+    assert plan.voids and plan.computes and plan.reduces == (0,)
+    state, effects = lead(state, NewGeneration(3, (0, 1, 2), void=Void(0, 2)), Promised(0, 3))
+    (said,) = [effect.message for effect in effects if isinstance(effect, ToPeers)]
+    dealt = tuple(i for one in plan.computes for i in one.microbatches)
+    assert said.contributions == (Contribution((0,), dealt),), "what it has since counts"
 
 
 def test_an_expired_wait_asks_and_whom_it_waited_for_is_said_on_entering() -> None:

@@ -21,7 +21,20 @@ from megatron_recover.collectives.transport import PeerLost, Probe, Revoked
 from megatron_recover.core import rank as rank_machine
 from megatron_recover.core import replica as replica_machine
 from megatron_recover.core.quota import ticks
-from megatron_recover.core.values import Apply, Close, Diverged, Held, NewGeneration, Plan, Record, Shape, Stop, Work
+from megatron_recover.core.values import (
+    Apply,
+    Close,
+    Diverged,
+    Held,
+    Miscounted,
+    NewGeneration,
+    Plan,
+    Record,
+    Shape,
+    Stop,
+    Void,
+    Work,
+)
 from megatron_recover.faults import FaultPoint
 
 DEADLINE_S = 30.0
@@ -181,7 +194,9 @@ class LoopbackMember:
 
     def blocked(self, generation: int, error: BaseException) -> None:
         with self.job.changed:
-            self.job.feed_rank(self.replica, self.rank, rank_machine.Failed(generation, str(error)))
+            miscounted = getattr(error, "miscounted", False)
+            failed = rank_machine.Failed(generation, str(error), miscounted=miscounted)
+            self.job.feed_rank(self.replica, self.rank, failed)
 
     def raised(self, microbatches: Sequence[int], error: BaseException) -> None:
         self.job.raised.append((tuple(microbatches), error))
@@ -251,6 +266,7 @@ class Job:
         self.dead: set[int] = set()
         self.roster = tuple(range(num_replicas))
         self.generation = 0
+        self.void: Void | None = None
         self.records: dict[int, list[Record]] = {}
         """What each replica committed, in order."""
         self.timed: list[tuple[int, int]] = []
@@ -348,7 +364,8 @@ class Job:
     def _announce(self) -> None:
         self.generation += 1
         for member in self.roster:
-            self._post("leader", member, NewGeneration(self.generation, self.roster, trusted_from=self.trusted_from))
+            new = NewGeneration(self.generation, self.roster, trusted_from=self.trusted_from, void=self.void)
+            self._post("leader", member, new)
         self._pump()
 
     def _outvote(self, told: Diverged) -> None:
@@ -434,6 +451,10 @@ class Job:
                 case replica_machine.ToPeers(peers, sent):
                     for peer in peers:
                         self._post("leader", peer, sent)
+                case replica_machine.ToCoordinator(Miscounted() as miscounted) if miscounted.generation == self.generation:
+                    assert self.void is None or self.void.step != miscounted.step, f"void twice: {miscounted.reason}"
+                    self.void = Void(miscounted.step, self.generation + 1)
+                    self._announce()
                 case replica_machine.ToCoordinator(Diverged() as told):
                     self._outvote(told)
                 case replica_machine.Committed(record):

@@ -106,5 +106,5 @@ def _assert_lanes_agree(layout: Layout, ranks: list[list[dict[str, Any]]]) -> No
 
 @pytest.mark.parametrize("passes", [((0, 1, 3),), ((0, 1, 2, 3), (1,))], ids=["one is missing", "one is there twice"])
 def test_a_result_that_is_not_of_every_microbatch_once_is_never_held(passes: tuple[tuple[int, ...], ...]) -> None:
-    with pytest.raises(AssertionError, match="InvariantViolation: INV-1: step 0, bucket 0"):
+    with pytest.raises(AssertionError, match="Miscounted: step 0, bucket 0: counts that are not 1"):
         run(Layout(lanes=2), (recovered, ((Round(passes=passes),),)))

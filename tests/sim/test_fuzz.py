@@ -9,8 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, rank, recovery, replica
+from megatron_recover.core.blame import Evidence
 from megatron_recover.core.plan import plan_of
-from megatron_recover.core.values import Compute, ExitCode, Plan, Requested, Vote
+from megatron_recover.core.values import Compute, ExitCode, Loss, LossKind, Plan, Requested, Vote
 from megatron_recover.sim.timed import fuzz
 from megatron_recover.sim.timed.fuzz import RandomJob, Verdict, run, verdicts
 from megatron_recover.sim.timed.memory import Counts
@@ -26,7 +27,10 @@ def test_random_jobs_hold_and_end_well() -> None:
     assert [verdict for verdict in found if verdict.problem] == []
     assert len({verdict.exit_code for verdict in found}) >= 4, "of all ways in which a job may end"
     words = " ".join(fault for verdict in found for fault in verdict.faults)
-    for what in ("is killed", "is fenced", "stands still", "breaks", "fails on", "drift", "raises", "saves", "asked to exit"):
+    for what in (
+        "is killed", "is fenced", "stands still", "everybody stands", "the coordinator stands", "card of", "network between",
+        "breaks", "fails on", "drift", "raises", "saves", "asked to exit", "miscounts",
+    ):  # fmt: skip
         assert what in words
 
 
@@ -117,7 +121,7 @@ def test_results_that_count_after_the_promise_are_found(monkeypatch: pytest.Monk
             pass
 
     def job_of(seed: int) -> RandomJob:
-        job = RandomJob(seed)
+        job = RandomJob(seed, (fuzz._break_link,))
         for one in job.replicas:
             one.ranks = [Deaf(job, one, position) for position in range(job.table.ranks)]
         return job
@@ -129,6 +133,34 @@ def test_results_that_count_after_the_promise_are_found(monkeypatch: pytest.Monk
 def test_a_coordinator_that_ignores_who_cannot_go_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(coordinator.TABLE, Requested, lambda state, request: (state, ()))  # type: ignore[arg-type]
     assert "INV-8" in str(_first_failure().problem)
+
+
+def test_blaming_the_highest_id_of_all_who_are_accused_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def highest(evidence: Evidence, roster: tuple[int, ...]) -> int | None:
+        return max((accused for _, accused in evidence.pairs if accused in roster), default=None)
+
+    monkeypatch.setattr(coordinator, "culprit", highest)
+    verdict = _first_failure(lambda seed: RandomJob(seed, (fuzz._bad_card,)))
+    assert "nothing was wrong with them" in str(verdict.problem)
+
+
+def test_keeping_ones_contributions_to_a_void_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica._voided
+
+    def forgets(state: replica.ReplicaState, new: Any) -> replica.ReplicaState:
+        return replace(original(state, new), contributions=state.contributions)
+
+    monkeypatch.setattr(replica, "_voided", forgets)
+    assert "INV-" in str(_first_failure(lambda seed: RandomJob(seed, (fuzz._miscount,))).problem)
+
+
+def test_a_timeout_that_removes_the_last_members_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_that_are_late(state: coordinator.CoordinatorState) -> coordinator.Step:
+        late = [number for number in state.roster if number not in state.entered]
+        return coordinator._remove(state, tuple(Loss(one, LossKind.SUSPECTED, "did not enter") for one in late), "late")
+
+    monkeypatch.setattr(coordinator, "_followed_late", all_that_are_late)
+    assert "a timeout removed the last members" in str(_first_failure().problem)
 
 
 def test_keeping_what_an_outvoted_replica_took_part_in_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +205,7 @@ def test_a_defect_of_any_kind_is_told_with_its_seed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _handle(monkeypatch, Vote, lambda state, vote: [][0])
-    assert fuzz.main(["--seeds", "3"]) == 1
+    assert fuzz.main(["--seeds", "20"]) == 1
     assert f"{fuzz.COMMAND} --seed" in capsys.readouterr().out
 
 

@@ -141,6 +141,8 @@ class Campaign:
             return f"FAILED: exit code {outcome.exit_code}"
         if outcome.summary["steps"] != STEPS:
             return f"FAILED: {outcome.summary['steps']} steps"
+        if outcome.events("miscounted"):
+            return "FAILED: a step was miscounted, and computed anew"
         code, report = check(outcome.run_dir, reference)
         return "passed" if code == 0 else f"FAILED: {report.splitlines()[-1]}"
 

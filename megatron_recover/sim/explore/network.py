@@ -27,6 +27,8 @@ class Faults(NamedTuple):
     """Follow timers that may still run out."""
     stops: int = 0
     """Of the coordinator."""
+    miscounts: int = 0
+    """Replicas that may still miscount."""
 
 
 class World(NamedTuple):
@@ -41,6 +43,8 @@ class World(NamedTuple):
     faults: Faults
     links: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     """(source or -1 for the coordinator, destination, messages on the way)."""
+    grace: str = ""
+    """The timer of a request that has not run out, where operations take time to fail (`Scenario.broken`)."""
     stopped: bool = False
     """The coordinator takes no input."""
     inbox: tuple[int, ...] = ()

@@ -109,8 +109,14 @@ class Node(Value, frozen=True):
     """The steps of the job."""
     drifted: bool = False
     """Its parameters are not those of the others."""
+    flawed: bool = False
+    """It counts microbatch 0 once too often in all that it hands in, until the step is applied or made void."""
     state_drifted: bool = False
     """State that no sum depends on yet is not that of the others: a moment of the optimizer, a buffer."""
+
+    def may_miscount(self) -> bool:
+        """Whether it is in a step, and counts right so far."""
+        return self.leader.work is not None and not self.flawed
 
     def to_arrive(self) -> list[int]:
         """Return the followers that have yet to begin the step that their leader has begun, where that needs their digest."""
@@ -129,6 +135,10 @@ class Node(Value, frozen=True):
 
 
 # --- Stimuli: what can happen to a node ----------------------------------------------------------------------------------
+
+
+class Miscount(Value, frozen=True):
+    """Something goes wrong in the counting of this step."""
 
 
 class Begin(Value, frozen=True):
@@ -170,6 +180,13 @@ class Fail(Value, frozen=True):
     rank: int
 
 
+class Stall(Value, frozen=True):
+    """The operation at which a rank is has waited in vain for these replicas, as far as it knows."""
+
+    rank: int
+    accused: tuple[ReplicaId, ...]
+
+
 class Drift(Value, frozen=True):
     """The parameters change. Only between two steps: a step knows them by the checksum that it takes of them at its begin."""
 
@@ -180,7 +197,7 @@ class DriftState(Value, frozen=True):
 
 Stimulus = (
     NewGeneration | Status | Statuses | Vote | Votes | replica.LinkLost
-    | Begin | Arrive | CarryOut | TakeUp | EndPass | Complete | Fail | Drift | DriftState
+    | Begin | Arrive | CarryOut | TakeUp | EndPass | Complete | Fail | Stall | Drift | DriftState | Miscount
 )  # fmt: skip
 
 
@@ -208,19 +225,25 @@ def new_node(number: ReplicaId, shape: Shape, work: Sequence[Work], tree_above: 
 class Threads:
     """Carries out stimuli. The methods that tests override to plant a bug are the ones that model a rank's threads."""
 
-    def __init__(self, *, slow: bool = False, passes_last: bool = False, paces: Sequence[int] = ()) -> None:
+    def __init__(
+        self, *, slow: bool = False, passes_last: bool = False, paces: Sequence[int] = (), miscounts: bool = False
+    ) -> None:
         self.slow = slow
         """Training threads take an order at any later time instead of as soon as they can."""
         self.passes_last = passes_last
         """A pass runs for any time, and takes in what is dealt meanwhile, instead of ending as soon as it can."""
         self.paces = paces
         """What each replica measures of itself, in nanoseconds a microbatch; empty: nobody measures."""
+        self.miscounts = miscounts
+        """Replicas may be `flawed`."""
 
     def stimulate(self, node: Node, stimulus: Stimulus) -> Outcome:
         """What `stimulus` does to `node`. Raises InvariantViolation or ValueError where the machines see a defect."""
         run = _Run(self, node)
         if isinstance(stimulus, Drift):
             run.drifted = True
+        elif isinstance(stimulus, Miscount):
+            run.flawed = True
         elif isinstance(stimulus, DriftState):
             run.state_drifted = True
         elif isinstance(stimulus, Begin):
@@ -235,17 +258,30 @@ class Threads:
             run.feed(0, rank.EndPass())
         elif isinstance(stimulus, Fail):
             run.fail(stimulus.rank)
+        elif isinstance(stimulus, Stall):
+            run.fail(stimulus.rank, stimulus.accused, stalled=True)
         elif isinstance(stimulus, Complete):
             run.complete(stimulus.rank, stimulus.counts)
         else:
             run.lead(stimulus)
         run.settle()
-        after = replace(node, leader=run.leader, ranks=tuple(run.ranks), drifted=run.drifted, state_drifted=run.state_drifted)
+        after = replace(
+            node, leader=run.leader, ranks=tuple(run.ranks), drifted=run.drifted, state_drifted=run.state_drifted,
+            flawed=run.flawed,
+        )  # fmt: skip
         return Outcome(after, tuple(run.out), tuple(run.up), tuple(run.facts))
 
     def local_gradient_after(self, before: Multiset, result: Multiset) -> Multiset:
         """The local gradient after a reduction that delivered `result`: untouched (INV-3)."""
         return before
+
+    def miscounted(self, counts: Multiset) -> bool:
+        """Whether a sum shows that a replica is `flawed`. All else that is wrong with it is a defect, and told as a fact."""
+        return self.miscounts and counts[0] > 1 and set(counts[1:]) <= {1}
+
+    def emptied(self, gradient: tuple[Multiset, ...]) -> tuple[Multiset, ...]:
+        """The local gradient of a rank when its step is made void."""
+        return tuple((0,) * len(counts) for counts in gradient)
 
     def applied(self, node: Rank, order: Apply, bucket: BucketId) -> Multiset:
         """What becomes the gradient of a bucket."""
@@ -269,6 +305,7 @@ class _Run:
         self.leader = node.leader
         self.ranks = list(node.ranks)
         self.drifted, self.state_drifted = node.drifted, node.state_drifted
+        self.flawed = node.flawed
         self.out: list[tuple[Message, tuple[ReplicaId, ...]]] = []
         self.up: list[LeaderMessage] = []
         self.facts: list[invariants.Fact] = []
@@ -335,6 +372,9 @@ class _Run:
 
     def complete(self, position: int, counts: Multiset) -> None:
         one = self.ranks[position]
+        if self.threads.miscounted(counts):
+            self.fail(position, miscounted=True)
+            return
         operation, *rest = one.operations
         index = one.machine.buckets.index(operation.bucket)
         gradient = self.threads.local_gradient_after(one.gradient[index], counts)
@@ -351,11 +391,13 @@ class _Run:
             self.feed(position, rank.Completed(Held(*_what(operation), voted(counts, drifted=self.drifted))))
             self.advance(position)
 
-    def fail(self, position: int) -> None:
+    def fail(
+        self, position: int, accused: tuple[ReplicaId, ...] = (), *, stalled: bool = False, miscounted: bool = False
+    ) -> None:
         one = self.ranks[position]
         if isinstance(one.machine.taken, Plan):
             self.ranks[position] = replace(one, operations=())
-            self.feed(position, rank.Failed(one.machine.taken.generation, "a connection broke"))
+            self.feed(position, rank.Failed(one.machine.taken.generation, "it failed", accused, stalled, miscounted))
 
     def settle(self) -> None:
         """Carry out everything inside the node that is not left to chance."""
@@ -389,11 +431,15 @@ class _Run:
             self.facts.append(invariants.Applied(self.number, position, order.record.step, counts, made))
             empty: tuple[Multiset, ...] = ((),) * len(one.results)
             self.ranks[position] = replace(one, gradient=(zeros,) * len(one.gradient), results=empty)
+            self.flawed = False
 
     def compute(self, position: int, plan: Plan) -> None:
         """Compute all of a plan, whatever happens: in the pass that runs, or in one that begins with it."""
         one = self.ranks[position]
         gradient = one.gradient
+        if plan.voids:
+            gradient = self.threads.emptied(gradient)
+            self.flawed = False
         for done in self.threads.computes(plan, one.machine):
             for index, bucket in enumerate(one.machine.buckets):
                 if bucket in done.into:
@@ -442,6 +488,7 @@ class _Run:
             if operation.source is None:
                 counts = one.gradient[index]
                 self.facts.append(invariants.Read(self.number, position, plan.step, operation.bucket, counts))
+                counts = (counts[0] + self.flawed, *counts[1:])
                 part = Part(self.number, position, plan.generation, plan.step, operation.bucket, counts)
                 self.out.append((part, plan.roster))
             one = replace(one, results=_put(one.results, index, ()))

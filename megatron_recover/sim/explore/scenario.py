@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_recover.core.tree import TREE_ABOVE
 from megatron_recover.core.values import Value
+from megatron_recover.sim.channels import Channels, card, link
 
 
 class Scenario(Value, frozen=True):
@@ -36,6 +37,10 @@ class Scenario(Value, frozen=True):
     """What each replica measures of itself in every step (`Threads.paces`): unlike ones bring new quotas in the third."""
     late: int = 0
     """Follow timers that run out at any instant, also before any member has entered the generation."""
+    broken: Channels = frozenset()
+    """Channels of the data plane that deliver nothing. Operations that they stop fail when all members have reached them."""
+    miscounts: int = 0
+    """Replicas that count a microbatch of a step twice; with two of them it may happen twice in a step."""
     stops: int = 0
     """How often the coordinator is stopped; what reaches it meanwhile is delivered at once when it continues."""
     state_drifts: int = 0
@@ -106,6 +111,20 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("2 replicas, a crash, and a survivor that is late twice", replicas=2, microbatches=2, crashes=1, late=2),
         Scenario("a false suspicion, and survivors that are late", steps=1, suspicions=1, late=1),
         Scenario("2 replicas, a stopped coordinator, and a crash", replicas=2, microbatches=2, crashes=1, stops=1),
+        Scenario("a miscount", miscounts=1, steps=1),
+        Scenario("a miscount and a crash", crashes=1, miscounts=1),
+        Scenario("2 replicas, a miscount and a crash", replicas=2, microbatches=2, crashes=1, miscounts=1),
+        Scenario("2 replicas, 2 miscounts", replicas=2, microbatches=2, miscounts=2),
+        Scenario(
+            "2 ranks share a bucket, passes, and a miscount",
+            replicas=2, microbatches=2, steps=1, num_ranks=2, bucket_ranks=TWO_RANKS_ONE_BUCKET, miscounts=1, passes_last=True,
+        ),
+        Scenario("a bad network card", microbatches=1, steps=1, broken=card(0, range(3), "both")),
+        Scenario("a card that does not send, and a crash", microbatches=1, steps=1, crashes=1, broken=card(1, range(3), "out")),
+        Scenario("a card that does not receive", microbatches=1, steps=1, broken=card(2, range(3), "in")),
+        Scenario("a bad link", microbatches=1, steps=1, broken=link(0, 1, "both")),
+        Scenario("a link that is bad one way, and a crash", microbatches=1, steps=1, crashes=1, broken=link(0, 2, "out")),
+        Scenario("2 replicas, a bad link", replicas=2, microbatches=1, steps=1, broken=link(0, 1, "both")),
         Scenario(
             "2 replicas, a stopped coordinator, a failed operation or lost message, and late members",
             replicas=2, microbatches=2, steps=1, alarms=1, stops=1, late=1,
@@ -146,6 +165,18 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("unlike speeds, 2 crashes", microbatches=4, steps=3, crashes=2, paces=(1000, 3000, 1000)),
         Scenario("2 stages, a crash and a false suspicion", num_ranks=2, bucket_ranks=TWO_STAGES, crashes=1, suspicions=1),
         Scenario("a crash, a failed operation or lost message, and late members", crashes=1, alarms=1, late=1),
+        Scenario("passes, a miscount and a crash", steps=1, crashes=1, miscounts=1, passes_last=True),
+        Scenario(
+            "passes, a miscount, and a failed operation or lost message", steps=1, miscounts=1, alarms=1, passes_last=True,
+        ),
+        Scenario(
+            "4 replicas, a bad network card, and a crash",
+            replicas=4, microbatches=1, steps=1, crashes=1, broken=card(0, range(4), "both"),
+        ),
+        Scenario(
+            "4 replicas, a link that is bad one way, and a crash",
+            replicas=4, microbatches=1, steps=1, crashes=1, broken=link(1, 2, "in"),
+        ),
         Scenario("a stopped coordinator, a crash, and a failed operation or lost message", crashes=1, alarms=1, stops=1),
     ),
 }  # fmt: skip

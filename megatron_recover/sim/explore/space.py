@@ -42,8 +42,10 @@ from megatron_recover.core.values import (
     LossKind,
     ReplicaId,
     Shape,
+    Void,
     Work,
 )
+from megatron_recover.sim import channels
 from megatron_recover.sim.explore import network
 from megatron_recover.sim.explore.network import Faults, Table, World
 from megatron_recover.sim.explore.node import (
@@ -57,8 +59,10 @@ from megatron_recover.sim.explore.node import (
     EndPass,
     Fail,
     Message,
+    Miscount,
     Node,
     Part,
+    Stall,
     Stimulus,
     TakeUp,
     Threads,
@@ -102,7 +106,9 @@ class Space:
     def __init__(self, scenario: Scenario, threads: Threads | None = None, *, reduced: bool = True) -> None:
         """`reduced`: leave out what the module's docstring says need not be tried."""
         self.scenario = scenario
-        self.threads = threads or Threads(slow=scenario.slow, passes_last=scenario.passes_last, paces=scenario.paces)
+        self.threads = threads or Threads(
+            slow=scenario.slow, passes_last=scenario.passes_last, paces=scenario.paces, miscounts=scenario.miscounts > 0
+        )  # fmt: skip
         self.shape = Shape(scenario.num_ranks, scenario.bucket_ranks)
         self.nodes: Table[Node] = Table()
         self.messages: Table[Message] = Table()
@@ -126,7 +132,7 @@ class Space:
         """All `Part`s and `Copy`s."""
         self.void: dict[int, int] = {}
         """Per node the messages that are known to change nothing there."""
-        self.newest: dict[tuple[Generation, tuple[ReplicaId, ...], Generation], int] = {}
+        self.newest: dict[tuple[Generation, tuple[ReplicaId, ...], Generation, Void | None], int] = {}
         """Numbers of announcements by all that a replica reads in them (and nobody asks for an exit here)."""
         self.reduced = reduced
         self.layered = reduced and not scenario.links
@@ -162,6 +168,7 @@ class Space:
                 scenario.saves,
                 scenario.late,
                 scenario.stops,
+                scenario.miscounts,
             ),
         )
         for number in range(scenario.replicas):
@@ -182,11 +189,14 @@ class Space:
         for effect in decision[1]:
             if isinstance(effect, coordinator.Announce):
                 new = effect.generation
-                self.newest[new.generation, new.roster, new.trusted_from] = self.messages.number(new)
+                self.newest[new.generation, new.roster, new.trusted_from, new.void] = self.messages.number(new)
                 formed = (invariants.formed(new),)
                 messages, links = self.post(world, -1, ((self.messages.number(new), new.roster),))
                 world = world._replace(history=self.observe(world.history, formed), messages=messages, links=links)
             elif isinstance(effect, coordinator.Arm) and effect.timer.startswith("grace"):
+                if self.scenario.broken:
+                    world = world._replace(grace=effect.timer)
+                    continue
                 world = self.coordinate(world, coordinator.TimerFired(effect.timer))
         return world
 
@@ -246,6 +256,8 @@ class Space:
 
     def blameless(self, report: LeaderMessage) -> LeaderMessage:
         """Who waited for whom decides nothing before so many generations have borne no fruit, more than there are alarms."""
+        if self.scenario.broken:
+            return report
         if isinstance(report, Entered) and self.scenario.alarms < coordinator.Policy(self.scenario.replicas).max_fruitless:
             return replace(report, waited_for=())
         return report
@@ -263,6 +275,9 @@ class Space:
         if world.stopped:
             yield "the coordinator continues", self.continued(world)
             return
+        if world.grace and not any(world.nodes[number] and self.stalls(world, number) for number in range(len(world.nodes))):
+            # A grace is shorter than the time in which all members that are stuck find that out: here it ends after that.
+            yield "the grace is over", self.coordinate(world._replace(grace=""), coordinator.TimerFired(world.grace))
         for save in self.coordinators[world.coordinator].saves:
             yield f"the save of replica {save.replica} is over", self.coordinate(world, Busy(save.replica, True))
 
@@ -289,6 +304,9 @@ class Space:
             if left.saves:
                 saving = self.coordinate(world._replace(faults=left._replace(saves=left.saves - 1)), Busy(number, False))
                 yield f"replica {number} begins to save", saving
+            if left.miscounts and world.nodes[number] and self.nodes[world.nodes[number]].may_miscount():
+                after = self.stimulate(world._replace(faults=left._replace(miscounts=left.miscounts - 1)), number, Miscount())
+                yield f"replica {number} miscounts", after
             if left.drifts and world.nodes[number] and self.nodes[world.nodes[number]].between_steps():
                 after = self.stimulate(world._replace(faults=left._replace(drifts=left.drifts - 1)), number, Drift())
                 yield f"the parameters of replica {number} drift", after
@@ -315,15 +333,26 @@ class Space:
         own = self.own_steps(name)
         state = self.coordinators[world.coordinator]
         if self.layered and own.generation < state.generation and number in state.roster:
-            return [self.newest[state.generation, state.roster, state.trusted_from]]
+            return [self.newest[state.generation, state.roster, state.trusted_from, state.void]]
         found: list[Stimulus | int] = [queue[0] for _, destination, queue in world.links if destination == number]
         found += network.numbers(self.deliverable(world.messages, name))
         found += own.stimuli
         for position, operation in own.pending:
             counts = self.delivered(world, position, operation)
-            if counts is not None:
+            if counts is not None and channels.completes(operation, number, self.scenario.broken):
                 found.append(Complete(position, counts))
-        return found
+        return found + self.stalls(world, number)
+
+    def stalls(self, world: World, number: ReplicaId) -> list[Stimulus | int]:
+        """The operations of a node that all members have reached and that broken channels stop."""
+        if not self.scenario.broken:
+            return []
+        return [
+            Stall(position, channels.accused(operation, number, self.scenario.broken))
+            for position, operation in self.own_steps(world.nodes[number]).pending
+            if not channels.completes(operation, number, self.scenario.broken)
+            and self.delivered(world, position, operation) is not None
+        ]
 
     def deliverable(self, bits: int, name: int) -> int:
         """The messages that may do something to a node."""
@@ -429,7 +458,7 @@ class Space:
         state = self.coordinators[world.coordinator]
         if state.over:
             return None
-        calm = not (self.may_fail(world) or state.saves or world.stopped or self.drifted(world))
+        calm = not (self.may_fail(world) or state.saves or world.stopped or self.scenario.broken or self.differs(world))
         for number, name in enumerate(world.nodes):
             if not name:
                 continue
@@ -484,8 +513,13 @@ class Space:
         state = self.coordinators[world.coordinator]
         if not state.over:
             return False
+        fenced = [loss.replica for loss in state.losses if loss.kind is LossKind.SUSPECTED]
+        if self.scenario.broken and channels.innocent(fenced, state.roster, self.scenario.broken):
+            raise invariants.InvariantViolation(9, f"of {fenced}, which were fenced, one was not at fault")
         if not state.roster and state.losses[-1].kind is LossKind.SUSPECTED:
             raise invariants.InvariantViolation(9, f"a timeout removed the last members: {state.losses[-1].detail}")
+        if state.void is not None and self.scenario.miscounts > 1 and not world.faults.miscounts:
+            return True  # miscounted twice in a step, perhaps: tests of the coordinator say when the job ends for that
         if not self.tied(world) and not set(state.roster) <= {item.replica for item in state.finished}:
             raise invariants.InvariantViolation(9, "the job was stopped although members could go on")
         return True
@@ -493,6 +527,11 @@ class Space:
     def tied(self, world: World) -> bool:
         """Whether half of the members have drifted, so that no majority says which half is right."""
         return 2 * len(self.drifted(world)) == len(self.coordinators[world.coordinator].roster) > 0
+
+    def differs(self, world: World) -> bool:
+        """Whether a member has drifted, or one is flawed: then a new generation may still come."""
+        flawed = self.scenario.miscounts and any(name and self.nodes[name].flawed for name in world.nodes)
+        return bool(flawed or self.drifted(world))
 
     def drifted(self, world: World) -> list[ReplicaId]:
         """Members whose state is not that of the others."""

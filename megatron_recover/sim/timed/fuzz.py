@@ -16,7 +16,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.replica import LinkLost
 from megatron_recover.core.tree import TREE_ABOVE
 from megatron_recover.core.values import ExitCode, Loss, LossKind, ReplicaId, Report, Work
+from megatron_recover.sim import channels
 from megatron_recover.sim.timed.clock import Clock
 from megatron_recover.sim.timed.job import Actor, TimedCoordinator, TimedJob, TimedReplica
 from megatron_recover.sim.timed.memory import Counts
@@ -99,24 +100,27 @@ class RandomTiming(Timing):
         return self._some(0.02)
 
 
+Process = TimedRank | TimedCoordinator
+
+
 class FreezingClock(Clock):
     """A clock on which processes can be stopped: what concerns one of them waits, in order, until it goes on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._frozen: dict[TimedRank, float] = {}
-        """Stopped ranks, and until when."""
-        self._waiting: dict[TimedRank, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
+        self._frozen: dict[Process, float] = {}
+        """Stopped processes, and until when."""
+        self._waiting: dict[Process, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
 
     def at(self, time: float, call: Callable[..., None], *arguments: Any) -> None:
         super().at(time, self._unless_frozen, call, arguments)
 
-    def freeze(self, one: TimedRank, until: float) -> None:
-        """Stop a rank; it goes on at the latest of the times that are asked for."""
+    def freeze(self, one: Process, until: float) -> None:
+        """Stop a process; it goes on at the latest of the times that are asked for."""
         self._frozen[one] = max(until, self._frozen.get(one, 0.0))
         super().at(until, self._thaw, one)
 
-    def _thaw(self, one: TimedRank) -> None:
+    def _thaw(self, one: Process) -> None:
         if self._frozen.get(one, math.inf) <= self.now:
             del self._frozen[one]
             for call, arguments in self._waiting.pop(one, ()):
@@ -130,10 +134,10 @@ class FreezingClock(Clock):
             call(*arguments)
 
 
-def _process_of(call: Callable[..., None], arguments: tuple[Any, ...]) -> TimedRank | None:
-    """The rank in whose process a call happens, if it is one's."""
+def _process_of(call: Callable[..., None], arguments: tuple[Any, ...]) -> Process | None:
+    """The rank in whose process a call happens, or the coordinator, if it is one's."""
     for one in (getattr(call, "__self__", None), *arguments[:1]):
-        if isinstance(one, TimedRank):
+        if isinstance(one, TimedRank | TimedCoordinator):
             return one
         if isinstance(one, TimedReplica):
             return one.ranks[0]
@@ -143,7 +147,8 @@ def _process_of(call: Callable[..., None], arguments: tuple[Any, ...]) -> TimedR
 class RandomJob(TimedJob):
     """A job whose messages take random times on FIFO links that may break, and to which faults happen."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, faults: Sequence[Callable[[RandomJob], None]] | None = None) -> None:
+        """`faults`: what may happen, each as often as it is there; None: everything."""
         self.dice = dice = random.Random(seed)
         ranks, stages = dice.choice(SHAPES)
         table = JobTable(
@@ -152,6 +157,7 @@ class RandomJob(TimedJob):
         )  # fmt: skip
         timers_s = {
             "follow_timeout_s": 3.0, "finish_timeout_s": 20.0, "save_timeout_s": dice.choice((5.0, 60.0)), "grace_s": 0.2,
+            "undecided_timeout_s": 600.0,
             "load_timeout_s": math.inf, "start_timeout_s": math.inf,
         }  # fmt: skip
         super().__init__(
@@ -171,14 +177,17 @@ class RandomJob(TimedJob):
         """Replicas that a fault has hit."""
         self.saves: set[tuple[ReplicaId, int]] = set()
         self.num_raised = 0
+        self.num_miscounts = 0
         self.exit_asked = False
+        self.is_network_only = True
+        """All faults so far are bad channels: then nobody else may be lost."""
         self.last_fault_s = 0.0
         self._last: dict[object, float] = {}
         """When the last message of a FIFO link arrives."""
         self._broken: dict[tuple[ReplicaId, ReplicaId], int] = {}
         """How often the link between two leaders broke: what was on it then is lost."""
         for _ in range(dice.choice((0, 1, 1, 2, 2, 3, 5))):
-            self.clock.at(dice.expovariate(1 / (0.3 * table.steps)), dice.choice(_FAULTS), self)
+            self.clock.at(dice.expovariate(1 / (0.3 * table.steps)), dice.choice(faults or _FAULTS), self)
 
     def work(self, step: int) -> Work:
         return replace(super().work(step), digests=step % self.digest_interval == 0)
@@ -226,9 +235,10 @@ class RandomJob(TimedJob):
 
     # --- faults ---
 
-    def note(self, fault: str, *replicas: ReplicaId) -> None:
-        """A fault happens."""
+    def note(self, fault: str, *replicas: ReplicaId, network: bool = False) -> None:
+        """A fault happens. `network`: a channel of the data plane delivers nothing from now on."""
         self.faults.append(f"{self.clock.now:.4f} s: {fault}")
+        self.is_network_only &= network
         self.hit.update(replicas)
         self.last_fault_s = self.clock.now
 
@@ -324,9 +334,53 @@ def _ask_exit(job: RandomJob) -> None:
     job.coordinator.feed(coordinator.ExitAsked("SIGTERM"))
 
 
+def _stop_everybody(job: RandomJob) -> None:
+    """All ranks stand still, so that nobody follows a generation in time."""
+    seconds = job.dice.choice((4.0, 15.0))
+    job.note(f"everybody stands still for {seconds} s", *range(job.table.replicas))
+    for one in job.replicas:
+        for each in one.ranks:
+            job.freezer.freeze(each, job.clock.now + seconds)
+    job.last_fault_s += seconds
+
+
+def _stop_coordinator(job: RandomJob) -> None:
+    """Its inputs and timers wait, and come all at once."""
+    seconds = job.dice.choice((0.1, 1.0, 4.0, 60.0))
+    job.note(f"the coordinator stands still for {seconds} s")
+    job.freezer.freeze(job.coordinator, job.clock.now + seconds)
+    job.last_fault_s += seconds
+
+
+def _bad_card(job: RandomJob) -> None:
+    """From now on nothing that a replica sends over the data plane arrives, or nothing arrives there, or neither."""
+    owner, ways = job.dice.randrange(job.table.replicas), job.dice.choice(_WAYS)
+    job.note(f"the network card of replica {owner} is bad ({ways})", owner, network=True)
+    job.broken |= channels.card(owner, range(job.table.replicas), ways)
+
+
+def _bad_link(job: RandomJob) -> None:
+    """The same between two replicas."""
+    if job.table.replicas < 2:
+        return
+    a, b = job.dice.sample(range(job.table.replicas), 2)
+    ways = job.dice.choice(_WAYS)
+    job.note(f"the network between replicas {a} and {b} is bad ({ways})", a, b, network=True)
+    job.broken |= channels.link(a, b, ways)
+
+
+def _miscount(job: RandomJob) -> None:
+    """A replica counts a microbatch of the step in which it is twice."""
+    one = job.dice.choice(job.replicas)
+    job.note(f"replica {one.number} miscounts", one.number)
+    job.counts.flawed.add((one.number, one.state.step))
+    job.num_miscounts += 1
+
+
+_WAYS: tuple[channels.Ways, ...] = ("out", "in", "both")
 _FAULTS = (
     _kill, _kill, _kill, _kill_two, _suspect, _stop, _stop, _break_link, _break_link, _fail_operation, _drift, _raise, _save,
-    _ask_exit,
+    _ask_exit, _stop_everybody, _stop_coordinator, _bad_card, _bad_link, _miscount,
 )  # fmt: skip
 
 
@@ -351,8 +405,13 @@ def run(job: RandomJob, seed: int) -> Verdict:
 
 def _ill_ended(job: RandomJob) -> str | None:
     """Why a job should not have ended as it did, or None."""
-    code, members = job.account.exit_code, job.coordinator.state.roster
+    code, members, losses = job.account.exit_code, job.coordinator.state.roster, job.coordinator.state.losses
     assert job.history is not None
+    if not members and losses[-1].detail.startswith("did not enter"):
+        return "INV-9: a timeout removed the last members"
+    lost = {loss.replica for loss in losses}
+    if job.is_network_only and len(members) > 1 and lost - job.hit:
+        return f"INV-9: replicas {sorted(lost - job.hit)} were lost, and nothing was wrong with them"
     committed = dict(job.history.committed)
     if code == ExitCode.OK:
         behind = [number for number in members if committed.get(number, 0) < job.table.steps]
@@ -364,6 +423,7 @@ def _ill_ended(job: RandomJob) -> str | None:
         ExitCode.DIVERGED: bool(job.counts.drifted or job.counts.state_drifted),
         ExitCode.POISONED_MICROBATCH: job.num_raised > 1,
         ExitCode.FAILED: job.num_raised > 0,
+        ExitCode.INVARIANT_VIOLATED: job.num_miscounts > 1,
     }
     if not allowed.get(ExitCode(code or 0), False):
         return f"INV-9: the job ended with exit code {code}: {job.account.reason}"

@@ -40,6 +40,7 @@ from megatron_recover.core.values import (
     Work,
 )
 from megatron_recover.faults import Fault, FaultKind, FaultPoint, Passages
+from megatron_recover.sim.channels import Channels
 from megatron_recover.sim.timed.account import Account, RecoveryAccount, StepAccount
 from megatron_recover.sim.timed.clock import Clock
 from megatron_recover.sim.timed.meetings import Meetings
@@ -210,6 +211,8 @@ class TimedJob:
         self.memory = Memory()
         self.history: invariants.History | None = None
         """What the invariants remember; without it they are not checked, and `Memory` gives them nothing to check."""
+        self.broken: Channels = frozenset()
+        """Channels of the data plane that deliver nothing from now on."""
         self.meetings = Meetings(self)
         self.account = Account()
         self.num_steps = table.steps

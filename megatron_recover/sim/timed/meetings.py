@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megatron_recover.core.plan import Operation
 from megatron_recover.core.values import ReplicaId
 from megatron_recover.faults import FaultPoint
+from megatron_recover.sim import channels
 from megatron_recover.sim.timed.rank import TimedRank, key_of
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ Key = tuple[object, ...]
 class Meeting:
     """One sum or copy of one bucket between ranks of one position."""
 
-    __slots__ = ("here", "operation", "parts", "position")
+    __slots__ = ("here", "operation", "parts", "position", "stalled_since")
 
     def __init__(self, operation: Operation, position: int) -> None:
         self.operation, self.position = operation, position
@@ -31,6 +32,8 @@ class Meeting:
         """Who has arrived and not left."""
         self.parts: dict[ReplicaId, object] = {}
         """What each handed in."""
+        self.stalled_since: dict[ReplicaId, float] = {}
+        """Since when each waits for what a broken channel does not deliver."""
 
 
 class Meetings:
@@ -58,6 +61,10 @@ class Meetings:
                 self._strike(operation, meeting, seconds)
             for number, arrived in meeting.here.items():
                 job.clock.at(job.clock.now + job.timing.together_s(seconds, number), self._sum, arrived, operation)
+        elif job.broken:
+            # A member that is held up elsewhere by a broken channel does not come. One that computes is waited for: here the
+            # stall timeout may be shorter than a pass.
+            job.clock.after(job.stall_timeout_s, self._absent, rank, meeting)
         dead = [number for number in job.undiscovered if job.is_dead(number, rank.position) and number in operation.members]
         if dead:
             job.clock.after(job.timing.latency_s(), self.fail, rank, operation, tuple(dead))
@@ -82,27 +89,59 @@ class Meetings:
 
     def _copied(self, rank: TimedRank, operation: Operation) -> None:
         meeting = self.open.get(_key(rank, operation))
-        if meeting is not None and rank.replica.number in meeting.here:
+        if meeting is not None and rank.replica.number in meeting.here and self._arrives(rank, meeting):
             assert operation.source is not None
             self._give(rank, operation, meeting, meeting.parts[operation.source])
 
     def _sum(self, rank: TimedRank, operation: Operation) -> None:
         meeting = self.open.get(_key(rank, operation))
-        if meeting is not None and rank.replica.number in meeting.here:
+        if meeting is not None and rank.replica.number in meeting.here and self._arrives(rank, meeting):
             self._give(rank, operation, meeting, self.job.memory.add(list(meeting.parts.values())))
 
     def _give(self, rank: TimedRank, operation: Operation, meeting: Meeting, result: object) -> None:
         del meeting.here[rank.replica.number]
         if not meeting.here and operation.source is None:
             del self.open[_key(rank, operation)]
-        if rank.alive:
+        if rank.alive and operation.source is None and self.job.memory.miscounted(result):
+            rank.failed(operation, "it is miscounted", (), miscounted=True)
+        elif rank.alive:
             rank.completed(operation, self.job.memory.result(rank, operation, result))
 
+    def _arrives(self, rank: TimedRank, meeting: Meeting) -> bool:
+        """True if a result arrives; otherwise the rank waits for it until the stall timeout."""
+        job, me = self.job, rank.replica.number
+        if channels.completes(meeting.operation, me, job.broken):
+            return True
+        if me not in meeting.stalled_since:
+            meeting.stalled_since[me] = job.clock.now
+            job.clock.after(job.stall_timeout_s, self._stalled, rank, meeting)
+        return False
+
+    def _absent(self, rank: TimedRank, meeting: Meeting) -> None:
+        job, me, operation = self.job, rank.replica.number, meeting.operation
+        missing = tuple(member for member in operation.members if member not in meeting.parts)
+        if not missing or meeting.here.get(me) is not rank or self.open.get(_key(rank, operation)) is not meeting:
+            return
+        if all(job.replicas[member].ranks[meeting.position].operations for member in missing):
+            del meeting.here[me]
+            rank.failed(operation, "no progress", missing, stalled=True)
+        else:
+            job.clock.after(job.stall_timeout_s, self._absent, rank, meeting)
+
+    def _stalled(self, rank: TimedRank, meeting: Meeting) -> None:
+        me, operation = rank.replica.number, meeting.operation
+        if self.open.get(_key(rank, operation)) is meeting and meeting.here.pop(me, None) is not None:
+            accused = channels.accused(operation, me, self.job.broken)
+            rank.failed(operation, "no progress", accused, stalled=True)
+
     def leave(self, rank: TimedRank, operation: Operation) -> None:
-        """A rank has left, with nothing: a newer generation is promised there."""
-        meeting = self.open.get(_key(rank, operation))
-        if meeting is not None:
-            meeting.here.pop(rank.replica.number, None)
+        """A rank has left, with nothing: a newer generation is promised there. Whom it waited for in vain it reports."""
+        meeting, me, job = self.open.get(_key(rank, operation)), rank.replica.number, self.job
+        if meeting is None:
+            return
+        meeting.here.pop(me, None)
+        if job.clock.now - meeting.stalled_since.get(me, job.clock.now) >= job.stall_timeout_s / 2 and rank.alive:
+            rank.report_stall(operation, channels.accused(operation, me, job.broken))
 
     def broken(self, victim: ReplicaId, position: int) -> None:
         """A rank is dead: those that meet it see their connection break."""

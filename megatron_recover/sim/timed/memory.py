@@ -32,6 +32,10 @@ class Memory:
         """The sum over all members."""
         return None
 
+    def miscounted(self, result: object) -> bool:
+        """True if a sum shows that a member counts what is not there. All else that is wrong with it is told as a fact."""
+        return False
+
     def result(self, rank: TimedRank, operation: Operation, result: object) -> int:
         """A rank holds what an operation brought; its checksum."""
         return operation.version
@@ -52,6 +56,8 @@ class Counts(Memory):
         self.observe = observe
         self.gradients: dict[TimedRank, dict[BucketId, Multiset]] = {}
         self.results: dict[TimedRank, dict[BucketId, Multiset]] = {}
+        self.flawed: set[tuple[ReplicaId, int]] = set()
+        """(replica, step): it counts microbatch 0 once too often in all that it hands in, until that is made void."""
         self.drifted: dict[ReplicaId, int] = {}
         """The first step that a replica begins with other parameters than the rest."""
         self.state_drifted: dict[ReplicaId, int] = {}
@@ -76,6 +82,9 @@ class Counts(Memory):
         return digest
 
     def compute(self, rank: TimedRank, plan: Plan) -> None:
+        if plan.voids:
+            self.gradients.pop(rank, None)
+            self.flawed.discard((rank.replica.number, plan.step))
         mine = self.gradients.setdefault(rank, {})
         for one in self.computes(rank, plan):
             for bucket in one.into:
@@ -90,7 +99,11 @@ class Counts(Memory):
         self.observe(
             invariants.Read(rank.replica.number, rank.position, operation.step, operation.bucket, counts)
         )  # fmt: skip
-        return counts
+        flaw = (rank.replica.number, operation.step) in self.flawed
+        return (counts[0] + flaw, *counts[1:])
+
+    def miscounted(self, result: object) -> bool:
+        return bool(result) and result[0] > 1 and set(result[1:]) <= {1}  # type: ignore[index]
 
     def add(self, parts: list[object]) -> object:
         return add(parts)  # type: ignore[arg-type]

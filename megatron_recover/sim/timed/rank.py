@@ -284,12 +284,24 @@ class TimedRank:
         self._advance()
         self.wake()
 
-    def failed(self, operation: Operation, reason: str, suspects: tuple[ReplicaId, ...]) -> None:
+    def report_stall(self, operation: Operation, accused: tuple[ReplicaId, ...]) -> None:
+        """Report whom an operation has waited for that is over now."""
+        self.feed(rank.Failed(operation.generation, "no progress", accused, stalled=True))
+
+    def failed(
+        self,
+        operation: Operation,
+        reason: str,
+        suspects: tuple[ReplicaId, ...],
+        *,
+        stalled: bool = False,
+        miscounted: bool = False,
+    ) -> None:
         """The operation at which this rank is has failed here."""
         if not self.alive or not self.operations or key_of(self.operations[0]) != key_of(operation):
             return
         self._leave()
-        self.feed(rank.Failed(operation.generation, reason, suspects))
+        self.feed(rank.Failed(operation.generation, reason, suspects, stalled, miscounted))
         self.wake()
 
     def _leave(self) -> None:

@@ -154,6 +154,7 @@ def timers_of(failures: FailuresTable) -> dict[str, float]:
     """Seconds of every `core.coordinator.Setting`; the start of a job is not simulated."""
     return {
         "follow_timeout_s": failures.follow_timeout_s, "finish_timeout_s": failures.stall_timeout_s,
+        "undecided_timeout_s": math.inf,
         "save_timeout_s": failures.save_timeout_s, "grace_s": failures.grace_s,
         "load_timeout_s": math.inf, "start_timeout_s": math.inf,
     }  # fmt: skip

@@ -1,0 +1,197 @@
+"""The pairwise probe, and what the transports say of their peers: who is out of reach is named, who is only late is not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_recover.collectives.direct import DirectEndpoint
+from megatron_recover.collectives.echo import NONCE_BYTES, EchoServer, unreachable
+from megatron_recover.collectives.endpoints import open_endpoint
+from megatron_recover.collectives.transport import DeadlineExceeded, Endpoint, PeerLost, Revoked, TransportError
+from tests.collectives.partners import KEY
+from tests.collectives.threads import at_once
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@contextlib.contextmanager
+def black_hole() -> Iterator[str]:
+    """The address of a listener whose connections lead nowhere: the kernel accepts, and nothing ever answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def servers(num: int) -> Iterator[dict[int, EchoServer]]:
+    made = {number: EchoServer("127.0.0.1", KEY) for number in range(num)}
+    try:
+        yield made
+    finally:
+        for one in made.values():
+            one.close()
+
+
+def test_who_answers_is_within_reach_and_the_others_are_named() -> None:
+    with servers(3) as made, black_hole() as hole, socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        closed.close()
+        addresses = {number: one.address for number, one in made.items()} | {3: hole, 4: address}
+        assert unreachable(addresses, KEY, 0.3) == (3, 4)
+        since = time.monotonic()
+        assert unreachable({number: one.address for number, one in made.items()}, KEY) == ()
+        assert time.monotonic() - since < 1, "all have answered: there is nothing to wait for"
+
+
+def test_an_answer_of_who_has_not_the_key_is_none() -> None:
+    stranger = EchoServer("127.0.0.1", b"another key".ljust(32))
+    assert unreachable({0: stranger.address}, KEY, 5.0) == (0,)
+    stranger.close()
+
+
+def test_an_answer_that_is_only_as_long_is_none() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with listener.accept()[0] as sock:
+                sock.recv(NONCE_BYTES)
+                sock.send(b"x" * NONCE_BYTES)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        assert unreachable({0: f"127.0.0.1:{listener.getsockname()[1]}"}, KEY, 5.0) == (0,)
+        thread.join(5)
+
+
+def test_strangers_do_not_keep_an_echo_server_from_answering() -> None:
+    with servers(1) as made:
+        host, port = made[0].address.split(":")
+        idle = [socket.create_connection((host, int(port))) for _ in range(50)]
+        idle[0].send(b"much more than a nonce" * 1000)
+        idle[1].close()
+        assert unreachable({0: made[0].address}, KEY, 5.0) == ()
+        for sock in idle:
+            sock.close()
+
+
+def test_a_closed_server_ends_its_thread_and_does_not_answer() -> None:
+    with servers(1) as made:
+        made[0].close()
+        assert not made[0]._thread.is_alive()
+        assert unreachable({0: made[0].address}, KEY, 0.3) == (0,)
+
+
+def test_a_forked_child_keeps_no_socket_of_an_echo_server() -> None:
+    with servers(1) as made:
+        child = os.fork()
+        if not child:
+            os._exit(0 if made[0]._listener.fileno() == -1 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert unreachable({0: made[0].address}, KEY, 5.0) == ()
+
+
+# --- What the transports say ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def endpoints(kind: str, num: int) -> Iterator[list[Endpoint]]:
+    made = [open_endpoint(kind, key=KEY, rank=0) for _ in range(num)]  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        for endpoint in made:
+            endpoint.close()
+
+
+def peers_of(error: object) -> tuple[int, ...]:
+    assert isinstance(error, TransportError), error
+    return error.peers
+
+
+def summed(transport: object, tag: int, deadline_s: float) -> None:
+    result = torch.empty(4)
+    transport.sum_into([torch.ones(4)], [result], tag=tag, deadline_s=deadline_s)  # type: ignore[attr-defined]
+    assert result.tolist() == [float(len(transport.members))] * 4  # type: ignore[attr-defined]
+
+
+def test_a_ring_that_stalls_names_who_does_not_answer_and_nobody_who_is_late() -> None:
+    with endpoints("gloo", 3) as made, black_hole() as hole:
+        real = {number: endpoint.address for number, endpoint in enumerate(made)}
+        cut = real | {2: f"{real[2].partition(' ')[0]} {hole}"}
+        for generation, addresses, named in ((1, real, ()), (2, cut, (2,))):
+            transports = [one.open(generation, number, addresses, deadline_s=10) for number, one in enumerate(made)]
+            assert at_once(*[lambda t=t: summed(t, 1, 10) for t in transports]) == [None] * 3
+            outcomes = at_once(*[lambda t=t: summed(t, 2, 0.5) for t in transports[:2]])  # the third is late
+            assert [type(outcome) for outcome in outcomes] == [DeadlineExceeded] * 2
+            assert [peers_of(outcome) for outcome in outcomes] == [named, named]
+
+
+def test_a_ring_that_breaks_names_whose_process_is_gone() -> None:
+    with endpoints("gloo", 3) as made:
+        addresses = {number: endpoint.address for number, endpoint in enumerate(made)}
+        transports = [one.open(1, number, addresses, deadline_s=10) for number, one in enumerate(made)]
+        assert at_once(*[lambda t=t: summed(t, 1, 10) for t in transports]) == [None] * 3
+        made[2].close()
+        outcomes = at_once(*[lambda t=t: summed(t, 2, 1.0) for t in transports[:2]])
+        assert [peers_of(outcome) for outcome in outcomes] == [(2,), (2,)]
+
+
+def test_what_was_waited_for_when_a_stalled_call_is_revoked_is_said_and_after_a_short_wait_nothing() -> None:
+    for wait_s, stalled in ((0.4, True), (0.0, False)):
+        with endpoints("direct", 2) as made:
+            addresses = {number: endpoint.address for number, endpoint in enumerate(made)}
+            transport = made[0].open(1, 0, addresses, deadline_s=20)
+            begun = threading.Event()
+
+            def call(transport: object = transport, begun: threading.Event = begun) -> None:
+                sources = [torch.ones(4)], [torch.empty(4)]
+                transport.sum_into(*sources, tag=1, deadline_s=0.6, probe=lambda _: begun.set())  # type: ignore[attr-defined]
+
+            def revoke(transport: object = transport, begun: threading.Event = begun, wait_s: float = wait_s) -> None:
+                begun.wait(20)
+                time.sleep(wait_s)  # the stall that is being measured
+                transport.revoke()  # type: ignore[attr-defined]
+
+            outcome, _ = at_once(call, revoke)
+            assert isinstance(outcome, Revoked)
+            assert (outcome.stalled, outcome.peers) == (stalled, (1,) if stalled else ())
+
+
+def test_a_bad_link_is_named_by_its_ends_and_not_by_who_waits_for_both() -> None:
+    """Of three, 1 and 2 do not reach each other: 0 has all that they can send, and waits for the sums of both."""
+    with black_hole() as hole:
+        made = [DirectEndpoint(key=KEY, rank=0) for _ in range(3)]
+        addresses = {number: endpoint.address for number, endpoint in enumerate(made)}
+        seen_by_2 = addresses | {1: hole}
+        transports = [
+            one.open(1, number, seen_by_2 if number == 2 else addresses, deadline_s=5) for number, one in enumerate(made)
+        ]
+
+        def call(number: int) -> None:
+            source = torch.ones(300_000)  # large enough that each member owns a shard
+            transports[number].sum_into([source], [torch.empty_like(source)], tag=1, deadline_s=1.0)
+
+        outcomes = at_once(*[lambda number=number: call(number) for number in range(3)])
+        for endpoint in made:
+            endpoint.close()
+        assert [peers_of(outcome) for outcome in outcomes] == [(), (2,), (1,)]
+
+
+def test_a_member_that_is_ahead_is_not_accused() -> None:
+    made = [DirectEndpoint(key=KEY, rank=0) for _ in range(2)]
+    addresses = {number: endpoint.address for number, endpoint in enumerate(made)}
+    made[0].open(2, 0, addresses, deadline_s=5)
+    behind = made[1].open(1, 1, addresses, deadline_s=5)
+    outcome, _ = at_once(
+        lambda: summed(behind, 1, 5), lambda: summed(made[0]._current, 1, 1.0)
+    )  # fmt: skip
+    for endpoint in made:
+        endpoint.close()
+    assert isinstance(outcome, PeerLost) and outcome.peer == 0 and outcome.peers == ()

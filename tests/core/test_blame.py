@@ -1,0 +1,165 @@
+"""Who is fenced for what network fault: any single card, any single link, in either direction, and nobody else.
+
+A fault is a set of directed channels that deliver nothing (`sim/channels.py`). The coordinator hears some of the reports that
+follow from it in each generation, in any order, and is judged by whom it fences.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_recover.core import blame, coordinator
+from megatron_recover.core.blame import Evidence, culprit, heard, overdue
+from megatron_recover.core.coordinator import CoordinatorState, Policy, TimerFired
+from megatron_recover.core.values import Entered, Hello, Loss, LossKind, Requested
+from megatron_recover.sim.channels import Channels, card, link, stuck_in_a_sum
+
+
+def started(num_replicas: int) -> CoordinatorState:
+    state = CoordinatorState(Policy(num_replicas))
+    for number in range(num_replicas):
+        state, _ = coordinator.step(state, Hello(number, "same"))
+    return state
+
+
+class Net:
+    """The coordinator, told in each generation what some members report."""
+
+    def __init__(self, num_replicas: int, broken: Channels, draw: st.DataObject) -> None:
+        self.state, self.broken, self.draw = started(num_replicas), broken, draw
+
+    def fenced(self) -> list[int]:
+        return [loss.replica for loss in self.state.losses if loss.kind is LossKind.SUSPECTED]
+
+    def feed(self, message: coordinator.Input) -> None:
+        self.state, _ = coordinator.step(self.state, message)
+
+    def generation(self, *, all_report: bool = False) -> None:
+        """All enter, and those that the fault holds up, or some of them, report it: in time, or when the generation is over."""
+        number, stuck = self.state.generation, stuck_in_a_sum(self.state.roster, self.broken)
+        for member in self.state.roster:
+            self.feed(Entered(member, number, 0))
+        if not stuck:
+            return
+        order = self.draw.draw(st.permutations(sorted(stuck)))
+        num_reports = len(order) if all_report else self.draw.draw(st.integers(1, len(order)))
+        num_in_time = self.draw.draw(st.integers(1, num_reports))
+        for member in order[:num_in_time]:
+            self.feed(Requested(member, number, "no progress", stuck[member], True))
+        self.feed(TimerFired(f"grace {number}"))
+        for member in order[num_in_time:num_reports]:
+            self.feed(Requested(member, number, "no progress", stuck[member], True))
+
+    def run(self, max_generations: int = 12) -> list[int]:
+        """Generations until nobody is stuck; who was fenced."""
+        for number in range(max_generations):
+            if self.state.over or not stuck_in_a_sum(self.state.roster, self.broken):
+                break
+            self.generation(all_report=number > 4)
+        assert not self.state.over
+        return self.fenced()
+
+
+WAYS = st.sampled_from(["in", "out", "both"])
+
+
+@given(st.integers(3, 6), WAYS, st.data())
+def test_a_bad_network_card_fences_its_owner_and_nobody_else(num_replicas: int, ways: str, data: st.DataObject) -> None:
+    owner = data.draw(st.integers(0, num_replicas - 1))
+    assert Net(num_replicas, card(owner, range(num_replicas), ways), data).run() == [owner]
+
+
+@given(st.integers(3, 6), WAYS, st.data())
+def test_a_bad_link_fences_one_of_its_ends_and_nobody_else(num_replicas: int, ways: str, data: st.DataObject) -> None:
+    one, other = data.draw(st.sampled_from(list(combinations(range(num_replicas), 2))))
+    fenced = Net(num_replicas, link(one, other, ways), data).run()
+    assert len(fenced) == 1 and fenced[0] in (one, other)
+
+
+@given(st.integers(4, 6), WAYS, st.booleans(), st.data())
+def test_a_death_beside_it_changes_nothing(num_replicas: int, ways: str, is_card: bool, data: st.DataObject) -> None:
+    """In any generation; until it is known, the dead one is missing from every sum, and all whose sum it is in say so."""
+    one, other, dead = data.draw(st.permutations(range(num_replicas)))[:3]
+    fault = card(one, range(num_replicas), ways) if is_card else link(one, other, ways)
+    net = Net(num_replicas, fault | card(dead, range(num_replicas), "both"), data)
+    for _ in range(data.draw(st.integers(0, 1))):
+        net.generation()
+    net.feed(coordinator.Lost(Loss(dead, LossKind.PROCESS_ENDED)))
+    net.broken = fault
+    fenced = net.run()
+    assert len(fenced) == 1 and fenced[0] in ((one,) if is_card else (one, other))
+
+
+@given(WAYS, st.data())
+def test_with_two_replicas_nobody_is_named_for_the_link_and_one_goes_on(ways: str, data: st.DataObject) -> None:
+    net = Net(2, link(0, 1, ways), data)
+    both = stuck_in_a_sum((0, 1), net.broken)
+    assert set(both) == {0, 1}
+    for _ in range(6):
+        assert net.state.roster == (0, 1)
+        for member, named in both.items():
+            net.feed(Requested(member, net.state.generation, "no progress", named, True))
+        net.feed(TimerFired(f"grace {net.state.generation}"))
+    assert net.state.roster == (0,) and not net.state.over
+    assert "nothing says whose fault" in net.state.losses[0].detail
+
+
+@pytest.mark.parametrize("names_from", [max, min])
+def test_a_rule_that_takes_an_end_without_looking_at_the_others_is_caught(
+    monkeypatch: pytest.MonkeyPatch, names_from: object
+) -> None:
+    """As it was: of all that anybody suspects, the highest id (or any other fixed one)."""
+
+    def by_id(evidence: Evidence, roster: tuple[int, ...]) -> int | None:
+        return names_from((accused for _, accused in evidence.pairs), default=None)  # type: ignore[operator]
+
+    monkeypatch.setattr(coordinator, "culprit", by_id)
+    with pytest.raises(AssertionError):
+        test_a_bad_network_card_fences_its_owner_and_nobody_else()
+
+
+def test_the_end_of_a_row_of_waits_is_at_fault() -> None:
+    evidence = heard(heard(Evidence(), 2, [1]), 1, [0])
+    assert culprit(evidence, (0, 1, 2)) == 0
+
+
+def test_who_waits_for_several_that_say_nothing_is_early() -> None:
+    evidence = heard(Evidence(), 0, [1, 2, 3])
+    assert culprit(evidence, (0, 1, 2, 3)) is None
+    assert culprit(heard(evidence, 1, ()), (0, 1, 2, 3)) == 0, "one of them waits itself, so it has come"
+
+
+def test_of_two_bad_cards_one_is_named_at_a_time() -> None:
+    evidence = Evidence()
+    for member, named in stuck_in_a_sum(range(6), card(1, range(6), "both") | card(4, range(6), "both")).items():
+        evidence = heard(evidence, member, named)
+    assert culprit(evidence, range(6)) in (1, 4)
+
+
+def test_a_deadline_of_its_own_counts_more_than_what_others_report() -> None:
+    assert culprit(overdue(heard(Evidence(), 1, [0]), 2), (0, 1, 2)) == 2
+
+
+def test_only_members_are_named() -> None:
+    assert culprit(heard(Evidence(), 0, [3]), (0, 1, 2)) is None
+    assert culprit(heard(Evidence(), 3, [0]), (0, 1, 2)) is None
+
+
+def test_large_rosters_take_no_exponential_time() -> None:
+    evidence = heard(Evidence(), 500, [member for member in range(1000) if member != 500])
+    for member in range(1000):
+        evidence = heard(evidence, member, [500] if member != 500 else ())
+    assert culprit(evidence, range(1000)) == 500
+    ring = Evidence(tuple((member, (member + 1) % 60) for member in range(60)), tuple(range(60)))
+    assert culprit(ring, range(60)) is not None
+
+
+def test_the_smallest_sets_are_all_found() -> None:
+    assert blame._smallest_covers([(0, 1), (1, 0), (1, 2)]) == [frozenset({1})]
+    assert blame._smallest_covers([(0, 1), (2, 3)]) == [
+        frozenset(pair) for pair in ((0, 2), (0, 3), (1, 2), (1, 3))
+    ]  # fmt: skip

@@ -1,0 +1,67 @@
+"""What `check` says of a step that was computed anew: who had the microbatch by which plans, and whether it had a reason."""
+
+from __future__ import annotations
+
+from megatron_recover import trace
+from megatron_recover.observe.gaps import Gaps
+from megatron_recover.observe.history import History
+from megatron_recover.observe.void import miscounts, void_for_a_reason
+
+
+def generation(number: int, void: tuple[int, int] | None = None) -> trace.Generation:
+    return trace.Generation(generation=number, roster=(0, 1), void=void, t=0.0)
+
+
+def plan(replica: int, *microbatches: int, number: int = 1) -> trace.Plan:
+    return trace.Plan(
+        replica=replica, generation=number, step=4, label="train 5", num_microbatches=3, roster=(0, 1), quotas=(2, 1),
+        transfers=(), computes=(trace.Compute(microbatches=microbatches, into=(0,)),), reduces=(0,), decided=(), t=0.0,
+    )  # fmt: skip
+
+
+def miscounted(replica: int, *own_counts: int) -> trace.Miscounted:
+    return trace.Miscounted(
+        replica=replica, rank=0, generation=1, step=4, bucket=0, microbatches=(1,), own_counts=own_counts, t=0.0
+    )  # fmt: skip
+
+
+def history(*events: trace.AnyEvent) -> History:
+    return History(enumerate(events, start=1))
+
+
+def findings(*events: trace.AnyEvent) -> list[str]:
+    found = history(*events)
+    return [message for _, message in void_for_a_reason(found, Gaps(found))]
+
+
+def test_who_had_a_miscounted_microbatch_is_told_with_the_plans() -> None:
+    """Both were told to compute it: their plans disagree."""
+    events = [generation(1), plan(0, 0, 1), plan(1, 1, 2), miscounted(0, 1, 1, 0)]
+    (said,) = miscounts(history(*events, miscounted(1, 0, 1, 1), generation(2, (4, 2))))
+    assert said == (
+        "step 4, bucket 0, rank 0: microbatch 1 was miscounted in generation 1; replica 0 has it 1 times, planned in "
+        "generation 1; replica 1 has it 1 times, planned in generation 1"
+    )
+    (said,) = miscounts(history(*events, generation(2, (4, 2))))
+    assert said.endswith("; replica 1 did not report how often it has it, planned in generation 1")
+    assert list(miscounts(history(generation(1), plan(0, 0, 1)))) == []
+
+
+def test_a_step_that_is_void_without_a_report_or_twice_is_a_violation() -> None:
+    told = [generation(1), miscounted(0, 1, 2, 0)]
+    assert findings(*told, generation(2, (4, 2)), generation(3, (4, 2))) == []
+    assert findings(generation(1), generation(2, (4, 2))) == [
+        "generation 2 makes step 4 void, of which nobody has reported a miscount"
+    ]
+    assert findings(*told, generation(2, (4, 2)), generation(3, (4, 3))) == [
+        "generation 3 makes step 4 void for the second time"
+    ]
+
+
+def test_the_void_attempt_is_left_out_and_what_came_after_it_is_not() -> None:
+    found = history(generation(1), plan(0, 0), miscounted(0, 1, 2, 0), generation(2, (4, 2)), plan(0, 0, number=2))
+    assert [found.is_void(event) for event in (plan(0, 0), plan(0, 0, number=2), miscounted(0, 1, 2, 0))] == [
+        True,
+        False,
+        False,
+    ]
