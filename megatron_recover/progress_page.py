@@ -17,7 +17,6 @@ Note [One writer]
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import struct
@@ -25,6 +24,7 @@ import time
 import zlib
 from collections.abc import Iterator
 
+from megatron_recover import memory_file
 from megatron_recover.config import inherited_descriptor
 from megatron_recover.core.detector import Phase, Progress
 
@@ -117,11 +117,9 @@ class PageReader:
 
     def __init__(self, name: str) -> None:
         """Create the page; `name` is what /proc shows it as."""
-        self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        """To hand down to the rank; give it up with `release`."""
-        os.ftruncate(self.descriptor, PAGE_BYTES)
         # Whoever holds the descriptor could shrink the file otherwise, and reading it would end the reader with SIGBUS.
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self.descriptor = memory_file.create_sized(name, PAGE_BYTES)
+        """To hand down to the rank; give it up with `release`."""
         self._memory = mmap.mmap(self.descriptor, PAGE_BYTES, prot=mmap.PROT_READ)
 
     def release(self) -> None:

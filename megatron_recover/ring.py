@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from megatron_recover import trace
+from megatron_recover import memory_file, trace
 from megatron_recover.config import RankContext, inherited_descriptor
 
 RING_BYTES = 4 * 2**20
@@ -65,11 +65,9 @@ def create(*, level: trace.Level = "microbatches", capacity: int = RING_BYTES) -
     """
     if capacity < 4096 or capacity % 8:
         raise ValueError(f"a ring of {capacity} bytes is not possible; give a multiple of 8 from 4096 on")
-    descriptor = os.memfd_create("megatron-recover-events", os.MFD_CLOEXEC)
     try:
-        os.ftruncate(descriptor, _HEADER_BYTES + capacity)
+        descriptor = memory_file.create_sized("megatron-recover-events", _HEADER_BYTES + capacity)
     except OSError as error:
-        os.close(descriptor)
         why = f"no shared memory of {capacity} bytes can be made for events ({error.strerror}); see `ulimit -f`"
         raise OSError(error.errno, why) from error
     with mmap.mmap(descriptor, _HEADER_BYTES) as header:

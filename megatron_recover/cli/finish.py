@@ -10,7 +10,8 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_recover.core.values import ExitCode
@@ -18,14 +19,16 @@ from megatron_recover.trace import TraceError
 
 DEADLINE_S = 900.0
 """So long the files may take: a trace of 10 GB takes about half of it."""
+_LOOK_S = 0.2
+"""Between two looks at whether a signal has come."""
 _LAST_WORDS = 400
 """Characters of what the process says that are told."""
 
 
-def failure(run_dir: Path, deadline_s: float) -> str | None:
+def failure(run_dir: Path, deadline_s: float, is_hurried: Callable[[], bool] = lambda: False) -> str | None:
     """Make the files of a run in a process of its own; returns in a few words why there are none, or None.
 
-    It waits no longer than `deadline_s`, nor for a process that does not die when it is killed.
+    It waits no longer than `deadline_s` or until `is_hurried()`, nor for a process that does not die when it is killed.
     """
     command = [sys.executable, "-m", "megatron_recover.cli.finish", str(run_dir)]
     try:
@@ -35,11 +38,19 @@ def failure(run_dir: Path, deadline_s: float) -> str | None:
         )  # fmt: skip
     except OSError as error:
         return f"no process could be started ({error.strerror})"
+    until = time.monotonic() + deadline_s
     try:
-        _, errors = process.communicate(timeout=deadline_s)
-    except subprocess.TimeoutExpired:
-        _kill(process)
-        return f"the process that makes them was ended after {deadline_s:g} s"
+        while True:
+            left_s = max(0.0, until - time.monotonic())
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                _, errors = process.communicate(timeout=min(_LOOK_S, left_s))
+                break
+            if is_hurried():
+                _kill(process)
+                return "interrupted"
+            if not left_s:
+                _kill(process)
+                return f"the process that makes them was ended after {deadline_s:g} s"
     except KeyboardInterrupt:
         _kill(process)
         return "interrupted"

@@ -150,7 +150,7 @@ def main(argv: list[str]) -> int:
             if not arguments.quiet and not Path(arguments.chaos).is_file():
                 print(chaos_text)
         launcher = Launcher(job, quiet=arguments.quiet)
-        exit_code = launcher.run()
+        exit_code = _run(launcher)
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
@@ -161,6 +161,23 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )  # fmt: skip
         return ExitCode.FAILED
+    try:
+        return _ended(launcher, job, exit_code, existed=existed)
+    finally:
+        launcher.release_signals()
+
+
+def _run(launcher: Launcher) -> int:
+    """Run the job and return its exit code. What is raised leaves signals as they were."""
+    try:
+        return launcher.run()
+    except BaseException:
+        launcher.release_signals()
+        raise
+
+
+def _ended(launcher: Launcher, job: Job, exit_code: int, *, existed: bool) -> int:
+    """Leave what a run leaves at its end, and return its exit code."""
     interrupted = exit_code == ExitCode.INTERRUPTED or exit_code > 128
     if exit_code == ExitCode.BAD_INPUT or (interrupted and not launcher.has_begun):
         # Nothing was trained: the same command, corrected or not, shall find the folder free.
@@ -170,7 +187,7 @@ def main(argv: list[str]) -> int:
         done = "emptied" if existed else "removed"
         print(f"megatron-recover run: nothing was trained, so {job.run_dir} was {done} again", file=sys.stderr)
     elif exit_code < 128:  # who asked for the end at once does not want to wait for a plot
-        _report(job)
+        _report(job, launcher)
     return exit_code
 
 
@@ -183,10 +200,12 @@ def _empty(folder: Path) -> None:
             path.unlink()
 
 
-def _report(job: Job) -> None:
+def _report(job: Job, launcher: Launcher) -> None:
     """`summary.json` and the loss plot, for whatever the run has got to; and which exact faults it has not got to."""
     run_dir = job.run_dir
-    why = finish.failure(run_dir, finish.DEADLINE_S)
+    why: str | None = "the end of the trace could not be written"  # nobody waits once more for a disk that did not answer
+    if launcher.is_recorded:
+        why = finish.failure(run_dir, finish.DEADLINE_S, launcher.is_hurried)
     if why is not None:  # the run is over and has said how
         remedy = f"`{command_line('report', str(run_dir))}` makes them"
         print(f"megatron-recover run: no summary and no plot: {why}; {remedy}", file=sys.stderr)

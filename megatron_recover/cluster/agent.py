@@ -26,6 +26,7 @@ from types import MappingProxyType
 import msgspec
 
 from megatron_recover.cluster import forkserver
+from megatron_recover.cluster.readiness import is_readable
 from megatron_recover.deadlines import Deadlines
 
 _PF_EXITING = 0x4
@@ -396,7 +397,7 @@ class Agent:
     def _receive(self, *, deadline_s: float = 0.0) -> forkserver.Reply | None:
         """Return the next reply, or None if none comes in time; starts are entered into the books here. Raises `AgentLost`."""
         # Asked first: `recv_fds` does not hand its flags on, so it cannot be told not to wait.
-        if not select.select([self._control], [], [], deadline_s)[0]:
+        if not is_readable(self._control, deadline_s):
             return None
         packet, descriptors, _, _ = socket.recv_fds(self._control, forkserver.MAX_PACKET_BYTES, 1)
         if not packet:

@@ -8,6 +8,8 @@ slow, stopped or gone, and a disk that stalls, hold up neither each other nor th
 from __future__ import annotations
 
 import contextlib
+import enum
+import os
 import queue
 import re
 import sys
@@ -36,15 +38,30 @@ _LOGS_DEADLINE_S = 1.0
 _LAST_WORDS_DEADLINE_S = 5.0
 _MAX_EVENTS = 100_000
 """That wait for a terminal; more are not shown."""
+_END_OF_LOG_BYTES = 64 * 2**10
+"""So much of each log is read at the end of a run that failed."""
+
+
+class Missing(enum.StrEnum):
+    """What of the last words of a run was not shown in time."""
+
+    NOTHING = ""
+    LOGS = "logs"
+    """How the run ended was shown, and the ends of the logs were not: the disk is slow."""
+    EVERYTHING = "everything"
+    """The terminal takes nothing."""
 
 
 class Console:
     """The output of `megatron-recover run`."""
 
     WANTED = frozenset(
-        {"run_started", "generation", "plan", "committed", "applied", "fault", "checkpoint", "recovery", "run_finished"}
-    )
-    """Names of the events that make a difference here."""
+        {
+            "run_started", "generation", "leader_silent", "plan", "committed", "applied", "fault", "waiting", "checkpoint",
+            "rank_silent", "recovery", "run_finished",
+        }
+    )  # fmt: skip
+    """Names of the events that make a difference here: those that a `case` of `_event` or of `Progress.take` names."""
 
     def __init__(
         self,
@@ -70,6 +87,7 @@ class Console:
         self._events: queue.Queue[trace.AnyEvent] = queue.Queue(_MAX_EVENTS)
         self._over = threading.Event()
         self._exit: tuple[int, str] | None = None
+        self._end_is_shown = False
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
         self._logs = _Logs(run_dir, again=again)
         self._roster = roster or tuple(range(num_replicas))
@@ -99,10 +117,13 @@ class Console:
         """Follow the run from now on."""
         self._thread.start()
 
-    def finished(self, exit_code: int, reason: str) -> None:
-        """The last words."""
+    def finished(self, exit_code: int, reason: str) -> Missing:
+        """Show how the run ended, and return what of that was not shown in time."""
         self._exit = (exit_code, reason)
         self.close()
+        if not self._thread.is_alive():
+            return Missing.NOTHING
+        return Missing.LOGS if self._end_is_shown else Missing.EVERYTHING
 
     def close(self) -> None:
         """Show what is left to show; waits for the terminal to take it, but not for ever."""
@@ -161,12 +182,13 @@ class Console:
             for line in reason.splitlines():
                 print(f"megatron-recover run: {line}", file=sys.stderr)
             return
-        if exit_code not in (ExitCode.OK, ExitCode.INTERRUPTED):
-            self._show_ends_of_logs()
         what = f"exit code {exit_code} ({ExitCode.words(exit_code)}): {reason}"
         # Whose job is interrupted before it has begun finds its folder as it was.
         kept = f"; everything is in {self._run_dir}" if self._begun or exit_code != ExitCode.INTERRUPTED else ""
         self._rich.print(Text(f"megatron-recover: {what}{kept}"))
+        self._end_is_shown = True
+        if exit_code not in (ExitCode.OK, ExitCode.INTERRUPTED):  # last: a disk that is slow may keep these waiting for ever
+            self._show_ends_of_logs()
 
     def _event(self, event: trace.AnyEvent) -> None:
         match event:
@@ -205,11 +227,22 @@ class Console:
     def _show_ends_of_logs(self) -> None:
         """The last lines of what failed, so that nobody has to look for them."""
         for path in sorted((self._run_dir / LOGS).glob("*.log")):
-            lines = path.read_text(errors="replace").strip().splitlines()
+            try:
+                lines = _end_of(path).strip().splitlines()
+            except OSError:
+                continue  # it is gone, or the disk has an error; the other logs may say more
             if any("Error" in line or "Traceback" in line or "Exception" in line for line in lines[-40:]):
                 self._rich.print(Text(f"--- end of {path}"))
                 for line in lines[-12:]:
                     self._rich.print(Text(f"    {line}"))
+
+
+def _end_of(path: Path) -> str:
+    """Return the last `_END_OF_LOG_BYTES` of a file. Raises OSError."""
+    with open(path, "rb") as file:
+        with contextlib.suppress(OSError):  # a FIFO has no end
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _END_OF_LOG_BYTES))
+        return file.read(_END_OF_LOG_BYTES).decode(errors="replace")
 
 
 class _Logs:

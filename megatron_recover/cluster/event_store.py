@@ -29,7 +29,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_recover import event_files
+from megatron_recover import event_files, memory_file
 from megatron_recover.event_files import EVENTS_FILE
 
 MAX_RINGS = 2**16
@@ -93,9 +93,7 @@ class Ledger:
 
 def create_ledger() -> int:
     """Create an empty ledger, and return its descriptor. Memory that is not used is not taken."""
-    descriptor = os.memfd_create("megatron-recover-ledger", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, mmap.PAGESIZE + 2 * _SLOT_BYTES)
-    return descriptor
+    return memory_file.create_sized("megatron-recover-ledger", mmap.PAGESIZE + 2 * _SLOT_BYTES)
 
 
 class EventStore:

@@ -68,6 +68,8 @@ class Launcher:
         """By the loop's clock."""
         self._stood_still_s = 0.0
         self._end_request = EndRequest()
+        self.is_recorded = False
+        """Whether the whole trace was written, as far as the recorder has answered; known at the end of `run`."""
         self._recording: Recording
         self._agent: Agent
         self._ranks: Watch
@@ -94,10 +96,18 @@ class Launcher:
             with self._end_request.received(lambda number: self._loop.post(lambda: self._signalled(number))):
                 exit_code = self._run()
             self._recording.record(trace.RunFinished(exit_code=exit_code))
-            self._recording.finish(exit_code, self._ending[1] if self._ending else "")
+            self.is_recorded = self._recording.finish(exit_code, self._ending[1] if self._ending else "")
         finally:
             self._recording.close()  # whatever is raised is told after what it shows, on a terminal that is whole again
         return exit_code
+
+    def release_signals(self) -> None:
+        """Have signals do again what they did before `run`. Until then they change no exit code once that is known."""
+        self._end_request.release()
+
+    def is_hurried(self) -> bool:
+        """Return whether a signal came after the exit code was known: what is left to do is to end early."""
+        return self._end_request.is_hurried
 
     @property
     def has_begun(self) -> bool:
@@ -200,6 +210,7 @@ class Launcher:
             # Closed here as soon as rank 0 has them: a copy would keep a dead leader's port answering.
             with listen("127.0.0.1:0") as leader, listen("127.0.0.1:0") as store:
                 self._spawn_replica(replica, leader, store)
+        self._loop.waited_elsewhere()  # for the fork server, once for each rank
         self._membership.launched()
 
     def _spawn_replica(self, replica: int, leader: socket.socket, store: socket.socket) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import sys
@@ -23,9 +22,10 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover import trace
-from megatron_recover.cluster.console import Console
+from megatron_recover.cluster.console import Console, Missing
 from megatron_recover.cluster.event_store import Batch, EventStore, Keeper, Ledger
 from megatron_recover.cluster.forkserver import TOLD_TO_ALL, set_parent_death_signal, set_process_name
+from megatron_recover.cluster.readiness import is_readable, is_writable
 from megatron_recover.ring import Dropped, Item, Merge, RingReader
 
 MAX_PACKET_BYTES = 2**16
@@ -43,6 +43,8 @@ _TELL_LOSSES_S = 10.0
 _ORPHAN_S = 1.0
 """The ranks of a launcher that is gone are being killed: so long their last events are waited for."""
 _ORPHAN_DEADLINE_S = 10.0
+_LAST_REPLIES_S = 2.0
+"""At the end of the run: so long the launcher is waited for to take what it is told."""
 _STOPPED = b"T"
 
 
@@ -104,12 +106,14 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shown(msgspec.Struct, frozen=True, tag=True):
-    """From the recorder, its last word: how the run ended was shown."""
+    """From the recorder, its last word: how the run ended was shown, but for what is `missing`."""
 
     num_unwritten: int
     """Events that are not in the file."""
     why: str
     """Empty if there are none."""
+    missing: Missing = Missing.NOTHING
+    """What of the end of the run could not be shown."""
 
 
 Reply = Drained | Shown
@@ -129,6 +133,8 @@ class Recorder:
         self._places: dict[int, tuple[int, int]] = {}
         self._lines: deque[tuple[bytes, Item]] = deque()
         self._ahead = 0
+        self._unsent: deque[bytes] = deque()
+        """Replies for which the socket had no room."""
         self._finish: Finish | None = None
         self._is_orphan = False
         self._num_lost, self._losses_told_at, self._was_told = 0, 0.0, 0
@@ -137,7 +143,7 @@ class Recorder:
     def run(self) -> None:
         """Record until the launcher says `Finish`, or is gone."""
         while self._finish is None and not self._is_orphan:
-            select.select([self._control], [], [], _INTERVAL_S)
+            is_readable(self._control, _INTERVAL_S)
             if self._turn():
                 # A message ends the wait, and there may be thousands: drains keep their pace.
                 time.sleep(_INTERVAL_S / 10)
@@ -152,8 +158,12 @@ class Recorder:
         shown = self._write_all(time.monotonic() + deadline_s)
         self._tell(time.monotonic(), at_the_end=True)
         if self._finish is not None:
-            self._console.finished(self._finish.exit_code, self._finish.reason)
-            self._send(shown)
+            missing = self._console.finished(self._finish.exit_code, self._finish.reason)
+            self._send(msgspec.structs.replace(shown, missing=missing))
+            end = time.monotonic() + _LAST_REPLIES_S
+            while self._unsent and (left_s := end - time.monotonic()) > 0:
+                is_writable(self._control, left_s)
+                self._send_unsent()
         else:
             self._console.close()
 
@@ -161,6 +171,7 @@ class Recorder:
         """Do what there is to do. Return whether the launcher had something to say."""
         now = time.monotonic_ns()
         has_heard = self._receive()
+        self._send_unsent()
         if len(self._places) >= self._settings.num_rings:
             self._drain(now)
         self._write()
@@ -203,8 +214,18 @@ class Recorder:
                 self._finish = told
 
     def _send(self, reply: Reply) -> None:
-        with contextlib.suppress(OSError):  # the launcher is gone, or reads nothing; it misses nothing that matters to the run
-            self._control.send(msgspec.json.encode(reply))
+        self._unsent.append(msgspec.json.encode(reply))
+        self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        try:
+            while self._unsent:
+                self._control.send(self._unsent[0])
+                self._unsent.popleft()
+        except BlockingIOError:
+            return  # the launcher is busy, or stopped; there is one for each ring at most
+        except OSError:
+            self._unsent.clear()  # the launcher is gone
 
     # --- From the rings ----------------------------------------------------------------------------------------------
 

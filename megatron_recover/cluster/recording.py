@@ -6,9 +6,7 @@ of the run.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -20,7 +18,10 @@ import msgspec
 
 from megatron_recover import ring, trace
 from megatron_recover.cluster import event_store, recorder
-from megatron_recover.cluster.job import Job
+from megatron_recover.cluster.console import Missing
+from megatron_recover.cluster.job import LOGS, Job
+from megatron_recover.cluster.readiness import is_readable
+from megatron_recover.collectives.speaker import Speaker
 from megatron_recover.core.values import ExitCode
 
 _LAUNCHER = -1
@@ -36,6 +37,8 @@ TRACE_DEADLINE_S = 10.0
 _TERMINAL_DEADLINE_S = 7.0
 """For the terminal to show how the run ended, after that."""
 _ABANDONED_DEADLINE_S = 3.0
+_COMPLAINT_S = 1.0
+"""For a line of ours on stderr."""
 
 
 class _Ring(msgspec.Struct):
@@ -64,6 +67,9 @@ class Recording:
         self._numbers: dict[tuple[int, int], int] = {}
         self._outbox: deque[recorder.Told] = deque()
         self._shown: recorder.Shown | None = None
+        self._finish: recorder.Finish | None = None
+        """What every recorder is told from the end of the run on: one that has heard it may die before it has done it."""
+        self._speaker = Speaker()
         self._roster: tuple[int, ...] = ()
         self._num_starts, self._num_rings = 0, 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -107,15 +113,16 @@ class Recording:
             status, self._process = self._process.returncode, None
             how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
             if self._num_starts < _MAX_STARTS:
-                self._start()
                 self._outbox.append(recorder.Says(f"the recorder ended by {how}: another one goes on with the trace"))
+                self._start()
             else:
                 self._complain(f"the recorder has ended {_MAX_STARTS} times, now by {how}: no more of the trace is written")
                 self._hang_up()
 
-    def finish(self, exit_code: int, reason: str) -> None:
-        """Have the rest of the trace written and the end of the run shown, within a deadline."""
-        self._outbox.append(recorder.Finish(exit_code, reason[:_MAX_TEXT], TRACE_DEADLINE_S))
+    def finish(self, exit_code: int, reason: str) -> bool:
+        """Have the rest of the trace written and the end of the run shown, within a deadline. Return whether it is written."""
+        self._finish = recorder.Finish(exit_code, reason[:_MAX_TEXT], TRACE_DEADLINE_S)
+        self._outbox.append(self._finish)
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)  # somebody may have stopped it
         end = time.monotonic() + TRACE_DEADLINE_S + _TERMINAL_DEADLINE_S
@@ -124,16 +131,21 @@ class Recording:
             if self._control is None:
                 break
             if self._shown is None:
-                select.select([self._control], [], [], 0.05)
+                is_readable(self._control, 0.05)
+        missing = Missing.EVERYTHING if self._shown is None else self._shown.missing
+        if missing is Missing.EVERYTHING and (exit_code != ExitCode.OK or not self._quiet):
+            self._complain(f"exit code {exit_code} ({ExitCode.words(exit_code)}): {reason}")
+        elif missing is Missing.LOGS:
+            logs = self._job.run_dir / LOGS
+            self._complain(f"the ends of the logs in {logs} could not be shown in time: the disk, or the terminal, is slow")
         if self._shown is None:
-            if exit_code != ExitCode.OK or not self._quiet:
-                self._complain(f"exit code {exit_code} ({ExitCode.words(exit_code)}): {reason}")
             self._complain(f"the end of the trace is missing in {self._job.run_dir}, as the recorder does not answer")
         elif self._shown.num_unwritten:
             self._complain(
                 f"the end of the trace is missing in {self._job.run_dir}: {self._shown.why}. At least "
                 f"{self._shown.num_unwritten} events could not be written. The run itself is not affected"
             )
+        return self._shown is not None and not self._shown.num_unwritten
 
     def close(self) -> None:
         """End the recorder, which writes what there is first if it was not told to finish."""
@@ -179,13 +191,15 @@ class Recording:
             sys.executable, "-m", "megatron_recover.cluster.recorder", str(theirs.fileno()), str(self._ledger),
             msgspec.json.encode(settings).decode(),
         ]  # fmt: skip
-        others = [each for each in self._outbox if isinstance(each, recorder.Says | recorder.Finish)]
+        others = [each for each in self._outbox if isinstance(each, recorder.Says)]
         self._outbox.clear()
         for number, each in self._rings.items():
             self._outbox.append(recorder.Ring(number, *each.place))
             if each.has_ended:
                 self._outbox.append(recorder.Ended(number))
         self._outbox.extend(others)
+        if self._finish is not None:
+            self._outbox.append(self._finish)
         with theirs:
             try:
                 self._process = subprocess.Popen(
@@ -227,5 +241,6 @@ class Recording:
                     self._shown = shown
 
     def _complain(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            print(f"megatron-recover run: {text}", file=sys.stderr, flush=True)
+        """Say something on stderr, and wait only shortly for a terminal that takes nothing (Ctrl-S)."""
+        self._speaker.say(f"megatron-recover run: {text}")
+        self._speaker.wait(_COMPLAINT_S)

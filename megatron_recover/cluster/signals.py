@@ -37,6 +37,9 @@ class EndRequest:
     def __init__(self) -> None:
         self._is_made = False
         self._num_ctrl_c = 0
+        self._before: list[tuple[int, Callable[..., object] | int | None]] = []
+        self.is_hurried = False
+        """Whether a signal came after the end of `received`: the exit code is known, and what is left to do is to end early."""
 
     @property
     def is_made(self) -> bool:
@@ -59,14 +62,15 @@ class EndRequest:
         """Call `on_signal(number)`, from a signal handler, for every signal that asks for the job's end.
 
         SIGHUP, which a terminal that is closed sends, is left alone where whoever started this process has it ignored (nohup).
-        Where the end was requested, later signals of a scheduler are ignored also after this context: the process is about to
-        end, and one of them must not change its exit code.
+        After this context the process is about to end, and no signal must change its exit code or leave anything behind. So
+        until `release` a signal only sets `is_hurried`. Where the end was requested, not even that: later signals of a
+        scheduler belong to that request and are ignored, but for SIGINT.
         """
 
         def handle(number: int, frame: FrameType | None) -> None:
             on_signal(number)
 
-        before: list[tuple[int, Callable[..., object] | int | None]] = [
+        self._before = [
             (number, signal.signal(number, handle))
             for number in TOLD_TO_ALL
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
@@ -74,8 +78,18 @@ class EndRequest:
         try:
             yield
         finally:
-            for number, handler in before:
-                signal.signal(number, signal.SIG_IGN if self._is_made and number != signal.SIGINT else handler)
+            for number, _ in self._before:
+                signal.signal(number, signal.SIG_IGN if self._is_made and number != signal.SIGINT else self._hurry)
+
+    def release(self) -> None:
+        """Have signals do again what they did before `received`, but for those that are ignored (see there)."""
+        for number, handler in self._before:
+            if signal.getsignal(number) == self._hurry:
+                signal.signal(number, handler)
+        self._before = []
+
+    def _hurry(self, number: int, frame: FrameType | None) -> None:
+        self.is_hurried = True
 
 
 def is_at_terminal() -> bool:

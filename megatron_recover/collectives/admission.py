@@ -11,12 +11,12 @@ import errno
 import os
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Callable
 
 from megatron_recover.collectives.handshake import NONCE_BYTES, Acceptor, Admits, Party, Refused, Role, Verdict
 from megatron_recover.collectives.loop import Loop
+from megatron_recover.collectives.speaker import Speaker
 from megatron_recover.collectives.wire import Link, largest_body
 
 INTRODUCTION_S = 5.0
@@ -67,17 +67,14 @@ class Reserve:
     def __init__(self) -> None:
         self._descriptor = -1
         self._said = False
+        self._speaker = Speaker()
         self._refill()
 
     def turn_away(self, listener: socket.socket, error: OSError) -> bool:
         """Accept a connection and close it. Return whether that was possible. The first time, say what is wrong."""
         if not self._said:
             self._said = True
-            print(
-                f"megatron-recover: cannot accept a connection ({error.strerror}); raise `ulimit -n`",
-                file=sys.stderr,
-                flush=True,
-            )
+            self._speaker.say(f"megatron-recover: cannot accept a connection ({error.strerror}); raise `ulimit -n`")
         self.close()
         try:
             listener.accept()[0].close()

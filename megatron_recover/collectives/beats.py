@@ -12,12 +12,12 @@ one deadline that the user sets (INV-8): then its replica ends, because nobody c
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_recover import trace
 from megatron_recover.collectives.loop import Loop
+from megatron_recover.collectives.speaker import Speaker
 from megatron_recover.collectives.wire import Beat, LeaderBeat, Link, frame
 from megatron_recover.deadlines import Deadlines
 
@@ -59,6 +59,7 @@ class CoordinatorWatch:
         self._answer, self._waits, self._record, self._give_up = answer, waits, record, give_up
         self._heard_at = self._waiting_since = loop.time()
         self._waits_for = ""
+        self.speaker = Speaker()
         self._said: str | None = None
         """What the replica needed when it last said that the coordinator is silent; None: it has not, in this silence."""
         self._pid = 0
@@ -124,7 +125,7 @@ class CoordinatorWatch:
                 else "training goes on until it is needed"
             )
             text = f"the coordinator ({self._who()}) has sent nothing for {seconds:.0f} s; {waits}"
-        print(f"megatron-recover: {text}", file=sys.stderr, flush=True)
+        self.speaker.say(f"megatron-recover: {text}")
 
     def _who(self) -> str:
         """The process of the coordinator, how it is, and what to do about it."""

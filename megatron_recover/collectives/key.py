@@ -10,6 +10,7 @@ import fcntl
 import os
 import secrets
 
+from megatron_recover import memory_file
 from megatron_recover.collectives.handshake import KEY_BYTES
 from megatron_recover.config import inherited_descriptor
 
@@ -25,7 +26,7 @@ def make_key() -> bytes:
 
 def sealed(key: bytes) -> int:
     """Return a descriptor of a sealed file in memory that contains `key`. The caller closes the descriptor."""
-    descriptor = os.memfd_create("megatron-recover-key", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = memory_file.create("megatron-recover-key")
     os.fchmod(descriptor, 0o400)
     os.write(descriptor, key)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)

@@ -61,7 +61,8 @@ class Loop:
     def post(self, call: Callable[[], None]) -> None:
         """Have the loop's thread make `call` soon; calls are made in the order in which they were posted."""
         self._posted.append(call)
-        with contextlib.suppress(BlockingIOError):  # the pipe is full of wakes already
+        # The pipe is full of wakes already, or a signal handler posts to a loop that was closed.
+        with contextlib.suppress(OSError):
             self._waker.send(b"\0")
 
     # --- From the loop's thread --------------------------------------------------------------------------------------
@@ -106,6 +107,10 @@ class Loop:
     def time(self) -> float:
         """Return the seconds of the loop's own clock, which leaves out the time in which the loop stood still."""
         return self._clock() - self.stood_still_s
+
+    def waited_elsewhere(self) -> None:
+        """Note that the loop's thread has waited for something else since the loop ran last: that was no standstill."""
+        self._ran_at = (self._clock(), self._cpu_clock())
 
     def send(self, link: Link, message: Message) -> None:
         """Send without waiting. On a link that broke `on_closed` is called soon; on one that was dropped nothing happens."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import traceback
 import weakref
@@ -21,6 +20,7 @@ from megatron_recover.collectives.calling import OutgoingLink
 from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.leader import Leader
 from megatron_recover.collectives.loop import Loop
+from megatron_recover.collectives.speaker import Speaker
 from megatron_recover.collectives.transport import Endpoint, Revoked, Transport, TransportError
 from megatron_recover.collectives.wire import Enter, Heard, Link, LinkClosed, Message, RankHello
 from megatron_recover.config import RankContext, RecoverConfig
@@ -102,6 +102,7 @@ class Member:
         self._closed = False
         self._outbox: deque[values.Report] = deque()
         self._loop = Loop()
+        self._speaker = Speaker()
         self._leader: Leader | None = None
         self._uplink: Link | None = None
         self._control = threading.Thread(target=self._run_control, name="recover-control", daemon=True)
@@ -345,7 +346,7 @@ class Member:
                 self._leader.see_ranks_off()
         except BaseException as error:
             # Nothing may go unnoticed here: without this thread the rank neither promises nor hears of the job's end.
-            traceback.print_exc()
+            self._speaker.say(traceback.format_exc().rstrip())
             code = ExitCode.INVARIANT_VIOLATED if isinstance(error, InvariantViolation) else ExitCode.FAILED
             self._fail(f"{type(error).__name__}: {error}", code)
             while not self._closed:
@@ -434,5 +435,6 @@ class Member:
             if self._transport is not None:
                 self._transport.revoke()
             self._changed.notify_all()
-        print(f"megatron-recover: replica {self.replica} rank {self.rank} ends: {reason}", file=sys.stderr, flush=True)
         self._loop.after(self._deadlines.follow_s, lambda: self._end_process(exit_code))
+        # Not printed: this thread must come to that timer, and to the messages of others, where the log's disk stalls.
+        self._speaker.say(f"megatron-recover: replica {self.replica} rank {self.rank} ends: {reason}")

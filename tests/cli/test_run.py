@@ -17,7 +17,9 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.cli import command_line, finish, run
+from megatron_recover.cluster.forkserver import TOLD_TO_ALL
 from megatron_recover.cluster.job import Job, create_run_dir
+from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
@@ -71,8 +73,20 @@ def test_a_folder_in_which_nothing_can_be_made_is_refused(kind: int, tmp_path: P
         create_run_dir(tmp_path / "empty")
 
 
-def ends(monkeypatch: pytest.MonkeyPatch, exit_code: int) -> None:
-    monkeypatch.setattr(run, "Launcher", lambda job, quiet: SimpleNamespace(has_begun=True, run=lambda: exit_code))
+def ends(monkeypatch: pytest.MonkeyPatch, exit_code: int, *, is_recorded: bool = True) -> None:
+    """Have the made-up job end so. Its signals are those of a job, from the end of `received` on."""
+    request = EndRequest()
+
+    def end() -> int:
+        if threading.current_thread() is threading.main_thread():
+            with request.received(lambda number: None):
+                pass
+        return exit_code
+
+    launcher = SimpleNamespace(
+        has_begun=True, run=end, is_recorded=is_recorded, is_hurried=lambda: request.is_hurried, release_signals=request.release
+    )  # fmt: skip
+    monkeypatch.setattr(run, "Launcher", lambda job, quiet: launcher)
 
 
 COMMAND = ["--replicas", "2", "--", "script.py"]
@@ -129,7 +143,7 @@ def test_help_lists_the_flags_of_the_trainer(capsys: pytest.CaptureFixture[str])
 
 def test_nobody_who_has_asked_twice_for_the_end_waits_for_a_plot(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     ends(monkeypatch, 130)
-    monkeypatch.setattr(run, "_report", lambda run_dir: pytest.fail("made a report"))
+    monkeypatch.setattr(run, "_report", lambda job, launcher: pytest.fail("made a report"))
     assert run.main(COMMAND) == 130
 
 
@@ -183,13 +197,27 @@ def test_a_report_that_hangs_is_ended_and_changes_nothing(
     assert psutil.Process().children() == []
 
 
-def test_ctrl_c_while_the_report_is_made_changes_nothing(stalled: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+@pytest.mark.parametrize("number", TOLD_TO_ALL)
+def test_a_signal_while_the_report_is_made_ends_only_that(
+    stalled: Job, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = [signal.getsignal(each) for each in TOLD_TO_ALL]
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), number))
     timer.start()
     assert run.main(COMMAND) == ExitCode.OK
+    assert [signal.getsignal(each) for each in TOLD_TO_ALL] == before
     timer.join(timeout=10.0)
     assert told(capsys, stalled) == "interrupted"
     assert psutil.Process().children() == []
+
+
+def test_a_disk_that_did_not_take_the_trace_is_not_asked_for_a_report(
+    stalled: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends(monkeypatch, ExitCode.OK, is_recorded=False)
+    monkeypatch.setattr(finish, "failure", lambda *arguments: pytest.fail("a process reads the trace"))
+    assert run.main(COMMAND) == ExitCode.OK
+    assert told(capsys, stalled) == "the end of the trace could not be written"
 
 
 def test_a_report_that_cannot_be_written_changes_nothing(

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import io
 import os
+import textwrap
 import threading
 from pathlib import Path
 
+import pytest
+
 from megatron_recover import trace
-from megatron_recover.cluster.console import Console
+from megatron_recover.cluster import console as console_module
+from megatron_recover.cluster.console import Console, Missing
 from megatron_recover.cluster.job import create_run_dir, log_file
 from megatron_recover.core.values import ExitCode
+from megatron_recover.observe.progress import Progress
 
 LINES = [f" iteration {step}/ 3 | lm loss: 1.0" for step in (1, 2, 3)]
 
@@ -58,6 +65,25 @@ def test_a_request_to_end_is_not_told_as_a_new_generation(tmp_path: Path) -> Non
     assert "generation 1: replicas 0 1" in printed and "generation 2" not in printed
 
 
+def test_every_event_that_the_console_shows_is_one_that_it_is_given() -> None:
+    """The recorder gives the console the events of `WANTED` only. An event is shown where a `case` names its class."""
+    for shows in (Console._event, Progress.take):
+        [function] = ast.parse(textwrap.dedent(inspect.getsource(shows))).body
+        classes = [each.cls for each in ast.walk(function) if isinstance(each, ast.MatchClass)]
+        names = [each.attr for each in classes if isinstance(each, ast.Attribute)]
+        assert len(names) > 4, f"no `case` was found in {shows.__qualname__}"
+        shown = {getattr(trace, name).__struct_config__.tag for name in names}
+        assert shown <= Console.WANTED, f"{shows.__qualname__} would show {sorted(shown - Console.WANTED)} too"
+
+
+def test_what_the_run_waits_for_is_shown(tmp_path: Path) -> None:
+    waits = trace.Waiting(replicas=(1,), reason="replica 1 alone has the state")
+    silent = trace.LeaderSilent(member=1, generation=2, phase="began", seconds=4.0, waiting_for=())
+    _, printed = shown(tmp_path, waits, silent)
+    assert "WARNING: waiting for replicas 1: replica 1 alone has the state" in printed
+    assert "the leader of replica 1 has not answered for 4 s" in printed
+
+
 class Closed(io.StringIO):
     """A terminal that was closed."""
 
@@ -94,6 +120,50 @@ def test_a_disk_that_stalls_holds_up_neither_what_is_said_nor_the_end(tmp_path: 
     ]  # fmt: skip
     with open(log_file(run_dir, 0, 0), "w"):  # let the thread go
         pass
+
+
+def test_how_a_run_ended_is_shown_before_the_logs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a log blocks, as it is a FIFO that nobody writes to."""
+    monkeypatch.setattr(console_module, "_LAST_WORDS_DEADLINE_S", 2.0)
+    run_dir, printed = create_run_dir(tmp_path / "run"), io.StringIO()
+    console = Console(run_dir, num_replicas=1, num_ranks=1, stream=printed)
+    console.start()
+    console.take(trace.Generation(generation=1, roster=(0,), losses=(), reason="start"))
+    os.mkfifo(log_file(run_dir, 0, 0))
+    missing = console.finished(ExitCode.FAILED, "a rank has failed")
+    assert "(failed): a rank has failed; everything is in" in printed.getvalue()
+    assert missing is Missing.LOGS
+    with open(log_file(run_dir, 0, 0), "w") as file:
+        file.write("ValueError: at last\n")
+    console._thread.join(10.0)
+    assert "ValueError: at last" in printed.getvalue()
+    assert console.finished(ExitCode.FAILED, "a rank has failed") is Missing.NOTHING
+
+
+def test_a_terminal_that_takes_nothing_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console_module, "_LAST_WORDS_DEADLINE_S", 0.5)
+    goes_on = threading.Event()
+
+    class Stopped(io.StringIO):
+        def write(self, text: str) -> int:
+            assert goes_on.wait(30)
+            return len(text)
+
+    console = Console(create_run_dir(tmp_path / "run"), num_replicas=1, num_ranks=1, stream=Stopped())
+    console.start()
+    assert console.finished(ExitCode.OK, "training finished") is Missing.EVERYTHING
+    goes_on.set()
+    console._thread.join(10.0)
+    assert not console._thread.is_alive()
+
+
+def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:
+    run_dir, printed = create_run_dir(tmp_path / "run"), io.StringIO()
+    log_file(run_dir, 0, 0).write_text("x" * 3_000_000 + "\nValueError: it is too large\n")
+    console = Console(run_dir, num_replicas=1, num_ranks=1, stream=printed)
+    console.start()
+    assert console.finished(ExitCode.FAILED, "a rank has failed") is Missing.NOTHING
+    assert "ValueError: it is too large" in printed.getvalue() and len(printed.getvalue()) < 70_000
 
 
 def test_a_console_that_goes_on_for_another_shows_nothing_twice(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import gzip
@@ -13,6 +14,7 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +22,7 @@ import msgspec
 import pytest
 
 from megatron_recover import event_files, ring, trace
+from megatron_recover.cluster import recorder
 from megatron_recover.cluster.event_store import Batch, EventStore, Keeper, Ledger, create_ledger
 from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.cluster.recording import Recording
@@ -323,6 +326,72 @@ def test_recorders_that_all_die_cost_the_trace_and_are_told(start: Callable[...,
     run.finish()
     err = capfd.readouterr().err
     assert "no more of the trace is written" in err and "exit code 0 (ok): training finished" in err
+
+
+def test_with_more_descriptors_than_select_takes_a_recorder_is_started_again(start: Callable[..., Run]) -> None:
+    """`select.select` refuses descriptors from 1024 on. The launcher of a large run has that many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    fillers = [os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC) for _ in range(1100)]
+    try:
+        run = start()
+        run.until_it_records()
+        former = run.pid
+        os.kill(former, signal.SIGKILL)
+        run.until(lambda: run.recording._process is not None and run.pid != former, "another recorder")
+        assert isinstance(run.finish()[-1], trace.RunFinished)
+    finally:
+        for each in fillers:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert run.recording._num_starts == 2
+
+
+def test_a_recorder_that_dies_after_it_was_told_to_finish_is_followed_by_one_that_finishes(
+    start: Callable[..., Run],
+    capfd,  # noqa: ANN001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = start()
+    run.until_it_records()
+    os.kill(run.pid, signal.SIGSTOP)
+    send = Recording._send
+
+    def kill_after_finish(recording: Recording) -> None:
+        had = any(isinstance(each, recorder.Finish) for each in recording._outbox)
+        send(recording)
+        if had and not recording._outbox and recording._num_starts == 1:
+            os.kill(run.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(Recording, "_send", kill_after_finish)
+    begin = time.monotonic()
+    assert isinstance(run.finish()[-1], trace.RunFinished)
+    assert time.monotonic() - begin < 10.0 and run.recording._num_starts == 2
+    out, err = capfd.readouterr()
+    assert "exit code 0 (ok): training finished" in out and err == ""
+
+
+def test_word_of_a_drained_ring_that_the_launcher_has_no_room_for_is_sent_later() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    settings = recorder.Settings(
+        run_dir="", started_at=0.0, num_replicas=1, num_ranks=1, quiet=True, part_bytes=0, num_rings=0
+    )  # fmt: skip
+    made = recorder.Recorder.__new__(recorder.Recorder)
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    made._control, made._settings, made._unsent = theirs, settings, deque()
+    for number in range(5000):
+        made._send(recorder.Drained(number))
+    assert made._unsent, "the socket took everything"
+    heard: list[int] = []
+    while len(heard) < 5000:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                heard.append(msgspec.json.decode(ours.recv(1000), type=recorder.Reply).number)
+        made._send_unsent()
+    assert heard == list(range(5000))
+    ours.close()
+    theirs.close()
 
 
 def test_a_recorder_that_stands_still_loses_only_what_is_counted(start: Callable[..., Run], capfd) -> None:  # noqa: ANN001

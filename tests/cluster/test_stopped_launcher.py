@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from megatron_recover import trace
+from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.collectives.loop import Loop
 from megatron_recover.core.values import ExitCode
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.observe.check import check, describe
 from tests.cluster.jobs import Spec
 from tests.cluster.running import FOR_EVER, AtTerminal, Running, Start
@@ -30,6 +34,34 @@ def until_said(job: Running, text: str, replicas: tuple[int, ...] = (0, 2)) -> N
     """Return when the leaders of `replicas` have said so in their logs."""
     logs = [Path(job.spec.run_dir) / "logs" / f"replica-{replica}-rank-0.log" for replica in replicas]
     until_files(lambda: all(text in log.read_text() for log in logs), text, logs[0].parent)
+
+
+def test_the_time_in_which_ranks_are_started_is_not_told_as_a_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher waits for the fork server meanwhile, and not in its loop."""
+    now, said = [0.0], list[str]()
+
+    def spawn(replica: int, rank: int, start: object) -> None:
+        now[0] += 2.0
+
+    launcher = Launcher.__new__(Launcher)
+    launcher._job = SimpleNamespace(num_replicas=2, num_ranks=2, argv=(), log_of=lambda replica, rank: None)
+    launcher._loop = Loop(clock=lambda: now[0], cpu_clock=lambda: 0.0)
+    launcher._ports = SimpleNamespace(take=lambda: 1)
+    launcher._recording = SimpleNamespace(descriptors=lambda replica, rank: {}, says=said.append)
+    launcher._agent, launcher._ranks = SimpleNamespace(spawn=spawn), SimpleNamespace(spawn=spawn)
+    launcher._membership = SimpleNamespace(launched=lambda: None)
+    launcher._sealed_key, launcher._stood_still_s, launcher._deadlines = -1, 0.0, Deadlines.of()
+    monkeypatch.setattr(Launcher, "_environment", lambda self, replica, rank, **others: {})
+    launcher._loop.run_once(0.0)
+    launcher._spawn_all()
+    launcher._loop.run_once(0.0)
+    launcher._say_if_it_stood_still()
+    assert said == [] and now[0] == 8.0
+    now[0] += 60.0
+    launcher._loop.run_once(0.0)
+    launcher._say_if_it_stood_still()
+    assert len(said) == 1 and said[0].startswith("the launcher stood still for 60 s"), "a real stop is told"
+    launcher._loop.close()
 
 
 @pytest.mark.parametrize("how", ["SIGSTOP", "Ctrl-Z"])

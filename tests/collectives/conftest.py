@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import select
+import sys
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -40,3 +46,72 @@ def free() -> str:
     address = address_of(listener)
     listener.close()
     return address
+
+
+class StalledStderr:
+    """A stderr that takes nothing before `release`: a pipe that is full, and a file of Python's that waits."""
+
+    def __init__(self) -> None:
+        self._reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        self._filled = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._filled += os.write(writer, bytes(4096))
+        os.set_blocking(writer, True)
+        self._before, self._goes_on = os.dup(2), threading.Event()
+        os.dup2(writer, 2)
+        os.close(writer)
+        self._released = False
+
+    def release(self) -> str:
+        """Let everything be written, and return what was."""
+        self._released = True
+        self._goes_on.set()
+        text, seconds = b"", 0.5
+        os.set_blocking(self._reader, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                text += os.read(self._reader, 2**20)
+                self._wait(seconds)
+        os.dup2(self._before, 2)
+        return text[self._filled :].decode()
+
+    def _wait(self, seconds: float) -> None:
+        """Wait until something is there to read, at most so long."""
+        poll = select.poll()
+        poll.register(self._reader, select.POLLIN)
+        poll.poll(seconds * 1000)
+
+    def close(self) -> None:
+        """Put stderr back. Threads that still write get an error."""
+        if not self._released:
+            self.release()
+        os.close(self._before)
+        os.close(self._reader)
+
+    def file(self) -> io.TextIOBase:
+        """Return what stands for `sys.stderr` meanwhile."""
+        goes_on = self._goes_on
+
+        class Waiting(io.StringIO):
+            def write(self, text: str) -> int:
+                goes_on.wait(60)
+                return len(text)
+
+        return Waiting()
+
+
+@pytest.fixture
+def stalled_stderr(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], StalledStderr]]:
+    """Have stderr of this process stall from the call on. (pytest would put it back between this fixture and the test.)"""
+    made: list[StalledStderr] = []
+
+    def stall() -> StalledStderr:
+        made.append(StalledStderr())
+        monkeypatch.setattr(sys, "stderr", made[0].file())
+        return made[0]
+
+    yield stall
+    for each in made:
+        each.close()

@@ -125,7 +125,7 @@ def test_a_leader_that_stood_still_itself_does_not_call_the_coordinator_silent()
     watched.loop.close()
 
 
-def test_a_stopped_launcher_is_named_with_its_remedy(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_launcher_is_named_with_its_remedy(watched: Watched, capfd: pytest.CaptureFixture[str]) -> None:
     process = subprocess.Popen(["sleep", "1000"])
     try:
         process.send_signal(signal.SIGSTOP)
@@ -134,7 +134,7 @@ def test_a_stopped_launcher_is_named_with_its_remedy(watched: Watched, capsys: p
         watched.waits = "a new generation"
         watched.run(SILENT_S)
         pid = process.pid
-        assert capsys.readouterr().err == (
+        assert watched.watch.speaker.wait(10.0) and capfd.readouterr().err == (
             f"megatron-recover: the coordinator (the launcher, pid {pid}, stopped: continue it with `fg` or `kill -CONT "
             f"{pid}`) has sent nothing for 3 s; replica 0 waits for a new generation, at most 20 s\n"
         )

@@ -47,6 +47,24 @@ def stopped() -> Iterator[Stopped]:
     made.other.close()
 
 
+def test_what_its_thread_waited_for_elsewhere_is_no_stop(stopped: Stopped) -> None:
+    stopped.after(20.0, "timer")
+    stopped.stop(10.0)
+    stopped.loop.waited_elsewhere()
+    stopped.loop.run_once(0.0)
+    assert stopped.loop.stood_still_s == 0.0 and stopped.loop.time() == 10.0
+    stopped.stop(5.0)
+    stopped.loop.run_once(0.0)
+    assert stopped.loop.stood_still_s == 5.0, "a stop after that counts"
+
+
+def test_a_signal_handler_may_post_to_a_loop_that_is_closed() -> None:
+    """Between the end of the loop and that of its handlers a signal may come."""
+    loop = Loop()
+    loop.close()
+    loop.post(lambda: None)
+
+
 def test_a_timer_that_ran_out_in_a_stop_has_its_time_left_after_it(stopped: Stopped) -> None:
     stopped.after(5.0, "timer")
     stopped.stop(100.0)

@@ -1,0 +1,51 @@
+"""Writes lines to stderr from a thread of its own, for threads that must not wait for a disk or a terminal.
+
+A rank's stderr is its log, whose disk may stall. A thread that prints there waits for that disk, and for every other thread
+that is inside a print, since these share a lock. This module decides nothing. What finds no room in its queue is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+
+_MAX_LINES = 100
+"""Texts that wait; more are dropped."""
+_STDERR = 2
+
+
+class Speaker:
+    """A queue of texts for stderr. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._texts: queue.Queue[str] = queue.Queue(_MAX_LINES)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def say(self, text: str) -> None:
+        """Have a text written, with a line end. It never waits and never raises."""
+        with contextlib.suppress(queue.Full):
+            self._texts.put_nowait(text)
+        with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="speaker", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no room for a thread, or the interpreter is about to end
+                    thread.start()
+                    self._thread = thread
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether everything is written, or could not be, within so many seconds."""
+        texts = self._texts
+        with texts.all_tasks_done:
+            return texts.all_tasks_done.wait_for(lambda: not texts.unfinished_tasks, seconds)
+
+    def _run(self) -> None:
+        while True:
+            # Not by `sys.stderr`: at the end of the process the interpreter would wait for the lock of a write that stalls.
+            rest = memoryview(f"{self._texts.get()}\n".encode(errors="backslashreplace"))
+            with contextlib.suppress(OSError):
+                while rest:
+                    rest = rest[os.write(_STDERR, rest) :]
+            self._texts.task_done()

@@ -1,0 +1,38 @@
+"""Anonymous files in memory (memfd) that processes of a run share: the one place that creates them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+
+_MFD_NOEXEC_SEAL = 0x0008
+"""Not executable, for ever (Linux 6.3; no constant of Python's). Hosts with `vm.memfd_noexec=2` refuse a file without it."""
+FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Seals for a file that others map: with another size, reading it would end its readers with SIGBUS."""
+
+
+def create(name: str) -> int:
+    """Create an empty file that can be sealed, and return its descriptor, which is not inheritable. Raises OSError.
+
+    `name` is what /proc shows.
+    """
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # an older kernel does not know the flag
+            raise
+    return os.memfd_create(name, flags)
+
+
+def create_sized(name: str, num_bytes: int) -> int:
+    """Create a file of so many bytes, all 0, whose size nobody can change. Return its descriptor. Raises OSError."""
+    descriptor = create(name)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, FIXED_SIZE)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

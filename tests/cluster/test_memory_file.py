@@ -1,0 +1,53 @@
+"""The files in memory that processes of a run share: nobody can cut them, and hosts that forbid executable ones take them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+
+import pytest
+
+from megatron_recover import memory_file, ring
+from megatron_recover.cluster.event_store import create_ledger
+from megatron_recover.collectives import key
+from megatron_recover.progress_page import PageReader
+
+FILES: dict[str, Callable[[], int]] = {
+    "ring": ring.create,
+    "ledger": create_ledger,
+    "page": lambda: os.dup(PageReader("progress-0.0").descriptor),
+    "key": lambda: key.sealed(key.make_key()),
+}
+
+
+@pytest.mark.parametrize("which", FILES)
+def test_nobody_can_cut_or_extend_it(which: str) -> None:
+    descriptor = FILES[which]()
+    try:
+        for size in (0, 2**30):
+            with pytest.raises(PermissionError):
+                os.ftruncate(descriptor, size)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("which", FILES)
+@pytest.mark.parametrize("host", ["strict", "old"])
+def test_it_is_made_where_executable_ones_are_forbidden_and_where_the_flag_is_unknown(
+    host: str, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.memfd_create
+
+    def memfd_create(name: str, flags: int) -> int:
+        has_flag = bool(flags & memory_file._MFD_NOEXEC_SEAL)
+        if has_flag != (host == "strict"):
+            number = errno.EACCES if host == "strict" else errno.EINVAL
+            raise OSError(number, os.strerror(number))
+        return real(name, flags & ~memory_file._MFD_NOEXEC_SEAL)
+
+    monkeypatch.setattr(os, "memfd_create", memfd_create)
+    os.close(FILES[which]())
