@@ -93,7 +93,7 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: str
     """`host:port` of the coordinator's control socket."""
     leader: str
-    """`host:port` on which this replica's leader accepts its ranks (the leader binds it)."""
+    """`host:port` on which this replica's leader accepts its ranks and other leaders."""
     run_dir: str
     started_at: float
     """`time.monotonic()` of the launcher at the start of the run: zero of the trace's clock."""

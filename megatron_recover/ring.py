@@ -165,13 +165,16 @@ class _Nothing:
 def log_of_rank(context: RankContext) -> trace.Log:
     """Return the log of this rank: the ring that it has inherited, else the trace file itself, as without a recorder.
 
+    Called once in a process, as it closes the inherited descriptor.
     A dry run is no part of the run and records nothing.
     """
     if context.dry_run:
         return _Nothing()
     descriptor = inherited_descriptor(DESCRIPTOR)
     if descriptor is not None:
-        return RingLog(descriptor)
+        log = RingLog(descriptor)
+        os.close(descriptor)  # the mapping has a copy of its own
+        return log
     return trace.EventLog(os.path.join(context.run_dir, trace.EVENTS_FILE), context.started_at)
 
 

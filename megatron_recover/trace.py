@@ -488,11 +488,14 @@ class Failure(Event, frozen=True, kw_only=True):
 
 
 class RankSilent(Event, frozen=True, kw_only=True):
-    """Agent: a rank is slow, hangs or is stopped. Whether its replica is lost by that is said by the next `Generation`."""
+    """Agent: a rank is slow, hangs, is stopped or is held by a tracer.
+
+    Whether its replica is lost by that is said by the next `Generation`.
+    """
 
     replica: int
     rank: int
-    verdict: Literal["slow", "hung", "stopped"]
+    verdict: Literal["slow", "hung", "stopped", "traced"]
     phase: str
     """What its training thread does (`core/detector.py`)."""
     seconds: float

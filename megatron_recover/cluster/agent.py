@@ -10,6 +10,7 @@ server's report are what confirms that nothing of the process can run any more.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -31,7 +32,9 @@ _PF_EXITING = 0x4
 _STATE_FIELD, _FLAGS_FIELD, _EXIT_CODE_FIELD = 3, 9, 52
 """Of /proc/PID/stat, counted from 1 (proc(5))."""
 _STOPPED = b"T"
-_CANNOT_WRITE = ("T", "D", "Z", "")
+_TRACED = "t"
+_ALIVE = ("R", "S", "D", "I")
+_CANNOT_WRITE = ("T", _TRACED, "D", "Z", "")
 """States in which a process runs no handler of a signal."""
 _PIDFD_SIGNAL_PROCESS_GROUP = 4
 """Flag of pidfd_send_signal(2): the process group that the process leads. Linux 6.9."""
@@ -78,6 +81,20 @@ class AgentLost(RuntimeError):
     """The fork server does not answer; the kernel kills the ranks of one that has ended."""
 
 
+_NO_DESCRIPTOR = "the launcher has no descriptor left to watch a rank with; raise `ulimit -n`"
+
+
+@contextlib.contextmanager
+def _descriptors_needed() -> Iterator[None]:
+    """Raise `AgentLost` with the remedy where something inside finds that this process may open no more descriptors."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise AgentLost(_NO_DESCRIPTOR) from error
+
+
 def _private(path: str, flags: int) -> int:
     """Open a file that nobody but its owner may read."""
     return os.open(path, flags, 0o600)
@@ -116,6 +133,8 @@ class _Process:
         """The fork server has reaped it and killed what was left of its group."""
         self.killed_at: float | None = None
         """When SIGKILL was sent to it first."""
+        self.traced = False
+        """A tracer held it at the last look at its state."""
         self.blocking: frozenset[str] = frozenset()
         """Threads that had blocked the signal for stacks before it was sent."""
 
@@ -186,11 +205,7 @@ class Agent:
 
     def is_ready(self) -> bool:
         """Whether the modules are imported. Raises `AgentLost`, with the log's last line, when they cannot be."""
-        try:
-            return isinstance(self._receive(), forkserver.Ready)
-        except AgentLost as error:
-            lines = self._log.read_text(errors="replace").strip().splitlines() or ["no output"]
-            raise AgentLost(f"{error}; it ends with: {lines[-1]}") from error
+        return isinstance(self._receive(), forkserver.Ready)
 
     def spawn(
         self,
@@ -210,7 +225,8 @@ class Agent:
         request = forkserver.Spawn(
             replica=replica, rank=rank, argv=argv, environment=environment, descriptors=tuple(descriptors)
         )
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with _descriptors_needed():
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             socket.send_fds(self._control, [msgspec.json.encode(request)], [output, *descriptors.values()])
         finally:
@@ -271,13 +287,35 @@ class Agent:
         return self._processes[replica, rank].pid
 
     def state(self, replica: int, rank: int) -> str:
-        """Return the state of a rank's process as in /proc/PID/stat, one letter; empty once it is reaped."""
-        fields = self._processes[replica, rank].stat.read()
-        return fields[_STATE_FIELD].decode() if fields else ""
+        """Return the state of a rank's process as in /proc/PID/stat, one letter; empty once it is reaped.
+
+        A process that was seen in state `t` is reported as `t` until its tracer is gone: strace lets it run between its system
+        calls, and its time is not its own there either.
+        """
+        process = self._processes[replica, rank]
+        fields = process.stat.read()
+        state = fields[_STATE_FIELD].decode() if fields else ""
+        process.traced = state == _TRACED or (process.traced and bool(_tracer_pid(process.pid)))
+        return _TRACED if process.traced and state in _ALIVE else state
+
+    def tracer(self, replica: int, rank: int) -> str:
+        """Return the name and pid of the process that traces a rank, such as `gdb (pid 12)`; empty if none does."""
+        pid = _tracer_pid(self._processes[replica, rank].pid)
+        if not pid:
+            return ""
+        try:
+            return f"{Path(f'/proc/{pid}/comm').read_text(errors='replace').strip()} (pid {pid})"
+        except OSError:  # of another user, or gone
+            return f"pid {pid}"
 
     def ask_for_stacks(self, replica: int) -> None:
-        """Have the ranks of a replica write their stacks into their logs; `have_written_stacks` says when they are there."""
+        """Have the ranks of a replica write their stacks into their logs; `have_written_stacks` says when they are there.
+
+        A rank that a tracer holds is left out: the signal would go to the tracer, and stop a debugger.
+        """
         for process in self._living(replica):
+            if self.state(process.replica, process.rank) == _TRACED:
+                continue
             process.blocking = _threads_blocking(process.pid, forkserver.STACKS_SIGNAL)
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process.pidfd, forkserver.STACKS_SIGNAL)
@@ -285,7 +323,7 @@ class Agent:
     def have_written_stacks(self, replica: int) -> bool:
         """Return whether every rank that can has written its stacks since they were asked for.
 
-        A rank in state T or D can not, and is left out. Reads only /proc: a log on a disk that stalls holds nobody up.
+        A rank in state T, t or D can not, and is left out. Reads only /proc: a log on a disk that stalls holds nobody up.
         """
         return all(
             self.state(process.replica, process.rank) in _CANNOT_WRITE or process.has_handled(forkserver.STACKS_SIGNAL)
@@ -356,17 +394,25 @@ class Agent:
         return left
 
     def _receive(self, *, deadline_s: float = 0.0) -> forkserver.Reply | None:
-        """The next reply, None if none comes in time; starts are entered into the books here."""
+        """Return the next reply, or None if none comes in time; starts are entered into the books here. Raises `AgentLost`."""
         # Asked first: `recv_fds` does not hand its flags on, so it cannot be told not to wait.
         if not select.select([self._control], [], [], deadline_s)[0]:
             return None
         packet, descriptors, _, _ = socket.recv_fds(self._control, forkserver.MAX_PACKET_BYTES, 1)
         if not packet:
-            raise AgentLost(f"the fork server has ended; its output is in {self._log}")
+            lines: list[str] = []
+            with contextlib.suppress(OSError):
+                lines = self._log.read_text(errors="replace").strip().splitlines()
+            raise AgentLost(
+                f"the fork server has ended; its output is in {self._log}; it ends with: {lines[-1] if lines else 'no output'}"
+            )
         reply: forkserver.Reply = self._decode(packet)
         if isinstance(reply, forkserver.Started):
-            [pidfd] = descriptors
-            self._processes[reply.replica, reply.rank] = _Process(reply.replica, reply.rank, reply.pid, pidfd)
+            if not descriptors:  # the kernel cuts off what a process has no room for
+                raise AgentLost(_NO_DESCRIPTOR)
+            with _descriptors_needed():
+                process = _Process(reply.replica, reply.rank, reply.pid, descriptors[0])
+            self._processes[reply.replica, reply.rank] = process
         return reply
 
 
@@ -377,6 +423,15 @@ def _mask_of(status: Path, name: bytes) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return next((int(line.split()[1], 16) for line in lines if line.startswith(name)), 0)
+
+
+def _tracer_pid(pid: int) -> int:
+    """Return the pid of the process that traces a process; 0 if none does, or the process is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(b"TracerPid:")), 0)
 
 
 def _threads_blocking(pid: int, number: int) -> frozenset[str]:

@@ -119,6 +119,9 @@ class _Server:
         if not packet:
             return False
         spawn = self._decode(packet)
+        if len(descriptors) != 1 + len(spawn.descriptors):  # the kernel cuts off what a process has no room for
+            print("fork server: no descriptor is left to start a rank with; raise `ulimit -n`", file=sys.stderr, flush=True)
+            return False
         output, *handed_down = descriptors
         server = os.getpid()
         pid = os.fork()

@@ -1,4 +1,4 @@
-"""What a run consists of, and the folder and ports that it takes: everything that is settled before a process starts."""
+"""What a run consists of, and the folder that it takes: everything that is settled before a process starts."""
 
 from __future__ import annotations
 
@@ -127,28 +127,3 @@ def sharing_a_gpu(place: int) -> dict[str, str]:
         "NCCL_MAX_CTAS": "2",
         "NCCL_NVLS_ENABLE": "0",
     }
-
-
-class Ports:
-    """Loopback ports that nobody else gets before the process for which they were taken listens on them.
-
-    A socket that is bound but does not listen keeps a port from everyone who lets the kernel choose, and does not hinder a
-    later listener that names it, since both set SO_REUSEADDR. So there is no clash to retry.
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[socket.socket] = []
-
-    def take(self) -> int:
-        """A port that is free and stays so."""
-        kept = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind(("127.0.0.1", 0))
-        self._kept.append(kept)
-        port: int = kept.getsockname()[1]
-        return port
-
-    def close(self) -> None:
-        """Give all ports back."""
-        for kept in self._kept:
-            kept.close()

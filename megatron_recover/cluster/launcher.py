@@ -13,6 +13,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,14 +23,16 @@ import msgspec
 from megatron_recover import config as settings
 from megatron_recover import trace
 from megatron_recover.cluster.agent import Agent, AgentLost, End, Undying
-from megatron_recover.cluster.job import LOGS, Job, Ports, sharing_a_gpu, write_description
+from megatron_recover.cluster.job import LOGS, Job, sharing_a_gpu, write_description
 from megatron_recover.cluster.membership import Membership
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
 from megatron_recover.cluster.thawing import Thawing
 from megatron_recover.cluster.watch import Watch, explaining_first
 from megatron_recover.collectives import key as keys
+from megatron_recover.collectives import listening
 from megatron_recover.collectives.loop import Loop
+from megatron_recover.collectives.wire import address_of, listen
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext
 from megatron_recover.core.coordinator import Policy
 from megatron_recover.core.values import ExitCode
@@ -53,7 +56,6 @@ class Launcher:
         self._loop = Loop()
         self._key = keys.make_key()
         self._sealed_key = keys.sealed(self._key)
-        self._ports = Ports()
         self._started_at = time.monotonic()
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
         self._fencing: set[int] = set()
@@ -110,7 +112,7 @@ class Launcher:
             preload=job.preload, environment=environment, log=job.run_dir / LOGS / "forkserver.log", deadlines=self._deadlines
         )
         self._ranks = Watch(
-            self._agent, deadline_s=job.config.deadline_s, record=self._recording.record, says=self._recording.says
+            self._agent, deadline_s=self._deadlines.deadline_s, record=self._recording.record, says=self._recording.says
         )
         self._membership = Membership(
             Policy(num_replicas=job.num_replicas, min_replicas=job.config.min_replicas),
@@ -145,7 +147,6 @@ class Launcher:
             self._ranks.close()
             self._membership.close()
             self._loop.close()
-            self._ports.close()
             os.close(self._sealed_key)
         assert self._ending is not None
         return self._ending[0]
@@ -195,21 +196,29 @@ class Launcher:
         return end.status == settings.DRY_RUN_PASSED
 
     def _spawn_all(self) -> None:
-        job = self._job
-        for replica in range(job.num_replicas):
-            leader = f"127.0.0.1:{self._ports.take()}"
-            master_port = self._ports.take()
-            for rank in range(job.num_ranks):
-                environment = self._environment(replica, rank, leader=leader, master_port=master_port)
-                handed_down = self._handed_down | self._recording.descriptors(replica, rank)
-                start = functools.partial(
-                    self._agent.spawn, replica, rank, argv=job.argv, environment=environment, log=job.log_of(replica, rank)
-                )
-                self._ranks.spawn(
-                    replica, rank,
-                    lambda page, start=start, handed_down=handed_down: start(descriptors=handed_down | page),
-                )  # fmt: skip
+        for replica in range(self._job.num_replicas):
+            # Closed here as soon as rank 0 has them: a copy would keep a dead leader's port answering.
+            with listen("127.0.0.1:0") as leader, listen("127.0.0.1:0") as store:
+                self._spawn_replica(replica, leader, store)
         self._membership.launched()
+
+    def _spawn_replica(self, replica: int, leader: socket.socket, store: socket.socket) -> None:
+        """Start the ranks of a replica, of which rank 0 gets copies of the listening sockets."""
+        job = self._job
+        for rank in range(job.num_ranks):
+            environment = self._environment(
+                replica, rank, leader=address_of(leader), master_port=int(address_of(store).rpartition(":")[2])
+            )  # fmt: skip
+            handed_down = self._handed_down | self._recording.descriptors(replica, rank)
+            if rank == 0:
+                handed_down |= {listening.LEADER: leader.fileno(), listening.STORE: store.fileno()}
+            start = functools.partial(
+                self._agent.spawn, replica, rank, argv=job.argv, environment=environment, log=job.log_of(replica, rank)
+            )
+            self._ranks.spawn(
+                replica, rank,
+                lambda page, start=start, handed_down=handed_down: start(descriptors=handed_down | page),
+            )  # fmt: skip
 
     @property
     def _handed_down(self) -> dict[str, int]:

@@ -89,7 +89,10 @@ class Watch:
         if named.verdict is detector.Verdict.SLOW:
             return
         self._agent.ask_for_stacks(named.replica)
-        self._says(f"replica {named.replica}, {named}; {_about_stacks(named)}")
+        text = f"replica {named.replica}, {named}; {_about_stacks(named)}"
+        if named.verdict is detector.Verdict.TRACED and (tracer := self._agent.tracer(named.replica, named.rank)):
+            text += f"; it goes on when {tracer} lets it go"
+        self._says(text)
 
     def _due(self, replicas: Collection[int], now_s: float) -> list[int]:
         """Return the condemned replicas that are waited for no longer; forget those that are gone anyway."""
@@ -114,7 +117,7 @@ class Watch:
         `started`: generation 1 has been made.
         """
         pid = self._agent.pid(end.replica, end.rank)
-        out_of_memory = end.status == -_SIGKILL and self._oom_kills.rose(pid)
+        out_of_memory = end.status == -_SIGKILL and self._oom_kills.rose(pid, self._clock())
         kind = loss_of(end.status, started=started, out_of_memory=out_of_memory)
         detail = f"rank {end.rank}: {end.cause}"
         if out_of_memory:
@@ -138,6 +141,8 @@ _STACKS_S = 0.4
 def _about_stacks(named: detector.Named) -> str:
     if named.state == detector.STOPPED:
         return "it was stopped (SIGSTOP), so its log has no stacks of it"
+    if named.state == detector.TRACED:
+        return "its log has no stacks of it"
     if named.state == detector.UNINTERRUPTIBLE:
         return "its log may have no stacks of it"
     return "the stacks of all its threads are in its log"

@@ -117,11 +117,11 @@ class Gate:
         """By descriptor, the oldest first."""
         self._sweeping = False
         self._reserve = Reserve()
-        loop.watch_readable(listener.fileno(), self._arrived)
+        loop.watch_readable(listener, self._arrived)
 
     def close(self) -> None:
         """Stop listening, and let go of those that have not proven themselves. Proven links belong to the loop."""
-        self._loop.forget_readable(self._listener.fileno())
+        self._loop.forget_readable(self._listener)
         self._listener.close()
         for unproven in list(self._unproven.values()):
             self._let_go(unproven)
@@ -142,7 +142,7 @@ class Gate:
                 self._let_go(next(iter(self._unproven.values())))
             acceptor = Acceptor(self._key, self._admits, port=self._port, nonce=secrets.token_bytes(NONCE_BYTES))
             unproven = self._unproven[sock.fileno()] = Unproven(sock, acceptor)
-            self._loop.watch_readable(sock.fileno(), lambda unproven=unproven: self._serve(unproven))
+            self._loop.watch_readable(sock, lambda unproven=unproven: self._serve(unproven))
             self._sweep_later()
 
     def _make_room(self, error: OSError) -> None:
@@ -151,7 +151,7 @@ class Gate:
         if self._unproven:
             self._let_go(next(iter(self._unproven.values())))
         elif not turned_away:
-            self._loop.pause_readable(self._listener.fileno(), _PAUSE_S)
+            self._loop.pause_readable(self._listener, _PAUSE_S)
 
     def _serve(self, unproven: Unproven) -> None:
         if self._unproven.get(unproven.sock.fileno()) is not unproven:  # let go in this turn of the loop
@@ -170,7 +170,7 @@ class Gate:
 
     def _forget(self, unproven: Unproven) -> None:
         del self._unproven[unproven.sock.fileno()]
-        self._loop.forget_readable(unproven.sock.fileno())
+        self._loop.forget_readable(unproven.sock)
 
     def _let_go(self, unproven: Unproven) -> None:
         self._forget(unproven)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import errno
 import secrets
+import sys
 import time
 from collections.abc import Iterator
 
 from megatron_recover.collectives.handshake import NONCE_BYTES, Connector, Party, Refused, Verdict
-from megatron_recover.collectives.wire import Link, LinkClosed, Message, dial, largest_body
+from megatron_recover.collectives.wire import CannotDial, Link, LinkClosed, Message, dial, largest_body
 
 _PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
@@ -25,7 +26,8 @@ class OutgoingLink(Link):
     def __init__(self, address: str, key: bytes, me: Party, peer: Party, *, patience_s: float) -> None:
         """Begin to dial `address` (host:port). Raises `LinkClosed` if nobody listens there.
 
-        `patience_s` limits how long the link goes on dialling if connections end before the peer was proven.
+        `patience_s` limits how long the link goes on dialling if connections end before the peer was proven, or if this process
+        has no descriptor left for one. Then the link has no connection at first (`fileno()` is -1), and is to be dialled again.
         """
         self._address, self._key, self._me, self._peer = address, key, me, peer
         self._give_up_at = time.monotonic() + patience_s
@@ -33,8 +35,17 @@ class OutgoingLink(Link):
         self.proven = False
         """Whether the peer has proven itself, and welcomed this end."""
         self._refused = False
-        super().__init__(dial(address), largest_body(peer.role, me.role))
-        self._begin()
+        self._is_dialled = False
+        """Whether there has been a connection at all."""
+        super().__init__(None, largest_body(peer.role, me.role))
+        try:
+            self.redial()
+        except CannotDial as error:
+            print(f"megatron-recover: {error}; this is tried again", file=sys.stderr, flush=True)
+
+    def fileno(self) -> int:
+        """Return the descriptor, or -1 while there is no connection."""
+        return super().fileno() if self._is_dialled else -1
 
     @property
     def wants_write(self) -> bool:
@@ -45,7 +56,7 @@ class OutgoingLink(Link):
         """Hand the socket what it takes of the queue, or of the handshake before that. Raises `LinkClosed`."""
         if self.proven:
             super().flush()
-        elif self._socket.fileno() >= 0:
+        elif self.fileno() >= 0:
             self._advance()
 
     def receive(self) -> Iterator[Message]:
@@ -63,14 +74,20 @@ class OutgoingLink(Link):
         return pause_s
 
     def redial(self) -> None:
-        """Begin anew with another connection. Raises `LinkClosed` if nobody listens there any more."""
-        self._take_socket(dial(self._address))
-        self._begin()
+        """Begin anew with another connection.
 
-    def _begin(self) -> None:
+        Raises `LinkClosed` if nobody listens there any more, and `CannotDial` where another try may succeed (`retry_s`).
+        """
+        self._take_socket(dial(self._address))
+        self._is_dialled = True
         port = int(self._address.rpartition(":")[2])
         self._connector = Connector(self._key, self._me, self._peer, port=port, nonce=secrets.token_bytes(NONCE_BYTES))
         self._to_say = self._connector.opening
+
+    def close(self) -> None:
+        """Close the socket, if there is one. What is queued is kept for `redial`."""
+        if self._is_dialled:
+            super().close()
 
     def _advance(self) -> None:
         """Go on with the handshake as far as it goes without waiting. Raises `LinkClosed`."""

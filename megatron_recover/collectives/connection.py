@@ -117,11 +117,15 @@ class Connection:
 
 
 class EndedUnproven(Exception):
-    """A connection ended before the acceptor had proven itself: dial again, it may have been crowded by strangers."""
+    """A connection ended before the acceptor had proven itself: dial again, the acceptor may have been crowded by strangers."""
 
     def __init__(self, peer: int, detail: str) -> None:
         super().__init__(detail)
         self.peer = peer
+
+
+class CannotDial(Exception):
+    """This rank has not got what it takes to connect: nothing is known of the peer. Dial again later."""
 
 
 def connect(address: str, key: bytes, role: Role, *, generation: int, me: int, peer: int, rank: int) -> Connection:
@@ -133,12 +137,20 @@ def connect(address: str, key: bytes, role: Role, *, generation: int, me: int, p
 
 
 def dial(address: str, peer: int) -> socket.socket:
-    """Return a non-blocking socket on its way to `host:port`. Raises PeerLost if nobody listens there."""
+    """Return a non-blocking socket on its way to `host:port`.
+
+    Raises PeerLost if nobody listens there, and `CannotDial` if this rank has no descriptor, memory or local port left.
+    """
     host, _, port = address.rpartition(":")
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as error:
+        raise CannotDial(f"cannot connect to replica {peer} ({error.strerror}); raise `ulimit -n`") from error
     sock.setblocking(False)
     code = sock.connect_ex((host, int(port)))
     if code not in (0, *WOULD_BLOCK):
         sock.close()
-        raise PeerLost(peer, os.strerror(code))
+        if code == errno.ECONNREFUSED:
+            raise PeerLost(peer, os.strerror(code))
+        raise CannotDial(f"cannot connect to replica {peer} ({os.strerror(code)})")
     return sock

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_recover.collectives.arrivals import Arrivals, Parked
-from megatron_recover.collectives.connection import Connection, EndedUnproven, connect
+from megatron_recover.collectives.connection import CannotDial, Connection, EndedUnproven, connect
 from megatron_recover.collectives.exchange import CopyExchange, Exchange, SumExchange
 from megatron_recover.collectives.handshake import Role, Verdict
 from megatron_recover.collectives.transport import (
@@ -63,8 +63,10 @@ class DirectEndpoint:
 
     def __init__(self, host: str = "127.0.0.1", *, key: bytes, rank: int) -> None:
         """`rank` is this rank's position inside its replica."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        # Not `socket.create_server`: it sets SO_REUSEADDR, with which another user could listen on the port first.
+        listener.bind((host, 0))
+        listener.listen(socket.SOMAXCONN)
         self.address = f"{host}:{listener.getsockname()[1]}"
         self._key, self._rank = key, rank
         self._arrivals = Arrivals(listener, key, rank)
@@ -76,18 +78,22 @@ class DirectEndpoint:
         os.register_at_fork(after_in_child=lambda: (alive := endpoint()) and alive._abandon())
 
     def open(self, generation: int, me: int, addresses: Mapping[int, str], *, deadline_s: float) -> DirectTransport:
-        """The transport of `generation`; retires the previous one. `deadline_s` is unused: peers connect in the first call.
+        """Return the transport of `generation`, and retire the previous one. `deadline_s` is unused: peers connect in a call.
 
-        Raises Revoked unless `generation` is newer than all that were opened before.
+        Raises Revoked unless `generation` is newer than all that were opened before, and TransportError where this process has
+        no descriptor left.
         """
-        with self._lock:
-            if self._closed or generation <= self._generation:
-                reason = "the endpoint is closed" if self._closed else f"it is in generation {self._generation}"
-                raise Revoked(f"cannot open generation {generation}: {reason}")
-            previous, self._generation = self._current, generation
-            self._current = transport = DirectTransport(self, generation, me, addresses)
-        if previous is not None:
-            previous.close()
+        previous = None
+        try:
+            with self._lock:
+                if self._closed or generation <= self._generation:
+                    reason = "the endpoint is closed" if self._closed else f"it is in generation {self._generation}"
+                    raise Revoked(f"cannot open generation {generation}: {reason}")
+                previous, self._current, self._generation = self._current, None, generation
+                self._current = transport = DirectTransport(self, generation, me, addresses)
+        finally:
+            if previous is not None:
+                previous.close()
         return transport
 
     def close(self) -> None:
@@ -100,7 +106,7 @@ class DirectEndpoint:
             current.close()
 
     def connect(self, address: str, role: Role, *, generation: int, me: int, peer: int) -> Connection:
-        """Begin to connect to the same-position rank of another replica. Raises PeerLost if nobody listens there."""
+        """Begin to connect to the same-position rank of another replica. Raises PeerLost or `CannotDial` (`dial`)."""
         return connect(address, self._key, role, generation=generation, me=me, peer=peer, rank=self._rank)
 
     def greet(self, me: int) -> tuple[int, ...]:
@@ -133,6 +139,11 @@ class DirectTransport:
     """One generation among `addresses`. Only `revoke` and `close` may be called by other threads than the caller's."""
 
     def __init__(self, endpoint: DirectEndpoint, generation: int, me: int, addresses: Mapping[int, str]) -> None:
+        """Connect to nobody yet. Raises TransportError where this process has no descriptor left."""
+        try:
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as error:
+            raise TransportError(f"cannot open generation {generation} ({error.strerror}); raise `ulimit -n`") from error
         self.generation = generation
         self.members = tuple(sorted(addresses))
         self.me = me
@@ -142,6 +153,8 @@ class DirectTransport:
         self._watches: dict[int, Connection] = {}
         self._dial_at: dict[int, float] = {}
         """When a peer is dialled again whose connection ended too early, by the monotonic clock."""
+        self._not_dialled: dict[int, str] = {}
+        """Peers that could not be dialled for want of something on this side, and of what."""
         self._scratch: dict[int, Tensor] = {}
         self._arrivals: tuple[int, ...] = ()
         self._failure = ""
@@ -151,7 +164,6 @@ class DirectTransport:
         self._lock = threading.Lock()
         self._calling = threading.Lock()
         self._writing = WriteGate()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def sum_into(
         self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, deadline_s: float, probe: Probe | None = None
@@ -265,6 +277,8 @@ class DirectTransport:
             if any(moved):
                 progressed_at = now
             elif now - progressed_at >= deadline_s:
+                if missing := [self._not_dialled[each] for each in peers if each < self.me and each in self._not_dialled]:
+                    raise TransportError(missing[0])  # not the peers' fault: this member connects to those of lower id
                 raise DeadlineExceeded(self._suspects(exchange, peers), deadline_s)
             else:
                 self._wait(exchange, peers, progressed_at + deadline_s - now)
@@ -275,7 +289,13 @@ class DirectTransport:
             role, known = (Role.DATA, self._connections) if peer < self.me else (Role.WATCH, self._watches)
             if peer in self._connections or peer in known or self._dial_at.get(peer, 0.0) > time.monotonic():
                 continue
-            made = self._endpoint.connect(self._addresses[peer], role, generation=self.generation, me=self.me, peer=peer)
+            try:
+                made = self._endpoint.connect(self._addresses[peer], role, generation=self.generation, me=self.me, peer=peer)
+            except CannotDial as error:
+                self._not_dialled[peer] = str(error)
+                self._dial_at[peer] = time.monotonic() + REDIAL_S
+                continue
+            self._not_dialled.pop(peer, None)
             if role is Role.DATA:
                 self._add(made)
             else:

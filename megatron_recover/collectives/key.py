@@ -33,13 +33,21 @@ def sealed(key: bytes) -> int:
 
 
 def inherited_key() -> bytes:
-    """Return the key that this rank inherited. Raises RuntimeError where the launcher handed down none."""
+    """Return the key that this rank inherited, and close its descriptor: called once in a process.
+
+    Raises RuntimeError where the launcher handed down none.
+    """
     descriptor = inherited_descriptor(DESCRIPTOR)
     if descriptor is None:
         raise RuntimeError("this process inherited no job key; start it by `megatron-recover run`")
-    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+    try:
+        is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    except OSError:  # closed, or of another kind
+        is_sealed = False
+    if not is_sealed:
         raise RuntimeError(f"descriptor {descriptor} is not the sealed job key; start this process by `megatron-recover run`")
     key = os.pread(descriptor, KEY_BYTES + 1, 0)
     if len(key) != KEY_BYTES:
         raise RuntimeError(f"the inherited job key has {len(key)} bytes instead of {KEY_BYTES}")
+    os.close(descriptor)
     return key

@@ -18,6 +18,7 @@ from megatron_recover.collectives.admission import Gate
 from megatron_recover.collectives.beats import CoordinatorWatch
 from megatron_recover.collectives.calling import OutgoingLink
 from megatron_recover.collectives.handshake import Party, Role
+from megatron_recover.collectives.listening import LEADER, inherited_listener
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.timing import RecoveryClock
 from megatron_recover.collectives.wire import (
@@ -90,7 +91,7 @@ class Leader:
         faults: FaultInjector | None,
         deadlines: Deadlines,
     ) -> None:
-        """Bind the replica's address and link to the coordinator.
+        """Accept at the replica's address, on the socket that this rank inherited if there is one, and link to the coordinator.
 
         `fail(reason)`, or `fail(reason, exit_code)`: the replica cannot go on. `key` is the job's: every link is proven by it.
         """
@@ -110,7 +111,8 @@ class Leader:
         self.clock = RecoveryClock(context.replica, record)
         self._waiting: tuple[object, ...] = ()
         self._key, self._me = key, Party(Role.LEADER, context.replica)
-        self._gate = Gate(loop, listen(context.leader), key, Role.LEADER, self._admits, self._accept)
+        listener = inherited_listener(LEADER, context.leader) or listen(context.leader)
+        self._gate = Gate(loop, listener, key, Role.LEADER, self._admits, self._accept)
         self._coordinator = OutgoingLink(
             context.coordinator, key, self._me, Party(Role.COORDINATOR), patience_s=self._deadlines.leader_s
         )  # fmt: skip

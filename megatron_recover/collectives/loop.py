@@ -21,10 +21,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from megatron_recover.collectives.wire import Link, LinkClosed, Message, frame
+from megatron_recover.collectives.wire import CannotDial, Link, LinkClosed, Message, QueueFull, frame
 
 OnMessage = Callable[[Link, Message], None]
 OnClosed = Callable[[Link, str], None]
+Readable = socket.socket | int
+"""A socket is watched as the object that owns its descriptor: see `Loop.close_in_child`."""
 STILL_S = 0.5
 """Shorter gaps are the scheduler's, and are not left out. See Note [Standing still]."""
 _LONGEST_WAIT_S = 1.0
@@ -45,7 +47,7 @@ class Loop:
         self._links: dict[Link, tuple[OnMessage, OnClosed]] = {}
         self._redialling: set[Link] = set()
         """Links without a socket at present."""
-        self._paused: dict[int, Callable[[], None]] = {}
+        self._paused: dict[Readable, Callable[[], None]] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_order = itertools.count()
         self._posted: deque[Callable[[], None]] = deque()
@@ -69,27 +71,31 @@ class Loop:
 
         `on_closed(link, why)` comes once, after the last message; the link is dropped by then.
         """
-        if link not in self._links:
-            self._selector.register(link, self._interest(link), link)
+        is_new = link not in self._links
         self._links[link] = (on_message, on_closed)
+        if is_new and link.fileno() < 0:  # there was no descriptor for its connection
+            self._redialling.add(link)
+            self._redial(link)
+        elif is_new:
+            self._selector.register(link, self._interest(link), link)
 
-    def watch_readable(self, fileno: int, call: Callable[[], None]) -> None:
-        """Make `call` whenever a descriptor is readable."""
-        self._selector.register(fileno, selectors.EVENT_READ, call)
+    def watch_readable(self, readable: Readable, call: Callable[[], None]) -> None:
+        """Make `call` whenever a socket or descriptor is readable."""
+        self._selector.register(readable, selectors.EVENT_READ, call)
 
-    def forget_readable(self, fileno: int) -> None:
-        """Undo `watch_readable`, before the descriptor is closed."""
-        if self._paused.pop(fileno, None) is None:
-            self._selector.unregister(fileno)
+    def forget_readable(self, readable: Readable) -> None:
+        """Undo `watch_readable`, before the socket or descriptor is closed."""
+        if self._paused.pop(readable, None) is None:
+            self._selector.unregister(readable)
 
-    def pause_readable(self, fileno: int, seconds: float) -> None:
-        """Leave a descriptor of `watch_readable` alone for a while."""
-        call = self._paused[fileno] = self._selector.unregister(fileno).data
+    def pause_readable(self, readable: Readable, seconds: float) -> None:
+        """Leave a socket or descriptor of `watch_readable` alone for a while."""
+        call = self._paused[readable] = self._selector.unregister(readable).data
 
         def resume() -> None:
-            if self._paused.get(fileno) is call:
-                del self._paused[fileno]
-                self.watch_readable(fileno, call)
+            if self._paused.get(readable) is call:
+                del self._paused[readable]
+                self.watch_readable(readable, call)
 
         self.after(seconds, resume)
 
@@ -111,9 +117,13 @@ class Loop:
             return
         try:
             link.put(framed)
+        except QueueFull as full:
+            why = str(full)
+            self.post(lambda: self._over(link, why))
         except LinkClosed as closed:
-            why = str(closed)
-            self.post(lambda: self._closed(link, why))
+            why, meant = str(closed), link.connection
+            # Select may report the same connection first, and the link may have another one by then.
+            self.post(lambda: self._closed(link, why) if link.connection is meant else None)
         else:
             self._update(link)
 
@@ -158,11 +168,24 @@ class Loop:
         self._wake_here.close()
 
     def close_in_child(self) -> None:
-        """In a forked child: close the copies of our descriptors, so that a dead parent's connections end at once."""
-        descriptors = [*(key.fd for key in self._selector.get_map().values()), *self._paused, self._waker.fileno()]
+        """In a forked child: close the copies of our descriptors, so that a dead parent's connections end at once.
+
+        Does nothing where they are closed: in a child of that child, and after `close`. Sockets are closed through their
+        objects. An object that did not know would later close a descriptor that has got the same number.
+        """
+        keys = self._selector.get_map()
+        if keys is None:
+            return
+        for each in [*(key.fileobj for key in keys.values()), *self._paused, self._waker]:
+            if isinstance(each, int):
+                os.close(each)
+            else:
+                assert isinstance(each, Link | socket.socket)
+                each.close()
         self._selector.close()
-        for descriptor in descriptors:
-            os.close(descriptor)
+        self._links.clear()
+        self._redialling.clear()
+        self._paused.clear()
 
     # --- Inside ------------------------------------------------------------------------------------------------------
 
@@ -214,14 +237,23 @@ class Loop:
             return
         try:
             link.redial()
+        except CannotDial as error:
+            why, pause_s = str(error), link.retry_s()
+            if pause_s is None:
+                self.post(lambda: self._over(link, why))
+            else:
+                self.after(pause_s, lambda: self._redial(link))
         except LinkClosed as closed:
-            self._over(link, str(closed))
+            why = str(closed)
+            self.post(lambda: self._over(link, why))
         else:
             self._redialling.discard(link)
             self._selector.register(link, self._interest(link), link)
 
     def _closed(self, link: Link, why: str) -> None:
-        pause_s = link.retry_s() if link in self._links and link not in self._redialling else None
+        if link in self._redialling:
+            return
+        pause_s = link.retry_s() if link in self._links else None
         if pause_s is None:
             self._over(link, why)
             return

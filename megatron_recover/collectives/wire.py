@@ -56,6 +56,14 @@ class LinkClosed(Exception):
     """The other end is gone, or what it sends is not ours; the link cannot be used any more."""
 
 
+class CannotDial(LinkClosed):
+    """This end had no descriptor, memory or local port to connect with: nothing is known of the other end. Try again later."""
+
+
+class QueueFull(LinkClosed):
+    """The other end does not read, and a message found no room: the link is over, also where it could be dialled again."""
+
+
 # --- Messages that only the wire knows; the others are core values ---------------------------------------------------------
 
 
@@ -181,14 +189,20 @@ def _unpacked(framed: _Framed, known: list[values.Commitment]) -> Message:
 class Link:
     """One connected, non-blocking stream of messages. Used by one thread."""
 
-    def __init__(self, connection: socket.socket, max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        """A frame with a longer body than `max_body_bytes` closes the link before the body is read."""
-        self._take_socket(connection)
+    def __init__(self, connection: socket.socket | None, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        """A frame with a longer body than `max_body_bytes` closes the link before the body is read.
+
+        Without a connection yet (None) the link has to be made by `redial` before it is used.
+        """
+        if connection is not None:
+            self._take_socket(connection)
         self._max_body_bytes = max_body_bytes
         self._incoming = bytearray()
         self._outgoing: deque[memoryview] = deque()
         self._queued = 0
         """Bytes in `_outgoing`."""
+        self._has_gap = False
+        """Whether a message found no room: nothing that is sent later may arrive."""
         self._known: list[values.Commitment] = []
         """Those of the newest statuses: what comes in several frames shares them in memory, too."""
         self._decode = msgspec.msgpack.Decoder(_Framed).decode
@@ -203,6 +217,11 @@ class Link:
         return self._socket.fileno()
 
     @property
+    def connection(self) -> socket.socket:
+        """The socket; another one after `redial`."""
+        return self._socket
+
+    @property
     def wants_write(self) -> bool:
         """Whether something is queued that the socket has not taken yet."""
         return bool(self._outgoing)
@@ -212,10 +231,11 @@ class Link:
         self.put(frame(message))
 
     def put(self, framed: bytes) -> None:
-        """`send` of what is framed already. Raises `LinkClosed`, also when the other end has not read for too long."""
+        """`send` of what is framed already. Raises `LinkClosed`; `QueueFull` when the other end has not read for too long."""
+        if self._has_gap or self._queued + len(framed) > MAX_QUEUED_BYTES:
+            self._has_gap = True
+            raise QueueFull(f"the other end does not read: {self._queued + len(framed)} bytes wait for it")
         self._queued += len(framed)
-        if self._queued > MAX_QUEUED_BYTES:
-            raise LinkClosed(f"the other end does not read: {self._queued} bytes wait for it")
         self._outgoing.append(memoryview(framed))
         self.flush()
 
@@ -288,25 +308,42 @@ class Link:
 
 
 def dial(address: str) -> socket.socket:
-    """Return a non-blocking socket on its way to `host:port`. Raises `LinkClosed` if that is refused at once."""
+    """Return a non-blocking socket on its way to `host:port`.
+
+    Raises `LinkClosed` if that is refused at once, and `CannotDial` if this end has not got what it takes to connect.
+    """
     host, _, port = address.rpartition(":")
-    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as error:
+        raise CannotDial(f"cannot connect ({error.strerror}); raise `ulimit -n`") from error
     connection.setblocking(False)
-    error = connection.connect_ex((host, int(port)))
-    if error not in (0, errno.EINPROGRESS):
+    code = connection.connect_ex((host, int(port)))
+    if code not in (0, errno.EINPROGRESS):
         connection.close()
-        raise LinkClosed(os.strerror(error))
+        if code == errno.ECONNREFUSED:
+            raise LinkClosed(os.strerror(code))
+        raise CannotDial(f"cannot connect to {address} ({os.strerror(code)})")
     return connection
 
 
 def listen(address: str) -> socket.socket:
-    """A non-blocking listening socket at `host:port`; port 0 lets the kernel choose (see `address_of`)."""
+    """Return a non-blocking listening socket at `host:port`; port 0 lets the kernel choose (see `address_of`).
+
+    Raises OSError where the port is taken.
+    """
     host, _, port = address.rpartition(":")
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # The launcher keeps the port bound (not listening) until we take it, so that nobody else gets it.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, int(port)))
-    listener.listen(socket.SOMAXCONN)
+    try:
+        if int(port):
+            # A port that was in use a moment ago is taken again. Never with port 0: between `bind` and `listen` another
+            # user's socket with this option could be bound to the same port and listen first.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, int(port)))
+        listener.listen(socket.SOMAXCONN)
+    except OSError:
+        listener.close()
+        raise
     listener.setblocking(False)
     return listener
 

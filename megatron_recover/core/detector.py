@@ -16,9 +16,17 @@ Note [How a hang is told from a slow operation]
 Note [Who may be fenced for a hang]
     A replica is condemned only while another replica is neither silent nor stopped. If all of them are, or only one is left,
     the cause is probably outside (a data disk that stalls) and a fence would end the job: the hang is named, and ended only
-    after the user's deadline. In a phase that leans on what replicas share (`LEANS_ON_OTHERS`: disks, mostly) a rank counts as
-    hanging only while it runs on a processor; one that sleeps there is named, and condemned after the deadline.
+    after the user's deadline. A phase that leans on what replicas share (`LEANS_ON_OTHERS`: disks, mostly) is never evidence
+    before the deadline: a rank that is silent there is only named. The state of its process proves nothing: copying a
+    checkpoint into the page cache, reading samples and collecting garbage all run on a processor. The price is that an endless
+    loop in such a phase costs the deadline.
     A rank that waits for others never hangs: whoever keeps it waiting does.
+
+Note [Ranks that a tracer holds]
+    A debugger, gcore or strace holds the process of a rank in state `t`, most often because somebody looks into the rank. Such
+    a rank is named, and condemned only after the deadline, whatever it does. While one rank of a replica is held, time does not
+    count for any rank of that replica: its siblings wait for it inside their computations, and whoever is let go must not be
+    condemned for the time before. Nothing is learned from that time either.
 """
 
 from __future__ import annotations
@@ -76,7 +84,7 @@ EVERY_STEP = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZ
 (The time of the step would be no bound to use: the first step of a generation contains the hang that led to it.)
 """
 
-RUNNING, STOPPED, UNINTERRUPTIBLE = "R", "T", "D"
+STOPPED, TRACED, UNINTERRUPTIBLE = "T", "t", "D"
 """States of a process, as in /proc/PID/stat."""
 
 GAP_S = 0.25
@@ -138,6 +146,8 @@ class Verdict(enum.Enum):
     HUNG = "hung"
     STOPPED = "stopped"
     """By SIGSTOP."""
+    TRACED = "traced"
+    """A debugger, gcore or strace holds the process (Note [Ranks that a tracer holds])."""
 
 
 class Named(Value, frozen=True):
@@ -164,6 +174,8 @@ class Named(Value, frozen=True):
         text = f"rank {self.rank}: {self.verdict.value} for {self.seconds:.1f} s in {where}"
         if self.state == UNINTERRUPTIBLE:
             text += "; its process is in state D (it waits for a disk or driver, and SIGKILL waits as well)"
+        if self.verdict is Verdict.TRACED:
+            text += "; a tracer holds its process (a debugger, gcore or strace)"
         return text
 
 
@@ -193,12 +205,14 @@ class Watched(Value, frozen=True):
 
     progress: Progress
     quiet_s: float = 0.0
-    """Since the page showed something new."""
+    """Since the page showed something new, without the time in which a tracer held a rank of the replica."""
     stopped_s: float = 0.0
+    traced_s: float = 0.0
+    """How long a tracer has held the rank since the page showed something new."""
     step_s: float = 0.0
-    """Since the step began."""
-    told: Verdict = Verdict.WORKING
-    """The worst that was said of the rank since it showed progress."""
+    """Since the step began, without the time in which a tracer held a rank of the replica."""
+    told: frozenset[Verdict] = frozenset()
+    """What was said of the rank since it showed progress."""
 
 
 class DetectorState(Value, frozen=True):
@@ -235,7 +249,7 @@ def hang_limit_s(state: DetectorState, phase: Phase) -> float | None:
 
 
 def stop_limit_s(state: DetectorState) -> float:
-    """Return after how many seconds a stopped process is condemned."""
+    """Return after how many seconds a stopped process is condemned, and one that a tracer holds is named."""
     return max(STOP_FLOOR_S, STOP_STEPS * (typical_step_s(state) or 0.0))
 
 
@@ -247,17 +261,19 @@ def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect,
         older = state.figures if known else state.older
         state = replace(state, generation=look.generation, figures=Figures(), older=older)
     longest_s, steps_s = dict(state.figures.longest_s), state.figures.steps_s
+    held = {sight.replica for sight in look.sights if sight.state == TRACED}
     ranks: dict[tuple[ReplicaId, int], Watched] = {}
     for sight in look.sights:
         key = sight.replica, sight.rank
-        watched = _watch(state.ranks.get(key), sight, gap_s)
+        counted_s = 0.0 if sight.replica in held else gap_s
+        watched = _watch(state.ranks.get(key), sight, gap_s, counted_s)
         if watched is None:
             continue
         before = state.ranks.get(key)
         if before is not None and watched.quiet_s == 0.0:
             phase = before.progress.phase
-            longest_s[phase] = max(longest_s.get(phase, 0.0), before.quiet_s + gap_s)
-            done_s = _steps_done(before, watched.progress, gap_s)
+            longest_s[phase] = max(longest_s.get(phase, 0.0), before.quiet_s + counted_s)
+            done_s = _steps_done(before, watched.progress, counted_s)
             steps_s = (*steps_s, *done_s)[-_KEPT_STEPS:]
             for each in EVERY_STEP if done_s else ():
                 longest_s.setdefault(each, GAP_S)
@@ -267,20 +283,25 @@ def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect,
     return _judge(state, look)
 
 
-def _watch(before: Watched | None, sight: Sight, gap_s: float) -> Watched | None:
-    """Return what is known of a rank after a look; None for one whose page was never seen whole."""
+def _watch(before: Watched | None, sight: Sight, gap_s: float, counted_s: float) -> Watched | None:
+    """Return what is known of a rank after a look; None for one whose page was never seen whole.
+
+    `gap_s`: time since the look before. `counted_s`: how much of it counts as the rank's own.
+    """
     progress = sight.progress
     if before is None:
         return None if progress is None else Watched(progress)
+    quiet_s, step_s = before.quiet_s + counted_s, before.step_s + counted_s
     stopped_s = before.stopped_s + gap_s if sight.state == STOPPED else 0.0
+    traced_s = before.traced_s + gap_s if sight.state == TRACED else before.traced_s
     if progress is None:  # torn: that it is being written shows nothing, and hides nothing
-        return Watched(before.progress, before.quiet_s + gap_s, stopped_s, before.step_s + gap_s, before.told)
+        return Watched(before.progress, quiet_s, stopped_s, traced_s, step_s, before.told)
     known = before.progress
     moved = (progress.begun, progress.ended, progress.phase) != (known.begun, known.ended, known.phase)
-    step_s = 0.0 if progress.step != known.step else before.step_s + gap_s
+    step_s = 0.0 if progress.step != known.step else step_s
     if moved:
-        return Watched(progress, 0.0, stopped_s, step_s)
-    return Watched(progress, before.quiet_s + gap_s, stopped_s, step_s, before.told)
+        return Watched(progress, 0.0, stopped_s, 0.0, step_s)
+    return Watched(progress, quiet_s, stopped_s, traced_s, step_s, before.told)
 
 
 def _steps_done(before: Watched, now: Progress, gap_s: float) -> tuple[float, ...]:
@@ -300,18 +321,18 @@ def _judge(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effec
     ranks = dict(state.ranks)
     for sight in look.sights:
         watched = ranks.get((sight.replica, sight.rank))
-        if watched is None or (watched.quiet_s < STOP_FLOOR_S and not watched.stopped_s):
+        if watched is None or (watched.quiet_s < STOP_FLOOR_S and not watched.stopped_s and sight.state != TRACED):
             continue
         verdict, limit_s = _verdict(state, watched, sight.state)
         if verdict in (Verdict.WORKING, Verdict.WAITING):
             continue
-        stopped = verdict is Verdict.STOPPED
+        seconds = {Verdict.STOPPED: watched.stopped_s, Verdict.TRACED: watched.traced_s}.get(verdict, watched.quiet_s)
         named = Named(
-            sight.replica, sight.rank, verdict, watched.progress.phase, watched.stopped_s if stopped else watched.quiet_s,
+            sight.replica, sight.rank, verdict, watched.progress.phase, seconds,
             limit_s, sight.state, watched.progress.step, watched.progress.label, watched.progress.microbatches,
         )  # fmt: skip
-        if verdict is not watched.told:
-            ranks[sight.replica, sight.rank] = replace(watched, told=verdict)
+        if verdict not in watched.told:
+            ranks[sight.replica, sight.rank] = replace(watched, told=watched.told | {verdict})
             effects.append(named)
         if verdict is Verdict.SLOW:
             continue
@@ -338,6 +359,9 @@ def _verdict(state: DetectorState, watched: Watched, process: str) -> tuple[Verd
     if process == STOPPED:
         limit_s = stop_limit_s(state)
         return (Verdict.STOPPED if watched.stopped_s > limit_s else Verdict.WORKING), limit_s
+    if process == TRACED:
+        limit_s = stop_limit_s(state)
+        return (Verdict.TRACED if watched.traced_s > limit_s else Verdict.WORKING), limit_s
     phase = watched.progress.phase
     if phase in WAITS:
         return Verdict.WAITING, state.deadline_s
@@ -351,9 +375,9 @@ def _verdict(state: DetectorState, watched: Watched, process: str) -> tuple[Verd
 
 def _is_evidence(named: Named) -> bool:
     """Return whether the silence is the rank's own, as far as can be seen."""
-    if named.verdict is Verdict.STOPPED or named.phase not in LEANS_ON_OTHERS:
-        return True
-    return named.state == RUNNING
+    if named.verdict is Verdict.TRACED:
+        return False
+    return named.verdict is Verdict.STOPPED or named.phase not in LEANS_ON_OTHERS
 
 
 def _charge(named: Named) -> Failing | None:

@@ -1,41 +1,36 @@
 """The store through which the ranks of one replica find each other, bound to the loopback interface.
 
 torch's own rendezvous (`env://`) has rank 0 listen on all interfaces, where every host could read and set keys. So rank 0 makes
-the store itself, on a socket of ours, before Megatron calls `init_process_group`. An environment variable of torch's own then
-makes all ranks, rank 0 included, clients of the store that is there (torch/distributed/rendezvous.py, `_create_c10d_store`).
+the store itself, on a socket that the launcher made (`collectives/listening.py`), and Megatron is given the store
+(`pretrain(store=...)`). The environment says nothing of it: processes that a rank starts can have groups of their own.
 """
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from megatron_recover.config import add_to_environment, rendezvous_address
+from megatron_recover.collectives.listening import STORE, inherited_listener
+from megatron_recover.config import rendezvous_address
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-_CLIENT_ONLY = "TORCHELASTIC_USE_AGENT_STORE"
-_TIMEOUT = timedelta(minutes=30)
 
+def join_store(rank: int, num_ranks: int, timeout: timedelta) -> TCPStore:
+    """Return the store of this replica. Rank 0 serves it as long as the returned object lives.
 
-def host_store(rank: int, num_ranks: int) -> TCPStore | None:
-    """Make all ranks of this replica use a store on loopback, and return it on rank 0, which keeps it for the process's life.
-
-    Called once, before `init_process_group`. Raises OSError where the port is taken.
+    `timeout` limits each wait for a key, and in other ranks the wait for rank 0. Called once in a process.
+    Raises RuntimeError on rank 0 where the launcher handed down no listening socket.
     """
-    add_to_environment({_CLIENT_ONLY: "True"})
-    if rank != 0:
-        return None
     from torch.distributed import TCPStore
 
     host, port = rendezvous_address()
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # The launcher keeps the port bound (not listening) until we take it, so that nobody else gets it.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
-    listener.listen(socket.SOMAXCONN)
+    if rank != 0:
+        return TCPStore(host, port, num_ranks, is_master=False, timeout=timeout, wait_for_workers=False)
+    listener = inherited_listener(STORE, f"{host}:{port}")
+    if listener is None:
+        raise RuntimeError("rank 0 inherited no socket for its replica's store; start it by `megatron-recover run`")
     return TCPStore(
-        host, port, num_ranks, is_master=True, timeout=_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
+        host, port, num_ranks, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )  # fmt: skip

@@ -16,6 +16,7 @@ import sys
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from megatron_recover import flags, ring, trace
@@ -33,7 +34,7 @@ from megatron_recover.megatron.arguments import (
     recover_config,
     refusals,
 )
-from megatron_recover.megatron.rendezvous import host_store
+from megatron_recover.megatron.rendezvous import join_store
 from megatron_recover.progress_page import ProgressPage
 
 if TYPE_CHECKING:
@@ -124,10 +125,11 @@ class _Training:
     """Everything that one rank of a recoverable job is made of."""
 
     def __init__(self, context: RankContext) -> None:
+        from megatron_recover.collectives.key import inherited_key
         from megatron_recover.megatron import seams
         from megatron_recover.megatron.reporting import TensorBoardFactory
 
-        self._context = context
+        self._context, self._key = context, inherited_key()
         self._page = ProgressPage.inherited()
         self._log = ring.log_of_rank(context)
         self._faults = FaultInjector.of(
@@ -162,17 +164,20 @@ class _Training:
         with bad_input_ends():
             if others.get("process_non_loss_data_func") is not None:
                 raise ValueError("process_non_loss_data_func is not supported: no replica sees a whole batch; leave it out")
+            if "store" in others:
+                raise ValueError("store is not supported: each replica has a store of its own; leave it out")
         if self._context.dry_run:
-            with bad_input_ends(), contextlib.closing(_endpoint(config, self._context)):
+            with bad_input_ends(), contextlib.closing(_endpoint(config, self._context, self._key)):
                 configure(args)
             return DRY_RUN_PASSED
         # Held to the end of this process: the replica's other ranks use it as long as they live.
-        store = host_store(self._context.rank, self._context.num_ranks)  # noqa: F841
+        timeout = timedelta(minutes=args.distributed_timeout_minutes)
+        store = join_store(self._context.rank, self._context.num_ranks, timeout)
         member = self._member = self._create_member(config)
         checkpoints, loop = self._install(args, config, member)
         try:
             provider = building_cache_once(datasets_provider, args, self._page)
-            upstream(configure(args), provider, model_type, forward_step, **others)
+            upstream(configure(args), provider, model_type, forward_step, store=store, **others)
         except SystemExit as stop:  # Megatron's way to end early; `JobStopped` is one as well
             if stop.code not in (None, 0):
                 raise
@@ -218,14 +223,13 @@ class _Training:
             return args, config
 
     def _create_member(self, config: RecoverConfig) -> Member:
-        from megatron_recover.collectives.key import inherited_key
         from megatron_recover.collectives.member import Member
 
         with bad_input_ends():
-            endpoint = _endpoint(config, self._context)
+            endpoint = _endpoint(config, self._context, self._key)
         return Member(
             self._context, config, endpoint,
-            key=inherited_key(), record=self._log.record, faults=self._faults, page=self._page,
+            key=self._key, record=self._log.record, faults=self._faults, page=self._page,
         )  # fmt: skip
 
     def _install(self, args: Namespace, config: RecoverConfig, member: Member) -> tuple[Checkpoints, CommitLoop]:
@@ -271,15 +275,14 @@ class _Training:
         return checkpoints, loop
 
 
-def _endpoint(config: RecoverConfig, context: RankContext) -> Endpoint:
+def _endpoint(config: RecoverConfig, context: RankContext, key: bytes) -> Endpoint:
     """This rank's address on the data plane. Raises ValueError where the transport does not serve the device."""
     import torch
 
     from megatron_recover.collectives.endpoints import open_endpoint
-    from megatron_recover.collectives.key import inherited_key
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return open_endpoint(config.transport, key=inherited_key(), rank=context.rank, device=device)
+    return open_endpoint(config.transport, key=key, rank=context.rank, device=device)
 
 
 def _seeding(seed: int) -> Callable[[int, int, int], None]:

@@ -100,21 +100,109 @@ def test_only_a_fresh_rise_of_the_kernels_counter_is_a_want_of_memory(tmp_path: 
     files.count(3)
     kills = OomKills(proc=files.proc, cgroups=files.cgroups)
     kills.watch(17, 0.0)
-    assert not kills.rose(17), "what was killed before the rank started is none of its business"
+    assert not kills.rose(17, 0.1), "what was killed before the rank started is none of its business"
     files.count(4)
-    assert kills.rose(17)
-    assert not kills.rose(17), "one kill explains one death"
+    assert kills.rose(17, 0.2)
+    assert not kills.rose(17, 0.2), "one kill explains one death"
     files.count(5)  # of a process that was no rank
     for now in range(1, 20):
         kills.look(float(now))
-    assert not kills.rose(17), "a kill long ago explains no death now"
+    assert not kills.rose(17, 20.0), "a kill long ago explains no death now"
+
+
+def followed(tmp_path: Path, *pids: int) -> tuple[Files, OomKills]:
+    """Ranks that share one control group, as those of a container do; nothing was killed yet."""
+    files = Files(tmp_path, 2)
+    files.count(0)
+    kills = OomKills(proc=files.proc, cgroups=files.cgroups)
+    for pid in pids:
+        (files.proc / str(pid)).mkdir(exist_ok=True)
+        (files.proc / str(pid) / "cgroup").write_text((files.proc / "17" / "cgroup").read_text())
+        kills.watch(pid, 0.0)
+    return files, kills
+
+
+def test_a_kill_of_a_data_loaders_worker_does_not_explain_that_an_operator_kills_a_rank_two_seconds_later(
+    tmp_path: Path,
+) -> None:
+    files, kills = followed(tmp_path, 17)
+    for tick in range(1, 100):
+        if tick == 60:
+            files.count(1)
+        kills.look(tick * 0.05)
+    assert not kills.rose(17, 5.0)
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.2, 0.7])
+def test_dying_may_take_a_moment(tmp_path: Path, late_s: float) -> None:
+    files, kills = followed(tmp_path, 17)
+    for tick in range(1, 60):
+        kills.look(tick * 0.05)
+    files.count(1)
+    for tick in range(60, 60 + round(late_s / 0.05)):
+        kills.look(tick * 0.05)
+    assert kills.rose(17, 3.0 + late_s)
+
+
+def test_an_agent_that_was_held_up_counts_from_when_it_saw_the_rise(tmp_path: Path) -> None:
+    files, kills = followed(tmp_path, 17)
+    files.count(1)
+    kills.look(30.0)
+    assert kills.rose(17, 30.0)
+
+
+def test_each_kill_explains_one_death(tmp_path: Path) -> None:
+    files, kills = followed(tmp_path, 17, 18, 19)
+    files.count(1)
+    kills.look(1.0)
+    assert [kills.rose(pid, 1.1) for pid in (17, 18, 19)] == [True, False, False]
+    files.count(3)
+    assert [kills.rose(pid, 1.3) for pid in (17, 18, 19)] == [True, True, False]
+
+
+def test_a_kill_that_has_explained_a_death_hides_no_later_one(tmp_path: Path) -> None:
+    files, kills = followed(tmp_path, 17, 18)
+    files.count(1)
+    kills.look(1.0)
+    assert kills.rose(17, 1.1)
+    for tick in range(2, 30):
+        kills.look(float(tick))
+    files.count(2)
+    assert kills.rose(18, 30.0)
+
+
+@pytest.mark.parametrize("controller_at", ["", "job", "job/step 1"])
+def test_the_counter_is_that_of_the_nearest_group_that_has_the_memory_controller(tmp_path: Path, controller_at: str) -> None:
+    """Version 2: a group has the file only if its parent enables the controller for it, and counts what is killed below it."""
+    files = Files(tmp_path, 2)
+    for each in ("", "job", "job/step 1")[: 1 + ("", "job", "job/step 1").index(controller_at)]:
+        (files.cgroups / each / "memory.events").write_text("oom_kill 3\n")
+    kills = OomKills(proc=files.proc, cgroups=files.cgroups)
+    kills.watch(17, 0.0)
+    (files.cgroups / controller_at / "memory.events").write_text("oom_kill 4\n")
+    assert kills.rose(17, 0.1)
+
+
+@pytest.mark.parametrize("path", ["/system.slice/container 9.scope", "/../other"])
+def test_in_a_container_that_shows_its_hosts_path_the_counter_is_that_of_the_mount(tmp_path: Path, path: str) -> None:
+    """Groups inside may have the names of the host's: `system.slice` here is another one."""
+    files = Files(tmp_path / "top", 2)
+    (files.proc / "17" / "cgroup").write_text(f"0::{path}\n")
+    (tmp_path / "top" / "other").mkdir()
+    (files.cgroups / "system.slice").mkdir()
+    for folder in (files.cgroups, files.cgroups / "system.slice", tmp_path / "top" / "other"):
+        (folder / "memory.events").write_text("oom_kill 3\n")
+    kills = OomKills(proc=files.proc, cgroups=files.cgroups)
+    kills.watch(17, 0.0)
+    (files.cgroups / "memory.events").write_text("oom_kill 4\n")
+    assert kills.rose(17, 0.1)
 
 
 def test_without_a_counter_nothing_is_a_want_of_memory(tmp_path: Path) -> None:
     kills = OomKills(proc=tmp_path, cgroups=tmp_path)
     kills.watch(17, 0.0)
     kills.look(10.0)
-    assert not kills.rose(17)
+    assert not kills.rose(17, 10.0)
 
 
 @pytest.fixture
@@ -157,11 +245,11 @@ def test_a_real_want_of_memory_is_told_from_a_kill(small_group: Path) -> None:
         for each in (killed, eater):
             kills.watch(each.pid, 0.0)
         os.kill(killed.pid, signal.SIGKILL)
-        assert killed.wait(20) == -signal.SIGKILL and not kills.rose(killed.pid)
+        assert killed.wait(20) == -signal.SIGKILL and not kills.rose(killed.pid, 0.1)
         assert eater.stdin is not None
         eater.stdin.write(b"\n")
         eater.stdin.flush()
-        assert eater.wait(20) == -signal.SIGKILL and kills.rose(eater.pid)
+        assert eater.wait(20) == -signal.SIGKILL and kills.rose(eater.pid, 0.2)
     finally:
         for each in (killed, eater):
             each.kill()

@@ -37,8 +37,9 @@ def test_the_key_reaches_ranks_and_is_shown_nowhere(start: Start, tmp_path: Path
     job = start(Spec(run_dir=str(tmp_path / "run"), replicas=2, ranks=2, steps=FOR_EVER))
     ranks = [each for each in job.processes if each.name().startswith("replica-")]
     assert len(ranks) == 4
-    [key] = set.union(*map(keys_of, ranks))
+    [key] = keys_of(psutil.Process(job.launcher.pid))
     assert len(key) == KEY_BYTES
+    assert not any(map(keys_of, ranks)), "a rank has read the key, and closes it then"
     shown = [Path(f"/proc/{each.pid}/{name}").read_bytes() for each in job.processes for name in ("cmdline", "environ")]
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     shown += [path.read_bytes() for path in files]

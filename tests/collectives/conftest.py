@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from megatron_recover.collectives.wire import address_of, listen
+from megatron_recover.config import describe_descriptors
 from tests.collectives.partners import Partner
 
 
@@ -24,6 +25,12 @@ def other_leader() -> Iterator[Partner]:
     played = Partner()
     yield played
     played.close()
+
+
+@pytest.fixture
+def hand_down(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Call it with names and descriptors, which this process then finds as a rank finds what the launcher handed down."""
+    return lambda **named: [monkeypatch.setenv(*each) for each in describe_descriptors(named).items()]  # type: ignore[return-value]
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ Each property that safety rests on is a function; the last tests plant the bug t
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -628,6 +629,68 @@ def test_a_forked_child_holds_no_socket_of_its_parent() -> None:
         os.close(write)
         results, outcomes = sums(transports, {0: torch.ones(5), 1: torch.ones(5)}, 2)
         assert outcomes == [None, None] and results[1].tolist() == [2.0] * 5
+
+
+def out_of_descriptors(*args: object, **others: object) -> None:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+@pytest.mark.parametrize("without", [0, 1], ids=["who watches", "who connects"])
+def test_a_member_that_finds_no_descriptor_free_connects_later(without: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call raised OSError, which is no transport's error: the replica was lost as one whose training raised."""
+    tried: list[int] = []
+    made_socket = socket.socket
+
+    def scarce(*args: Any, **others: Any) -> socket.socket:
+        if threading.current_thread().name == "scarce" and len(tried) < 3:
+            tried.append(1)
+            out_of_descriptors()
+        return made_socket(*args, **others)
+
+    with endpoints(0, 1) as (made, addresses):
+        transports = opened(made, addresses)
+        monkeypatch.setattr(connection.socket, "socket", scarce)
+        results, sources = {}, {replica: torch.ones(5) for replica in (0, 1)}
+
+        def call(replica: int) -> None:
+            if replica == without:
+                threading.current_thread().name = "scarce"
+            results[replica] = torch.empty(5)
+            transports[replica].sum_into([sources[replica]], [results[replica]], tag=1, deadline_s=20)
+
+        # The other one comes when there was no descriptor three times.
+        def other() -> None:
+            end = time.monotonic() + 20
+            while len(tried) < 3:
+                assert time.monotonic() < end
+                time.sleep(0.005)
+            call(1 - without)
+
+        assert at_once(lambda: call(without), other) == [None, None]
+        assert len(tried) == 3 and all(each.tolist() == [2.0] * 5 for each in results.values())
+
+
+def test_a_member_that_never_gets_a_descriptor_blames_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    with endpoints(0, 1) as (made, addresses):
+        transports = opened(made, addresses)
+        monkeypatch.setattr(connection.socket, "socket", out_of_descriptors)
+        (outcome,) = at_once(lambda: transports[1].sum_into([torch.ones(5)], [torch.empty(5)], tag=1, deadline_s=0.3))
+        assert type(outcome) is TransportError and "ulimit -n" in str(outcome)
+
+
+def test_a_transport_without_a_descriptor_is_a_transports_error_and_the_older_one_is_retired(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with endpoints(0, 1) as (made, addresses):
+        older = made[0].open(1, 0, addresses, deadline_s=20)
+        with monkeypatch.context() as patch:
+            patch.setattr(direct.os, "eventfd", out_of_descriptors)
+            with pytest.raises(TransportError, match="ulimit -n"):
+                made[0].open(2, 0, addresses, deadline_s=20)
+        with pytest.raises(Revoked):
+            older.sum_into([torch.ones(5)], [torch.empty(5)], tag=1, deadline_s=1)
+        newer = {0: made[0].open(3, 0, addresses, deadline_s=20), 1: made[1].open(3, 1, addresses, deadline_s=20)}
+        assert sums(newer, {0: torch.ones(5), 1: torch.ones(5)})[1] == [None, None]
 
 
 # --- Planted bugs: each check above must see the one that it is there for --------------------------------------------------

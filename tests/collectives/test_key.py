@@ -23,13 +23,17 @@ def test_a_rank_reads_the_key_that_the_launcher_sealed(inherited) -> None:  # no
     made = key.make_key()
     descriptor = key.sealed(made)
     inherited(descriptor)
-    assert key.inherited_key() == key.inherited_key() == made != key.make_key()
+    assert made != key.make_key()
     for write in (lambda: os.pwrite(descriptor, b"x", 0), lambda: os.ftruncate(descriptor, 0)):
         with pytest.raises(PermissionError):
             write()
     assert os.fstat(descriptor).st_mode & 0o077 == 0
     assert not os.get_inheritable(descriptor)
-    os.close(descriptor)
+    assert key.inherited_key() == made
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    with pytest.raises(RuntimeError, match="megatron-recover run"):
+        key.inherited_key()
 
 
 def test_without_a_key_nothing_starts(inherited, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from megatron_recover import trace
 from megatron_recover.collectives import leader
 from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.member import JobStopped, Member
-from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Peer, PeerHello, RankHello
+from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Peer, PeerHello, RankHello, address_of, listen
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core.replica import waiting_for
 from megatron_recover.core.values import (
@@ -134,7 +135,7 @@ def lead(partner: Partner, other_leader: Partner, free: str) -> Iterator[Lead]:
     made: list[Leading] = []
 
     def start(**config: Any) -> Leading:
-        made.append(Leading(partner, other_leader, free, **config))
+        made.append(Leading(partner, other_leader, **({"free": free} | config)))
         return made[0]
 
     yield start
@@ -144,6 +145,19 @@ def lead(partner: Partner, other_leader: Partner, free: str) -> Iterator[Lead]:
 
 def status(generation: int = 1, replica: int = 1) -> Status:
     return Status(replica, generation, 0, None, (), (), None)
+
+
+def test_a_leader_serves_the_socket_that_its_rank_inherited(
+    lead: Lead, hand_down: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It binds nothing: as long as no socket listens, another user could be bound to the port, and listen first."""
+    with listen("127.0.0.1:0") as launchers:
+        address = address_of(launchers)
+        hand_down(leader=os.dup(launchers.fileno()))
+    monkeypatch.setattr(leader, "listen", lambda address: pytest.fail(f"{address} is bound anew"))
+    leading = lead(free=address).heard()
+    leading.speak(status())
+    leading.coordinator.wait(lambda: leading.replica not in waiting_for(leading.member._leader._state))
 
 
 def test_a_link_to_another_leader_that_breaks_asks_for_a_generation(lead: Lead) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import socket
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -101,3 +104,69 @@ def test_a_wait_that_was_asked_for_is_no_stop() -> None:
     while not seen:
         loop.run_once(None)  # were waiting taken for a stop, the timer would be put off for ever
     loop.close()
+
+
+def outcome_in_child(check: Callable[[], None]) -> str:
+    """Return what `check` raised in a forked child, empty if nothing; the child ends without the test's own exit."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            check()
+        except BaseException:
+            os.write(write, traceback.format_exc().encode())
+        os._exit(0)
+    os.close(write)
+    with open(read) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    return text
+
+
+def test_a_child_that_forks_again_and_a_child_of_a_closed_loop_close_nothing_twice(stopped: Stopped) -> None:
+    """A data loader's worker that forks printed a traceback of the hook that the interpreter runs after each fork."""
+
+    def twice() -> None:
+        stopped.loop.close_in_child()
+        stopped.loop.close_in_child()
+
+    assert outcome_in_child(twice) == ""
+    stopped.loop.close()
+    assert outcome_in_child(stopped.loop.close_in_child) == ""
+
+
+def test_a_socket_that_was_closed_in_a_child_closes_no_other_descriptor_later(stopped: Stopped) -> None:
+    """The numbers are used again at once. An object that still believed in its number would close a stranger's file."""
+    loop = stopped.loop
+    listener = socket.create_server(("127.0.0.1", 0))
+    loop.watch_readable(listener, lambda: None)
+    resting = socket.create_server(("127.0.0.1", 0))
+    loop.watch_readable(resting, lambda: None)
+    loop.pause_readable(resting, 60.0)
+    raw = os.eventfd(0)
+    loop.watch_readable(raw, lambda: None)
+
+    def reuse() -> None:
+        nonlocal listener, resting, loop
+        links = list(loop._links)
+        numbers = {raw, listener.fileno(), resting.fileno(), *(key.fd for key in loop._selector.get_map().values())}
+        loop.close_in_child()
+        assert not any(os.path.exists(f"/proc/self/fd/{number}") for number in numbers)
+        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(2 * len(numbers))]
+        assert numbers <= set(files)
+        for link in links:
+            link.close()
+        listener.close()
+        resting.close()
+        loop.close()
+        del listener, resting, loop
+        gc.collect()
+        for each in files:
+            os.fstat(each)
+
+    try:
+        assert outcome_in_child(reuse) == ""
+    finally:
+        listener.close()
+        resting.close()
+        os.close(raw)

@@ -17,9 +17,11 @@ def page(phase: Phase, begun: int, *, step: int = 20, ids: tuple[int, ...] = (3,
     return Progress(1, step, f"train {step + 1}", phase, ids if phase in COMPUTES else (), begun, begun - 1, 0)
 
 
-def trained(step_s: float = 0.4, phase: Phase = Phase.FORWARD, replicas: int = 2) -> tuple[Watched, float]:
+def trained(
+    step_s: float = 0.4, phase: Phase = Phase.FORWARD, replicas: int = 2, deadline_s: float = DEADLINE_S
+) -> tuple[Watched, float]:
     """A job whose replicas have done 20 steps of `step_s` seconds, each one operation of `phase` and a wait."""
-    watched, now_s, begun = Watched(), 0.0, 0
+    watched, now_s, begun = Watched(deadline_s), 0.0, 0
     for step in range(20):
         for doing in (phase, Phase.REDUCTION):
             begun += 1
@@ -123,13 +125,89 @@ def test_a_data_disk_that_stalls_for_all_is_named_and_ends_nobody() -> None:
 
 @pytest.mark.parametrize("state", ["S", "D", "R"])
 @pytest.mark.parametrize("phase", sorted(LEANS_ON_OTHERS))
-def test_whoever_sleeps_where_all_share_a_disk_is_named_and_whoever_loops_there_is_fenced(phase: Phase, state: str) -> None:
-    """The stall of a data disk may strike one replica alone: the others had their samples in memory."""
-    watched, now_s = trained(phase=phase)
-    silent(watched, now_s, 60.0, {0: Phase.REDUCTION, 1: phase}, {1: state})
-    assert [each.named.replica for each in watched.condemned] == ([1] if state == "R" else [])
-    assert all(each.failing is None for each in watched.condemned)
+def test_whoever_is_silent_where_all_share_a_disk_is_named_and_fenced_only_after_the_deadline(phase: Phase, state: str) -> None:
+    """The stall of a data disk may strike one replica alone: the others had their samples in memory. A copy is state R."""
+    watched, now_s = trained(phase=phase, deadline_s=60.0)
+    now_s = silent(watched, now_s, 55.0, {0: Phase.REDUCTION, 1: phase}, {1: state}, look_s=GAP_S)
+    assert watched.condemned == []
     assert any(isinstance(effect, Named) and effect.verdict is Verdict.HUNG for _, effect in watched.said)
+    silent(watched, now_s, 10.0, {0: Phase.REDUCTION, 1: phase}, {1: state}, look_s=GAP_S)
+    [condemned] = watched.condemned
+    assert condemned.named.replica == 1 and condemned.failing is None
+
+
+def test_a_save_that_takes_three_times_as_long_as_the_one_before_ends_nobody() -> None:
+    """Only the writer saves. Copying into the page cache is state R, waiting for the disk state D."""
+    watched, now_s = trained()
+    for begun, save_s in ((1000, 1.5), (1001, 4.5)):
+        for index in range(round(save_s / LOOK_S)):
+            now_s += LOOK_S
+            writer = Sight(1, 0, page(Phase.SAVE, begun), "R" if index % 10 == 9 else "D")
+            watched.look(now_s, [Sight(0, 0, page(Phase.ORDERS, 1000), "S"), writer])
+        now_s += LOOK_S
+        watched.look(now_s, [Sight(each, 0, page(Phase.ORDERS, begun + 1), "S") for each in (0, 1)])
+    assert watched.condemned == []
+
+
+def test_four_seconds_of_work_between_two_steps_end_nobody() -> None:
+    """Logs, a hook of the script, garbage collection, the digest of all state."""
+    watched, now_s = trained(0.5, Phase.BETWEEN)
+    silent(watched, now_s, 4.0, {0: Phase.ORDERS, 1: Phase.BETWEEN})
+    assert watched.condemned == []
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.EVALUATION])
+def test_an_endless_loop_is_fenced_in_every_phase_that_leans_on_nobody(phase: Phase) -> None:
+    watched, now_s = trained(phase=phase)
+    silent(watched, now_s, 3.0, {0: Phase.REDUCTION, 1: phase})
+    [condemned] = watched.condemned
+    assert condemned.named.replica == 1 and (condemned.failing is None) is (phase not in COMPUTES)
+
+
+@pytest.mark.parametrize("phase", sorted(Phase))
+def test_whoever_is_held_by_a_tracer_is_named_and_fenced_only_after_the_deadline(phase: Phase) -> None:
+    """A debugger, gcore or strace; a rank can be held in whatever it does, a wait for others too."""
+    watched, now_s = trained(phase=phase, deadline_s=60.0)
+    now_s = silent(watched, now_s, 55.0, {0: Phase.REDUCTION, 1: phase}, {1: "t"}, look_s=GAP_S)
+    assert watched.condemned == []
+    [named] = [effect for _, effect in watched.said if isinstance(effect, Named)]
+    assert named.verdict is Verdict.TRACED and named.seconds < 1.5
+    assert "a tracer holds its process" in str(named)
+    silent(watched, now_s, 10.0, {0: Phase.REDUCTION, 1: phase}, {1: "t"}, look_s=GAP_S)
+    [condemned] = watched.condemned
+    assert (condemned.named.replica, condemned.named.verdict, condemned.failing) == (1, Verdict.TRACED, None)
+
+
+def test_the_time_under_a_tracer_is_no_silence_of_the_rank_or_its_siblings() -> None:
+    """When the tracer lets go, nobody is condemned for its time. A loop that goes on is found all the same."""
+    watched, now_s = trained()
+    for index in range(400):
+        now_s += LOOK_S
+        sights = [Sight(1, rank, page(Phase.FORWARD, 1000), "t" if rank and index < 200 else "R") for rank in (0, 1)]
+        watched.look(now_s, [Sight(0, 0, page(Phase.REDUCTION, 1000), "S"), *sights])
+        assert watched.condemned == [] or index > 230, "the tracer's time was laid on the rank or on its sibling"
+    [condemned] = watched.condemned
+    assert condemned.named.replica == 1 and condemned.failing is not None
+    assert condemned.named.seconds == pytest.approx(detector.HANG_FLOOR_S, abs=2 * LOOK_S)
+
+
+def test_an_operation_under_a_tracer_raises_no_limit() -> None:
+    watched, now_s = trained()
+    limit_s = detector.hang_limit_s(watched.state, Phase.FORWARD)
+    now_s = silent(watched, now_s, 30.0, {0: Phase.REDUCTION, 1: Phase.FORWARD}, {1: "t"})
+    watched.look(now_s + LOOK_S, [Sight(each, 0, page(Phase.REDUCTION, 1001), "R") for each in (0, 1)])
+    assert detector.hang_limit_s(watched.state, Phase.FORWARD) == limit_s
+
+
+def test_whoever_is_traced_again_and_again_is_named_once() -> None:
+    """The agent reports a rank as held until its tracer is gone; that tracer may come back."""
+    watched, now_s = trained()
+    for index in range(100):
+        now_s += LOOK_S
+        sights = [Sight(0, 0, page(Phase.REDUCTION, 1000), "S"), Sight(1, 0, page(Phase.FORWARD, 1000), "Rt"[index % 2])]
+        watched.look(now_s, sights)
+    named = [effect.verdict for _, effect in watched.said if isinstance(effect, Named)]
+    assert len(named) == len(set(named)) and Verdict.TRACED in named
 
 
 def test_a_phase_that_nobody_has_finished_is_judged_by_the_deadline_alone() -> None:

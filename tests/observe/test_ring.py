@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_recover import ring, trace
+from megatron_recover.config import RankContext, describe_descriptors
 
 DONE = trace.MicrobatchFinished(replica=1, rank=0, generation=1, step=3, microbatch=5, seconds=0.25, into=(0, 2))
 
@@ -43,6 +44,22 @@ def pair(capacity: int = 4096, level: trace.Level = "microbatches", **how: objec
         yield ring.RingLog(descriptor, **how), ring.RingReader(descriptor)
     finally:
         os.close(descriptor)
+
+
+def test_a_rank_maps_its_ring_and_keeps_no_descriptor_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mapping has a copy of it; the number is free again for a rank that has many connections."""
+    context = RankContext(
+        replica=0, rank=0, num_ranks=1, num_replicas=1, coordinator="", leader="", run_dir="", started_at=0.0
+    )  # fmt: skip
+    descriptor = ring.create(capacity=4096)
+    reader = ring.RingReader(descriptor)
+    for name, value in describe_descriptors({ring.DESCRIPTOR: descriptor}).items():
+        monkeypatch.setenv(name, value)
+    log = ring.log_of_rank(context)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    log.record(numbered(7))
+    assert [number_of(item.what) for item in merged(reader).drain(time.monotonic_ns() + 1)] == [7]
 
 
 def test_what_is_recorded_is_read_once_in_its_order_through_many_turns_of_the_ring() -> None:

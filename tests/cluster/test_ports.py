@@ -1,0 +1,95 @@
+"""The ports that the launcher takes for a replica: nobody else can take them before the replica's rank 0 serves them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatron_recover.cluster.job import Job
+from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.config import CONTEXT_VARIABLE, RankContext, RecoverConfig
+from megatron_recover.trace import Layout
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def can_be_taken(port: int) -> bool:
+    """Return whether a stranger gets to listen on `port` of loopback. For SO_REUSEADDR Linux does not ask who owns a socket."""
+    with socket.socket() as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            stranger.bind(("127.0.0.1", port))
+            stranger.listen()
+        except OSError:
+            return False
+    return True
+
+
+def listeners(descriptors: dict[str, int]) -> dict[str, str]:
+    """Return the addresses of the listening sockets among descriptors, by name."""
+    found = {}
+    for name, descriptor in descriptors.items():
+        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            with socket.socket(fileno=os.dup(descriptor)) as copy:
+                assert copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                found[name] = "{}:{}".format(*copy.getsockname())
+    return found
+
+
+class Spawned:
+    """Stands in for the agent and its watch: notes what ranks are started with, and acts as a stranger meanwhile."""
+
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+        """Addresses of ranks that a stranger could take."""
+        self.handed_down: dict[tuple[int, int], dict[str, str]] = {}
+        self.expected: dict[int, dict[str, str]] = {}
+
+    def start(self, replica: int, rank: int, start: Any) -> None:
+        start({})
+
+    def spawn(self, replica: int, rank: int, *, environment: dict[str, str], descriptors: dict[str, int], **_: object) -> None:
+        context = msgspec.json.decode(environment[CONTEXT_VARIABLE], type=RankContext)
+        store = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+        addresses = self.expected[replica] = {"leader": context.leader, "store": store}
+        self.taken += [each for each in addresses.values() if can_be_taken(int(each.rpartition(":")[2]))]
+        self.handed_down[replica, rank] = listeners(descriptors)
+
+
+@pytest.fixture
+def spawned(tmp_path: Path) -> Iterator[Spawned]:
+    """What a launcher of two replicas of two ranks has started."""
+    layout = Layout(tp=1, pp=2)
+    job = Job(argv=("train.py",), num_replicas=2, layout=layout, config=RecoverConfig(), run_dir=tmp_path)
+    launcher: Any = Launcher(job)
+    made = launcher._agent = Spawned()
+    launcher._ranks = SimpleNamespace(spawn=made.start)
+    launcher._membership = SimpleNamespace(address="127.0.0.1:1", launched=lambda: None)
+    launcher._recording = SimpleNamespace(descriptors=lambda replica, rank: {})
+    with contextlib.closing(launcher._loop):
+        launcher._spawn_all()
+        yield made
+    os.close(launcher._sealed_key)
+
+
+def test_a_stranger_cannot_take_the_ports_of_a_replica_that_starts(spawned: Spawned) -> None:
+    """Two sockets with SO_REUSEADDR may be bound to one port until one listens: the rank found its port taken, and ended."""
+    assert spawned.taken == []
+
+
+def test_rank_0_inherits_the_sockets_that_listen_and_nobody_else_keeps_them(spawned: Spawned) -> None:
+    """A copy that is left open would keep a dead leader's port answering: its ranks and the others would wait for it."""
+    assert spawned.handed_down == {
+        (replica, rank): spawned.expected[replica] if rank == 0 else {} for replica in range(2) for rank in range(2)
+    }
+    ports = [int(each.rpartition(":")[2]) for replica in spawned.expected.values() for each in replica.values()]
+    assert len(set(ports)) == 4 and all(can_be_taken(port) for port in ports)
