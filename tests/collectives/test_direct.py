@@ -119,9 +119,12 @@ def check_a_revoke_waits_for_what_is_written(patch: pytest.MonkeyPatch) -> None:
     inside, leave, returned = threading.Event(), threading.Event(), threading.Event()
     add = exchange.add_in_order
 
+    revoked: set[int] = set()
+
     def slow(parts: Any, out: torch.Tensor) -> None:
-        inside.set()
-        assert leave.wait(20)
+        if threading.get_ident() in revoked:  # the other member may be adding before this one is
+            inside.set()
+            assert leave.wait(20)
         add(parts, out)
 
     patch.setattr(exchange, "add_in_order", slow)
@@ -140,8 +143,12 @@ def check_a_revoke_waits_for_what_is_written(patch: pytest.MonkeyPatch) -> None:
             seen.extend((result.clone(), torch.cat([*transports[0]._scratch.values()]).clone()))
             assert returned.is_set() and not early, "it returned while the call was writing"
 
+        def sum_that_is_revoked() -> None:
+            revoked.add(threading.get_ident())
+            transports[0].sum_into([source], [result], tag=1, deadline_s=20)
+
         outcomes = at_once(
-            lambda: transports[0].sum_into([source], [result], tag=1, deadline_s=20),
+            sum_that_is_revoked,
             lambda: transports[1].sum_into([source], [other], tag=1, deadline_s=20),
             revoke,
         )

@@ -240,6 +240,9 @@ def test_inv_8_a_wait_has_one_deadline_from_its_start(lead: Lead, monkeypatch: p
     leading = lead(roster=(0, 1, 2), stall_s=60.0)
     member, timers = leading.member, list[Callable[[], None]]()
     leading.other.wait(lambda: len(leading.other.received) == 4)  # two greetings and two statuses
+    settled = threading.Event()
+    member._loop.post(settled.set)  # behind what the leader does after it has said its status: its first timer is set
+    assert settled.wait(10)
     monkeypatch.setattr(member._loop, "after", lambda seconds, then: timers.append(then) if seconds == 60.0 else None)
     leading.announce(2, (0, 1, 2))
     leading.other.wait(lambda: len(leading.other.received) == 6)
