@@ -35,7 +35,8 @@ def test_the_store_serves_the_inherited_socket_and_who_came_before(rank_0: None)
     follower = threading.Thread(target=lambda: seen.append(join_store(1, 2, TIMEOUT).get("said by rank 0")))
     follower.start()
     follower.join(0.5)
-    join_store(0, 2, TIMEOUT).set("said by rank 0", "hello")
+    store = join_store(0, 2, TIMEOUT)  # which lives as long as this does
+    store.set("said by rank 0", "hello")
     follower.join(30)
     assert seen == [b"hello"]
 

@@ -15,9 +15,6 @@ from megatron_recover.sim.timed.job import TimedJob, TimedReplica
 from megatron_recover.sim.timed.models import FailuresTable, Losses, Scenario, Timing
 from megatron_recover.sim.timed.outcome import Meter, Outcome
 
-MAX_FRUITLESS = 100
-"""Generations without a loss and without a committed step. The coordinator removes no replica where all wait for each other."""
-
 
 class RecoverJob(TimedJob):
     """A job of the real machines that loses replicas as the scenario says.
@@ -84,8 +81,9 @@ class RecoverJob(TimedJob):
     def announced(self, new: NewGeneration) -> None:
         super().announced(new)
         self._disturbed = True
-        if self.coordinator.state.fruitless > MAX_FRUITLESS:
-            raise self._too_slow(f"{MAX_FRUITLESS} generations in a row came without a step")
+        state = self.coordinator.state
+        if state.fruitless >= state.policy.max_fruitless:  # nobody was at fault, and nothing here is but the timeouts
+            raise self._too_slow(f"{state.fruitless} generations in a row came without a step")
 
     def fence(self, number: ReplicaId) -> None:
         super().fence(number)
