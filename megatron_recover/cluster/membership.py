@@ -140,6 +140,7 @@ class Membership:
                 self._request(message)
             case LeaderBeat() if message.replica == replica:
                 self._leaders.answered(message)
+                self._step(machine.Progressed(replica, message.step))
                 if message.request is not None and message.request.replica == replica:
                     self._request(message.request)
             case values.Entered() | values.Busy() | values.Failing() | values.Finished() if message.replica == replica:

@@ -116,7 +116,7 @@ class Leader:
         self._coordinator = OutgoingLink(
             context.coordinator, key, self._me, Party(Role.COORDINATOR), patience_s=self._deadlines.leader_s
         )  # fmt: skip
-        self._request: values.Requested | values.Diverged | None = None
+        self._request: values.Requested | values.Diverged | values.Miscounted | None = None
         """What the coordinator was asked for last."""
         loop.watch(self._coordinator, self._from_coordinator, self._coordinator_lost)
         self._coordinator_watch = CoordinatorWatch(
@@ -286,7 +286,8 @@ class Leader:
                     )
                 elif isinstance(message, values.Diverged):
                     self._record_disagreement(message)
-                if isinstance(message, values.Requested | values.Diverged):
+                is_request = isinstance(message, values.Requested | values.Diverged | values.Miscounted)
+                if is_request and message.generation == self._state.generation:  # late evidence is of an older one
                     self._request = message
                 self._loop.send(self._coordinator, message)
             case machine.Decided():

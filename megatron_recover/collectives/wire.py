@@ -140,7 +140,7 @@ class LeaderBeat(Value, frozen=True):
     generation: values.Generation
     step: int
     waiting_for: tuple[ReplicaId, ...]
-    request: values.Requested | values.Diverged | None = None
+    request: values.Requested | values.Diverged | values.Miscounted | None = None
     """What the leader has asked for in this generation and not got yet. The coordinator acts on it once."""
 
 

@@ -165,7 +165,14 @@ class ExitAsked(Value, frozen=True):
     reason: str
 
 
-Input = LeaderMessage | Launched | Lost | TimerFired | ExitAsked
+class Progressed(Value, frozen=True):
+    """A member says in a beat which step it has not committed yet: all before that are committed."""
+
+    replica: ReplicaId
+    step: int
+
+
+Input = LeaderMessage | Launched | Lost | TimerFired | ExitAsked | Progressed
 
 
 # --- Effects -------------------------------------------------------------------------------------------------------------
@@ -362,7 +369,8 @@ def _saved(state: CoordinatorState) -> Step:
     if not state.reason or state.saves:
         return state, ()
     state, effects = _announce(state, (), state.reason)
-    return replace(state, excused=True), effects
+    # A request that is on its way, or is repeated, is of a wait for that save as well.
+    return replace(state, excused=True, evidence_from=state.generation), effects
 
 
 def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
@@ -451,10 +459,7 @@ def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
     """Note it, and whom the member had waited for; a step further than before means that the last generations bore fruit."""
     if entered.generation != state.generation or entered.replica not in state.roster:
         return state, ()
-    if entered.step > state.step:
-        state = replace(
-            state, step=entered.step, fruitless=0, undecided="", evidence=Evidence(), waits=(), evidence_from=state.generation
-        )
+    state = _reached(state, entered.step)
     if entered.waited_for and not state.excused:
         state = replace(state, waits=tuple(sorted({**dict(state.waits), entered.replica: entered.waited_for}.items())))
     state = replace(state, entered=tuple(sorted({*state.entered, entered.replica})))
@@ -463,6 +468,18 @@ def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
     # The timer that runs may be about to fire: the others would have no time.
     state = replace(state, follow=f"{state.follow} again", all_late=False)
     return state, (Arm(state.follow, "follow_timeout_s"),)
+
+
+def _on_progressed(state: CoordinatorState, progressed: Progressed) -> Step:
+    """Forget what was held against members while no step was committed, if one was committed since."""
+    return (_reached(state, progressed.step) if progressed.replica in state.roster else state), ()
+
+
+def _reached(state: CoordinatorState, step: int) -> CoordinatorState:
+    """Note that all steps before `step` are committed: the last generations bore fruit if that is news."""
+    if step <= state.step:
+        return state
+    return replace(state, step=step, fruitless=0, undecided="", evidence=Evidence(), waits=(), evidence_from=state.generation)
 
 
 def _on_failing(state: CoordinatorState, failing: Failing) -> Step:
@@ -537,4 +554,5 @@ TABLE: Mapping[type, Callable[[CoordinatorState, Any], Step]] = {
     Lost: _on_lost,
     TimerFired: _on_expired,
     ExitAsked: _on_exit_asked,
+    Progressed: _on_progressed,
 }

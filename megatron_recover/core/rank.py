@@ -217,7 +217,10 @@ def _on_promise(state: RankState, order: Promise) -> Step:
     if order.generation <= state.promised:
         return state, ()
     state, effects = _flush(replace(state, promised=order.generation))
-    return state, (Retire(order.generation), *effects, ToLeader(Promised(state.rank, order.generation, state.journal)))
+    # What a plan voids counts no more from the order on, whenever the training thread takes it.
+    voided = any(isinstance(queued, Plan) and queued.voids for queued in state.queue)
+    journal = Journal() if voided else state.journal
+    return state, (Retire(order.generation), *effects, ToLeader(Promised(state.rank, order.generation, journal)))
 
 
 def _on_order(state: RankState, order: Plan | Close | Apply) -> Step:

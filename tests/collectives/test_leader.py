@@ -15,13 +15,15 @@ from megatron_recover import trace
 from megatron_recover.collectives import leader
 from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.member import JobStopped, Member
+from megatron_recover.collectives.transport import TransportError
 from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Peer, PeerHello, RankHello, address_of, listen
 from megatron_recover.config import RankContext, RecoverConfig
-from megatron_recover.core.replica import waiting_for
+from megatron_recover.core.replica import ToCoordinator, waiting_for
 from megatron_recover.core.values import (
     Diverged,
     Entered,
     Held,
+    Miscounted,
     NewGeneration,
     Requested,
     Shape,
@@ -36,6 +38,10 @@ from tests.collectives.partners import KEY, FakeEndpoint, Partner, call
 
 pytestmark = pytest.mark.timeout(30)
 WORK = Work("train 1", 2, (0,))
+
+
+class WrongCounts(TransportError):
+    miscounted = True
 
 
 class Leading:
@@ -280,6 +286,22 @@ def test_inv_8_the_timer_of_a_wait_that_is_over_does_not_end_one_like_it(lead: L
     assert fired.wait(10) and timers == [over, running], "nothing has expired"
     member._loop.post(running)
     assert leading.requested() == Requested(0, 2, "no vote of replicas (1,) came")
+
+
+def test_inv_8_a_miscount_is_a_request_that_beats_repeat_and_late_evidence_is_none(lead: Lead) -> None:
+    """A5: with a stopped launcher nobody else says for what this replica waits, and the wait had no end."""
+    leading = lead().heard()
+    leading.speak(status(1))
+    leading.member.begin(WORK)
+    leading.member.next_order()
+    leading.member.blocked(1, WrongCounts("counts"))
+    leading.coordinator.wait(lambda: leading.coordinator.received)
+    [miscounted] = leading.coordinator.received
+    assert isinstance(miscounted, Miscounted)
+    heard = leading.member._leader
+    assert heard is not None and heard._where().request == miscounted and "counts" in heard._needs_coordinator()
+    heard._carry_out(ToCoordinator(Requested(0, 0, "of an older generation", (1,), stalled=True)))
+    assert heard._where().request == miscounted
 
 
 def test_members_that_vote_differently_leave_their_own_records_in_the_trace(lead: Lead) -> None:

@@ -22,6 +22,7 @@ from megatron_recover.core.coordinator import (
     Launched,
     Lost,
     Policy,
+    Progressed,
     TimerFired,
     Waits,
 )
@@ -511,6 +512,26 @@ def test_inv_8_a_job_in_which_nothing_says_who_is_at_fault_ends_with_a_message(n
     )
     state, _ = feed(state, Entered(0, 20, 5))
     assert feed(state, TimerFired("undecided 3")) == (state, []), "a step was committed"
+
+
+def test_inv_9_a_job_that_commits_steps_again_is_not_ended_by_what_was_before() -> None:
+    """The coordinator hears of steps in a generation that lasts from beats alone, since nobody enters another one."""
+    state = started(2)
+    for generation in range(1, 4):
+        state, _ = feed(state, blocked(0, generation), TimerFired(f"grace {generation}"))
+    assert ended(feed(state, TimerFired("undecided 3"))[1]).exit_code == ExitCode.FAILED, "no step was committed"
+    state, effects = feed(state, Progressed(1, 7))
+    assert effects == [] and feed(state, TimerFired("undecided 3")) == (state, [])
+    assert feed(state, Progressed(5, 99)) == (state, []), "it is no member"
+
+
+def test_what_was_held_against_a_member_is_forgotten_when_steps_are_committed_again() -> None:
+    state = started(3)
+    for generation in (1, 2):
+        state, _ = feed(state, Requested(0, generation, "slow", (1,)), TimerFired(f"grace {generation}"))
+    state, _ = feed(state, Progressed(0, 10_000), Requested(2, 3, "a hiccup", (1,)))
+    _, effects = feed(state, TimerFired("grace 3"))
+    assert announced(effects).roster == (0, 1, 2) and not [each for each in effects if isinstance(each, Fence)]
 
 
 def test_what_was_waited_for_in_a_generation_that_is_over_is_evidence_and_a_break_is_not() -> None:

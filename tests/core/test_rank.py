@@ -86,6 +86,12 @@ def test_the_journal_rides_in_the_promise_and_ends_with_the_step() -> None:
     assert state.journal == Journal()
 
 
+def test_a_journal_that_a_plan_voids_rides_in_no_promise_whenever_the_plan_is_taken() -> None:
+    state, _ = feed(at_plan(), MicrobatchStarted(0), MicrobatchFinished(0), Promise(2, (0, 1)))
+    state, effects = feed(state, replace(PLAN, generation=2, voids=True), MicrobatchStarted(1), Promise(3, (0,)))
+    assert effects[-1] == ToLeader(Promised(1, 3, Journal())), "the training thread had not taken the plan yet"
+
+
 def test_a_measurement_goes_to_the_leader() -> None:
     assert feed(at_plan(), Measured(4, 1000))[1] == [ToLeader(Computed(1, 4, 1000))]
 
