@@ -69,12 +69,17 @@ class Watched(Clocked):
             record=self.events.append, give_up=self.given_up.append,
         )  # fmt: skip
 
+    def close(self) -> None:
+        """Close the loop when everything said is written: what comes later another test would find on its stderr."""
+        assert self.watch.speaker.wait(10.0)
+        self.loop.close()
+
 
 @pytest.fixture
 def watched() -> Iterator[Watched]:
     made = Watched()
     yield made
-    made.loop.close()
+    made.close()
 
 
 def test_silence_is_said_once_and_again_when_a_wait_begins_and_when_it_is_over(watched: Watched) -> None:
@@ -122,7 +127,7 @@ def test_a_leader_that_stood_still_itself_does_not_call_the_coordinator_silent()
     watched.watch.heard()  # what had arrived meanwhile
     watched.loop.run_once(0.0)
     assert watched.told() == [] and watched.given_up == []
-    watched.loop.close()
+    watched.close()
 
 
 def test_a_stopped_launcher_is_named_with_its_remedy(watched: Watched, capfd: pytest.CaptureFixture[str]) -> None:
