@@ -139,11 +139,8 @@ def _announcements() -> Iterator[Row]:
     peers = {}
     for number in range(num_replicas):
         ports = (1024 + (number * num_ranks + rank) * 7919 % 60_000 for rank in range(num_ranks))
-        tokens = (
-            f"{(number * num_ranks + rank + 1) * 0x9E3779B97F4A7C15F39CC0605CEDC835 % 2**128:032x}" for rank in range(num_ranks)
-        )
         host = f"10.{number // 65536}.{number // 256 % 256}.{number % 256}"
-        addresses = (f"{host}:{port}/{token}" for port, token in zip(ports, tokens, strict=True))
+        addresses = (f"{host}:{port}" for port in ports)
         peers[number] = Peer(number, f"{host}:29000", tuple(addresses))
     roster, where = tuple(range(num_replicas)), f"{num_replicas} x {num_ranks} ranks"
     first = functools.partial(announcements, NewGeneration(1, roster), peers, frozenset(), 0.0)
