@@ -149,7 +149,7 @@ class Member:
         with self._changed:
             self._wait_until(lambda: bool(self._state.queue) or self._failure is not None)
             if self._failure is not None:
-                raise self._failure
+                raise self._last_words_written(self._failure)
             self._feed(machine.Take())
             order = self._state.taken
             if isinstance(order, Stop):
@@ -290,7 +290,7 @@ class Member:
             transport.close()
         self._endpoint.close()
         if stopped is not None and stopped.exit_code != ExitCode.OK:
-            raise stopped
+            raise self._last_words_written(stopped)
 
     def close_in_child(self) -> None:
         """In a forked child (data loader, asynchronous save): close the copies of our sockets.
@@ -319,7 +319,7 @@ class Member:
     def _raise_if_stopped(self) -> None:
         stopped = self._stopped_by()
         if stopped is not None:
-            raise stopped
+            raise self._last_words_written(stopped)
 
     # --- The machine, under the lock -----------------------------------------------------------------------------------
 
@@ -434,7 +434,12 @@ class Member:
             self._failure = JobStopped(exit_code, reason)
             if self._transport is not None:
                 self._transport.revoke()
+            self._loop.after(self._deadlines.follow_s, lambda: self._end_process(exit_code))
+            # Not printed: this thread must come to that timer, and to the messages of others, where the log's disk stalls.
+            self._speaker.say(f"megatron-recover: replica {self.replica} rank {self.rank} ends: {reason}")
             self._changed.notify_all()
-        self._loop.after(self._deadlines.follow_s, lambda: self._end_process(exit_code))
-        # Not printed: this thread must come to that timer, and to the messages of others, where the log's disk stalls.
-        self._speaker.say(f"megatron-recover: replica {self.replica} rank {self.rank} ends: {reason}")
+
+    def _last_words_written(self, stopped: JobStopped) -> JobStopped:
+        """Return what ends the training thread when its reason is in the log, or the log has had its time to take it."""
+        self._speaker.wait(self._deadlines.words_s)
+        return stopped
