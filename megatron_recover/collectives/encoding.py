@@ -170,7 +170,7 @@ class Peer(Value, frozen=True):
 
 
 class PackedPeers(Value, frozen=True):
-    """How `Peer`s travel: 18 bytes an address of `direct` instead of 50. Addresses stand in the order leader, then ranks."""
+    """How `Peer`s travel: two bytes an address where many are on a host. Addresses stand in the order leader, then ranks."""
 
     replicas: Runs
     sizes: tuple[tuple[int, int], ...]
@@ -179,39 +179,30 @@ class PackedPeers(Value, frozen=True):
     """(host, how many addresses in a row are on it)."""
     ports: bytes
     """Two bytes each, big-endian; 0 for an address that is among `others`."""
-    tokens: bytes
-    """Of the addresses that have one, `_TOKEN_BYTES` each."""
-    has_token: tuple[tuple[bool, int], ...]
-    """(whether addresses have a token, how many in a row)."""
     others: tuple[str, ...]
     """Addresses of another form, as they are."""
 
 
-_ADDRESS = re.compile(r"([^:/]*):([1-9][0-9]{0,4})(?:/([0-9a-f]{32}))?")
-_TOKEN_BYTES = 16
+_ADDRESS = re.compile(r"([^:/]*):([1-9][0-9]{0,4})")
 MAX_ADDRESSES = 2**21
 """Of one announcement: 1000 replicas of 2000 ranks."""
 
 
 def packed_peers(peers: Sequence[Peer]) -> PackedPeers:
     """Return peers as they travel."""
-    hosts, ports, tokens, has_token, others = list[str](), bytearray(), bytearray(), list[bool](), list[str]()
+    hosts, ports, others = list[str](), bytearray(), list[str]()
     for address in (address for peer in peers for address in (peer.leader_address, *peer.data_addresses)):
         found = _ADDRESS.fullmatch(address)
         if found is None or int(found[2]) >= 2**16:
             others.append(address)
             hosts.append("")
             ports += bytes(2)
-            has_token.append(False)
-            continue
-        host, port, token = found.groups()
-        hosts.append(host)
-        ports += int(port).to_bytes(2)
-        has_token.append(token is not None)
-        tokens += bytes.fromhex(token or "")
+        else:
+            hosts.append(found[1])
+            ports += int(found[2]).to_bytes(2)
     return PackedPeers(
         runs(peer.replica for peer in peers), _counted(1 + len(peer.data_addresses) for peer in peers), _counted(hosts),
-        bytes(ports), bytes(tokens), _counted(has_token), tuple(others),
+        bytes(ports), tuple(others),
     )  # fmt: skip
 
 
@@ -221,22 +212,13 @@ def unpacked_peers(message: PackedPeers) -> tuple[Peer, ...]:
     num_addresses = len(ports)
     replicas = _Unpacker().ids(message.replicas)
     sizes = _repeated(message.sizes, len(replicas))
-    hosts, has_token = _repeated(message.hosts, num_addresses), _repeated(message.has_token, num_addresses)
+    hosts = _repeated(message.hosts, num_addresses)
     if num_addresses > MAX_ADDRESSES or sum(sizes) != num_addresses or min(sizes, default=1) < 1:
         raise ValueError(f"peers of {sum(sizes)} addresses come with {num_addresses} ports; at most {MAX_ADDRESSES} are taken")
-    num_others, num_tokens = ports.count(0), sum(has for port, has in zip(ports, has_token, strict=True) if port)
-    if (num_others, num_tokens * _TOKEN_BYTES) != (len(message.others), len(message.tokens)):
-        raise ValueError(f"{num_tokens} addresses with a token and {num_others} others do not come with what they need")
-    hexadecimal = message.tokens.hex()
-    tokens = (hexadecimal[at : at + 2 * _TOKEN_BYTES] for at in range(0, len(hexadecimal), 2 * _TOKEN_BYTES))
-    others, addresses = iter(message.others), list[str]()
-    for host, port, has in zip(hosts, ports, has_token, strict=True):
-        if port == 0:
-            addresses.append(next(others))
-        elif has:
-            addresses.append(f"{host}:{port}/{next(tokens)}")
-        else:
-            addresses.append(f"{host}:{port}")
+    if ports.count(0) != len(message.others):
+        raise ValueError(f"{ports.count(0)} addresses of another form come with {len(message.others)}")
+    others = iter(message.others)
+    addresses = [f"{host}:{port}" if port else next(others) for host, port in zip(hosts, ports, strict=True)]
     ends = tuple(itertools.accumulate(sizes, initial=0))
     return tuple(
         Peer(replica, addresses[start], tuple(addresses[start + 1 : end]))

@@ -196,11 +196,6 @@ class Step:
             found = self.ranks[replica, rank] = RankWork()
         return found
 
-    def held_since(self, bucket: int, version: int, replica: int, rank: int) -> Line | None:
-        """The line from which on a rank holds a result."""
-        held = self.results.get((bucket, version))
-        return held.since(replica, rank) if held else None
-
     # --- Taking events in ------------------------------------------------------------------------------------------------
 
     def take_plan(self, line: Line, event: trace.Plan) -> None:

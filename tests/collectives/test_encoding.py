@@ -115,15 +115,14 @@ def test_equal_runs_of_a_frame_are_one_tuple_and_count_once() -> None:
     assert len({id(each.contributions[0].buckets) for each in found.statuses}) == 1
 
 
-TWO = (Peer(0, "a:1", (f"a:2/{1:032x}", "odd")), Peer(1, "a:3", ("a:4", "a:5")))
+TWO = (Peer(0, "a:1", ("a:2", "odd")), Peer(1, "a:3", ("a:4", "a:5")))
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"replicas": (0, 3)}, {"replicas": (0, 1)}, {"sizes": ((3, 1),)}, {"sizes": ((2, 2),)}, {"sizes": ((0, 1), (6, 1))},
-        {"sizes": ((9, 1), (-3, 1))}, {"hosts": (("a", 5),)}, {"hosts": (("a", 2**40),)}, {"ports": b""}, {"tokens": b""},
-        {"tokens": bytes(17)}, {"has_token": ((True, 6),)}, {"has_token": ((False, 6),)}, {"others": ()},
+        {"sizes": ((9, 1), (-3, 1))}, {"hosts": (("a", 5),)}, {"hosts": (("a", 2**40),)}, {"ports": b""}, {"others": ()},
         {"others": ("x", "y")},
     ],
     ids=str,
@@ -151,7 +150,7 @@ def _job(num_replicas: int, num_ranks: int) -> dict[int, Peer]:
     peers = {}
     for replica in range(num_replicas):
         host = f"10.0.{replica // 250}.{replica % 250}"
-        ranks = (f"{host}:{30000 + 7 * rank}/{replica * 10**9 + rank:032x}" for rank in range(num_ranks))
+        ranks = (f"{host}:{30000 + 7 * rank}" for rank in range(num_ranks))
         peers[replica] = Peer(replica, f"{host}:29000", tuple(ranks))
     return peers
 
@@ -185,9 +184,9 @@ def _decoded(framed: bytes) -> Announcement:
 
 
 def test_the_size_of_announcements() -> None:
-    """Of 1000 replicas of 64 ranks: 18 bytes an address the first time, and no address at all when a replica is lost."""
+    """Of 1000 replicas of 64 ranks: two bytes an address the first time, and no address at all when a replica is lost."""
     peers = _job(1000, 64)
     first = _sent(NewGeneration(1, tuple(range(1000))), peers, set())[0]
-    assert len(first) < 18 * 64 * 1000 + 50_000
+    assert len(first) < 2 * 64 * 1000 + 50_000
     later = _sent(NewGeneration(2, tuple(range(999))), peers, set(range(1000)))[0]
     assert len(later) < 5_000
