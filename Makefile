@@ -39,7 +39,7 @@ sweep: setup     ## simulate rates of failures and sizes up to 100,000 GPUs: OUT
 gpu-test: setup  ## the CUDA and NCCL part; says why where there is no GPU
 	@$(PY) -m pytest -q tests/gpu
 
-campaign: setup  ## real jobs of random shapes until FAULTS (300) random faults from SEED (1) on have struck, each judged; OUT=FILE: the record
+campaign: setup  ## real jobs of random shapes until FAULTS (300) random faults from SEED (1) on have struck, each judged (as root: disks); OUT=FILE: the record
 	@$(PY) -m tests.system.campaign --faults $(or $(FAULTS),300) --seed $(or $(SEED),1) $(if $(OUT),--out $(OUT))
 
 bench: setup     ## all benchmarks: a table, and bench.json

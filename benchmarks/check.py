@@ -1,11 +1,11 @@
-"""`check` on large traces: how fast it judges, and in how much memory.
+"""`check`, `report` and the summary of large traces: how fast `check` judges, and in how much memory each works.
 
 The traces are valid ones, made by hand: every rank writes what a rank writes, and in the middle a replica dies in the step.
-`long` has many small steps, `wide` few steps of 8192 microbatches on 128 ranks a replica. Each is judged by a process of its
+`long` has many small steps, `wide` few steps of 8192 microbatches on 128 ranks a replica. Each is read by processes of their
 own, whose largest resident memory the kernel tells.
 
     python -m benchmarks.run --only check
-    python -m benchmarks.check long|wide GIGABYTES FILE      (writes such a trace, and nothing else)
+    python -m benchmarks.check long|wide GIGABYTES FOLDER      (measures one trace of that size, which it leaves there)
 """
 
 from __future__ import annotations
@@ -90,11 +90,13 @@ class Writer:
         """All members enter the generation and tell what they hold."""
         for replica in roster:
             yield trace.Entered(replica=replica, generation=self.generation, seconds=0.002)
-        buckets = len(self.shape.bucket_ranks)
+        buckets = tuple(range(len(self.shape.bucket_ranks)))
         for replica in roster:
+            ids = held.get(replica, ())
             yield trace.Status(
                 replica=replica, generation=self.generation, step=step, work=bool(held), complete=(),
-                contributions=(held.get(replica, ()),) * buckets, committed=step - 1 if step else None,
+                contributions=(trace.Contribution(buckets=buckets, microbatches=ids),) if ids else (),
+                committed=step - 1 if step else None,
             )  # fmt: skip
 
     def deal(self, ids: Sequence[int], roster: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -210,10 +212,17 @@ def write(shape: Shape, num_bytes: float, place: Path) -> int:
     return 2 * count + 1
 
 
-def judge(place: Path, verb: str = "check") -> tuple[float, float, dict[str, object]]:
-    """Seconds that a process takes for a trace, its largest resident memory in bytes, and the verdict."""
+COMMANDS = {
+    "check": ("-m", "megatron_recover", "check", "--json"),
+    "report": ("-m", "megatron_recover", "report"),
+    "summary": ("-m", "megatron_recover.cli.finish"),
+}
+
+
+def read(run_dir: Path, what: str) -> tuple[float, float, dict[str, object]]:
+    """Seconds that a process takes for a trace, its largest resident memory in bytes, and the verdict of `check`."""
     begin = time.monotonic()
-    command = [sys.executable, "-m", "megatron_recover", verb, str(place), *(["--json"] if verb == "check" else [])]
+    command = [sys.executable, *COMMANDS[what], str(run_dir)]
     largest = 0
     process = psutil.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -229,31 +238,38 @@ def judge(place: Path, verb: str = "check") -> tuple[float, float, dict[str, obj
         if process.poll() is None and time.monotonic() - begin >= DEADLINE_S:
             process.kill()
     output, _ = process.communicate(timeout=DEADLINE_S)
-    return time.monotonic() - begin, largest, json.loads(output) if verb == "check" else {}
+    if what != "check" and process.returncode:
+        raise RuntimeError(f"{what} ended with exit code {process.returncode}")
+    return time.monotonic() - begin, largest, json.loads(output) if what == "check" else {}
 
 
-def rows() -> list[Row]:
-    """Events a second and memory, for both shapes."""
+def measured(name: str, run_dir: Path, num_bytes: float) -> list[Row]:
+    """Write a trace into `run_dir` and read it."""
+    place = run_dir / trace.EVENTS_FILE
+    write(SHAPES[name], num_bytes, place)
+    size = place.stat().st_size
+    with open(place, "rb") as file:
+        events = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 24), b""))
+    about = f"a trace of {size / 1e9:.2f} GB, {events / 1e6:.2f} million events"
     found = []
-    for name, shape in SHAPES.items():
-        with tempfile.TemporaryDirectory(prefix="megatron-recover-") as folder:
-            place = Path(folder) / trace.EVENTS_FILE
-            write(shape, GIGABYTES * 1e9, place)
-            size = place.stat().st_size
-            with open(place, "rb") as file:
-                events = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 24), b""))
-            seconds, memory, verdict = judge(place)
-        if not (verdict["holds"] and verdict["finished"]):
-            raise RuntimeError(f"the trace of {name} is not judged as valid: {verdict['violations']}, {verdict['problems']}")
-        about = f"a trace of {size / 1e9:.2f} GB"
-        found += [
-            row(f"check, {name}: events a second", [events / seconds], "1/s", baseline=about),
-            row(f"check, {name}: resident memory", [memory / 1e6], "MB", baseline=about, goal="< 1000"),
-            row(f"check, {name}: memory against the trace", [100 * memory / size], "%", baseline=about),
-        ]
+    for what in COMMANDS:
+        seconds, memory, verdict = read(run_dir, what)
+        if what == "check":
+            if not (verdict["holds"] and verdict["finished"]):
+                raise RuntimeError(f"the trace of {name} does not hold: {verdict['violations']}, {verdict['problems']}")
+            found.append(row(f"check, {name}: events a second", [events / seconds], "1/s", baseline=about))
+        found.append(row(f"{what}, {name}: resident memory", [memory / 1e6], "MB", baseline=about, goal="< 1000"))
     return found
+
+
+def rows() -> Iterator[Row]:
+    """Events a second and memory, for both shapes."""
+    for name in SHAPES:
+        with tempfile.TemporaryDirectory(prefix="megatron-recover-") as folder:
+            yield from measured(name, Path(folder), GIGABYTES * 1e9)
 
 
 if __name__ == "__main__":
     shape, gigabytes, place = sys.argv[1:]
-    print(write(SHAPES[shape], float(gigabytes) * 1e9, Path(place)), "steps")
+    for one in measured(shape, Path(place), float(gigabytes) * 1e9):
+        print(f"{one.name}: {one.value:.4g} {one.unit} ({one.baseline})")

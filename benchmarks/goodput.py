@@ -9,17 +9,15 @@ count against us.
 
 from __future__ import annotations
 
-import json
 import math
 import pathlib
 import statistics
-import subprocess
-import sys
 import tempfile
 from typing import Any
 
+from benchmarks import paced
 from benchmarks.common import Row, row
-from tests.system.jobs import ROOT, Job, text_data
+from tests.system.jobs import Job, text_data
 
 REPLICAS, LOST, FIRST_STEP, EVERY = 16, 8, 2, 2
 STEPS = FIRST_STEP + EVERY * LOST + 2
@@ -62,15 +60,8 @@ def measure() -> float:
     """One run."""
     with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
         folder = pathlib.Path(name)
-        (folder / "chaos.toml").write_text(chaos())
-        command = [
-            sys.executable, "-m", "megatron_recover", "run", "--replicas", str(REPLICAS), "--run-dir", str(folder / "run"),
-            "--chaos", str(folder / "chaos.toml"), "--", str(ROOT / "scripts" / "paced_pretrain.py"),
-            *JOB.megatron_flags(text_data(folder), None), "--paced-forward-s", str(PACE_S),
-            "--paced-backward-s", str(PACE_S),
-        ]  # fmt: skip
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=DEADLINE_S)
-        events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+        more = ("--paced-backward-s", str(PACE_S))
+        events = paced.run(JOB, folder / "job", text_data(folder), chaos(), PACE_S, *more, deadline_s=DEADLINE_S)
     assert len({event["replica"] for event in events if event["event"] == "fault"}) == LOST
     return goodput(events)
 

@@ -9,21 +9,20 @@ steps or 3 s for a loop.
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 import statistics
-import subprocess
-import sys
 import tempfile
 import timeit
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from benchmarks import paced
 from benchmarks.common import Row, row
-from megatron_recover.core.detector import GAP_S, Phase
+from megatron_recover.core.detector import Phase
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.progress_page import PageReader, ProgressPage
 from tests.core.hang_world import Watched, drive, lognormal_steps
-from tests.system.jobs import ROOT, Job, text_data
+from tests.system.jobs import Job, text_data
 
 ROUNDS = 6
 """Runs of each kind; each strikes all replicas but one."""
@@ -55,22 +54,13 @@ class Measured:
 
 def measure(kind: str, folder: pathlib.Path, data: pathlib.Path) -> list[Measured]:
     """One run; `folder` is for its files."""
-    folder.mkdir()
-    run_dir, chaos = folder / "run", folder / "chaos.toml"
     tables = []
     for index, point in enumerate(POINTS[kind]):
         tables += [
             "[[fault]]", f"replica = {REPLICAS - 1 - index}", "rank = 0", f'point = "{point}"', f'kind = "{kind}"',
             f"step = {BETWEEN * (index + 1)}",
         ]  # fmt: skip
-    chaos.write_text("\n".join(tables))
-    command = [
-        sys.executable, "-m", "megatron_recover", "run", "--replicas", str(REPLICAS), "--run-dir", str(run_dir),
-        "--chaos", str(chaos), "--", str(ROOT / "scripts" / "paced_pretrain.py"),
-        *JOB.megatron_flags(data, None), "--paced-forward-s", str(PACE_S),
-    ]  # fmt: skip
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=DEADLINE_S)
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    events = paced.run(JOB, folder, data, "\n".join(tables), PACE_S, deadline_s=DEADLINE_S)
     return [_hang(events, fault) for fault in events if fault["event"] == "fault"]
 
 
@@ -88,7 +78,7 @@ def false_alarms() -> float:
     """Replicas that the detector condemns in simulated steps of lognormal length, one of three replicas 3 times slower."""
     watched = Watched()
     steps = lognormal_steps(SIMULATED_STEPS, 1, mean_s=3.0)
-    drive(watched, steps, look_s=GAP_S, generation_every=STEPS_A_GENERATION)
+    drive(watched, steps, look_s=Deadlines.of().gap_s, generation_every=STEPS_A_GENERATION)
     return float(len(watched.condemned))
 
 

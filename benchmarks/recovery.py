@@ -17,14 +17,13 @@ import json
 import math
 import pathlib
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from benchmarks import paced
 from benchmarks.common import Row, row
-from tests.system.jobs import ROOT, Job, text_data
+from tests.system.jobs import Job, text_data
 
 STEPS, STEP = 6, 3
 """Length of a run, and the step in which the victim, the last replica, is killed."""
@@ -78,26 +77,17 @@ def ideal_s(job: Job, events: Sequence[dict[str, Any]], kill_t: float) -> float:
 
 def measure(job: Job, folder: pathlib.Path, data: pathlib.Path, point: str, pace_s: float, *flags: str) -> Measured:
     """One run; `folder` is for its files."""
-    folder.mkdir()
-    run_dir = folder / "run"
     name, *conditions = point.split()
-    chaos = folder / "chaos.toml"
-    chaos.write_text("\n".join([
+    chaos = "\n".join([
         "[[fault]]", f"replica = {job.replicas - 1}", "rank = 0", f'point = "{name}"', f"step = {STEP}",
         *(condition.replace("=", " = ") for condition in conditions),
-    ]))  # fmt: skip
-    command = [
-        sys.executable, "-m", "megatron_recover", "run", "--replicas", str(job.replicas), "--run-dir", str(run_dir),
-        "--chaos", str(chaos), "--", str(ROOT / "scripts" / "paced_pretrain.py"),
-        *job.megatron_flags(data, None), "--paced-forward-s", str(pace_s), *flags,
-    ]  # fmt: skip
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=DEADLINE_S)
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    ])  # fmt: skip
+    events = paced.run(job, folder, data, chaos, pace_s, *flags, deadline_s=DEADLINE_S)
     kill_t = next(event["t"] for event in events if event["event"] == "fault")
     plans = [event["t"] for event in events if event["event"] == "plan" and event["generation"] == 2 and event["step"] == STEP]
     assert len(plans) == job.replicas - 1
     begun, ended = _span(events, STEP)
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = json.loads((folder / "run" / "summary.json").read_text())
     return Measured(
         kill_to_plan_ms=1000 * (max(plans) - kill_t), step_s=ended - begun, ideal_s=ideal_s(job, events, kill_t),
         lost=summary["microbatches_lost"], redone=summary["microbatches_redone"],

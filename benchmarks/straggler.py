@@ -7,16 +7,15 @@ if microbatches could be divided; reduction, vote and optimizer count against us
 
 from __future__ import annotations
 
-import json
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 from typing import Any
 
+from benchmarks import paced
 from benchmarks.common import Row, row
-from tests.system.jobs import ROOT, Job, text_data
+from tests.system.jobs import Job, text_data
 
 PACE_S, FACTOR, SLOW_FROM, SLOW_FOR, STEPS = 0.3, 2.0, 4, 7, 16
 WITHIN = 3
@@ -37,15 +36,7 @@ steps = {SLOW_FOR}
 def run(folder: pathlib.Path, data: pathlib.Path, rebalance: str) -> list[dict[str, Any]]:
     """The events of one run."""
     job = Job(replicas=REPLICAS, microbatches=MICROBATCHES, steps=STEPS, determinism="fast", rebalance=rebalance)
-    chaos, run_dir = folder / "chaos.toml", folder / rebalance
-    chaos.write_text(CHAOS)
-    command = [
-        sys.executable, "-m", "megatron_recover", "run", "--replicas", str(REPLICAS), "--run-dir", str(run_dir),
-        "--chaos", str(chaos), "--", str(ROOT / "scripts" / "paced_pretrain.py"),
-        *job.megatron_flags(data, None), "--paced-forward-s", str(PACE_S),
-    ]  # fmt: skip
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=240)
-    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return paced.run(job, folder / rebalance, data, CHAOS, PACE_S, deadline_s=240.0)
 
 
 def over_ideal(events: list[dict[str, Any]], step: int) -> float:

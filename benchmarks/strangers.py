@@ -3,23 +3,28 @@
     python -m benchmarks.run --only strangers
 
 A toy job (tests/cluster/toy.py) whose microbatches take a fixed time; strangers without the key besiege every port of it, with
-garbage, silence, a byte a second and forged openings (tests/cluster/strangers.py). Quiet and besieged windows of one run take
-turns. Where the hard limit on descriptors allows fewer strangers, the row's name says how many there were.
+garbage, silence, a byte a second and forged openings (tests/cluster/strangers.py). Sieges of the job take turns with the same
+siege of as many ports that are none of the job's, where nobody accepts: what a step takes longer then is the price of the CPU
+time that the strangers themselves use. Where the hard limit on descriptors allows fewer strangers, rows say how many.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from benchmarks.common import Row, row
 from megatron_recover import trace
+from megatron_recover.collectives.wire import listen
 from tests.cluster.jobs import Spec
 from tests.cluster.running import FOR_EVER, Running
 from tests.cluster.strangers import Siege, ports_of, raise_descriptor_limit
@@ -28,6 +33,39 @@ NUM_STRANGERS = 10_000
 ROUNDS = 5
 WINDOW_S = 3.0
 SPEC = {"replicas": 2, "ranks": 1, "microbatches": 4, "pace_s": 0.02, "steps": FOR_EVER}
+
+
+class Window(NamedTuple):
+    """A siege: positions in what rank 0 of replica 0 has applied."""
+
+    began: int
+    comes: int
+    there: int
+    over: int
+    let_go: int
+    came_in_s: float
+
+
+def _siege(job: Running, ports: Sequence[int], num_strangers: int) -> Window:
+    began = job.num_applied()
+    time.sleep(WINDOW_S)
+    comes, at = job.num_applied(), time.monotonic()
+    siege = Siege(ports, num_strangers)
+    try:
+        assert siege.full.wait(120)
+        came_in_s = time.monotonic() - at
+        there = max(job.num_applied(), comes + 2)
+        time.sleep(WINDOW_S)
+        return Window(began, comes, there, job.num_applied(), siege.num_let_go, came_in_s)
+    finally:
+        siege.lift()
+
+
+def _elsewhere(job: Running, num_ports: int, num_strangers: int) -> Window:
+    """The same siege of listeners that belong to this process, which accepts nobody."""
+    with contextlib.ExitStack() as stack:
+        here: list[socket.socket] = [stack.enter_context(listen("127.0.0.1:0")) for _ in range(num_ports)]
+        return _siege(job, [each.getsockname()[1] for each in here], num_strangers)
 
 
 def _step_s(applied: list[float], first: int, last: int) -> float:
@@ -40,35 +78,33 @@ def rows() -> Iterable[Row]:
     num_strangers = min(NUM_STRANGERS, raise_descriptor_limit() - 1000)
     with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
         job = Running(Spec(run_dir=str(Path(name) / "run"), **SPEC))
-        windows: list[tuple[int, int, int, int]] = []
-        let_go: list[float] = []
+        besieged: list[Window] = []
+        elsewhere: list[Window] = []
         try:
             job.until_training()
             ports = ports_of([psutil.Process(job.launcher.pid), *job.processes])
             for _ in range(ROUNDS):
-                began = job.num_applied()
-                time.sleep(WINDOW_S)
-                comes = job.num_applied()
-                siege = Siege(ports, num_strangers)
-                assert siege.full.wait(120)
-                there = max(job.num_applied(), comes + 2)
-                time.sleep(WINDOW_S)
-                over = job.num_applied()
-                siege.lift()
-                windows.append((began, comes, there, over))
-                let_go.append(siege.num_let_go)
+                besieged.append(_siege(job, ports, num_strangers))
+                elsewhere.append(_elsewhere(job, len(ports), num_strangers))
             assert job.launcher.poll() is None, "the job has ended"
         finally:
             job.close()
         events = [event for _, event in trace.read(Path(name) / "run" / trace.EVENTS_FILE)]
     assert not any(isinstance(event, trace.Failure) for event in events), "somebody was lost"
     applied = [event.t for event in events if isinstance(event, trace.Applied) and (event.replica, event.rank) == (0, 0)]
-    quiet = [_step_s(applied, began, comes) for began, comes, _, _ in windows]
-    came = [_step_s(applied, comes, there) / at for (_, comes, there, _), at in zip(windows, quiet, strict=True)]
-    stayed = [_step_s(applied, there, over) / at for (_, _, there, over), at in zip(windows, quiet, strict=True)]
+
+    def came(windows: list[Window]) -> list[float]:
+        return [_step_s(applied, each.comes, each.there) / _step_s(applied, each.began, each.comes) for each in windows]
+
+    def stayed(windows: list[Window]) -> list[float]:
+        return [_step_s(applied, each.there, each.over) / _step_s(applied, each.began, each.comes) for each in windows]
+
     against = "the same run without strangers"
     return [
-        row(f"step time while {num_strangers} strangers are there", stayed, "x", baseline=against, goal="< 1.1"),
-        row(f"step time while {num_strangers} strangers come", came, "x", baseline=against),
-        row(f"strangers let go, of {num_strangers}", let_go, ""),
+        row(f"step time while {num_strangers} strangers come", came(besieged), "x", baseline=against, goal="< 1.1"),
+        row(f"step time while {num_strangers} strangers come to ports elsewhere", came(elsewhere), "x", baseline=against),
+        row(f"step time while {num_strangers} strangers are there", stayed(besieged), "x", baseline=against, goal="< 1.1"),
+        row(f"step time while {num_strangers} strangers are elsewhere", stayed(elsewhere), "x", baseline=against),
+        row(f"time in which {num_strangers} strangers come", [each.came_in_s for each in besieged], "s"),
+        row(f"strangers let go, of {num_strangers}", [each.let_go for each in besieged], ""),
     ]

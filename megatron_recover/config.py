@@ -44,6 +44,9 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     rebalance: Literal["on", "off"] = "on"
     """`on`: each replica computes as many microbatches of a step as its measured speed allows. `off`: all as many, whatever
     they take; then who computes what is the same in every run."""
+    resume_data: Literal["same", "other"] = "same"
+    """`same`: refuse to resume from a checkpoint that was trained on other data (content, weights, `--split`, `--seed`) than
+    this run would read. `other`: the data was changed on purpose."""
     digest_interval: int = 1
     """Write the digest of the parameters to the trace every so many steps (0: never)."""
     state_digest_interval: int = 16

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import IO, cast
 
@@ -63,8 +63,9 @@ def open_part(folder: Path, number: int) -> tuple[IO[bytes], Path] | None:
         if before == (here.st_dev, here.st_ino):
             file.close()
             return None
+        last = max(numbers(folder), default=0)  # first: where later ones are there, this one was put aside before
         if not is_put_aside(folder, number):
-            if (last := max(numbers(folder), default=0)) > number:
+            if last > number:
                 file.close()
                 raise FileNotFoundError(
                     2, f"parts {number} to {last - 1} of the trace are incomplete", str(part(folder, number))
@@ -108,24 +109,28 @@ def lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:
         file, place = opened
         # Open until the next part is: a file that is compressed and removed meanwhile gives its inode to nobody before.
         with file:
-            yield from ((place, count, line) for count, line in enumerate(_lines(file, folder, number, place), start=1))
-            complete = is_put_aside(folder, number)
+            complete = yield from _lines(file, folder, number, place)
             opened = open_part(folder, number + 1) if complete else None
         number += 1
 
 
-def _lines(file: IO[bytes], folder: Path, number: int, place: Path) -> Iterator[bytes]:
-    """Yield the lines of one part, the last one perhaps without its end."""
-    begun = b""
+def _lines(file: IO[bytes], folder: Path, number: int, place: Path) -> Generator[tuple[Path, int, bytes], None, bool]:
+    """Yield the lines of one part as `lines` does, the last one perhaps without its end. Return whether these are all.
+
+    Nobody may look once more whether the part is complete: it may be by then, and what was added before is not read.
+    """
+    begun, count = b"", 0
     while True:
         # What is added before the part is put aside is part of it: so the file is read again once it is known to be complete.
         is_complete = place.name != EVENTS_FILE or is_put_aside(folder, number)
         for line in file:
             begun += line
             if begun.endswith(b"\n"):
-                yield begun
+                count += 1
+                yield place, count, begun
                 begun = b""
         if is_complete or not is_put_aside(folder, number):
             break
     if begun:
-        yield begun
+        yield place, count + 1, begun
+    return is_complete

@@ -11,12 +11,25 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
+_REPLACED = dict.fromkeys(
+    ("--recover-stall-timeout-s", "--recover-follow-timeout-s", "--recover-save-timeout-s"),
+    "--recover-deadline-s, from which all waits follow; see `megatron-recover explain timeouts`",
+)
+"""Flags of older versions."""
+
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
-    """The remedy for a word that is none of `known`: the one that is like it, or else `otherwise`."""
-    named = {each.lstrip("-"): each for each in known}  # the dashes of flags, which all have, make no two of them alike
-    close = difflib.get_close_matches(word.lstrip("-"), named, n=1)
+    """The remedy for a word that is none of `known`: what has replaced it, the one that is like it, or else `otherwise`."""
+    if word in _REPLACED:
+        return f"it was replaced by {_REPLACED[word]}"
+    named = {_telling(each): each for each in known}
+    close = difflib.get_close_matches(_telling(word), named, n=1)
     return f"did you mean {named[close[0]]}?" if close else otherwise
+
+
+def _telling(word: str) -> str:
+    """Return what tells a flag from others: dashes and a prefix that many have make no two of them alike."""
+    return word.lstrip("-").removeprefix("recover-")
 
 
 def value_of(argv: Sequence[str], flag: str) -> str | None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
+import mmap
 import os
 
 _MFD_NOEXEC_SEAL = 0x0008
 """Not executable, for ever (Linux 6.3; no constant of Python's). Hosts with `vm.memfd_noexec=2` refuse a file without it."""
 FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Seals for a file that others map: with another size, reading it would end its readers with SIGBUS."""
+_KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
+"""Flags of fallocate(2)."""
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
 
 def create(name: str) -> int:
@@ -36,3 +42,11 @@ def create_sized(name: str, num_bytes: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def free(descriptor: int, end: int) -> None:
+    """Give back the memory of everything before `end`, in whole pages; it then reads as zeros. Raises OSError."""
+    length = end - end % mmap.PAGESIZE
+    if length > 0 and _fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, 0, length) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

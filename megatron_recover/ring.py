@@ -32,6 +32,7 @@ import msgspec
 
 from megatron_recover import memory_file, trace
 from megatron_recover.config import RankContext, inherited_descriptor
+from megatron_recover.deadlines import STUCK_S
 
 RING_BYTES = 4 * 2**20
 """Room for the events of one process: some 20,000 of the most common ones."""
@@ -49,8 +50,6 @@ _RECORD = struct.Struct("<qq")
 """Before each event: its stamp and its length in bytes. The length `_SKIP` says that the rest of the ring is unused."""
 _SKIP = -1
 _SETTLE_S = 0.0005
-STUCK_S = 3.0
-"""So long the events of all others wait for one that a process has begun to record. A process that takes longer is stopped."""
 
 
 def _aligned(length: int) -> int:
@@ -219,7 +218,8 @@ class RingReader(_Ring):
 
     def look(self) -> None:
         """Take note of how far the writer has got: `until` reads so far (Note [Visibility])."""
-        self._end = self._words[_WRITTEN]
+        # A writer is never further ahead. What says more was not written by one, and must not keep the reader busy for ever.
+        self._end = min(self._words[_WRITTEN], self._position + self.capacity)
 
     def release(self, position: int, told: int) -> None:
         """Let the writer use the room of everything before `position` again."""
@@ -284,12 +284,15 @@ class Merge:
         *,
         settle: Callable[[], None] = lambda: time.sleep(_SETTLE_S),
         after: int = 0,
+        stuck_s: float = STUCK_S,
     ) -> None:
         """`after`: the largest stamp that was given out before, by whoever merged these rings until now.
 
+        `stuck_s`: how long the events of all others wait for one that a process has begun to record.
+
         `settle` waits for `_SETTLE_S` (Note [Visibility]).
         """
-        self._settle = settle
+        self._settle, self._stuck_s = settle, stuck_s
         self._readers: dict[int, RingReader] = {}
         self._ended: set[int] = set()
         self._looks: dict[int, _Look] = {}
@@ -362,7 +365,7 @@ class Merge:
             if look is None or look.sequence != sequence:
                 bound = self._looked_at if look is not None else self._watermark
                 look = self._looks[source] = _Look(sequence, bound, now)
-            if sequence % 2 and source not in self._ended and now - look.since <= STUCK_S * 1e9:
+            if sequence % 2 and source not in self._ended and now - look.since <= self._stuck_s * 1e9:
                 bounds.append(look.bound)
         self._looked_at = now
         self._settle()

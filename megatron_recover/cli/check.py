@@ -10,7 +10,7 @@ import msgspec
 from megatron_recover.cli.run_dirs import no_trace
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
-from megatron_recover.observe.check import Verdict, check, describe
+from megatron_recover.observe.check import Verdict, check, describe, how_it_ended
 from megatron_recover.trace import TraceError
 
 
@@ -18,6 +18,7 @@ def _json(verdict: Verdict) -> str:
     content = {
         "holds": verdict.holds,
         "finished": verdict.is_finished,
+        "ended": how_it_ended(verdict.history),
         "whole": verdict.is_whole,
         "not_judged": verdict.not_judged,
         "violations": [

@@ -26,6 +26,7 @@ from megatron_recover import trace
 from megatron_recover.cli import command_line
 from megatron_recover.cluster.job import claim_folder, new_folder
 from megatron_recover.core.values import ExitCode
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultKind
 from megatron_recover.flags import Parser
 from megatron_recover.observe import report
@@ -39,10 +40,8 @@ from megatron_recover.trace import TraceError
 REPLICAS, RANKS, STEPS, MICROBATCHES, SEED = 3, 6, 20, 36, 1234
 """So many microbatches that a replica is still at them when it hears of a death, on fast machines too (below 0.1 s)."""
 PRETRAIN = Path(megatron_recover.__file__).parents[1] / "scripts" / "pretrain_gpt.py"
-LIMIT_S = 600.0
-"""A run that takes longer is killed, and the demo has failed."""
-GRACE_S = 5.0
-"""For a run to end when the demo is interrupted."""
+DEADLINES = Deadlines.of()
+"""Those of the runs that the demo starts, which give no deadline. A run that takes longer than theirs is killed."""
 LAST_WORDS = 12
 """Lines that are shown of what a command said when it failed."""
 
@@ -253,7 +252,7 @@ class _Demo:
         with open(log, "a", encoding="utf-8") as file, open(errors, "wb") as error_file:
             print(f"$ {shlex.join(command)}", file=file, flush=True)
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=error_file, text=True)
-            watchdog = threading.Timer(LIMIT_S, process.kill)
+            watchdog = threading.Timer(DEADLINES.deadline_s, process.kill)
             watchdog.start()
             try:
                 assert process.stdout is not None
@@ -276,7 +275,7 @@ def _end(process: subprocess.Popen[str]) -> None:
         if process.poll() is None:
             tell()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=GRACE_S)
+                process.wait(timeout=DEADLINES.stop_s)
 
 
 def _verdict(folder: Path, found: tuple[Claim, ...], reference: Verdict, faulty: Verdict, seconds: float) -> str:

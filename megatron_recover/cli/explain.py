@@ -8,10 +8,11 @@ import textwrap
 import typing
 
 from megatron_recover.core.values import ExitCode
-from megatron_recover.deadlines import DEFAULT_S, ORDER, Deadlines
+from megatron_recover.deadlines import DEFAULT_S, ORDER, Deadlines, figure
 from megatron_recover.flags import Parser
 
 _WIDTH = 110
+_EXPLAINED = ("timeouts",)
 
 
 def meanings() -> dict[str, str]:
@@ -30,10 +31,10 @@ def timeouts(deadlines: Deadlines) -> str:
     lines = [f"Every wait follows from --recover-deadline-s {deadlines.deadline_s:g}. In seconds, the shortest first:", ""]
     told = meanings()
     for name in sorted(told, key=lambda each: getattr(deadlines, each)):
-        lines.append(f"{name:<11} {getattr(deadlines, name):>8.6g}  ")
-        first, *others = textwrap.wrap(told[name], _WIDTH - 22)
+        lines.append(f"{name:<14} {figure(getattr(deadlines, name)):>8}  ")
+        first, *others = textwrap.wrap(told[name], _WIDTH - 25)
         lines[-1] += first
-        lines += [f"{'':<22}{other}" for other in others]
+        lines += [f"{'':<25}{other}" for other in others]
     lines += [
         "",
         "Why one wait is shorter than another: where it were not, the outer one would end first and blame the wrong party.",
@@ -50,7 +51,9 @@ def main(argv: list[str]) -> int:
         prog="megatron-recover explain",
         description="Print who waits for what in a run, how long, who ends the wait, and why in that order.",
     )
-    parser.add_argument("what", choices=("timeouts",), help="what to explain")
+    if not argv:
+        parser.error(f"explain what? There is: {', '.join(_EXPLAINED)}")
+    parser.add_argument("what", choices=_EXPLAINED, help="what to explain")
     parser.add_argument(
         "--recover-deadline-s", type=float, default=DEFAULT_S, metavar="S", help=f"as for `run` (default: {DEFAULT_S:g})"
     )

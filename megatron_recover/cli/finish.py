@@ -15,20 +15,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_recover.core.values import ExitCode
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.trace import TraceError
 
-DEADLINE_S = 900.0
-"""So long the files may take: a trace of 10 GB takes about half of it."""
 _LOOK_S = 0.2
 """Between two looks at whether a signal has come."""
 _LAST_WORDS = 400
 """Characters of what the process says that are told."""
 
 
-def failure(run_dir: Path, deadline_s: float, is_hurried: Callable[[], bool] = lambda: False) -> str | None:
+def failure(run_dir: Path, deadlines: Deadlines, is_hurried: Callable[[], bool] = lambda: False) -> str | None:
     """Make the files of a run in a process of its own; returns in a few words why there are none, or None.
 
-    It waits no longer than `deadline_s` or until `is_hurried()`, nor for a process that does not die when it is killed.
+    It waits no longer than `report_s` or until `is_hurried()`, nor for a process that does not die when it is killed.
     """
     command = [sys.executable, "-m", "megatron_recover.cli.finish", str(run_dir)]
     try:
@@ -38,7 +37,7 @@ def failure(run_dir: Path, deadline_s: float, is_hurried: Callable[[], bool] = l
         )  # fmt: skip
     except OSError as error:
         return f"no process could be started ({error.strerror})"
-    until = time.monotonic() + deadline_s
+    until = time.monotonic() + deadlines.report_s
     try:
         while True:
             left_s = max(0.0, until - time.monotonic())
@@ -46,13 +45,13 @@ def failure(run_dir: Path, deadline_s: float, is_hurried: Callable[[], bool] = l
                 _, errors = process.communicate(timeout=min(_LOOK_S, left_s))
                 break
             if is_hurried():
-                _kill(process)
+                _kill(process, deadlines)
                 return "interrupted"
             if not left_s:
-                _kill(process)
-                return f"the process that makes them was ended after {deadline_s:g} s"
+                _kill(process, deadlines)
+                return f"the process that makes them was ended after {deadlines.report_s:g} s"
     except KeyboardInterrupt:
-        _kill(process)
+        _kill(process, deadlines)
         return "interrupted"
     if process.returncode == 0:
         return None
@@ -64,10 +63,10 @@ def failure(run_dir: Path, deadline_s: float, is_hurried: Callable[[], bool] = l
     return words[-1][:_LAST_WORDS] if words else f"the process that makes them ended with exit code {process.returncode}"
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def _kill(process: subprocess.Popen[str], deadlines: Deadlines) -> None:
     process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a disk: it is gone when that answers
-        process.wait(timeout=1.0)
+        process.wait(timeout=deadlines.sigkill_s)
     if process.stderr is not None:
         process.stderr.close()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -18,7 +20,7 @@ from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault
-from megatron_recover.flags import Parser
+from megatron_recover.flags import Parser, value_of
 from megatron_recover.megatron.arguments import add_recover_arguments, recover_flags
 from megatron_recover.megatron.preflight import FLAGS, Preflight, preflight
 from megatron_recover.observe import summary
@@ -35,6 +37,17 @@ DRY_RUN = Path(megatron_recover.__file__).parent / "megatron" / "dry_run.py"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 """What a folder says that takes no more."""
 _NO_SCRIPT = "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."
+_LEAST_PART_BYTES = 2**20
+"""A run of days shall not leave a hundred thousand files."""
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def _bytes(text: str) -> int:
+    """Return a number of bytes. Raises ArgumentTypeError with the remedy."""
+    found = re.fullmatch(r"([0-9]+) ?(|KiB|MiB|GiB)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text} is no number of bytes; write one like 268435456 or 256MiB")
+    return int(found[1]) * _UNITS[found[2]]
 
 
 class _RunParser(Parser):
@@ -69,8 +82,9 @@ def _parser() -> Parser:
         "no more than the trace (default: microbatches)",
     )  # fmt: skip
     parser.add_argument(
-        "--trace-file-bytes", type=int, metavar="N", default=PART_BYTES,
-        help="put events.jsonl aside when it has N bytes, and compress it; 0: never (default: 256 MiB)",
+        "--trace-file-bytes", type=_bytes, metavar="N", default=PART_BYTES,
+        help="put events.jsonl aside when it has N bytes, at least 1 MiB, and compress it; N may end with KiB, MiB or GiB; "
+        "0: never (default: 256MiB)",
     )  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="print only how the run ends if it does not end well")
     return parser
@@ -89,18 +103,22 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
     script, *flags = command
     if not Path(script).is_file():
         raise ValueError(f"there is no training script {script}; write its path behind --")
-    if arguments.trace_file_bytes < 0:
-        raise ValueError(f"--trace-file-bytes is {arguments.trace_file_bytes}; it must be 0 (never) or more")
+    if arguments.trace_file_bytes and arguments.trace_file_bytes < _LEAST_PART_BYTES:
+        raise ValueError(
+            f"--trace-file-bytes is {arguments.trace_file_bytes}; it must be 0 (never) or at least {_LEAST_PART_BYTES} (1MiB)"
+        )
     judged = preflight(flags, num_replicas=arguments.replicas, lanes=arguments.lanes)
     faults: tuple[Fault, ...] = ()
     chaos_text = ""
     if arguments.chaos is not None:
         faults, chaos_text = chaos.faults_of(arguments.chaos, _target(arguments, judged))
         _refuse_unseen(faults, arguments.trace_level)
+    micro = value_of(flags, "--micro-batch-size")
     job = Job(
         argv=(script, *flags), num_replicas=arguments.replicas, layout=judged.layout, config=judged.config,
         run_dir=create_run_dir(arguments.run_dir), faults=faults, seed=judged.seed, dry_run=DRY_RUN, preload=PRELOAD,
         num_microbatches=None if judged.batch_changes else judged.num_microbatches,
+        microbatch_samples=int(micro) * arguments.lanes if micro is not None else None,
         trace_level=arguments.trace_level, trace_file_bytes=arguments.trace_file_bytes,
     )  # fmt: skip
     return job, chaos_text
@@ -154,12 +172,15 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        # Files that there have to be before anything is trained: descriptions, and the logs of all processes.
+        # Files that there have to be before anything is trained: descriptions, and the trace.
         print(
             f"megatron-recover run: --run-dir {job.run_dir}: {error.strerror}; the run could not be started. "
             "Make room there, or give another folder.",
             file=sys.stderr,
         )  # fmt: skip
+        events = job.run_dir / trace.EVENTS_FILE
+        if not events.exists() or not events.stat().st_size:
+            _discard(job.run_dir, existed=existed)
         return ExitCode.FAILED
     try:
         return _ended(launcher, job, exit_code, existed=existed)
@@ -180,15 +201,19 @@ def _ended(launcher: Launcher, job: Job, exit_code: int, *, existed: bool) -> in
     """Leave what a run leaves at its end, and return its exit code."""
     interrupted = exit_code == ExitCode.INTERRUPTED or exit_code > 128
     if exit_code == ExitCode.BAD_INPUT or (interrupted and not launcher.has_begun):
-        # Nothing was trained: the same command, corrected or not, shall find the folder free.
-        _empty(job.run_dir)
-        if not existed:
-            job.run_dir.rmdir()
-        done = "emptied" if existed else "removed"
-        print(f"megatron-recover run: nothing was trained, so {job.run_dir} was {done} again", file=sys.stderr)
+        _discard(job.run_dir, existed=existed)
     elif exit_code < 128:  # who asked for the end at once does not want to wait for a plot
         _report(job, launcher)
     return exit_code
+
+
+def _discard(run_dir: Path, *, existed: bool) -> None:
+    """Leave the folder as it was: nothing was trained, and the same command, corrected or not, shall find it free."""
+    _empty(run_dir)
+    if not existed:
+        run_dir.rmdir()
+    done = "emptied" if existed else "removed"
+    print(f"megatron-recover run: nothing was trained, so {run_dir} was {done} again", file=sys.stderr)
 
 
 def _empty(folder: Path) -> None:
@@ -205,9 +230,11 @@ def _report(job: Job, launcher: Launcher) -> None:
     run_dir = job.run_dir
     why: str | None = "the end of the trace could not be written"  # nobody waits once more for a disk that did not answer
     if launcher.is_recorded:
-        why = finish.failure(run_dir, finish.DEADLINE_S, launcher.is_hurried)
+        why = finish.failure(run_dir, job.config.deadlines, launcher.is_hurried)
     if why is not None:  # the run is over and has said how
         remedy = f"`{command_line('report', str(run_dir))}` makes them"
+        if not launcher.is_recorded or any(os.strerror(number) in why for number in _NO_ROOM):
+            remedy = f"see to the disk of {run_dir} first (if it is full, make room there); then {remedy}"
         print(f"megatron-recover run: no summary and no plot: {why}; {remedy}", file=sys.stderr)
     if why is not None or not job.faults:  # a disk that did not answer that process is not asked again here
         return

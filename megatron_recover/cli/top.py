@@ -18,16 +18,17 @@ from rich.text import Text
 
 from megatron_recover import trace
 from megatron_recover.cli.run_dirs import no_trace, run_folder
-from megatron_recover.cluster.job import LOGS
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
+from megatron_recover.observe import launcher
+from megatron_recover.observe.files import LOGS
 from megatron_recover.observe.progress import Progress
 from megatron_recover.observe.tail import Tail
 
 INTERVAL_S = 0.25
 """Between two looks at the trace."""
 SILENCE_S = 30.0
-"""A run that has recorded nothing for so long may hang, or its launcher was killed: the line says so."""
+"""A run that has recorded nothing for so long may hang, or its launcher was killed or is stopped: the line says which."""
 
 _WAITING = "waiting for the run to start"
 
@@ -114,7 +115,7 @@ def watch(place: Path, wait: Callable[[float], None], clock: Callable[[], float]
         silent_s = clock() - news_at
         is_silent = seen and silent_s >= SILENCE_S
         if is_silent and not was_silent:
-            yield "news", f"{progress.line(silent_s)} | the run may hang, or its launcher was killed"
+            yield "news", f"{progress.line(silent_s)} | {launcher.about(place.parent)}"
         was_silent = is_silent
         yield "now", progress.line(silent_s if is_silent else 0.0) if seen else _WAITING
         wait(INTERVAL_S)

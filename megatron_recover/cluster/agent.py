@@ -26,8 +26,10 @@ from types import MappingProxyType
 import msgspec
 
 from megatron_recover.cluster import forkserver
+from megatron_recover.cluster.output import Output
+from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable
-from megatron_recover.deadlines import Deadlines
+from megatron_recover.deadlines import Deadlines, figure
 
 _PF_EXITING = 0x4
 _STATE_FIELD, _FLAGS_FIELD, _EXIT_CODE_FIELD = 3, 9, 52
@@ -86,7 +88,7 @@ _NO_DESCRIPTOR = "the launcher has no descriptor left to watch a rank with; rais
 
 
 @contextlib.contextmanager
-def _descriptors_needed() -> Iterator[None]:
+def descriptors_needed() -> Iterator[None]:
     """Raise `AgentLost` with the remedy where something inside finds that this process may open no more descriptors."""
     try:
         yield
@@ -94,11 +96,6 @@ def _descriptors_needed() -> Iterator[None]:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
         raise AgentLost(_NO_DESCRIPTOR) from error
-
-
-def _private(path: str, flags: int) -> int:
-    """Open a file that nobody but its owner may read."""
-    return os.open(path, flags, 0o600)
 
 
 class _Stat:
@@ -180,7 +177,7 @@ class Agent:
     """Owns one fork server and the ranks that it forked. Used by one thread."""
 
     def __init__(
-        self, *, preload: tuple[str, ...], environment: dict[str, str], log: Path, deadlines: Deadlines | None = None
+        self, *, preload: tuple[str, ...], environment: dict[str, str], output: Output, deadlines: Deadlines | None = None
     ) -> None:
         """Start the fork server; it imports the modules `preload` (see `is_ready`) and has no environment but this one."""
         self._deadlines = deadlines or Deadlines.of()
@@ -193,13 +190,13 @@ class Agent:
             str(self._deadlines.reap_s),
             *preload,
         ]
-        with theirs, open(log, "ab", opener=_private) as output:
+        with theirs:
             self._server = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output.descriptor, stderr=output.descriptor,
                 pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip
         self._server_stat = _Stat(self._server.pid)
-        self._log = log
+        self._output = output
         self._pending: deque[forkserver.Reply] = deque()
         self._processes: dict[tuple[int, int], _Process] = {}
         self._decode = msgspec.json.Decoder(forkserver.Reply).decode
@@ -215,29 +212,27 @@ class Agent:
         *,
         argv: tuple[str, ...],
         environment: dict[str, str],
-        log: Path,
+        output: Output,
         descriptors: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Fork a rank that runs the script `argv` with its output in `log`. Return when the rank has started.
+        """Fork a rank that runs the script `argv` and prints into `output`. Return when the rank has started.
 
         `descriptors` maps names to open descriptors of this process. The rank gets a copy of each
-        (`config.inherited_descriptor`); the caller keeps its own.
+        (`config.inherited_descriptor`); the caller keeps its own, and that of `output`.
         """
         request = forkserver.Spawn(
             replica=replica, rank=rank, argv=argv, environment=environment, descriptors=tuple(descriptors)
         )
-        with _descriptors_needed():
-            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            socket.send_fds(self._control, [msgspec.json.encode(request)], [output, *descriptors.values()])
-        finally:
-            os.close(output)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server is gone: `_receive` says so
+            socket.send_fds(self._control, [msgspec.json.encode(request)], [output.descriptor, *descriptors.values()])
         until = time.monotonic() + self._deadlines.fork_s
         while not isinstance(reply := self._receive(deadline_s=_LOOK_S), forkserver.Started):
             if reply is None and (self.wake_server() or time.monotonic() < until):
                 continue
             if reply is None:
-                raise AgentLost(f"the fork server did not start a rank within {self._deadlines.fork_s:g} s; see {self._log}")
+                raise AgentLost(
+                    f"the fork server did not start a rank within {figure(self._deadlines.fork_s)} s; see {self._output.log}"
+                )
             self._pending.append(reply)
 
     def wake_server(self) -> bool:
@@ -324,7 +319,7 @@ class Agent:
     def have_written_stacks(self, replica: int) -> bool:
         """Return whether every rank that can has written its stacks since they were asked for.
 
-        A rank in state T, t or D can not, and is left out. Reads only /proc: a log on a disk that stalls holds nobody up.
+        A rank in state T, t or D can not, and is left out. Reads only /proc.
         """
         return all(
             self.state(process.replica, process.rank) in _CANNOT_WRITE or process.has_handled(forkserver.STACKS_SIGNAL)
@@ -396,22 +391,21 @@ class Agent:
 
     def _receive(self, *, deadline_s: float = 0.0) -> forkserver.Reply | None:
         """Return the next reply, or None if none comes in time; starts are entered into the books here. Raises `AgentLost`."""
-        # Asked first: `recv_fds` does not hand its flags on, so it cannot be told not to wait.
+        # Asked first: `receive` waits.
         if not is_readable(self._control, deadline_s):
             return None
-        packet, descriptors, _, _ = socket.recv_fds(self._control, forkserver.MAX_PACKET_BYTES, 1)
+        packet, descriptors = receive(self._control, forkserver.MAX_PACKET_BYTES, 1)
         if not packet:
-            lines: list[str] = []
-            with contextlib.suppress(OSError):
-                lines = self._log.read_text(errors="replace").strip().splitlines()
+            lines = self._output.end().strip().splitlines()
             raise AgentLost(
-                f"the fork server has ended; its output is in {self._log}; it ends with: {lines[-1] if lines else 'no output'}"
+                f"the fork server has ended; its output is in {self._output.log}; it ends with: "
+                f"{lines[-1] if lines else 'no output'}"
             )
         reply: forkserver.Reply = self._decode(packet)
         if isinstance(reply, forkserver.Started):
             if not descriptors:  # the kernel cuts off what a process has no room for
                 raise AgentLost(_NO_DESCRIPTOR)
-            with _descriptors_needed():
+            with descriptors_needed():
                 process = _Process(reply.replica, reply.rank, reply.pid, descriptors[0])
             self._processes[reply.replica, reply.rank] = process
         return reply

@@ -105,9 +105,14 @@ class EventStore:
         ledger: Ledger,
         *,
         part_bytes: int = PART_BYTES,
+        close_s: float,
         write: Callable[[int, memoryview], int] = os.write,
     ) -> None:
-        """`part_bytes`: a file that has grown to it is put aside; 0: never. `write` is `os.write`, but in tests."""
+        """`part_bytes`: a file that has grown to it is put aside; 0: never. `write` is `os.write`, but in tests.
+
+        `close_s`: how long `close` waits for a part that is being compressed.
+        """
+        self._close_s = close_s
         self._folder, self._ledger, self._part_bytes, self._write = folder, ledger, part_bytes, write
         self._file: int | None = None
         self._is_regular = True
@@ -138,7 +143,7 @@ class EventStore:
             os.close(self._file)
             self._file = None
         if self._compression is not None:
-            self._compression.join(1.0)
+            self._compression.join(self._close_s)
 
     def _open(self) -> int:
         """Open the newest file, cut to what the ledger says of it."""

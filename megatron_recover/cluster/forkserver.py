@@ -29,7 +29,7 @@ from typing import NoReturn
 
 import msgspec
 
-from megatron_recover.cluster.output import forgive_full_disks
+from megatron_recover.cluster.packets import receive
 from megatron_recover.config import add_to_environment, describe_descriptors
 
 MAX_PACKET_BYTES = 2**17
@@ -39,6 +39,8 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7
 """Has a rank write the stacks of all its threads into its log, whatever they do; nothing else of it changes."""
 TOLD_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals by which a job is asked to end; server and ranks ignore them, the launcher does not."""
+_IOLBF = 1
+"""Of setvbuf(3): print line by line."""
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):
@@ -96,6 +98,28 @@ def _prctl(option: int, value: int | bytes) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
+def _print_by_lines() -> None:
+    """Have each line that Python or native code prints leave the process at once: it outlives a SIGKILL.
+
+    Both would gather whole blocks, as our stdout is no terminal. What is forked from here goes on in the same way.
+    """
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    libc = ctypes.CDLL(None)
+    libc.setvbuf(_native_stdout(libc), None, _IOLBF, 0)
+
+
+def _flush() -> None:
+    """Print what is left of lines without an end, of Python and of native code."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    libc = ctypes.CDLL(None)
+    libc.fflush(_native_stdout(libc))  # no other stream: one that a thread reads from is locked
+
+
+def _native_stdout(libc: ctypes.CDLL) -> ctypes.c_void_p:
+    return ctypes.c_void_p.in_dll(libc, "stdout")
+
+
 class _Server:
     def __init__(self, control: socket.socket, reap_s: float) -> None:
         """`reap_s`: how long to wait at the end for the ranks to die (`Deadlines.reap_s`)."""
@@ -115,7 +139,7 @@ class _Server:
                     return
 
     def _serve(self) -> bool:
-        packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, MAX_DESCRIPTORS)
+        packet, descriptors = receive(self._control, MAX_PACKET_BYTES, MAX_DESCRIPTORS)
         if not packet:
             return False
         spawn = self._decode(packet)
@@ -124,6 +148,7 @@ class _Server:
             return False
         output, *handed_down = descriptors
         server = os.getpid()
+        _flush()  # or the rank would print it too
         pid = os.fork()
         if pid == 0:
             inherited = [key.fd for key in self._selector.get_map().values()]
@@ -181,7 +206,6 @@ def _become_rank(spawn: Spawn, output: int, handed_down: list[int], inherited: l
         for stream in (1, 2):
             os.dup2(output, stream)
         os.close(output)
-        forgive_full_disks()
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=False)
         for descriptor in handed_down:  # of this process alone, not of programs that it starts
             os.set_inheritable(descriptor, False)
@@ -192,8 +216,7 @@ def _become_rank(spawn: Spawn, output: int, handed_down: list[int], inherited: l
         status = _run_script(spawn.argv)
     finally:
         # Not the interpreter's own way out: destructors of process groups whose peers are dead can block for ever.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         os._exit(status)
 
 
@@ -220,6 +243,7 @@ def _run_script(argv: tuple[str, ...]) -> int:
 
 def main() -> None:
     """Import the modules named on the command line, then serve."""
+    _print_by_lines()
     # Slurm and systemd tell every process of a job to end. What that means is the launcher's business: ranks need their parent
     # until they have saved, and a rank heeds only what its training script asks for.
     for number in TOLD_TO_ALL:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import socket
 import time
 from pathlib import Path
 
@@ -14,11 +13,15 @@ from megatron_recover import __version__
 from megatron_recover.cluster.event_store import PART_BYTES
 from megatron_recover.config import RecoverConfig
 from megatron_recover.faults import Fault
+from megatron_recover.observe import launcher
+from megatron_recover.observe.files import LOGS, log_name
 from megatron_recover.ring import RING_BYTES
 from megatron_recover.trace import Layout, Level
 
-LOGS = "logs"
 TRAIN_LOG = "train.log"
+"""What the writer prints."""
+LAUNCHER_LOG = "launcher.log"
+"""The lines of ours that the console shows."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +42,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Modules that every rank finds imported."""
     num_microbatches: int | None = None
     """M of every training step, as the command line asks for it; None where it is unknown or changes."""
+    microbatch_samples: int | None = None
+    """Samples of each microbatch, where they are known."""
     trace_level: Level = "microbatches"
     trace_file_bytes: int = PART_BYTES
     """Size at which a file of the trace is put aside and compressed; 0: never."""
@@ -57,7 +62,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 def log_file(run_dir: Path, replica: int, rank: int) -> Path:
     """Return where a rank's stdout and stderr go."""
-    return run_dir / LOGS / f"replica-{replica}-rank-{rank}.log"
+    return run_dir / log_name(replica, rank)
 
 
 def claim_folder(folder: Path, *inside: str, flag: str = "--run-dir") -> Path:
@@ -102,7 +107,7 @@ def write_description(job: Job) -> None:
     description = {
         "version": __version__,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "host": socket.gethostname(),
+        "launcher": launcher.this_process(),
         "argv": job.argv,
         "replicas": job.num_replicas,
         "layout": job.layout,
@@ -111,7 +116,7 @@ def write_description(job: Job) -> None:
         "seed": job.seed,
     }
     text = msgspec.json.format(msgspec.json.encode(description), indent=2)
-    (job.run_dir / "run.json").write_bytes(text + b"\n")
+    (job.run_dir / launcher.RUN_FILE).write_bytes(text + b"\n")
 
 
 def sharing_a_gpu(place: int) -> dict[str, str]:

@@ -16,15 +16,15 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
 from megatron_recover import config as settings
 from megatron_recover import trace
-from megatron_recover.cluster.agent import Agent, AgentLost, End, Undying
+from megatron_recover.cluster.agent import Agent, AgentLost, End, Undying, descriptors_needed
 from megatron_recover.cluster.job import LOGS, Job, sharing_a_gpu, write_description
 from megatron_recover.cluster.membership import Membership
+from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
 from megatron_recover.cluster.thawing import Thawing
@@ -58,6 +58,7 @@ class Launcher:
         self._sealed_key = keys.sealed(self._key)
         self._started_at = time.monotonic()
         self._thawing = Thawing(job.faults, job.run_dir / trace.EVENTS_FILE)
+        self._outputs: dict[tuple[int, int], Output] = {}
         self._fencing: set[int] = set()
         self._set_aside: set[tuple[int, int]] = set()
         """Ranks (replica, rank) that do not end although they were killed."""
@@ -79,7 +80,7 @@ class Launcher:
         """Run the job to its end; its exit code (core.values.ExitCode, or 128 + signal when it was killed on request)."""
         job = self._job
         write_description(job)
-        self._recording = Recording(job, self._started_at, quiet=self._quiet)
+        self._recording = Recording(job, self._started_at, quiet=self._quiet, deadlines=self._deadlines)
         self._recording.record(
             trace.RunStarted(
                 replicas=job.num_replicas,
@@ -95,8 +96,9 @@ class Launcher:
         try:
             with self._end_request.received(lambda number: self._loop.post(lambda: self._signalled(number))):
                 exit_code = self._run()
-            self._recording.record(trace.RunFinished(exit_code=exit_code))
-            self.is_recorded = self._recording.finish(exit_code, self._ending[1] if self._ending else "")
+            reason = self._ending[1] if self._ending else ""
+            self._recording.record(trace.RunFinished(exit_code=exit_code, reason=reason))
+            self.is_recorded = self._recording.finish(exit_code, reason)
         finally:
             self._recording.close()  # whatever is raised is told after what it shows, on a terminal that is whole again
         return exit_code
@@ -119,23 +121,26 @@ class Launcher:
         raise_descriptor_limit()
         environment = settings.inherited_environment() | _worker_defaults(settings.inherited_environment())
         self._agent = Agent(
-            preload=job.preload, environment=environment, log=job.run_dir / LOGS / "forkserver.log", deadlines=self._deadlines
-        )
+            preload=job.preload, environment=environment, deadlines=self._deadlines,
+            output=self._recording.output(job.run_dir / LOGS / "forkserver.log"),
+        )  # fmt: skip
         self._ranks = Watch(
-            self._agent, deadline_s=self._deadlines.deadline_s, record=self._recording.record, says=self._recording.says
-        )
+            self._agent, deadlines=self._deadlines, log_of=job.log_of,
+            record=self._recording.record, says=self._recording.says,
+            at_work=lambda replicas: self._membership.at_work(replicas),
+        )  # fmt: skip
         self._membership = Membership(
-            Policy(num_replicas=job.num_replicas, min_replicas=job.config.min_replicas),
+            Policy(num_replicas=job.num_replicas, min_replicas=job.config.min_replicas, samples=_samples(job)),
             key=self._key,
             loop=self._loop,
             timers_s={
-                "follow_timeout_s": self._deadlines.follow_s,
-                "finish_timeout_s": self._deadlines.finish_s,
-                "undecided_timeout_s": self._deadlines.deadline_s,
-                "save_timeout_s": self._deadlines.save_s,
+                "follow_s": self._deadlines.follow_s,
+                "finish_s": self._deadlines.finish_s,
+                "blame_s": self._deadlines.blame_s,
+                "save_s": self._deadlines.save_s,
                 "grace_s": self._deadlines.grace_s,
-                "load_timeout_s": self._deadlines.deadline_s,
-                "start_timeout_s": self._deadlines.start_s,
+                "deadline_s": self._deadlines.deadline_s,
+                "start_s": self._deadlines.start_s,
             },
             record=self._recording.record,
             fence=self._fence,
@@ -188,21 +193,23 @@ class Launcher:
 
     def _dry_run(self) -> bool:
         """Whether the script, run once with its own parser and Megatron's, accepts its arguments; it ends before it trains."""
-        script, log = self._job.argv[0], self._job.run_dir / LOGS / "dry-run.log"
+        script = self._job.argv[0]
+        with descriptors_needed():
+            output = self._recording.output(self._job.run_dir / LOGS / "dry-run.log")
         environment = self._environment(0, 0, leader="", master_port=0, dry_run=True)
         argv = self._job.argv if self._job.dry_run is None else (str(self._job.dry_run), *self._job.argv)
-        self._agent.spawn(_DRY_RUN, 0, argv=argv, environment=environment, log=log, descriptors=self._handed_down)
-        late = f"in {self._deadlines.deadline_s:.0f} s {script} never {_CALLS_PRETRAIN}; see {log}"
+        self._agent.spawn(_DRY_RUN, 0, argv=argv, environment=environment, output=output, descriptors=self._handed_down)
+        late = f"in {self._deadlines.deadline_s:.0f} s {script} never {_CALLS_PRETRAIN}; see {output.log}"
         ends = self._until(self._agent.poll, self._deadlines.deadline_s, late)
         if not ends:
             return False
         [end] = ends
         if end.status == ExitCode.BAD_INPUT:
-            self._end(ExitCode.BAD_INPUT, _refusal(log))
+            self._end(ExitCode.BAD_INPUT, _refusal(output))
         elif end.status == ExitCode.OK:
             self._end(ExitCode.BAD_INPUT, f"{script} never {_CALLS_PRETRAIN}")
         elif end.status != settings.DRY_RUN_PASSED:
-            self._end(ExitCode.FAILED, f"{script} ended by {end.cause} before it trained; see {log}")
+            self._end(ExitCode.FAILED, f"{script} ended by {end.cause} before it trained; see {output.log}")
         return end.status == settings.DRY_RUN_PASSED
 
     def _spawn_all(self) -> None:
@@ -220,12 +227,12 @@ class Launcher:
             environment = self._environment(
                 replica, rank, leader=address_of(leader), master_port=int(address_of(store).rpartition(":")[2])
             )  # fmt: skip
-            handed_down = self._handed_down | self._recording.descriptors(replica, rank)
+            with descriptors_needed():
+                handed_down = self._handed_down | self._recording.descriptors(replica, rank)
+                output = self._outputs[replica, rank] = self._recording.output_of_rank(replica, rank)
             if rank == 0:
                 handed_down |= {listening.LEADER: leader.fileno(), listening.STORE: store.fileno()}
-            start = functools.partial(
-                self._agent.spawn, replica, rank, argv=job.argv, environment=environment, log=job.log_of(replica, rank)
-            )
+            start = functools.partial(self._agent.spawn, replica, rank, argv=job.argv, environment=environment, output=output)
             self._ranks.spawn(
                 replica, rank,
                 lambda page, start=start, handed_down=handed_down: start(descriptors=handed_down | page),
@@ -341,9 +348,10 @@ class Launcher:
         self._recording.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
         if end.status == ExitCode.BAD_INPUT and not self._membership.generation:
             # What one rank refuses, all refuse: there is no point in waiting for the others.
-            self._end(ExitCode.BAD_INPUT, _refusal(self._job.log_of(end.replica, end.rank)))
+            self._end(ExitCode.BAD_INPUT, _refusal(self._outputs[end.replica, end.rank]))
             return
-        loss, failing = self._ranks.loss(end, started=self._membership.generation > 0)
+        said = self._outputs[end.replica, end.rank].end
+        loss, failing = self._ranks.loss(end, started=self._membership.generation > 0, said=said)
         if failing is not None:
             self._membership.failing(failing)
         self._membership.lost(loss)
@@ -384,11 +392,18 @@ class Launcher:
                 self._end_by = 0.0
 
 
-def _refusal(log: Path) -> str:
+def _refusal(output: Output) -> str:
     """Why a process did not accept its arguments: what it says so of, else its last line, which is argparse's complaint."""
-    lines = log.read_text(errors="replace").strip().splitlines() or ["the training script refused its arguments"]
+    lines = output.end().strip().splitlines() or ["the training script refused its arguments"]
     said = [line.removeprefix(BAD_ARGUMENTS) for line in lines if line.startswith(BAD_ARGUMENTS)]
     return "\n".join(said) or re.sub(r"^\S+: error: (argument )?", "", lines[-1])
+
+
+def _samples(job: Job) -> tuple[int, int] | None:
+    """Return the samples of a training step and of a microbatch, where both are known."""
+    if job.num_microbatches is None or job.microbatch_samples is None:
+        return None
+    return job.num_microbatches * job.microbatch_samples, job.microbatch_samples
 
 
 def raise_descriptor_limit() -> None:

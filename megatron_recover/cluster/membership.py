@@ -81,7 +81,11 @@ class Membership:
         listener = listen("127.0.0.1:0")
         self.address = address_of(listener)
         """Where leaders find the coordinator."""
-        self._gate = Gate(loop, listener, key, Role.COORDINATOR, self._admits, self._accept)
+        self._gate = Gate(
+            loop, listener, key, Role.COORDINATOR, self._admits, self._accept,
+            expects=lambda: not self._state.generation,  # later nobody greets
+            report=lambda number: record(trace.Strangers(replica=-1, num_connections=number)),
+        )  # fmt: skip
 
     @property
     def generation(self) -> int:
@@ -96,6 +100,10 @@ class Membership:
     def failing(self, failing: values.Failing) -> None:
         """What the loss that follows is charged to, as the agent has seen it."""
         self._step(failing)
+
+    def at_work(self, replicas: tuple[int, ...]) -> None:
+        """Take from the agent which replicas are at work of their own, by their progress pages."""
+        self._step(machine.AtWork(replicas))
 
     def ask_exit(self, reason: str) -> None:
         """Have all replicas save and end at a common step."""
@@ -191,8 +199,11 @@ class Membership:
         self._noticed = None
         losses = tuple(trace.Lost(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in new.losses)
         void = (new.void.step, new.void.since) if new.void is not None else None
+        gives_up = new.void is not None and new.void.gives_up
         self._record(
-            trace.Generation(generation=new.generation, roster=new.roster, losses=losses, reason=new.reason, void=void)
+            trace.Generation(
+                generation=new.generation, roster=new.roster, losses=losses, reason=new.reason, void=void, gives_up=gives_up
+            )
         )
         for replica, framed in announcements(new, self._peers, self._announced, noticed_s):
             self._loop.put(self._links[replica], framed)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_RECENT_S = 1.0
-"""A kill counts for a death that is seen at most so long after it was seen itself: dying takes a moment."""
+from megatron_recover.deadlines import OOM_S
+
 _LOOK_S = 0.1
 
 
@@ -28,7 +28,7 @@ class _Counter:
     def update(self, now_s: float, count: int) -> None:
         """Note the count of one look, and forget kills that are too old to explain a death."""
         self.kills += [now_s] * (count - self.count)
-        self.kills = [at for at in self.kills if now_s - at < _RECENT_S]
+        self.kills = [at for at in self.kills if now_s - at < OOM_S]
         self.looked_s, self.count = now_s, count
 
 
@@ -36,7 +36,7 @@ class OomKills:
     """Follows the counters of all ranks' control groups. Used by one thread.
 
     The kernel does not say whom it killed, and the ranks of a node mostly share one group. So a kill is laid on the rank whose
-    death is seen within `_RECENT_S` after the kill was seen, and on one rank only. What remains: another process of the group
+    death is seen within `OOM_S` after the kill was seen, and on one rank only. What remains: another process of the group
     (a data loader's worker) that is killed for want of memory less than that before an operator kills a rank with SIGKILL
     makes the operator's kill look like the kernel's. A rank that the kernel has killed and that takes longer to end is not
     charged.

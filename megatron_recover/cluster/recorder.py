@@ -1,31 +1,42 @@
-"""The recorder: the process that writes the trace of a run from the rings of all its processes, and runs the console.
+"""The recorder: the process that writes trace and logs of a run from the memory of its processes, and runs the console.
 
-Nothing waits for it: a disk that stalls or is full, a slow terminal and the death of this process cost at most events, which
-are counted and told, never a step. The launcher starts it, tells it what it has to know (`Told`), and starts another one if it
-dies. It ends when it is told to, or when the launcher is gone.
+Nothing waits for it: a disk that stalls or is full, a slow terminal and the death of this process cost at most events and
+output, which are counted and told, never a step. The launcher starts it, tells it what it has to know (`Told`), and starts
+another one if it dies. It ends when it is told to, or when the launcher is gone. `narrator.py` puts the run into words.
 
-Run by `cluster.recording.Recording` as ``python -m megatron_recover.cluster.recorder FD LEDGER SETTINGS``: a SOCK_SEQPACKET
-socket on which each packet is one JSON message, the descriptor of the ledger, and `Settings` as JSON. It imports no torch.
+Run by `cluster.recording.Recording` as ``python -m megatron_recover.cluster.recorder FD LEDGER OUTPUTS SETTINGS``: a
+SOCK_SEQPACKET socket on which each packet is one JSON message, the descriptors of both ledgers (of events and of outputs), and
+`Settings` as JSON. It imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from megatron_recover import trace
-from megatron_recover.cluster.console import Console, Missing
+from megatron_recover.cluster.console import Console
 from megatron_recover.cluster.event_store import Batch, EventStore, Keeper, Ledger
 from megatron_recover.cluster.forkserver import TOLD_TO_ALL, set_parent_death_signal, set_process_name
+from megatron_recover.cluster.job import LOGS
+from megatron_recover.cluster.logs import LogWriter, Outputs
+from megatron_recover.cluster.narrator import HOLD_S, Narrator
+from megatron_recover.cluster.output import Output, OutputLedger
+from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable, is_writable
+from megatron_recover.core.values import ExitCode
+from megatron_recover.deadlines import Deadlines
+from megatron_recover.observe.ending import Account
 from megatron_recover.ring import Dropped, Item, Merge, RingReader
 
 MAX_PACKET_BYTES = 2**16
@@ -35,16 +46,9 @@ _BATCH_BYTES = 2**20
 _AHEAD_BYTES = 16 * 2**20
 """Events that are taken out of the rings and not written: the console shows them while the disk stalls. They stay in the rings
 until they are written."""
-STALL_S = 5.0
-"""A disk that has not taken a batch for so long is told of."""
-_REFUSED_S = 2.5
-"""At the end of the run: so long a disk that refuses is tried again, once a second."""
+_OUTPUTS_S = 0.1
+"""Between two looks at what ranks print."""
 _TELL_LOSSES_S = 10.0
-_ORPHAN_S = 1.0
-"""The ranks of a launcher that is gone are being killed: so long their last events are waited for."""
-_ORPHAN_DEADLINE_S = 10.0
-_LAST_REPLIES_S = 2.0
-"""At the end of the run: so long the launcher is waited for to take what it is told."""
 _STOPPED = b"T"
 
 
@@ -54,16 +58,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     started_at: float
     """`time.monotonic()` of the launcher at the start of the run: zero of the trace's clock."""
-    num_replicas: int
-    num_ranks: int
+    account: Account
+    """What is known of the run until now."""
     quiet: bool
     part_bytes: int
+    deadlines: Deadlines
+    output_bytes: int
+    """Of each output that may wait for the disk."""
     num_rings: int = 0
     """Rings that are on their way: it drains none before it has them, since the order is that of all."""
-    again: bool = False
-    """Another recorder has written and shown the run until now."""
     roster: tuple[int, ...] = ()
-    """The newest, if there was one."""
+    """The newest, if another recorder has written and shown the run until now."""
 
 
 class Ring(msgspec.Struct, frozen=True, tag=True):
@@ -73,6 +78,20 @@ class Ring(msgspec.Struct, frozen=True, tag=True):
     replica: int
     """-1: the launcher."""
     rank: int
+
+
+class Prints(msgspec.Struct, frozen=True, tag=True):
+    """To the recorder, with one descriptor: a process prints into this output."""
+
+    number: int
+    log: str
+    shown_of: int | None
+    """The replica whose lines these are, if they are for the console and `train.log`; `TRAIN_LOG` or `LAUNCHER_LOG`: this
+    becomes that file."""
+
+
+TRAIN_LOG, LAUNCHER_LOG = -1, -2
+"""`Prints.shown_of` of the outputs into which the recorder itself writes: lines of the job's writer, and lines of ours."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
@@ -85,6 +104,8 @@ class Says(msgspec.Struct, frozen=True, tag=True):
     """To the recorder: one line for the console."""
 
     text: str
+    seconds: float
+    """When it was said, by the clock of the trace."""
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
@@ -92,11 +113,9 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
     exit_code: int
     reason: str
-    deadline_s: float
-    """For the trace; the terminal has its own."""
 
 
-Told = Ring | Ended | Says | Finish
+Told = Ring | Prints | Ended | Says | Finish
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
@@ -105,78 +124,133 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
+class Noted(msgspec.Struct, frozen=True, tag=True):
+    """From the recorder: what a run has loaded and saved, which the launcher does not see by itself (`Account`)."""
+
+    loaded: int | None
+    saved: int | None
+
+
 class Shown(msgspec.Struct, frozen=True, tag=True):
-    """From the recorder, its last word: how the run ended was shown, but for what is `missing`."""
+    """From the recorder, its last word: how the run ended was shown."""
 
     num_unwritten: int
     """Events that are not in the file."""
     why: str
-    """Empty if there are none."""
-    missing: Missing = Missing.NOTHING
-    """What of the end of the run could not be shown."""
+    """Empty if everything is on the disk."""
+    num_missing: int = 0
+    """Bytes that were printed and are not in the logs."""
+    is_seen: bool = True
+    """Whether the terminal has taken it."""
 
 
-Reply = Drained | Shown
+class LinesTold(msgspec.Struct, frozen=True, tag=True):
+    """From the recorder: the next so many lines that the launcher has said are told."""
+
+    num_lines: int
+
+
+Reply = Drained | Noted | LinesTold | Shown
 
 
 class Recorder:
     """Everything but the disk and the terminal, which have threads of their own."""
 
-    def __init__(self, control: socket.socket, ledger: Ledger, settings: Settings, store: EventStore, console: Console) -> None:
+    def __init__(
+        self, control: socket.socket, ledger: Ledger, outputs: OutputLedger, settings: Settings, store: EventStore
+    ) -> None:
         """`control` leads to the launcher."""
-        self._control, self._ledger, self._settings, self._console = control, ledger, settings, console
+        self._control, self._ledger, self._settings, self._deadlines = control, ledger, settings, settings.deadlines
+        self._outputs = Outputs(outputs, limit_bytes=settings.output_bytes, keep=self._keep_lines)
+        self._own_logs: dict[int, Output] = {}
+        launcher = os.getppid()
+        self._console = Console(quiet=settings.quiet, is_held=lambda: _is_stopped(launcher), deadlines=self._deadlines)
+        self._narrator = Narrator(
+            settings.account, began_at=time.time() - time.monotonic() + settings.started_at, show=self._console.show,
+            log=lambda line: self._keep(LAUNCHER_LOG, f"{line}\n".encode()), roster=settings.roster,
+        )  # fmt: skip
+        self._noted = Noted(settings.account.loaded, settings.account.saved)
         control.setblocking(False)
         self._decode = msgspec.json.Decoder(Told).decode
         self._decode_event = msgspec.json.Decoder(trace.AnyEvent).decode
         self._keeper = Keeper(store)
-        self._merge = Merge(after=ledger.last)
+        self._merge = Merge(after=ledger.last, stuck_s=self._deadlines.stuck_s)
         self._places: dict[int, tuple[int, int]] = {}
         self._lines: deque[tuple[bytes, Item]] = deque()
         self._ahead = 0
         self._unsent: deque[bytes] = deque()
         """Replies for which the socket had no room."""
+        self._untold: deque[float] = deque()
+        """When the launcher said what it has said and what is not told yet."""
         self._finish: Finish | None = None
         self._is_orphan = False
-        self._num_lost, self._losses_told_at, self._was_told = 0, 0.0, 0
-        self._trouble = ""
+        self._num_lost, self._losses_told_at, self._was_told = 0, 0.0, (0, 0)
+        self._looked_at = 0.0
+        self._troubles = dict.fromkeys(_WHAT, "")
 
     def run(self) -> None:
         """Record until the launcher says `Finish`, or is gone."""
+        self._console.start()
         while self._finish is None and not self._is_orphan:
             is_readable(self._control, _INTERVAL_S)
             if self._turn():
                 # A message ends the wait, and there may be thousands: drains keep their pace.
                 time.sleep(_INTERVAL_S / 10)
-        deadline_s = self._finish.deadline_s if self._finish is not None else _ORPHAN_DEADLINE_S
         if self._is_orphan:
-            end = time.monotonic() + _ORPHAN_S
+            end = time.monotonic() + self._deadlines.orphan_s
             while time.monotonic() < end:
                 time.sleep(_INTERVAL_S)
                 self._turn()
         for number in self._merge.sources:
             self._merge.ended(number)
-        shown = self._write_all(time.monotonic() + deadline_s)
+        until = time.monotonic() + self._deadlines.trace_s
+        left = self._write_events(until)
         self._tell(time.monotonic(), at_the_end=True)
+        self._show_end()
+        shown = self._write_logs(until, left)
+        is_seen = self._console.close()
         if self._finish is not None:
-            missing = self._console.finished(self._finish.exit_code, self._finish.reason)
-            self._send(msgspec.structs.replace(shown, missing=missing))
-            end = time.monotonic() + _LAST_REPLIES_S
+            self._send(msgspec.structs.replace(shown, is_seen=is_seen))
+            end = time.monotonic() + self._deadlines.replies_s
             while self._unsent and (left_s := end - time.monotonic()) > 0:
                 is_writable(self._control, left_s)
                 self._send_unsent()
-        else:
-            self._console.close()
 
     def _turn(self) -> bool:
         """Do what there is to do. Return whether the launcher had something to say."""
         now = time.monotonic_ns()
         has_heard = self._receive()
         self._send_unsent()
+        self._look_at_outputs()
         if len(self._places) >= self._settings.num_rings:
             self._drain(now)
         self._write()
         self._tell(time.monotonic())
+        self._narrate(self._seconds() - HOLD_S)
+        if self._console.is_live:
+            self._console.now = self._narrator.progress.line()
         return has_heard
+
+    def _seconds(self) -> float:
+        """Return the time by the clock of the trace."""
+        return time.monotonic() - self._settings.started_at
+
+    def _narrate(self, until: float) -> None:
+        """Tell what happened until then. The launcher keeps what it has said until it is told, for the next recorder."""
+        self._narrator.tell(until)
+        num_lines = 0
+        while self._untold and self._untold[0] <= until:
+            self._untold.popleft()
+            num_lines += 1
+        if num_lines:
+            self._send(LinesTold(num_lines))
+
+    def _note(self) -> None:
+        """Have the launcher know what the next recorder has to know."""
+        account = self._narrator.account
+        if (noted := Noted(account.loaded, account.saved)) != self._noted:
+            self._noted = noted
+            self._send(noted)
 
     # --- From the launcher -------------------------------------------------------------------------------------------
 
@@ -184,11 +258,9 @@ class Recorder:
         has_heard = False
         while self._finish is None and not self._is_orphan:
             try:
-                packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 1)
+                packet, descriptors = receive(self._control, MAX_PACKET_BYTES, 1)
             except BlockingIOError:
                 break
-            except OSError:
-                packet, descriptors = b"", []
             if not packet:
                 self._is_orphan = True
                 break
@@ -204,12 +276,16 @@ class Recorder:
                 self._merge.add(number, RingReader(descriptor, position=position, told=dropped))
                 os.close(descriptor)
                 self._places[number] = replica, rank
-                if replica >= 0:
-                    self._console.follow(replica, rank)
+            case Prints(number, log, shown_of):
+                output = Output(descriptors[0], Path(log))
+                if shown_of is not None and shown_of < 0:
+                    self._own_logs[shown_of], shown_of = output, None
+                self._outputs.add(number, output, shown_of=shown_of)
             case Ended(number):
                 self._merge.ended(number)
-            case Says(text):
-                self._console.says(text)
+            case Says(text, seconds):
+                self._narrator.says(text, seconds)
+                self._untold.append(seconds)
             case Finish():
                 self._finish = told
 
@@ -223,9 +299,29 @@ class Recorder:
                 self._control.send(self._unsent[0])
                 self._unsent.popleft()
         except BlockingIOError:
-            return  # the launcher is busy, or stopped; there is one for each ring at most
+            return  # the launcher is busy, or stopped; there is one for each ring and line at most
         except OSError:
             self._unsent.clear()  # the launcher is gone
+
+    # --- From the outputs --------------------------------------------------------------------------------------------
+
+    def _look_at_outputs(self) -> None:
+        # Before the events: what the writer printed while it was the writer is shown before a newer roster names another.
+        if (now := time.monotonic()) - self._looked_at >= _OUTPUTS_S:
+            self._looked_at = now
+            self._narrator.take_lines(self._outputs.look(), self._seconds())
+
+    def _keep_lines(self, replica: int, lines: bytes) -> bool:
+        """Keep lines that a replica has printed for `train.log`, and return True, if the replica speaks for the job."""
+        if not self._narrator.is_writer(replica):
+            return False
+        self._keep(TRAIN_LOG, lines)
+        return True
+
+    def _keep(self, which: int, lines: bytes) -> None:
+        """Write into memory what is to be in a log of our own."""
+        if which in self._own_logs:
+            os.write(self._own_logs[which].descriptor, lines)
 
     # --- From the rings ----------------------------------------------------------------------------------------------
 
@@ -236,9 +332,10 @@ class Recorder:
             line = self._line(item)
             self._lines.append((line, item))
             self._ahead += len(line)
+        self._note()  # before any of it is written: the next recorder goes on behind what is written
 
     def _line(self, item: Item) -> bytes:
-        """Return the line of an event, and give the event to the console."""
+        """Return the line of an event, and give the event to the narrator."""
         seconds = item.stamp / 1e9 - self._settings.started_at
         if isinstance(item.what, Dropped):
             self._num_lost += item.what.num_events
@@ -248,10 +345,10 @@ class Recorder:
             return msgspec.json.encode(gap) + b"\n"
         # The writer leaves the time open, as the stamp has it: `{"event":"voted","v":1,"t":0.0,...`.
         line = item.what.replace(b'"t":0.0', b'"t":%.6f' % seconds, 1) + b"\n"
-        name = line[10 : line.index(b'"', 10)].decode()
-        if name in Console.WANTED:
+        name = line[10:].partition(b'"')[0].decode(errors="replace")
+        if name in Narrator.WANTED:
             with contextlib.suppress(msgspec.DecodeError):  # check will name the line; here it is only not shown
-                self._console.take(self._decode_event(line))
+                self._narrator.take(self._decode_event(line))
         return line
 
     # --- To the disk -------------------------------------------------------------------------------------------------
@@ -282,44 +379,108 @@ class Recorder:
             room, last = room - len(line), item.stamp
         return Batch(b"".join(lines), len(lines), positions, last)
 
-    def _write_all(self, until: float) -> Shown:
-        """Write everything that is recorded; what the disk has not taken at the instant `until`, or refuses, is given up."""
-        refused_until = min(until, time.monotonic() + _REFUSED_S)
+    def _write_events(self, until: float) -> bool:
+        """Write everything that is recorded, and return whether something is left.
+
+        What the disk has not taken by `until`, or refuses, is given up.
+        """
+        refused_until = min(until, time.monotonic() + self._deadlines.refused_s)
         left = True
-        while left and time.monotonic() < (until if self._keeper.error is None else refused_until):
+        half = (time.monotonic() + until) / 2  # hundreds of megabytes of lines must not cost the events
+        lines = itertools.takewhile(lambda _: time.monotonic() < half, self._outputs.look(at_end=True))
+        self._narrator.take_lines(lines, self._seconds())
+        while left and time.monotonic() < (until if self._error is None else refused_until):
             self._drain(time.monotonic_ns())
-            self._write(wait_s=0.05)
+            self._write(wait_s=_INTERVAL_S)
             left = bool(self._lines) or self._keeper.busy_since is not None or self._merge.has_more
-        num_unwritten, why = self._keeper.num_events + len(self._lines), self._keeper.error
-        self._keeper.close(0.5 if left else 5.0)
-        if not left:
+        return left
+
+    def _show_end(self) -> None:
+        """Tell the rest, and how the run ended: on the console behind the last lines of what failed."""
+        finish, narrator = self._finish, self._narrator
+        self._narrate(float("inf"))
+        if finish is None:
+            return
+        lines = narrator.end(finish.exit_code, finish.reason, self._seconds())
+        if finish.exit_code == ExitCode.BAD_INPUT:  # said as the preflight says it; nothing is left to look at
+            for line in finish.reason.splitlines():
+                print(f"megatron-recover run: {line}", file=sys.stderr)
+        elif finish.exit_code != ExitCode.OK or not self._settings.quiet:
+            is_failure = finish.exit_code not in (ExitCode.OK, ExitCode.INTERRUPTED)
+            ours = {output.log for output in self._own_logs.values()}
+            ends = [(log, text) for log, text in self._outputs.ends() if log not in ours] if is_failure else []
+            self._console.end([*_telling(ends), *lines])
+
+    def _write_logs(self, until: float, left: bool) -> Shown:
+        """Write everything that is printed, like events. `left`: events are."""
+        refused_until = min(until, time.monotonic() + self._deadlines.refused_s)
+        keeper, writer = self._keeper, self._outputs.writer
+        while (num_missing := writer.num_left) and time.monotonic() < (until if self._error is None else refused_until):
+            time.sleep(_INTERVAL_S)
+        num_unwritten, why = keeper.num_events + len(self._lines), self._error
+        keeper.close(self._deadlines.store_s)
+        writer.close(self._deadlines.store_s)
+        if not left and not num_missing:
             return Shown(0, "")
-        return Shown(max(1, num_unwritten), "the disk does not answer" if why is None else why.strerror or str(why))
+        reason = "the disk does not answer" if why is None else why.strerror or str(why)
+        return Shown(max(1, num_unwritten) if left else 0, reason, num_missing)
+
+    @property
+    def _error(self) -> OSError | None:
+        return self._keeper.error or self._outputs.writer.error
 
     # --- To people ---------------------------------------------------------------------------------------------------
 
+    def _says(self, text: str) -> None:
+        self._narrator.says(text, self._seconds())
+
     def _tell(self, now: float, *, at_the_end: bool = False) -> None:
         """Say once that there is trouble with the disk, and once that it is over; and how much was lost, now and then."""
-        error, busy_since = self._keeper.error, self._keeper.busy_since
-        trouble = ""
-        if error is not None:
-            trouble = error.strerror or str(error)
-        elif busy_since is not None and now - busy_since > STALL_S:
-            trouble = f"the disk has not answered for {STALL_S:.0f} s"
-        if trouble and not self._trouble:
-            self._console.says(
-                f"WARNING: the trace cannot be written to {self._settings.run_dir} ({trouble}). The run goes on. Events wait "
-                "in memory, and what finds no room there is lost; make room, or see to the disk"
-            )
-        elif self._trouble and not trouble:
-            self._console.says("the trace is written again")
-        self._trouble = trouble
-        if self._num_lost > self._was_told and (at_the_end or now - self._losses_told_at > _TELL_LOSSES_S):
-            self._console.says(
-                f"WARNING: {self._num_lost} events of this run are lost so far; the trace says where, and check does not vouch "
-                "for those steps"
-            )
-            self._was_told, self._losses_told_at = self._num_lost, now
+        for name, (what, waits, where) in _WHAT.items():
+            trouble = _trouble(self._keeper if name == "trace" else self._outputs.writer, now, self._deadlines.slow_disk_s)
+            if trouble and not self._troubles[name]:
+                self._says(
+                    f"WARNING: {what} cannot be written to {Path(self._settings.run_dir) / where} ({trouble}). The run goes "
+                    f"on. {waits}, and what finds no room there is lost; make room, or see to the disk"
+                )
+            elif self._troubles[name] and not trouble:
+                self._says(f"{what} is written again")
+            self._troubles[name] = trouble
+        lost = self._num_lost, self._outputs.num_lost
+        if lost != self._was_told and (at_the_end or now - self._losses_told_at > _TELL_LOSSES_S):
+            events, printed = lost
+            if events > self._was_told[0]:
+                self._says(
+                    f"WARNING: {events} events of this run are lost so far; the trace says where, and check does not vouch "
+                    "for those steps"
+                )
+            if printed > self._was_told[1]:
+                self._says(f"WARNING: {printed} bytes that ranks have printed are lost so far; the logs say where")
+            self._was_told, self._losses_told_at = lost, now
+
+
+_WHAT = {
+    "trace": ("the trace", "Events wait in memory", ""),
+    "logs": ("what ranks print", "It waits in memory", LOGS),
+}
+"""What is written, where it waits, and the folder below that of the run."""
+
+
+def _telling(ends: Iterable[tuple[Path, str]]) -> Iterator[str]:
+    """Yield the last lines of what failed, so that nobody has to look for them."""
+    for path, text in ends:
+        lines = text.strip().splitlines()
+        if any("Error" in line or "Traceback" in line or "Exception" in line for line in lines[-40:]):
+            yield f"--- end of {path}"
+            yield from (f"    {line}" for line in lines[-12:])
+
+
+def _trouble(writer: Keeper | LogWriter, now: float, slow_disk_s: float) -> str:
+    """Return what is wrong with the disk, as a thread that writes there finds it; empty: nothing."""
+    if writer.error is not None:
+        return writer.error.strerror or str(writer.error)
+    since = writer.busy_since
+    return f"the disk has not answered for {slow_disk_s:.0f} s" if since is not None and now - since > slow_disk_s else ""
 
 
 def _is_stopped(pid: int) -> bool:
@@ -338,16 +499,10 @@ def main() -> None:
     # One that somebody has stopped wakes up when the launcher dies, writes what there is, and ends.
     set_parent_death_signal(signal.SIGCONT)
     set_process_name("recorder")
-    control, ledger = socket.socket(fileno=int(sys.argv[1])), Ledger(int(sys.argv[2]))
-    settings = msgspec.json.decode(sys.argv[3], type=Settings)
-    launcher = os.getppid()
-    console = Console(
-        Path(settings.run_dir), num_replicas=settings.num_replicas, num_ranks=settings.num_ranks, quiet=settings.quiet,
-        again=settings.again, roster=settings.roster, is_held=lambda: _is_stopped(launcher),
-    )  # fmt: skip
-    console.start()
-    store = EventStore(Path(settings.run_dir), ledger, part_bytes=settings.part_bytes)
-    Recorder(control, ledger, settings, store, console).run()
+    control, ledger, outputs = socket.socket(fileno=int(sys.argv[1])), Ledger(int(sys.argv[2])), OutputLedger(int(sys.argv[3]))
+    settings = msgspec.json.decode(sys.argv[4], type=Settings)
+    store = EventStore(Path(settings.run_dir), ledger, part_bytes=settings.part_bytes, close_s=settings.deadlines.store_s / 2)
+    Recorder(control, ledger, outputs, settings, store).run()
     os._exit(0)  # threads that a disk or a terminal holds up are left behind
 
 

@@ -1,4 +1,4 @@
-"""The launcher's side of the recorder: the rings of all processes, and a process that is started again if it dies.
+"""The launcher's side of the recorder: rings and outputs of all processes, and a recorder that is started again if it dies.
 
 No call waits for the recorder, but for `finish`, which has a deadline. What becomes of the recorder never changes what becomes
 of the run.
@@ -13,16 +13,20 @@ import subprocess
 import sys
 import time
 from collections import deque
+from pathlib import Path
 
 import msgspec
 
 from megatron_recover import ring, trace
-from megatron_recover.cluster import event_store, recorder
-from megatron_recover.cluster.console import Missing
-from megatron_recover.cluster.job import LOGS, Job
+from megatron_recover.cluster import event_store, output, recorder
+from megatron_recover.cluster.job import LAUNCHER_LOG, LOGS, TRAIN_LOG, Job
+from megatron_recover.cluster.output import Output, Who
+from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable
 from megatron_recover.collectives.speaker import Speaker
 from megatron_recover.core.values import ExitCode
+from megatron_recover.deadlines import Deadlines
+from megatron_recover.observe.ending import Account
 
 _LAUNCHER = -1
 """What the trace calls the launcher where it names a replica."""
@@ -32,13 +36,10 @@ _MAX_WAITING = 10_000
 """Lines for the console that a recorder does not take; the oldest go."""
 _MAX_TEXT = 8_000
 """Characters of such a line that are shown."""
-TRACE_DEADLINE_S = 10.0
-"""For the end of the trace to be written, when all ranks have ended."""
-_TERMINAL_DEADLINE_S = 7.0
-"""For the terminal to show how the run ended, after that."""
-_ABANDONED_DEADLINE_S = 3.0
-_COMPLAINT_S = 1.0
-"""For a line of ours on stderr."""
+_LOOK_S = 0.05
+"""Between two looks at the recorder at the end of the run."""
+_OUTPUTS_S = 0.5
+"""Between two looks at how much of what ranks print waits in memory."""
 
 
 class _Ring(msgspec.Struct):
@@ -50,22 +51,31 @@ class _Ring(msgspec.Struct):
 class Recording:
     """The trace and the console of one run, as the launcher sees them. Used by one thread."""
 
-    def __init__(self, job: Job, started_at: float, *, quiet: bool = False) -> None:
+    def __init__(self, job: Job, started_at: float, *, quiet: bool = False, deadlines: Deadlines | None = None) -> None:
         """Create the trace, empty, and start a recorder. Raises OSError where the folder takes no trace."""
         self._job, self._quiet = job, quiet
+        self._deadlines = deadlines or job.config.deadlines
+        self._account = Account(replicas=job.num_replicas, run_dir=str(job.run_dir))
+        self._started_at = started_at
         self._settings = recorder.Settings(
-            run_dir=str(job.run_dir), started_at=started_at, num_replicas=job.num_replicas, num_ranks=job.num_ranks,
-            quiet=quiet, part_bytes=job.trace_file_bytes,
+            run_dir=str(job.run_dir), started_at=started_at, account=self._account, quiet=quiet,
+            part_bytes=job.trace_file_bytes, output_bytes=output.limit_bytes(job.num_replicas * job.num_ranks),
+            deadlines=self._deadlines,
         )  # fmt: skip
         # Not by the recorder alone: a folder that takes nothing is refused before anything is started. A FIFO, behind which
         # somebody collects the trace, is there already.
         events = job.run_dir / trace.EVENTS_FILE
         if not events.is_fifo():
             os.close(os.open(events, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        self._ledger = event_store.create_ledger()
+        self._ledger, self._output_ledger = event_store.create_ledger(), output.create_output_ledger()
+        self._copied = output.OutputLedger(self._output_ledger)
+        self._outputs: list[tuple[Output, int | None]] = []
+        self._looked_at = 0.0
         self._rings: dict[int, _Ring] = {}
         self._numbers: dict[tuple[int, int], int] = {}
         self._outbox: deque[recorder.Told] = deque()
+        self._untold: deque[recorder.Says] = deque()
+        """Sent, and perhaps not told: the next recorder hears it again."""
         self._shown: recorder.Shown | None = None
         self._finish: recorder.Finish | None = None
         """What every recorder is told from the end of the run on: one that has heard it may die before it has done it."""
@@ -76,12 +86,15 @@ class Recording:
         self._control: socket.socket | None = None
         self._decode = msgspec.json.Decoder(recorder.Reply).decode
         self._log = ring.RingLog(self._add(_LAUNCHER, 0))
+        self.output(job.run_dir / TRAIN_LOG, shown_of=recorder.TRAIN_LOG)
+        self.output(job.run_dir / LAUNCHER_LOG, shown_of=recorder.LAUNCHER_LOG)
         self._start()
 
     def record(self, event: trace.Event) -> None:
         """Record an event of the launcher. It never waits."""
         if isinstance(event, trace.Generation):
             self._roster = event.roster
+        self._account.take(event)
         self._log.record(event)
 
     def descriptors(self, replica: int, rank: int) -> dict[str, int]:
@@ -89,6 +102,22 @@ class Recording:
         descriptor = self._add(replica, rank)
         self.poll()
         return {ring.DESCRIPTOR: descriptor}
+
+    def output(self, log: Path, *, shown_of: int | None = None) -> Output:
+        """Return a new output for a process that is about to be started; it is copied to `log`. Raises OSError.
+
+        `shown_of`: the replica that it belongs to, if its lines are for the console.
+        """
+        made = output.create(log)
+        self._outputs.append((made, shown_of))
+        self._outbox.append(recorder.Prints(len(self._outputs) - 1, str(log), shown_of))
+        return made
+
+    def output_of_rank(self, replica: int, rank: int) -> Output:
+        """Return a new output for a rank that is about to be started."""
+        # Megatron prints in the first and in the last rank of a replica.
+        is_shown = rank in (0, self._job.num_ranks - 1)
+        return self.output(self._job.log_of(replica, rank), shown_of=replica if is_shown else None)
 
     def ended(self, replica: int, rank: int) -> None:
         """Note that the process of a rank lives no more."""
@@ -98,53 +127,62 @@ class Recording:
             self._outbox.append(recorder.Ended(number))
 
     def says(self, text: str) -> None:
-        """Show one line of ours."""
+        """Show one line of ours, and keep it in `launcher.log`."""
         if len(self._outbox) >= _MAX_WAITING and isinstance(self._outbox[0], recorder.Says):
             self._outbox.popleft()
-        self._outbox.append(recorder.Says(text[:_MAX_TEXT]))
+        self._outbox.append(self._line(text))
         self.poll()
+
+    def _line(self, text: str) -> recorder.Says:
+        return recorder.Says(text[:_MAX_TEXT], round(time.monotonic() - self._started_at, 6))
 
     def poll(self) -> None:
         """Exchange with the recorder what there is to exchange, and start another one if it has died."""
         self._send()
+        self._drop_output()
         self._receive()
         if self._process is not None and self._process.poll() is not None and self._shown is None:
             self._receive()
             status, self._process = self._process.returncode, None
             how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
+            self._account.is_complete = False  # its last word on what was saved may not have come
             if self._num_starts < _MAX_STARTS:
-                self._outbox.append(recorder.Says(f"the recorder ended by {how}: another one goes on with the trace"))
+                self._outbox.append(self._line(f"the recorder ended by {how}: another one goes on with the trace"))
                 self._start()
             else:
-                self._complain(f"the recorder has ended {_MAX_STARTS} times, now by {how}: no more of the trace is written")
+                self._complain(
+                    f"the recorder has ended {_MAX_STARTS} times, now by {how}: no more of the trace is written, nor of what "
+                    "ranks print"
+                )
                 self._hang_up()
 
     def finish(self, exit_code: int, reason: str) -> bool:
         """Have the rest of the trace written and the end of the run shown, within a deadline. Return whether it is written."""
-        self._finish = recorder.Finish(exit_code, reason[:_MAX_TEXT], TRACE_DEADLINE_S)
+        self._finish = recorder.Finish(exit_code, reason[:_MAX_TEXT])
         self._outbox.append(self._finish)
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)  # somebody may have stopped it
-        end = time.monotonic() + TRACE_DEADLINE_S + _TERMINAL_DEADLINE_S
+        end = time.monotonic() + self._deadlines.trace_s + self._deadlines.terminal_s
         while self._shown is None and time.monotonic() < end:
             self.poll()
             if self._control is None:
                 break
             if self._shown is None:
-                is_readable(self._control, 0.05)
-        missing = Missing.EVERYTHING if self._shown is None else self._shown.missing
-        if missing is Missing.EVERYTHING and (exit_code != ExitCode.OK or not self._quiet):
-            self._complain(f"exit code {exit_code} ({ExitCode.words(exit_code)}): {reason}")
-        elif missing is Missing.LOGS:
-            logs = self._job.run_dir / LOGS
-            self._complain(f"the ends of the logs in {logs} could not be shown in time: the disk, or the terminal, is slow")
-        if self._shown is None:
-            self._complain(f"the end of the trace is missing in {self._job.run_dir}, as the recorder does not answer")
-        elif self._shown.num_unwritten:
+                is_readable(self._control, _LOOK_S)
+        if (self._shown is None or not self._shown.is_seen) and (exit_code != ExitCode.OK or not self._quiet):
+            self._account.is_complete &= self._shown is not None
+            for line in self._account.lines(exit_code, reason):
+                self._complain(line)
+        run_dir, shown = self._job.run_dir, self._shown
+        if shown is None:
+            self._complain(f"the end of the trace is missing in {run_dir}, and of the logs, as the recorder does not answer")
+        elif shown.num_unwritten:
             self._complain(
-                f"the end of the trace is missing in {self._job.run_dir}: {self._shown.why}. At least "
-                f"{self._shown.num_unwritten} events could not be written. The run itself is not affected"
+                f"the end of the trace is missing in {run_dir}: {shown.why}. At least {shown.num_unwritten} events could not "
+                "be written. The run itself is not affected"
             )
+        if shown is not None and shown.num_missing:
+            self._complain(f"{shown.num_missing} bytes that ranks have printed are missing in {run_dir / LOGS}: {shown.why}")
         return self._shown is not None and not self._shown.num_unwritten
 
     def close(self) -> None:
@@ -154,15 +192,25 @@ class Recording:
             self._control = None
         if self._process is not None:
             try:
-                self._process.wait(_ABANDONED_DEADLINE_S if self._shown is None else _TERMINAL_DEADLINE_S)
+                if self._finish is None:
+                    wait_s = self._deadlines.abandoned_s
+                else:  # one that has not shown the end has had its time
+                    wait_s = 0.0 if self._shown is None else self._deadlines.terminal_s
+                self._process.wait(wait_s)
             except subprocess.TimeoutExpired:
                 self._process.kill()  # where the disk holds it, it ends when the disk lets it; nobody waits for that
+                if self._finish is None:
+                    self._complain(f"the recorder does not end: trace and logs may miss their end in {self._job.run_dir}")
             self._process = None
         for each in self._rings.values():
             os.close(each.descriptor)
         self._rings.clear()
+        for made, _ in self._outputs:
+            made.close()
+        self._outputs.clear()
         if self._ledger >= 0:
             os.close(self._ledger)
+            os.close(self._output_ledger)
             self._ledger = -1
 
     # --- The recorder ------------------------------------------------------------------------------------------------
@@ -184,30 +232,43 @@ class Recording:
         self._num_starts += 1
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
-        settings = msgspec.structs.replace(
-            self._settings, num_rings=len(self._rings), again=self._num_starts > 1, roster=self._roster
-        )
+        settings = msgspec.structs.replace(self._settings, num_rings=len(self._rings), roster=self._roster)
         command = [
             sys.executable, "-m", "megatron_recover.cluster.recorder", str(theirs.fileno()), str(self._ledger),
-            msgspec.json.encode(settings).decode(),
+            str(self._output_ledger), msgspec.json.encode(settings).decode(),
         ]  # fmt: skip
-        others = [each for each in self._outbox if isinstance(each, recorder.Says)]
+        others = [*self._untold, *(each for each in self._outbox if isinstance(each, recorder.Says))]
+        self._untold.clear()
         self._outbox.clear()
         for number, each in self._rings.items():
             self._outbox.append(recorder.Ring(number, *each.place))
             if each.has_ended:
                 self._outbox.append(recorder.Ended(number))
+        for number, (made, shown_of) in enumerate(self._outputs):
+            self._outbox.append(recorder.Prints(number, str(made.log), shown_of))
         self._outbox.extend(others)
         if self._finish is not None:
             self._outbox.append(self._finish)
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), self._ledger), start_new_session=True
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    pass_fds=(theirs.fileno(), self._ledger, self._output_ledger),
                 )
             except OSError as error:
-                self._complain(f"no recorder can be started ({error.strerror}): no more of the trace is written")
+                why = f"no recorder can be started ({error.strerror})"
+                self._complain(f"{why}: no more of the trace is written, nor of what ranks print")
                 self._hang_up()
+
+    def _drop_output(self) -> None:
+        """Drop what finds no room in memory: the recorder may be stopped, or gone."""
+        if (now := time.monotonic()) - self._looked_at < _OUTPUTS_S:
+            return
+        self._looked_at = now
+        for number, (made, _) in enumerate(self._outputs):
+            self._copied.drop(number, made, self._settings.output_bytes, Who.LAUNCHER)
 
     def _hang_up(self) -> None:
         if self._control is not None:
@@ -217,7 +278,11 @@ class Recording:
     def _send(self) -> None:
         while self._outbox and self._control is not None:
             told = self._outbox[0]
-            handed = [self._rings[told.number].descriptor] if isinstance(told, recorder.Ring) else []
+            handed = []
+            if isinstance(told, recorder.Ring):
+                handed = [self._rings[told.number].descriptor]
+            elif isinstance(told, recorder.Prints):
+                handed = [self._outputs[told.number][0].descriptor]
             try:
                 socket.send_fds(self._control, [msgspec.json.encode(told)], handed)
             except BlockingIOError:
@@ -225,22 +290,29 @@ class Recording:
             except OSError:
                 return  # it has died: `poll` sees that
             self._outbox.popleft()
+            if isinstance(told, recorder.Says):
+                self._untold.append(told)
 
     def _receive(self) -> None:
         while self._control is not None:
             try:
-                packet = self._control.recv(recorder.MAX_PACKET_BYTES)
-            except OSError:  # nothing there, or nobody
+                packet, _ = receive(self._control, recorder.MAX_PACKET_BYTES)
+            except BlockingIOError:
                 return
             if not packet:
                 return
             match self._decode(packet):
                 case recorder.Drained(number):
                     os.close(self._rings.pop(number).descriptor)
+                case recorder.Noted(loaded, saved):
+                    self._account.loaded, self._account.saved = loaded, saved
+                case recorder.LinesTold(num_lines):
+                    for _ in range(num_lines):
+                        self._untold.popleft()
                 case recorder.Shown() as shown:
                     self._shown = shown
 
     def _complain(self, text: str) -> None:
         """Say something on stderr, and wait only shortly for a terminal that takes nothing (Ctrl-S)."""
         self._speaker.say(f"megatron-recover run: {text}")
-        self._speaker.wait(_COMPLAINT_S)
+        self._speaker.wait(self._deadlines.notice_s)

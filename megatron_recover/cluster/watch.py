@@ -6,8 +6,10 @@ launcher feeds what is found here to the coordinator.
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 
 from megatron_recover import trace
 from megatron_recover.cluster.agent import Agent, End
@@ -15,6 +17,8 @@ from megatron_recover.cluster.out_of_memory import OomKills
 from megatron_recover.core import detector
 from megatron_recover.core.policy import first_to_die, loss_of
 from megatron_recover.core.values import Failing, Loss, LossKind
+from megatron_recover.deadlines import Deadlines, figure
+from megatron_recover.observe.standstills import about_stacks
 from megatron_recover.progress_page import DESCRIPTOR, PageReader
 
 
@@ -25,14 +29,26 @@ class Watch:
         self,
         agent: Agent,
         *,
-        deadline_s: float,
+        deadlines: Deadlines,
+        log_of: Callable[[int, int], Path],
         record: Callable[[trace.Event], None],
         says: Callable[[str], None],
+        at_work: Callable[[tuple[int, ...]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`deadline_s`: the user's one deadline. `says(line)` tells people."""
+        """`log_of(replica, rank)`: where its log is. `says(line)` tells people.
+
+        `at_work(replicas)` is told which replicas are at work of their own, when that changes.
+        """
+        self._log_of = log_of
         self._agent, self._record, self._says, self._clock = agent, record, says, clock
-        self._state = detector.DetectorState(deadline_s)
+        self._at_work = at_work
+        self._deadline_s, self._stacks_s = deadlines.deadline_s, deadlines.stacks_s
+        self._state = detector.DetectorState(
+            detector.Limits(
+                deadlines.deadline_s, deadlines.gap_s, deadlines.stopped_s, deadlines.hung_s, deadlines.after_work_s
+            )
+        )
         self._writing: dict[int, tuple[detector.Condemned, float]] = {}
         """Replicas that are to be fenced when their ranks have written their stacks, and until when that is waited for."""
         self._oom_kills = OomKills()
@@ -63,16 +79,23 @@ class Watch:
             for (replica, rank), page in self._pages.items()
             if replica in replicas
         )
+        before = self._state.ranks
         self._state, effects = detector.step(self._state, detector.Look(now_s, generation, sights))
+        for (replica, rank), watched in self._state.ranks.items():
+            if not watched.told and (replica, rank) in before and before[replica, rank].told:
+                self._record(trace.RankMoved(replica=replica, rank=rank, step=watched.progress.step))
+        condemned = {effect.named.replica for effect in effects if isinstance(effect, detector.Condemned)}
         for effect in effects:
             if isinstance(effect, detector.Named):
-                self._name(effect)
+                self._name(effect, is_waited_for=effect.replica not in condemned | self._writing.keys())
+            elif isinstance(effect, detector.AtWork):
+                self._at_work(effect.replicas)
             else:
-                self._writing[effect.named.replica] = (effect, now_s + _STACKS_S)
+                self._writing[effect.named.replica] = (effect, now_s + self._stacks_s)
         return [self._fence(replica, now_s) for replica in self._due(replicas, now_s)]
 
-    def _name(self, named: detector.Named) -> None:
-        """Tell people and the trace, and have the replica write its stacks."""
+    def _name(self, named: detector.Named, *, is_waited_for: bool) -> None:
+        """Tell people and the trace, and have the replica write its stacks. `is_waited_for`: it is not fenced now."""
         self._record(
             trace.RankSilent(
                 replica=named.replica,
@@ -80,19 +103,45 @@ class Watch:
                 verdict=named.verdict.value,
                 phase=named.phase.name.lower(),
                 seconds=round(named.seconds, 3),
+                idle_s=self._idle_s(named),
                 step=named.step,
                 label=named.label,
                 microbatches=named.microbatches,
                 state=named.state,
+                waiting=self._waiting(named.seconds / 2),
             )  # fmt: skip
         )
         if named.verdict is detector.Verdict.SLOW:
             return
         self._agent.ask_for_stacks(named.replica)
-        text = f"replica {named.replica}, {named}; {_about_stacks(named)}"
+        text = f"replica {named.replica}, {named}; {about_stacks(named.verdict.value, named.state)}"
+        text += f" ({self._log_of(named.replica, named.rank)})"
         if named.verdict is detector.Verdict.TRACED and (tracer := self._agent.tracer(named.replica, named.rank)):
             text += f"; it goes on when {tracer} lets it go"
+        if is_waited_for:
+            left_s = max(0.0, self._deadline_s - named.seconds)
+            until = time.strftime("%H:%M:%S", time.localtime(time.time() + left_s))
+            text += (
+                f". It is waited for until {until} at the latest (--recover-deadline-s {self._deadline_s:g}); "
+                f"`kill -9 {self._agent.pid(named.replica, named.rank)}` ends its replica now"
+            )
         self._says(text)
+
+    def _idle_s(self, named: detector.Named) -> float | None:
+        watched = self._state.ranks.get((named.replica, named.rank))
+        return None if watched is None else round(max(0.0, self._clock() - watched.progress.since_ns / 1e9), 3)
+
+    def _waiting(self, least_s: float) -> tuple[trace.WaitingRank, ...]:
+        """Return the ranks that have waited for somebody for `least_s` seconds, the longest waits first."""
+        found = [
+            (watched.quiet_s, replica, rank, watched.progress.phase)
+            for (replica, rank), watched in self._state.ranks.items()
+            if watched.progress.phase in detector.WAITS and watched.quiet_s >= least_s and not watched.told
+        ]
+        return tuple(
+            trace.WaitingRank(replica=replica, rank=rank, phase=phase.name.lower(), seconds=round(quiet_s, 3))
+            for quiet_s, replica, rank, phase in heapq.nlargest(_MOST_WAITING, found)
+        )
 
     def _due(self, replicas: Collection[int], now_s: float) -> list[int]:
         """Return the condemned replicas that are waited for no longer; forget those that are gone anyway."""
@@ -108,13 +157,13 @@ class Watch:
         condemned, until_s = self._writing.pop(replica)
         detail = str(condemned.named)
         if now_s >= until_s and not self._agent.have_written_stacks(replica):
-            detail += f"; not all of its ranks wrote their stacks within {_STACKS_S:g} s"
+            detail += f"; not all of its ranks wrote their stacks within {figure(self._stacks_s)} s"
         return Loss(replica, LossKind.HUNG, detail), condemned.failing
 
-    def loss(self, end: End, *, started: bool) -> tuple[Loss, Failing | None]:
+    def loss(self, end: End, *, started: bool, said: Callable[[], str] = lambda: "") -> tuple[Loss, Failing | None]:
         """Return what the first end of a replica is, and which microbatches it is charged to (INV-9), if any.
 
-        `started`: generation 1 has been made.
+        `started`: generation 1 has been made. `said()`: what the rank has printed last.
         """
         pid = self._agent.pid(end.replica, end.rank)
         out_of_memory = end.status == -_SIGKILL and self._oom_kills.rose(pid, self._clock())
@@ -122,6 +171,8 @@ class Watch:
         detail = f"rank {end.rank}: {end.cause}"
         if out_of_memory:
             detail += ", by the kernel, which was out of memory"
+        if kind is LossKind.EXCEPTION and (error := exception_in(said())):
+            detail += f" ({error})"
         page = self._pages.get((end.replica, end.rank))
         progress = page.read() if page is not None else None
         if kind is not LossKind.CRASHED or progress is None or not progress.microbatches:
@@ -134,18 +185,17 @@ class Watch:
 
 
 _SIGKILL = 9
-_STACKS_S = 0.4
-"""How long a rank that hangs may take to write its stacks before it is fenced."""
+_MAX_ERROR = 500
+"""Characters of an exception that are told."""
+_MOST_WAITING = 64
+"""So many waiting ranks an event lists at most: in a large job all others may wait for one."""
 
 
-def _about_stacks(named: detector.Named) -> str:
-    if named.state == detector.STOPPED:
-        return "it was stopped (SIGSTOP), so its log has no stacks of it"
-    if named.state == detector.TRACED:
-        return "its log has no stacks of it"
-    if named.state == detector.UNINTERRUPTIBLE:
-        return "its log may have no stacks of it"
-    return "the stacks of all its threads are in its log"
+def exception_in(text: str) -> str:
+    """Return the exception of the last traceback in what a process has printed, in its first line; empty if there is none."""
+    _, found, traceback = text.rpartition("Traceback (most recent call last):\n")
+    lines = traceback.splitlines() if found else []
+    return next((line.strip()[:_MAX_ERROR] for line in lines if line.strip() and not line.startswith(" ")), "")
 
 
 def explaining_first(ends: Sequence[End]) -> Iterable[End]:

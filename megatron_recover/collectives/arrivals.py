@@ -1,17 +1,28 @@
 """The listening end of the data plane: who has arrived and proven itself, by generation; strangers are held short.
 
 There is no accepting thread. Connections wait in the kernel until a transport of the endpoint is inside a call, which lets them
-prove themselves without waiting for them. What is kept for strangers is bounded as on the control plane (`admission.py`).
+prove themselves without waiting for them. What is kept for strangers is bounded as on the control plane (`admission.py`), and
+what they cost a call that waits for nobody's connection as well (Note [Whom a listener expects] there).
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
+import select
 import socket
 import time
 
-from megatron_recover.collectives.admission import ACCEPTED_AT_ONCE, MAX_UNPROVEN, Reserve, Unproven, out_of_descriptors
+from megatron_recover.collectives.admission import (
+    ACCEPTED_AT_ONCE,
+    MAX_UNPROVEN,
+    REST_S,
+    UNEXPECTED_AT_ONCE,
+    Reserve,
+    Unproven,
+    is_hopeless,
+    out_of_descriptors,
+)
 from megatron_recover.collectives.handshake import NONCE_BYTES, Acceptor, Party, Refused, Role, Verdict
 
 MAX_PARKED = 1024
@@ -53,53 +64,66 @@ class Arrivals:
         listener.setblocking(False)
         self._listener, self._key, self._rank = listener, key, rank
         self._port = listener.getsockname()[1]
-        self._unproven: dict[socket.socket, Unproven] = {}
+        self._unproven: dict[int, Unproven] = {}
+        """By descriptor, the oldest first."""
+        self._poll = select.epoll()
+        self._poll.register(listener, select.EPOLLIN)
+        self._rests_until = 0.0
         self._watching: dict[int, socket.socket] = {}
         """By replica. They end with this process, which is what their other ends wait for."""
         self.parked: dict[tuple[int, int], Parked] = {}
         """By generation and replica."""
         self._reserve = Reserve()
 
-    def greet(self, me: int, generation: int) -> tuple[int, ...]:
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when `greet` has something to do."""
+        return self._poll.fileno()
+
+    def greet(self, me: int, generation: int, *, expects: bool = True) -> None:
         """Go on with everyone's handshake without waiting, as replica `me` in `generation`.
 
-        Returns the descriptors on which more may come.
+        `expects`: someone who has not connected is needed. Else this does little, and that only every `REST_S`.
         """
-        self._accept(me)
+        now = time.monotonic()
+        if not expects and now < self._rests_until:
+            return
+        self._rests_until = now + REST_S
+        self._accept(me, ACCEPTED_AT_ONCE if expects else UNEXPECTED_AT_ONCE)
         for replica in [each for each, sock in self._watching.items() if _has_ended(sock)]:
             self._watching.pop(replica).close()
-        now = time.monotonic()
-        for sock, unproven in list(self._unproven.items()):
+        for descriptor, _ in self._poll.poll(0):
+            if (unproven := self._unproven.get(descriptor)) is None:  # the listener: the next call accepts more
+                continue
             try:
                 proven = unproven.advance()
             except (Refused, OSError):
-                self._let_go(sock)
+                self._let_go(unproven)
                 continue
             if proven:
-                del self._unproven[sock]
+                self._forget(unproven)
                 self._admit(unproven, generation)
-            elif unproven.until <= now:
-                self._let_go(sock)
-        return (self._listener.fileno(), *(sock.fileno() for sock in self._unproven))
+        while self._unproven and (oldest := next(iter(self._unproven.values()))).until <= now:
+            self._let_go(oldest)
 
     def close(self) -> None:
         """Close every socket, the listener included."""
-        parked = (each.sock for each in self.parked.values())
-        for sock in (self._listener, *self._unproven, *self._watching.values(), *parked):
+        self._poll.close()
+        held = (each.sock for each in (*self._unproven.values(), *self.parked.values()))
+        for sock in (self._listener, *self._watching.values(), *held):
             sock.close()
         self._unproven.clear()
         self._watching.clear()
         self.parked.clear()
         self._reserve.close()
 
-    def _accept(self, me: int) -> None:
+    def _accept(self, me: int, at_most: int) -> None:
         """Accept whoever has arrived, but no endless stream of strangers."""
 
         def admits(peer: Party, wanted: Party) -> bool:
             known = peer.role in (Role.DATA, Role.WATCH) and peer.rank == self._rank and peer.replica != me
             return known and wanted == Party(Role.DATA, me, self._rank)
 
-        for _ in range(ACCEPTED_AT_ONCE):
+        for _ in range(at_most):
             try:
                 sock = self._listener.accept()[0]
             except BlockingIOError:
@@ -109,12 +133,16 @@ class Arrivals:
                     continue  # that connection died in the queue
                 self._reserve.turn_away(self._listener, error)
                 if self._unproven:
-                    self._let_go(next(iter(self._unproven)))
+                    self._let_go(next(iter(self._unproven.values())))
                 return
+            if is_hopeless(sock):
+                sock.close()
+                continue
             if len(self._unproven) >= MAX_UNPROVEN:
-                self._let_go(next(iter(self._unproven)))
+                self._let_go(next(iter(self._unproven.values())))
             acceptor = Acceptor(self._key, admits, port=self._port, nonce=secrets.token_bytes(NONCE_BYTES))
-            self._unproven[sock] = Unproven(sock, acceptor)
+            self._unproven[sock.fileno()] = Unproven(sock, acceptor)
+            self._poll.register(sock, select.EPOLLIN)
 
     def _admit(self, unproven: Unproven, generation: int) -> None:
         """Park a connection of this or a newer generation; refuse an older one, a second one and one for which is no room."""
@@ -133,6 +161,10 @@ class Arrivals:
         else:
             self.parked[acceptor.generation, peer.replica] = arrived
 
-    def _let_go(self, sock: socket.socket) -> None:
-        del self._unproven[sock]
-        sock.close()
+    def _forget(self, unproven: Unproven) -> None:
+        del self._unproven[unproven.sock.fileno()]
+        self._poll.unregister(unproven.sock)
+
+    def _let_go(self, unproven: Unproven) -> None:
+        self._forget(unproven)
+        unproven.sock.close()

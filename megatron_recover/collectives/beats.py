@@ -99,7 +99,7 @@ class CoordinatorWatch:
             self._is_over = True
             self._give_up(
                 f"waited {waited_s:.0f} s for {waits_for}, and the coordinator ({self._who()}) was silent all the time: nobody "
-                "could fence a broken replica, so this one ends; resume from the last checkpoint"
+                "could fence a broken replica, so this one ends"
             )
 
     def _tell(self, phase: str, seconds: float) -> None:

@@ -73,6 +73,11 @@ class Connection:
                 raise PeerLost(self.peer, "has no room for another connection of this generation")
         return self.ready
 
+    @property
+    def is_established(self) -> bool:
+        """Whether the other end's kernel has accepted the connection: that machine can be reached, and its listener lives."""
+        return self.ready or not self._to_say
+
     def poll_mask(self, *, sending: bool, receiving: bool) -> int:
         """What to poll for, kept in `interest`. Resets are reported even when it is 0."""
         if not self.ready:

@@ -36,6 +36,7 @@ from megatron_recover.collectives.exchange import CopyExchange, Exchange, SumExc
 from megatron_recover.collectives.handshake import Role, Verdict
 from megatron_recover.collectives.transport import (
     DeadlineExceeded,
+    Part,
     PeerAhead,
     PeerLost,
     Probe,
@@ -45,6 +46,7 @@ from megatron_recover.collectives.transport import (
     no_probe,
 )
 from megatron_recover.collectives.writing import WriteGate
+from megatron_recover.deadlines import Deadlines
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,8 +63,9 @@ class DirectEndpoint:
     once: a data loader's worker must not keep a dead rank's connections open.
     """
 
-    def __init__(self, host: str = "127.0.0.1", *, key: bytes, rank: int) -> None:
-        """`rank` is this rank's position inside its replica."""
+    def __init__(self, host: str = "127.0.0.1", *, key: bytes, rank: int, deadlines: Deadlines | None = None) -> None:
+        """`rank` is this rank's position inside its replica. `deadlines`: how long the parts of a call may last."""
+        self.deadlines = deadlines or Deadlines.of()
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         # Not `socket.create_server`: it sets SO_REUSEADDR, with which another user could listen on the port first.
         listener.bind((host, 0))
@@ -77,8 +80,8 @@ class DirectEndpoint:
         endpoint = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: (alive := endpoint()) and alive._abandon())
 
-    def open(self, generation: int, me: int, addresses: Mapping[int, str], *, deadline_s: float) -> DirectTransport:
-        """Return the transport of `generation`, and retire the previous one. `deadline_s` is unused: peers connect in a call.
+    def open(self, generation: int, me: int, addresses: Mapping[int, str]) -> DirectTransport:
+        """Return the transport of `generation`, and retire the previous one.
 
         Raises Revoked unless `generation` is newer than all that were opened before, and TransportError where this process has
         no descriptor left.
@@ -109,12 +112,16 @@ class DirectEndpoint:
         """Begin to connect to the same-position rank of another replica. Raises PeerLost or `CannotDial` (`dial`)."""
         return connect(address, self._key, role, generation=generation, me=me, peer=peer, rank=self._rank)
 
-    def greet(self, me: int) -> tuple[int, ...]:
-        """Accept whoever has arrived and go on with the handshakes, without waiting. The descriptors on which more may come."""
+    def greet(self, me: int, *, expects: bool = True) -> int:
+        """Accept whoever has arrived and go on with the handshakes, without waiting.
+
+        `expects`: the caller needs someone who has not connected. Returns the descriptor that is readable when more came.
+        """
         with self._lock:
             if self._closed:
                 raise Revoked("the endpoint is closed")
-            return self._arrivals.greet(me, self._generation)
+            self._arrivals.greet(me, self._generation, expects=expects)
+            return self._arrivals.fileno()
 
     def take(self, generation: int) -> tuple[dict[int, Parked], dict[int, int]]:
         """The proven connections for `generation`, by peer; and the peers that were seen in a newer one."""
@@ -151,12 +158,15 @@ class DirectTransport:
         self._addresses = dict(addresses)
         self._connections: dict[int, Connection] = {}
         self._watches: dict[int, Connection] = {}
+        self._reached: set[int] = set()
+        """Peers to which a connection was once established, or from which one came."""
         self._dial_at: dict[int, float] = {}
         """When a peer is dialled again whose connection ended too early, by the monotonic clock."""
         self._not_dialled: dict[int, str] = {}
         """Peers that could not be dialled for want of something on this side, and of what."""
         self._scratch: dict[int, Tensor] = {}
-        self._arrivals: tuple[int, ...] = ()
+        self._arrivals: int | None = None
+        """Readable when someone has arrived; None while nobody is awaited."""
         self._failure = ""
         self._revoked = False
         self._retired = False
@@ -165,13 +175,8 @@ class DirectTransport:
         self._calling = threading.Lock()
         self._writing = WriteGate()
 
-    def sum_into(
-        self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, deadline_s: float, probe: Probe | None = None
-    ) -> None:
-        """See `Transport.sum_into`: CPU tensors, added in ascending order of replica id (`shards.add_in_order`).
-
-        `deadline_s` bounds the time without any progress, connecting included.
-        """
+    def sum_into(self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, probe: Probe | None = None) -> None:
+        """See `Transport.sum_into`: CPU tensors, added in ascending order of replica id (`shards.add_in_order`)."""
         check_operands(sources, results, device="cpu")
         probe = probe or no_probe
         with self._call():
@@ -181,18 +186,18 @@ class DirectTransport:
                 self._check()
                 with self._writing:
                     add()
-            self._run(exchange, [member for member in self.members if member != self.me], deadline_s)
+            self._run(exchange, [member for member in self.members if member != self.me])
             exchange.finish()
 
-    def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int, deadline_s: float) -> None:
-        """See `Transport.copy_into`: CPU tensors; `deadline_s` bounds the time without progress."""
+    def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int) -> None:
+        """See `Transport.copy_into`: CPU tensors."""
         check_operands(tensors, device="cpu")
         if not {source, *targets} <= set(self.members):
             raise ValueError(f"copy from {source} to {list(targets)}, but the members are {list(self.members)}")
         sending = self.me == source
         peers = [target for target in targets if target != source] if sending else [source] if self.me in targets else []
         with self._call():
-            self._run(CopyExchange(self.generation, tag, peers, tensors, sending=sending), peers, deadline_s)
+            self._run(CopyExchange(self.generation, tag, peers, tensors, sending=sending), peers)
 
     def revoke(self) -> None:
         """See `Transport.revoke`. Sockets are shut down, so that the peers notice even while this rank computes.
@@ -261,27 +266,40 @@ class DirectTransport:
                     connection.sock.close()
                 self._scratch.clear()
 
-    def _run(self, exchange: Exchange, peers: Sequence[int], deadline_s: float) -> None:
+    def _run(self, exchange: Exchange, peers: Sequence[int]) -> None:
         """Connect to `peers`, the higher id to the lower, then move bytes until the exchange is complete."""
+        part, limit_s = Part.CONNECT, Part.CONNECT.limit_s(self._endpoint.deadlines)
         progressed_at = time.monotonic()
-        self._endpoint.greet(self.me)  # strangers are let go also while no peer is awaited: the kernel's queue is short
+        self._endpoint.greet(self.me, expects=False)  # strangers are let go even so: the kernel's queue is short
         while not exchange.complete():
             if self._revoked:
-                stalled = time.monotonic() - progressed_at >= deadline_s / 2
+                stalled = time.monotonic() - progressed_at >= limit_s / 2
                 raise self._revoked_error(self._suspects(exchange, peers) if stalled else (), stalled=stalled)
             self._dial(peers)
             self._adopt(peers)
             moved = [self._advance(peer, exchange) for peer in peers]
             exchange.tell()
-            now = time.monotonic()
+            part = self._part(exchange, peers)
+            now, limit_s = time.monotonic(), part.limit_s(self._endpoint.deadlines)
             if any(moved):
                 progressed_at = now
-            elif now - progressed_at >= deadline_s:
+            elif now - progressed_at >= limit_s:
                 if missing := [self._not_dialled[each] for each in peers if each < self.me and each in self._not_dialled]:
                     raise TransportError(missing[0])  # not the peers' fault: this member connects to those of lower id
-                raise DeadlineExceeded(self._suspects(exchange, peers), deadline_s)
+                unreached = self._unreached(peers)
+                raise DeadlineExceeded(part, unreached or self._suspects(exchange, peers), limit_s)
             else:
-                self._wait(exchange, peers, progressed_at + deadline_s - now)
+                self._wait(exchange, peers, progressed_at + limit_s - now)
+
+    def _part(self, exchange: Exchange, peers: Sequence[int]) -> Part:
+        """Return what the call waits for."""
+        if self._unreached(peers):
+            return Part.CONNECT
+        return Part.SUM if all(exchange.has_entered(peer) for peer in peers) else Part.SLOWEST
+
+    def _unreached(self, peers: Sequence[int]) -> list[int]:
+        """Return the peers to which there never was a connection, unless this member had no descriptor to watch them with."""
+        return [peer for peer in peers if peer not in self._reached and not (peer > self.me and peer in self._not_dialled)]
 
     def _dial(self, peers: Sequence[int]) -> None:
         """Connect to the peers of lower id, and watch those of higher id that have not connected."""
@@ -316,7 +334,14 @@ class DirectTransport:
         try:
             if connection is None and (watch := self._watches.get(peer)) is not None and not watch.ready:
                 watch.handshake()
-            if connection is None or not (connection.ready or connection.handshake()):
+                if watch.is_established:
+                    self._reached.add(peer)
+            if connection is None:
+                return False
+            is_ready = connection.ready or connection.handshake()
+            if connection.is_established:
+                self._reached.add(peer)
+            if not is_ready:
                 return False
             moved = bool(exchange.outgoing[peer]) and connection.send(exchange.outgoing[peer])
             with self._writing:
@@ -331,8 +356,8 @@ class DirectTransport:
         """Sleep until a socket may move, a peer arrives, somebody revokes, or the time is over."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
-        for descriptor in self._arrivals:
-            poll.register(descriptor, select.POLLIN)
+        if self._arrivals is not None:
+            poll.register(self._arrivals, select.POLLIN)
         idle: dict[int, int] = {}
         watched: dict[int, int] = {}
         for peer in peers:
@@ -359,7 +384,7 @@ class DirectTransport:
 
     def _adopt(self, peers: Sequence[int]) -> None:
         """Welcome the peers that have connected to this generation."""
-        self._arrivals = ()
+        self._arrivals = None
         if all(peer in self._connections for peer in peers):
             return
         self._arrivals = self._endpoint.greet(self.me)

@@ -22,14 +22,15 @@ from collections.abc import Mapping
 
 from megatron_recover.collectives.connection import WOULD_BLOCK, dial
 from megatron_recover.collectives.transport import PeerLost
+from megatron_recover.deadlines import INTRODUCTION_S
 
 NONCE_BYTES = ANSWER_BYTES = 16
-PROBE_S = 2.0
-"""Seconds that a probe lasts at most; far above any round trip, far below any deadline of a collective."""
-_IDLE_S = 10.0
-"""Seconds after which a connection that has not sent its nonce is closed."""
+_LOOK_S = 1.0
+"""Between two looks at connections that have not sent their nonce."""
+_PAUSE_S = 0.05
+"""How long a listener rests that cannot accept for want of descriptors."""
 _MAX_CONNECTIONS = 128
-"""At a time; further ones wait in the kernel."""
+"""At a time; with one more the oldest is closed, since a peer sends its nonce at once."""
 
 
 class EchoServer:
@@ -68,21 +69,24 @@ class EchoServer:
         """Wait for something to happen and answer it. False once the server is to be closed."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
-        if len(self._connections) < _MAX_CONNECTIONS:
-            poll.register(self._listener, select.POLLIN)
+        poll.register(self._listener, select.POLLIN)
         for sock in self._connections:
             poll.register(sock, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll(1000.0 if self._connections else None)}
+        ready = {descriptor for descriptor, _ in poll.poll(1000 * _LOOK_S if self._connections else None)}
         if self._wake in ready:
             return False
         if self._listener.fileno() in ready:
             try:
                 sock = self._listener.accept()[0]
             except OSError:  # it is gone already, or there is no descriptor left: the prober sees no answer
-                time.sleep(0.05)
+                time.sleep(_PAUSE_S)
             else:
                 sock.setblocking(False)
-                self._connections[sock] = bytearray(), time.monotonic() + _IDLE_S
+                if len(self._connections) >= _MAX_CONNECTIONS:
+                    oldest = next(iter(self._connections))
+                    del self._connections[oldest]
+                    oldest.close()
+                self._connections[sock] = bytearray(), time.monotonic() + INTRODUCTION_S
         for sock, (nonce, until) in list(self._connections.items()):
             is_over = sock.fileno() in ready and _read_towards(sock, nonce, NONCE_BYTES)
             if is_over and len(nonce) == NONCE_BYTES:
@@ -106,7 +110,7 @@ def _answer(key: bytes, nonce: bytes) -> bytes:
     return hashlib.blake2b(nonce, key=key, digest_size=ANSWER_BYTES, person=b"recover-echo").digest()
 
 
-def unreachable(addresses: Mapping[int, str], key: bytes, timeout_s: float = PROBE_S) -> tuple[int, ...]:
+def unreachable(addresses: Mapping[int, str], key: bytes, timeout_s: float) -> tuple[int, ...]:
     """Return the peers of `addresses` (replica -> address of its `EchoServer`) that do not answer within so many seconds."""
     probes: dict[int, _Probe] = {}
     for peer, address in addresses.items():

@@ -65,6 +65,7 @@ class PackedWork(Value, frozen=True):
     label: str
     num_microbatches: int
     buckets: Runs
+    digests: bool
 
 
 class PackedStatus(Value, frozen=True):
@@ -98,7 +99,7 @@ def packed_status(status: values.Status) -> PackedStatus:
     work = status.work
     return PackedStatus(
         status.replica, status.generation, status.step,
-        PackedWork(work.label, work.num_microbatches, runs(work.buckets)) if work is not None else None,
+        PackedWork(work.label, work.num_microbatches, runs(work.buckets), work.digests) if work is not None else None,
         tuple((runs(each.buckets), runs(each.microbatches)) for each in status.contributions),
         tuple((each.version, runs(each.buckets)) for each in status.complete),
         status.committed, runs(status.journal.started), runs(status.journal.finished),
@@ -114,7 +115,7 @@ def _status(message: PackedStatus, unpacker: _Unpacker) -> values.Status:
     ids, work = unpacker.ids, message.work
     return values.Status(
         message.replica, message.generation, message.step,
-        values.Work(work.label, work.num_microbatches, ids(work.buckets)) if work is not None else None,
+        values.Work(work.label, work.num_microbatches, ids(work.buckets), work.digests) if work is not None else None,
         tuple(Contribution(ids(buckets), ids(microbatches)) for buckets, microbatches in message.contributions),
         tuple(HeldVersion(version, ids(buckets)) for version, buckets in message.complete),
         message.committed, values.Journal(ids(message.started), ids(message.finished)),

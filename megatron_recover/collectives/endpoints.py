@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from megatron_recover.collectives.direct import DirectEndpoint, DirectTransport
-from megatron_recover.collectives.echo import PROBE_S, EchoServer, unreachable
+from megatron_recover.collectives.echo import EchoServer, unreachable
 from megatron_recover.collectives.transport import Endpoint, Transport
+from megatron_recover.deadlines import Deadlines
 
 TransportKind = Literal["auto", "direct", "gloo", "nccl"]
 
@@ -16,27 +17,30 @@ _HOST = "127.0.0.1"
 """All ranks are on one machine (docs/supported.md)."""
 
 
-def open_endpoint(kind: TransportKind, *, key: bytes, rank: int, device: str = "cpu") -> Endpoint:
+def open_endpoint(
+    kind: TransportKind, *, key: bytes, rank: int, device: str = "cpu", deadlines: Deadlines | None = None
+) -> Endpoint:
     """A rank's address on the data plane, to be published to the same-position ranks of the other replicas.
 
     `key` is the job's, and `rank` this rank's position inside its replica: connections are proven by both.
     `auto` is direct sockets for CPU tensors and NCCL for CUDA tensors. `device` is where the tensors are (``cpu`` or ``cuda``).
-    Raises ValueError if the kind can not serve the device.
+    `deadlines`: how long the parts of a call may last. Raises ValueError if the kind can not serve the device.
     """
+    deadlines = deadlines or Deadlines.of()
     on_cuda = device.split(":")[0] == "cuda"
     chosen = ("nccl" if on_cuda else "direct") if kind == "auto" else kind
     if (chosen == "nccl") != on_cuda:
         remedy = "nccl" if on_cuda else "direct"
         raise ValueError(f"--recover-transport {chosen} does not move {device} tensors; use {remedy} or auto")
     if chosen == "direct":
-        return DirectEndpoint(_HOST, key=key, rank=rank)
+        return DirectEndpoint(_HOST, key=key, rank=rank, deadlines=deadlines)
     if chosen == "gloo":
         from megatron_recover.collectives.gloo import GlooTransport
 
         return RendezvousEndpoint(
             _HOST,
-            DirectEndpoint(_HOST, key=key, rank=rank),
-            lambda direct, deadline_s, unreachable: GlooTransport(direct, deadline_s, host=_HOST, unreachable=unreachable),
+            DirectEndpoint(_HOST, key=key, rank=rank, deadlines=deadlines),
+            lambda direct, unreachable: GlooTransport(direct, deadlines, host=_HOST, unreachable=unreachable),
             key=key,
         )  # fmt: skip
     if chosen == "nccl":
@@ -45,8 +49,8 @@ def open_endpoint(kind: TransportKind, *, key: bytes, rank: int, device: str = "
         binding = nccl.load()
         return RendezvousEndpoint(
             _HOST,
-            DirectEndpoint(_HOST, key=key, rank=rank),
-            lambda direct, deadline_s, unreachable: nccl.NcclTransport(binding, direct, unreachable=unreachable),
+            DirectEndpoint(_HOST, key=key, rank=rank, deadlines=deadlines),
+            lambda direct, unreachable: nccl.NcclTransport(binding, direct, deadlines, unreachable=unreachable),
             key=key,
         )  # fmt: skip
     raise ValueError(f"--recover-transport is {kind!r}; choose auto, direct, gloo or nccl")
@@ -62,11 +66,11 @@ class RendezvousEndpoint:
         self,
         host: str,
         direct: DirectEndpoint,
-        transport: Callable[[DirectTransport, float, Callable[[], tuple[int, ...]]], Transport],
+        transport: Callable[[DirectTransport, Callable[[], tuple[int, ...]]], Transport],
         *,
         key: bytes,
     ) -> None:
-        """`transport(direct, deadline_s, unreachable)` makes the transport of the generation of `direct`, which it then owns.
+        """`transport(direct, unreachable)` makes the transport of the generation of `direct`, which it then owns.
 
         `unreachable()` probes the other members and returns those that do not answer.
         """
@@ -77,19 +81,18 @@ class RendezvousEndpoint:
         self._current: Transport | None = None
         self.address = f"{self._direct.address} {self._echo.address}"
 
-    def open(self, generation: int, me: int, addresses: Mapping[int, str], *, deadline_s: float) -> Transport:
-        """The transport of `generation`; retires the previous one. `deadline_s` is the longest that one of its calls will wait.
+    def open(self, generation: int, me: int, addresses: Mapping[int, str]) -> Transport:
+        """The transport of `generation`; retires the previous one.
 
         Raises Revoked unless `generation` is newer than all that were opened before.
         """
         both = {member: address.partition(" ") for member, address in addresses.items()}
-        direct = self._direct.open(generation, me, {member: each[0] for member, each in both.items()}, deadline_s=deadline_s)
+        direct = self._direct.open(generation, me, {member: each[0] for member, each in both.items()})
         if self._current is not None:
             self._current.close()
         echoes = {member: each[2] for member, each in both.items() if member != me}
-        self._current = self._transport(
-            direct, deadline_s, lambda: unreachable(echoes, self._key, min(PROBE_S, deadline_s / 4))
-        )  # fmt: skip
+        probe_s = self._direct.deadlines.probe_s
+        self._current = self._transport(direct, lambda: unreachable(echoes, self._key, probe_s))
         return self._current
 
     def close(self) -> None:

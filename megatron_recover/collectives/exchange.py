@@ -43,6 +43,8 @@ class Exchange:
         self._left = dict.fromkeys(peers, 0)
         self._views: dict[int, list[memoryview]] = {peer: [] for peer in peers}
         self._headers: dict[int, tuple[bytes, bytearray]] = {}
+        self._entered: set[int] = set()
+        """Peers that have sent a byte of this call."""
         self._generation = generation
         self._tag = tag
 
@@ -58,6 +60,10 @@ class Exchange:
         """Whether it is `peer` that keeps this call waiting, rather than a third that keeps `peer` waiting."""
         return self.wants(peer)
 
+    def has_entered(self, peer: int) -> bool:
+        """Whether `peer` is known to be inside this call, or is not needed any more."""
+        return peer in self._entered or not (self._left[peer] or self.outgoing[peer])
+
     def receive(self, peer: int, connection: Connection) -> bool:
         """Read at most one frame; whether any byte came."""
         views = self._views[peer]
@@ -67,6 +73,7 @@ class Exchange:
             views.extend((memoryview(got), payload))
         if not connection.receive(views):
             return False
+        self._entered.add(peer)
         if len(views) < 2:
             expected, got = self._headers[peer]
             if got != expected:

@@ -32,6 +32,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
 from megatron_recover.collectives.direct import DirectTransport
 from megatron_recover.collectives.transport import (
     DeadlineExceeded,
+    Part,
     Probe,
     Revoked,
     TransportError,
@@ -39,12 +40,15 @@ from megatron_recover.collectives.transport import (
     no_probe,
 )
 from megatron_recover.collectives.writing import WriteGate
+from megatron_recover.deadlines import Deadlines
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PATIENCE = 2.0
-"""Gloo's own timeout in deadlines: how long an abandoned operation may live on."""
+"""Gloo's own timeout in units of `slowest_s`: how long an abandoned operation may live on."""
+_POISON_S = 0.001
+"""The wait of a receive that is meant to run out."""
 PIECE_ELEMENTS = 1 << 20
 """Of scratch, copied to a result between two looks at whether the transport was revoked."""
 ENTRY_BYTES = 1024
@@ -57,19 +61,19 @@ class GlooTransport:
     def __init__(
         self,
         direct: DirectTransport,
-        deadline_s: float,
+        deadlines: Deadlines,
         *,
         host: str,
         unreachable: Callable[[], tuple[int, ...]] = lambda: (),
     ) -> None:
-        """Building begins at once, in the transport's thread. `deadline_s` is the longest that a call will wait.
+        """Building begins at once, in the transport's thread. `deadlines`: how long the parts of a call may last.
 
         `unreachable()` returns the members that do not answer a probe: gloo's ring stalls on all members alike.
         """
         self.generation = direct.generation
         self.members = direct.members
         self.me = direct.me
-        self._direct = direct
+        self._direct, self._deadlines = direct, deadlines
         self._unreachable = unreachable
         self._shared = _Shared(threading.Condition())
         self._writing = WriteGate()
@@ -77,9 +81,9 @@ class GlooTransport:
 
             def build() -> ProcessGroupGloo:
                 options = ProcessGroupGloo._Options()
-                options._timeout = timedelta(seconds=PATIENCE * deadline_s)
+                options._timeout = timedelta(seconds=PATIENCE * deadlines.slowest_s)
                 options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-                meeting = _Meeting(direct, deadline_s)
+                meeting = _Meeting(direct, self._met)
                 try:
                     return ProcessGroupGloo(meeting, self.members.index(self.me), len(self.members), options)
                 except RuntimeError:
@@ -92,10 +96,12 @@ class GlooTransport:
             self.thread = threading.Thread(target=_serve, args=(self._shared, build), name=name, daemon=True)
             self.thread.start()
 
-    def sum_into(
-        self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, deadline_s: float, probe: Probe | None = None
-    ) -> None:
-        """See `Transport.sum_into`, except for the order of additions (above). `deadline_s` bounds the whole call."""
+    def sum_into(self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, probe: Probe | None = None) -> None:
+        """See `Transport.sum_into`, except for the order of additions (above).
+
+        A ring does not tell a member that is late from a link that is broken. So the members meet first, by a sum of one byte
+        over `direct`, and gloo's part begins when all of them are there.
+        """
         check_operands(sources, results, device="cpu")
         probe = probe or no_probe
         self._check()
@@ -112,7 +118,9 @@ class GlooTransport:
                 for work in [group.allreduce([scratch], options) for scratch in summed if scratch.numel()]:
                     work.wait()
 
-            self._do(reduce, deadline_s, lambda: probe("sent"))
+            self._connect()
+            self._direct.sum_into([torch.ones(1, dtype=torch.uint8)], [torch.empty(1, dtype=torch.uint8)], tag=tag)
+            self._do(reduce, Part.SUM, lambda: probe("sent"))
         probe("middle")
         for scratch, result in zip(summed, results, strict=True):
             pieces = zip(scratch.detach().view(-1).split(PIECE_ELEMENTS), result.view(-1).split(PIECE_ELEMENTS), strict=True)
@@ -121,13 +129,13 @@ class GlooTransport:
                     copy(piece, into)
         probe("end")
 
-    def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int, deadline_s: float) -> None:
+    def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int) -> None:
         """See `Transport.copy_into`; over the sockets of rendezvous, once the group is built."""
         check_operands(tensors, device="cpu")
         self._check()
         if len(self.members) > 1 and self.me in (source, *targets):
-            self._do(lambda group: None, deadline_s)
-            self._direct.copy_into(tensors, source=source, targets=targets, tag=tag, deadline_s=deadline_s)
+            self._connect()
+            self._direct.copy_into(tensors, source=source, targets=targets, tag=tag)
 
     def revoke(self) -> None:
         """See `Transport.revoke`. The thread is left to itself; a blocked operation is made to fail where gloo allows it."""
@@ -151,24 +159,37 @@ class GlooTransport:
         if self._shared.error is not None:
             raise self._shared.error
 
-    def _do(self, job: Callable[[ProcessGroupGloo], None], deadline_s: float, begun: Callable[[], None] | None = None) -> None:
+    def _met(self) -> None:
+        """The members have swapped their addresses: what is left of building the group is gloo's connecting."""
+        with self._shared.changed:
+            self._shared.met = True
+            self._shared.changed.notify_all()
+
+    def _connect(self) -> None:
+        """Wait until the group is built."""
+        shared = self._shared
+        with shared.changed:  # without a limit: the meeting's own call ends it
+            shared.changed.wait_for(lambda: shared.met or shared.revoked or shared.error is not None)
+        self._do(lambda group: None, Part.CONNECT)
+
+    def _do(self, job: Callable[[ProcessGroupGloo], None], part: Part, begun: Callable[[], None] | None = None) -> None:
         """Have the thread run `job`, and wait for it or leave."""
-        shared, since = self._shared, time.monotonic()
+        shared, since, limit_s = self._shared, time.monotonic(), part.limit_s(self._deadlines)
         with shared.changed:
             shared.job = job
             shared.changed.notify_all()
         if begun is not None:
             begun()
         with shared.changed:
-            shared.changed.wait_for(lambda: shared.job is None or shared.revoked or shared.error is not None, deadline_s)
+            shared.changed.wait_for(lambda: shared.job is None or shared.revoked or shared.error is not None, limit_s)
             if shared.job is None and not shared.revoked and shared.error is None:
                 return
-        self._fail(time.monotonic() - since, deadline_s)
+        self._fail(part, time.monotonic() - since, limit_s)
 
-    def _fail(self, waited_s: float, deadline_s: float) -> NoReturn:
+    def _fail(self, part: Part, waited_s: float, limit_s: float) -> NoReturn:
         """Raise why a call did not complete. Peers are probed without the lock, and only where that delays no recovery."""
         shared = self._shared
-        stalled = waited_s >= deadline_s / 2
+        stalled = waited_s >= limit_s / 2
         with shared.changed:
             error, revoked = shared.error, shared.revoked
         anonymous = error is None or type(error) is TransportError
@@ -177,7 +198,7 @@ class GlooTransport:
             if shared.revoked:
                 raise Revoked(f"generation {self.generation} was revoked", peers, stalled=stalled)
             if shared.error is None:
-                shared.error = DeadlineExceeded(peers, deadline_s)
+                shared.error = DeadlineExceeded(part, peers, limit_s)
             elif type(shared.error) is TransportError:
                 shared.error.peers, shared.error.stalled = peers, stalled
             raise shared.error
@@ -198,7 +219,7 @@ class _Shared:
         """Handed in by the caller; None again when it is done."""
         self.error: TransportError | None = None
         """Why nothing works any more; every later call raises it."""
-        self.revoked = False
+        self.revoked = self.met = False
 
 
 def _serve(shared: _Shared, build: Callable[[], ProcessGroupGloo]) -> None:
@@ -230,10 +251,10 @@ def _serve(shared: _Shared, build: Callable[[], ProcessGroupGloo]) -> None:
 class _Meeting(Store):
     """The store through which gloo's constructor swaps addresses: each member sets one entry, then reads all by rank."""
 
-    def __init__(self, direct: DirectTransport, deadline_s: float) -> None:
+    def __init__(self, direct: DirectTransport, met: Callable[[], None]) -> None:
+        """`met()` is called when all members have swapped their entries."""
         super().__init__()
-        self._direct = direct
-        self._deadline_s = deadline_s
+        self._direct, self._met = direct, met
         self._entries: list[bytes] = []
         self.error: TransportError | None = None
         """What went wrong in `set`; gloo's constructor makes a text of it."""
@@ -246,12 +267,13 @@ class _Meeting(Store):
         mine[members.index(self._direct.me), : len(entry)] = torch.frombuffer(bytearray(entry), dtype=torch.uint8)
         everyone = torch.empty_like(mine)
         try:
-            self._direct.sum_into([mine], [everyone], tag=-1, deadline_s=self._deadline_s)
+            self._direct.sum_into([mine], [everyone], tag=-1)
         except TransportError as error:
             self.error = error
             raise
         rows = [row.numpy().tobytes() for row in everyone]
         self._entries = [row[2 : 2 + int.from_bytes(row[:2], "big")] for row in rows]
+        self._met()
 
     def get(self, key: str) -> bytes:
         return self._entries[int(key.rpartition("/")[2])]
@@ -266,4 +288,4 @@ def _poison(group: ProcessGroupGloo) -> None:
     Without it an abandoned operation keeps its scratch until gloo's timeout; with it mostly some milliseconds.
     """
     with contextlib.suppress(RuntimeError):  # the timeout is the point
-        group.recv_anysource([torch.empty(1)], 1 << 20).wait(timedelta(milliseconds=1))
+        group.recv_anysource([torch.empty(1)], 1 << 20).wait(timedelta(seconds=_POISON_S))

@@ -41,15 +41,14 @@ BACKEND = "fault_tolerant"
 class FaultTolerantGroup(dist.ProcessGroup):
     """The same-position ranks of all replicas as a `torch.distributed` group; group ranks follow ascending replica ids.
 
-    Belongs to one thread, except `revoke`. `deadline_s` bounds each wait without progress.
+    Belongs to one thread, except `revoke`. How long its calls wait is the endpoint's business.
     """
 
-    def __init__(self, endpoint: Endpoint, me: int, *, name: str, deadline_s: float, device: str = "cpu") -> None:
+    def __init__(self, endpoint: Endpoint, me: int, *, name: str, device: str = "cpu") -> None:
         """`me` is this replica's id, `name` is unique in this process. Collectives need a generation: see `grow`."""
         super().__init__(0, 1)
         self._endpoint = endpoint
         self._me = me
-        self._deadline_s = deadline_s
         self._transport: Transport | None = None
         self._addresses: dict[int, str] = {}
         self._num_calls = 0
@@ -94,7 +93,7 @@ class FaultTolerantGroup(dist.ProcessGroup):
             known = sorted(self._addresses)
             raise ValueError(f"replica {self._me} cannot form a group of {sorted(members)}; it knows the addresses of {known}")
         addresses = {member: self._addresses[member] for member in sorted(members)}
-        self._transport = self._endpoint.open(generation, self._me, addresses, deadline_s=self._deadline_s)
+        self._transport = self._endpoint.open(generation, self._me, addresses)
         self._num_calls = 0
         if self in distributed_c10d._world.pg_map:
             distributed_c10d._world.pg_group_ranks[self] = rank_map(self)
@@ -209,7 +208,7 @@ class FaultTolerantGroup(dist.ProcessGroup):
             raise ValueError(f"a fault-tolerant group reduces by SUM or AVG, not by {op}")
         sources = [tensor.detach().contiguous() for tensor in tensors]
         results = [torch.empty_like(source) for source in sources]
-        self._current().sum_into(sources, results, tag=self._next_tag(), deadline_s=self._deadline_s)
+        self._current().sum_into(sources, results, tag=self._next_tag())
         if average:
             for result in results:
                 result.div_(self.size())
@@ -218,7 +217,7 @@ class FaultTolerantGroup(dist.ProcessGroup):
     def _copy(self, tensors: Sequence[Tensor], source: int) -> None:
         targets = [member for member in self.members if member != source]
         tag = self._next_tag()
-        self._current().copy_into(tensors, source=source, targets=targets, tag=tag, deadline_s=self._deadline_s)
+        self._current().copy_into(tensors, source=source, targets=targets, tag=tag)
 
     def _current(self) -> Transport:
         if self._transport is None:

@@ -42,8 +42,7 @@ from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.core import replica as machine
 from megatron_recover.core import values
 from megatron_recover.core.alike import together
-from megatron_recover.core.contribution import by_bucket
-from megatron_recover.core.digest import digest
+from megatron_recover.core.digest import bare, digest
 from megatron_recover.core.tree import neighbours
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
@@ -108,11 +107,18 @@ class Leader:
         self._incoming: dict[Link, int] = {}
         self._decided: machine.Decided | None = None
         self._voted: machine.Voted | None = None
+        self._vote_digest = b""
+        """Of the record that was voted for."""
         self.clock = RecoveryClock(context.replica, record)
         self._waiting: tuple[object, ...] = ()
         self._key, self._me = key, Party(Role.LEADER, context.replica)
         listener = inherited_listener(LEADER, context.leader) or listen(context.leader)
-        self._gate = Gate(loop, listener, key, Role.LEADER, self._admits, self._accept)
+        self._neighbours: tuple[int, ...] = ()
+        """Members of the roster that link to this leader."""
+        self._gate = Gate(
+            loop, listener, key, Role.LEADER, self._admits, self._accept, expects=self._expects,
+            report=lambda number: record(trace.Strangers(replica=context.replica, num_connections=number)),
+        )  # fmt: skip
         self._coordinator = OutgoingLink(
             context.coordinator, key, self._me, Party(Role.COORDINATOR), patience_s=self._deadlines.leader_s
         )  # fmt: skip
@@ -148,6 +154,11 @@ class Leader:
         else:
             known = peer.role is Role.LEADER and peer.replica != self._context.replica and peer.rank == 0
         return known and wanted == self._me
+
+    def _expects(self) -> bool:
+        """Return whether a rank of this replica, or a leader that sends to this one, has still to connect."""
+        is_complete = len(self._hellos) == self._context.num_ranks
+        return not is_complete or not set(self._incoming.values()).issuperset(self._neighbours)
 
     def _accept(self, link: Link, peer: Party) -> None:
         self._loop.watch(link, lambda link, message: self._introduced(peer, link, message), lambda link, why: None)
@@ -211,8 +222,8 @@ class Leader:
                 self._loop.send(link, self._where())
             case Announcement(new=new):
                 self._peers |= {peer.replica: peer for peer in message.peers}
-                wanted = neighbours(new.roster, self._context.replica, self._config.tree_above)
-                for peer in self._outgoing.keys() - set(wanted):
+                self._neighbours = neighbours(new.roster, self._context.replica, self._config.tree_above)
+                for peer in self._outgoing.keys() - set(self._neighbours):
                     self._loop.drop(self._outgoing.pop(peer))
                 self.clock.announced(new.generation, message.noticed_s)
                 self._feed(new)
@@ -325,6 +336,7 @@ class Leader:
     def _record_vote(self, vote: values.Vote) -> None:
         if self._faults is not None:
             self._faults.at(FaultPoint.BEFORE_VOTE, step=vote.step)
+        self._vote_digest = vote.digest
         self._record(trace.Voted(replica=vote.replica, generation=vote.generation, step=vote.step, digest=vote.digest.hex()))
         self.clock.voted(vote.generation)
 
@@ -401,14 +413,15 @@ class Leader:
     # --- Trace -------------------------------------------------------------------------------------------------------
 
     def _record_status(self, status: values.Status) -> None:
-        held, num_buckets = by_bucket(status.contributions), len(self._state.shape.bucket_ranks)
         self._record(
             trace.Status(
                 replica=status.replica,
                 generation=status.generation,
                 step=status.step,
                 work=status.work is not None,
-                contributions=tuple(held.get(bucket, ()) for bucket in range(num_buckets)) if held else (),
+                contributions=tuple(
+                    trace.Contribution(buckets=each.buckets, microbatches=each.microbatches) for each in status.contributions
+                ),
                 complete=tuple(sorted((bucket, each.version) for each in status.complete for bucket in each.buckets)),
                 committed=status.committed.record.step if status.committed is not None else None,
                 finished=status.journal.finished,
@@ -449,7 +462,7 @@ class Leader:
                 generation=generation,
                 step=record.step,
                 label=record.label,
-                digest=digest(record).hex(),
+                digest=self._digest_of(record).hex(),
                 adopted=adopted,
                 requests=record.requests,
                 paces=record.paces,
@@ -457,6 +470,13 @@ class Leader:
                 versions=_results(record),
             )  # fmt: skip
         )
+
+    def _digest_of(self, record: values.Record) -> bytes:
+        """Return the digest of a committed record: that of the vote where what was committed is what was voted for."""
+        voted = self._voted
+        if voted is not None and bare(voted.record) == bare(record):
+            return self._vote_digest
+        return digest(record)
 
     def _record_disagreement(self, report: values.Diverged) -> None:
         """Write what this replica voted for, if votes are what members disagree on: the votes had digests only."""
@@ -469,7 +489,7 @@ class Leader:
                 generation=report.generation,
                 step=report.step,
                 label=voted.record.label,
-                digest=digest(voted.record).hex(),
+                digest=self._vote_digest.hex(),
                 versions=_results(voted.record),
                 state_digest=_hex(voted.record.state_digest),
                 reason=report.reason,

@@ -22,13 +22,12 @@ from collections import deque
 from collections.abc import Callable
 
 from megatron_recover.collectives.wire import CannotDial, Link, LinkClosed, Message, QueueFull, frame
+from megatron_recover.deadlines import STILL_S
 
 OnMessage = Callable[[Link, Message], None]
 OnClosed = Callable[[Link, str], None]
 Readable = socket.socket | int
 """A socket is watched as the object that owns its descriptor: see `Loop.close_in_child`."""
-STILL_S = 0.5
-"""Shorter gaps are the scheduler's, and are not left out. See Note [Standing still]."""
 _LONGEST_WAIT_S = 1.0
 """While a timer is set. In a longer wait the loop could not tell how long it stood still."""
 

@@ -213,9 +213,7 @@ class Member:
             retired = None
             if self._transport is None or self._transport.generation != generation:
                 retired = self._transport
-                self._transport = self._endpoint.open(
-                    generation, self.replica, self._addresses, deadline_s=self._deadlines.sum_s
-                )  # fmt: skip
+                self._transport = self._endpoint.open(generation, self.replica, self._addresses)
             transport = self._transport
         if retired is not None:
             retired.close()
@@ -435,7 +433,7 @@ class Member:
             if self._transport is not None:
                 self._transport.revoke()
             self._loop.after(self._deadlines.follow_s, lambda: self._end_process(exit_code))
-            # Not printed: this thread must come to that timer, and to the messages of others, where the log's disk stalls.
+            # Not printed: this thread must come to that timer, and to the messages of others, whatever stderr is.
             self._speaker.say(f"megatron-recover: replica {self.replica} rank {self.rank} ends: {reason}")
             self._changed.notify_all()
 

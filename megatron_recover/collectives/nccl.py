@@ -27,6 +27,7 @@ import torch
 from megatron_recover.collectives.direct import DirectTransport
 from megatron_recover.collectives.transport import (
     DeadlineExceeded,
+    Part,
     PeerLost,
     Probe,
     Revoked,
@@ -35,6 +36,7 @@ from megatron_recover.collectives.transport import (
     no_probe,
 )
 from megatron_recover.collectives.writing import WriteGate
+from megatron_recover.deadlines import Deadlines
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,9 +52,14 @@ class NcclTransport:
     """One generation, on torch's current CUDA device. Only `revoke` and `close` may be called by other threads."""
 
     def __init__(
-        self, nccl: ModuleType, rendezvous: DirectTransport, *, unreachable: Callable[[], tuple[int, ...]] = lambda: ()
+        self,
+        nccl: ModuleType,
+        rendezvous: DirectTransport,
+        deadlines: Deadlines,
+        *,
+        unreachable: Callable[[], tuple[int, ...]] = lambda: (),
     ) -> None:
-        """`nccl`: see `load`. The communicator is made in the first call.
+        """`nccl`: see `load`. The communicator is made in the first call. `deadlines`: how long the parts of a call may last.
 
         `unreachable()` returns the members that do not answer a probe: NCCL does not say for whom its kernels wait.
         """
@@ -65,21 +72,24 @@ class NcclTransport:
         self._communicator: Any = None
         self._in_use: list[Tensor] = []
         """What NCCL may be reading or writing."""
-        self._deadline_s = self._ends_at = 0.0
-        """Of the current call."""
+        self._deadlines = deadlines
+        self._part, self._since = Part.CONNECT, 0.0
+        """What the current call waits for, and since when."""
         self._failure = ""
         self._revoked = threading.Event()
         self._calling = threading.Lock()
         self._writing = WriteGate()
         """Of the host only: copies that it has enqueued run later, in the order of the training thread's stream."""
 
-    def sum_into(
-        self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, deadline_s: float, probe: Probe | None = None
-    ) -> None:
-        """See `Transport.sum_into`, except for the order of additions (above). `deadline_s` bounds the whole call."""
+    def sum_into(self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, probe: Probe | None = None) -> None:
+        """See `Transport.sum_into`, except for the order of additions (above).
+
+        Connecting has a wait of its own. The kernels do not tell waiting for the slowest member from the sum: both together
+        may take `slowest_s`.
+        """
         check_operands(sources, results, device="cuda")
         probe = probe or no_probe
-        with self._call(deadline_s):
+        with self._call():
             probe("begin")
             summed = self._sum(sources, probe) if len(self.members) > 1 else sources
             probe("middle")
@@ -89,7 +99,7 @@ class NcclTransport:
                     result.copy_(scratch.view_as(result))
             probe("end")
 
-    def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int, deadline_s: float) -> None:
+    def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int) -> None:
         """See `Transport.copy_into`. Through host memory and the rendezvous sockets.
 
         A communicator can be made by all members together only, and not all take part in a copy. Copies repair what a fault
@@ -99,9 +109,9 @@ class NcclTransport:
         sending = self.me == source
         if not sending and self.me not in targets:
             return
-        with self._call(deadline_s):
+        with self._call():
             host = [tensor.detach().cpu() if sending else torch.empty_like(tensor, device="cpu") for tensor in tensors]
-            self._rendezvous.copy_into(host, source=source, targets=targets, tag=tag, deadline_s=deadline_s)
+            self._rendezvous.copy_into(host, source=source, targets=targets, tag=tag)
             if not sending:
                 for tensor, copy in zip(tensors, host, strict=True):
                     self._check()
@@ -123,11 +133,11 @@ class NcclTransport:
         self.revoke()
 
     @contextlib.contextmanager
-    def _call(self, deadline_s: float) -> Iterator[None]:
+    def _call(self) -> Iterator[None]:
         """One call. Whatever goes wrong in it, the communicator is given up."""
         if not self._calling.acquire(blocking=False):
             raise RuntimeError("a transport is used by one thread at a time")
-        self._deadline_s, self._ends_at = deadline_s, time.monotonic() + deadline_s
+        self._begin(Part.SLOWEST)
         try:
             self._check()
             if self._failure:
@@ -148,8 +158,7 @@ class NcclTransport:
 
     def _probe_peers(self, error: TransportError) -> None:
         """Add to an error that names nobody which peers do not answer, unless that would delay a recovery."""
-        waited_s = time.monotonic() - (self._ends_at - self._deadline_s)
-        stalled = waited_s >= self._deadline_s / 2
+        stalled = time.monotonic() - self._since >= self._part.limit_s(self._deadlines) / 2
         if stalled or not self._revoked.is_set():
             error.peers, error.stalled = self._unreachable(), stalled
 
@@ -161,6 +170,7 @@ class NcclTransport:
         """The sums, complete, in new memory."""
         if self._communicator is None:
             self._connect()
+            self._begin(Part.SLOWEST)
         summed = [torch.empty_like(source) for source in sources]
         self._in_use = [*sources, *summed]
         stream = torch.cuda.Stream()
@@ -177,11 +187,12 @@ class NcclTransport:
         return summed
 
     def _connect(self) -> None:
-        lowest, *others = self.members
-        unique_id = torch.zeros(UNIQUE_ID_BYTES, dtype=torch.uint8)
-        if self.me == lowest:
-            unique_id = torch.frombuffer(bytearray(bytes(self._nccl.get_unique_id())), dtype=torch.uint8)
-        self._rendezvous.copy_into([unique_id], source=lowest, targets=others, tag=-1, deadline_s=self._deadline_s)
+        """Make the communicator, when all members are there: the lowest adds its id to the zeros of the others."""
+        mine, unique_id = torch.zeros(UNIQUE_ID_BYTES, dtype=torch.uint8), torch.empty(UNIQUE_ID_BYTES, dtype=torch.uint8)
+        if self.me == self.members[0]:
+            mine = torch.frombuffer(bytearray(bytes(self._nccl.get_unique_id())), dtype=torch.uint8)
+        self._rendezvous.sum_into([mine], [unique_id], tag=-1)
+        self._begin(Part.CONNECT)
         self._communicator = self._nccl.Communicator.init(
             len(self.members),
             self.members.index(self.me),
@@ -197,14 +208,18 @@ class NcclTransport:
             raise TransportError(f"NCCL: {self._communicator.get_last_error()} (result {result})")
         return result == SUCCESS
 
+    def _begin(self, part: Part) -> None:
+        """Begin to wait for the next part of a call."""
+        self._part, self._since = part, time.monotonic()
+
     def _wait(self, condition: Callable[[], bool]) -> None:
-        slice_s = SHORTEST_SLICE_S
+        slice_s, limit_s = SHORTEST_SLICE_S, self._part.limit_s(self._deadlines)
         while True:
             self._check()
             if condition():
                 return
-            if time.monotonic() >= self._ends_at:
-                raise DeadlineExceeded(self._unreachable(), self._deadline_s)
+            if time.monotonic() - self._since >= limit_s:
+                raise DeadlineExceeded(self._part, self._unreachable(), limit_s)
             self._revoked.wait(slice_s)
             slice_s = min(2 * slice_s, LONGEST_SLICE_S)
 

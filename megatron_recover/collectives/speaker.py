@@ -1,7 +1,8 @@
-"""Writes lines to stderr from a thread of its own, for threads that must not wait for a disk or a terminal.
+"""Writes lines to stderr from a thread of its own, for threads that must not wait for whoever takes them.
 
-A rank's stderr is its log, whose disk may stall. A thread that prints there waits for that disk, and for every other thread
-that is inside a print, since these share a lock. This module decides nothing. What finds no room in its queue is dropped.
+The launcher's stderr is a terminal that somebody may have stopped, or a file on a disk that may stall. A rank's is memory
+(`cluster/output.py`), unless its script has put a file of its own there. A thread that prints waits as well for every other
+thread that is inside a print, since these share a lock. This module decides nothing. What finds no room is dropped.
 """
 
 from __future__ import annotations

@@ -8,8 +8,10 @@ Contract of every implementation:
 
 * `sum_into` and `copy_into` never write their sources. A result has a defined value only after the call has returned; after
   an exception its bytes are unspecified, and **no thread, kernel or socket of the transport writes into it any more**.
-* Every call returns, or raises, within its deadline, and within milliseconds after `revoke`. A call that has stalled for half
-  of its deadline may take `echo.PROBE_S` longer for both, to find out which peers are out of reach (`TransportError.peers`).
+* Every call ends. It returns, or raises within milliseconds after `revoke`, or raises when one of its parts (`Part`) has
+  lasted for its wait without progress: connecting, waiting for the slowest member, the sum itself. The waits are those of the
+  endpoint's `Deadlines`. A call that has stalled for half of its wait may take `probe_s` longer, to find out which peers are
+  out of reach (`TransportError.peers`).
 * When `revoke` has returned, no host thread writes memory that anybody but the transport can reach. `direct` and `gloo` wait
   for the piece of about a megabyte that a call is writing; what gloo itself may still write is scratch of a thread that was
   left behind. On a GPU, copies that `nccl` has enqueued run later, in the order of the training thread's stream.
@@ -18,11 +20,16 @@ Contract of every implementation:
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from megatron_recover.deadlines import figure
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from megatron_recover.deadlines import Deadlines
 
 Probe = Callable[[str], None]
 """Called at named instants inside an operation (`"begin"`, `"sent"`, `"middle"`, `"end"`; each once); fault injection only."""
@@ -68,14 +75,38 @@ class PeerAhead(PeerLost):
         self.peers = ()
 
 
+class Part(enum.Enum):
+    """What a call waits for, one after the other. The value is the wait's name in `Deadlines`."""
+
+    CONNECT = "connect_s"
+    """A member to which there is no connection."""
+    SLOWEST = "slowest_s"
+    """A member that can be reached and has not entered the call."""
+    SUM = "sum_s"
+    """Bytes of members that have all entered the call."""
+
+    def limit_s(self, deadlines: Deadlines) -> float:
+        """Return how long this part may last without progress, in seconds."""
+        limit_s: float = getattr(deadlines, self.value)
+        return limit_s
+
+
+_FOR_WHAT = {
+    Part.CONNECT: "no connection for {limit} s to {whom}",
+    Part.SLOWEST: "the call was not entered for {limit} s by {whom}",
+    Part.SUM: "the sum made no progress for {limit} s, waiting for {whom}",
+}
+
+
 class DeadlineExceeded(TransportError):
-    """An operation waited longer than its deadline. `peers` is empty where it does not know for whom."""
+    """A part of an operation lasted too long. `peers` is empty where the operation does not know for whom it waited."""
 
     stalled = True
 
-    def __init__(self, peers: Sequence[int], deadline_s: float) -> None:
-        whom = f" from replicas {sorted(peers)}" if peers else ", and all peers that could be probed answer,"
-        super().__init__(f"no progress{whom} within {deadline_s:g} s")
+    def __init__(self, part: Part, peers: Sequence[int], limit_s: float) -> None:
+        whom = f"replicas {sorted(peers)}" if peers else "nobody that is known: all answered a probe"
+        super().__init__(f"{_FOR_WHAT[part].format(limit=figure(limit_s), whom=whom)} ({part.value})")
+        self.part = part
         self.peers = tuple(sorted(peers))
 
 
@@ -88,16 +119,14 @@ class Transport(Protocol):
     me: int
     """This rank's replica id."""
 
-    def sum_into(
-        self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, deadline_s: float, probe: Probe | None = None
-    ) -> None:
+    def sum_into(self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, probe: Probe | None = None) -> None:
         """Sum each source over all members, in ascending order of replica id, into the result at the same index.
 
         `sources[i]` and `results[i]` are contiguous, of equal dtype, device and number of elements, and do not overlap.
         All members pass the same `tag`, which is not used twice in a transport's life. Bit-identical on all members.
         """
 
-    def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int, deadline_s: float) -> None:
+    def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int) -> None:
         """Copy the tensors of member `source` into those of `targets`. Members that are neither return at once."""
 
     def revoke(self) -> None:
@@ -116,10 +145,10 @@ class Endpoint(Protocol):
     address: str
     """Opaque to everyone but the same kind of endpoint; handed to the peers by the control plane."""
 
-    def open(self, generation: int, me: int, addresses: Mapping[int, str], *, deadline_s: float) -> Transport:
+    def open(self, generation: int, me: int, addresses: Mapping[int, str]) -> Transport:
         """Prepare the transport of `generation` among `addresses` (replica id -> address, `me` included).
 
-        Returns without waiting for peers; connections are made on first use, under that call's deadline.
+        Returns without waiting for peers; connections are made on first use, by that call.
         """
 
     def close(self) -> None:

@@ -22,17 +22,32 @@ Note [Waiting for a save]
     at most, however long it takes, and the losses of replicas that end meanwhile one each; none counts as fruitless and
     nobody is suspected. A save that takes longer than its limit is excused no more.
 
+Note [Waiting for one at work]
+    A replica may read data, compile, digest its state or compute for longer than the others wait for it in a sum. Only its own
+    progress page tells that from a fault of the network, so the agents say who is at work (`AtWork`: core/detector.py has the
+    rule). A step needs every member, so while one is at work nobody can be told late: generations are made as ever, which
+    shows that all members answer, but what is waited for meanwhile is no evidence against anybody, nor is what was waited for
+    before in this step. Who is at work and does not enter a generation (a thread that computes may hold the interpreter's
+    lock) is waited for as well. `excuse` ends that.
+    An `AtWork` has all who are, so one that is lost, late or repeated is mended by the next. Without news nobody is excused.
+
 Note [Timers]
     A timer says that somebody is late, and being late is relative: without one that is in time nobody is late. So a timer
     never removes the last members, however long all of them take; only their own ends do. Timer by timer:
 
     - `follow`: removes the members that have not entered the generation, if another has. If nobody has entered, the job
-      waits, and says for whom (`Waits`). The first member that then enters gives the others the full time once more.
+      waits, and says for whom (`Waits`). The first member that then enters gives the others the full time once more. It also
+      waits for members that are at work.
     - `finish`: removes the members that have not finished. It runs only while a member that has finished is in the roster,
       so this one stays.
-    - `grace`: leads to the same roster again. After `max_fruitless` such generations it removes the member that the evidence
-      names, never the only one. Where the evidence names none of two members, after twice as many the higher id is set aside.
-      Otherwise it tries again, with a pause (`follow_timeout_s`), and the reason of each generation says so.
+    - `grace`: leads to the same roster again. When `trouble` has run out it removes the member that the evidence names, never
+      the only one. Where the evidence names none of two members, and it has run out twice, the higher id is set aside.
+      Otherwise it tries again, from the third time on with a pause (`follow_s`), and says so in each reason.
+    - `trouble`: runs twice, one after the other, from the first of the generations that are made without a loss, until a step
+      is committed or a replica is lost. It does nothing by itself: what lasts for so long is no passing disturbance.
+    - `excuse`: runs from the first generation in which members waited for one that was at work, until a step is committed or a
+      replica is lost. Then nobody is excused by work any more: it is the user's one deadline. What
+      members wait for from then on is judged as ever, by `trouble`.
     - `undecided`: runs from the first generation for which the evidence names nobody, until a step is committed or a replica is
       lost. Then the job ends, without having removed anybody: it has waited for the user's one deadline.
     - `save`: removes nobody by itself. A save that is overdue is evidence against the member.
@@ -46,13 +61,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from msgspec.structs import replace
 
 from megatron_recover.core.alike import differences, told
 from megatron_recover.core.blame import Evidence, culprit, heard, overdue
-from megatron_recover.core.policy import EXIT, TOO_FEW, all_finished, nobody_left, poisoned
+from megatron_recover.core.coordinator_state import (
+    Announce,
+    Arm,
+    AtWork,
+    CoordinatorState,
+    Effect,
+    EndJob,
+    ExitAsked,
+    Fence,
+    Input,
+    Launched,
+    Lost,
+    Policy,
+    Progressed,
+    Save,
+    Setting,
+    TimerFired,
+    Waits,
+)
+from megatron_recover.core.policy import EXIT, MISCOUNTED, TOO_FEW, all_finished, nobody_left, poisoned
 from megatron_recover.core.values import (
     Busy,
     Diverged,
@@ -60,166 +94,21 @@ from megatron_recover.core.values import (
     ExitCode,
     Failing,
     Finished,
-    Generation,
     Hello,
-    LeaderMessage,
     Loss,
     LossKind,
     Miscounted,
     NewGeneration,
     ReplicaId,
     Requested,
-    Value,
     Void,
 )
 from megatron_recover.core.vote import unite
 
-
-class Policy(Value, frozen=True):
-    """Settings of membership."""
-
-    num_replicas: int
-    min_replicas: int = 1
-    max_fruitless: int = 3
-    """Generations in a row without a loss and without a committed step, after which the replica at fault is fenced."""
-
-
-class Save(Value, frozen=True):
-    """A replica that saves a checkpoint, and may take its time. See Note [Waiting for a save]."""
-
-    replica: ReplicaId
-    number: int
-    """Of this save in the run, from 1: names its timer."""
-    generation: Generation
-    """In which it began."""
-
-
-class CoordinatorState(Value, frozen=True):
-    """What the coordinator knows. Start with `CoordinatorState(policy)`."""
-
-    policy: Policy
-    generation: Generation = 0
-    roster: tuple[ReplicaId, ...] = ()
-    hellos: tuple[Hello, ...] = ()
-    losses: tuple[Loss, ...] = ()
-    """All losses of the run."""
-    entered: tuple[ReplicaId, ...] = ()
-    """Members that entered the current generation."""
-    follow: str = ""
-    """The timer that counts for members that have not entered the current generation; others of its kind are stale."""
-    all_late: bool = False
-    """The timer ran out before any member had entered the current generation. See Note [Timers]."""
-    reason: str = ""
-    """Why a newer generation is due (a grace runs), or empty."""
-    evidence: Evidence = Evidence()
-    """Who could not reach whom since a step was committed or a replica was lost (`core/blame.py`)."""
-    evidence_from: Generation = 0
-    """Reports of older generations are about what is over, and no evidence."""
-    waits: tuple[tuple[ReplicaId, tuple[ReplicaId, ...]], ...] = ()
-    """Which members waited for whom when they left the previous generation, by member."""
-    excused: bool = False
-    """In the previous generation a save was under way, or a loss ended it, which explains all waits: they are no evidence."""
-    undecided: str = ""
-    """The timer of the time in which no step was committed and the evidence named nobody, or empty."""
-    fruitless: int = 0
-    """Generations in a row without a loss or a committed step."""
-    step: int = 0
-    """Highest uncommitted step reported."""
-    requests: tuple[str, ...] = ()
-    trusted_from: Generation = 0
-    """The generation that was made because a replica was outvoted; of several the newest."""
-    void: Void | None = None
-    """The newest step that was made void because a sum did not count every microbatch once."""
-    failing: tuple[Failing, ...] = ()
-    """Computations that raised."""
-    saves: tuple[Save, ...] = ()
-    """Under way and within their time."""
-    num_saves: int = 0
-    """All that ever began."""
-    finished: tuple[Finished, ...] = ()
-    over: bool = False
-
-
-# --- Inputs: LeaderMessage messages of leaders, and: -------------------------------------------------------------------
-
-
-class Launched(Value, frozen=True):
-    """The processes of all replicas were started."""
-
-
-class Lost(Value, frozen=True):
-    """A replica is gone or must be treated as gone."""
-
-    loss: Loss
-
-
-class TimerFired(Value, frozen=True):
-    """A timer armed with `Arm` ran out."""
-
-    timer: str
-
-
-class ExitAsked(Value, frozen=True):
-    """The whole job is asked to end at a common step with a checkpoint (signal to the launcher, time limit)."""
-
-    reason: str
-
-
-class Progressed(Value, frozen=True):
-    """A member says in a beat which step it has not committed yet: all before that are committed."""
-
-    replica: ReplicaId
-    step: int
-
-
-Input = LeaderMessage | Launched | Lost | TimerFired | ExitAsked | Progressed
-
-
-# --- Effects -------------------------------------------------------------------------------------------------------------
-
-
-class Announce(Value, frozen=True):
-    """Tell every member of the roster."""
-
-    generation: NewGeneration
-
-
-class Fence(Value, frozen=True):
-    """Kill what is left of a replica."""
-
-    replica: ReplicaId
-
-
-Setting = Literal[
-    "load_timeout_s", "start_timeout_s", "follow_timeout_s", "finish_timeout_s", "save_timeout_s", "undecided_timeout_s",
-    "grace_s",
+__all__ = [
+    "Announce", "Arm", "AtWork", "CoordinatorState", "Effect", "EndJob", "ExitAsked", "Fence", "Input", "Launched", "Lost",
+    "Policy", "Progressed", "Save", "Setting", "TimerFired", "Waits", "step",
 ]  # fmt: skip
-"""How long a timer runs, by name: the driver knows the seconds."""
-
-
-class Arm(Value, frozen=True):
-    """Start a timer."""
-
-    timer: str
-    setting: Setting
-
-
-class Waits(Value, frozen=True):
-    """The job waits for these replicas, and cannot go on before one of them answers or ends."""
-
-    replicas: tuple[ReplicaId, ...]
-    reason: str
-
-
-class EndJob(Value, frozen=True):
-    """The run is over."""
-
-    exit_code: int
-    reason: str
-
-
-Effect = Announce | Fence | Arm | Waits | EndJob
-
 
 # --- The machine ---------------------------------------------------------------------------------------------------------
 
@@ -235,7 +124,7 @@ def step(state: CoordinatorState, message: Input) -> Step:
 
 def _on_launched(state: CoordinatorState, _: Launched) -> Step:
     """Give the first replica its time to load."""
-    return state, (Arm("load", "load_timeout_s"),)
+    return state, (Arm("load", "deadline_s"),)
 
 
 def _on_hello(state: CoordinatorState, hello: Hello) -> Step:
@@ -245,7 +134,7 @@ def _on_hello(state: CoordinatorState, hello: Hello) -> Step:
         return state, ()
     first = not state.hellos
     state = replace(state, hellos=tuple(sorted((*state.hellos, hello), key=lambda item: item.replica)))
-    arm = (Arm("start", "start_timeout_s"),) if first else ()
+    arm = (Arm("start", "start_s"),) if first else ()
     state, effects = _start_when_complete(state)
     return state, arm + effects
 
@@ -288,10 +177,11 @@ def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) ->
         follow=follow,
         all_late=False,
         reason="",
-        excused=bool(state.saves or losses),
+        is_reason_excused=False,
+        excused=bool(losses) or state.is_reason_excused or _are_waits_excused(state),
     )
     new = NewGeneration(generation, state.roster, losses, reason, state.requests, state.trusted_from, state.void)
-    return state, (Announce(new), Arm(follow, "follow_timeout_s"))
+    return state, (Announce(new), Arm(follow, "follow_s"))
 
 
 def _on_lost(state: CoordinatorState, lost: Lost) -> Step:
@@ -311,12 +201,9 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
         state,
         losses=(*state.losses, *losses),
         hellos=tuple(item for item in state.hellos if item.replica not in {loss.replica for loss in losses}),
-        evidence=Evidence(),
         evidence_from=state.generation + 1,
-        waits=(),
-        undecided="",
-        fruitless=0,
     )
+    state = _fruitful(state)
     if not state.generation:
         state, effects = _start_when_complete(state)
         return state, fences + effects
@@ -326,7 +213,7 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
         roster=tuple(replica for replica in state.roster if replica not in out),
         saves=tuple(save for save in state.saves if save.replica not in out),
     )
-    verdict = poisoned(state.failing, state.losses)
+    verdict = poisoned(state.failing, state.losses, state.policy.samples)
     if verdict:
         state, effects = _end(state, *verdict)
         return state, fences + effects
@@ -341,15 +228,39 @@ def _on_requested(state: CoordinatorState, request: Requested) -> Step:
     is_late = is_stale and request.stalled and state.evidence_from <= request.generation < state.generation
     if request.replica not in state.roster or (is_stale and not is_late):
         return state, ()
-    if not state.saves:
+    if not _are_waits_excused(state):
         state = replace(state, evidence=heard(state.evidence, request.replica, request.suspects))
     if state.reason or is_stale:
         return state, ()
-    state = replace(state, reason=f"replica {request.replica}: {request.reason}")
+    reason = f"replica {request.replica}: {request.reason}"
+    state = replace(state, reason=reason, is_reason_excused=bool(_working(state)))
     if any(save.generation < state.generation for save in state.saves):
         return state, ()  # everybody has entered a generation since: there is nothing to find out
-    # What cannot be decided is not tried again and again without a pause.
-    return state, (Arm(f"grace {state.generation}", "follow_timeout_s" if state.undecided else "grace_s"),)
+    # What fails at once is not tried again and again without a pause.
+    return state, (Arm(f"grace {state.generation}", "grace_s" if state.fruitless < 2 else "follow_s"),)
+
+
+def _are_waits_excused(state: CoordinatorState) -> bool:
+    """Return whether waits are held against nobody now: a member saves, or is at work, and has the time for it."""
+    return bool(state.saves) or bool(_working(state))
+
+
+def _working(state: CoordinatorState) -> set[ReplicaId]:
+    """Return the members that are at work, as long as that excuses anybody."""
+    return set() if state.is_excuse_over else set(state.at_work) & set(state.roster)
+
+
+def _on_at_work(state: CoordinatorState, news: AtWork) -> Step:
+    """Note who is at work: nothing follows from it before somebody waits in vain."""
+    return replace(state, at_work=news.replicas), ()
+
+
+def _excuse(state: CoordinatorState) -> Step:
+    """Give those that are at work their time, once, and forget what was held against anybody while they were."""
+    first = () if state.excuse else (Arm(f"excuse {state.generation}", "deadline_s"),)
+    state = replace(_without_evidence(state), excuse=state.excuse or f"excuse {state.generation}")
+    # Who reports late has waited for them as well.
+    return replace(state, evidence_from=state.generation), first
 
 
 def _on_busy(state: CoordinatorState, busy: Busy) -> Step:
@@ -361,7 +272,7 @@ def _on_busy(state: CoordinatorState, busy: Busy) -> Step:
         return _saved(replace(state, saves=others)) if others != state.saves else (state, ())
     number = state.num_saves + 1
     state = replace(state, saves=(*others, Save(busy.replica, number, state.generation)), num_saves=number)
-    return state, (Arm(f"save {number}", "save_timeout_s"),)
+    return state, (Arm(f"save {number}", "save_s"),)
 
 
 def _saved(state: CoordinatorState) -> Step:
@@ -383,9 +294,14 @@ def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
         return _same_roster(state) if state.reason and not left else (state, ())
     if expired.timer == state.follow and state.generation:
         return _followed_late(state)
+    if expired.timer == state.trouble:
+        again = () if state.patience else (Arm(f"{state.trouble} again", "blame_s"),)
+        return replace(state, patience=state.patience + 1, trouble=f"{state.trouble} again"), again
+    if expired.timer == state.excuse:
+        return replace(state, is_excuse_over=True, is_reason_excused=False), ()
     if expired.timer == state.undecided:
         why = f"nothing says who is at fault that no step was committed in {state.fruitless} generations"
-        return _end(state, ExitCode.FAILED, f"{why}, and the time for that is over; resume from the last checkpoint")
+        return _end(state, ExitCode.FAILED, f"{why}, and the time for that is over")
     if expired.timer == f"grace {state.generation}" and state.reason:
         return _same_roster(state)
     if (expired.timer == "start" or (expired.timer == "load" and not state.hellos)) and not state.generation:
@@ -394,7 +310,7 @@ def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
     # Of a member that is gone again the others may have heard nothing: they train on, and are not late.
     if expired.timer in {f"finish {replica}" for replica in state.roster if replica in done}:
         if state.saves:
-            return state, (Arm(expired.timer, "finish_timeout_s"),)
+            return state, (Arm(expired.timer, "finish_s"),)
         late = tuple(replica for replica in state.roster if replica not in done)
         detail = f"did not finish after replica {expired.timer.removeprefix('finish ')} had"
         return _remove(state, tuple(Loss(replica, LossKind.SUSPECTED, detail) for replica in late), detail)
@@ -402,13 +318,22 @@ def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
 
 
 def _followed_late(state: CoordinatorState) -> Step:
-    """Remove the members that have not entered the generation, or wait if none has: the timer is then armed again."""
+    """Remove the members that have not entered the generation, or wait where none is late: the timer is then armed again."""
     late = tuple(replica for replica in state.roster if replica not in state.entered)
-    if late != state.roster:
+    working = _working(state) if state.entered else set()
+    gone = tuple(replica for replica in late if replica not in working)
+    if gone and state.entered:
         detail = f"did not enter generation {state.generation}"
-        return _remove(state, tuple(Loss(replica, LossKind.SUSPECTED, detail) for replica in late), detail)
+        return _remove(state, tuple(Loss(replica, LossKind.SUSPECTED, detail) for replica in gone), detail)
+    if not late:
+        return state, ()
+    again = Arm(state.follow, "follow_s")
+    if working:
+        state, first = _excuse(state)
+        reason = f"it is at work and has not entered generation {state.generation}"
+        return state, (Waits(late, reason), again, *first)
     reason = f"no member has entered generation {state.generation} in time, so none is late: waiting for the first"
-    return replace(state, all_late=True), (Waits(late, reason), Arm(state.follow, "follow_timeout_s"))
+    return replace(state, all_late=True), (Waits(late, reason), again)
 
 
 def _started_late(state: CoordinatorState, timer: str) -> Step:
@@ -418,7 +343,7 @@ def _started_late(state: CoordinatorState, timer: str) -> Step:
     if timer == "start" and not state.hellos:
         return state, (
             Waits(late, "the replicas that were ready have ended: waiting for the others"),
-            Arm("load", "load_timeout_s"),
+            Arm("load", "deadline_s"),
         )
     return _remove(state, tuple(Loss(replica, LossKind.SUSPECTED, "did not start") for replica in late), "did not start")
 
@@ -427,24 +352,45 @@ def _same_roster(state: CoordinatorState) -> Step:
     """Nobody died, and yet a member cannot go on: try again, but not for ever with a member that is at fault (INV-9)."""
     if state.saves:
         return _announce(state, (), state.reason)
-    state = replace(_with_waits(state), fruitless=state.fruitless + 1)
-    if state.fruitless < state.policy.max_fruitless:
-        return _announce(state, (), state.reason)
+    state = replace(state, fruitless=state.fruitless + 1)
+    if state.is_reason_excused or _working(state):
+        state, effects = _announce(state, (), state.reason)
+        state, first = _excuse(state)
+        return state, first + effects
+    state = _with_waits(state)
+    first = () if state.trouble else (Arm(f"trouble {state.generation}", "blame_s"),)
+    state = replace(state, trouble=state.trouble or f"trouble {state.generation}")
+    state, effects = _blame(state) if state.patience else _announce(state, (), state.reason)
+    return state, first + effects
+
+
+def _blame(state: CoordinatorState) -> Step:
+    """The trouble lasts: remove the member that the evidence names, or try on for as long as the user's deadline allows."""
     how = f"in {state.fruitless} generations without a committed step; the last: {state.reason}"
     named = culprit(state.evidence, state.roster)
     if named is not None and len(state.roster) > 1:
         detail = f"at fault by what members reported of each other {how}"
         return _remove(state, (Loss(named, LossKind.SUSPECTED, detail),), detail)
-    if len(state.roster) == 2 and state.fruitless >= 2 * state.policy.max_fruitless:
+    if len(state.roster) == 2 and state.patience > 1:
         # Neither is at fault as far as anybody knows. One of them needs no network to train on; the lower is the writer.
         stays, leaves = state.roster
         why = "nothing says whose fault it is that they do not reach each other"
         detail = f"set aside so that replica {stays} can go on: {why} {how}"
         return _remove(state, (Loss(leaves, LossKind.SUSPECTED, detail),), detail)
-    first = () if state.undecided else (Arm(f"undecided {state.generation}", "undecided_timeout_s"),)
+    first = () if state.undecided else (Arm(f"undecided {state.generation}", "deadline_s"),)
     state = replace(state, undecided=state.undecided or f"undecided {state.generation}")
     state, effects = _announce(state, (), f"nothing says who is at fault {how}")
     return state, first + effects
+
+
+def _without_evidence(state: CoordinatorState) -> CoordinatorState:
+    """Forget what was held against members, and for how long it was waited for something to come of it."""
+    return replace(state, evidence=Evidence(), waits=(), trouble="", patience=0, undecided="")
+
+
+def _fruitful(state: CoordinatorState) -> CoordinatorState:
+    """A step was committed or a replica lost: what is tried from now on is tried for the first time."""
+    return replace(_without_evidence(state), fruitless=0, excuse="", is_excuse_over=False)
 
 
 def _with_waits(state: CoordinatorState) -> CoordinatorState:
@@ -467,7 +413,7 @@ def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
         return state, ()
     # The timer that runs may be about to fire: the others would have no time.
     state = replace(state, follow=f"{state.follow} again", all_late=False)
-    return state, (Arm(state.follow, "follow_timeout_s"),)
+    return state, (Arm(state.follow, "follow_s"),)
 
 
 def _on_progressed(state: CoordinatorState, progressed: Progressed) -> Step:
@@ -479,13 +425,13 @@ def _reached(state: CoordinatorState, step: int) -> CoordinatorState:
     """Note that all steps before `step` are committed: the last generations bore fruit if that is news."""
     if step <= state.step:
         return state
-    return replace(state, step=step, fruitless=0, undecided="", evidence=Evidence(), waits=(), evidence_from=state.generation)
+    return replace(_fruitful(state), step=step, evidence_from=state.generation)
 
 
 def _on_failing(state: CoordinatorState, failing: Failing) -> Step:
     """Note it; end the job if one microbatch has ended two replicas."""
     state = replace(state, failing=(*state.failing, failing))
-    verdict = poisoned(state.failing, state.losses)
+    verdict = poisoned(state.failing, state.losses, state.policy.samples)
     return _end(state, *verdict) if verdict else (state, ())
 
 
@@ -502,15 +448,15 @@ def _on_diverged(state: CoordinatorState, diverged: Diverged) -> Step:
 
 
 def _on_miscounted(state: CoordinatorState, miscounted: Miscounted) -> Step:
-    """Make the step void, so that all members compute it anew; end the job if that has been done before in this step."""
+    """Make the step void, so that all members compute it anew; if that has been done before, so that all give it up and end."""
     if miscounted.generation != state.generation or miscounted.replica not in state.roster:
         return state, ()
-    reason = f"replica {miscounted.replica}: {miscounted.reason}"
-    if state.void is not None and state.void.step == miscounted.step:
-        detail = f"{reason}, and so it was when the step was computed for the first time; resume from the last checkpoint"
-        return _end(state, ExitCode.INVARIANT_VIOLATED, detail)
-    state = replace(state, void=Void(miscounted.step, state.generation + 1))
-    return _announce(state, (), f"step {miscounted.step} is computed anew: {reason}")
+    step, reason = miscounted.step, f"replica {miscounted.replica}: {miscounted.reason}"
+    if state.void is None or state.void.step != step:
+        return _announce(replace(state, void=Void(step, state.generation + 1)), (), f"step {step} is computed anew: {reason}")
+    reason = f"step {step} is given up: {reason}, and so it was when the step was computed for the first time"
+    void, requests = Void(step, state.generation + 1, gives_up=True), unite((state.requests, (MISCOUNTED,)))
+    return _announce(replace(state, void=void, requests=requests, miscount=reason), (), reason)
 
 
 def _on_finished(state: CoordinatorState, finished: Finished) -> Step:
@@ -520,11 +466,11 @@ def _on_finished(state: CoordinatorState, finished: Finished) -> Step:
     state = replace(state, finished=tuple(sorted((*state.finished, finished), key=lambda item: item.replica)))
     if {item.replica for item in state.finished} >= set(state.roster):
         return _finish(state)
-    return state, (Arm(f"finish {finished.replica}", "finish_timeout_s"),)
+    return state, (Arm(f"finish {finished.replica}", "finish_s"),)
 
 
 def _finish(state: CoordinatorState) -> Step:
-    return _end(state, *all_finished(state.finished))
+    return _end(state, *all_finished(state.finished, state.miscount, state.requests))
 
 
 def _on_exit_asked(state: CoordinatorState, asked: ExitAsked) -> Step:
@@ -555,4 +501,5 @@ TABLE: Mapping[type, Callable[[CoordinatorState, Any], Step]] = {
     TimerFired: _on_expired,
     ExitAsked: _on_exit_asked,
     Progressed: _on_progressed,
+    AtWork: _on_at_work,
 }

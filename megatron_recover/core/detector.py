@@ -5,7 +5,7 @@ time, the pages and the process states, and carries the effects out. The machine
 
 Note [How a hang is told from a slow operation]
     A rank is silent as long as its page shows no new operation. Only time that the driver looked at counts: a gap between two
-    looks counts as `GAP_S` at most, so an agent that was itself held up (a busy or suspended machine) accuses nobody.
+    looks counts as `Limits.gap_s` at most, so an agent that was itself held up (a busy or suspended machine) accuses nobody.
     A rank hangs in a phase after the larger of three times: a floor, `HANG_STEPS` typical steps, and twice the longest
     operation that any rank has finished in that phase. The floor and the steps are what the goals allow (an endless loop is
     fenced within 5 step times or 3 s, the larger). All figures are learned anew in every generation. Until a generation has
@@ -17,10 +17,19 @@ Note [Who may be fenced for a hang]
     A replica is condemned only while another replica is neither silent nor stopped. If all of them are, or only one is left,
     the cause is probably outside (a data disk that stalls) and a fence would end the job: the hang is named, and ended only
     after the user's deadline. A phase that leans on what replicas share (`LEANS_ON_OTHERS`: disks, mostly) is never evidence
-    before the deadline: a rank that is silent there is only named. The state of its process proves nothing: copying a
-    checkpoint into the page cache, reading samples and collecting garbage all run on a processor. The price is that an endless
-    loop in such a phase costs the deadline.
+    before the deadline: a rank that is silent there is only named. Nor is a compilation: how long the last one took says
+    nothing about this one. The state of its process proves nothing: copying a checkpoint into the page cache, reading samples
+    and collecting garbage all run on a processor. The price is that an endless loop in such a phase costs the deadline.
     A rank that waits for others never hangs: whoever keeps it waiting does.
+
+Note [At work]
+    A rank is at work if its page shows a phase whose length the rank itself decides, its process can run, and it would not be
+    condemned for its silence. Its peers, which wait for it in a sum, cannot know that; the coordinator is told which replicas
+    have such a rank (`AtWork`), and holds no wait for one against anybody (`core/coordinator.py`, Note [Waiting for one at
+    work]). A page that is torn or absent shows no work, and a replica of which a rank is stopped or gone is not at work. Saves
+    are left out: their leaders report them, and they have a time of their own. Between two computations no rank of a replica
+    may be at work for an instant, and who has just arrived at a sum may find that the others have just given it up: so work
+    counts for `Limits.after_work_s` after it was seen last.
 
 Note [Ranks that a tracer holds]
     A debugger, gcore or strace holds the process of a rank in state `t`, most often because somebody looks into the rank. Such
@@ -32,7 +41,7 @@ Note [Ranks that a tracer holds]
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from statistics import median
 from types import MappingProxyType
 
@@ -69,6 +78,8 @@ class Phase(enum.IntEnum):
     SAVE = 13
     BETWEEN = 14
     """Between two steps: logs, hooks of the script."""
+    DIGEST = 15
+    """Computing the digest of all state, between two steps."""
 
 
 COMPUTES = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.FIRST_STEPS, Phase.EVALUATION})
@@ -78,6 +89,9 @@ WAITS = frozenset({Phase.ORDERS, Phase.PIPELINE, Phase.REDUCTION})
 LEANS_ON_OTHERS = frozenset({Phase.LOADING, Phase.BUILDING_DATA, Phase.DATA, Phase.SAVE, Phase.BETWEEN})
 """Phases whose length a shared disk or service may decide."""
 
+BOUNDED_BY_NOTHING_SEEN = LEANS_ON_OTHERS | {Phase.COMPILING}
+"""Phases in which a silence is no evidence before the deadline. How long one graph compiles says nothing about the next."""
+
 EVERY_STEP = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.BETWEEN})
 """Phases that a training step goes through. When a step has ended, those that no look has met were shorter than a gap.
 
@@ -86,12 +100,12 @@ EVERY_STEP = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZ
 
 STOPPED, TRACED, UNINTERRUPTIBLE = "T", "t", "D"
 """States of a process, as in /proc/PID/stat."""
+CANNOT_RUN = frozenset({STOPPED, "Z", "X", ""})
+"""Stopped, or gone."""
 
-GAP_S = 0.25
-"""The longest time between two looks that counts."""
-HANG_FLOOR_S, HANG_STEPS = 2.2, 4.0
-STOP_FLOOR_S, STOP_STEPS = 0.5, 2.0
-"""After how long a stopped process is condemned: the larger of a floor and so many typical steps."""
+HANG_STEPS = 4.0
+STOP_STEPS = 2.0
+"""After how long a stopped process is condemned: the larger of a floor (`Limits.stopped_s`) and so many typical steps."""
 TIMES_LONGEST = 2.0
 OLDER = 2.0
 """Factor on figures of the generation before."""
@@ -188,7 +202,14 @@ class Condemned(Value, frozen=True):
     """Which microbatches the hang is charged to; None: none."""
 
 
-Effect = Named | Condemned
+class AtWork(Value, frozen=True):
+    """Effect: tell the coordinator. Comes when it changes, with all replicas that are at work now (Note [At work])."""
+
+    replicas: tuple[ReplicaId, ...]
+    """Sorted."""
+
+
+Effect = Named | Condemned | AtWork
 
 
 class Figures(Value, frozen=True):
@@ -215,11 +236,25 @@ class Watched(Value, frozen=True):
     """What was said of the rank since it showed progress."""
 
 
-class DetectorState(Value, frozen=True):
-    """What the detector knows. Start with `DetectorState(deadline_s)`."""
+class Limits(Value, frozen=True):
+    """The waits of a run that the detector keeps, in seconds. `Deadlines` says why each is as long as it is."""
 
     deadline_s: float
-    """The user's one deadline, in seconds."""
+    """The user's one deadline."""
+    gap_s: float
+    """The longest time between two looks that counts."""
+    stopped_s: float
+    """The floor below which no stopped process is condemned."""
+    hung_s: float
+    """The floor below which no rank hangs."""
+    after_work_s: float
+    """How long a replica counts as at work after it was seen at work."""
+
+
+class DetectorState(Value, frozen=True):
+    """What the detector knows. Start with `DetectorState(limits)`."""
+
+    limits: Limits
     now_s: float | None = None
     generation: Generation = 0
     ranks: Mapping[tuple[ReplicaId, int], Watched] = MappingProxyType({})
@@ -228,6 +263,10 @@ class DetectorState(Value, frozen=True):
     older: Figures = Figures()
     """Of the newest generation before it that had some."""
     condemned: frozenset[ReplicaId] = frozenset()
+    worked_s: Mapping[ReplicaId, float] = MappingProxyType({})
+    """When each replica was seen at work last."""
+    at_work: tuple[ReplicaId, ...] = ()
+    """As of the newest `AtWork`."""
 
 
 def typical_step_s(state: DetectorState) -> float | None:
@@ -245,17 +284,17 @@ def hang_limit_s(state: DetectorState, phase: Phase) -> float | None:
         longest_s = OLDER * state.older.longest_s[phase]
     if phase in WAITS or step_s is None or longest_s is None:
         return None
-    return max(HANG_FLOOR_S, HANG_STEPS * step_s, TIMES_LONGEST * longest_s)
+    return max(state.limits.hung_s, HANG_STEPS * step_s, TIMES_LONGEST * longest_s)
 
 
 def stop_limit_s(state: DetectorState) -> float:
     """Return after how many seconds a stopped process is condemned, and one that a tracer holds is named."""
-    return max(STOP_FLOOR_S, STOP_STEPS * (typical_step_s(state) or 0.0))
+    return max(state.limits.stopped_s, STOP_STEPS * (typical_step_s(state) or 0.0))
 
 
 def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect, ...]]:
     """Take one look. Effects are in no particular order; each rank is named once per silence, each replica condemned once."""
-    gap_s = 0.0 if state.now_s is None else min(max(0.0, look.now_s - state.now_s), GAP_S)
+    gap_s = 0.0 if state.now_s is None else min(max(0.0, look.now_s - state.now_s), state.limits.gap_s)
     if look.generation != state.generation:
         known = len(state.figures.steps_s) >= _ENOUGH_STEPS
         older = state.figures if known else state.older
@@ -276,7 +315,7 @@ def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect,
             done_s = _steps_done(before, watched.progress, counted_s)
             steps_s = (*steps_s, *done_s)[-_KEPT_STEPS:]
             for each in EVERY_STEP if done_s else ():
-                longest_s.setdefault(each, GAP_S)
+                longest_s.setdefault(each, state.limits.gap_s)
         ranks[key] = watched
     figures = Figures(steps_s, longest_s)
     state = replace(state, now_s=look.now_s, ranks=ranks, figures=figures)
@@ -321,7 +360,7 @@ def _judge(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effec
     ranks = dict(state.ranks)
     for sight in look.sights:
         watched = ranks.get((sight.replica, sight.rank))
-        if watched is None or (watched.quiet_s < STOP_FLOOR_S and not watched.stopped_s and sight.state != TRACED):
+        if watched is None or (watched.quiet_s < state.limits.stopped_s and not watched.stopped_s and sight.state != TRACED):
             continue
         verdict, limit_s = _verdict(state, watched, sight.state)
         if verdict in (Verdict.WORKING, Verdict.WAITING):
@@ -337,7 +376,7 @@ def _judge(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effec
         if verdict is Verdict.SLOW:
             continue
         silent.add(sight.replica)
-        if _is_evidence(named) or named.seconds >= state.deadline_s:
+        if _is_evidence(named) or named.seconds >= state.limits.deadline_s:
             known = accused.get(sight.replica)
             if known is None or (named.verdict is Verdict.STOPPED, named.seconds) > (
                 known.verdict is Verdict.STOPPED,
@@ -348,10 +387,31 @@ def _judge(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effec
     condemned = tuple(
         Condemned(named, _charge(named))
         for replica, named in accused.items()
-        if replica not in state.condemned and (others_live or named.seconds >= state.deadline_s)
+        if replica not in state.condemned and (others_live or named.seconds >= state.limits.deadline_s)
     )
     gone = state.condemned | {each.named.replica for each in condemned}
-    return replace(state, ranks=ranks, condemned=gone), (*effects, *condemned)
+    state, work = _see_work(replace(state, ranks=ranks, condemned=gone), look, accused)
+    return state, (*effects, *condemned, *work)
+
+
+def _see_work(state: DetectorState, look: Look, accused: Collection[ReplicaId]) -> tuple[DetectorState, tuple[AtWork, ...]]:
+    """Note which replicas are at work, those that are `accused` of hanging left out, and say so if it is news."""
+    still = {sight.replica for sight in look.sights if sight.state in CANNOT_RUN}
+    seen = {
+        sight.replica
+        for sight in look.sights
+        if sight.progress is not None and sight.progress.phase not in WAITS and sight.progress.phase is not Phase.SAVE
+    }
+    seen -= {*still, *accused, *state.condemned}
+    looked_at = {sight.replica for sight in look.sights}
+    worked_s = {
+        replica: seen_s
+        for replica, seen_s in {**state.worked_s, **dict.fromkeys(seen, look.now_s)}.items()
+        if replica in looked_at and look.now_s - seen_s <= state.limits.after_work_s
+    }
+    at_work = tuple(sorted(worked_s))
+    news = () if at_work == state.at_work else (AtWork(at_work),)
+    return replace(state, worked_s=worked_s, at_work=at_work), news
 
 
 def _verdict(state: DetectorState, watched: Watched, process: str) -> tuple[Verdict, float]:
@@ -364,8 +424,8 @@ def _verdict(state: DetectorState, watched: Watched, process: str) -> tuple[Verd
         return (Verdict.TRACED if watched.traced_s > limit_s else Verdict.WORKING), limit_s
     phase = watched.progress.phase
     if phase in WAITS:
-        return Verdict.WAITING, state.deadline_s
-    limit_s = min(hang_limit_s(state, phase) or state.deadline_s, state.deadline_s)
+        return Verdict.WAITING, state.limits.deadline_s
+    limit_s = min(hang_limit_s(state, phase) or state.limits.deadline_s, state.limits.deadline_s)
     if not state.generation:
         return Verdict.WORKING, limit_s  # the coordinator gives replicas their time to start
     if watched.quiet_s > limit_s:
@@ -377,7 +437,7 @@ def _is_evidence(named: Named) -> bool:
     """Return whether the silence is the rank's own, as far as can be seen."""
     if named.verdict is Verdict.TRACED:
         return False
-    return named.verdict is Verdict.STOPPED or named.phase not in LEANS_ON_OTHERS
+    return named.verdict is Verdict.STOPPED or named.phase not in BOUNDED_BY_NOTHING_SEEN
 
 
 def _charge(named: Named) -> Failing | None:

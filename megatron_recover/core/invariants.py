@@ -15,6 +15,7 @@ order in which they can have happened: cause before effect.
 - INV-6 single history: generations are consecutive, one roster each, nobody comes back; commits have all members' equal votes.
 - INV-7 least work: nothing is dealt that a member holds.
 - INV-3, INV-4 and INV-7 have one exception: a step that is made void (`values.Void`) begins anew for each member that enters.
+  It is given up only where it was void before, and then committed by all without a result.
 - INV-8 bounded waits, INV-9 progress: about what does *not* happen, so no single fact breaks them. The explorer raises them
   at states in which nothing can happen any more; a driver's deadline does in production.
 """
@@ -223,6 +224,8 @@ def _on_formed(history: History, fact: Formed) -> History:
     void = fact.void if fact.void is not None else history.void
     if void != history.void and void is not None and _step(history, void.step).record is not None:
         raise InvariantViolation(4, f"generation {fact.generation} makes step {void.step} void, which is committed")
+    if void is not None and void.gives_up and (history.void is None or history.void.step != void.step):
+        raise InvariantViolation(9, f"generation {fact.generation} gives step {void.step} up, which was not computed anew")
     return replace(history, rosters=(*history.rosters, fact.roster), outvoted=outvoted, steps=tuple(steps.items()), void=void)
 
 
@@ -333,6 +336,11 @@ def _on_committed(history: History, fact: Committed) -> History:
     step = _step(history, record.step)
     if step.record is not None and step.record != record:
         raise InvariantViolation(2, f"{who} as {record}, elsewhere it is {step.record}")
+    void = history.void
+    if record.gives_up != (void is not None and void.gives_up and void.step == record.step) or (
+        record.gives_up and record.versions
+    ):
+        raise InvariantViolation(1, f"{who} as {record}, where what is void is {void}")
     for item in record.versions if not fact.adopted else ():
         if wrong := _outvoted(history, fact.generation, item.version):
             raise InvariantViolation(2, f"{who}: in bucket {item.bucket} version {item.version} is what replicas {wrong} did")

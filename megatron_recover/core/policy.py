@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-from megatron_recover.core.values import ExitCode, Failing, Finished, Loss, LossKind
+from megatron_recover.core.values import ExitCode, Failing, Finished, Loss, LossKind, MicrobatchId
 
 EXIT = "exit: "
 """Requests that begin with this end the training loop at the step whose record carries them."""
 TOO_FEW = EXIT + "too few replicas"
+MISCOUNTED = EXIT + "a step was miscounted twice"
 MISSING = "the checkpoint is missing of iteration "
 """With the iteration behind it: request of a replica that has become the writer and finds that the dead one did not finish.
 After the step whose record carries it all replicas begin another save."""
@@ -24,6 +25,8 @@ UNSAVED = "the last checkpoint cannot be written"
 
 def exit_code(requests: Sequence[str]) -> int:
     """How a replica ends whose last record carries `requests`."""
+    if MISCOUNTED in requests:
+        return ExitCode.INVARIANT_VIOLATED  # also where the state could not be saved: a defect matters more than a full disk
     if UNSAVED in requests:
         return ExitCode.UNSAVED
     if TOO_FEW in requests:
@@ -87,8 +90,12 @@ def _charged(failing: Sequence[Failing], losses: Sequence[Loss]) -> list[Failing
     ]
 
 
-def poisoned(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int, str] | None:
+def poisoned(
+    failing: Sequence[Failing], losses: Sequence[Loss], samples: tuple[int, int] | None = None
+) -> tuple[int, str] | None:
     """The end of a job in which computing one microbatch has ended two replicas (INV-9), or None.
+
+    `samples`: those of every training step, and of every microbatch, where they are known and do not change.
 
     A replica that a signal from outside ended is not blamed on the microbatch at which its other ranks then raised, nor one in
     which a check failed. One that a signal of the computation or a hang ended is blamed on what the progress page names. Where
@@ -104,10 +111,20 @@ def poisoned(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int, s
     if one is None or other is None:
         return None
     named = f"microbatch {both[0]}" if len(both) == 1 else f"one of microbatches {', '.join(map(str, both))}"
+    which = _samples(one.label, both[0], *samples) if samples is not None and len(both) == 1 else ""
     return ExitCode.POISONED_MICROBATCH, (
-        f"computing {named} of {one.label} ended replicas {one.replica} and {other.replica}, "
+        f"computing {named} of {one.label}{which} ended replicas {one.replica} and {other.replica}, "
         f"so it is not dealt a third time: {other.error}"
     )
+
+
+def _samples(label: str, microbatch: MicrobatchId, of_step: int, of_microbatch: int) -> str:
+    """Return which samples a microbatch of a training step has, in words; nothing for an evaluation."""
+    kind, _, iteration = label.partition(" ")
+    if kind != "train" or not iteration.isdecimal():
+        return ""
+    first = (int(iteration) - 1) * of_step + microbatch * of_microbatch
+    return f" (samples {first} to {first + of_microbatch - 1} in the order of training, from 0)"
 
 
 def nobody_left(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int, str]:
@@ -126,12 +143,21 @@ def nobody_left(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int
     detail = "; ".join(f"replica {loss.replica}: {loss.kind.value} {loss.detail}".rstrip() for loss in losses)
     if any(loss.kind is LossKind.INVARIANT_VIOLATED for loss in losses):
         return ExitCode.INVARIANT_VIOLATED, f"a check inside the run failed ({detail}); read the log of that rank"
-    return ExitCode.NO_REPLICA_LEFT, f"no replica is left ({detail}); resume from the last checkpoint"
+    return ExitCode.NO_REPLICA_LEFT, f"no replica is left ({detail})"
 
 
-def all_finished(finished: Sequence[Finished]) -> tuple[int, str]:
-    """The end of a job whose members have all finished."""
+def all_finished(finished: Sequence[Finished], miscount: str, requests: Sequence[str] = ()) -> tuple[int, str]:
+    """The end of a job whose members have all finished.
+
+    `miscount`: why a step was given up, or nothing. `requests`: what the coordinator had the members ask for.
+    """
+    if miscount:
+        is_saved = all(item.is_saved for item in finished)
+        return ExitCode.INVARIANT_VIOLATED, f"{miscount}; the state before that step {'is' if is_saved else 'was not'} saved"
     code = max(item.exit_code for item in finished)
     if code == ExitCode.UNSAVED:
-        return code, "training ended, but its last checkpoint could not be written: resume from the newest one that was"
-    return code, "training finished" if code == ExitCode.OK else "training was asked to end and did"
+        return code, "training ended, but its last checkpoint could not be written"
+    if code == ExitCode.OK:
+        return code, "training finished"
+    why = " and ".join(request.removeprefix(EXIT) for request in requests if request.startswith(EXIT))
+    return code, f"all replicas ended after the same step, as asked for ({why or 'a time limit, or a signal to a rank'})"

@@ -11,7 +11,7 @@ Caller's contract (docs/protocol.md has all of it)
   feed `LinkLost(peer)`, never resend by yourself. Messages for a generation that the receiver has not heard of are fed as they
   come; the machine keeps the newest of each member.
 * `ToCoordinator` goes to the coordinator.
-* When `waiting_for(state)` has not been empty for the stall timeout, with no change of `state.phase`, `state.generation` or
+* When `waiting_for(state)` has not been empty for `stall_s`, with no change of `state.phase`, `state.generation` or
   `state.step`: feed `WaitExpired(generation, step)`. Messages that arrive meanwhile do not extend that time.
 * `Decided`, `Voted`, `Committed`, and the messages themselves are what the trace is written from.
 """
@@ -28,7 +28,7 @@ from megatron_recover.core.contribution import added
 from megatron_recover.core.digest import commitment, differences, summarize
 from megatron_recover.core.own_record import adopted, held_complete, own_record
 from megatron_recover.core.plan import fresh_plan, plan_of, results
-from megatron_recover.core.policy import exit_code
+from megatron_recover.core.policy import SAVED, exit_code
 from megatron_recover.core.quota import ticks
 from megatron_recover.core.recovery import recover
 from megatron_recover.core.replica_state import (
@@ -47,7 +47,7 @@ from megatron_recover.core.replica_state import (
     Word,
 )
 from megatron_recover.core.speed import learn, said
-from megatron_recover.core.tree import awaited, neighbours, told
+from megatron_recover.core.tree import neighbours
 from megatron_recover.core.values import (
     Apply,
     Begun,
@@ -78,7 +78,8 @@ from megatron_recover.core.values import (
     Vote,
     Votes,
 )
-from megatron_recover.core.vote import Disagreement, ballot_of, gather, tally, unite, voters_of
+from megatron_recover.core.vote import Disagreement, ballot_of, gather, tally, unite
+from megatron_recover.core.words import handed_on, heard_from, newest_of_each, told_at_once, waiting_for
 
 __all__ = [
     "Committed", "Decided", "Effect", "Input", "LinkLost", "Phase", "ReplicaState", "ToCoordinator", "ToPeers", "ToRanks",
@@ -99,20 +100,6 @@ def step(state: ReplicaState, message: Input) -> Step:
     if after.phase not in row.leads_to:
         raise ValueError(f"{state.phase} leads to {after.phase} on {type(message).__name__}, which the table does not list")
     return after, effects
-
-
-def waiting_for(state: ReplicaState) -> tuple[ReplicaId, ...]:
-    """Members whose message this replica needs before it can go on."""
-    if state.phase not in (Phase.EXCHANGING, Phase.VOTED):
-        return ()
-    return awaited(state.roster, state.replica, _heard(state), state.tree_above)
-
-
-def _heard(state: ReplicaState) -> frozenset[ReplicaId]:
-    """Members whose vote is here; before there is a plan, those whose status is."""
-    if state.phase in (Phase.PROMISING, Phase.EXCHANGING):
-        return frozenset(status.replica for status in state.statuses if status.generation == state.generation)
-    return voters_of(state.votes)
 
 
 def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
@@ -145,7 +132,8 @@ def _voided(state: ReplicaState, new: NewGeneration) -> ReplicaState:
         return state
     if state.work is None or new.void.step != state.step:
         return replace(state, void=new.void)
-    return replace(state, void=new.void, must_void=True, contributions=(), held=())
+    work = state.work.given_up() if new.void.gives_up else state.work
+    return replace(state, void=new.void, must_void=True, work=work, contributions=(), held=())
 
 
 def _on_promised(state: ReplicaState, report: Promised) -> Step:
@@ -168,11 +156,11 @@ def _on_promised(state: ReplicaState, report: Promised) -> Step:
         commitment(state.committed) if state.committed is not None else None,
         state.journal,
     )
-    before = _heard(state)
+    before = heard_from(state)
     entered = Entered(state.replica, state.generation, state.step, state.waited_for)
-    state = replace(state, phase=Phase.EXCHANGING, statuses=_keep(state.statuses, (status,)), waited_for=())
+    state = replace(state, phase=Phase.EXCHANGING, statuses=newest_of_each(state.statuses, (status,)), waited_for=())
     state, effects = _exchange(state, before)
-    return state, (ToCoordinator(entered), ToPeers(_told_at_once(state), status), *effects)
+    return state, (ToCoordinator(entered), ToPeers(told_at_once(state), status), *effects)
 
 
 def _on_status(state: ReplicaState, message: Status | Statuses) -> Step:
@@ -181,15 +169,17 @@ def _on_status(state: ReplicaState, message: Status | Statuses) -> Step:
         return state, ()
     if message.generation == state.generation and state.phase not in (Phase.PROMISING, Phase.EXCHANGING):
         return state, ()
-    before = _heard(state)
-    state = replace(state, statuses=_keep(state.statuses, message.statuses if isinstance(message, Statuses) else (message,)))
+    before = heard_from(state)
+    state = replace(
+        state, statuses=newest_of_each(state.statuses, message.statuses if isinstance(message, Statuses) else (message,))
+    )
     return _exchange(state, before) if state.phase is Phase.EXCHANGING else (state, ())
 
 
 def _exchange(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
     """Hand on what was not heard `before`; make the common plan once all statuses of the generation are here."""
     statuses = tuple(status for status in state.statuses if status.generation == state.generation)
-    effects = _handed_on(state, before, Statuses(state.replica, state.generation, statuses))
+    effects = handed_on(state, before, Statuses(state.replica, state.generation, statuses))
     if waiting_for(state):
         return state, effects
     recovery = recover(statuses, state.trusted_from, speeds=state.speeds, pipeline=state.shape.pipeline)
@@ -290,10 +280,10 @@ def _vote(state: ReplicaState) -> Step:
     trains = len(state.work.buckets) == len(state.shape.bucket_ranks)
     paces = said(state.speeds, state.replica, state.pace_ns if state.contributions else 0) if trains else ()
     record = replace(own_record(state), requests=state.requests, paces=paces)
-    summary, before = summarize(record), _heard(state)
+    summary, before = summarize(record), heard_from(state)
     vote = Vote(state.replica, state.generation, state.step, summary.digest, summary.outline, record.requests, record.paces)
     state, effects = _count(replace(state, phase=Phase.VOTED, votes=gather(state.votes, (ballot_of(vote),))), before)
-    return state, (Voted(record, state.generation), ToPeers(_told_at_once(state), vote), *effects)
+    return state, (Voted(record, state.generation), ToPeers(told_at_once(state), vote), *effects)
 
 
 def _on_vote(state: ReplicaState, message: Vote | Votes) -> Step:
@@ -304,14 +294,14 @@ def _on_vote(state: ReplicaState, message: Vote | Votes) -> Step:
         message = Votes(message.replica, message.generation, message.step, (ballot_of(message),))
     if (message.generation, message.step) != (state.generation, state.step) or message.replica not in state.roster:
         return state, ()
-    before = _heard(state)
+    before = heard_from(state)
     state = replace(state, votes=gather(state.votes, message.ballots))
     return _count(state, before) if state.phase is Phase.VOTED else (state, ())
 
 
 def _count(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
     """Hand on what was not heard `before`; commit once all have voted."""
-    effects = _handed_on(state, before, Votes(state.replica, state.generation, state.step, state.votes))
+    effects = handed_on(state, before, Votes(state.replica, state.generation, state.step, state.votes))
     outcome = tally(state.votes, state.roster)
     if outcome is None:
         return state, effects
@@ -409,38 +399,13 @@ def _on_ended(state: ReplicaState, report: Ended) -> Step:
     # All ranks, not only the leader's: the job's end must not find one that has not applied the last step.
     if len(state.ended) < state.shape.num_ranks:
         return state, ()
-    code = exit_code(state.committed.requests if state.committed is not None else ())
-    return state, (ToCoordinator(Finished(state.replica, code)),)
+    requests = state.committed.requests if state.committed is not None else ()
+    return state, (ToCoordinator(Finished(state.replica, exit_code(requests), SAVED in requests)),)
 
 
 def _on_stop(state: ReplicaState, stop: Stop) -> Step:
     """Order the ranks to stop; nothing follows."""
     return replace(state, phase=Phase.STOPPED), (ToRanks(stop),)
-
-
-# --- Small parts ---------------------------------------------------------------------------------------------------------
-
-
-def _told_at_once(state: ReplicaState) -> tuple[ReplicaId, ...]:
-    """Who hears this replica's own word from itself alone."""
-    if len(state.roster) > state.tree_above:
-        return ()
-    return neighbours(state.roster, state.replica, state.tree_above)
-
-
-def _handed_on(state: ReplicaState, before: frozenset[ReplicaId], message: Statuses | Votes) -> tuple[Effect, ...]:
-    """In a tree: `message`, all that is known now, for those whom what came since `before` completes."""
-    to = told(state.roster, state.replica, _heard(state), state.tree_above)
-    return (ToPeers(to, message),) if to and to != told(state.roster, state.replica, before, state.tree_above) else ()
-
-
-def _keep(known: tuple[Status, ...], said: tuple[Status, ...]) -> tuple[Status, ...]:
-    """Keep the newest status of each replica: bounded, and a member that sent a newer one has promised to leave the old."""
-    newest = {status.replica: status for status in known}
-    for status in said:
-        if status.replica not in newest or newest[status.replica].generation < status.generation:
-            newest[status.replica] = status
-    return tuple(newest[replica] for replica in sorted(newest))
 
 
 # --- The table -----------------------------------------------------------------------------------------------------------

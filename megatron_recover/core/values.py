@@ -27,6 +27,8 @@ ReplicaId = int
 Generation = int
 """The agreed membership number, from 1; strictly increasing."""
 BucketId = int
+GIVE_UP = "give up "
+"""With the label of a step behind it: the label of that step when it is given up."""
 Version = int
 MicrobatchId = int
 
@@ -65,6 +67,10 @@ class Work(Value, frozen=True):
     """Buckets that this step reduces (all for training, only the ledger for evaluation)."""
     digests: bool = False
     """Whether the step's record carries the state digest (`Record.state_digest`)."""
+
+    def given_up(self) -> Work:
+        """Return what is left of this step when it is given up (`Void.gives_up`): a record without results."""
+        return Work(f"{GIVE_UP}{self.label}", 0, (), self.digests)
 
 
 class Compute(Value, frozen=True):
@@ -117,6 +123,11 @@ class Record(Value, frozen=True):
     state_digest: int | None = None
     """Of the state that the step began with, over all ranks of a replica in rank order (`core/digest.py`); None unless
     `Work.digests`."""
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether the step is over without having changed anything (`Void.gives_up`)."""
+        return self.label.startswith(GIVE_UP)
 
 
 class Vote(Value, frozen=True):
@@ -417,6 +428,9 @@ class Void(Value, frozen=True):
     step: int
     since: Generation
     """Contributions and results of older generations are void."""
+    gives_up: bool = False
+    """The step was miscounted again when it was computed anew. It is committed without a result (`Work.given_up`), so that
+    nothing changes, and the job ends after it with its state saved."""
 
 
 class NewGeneration(Value, frozen=True):
@@ -516,6 +530,8 @@ class Finished(Value, frozen=True):
 
     replica: ReplicaId
     exit_code: int
+    is_saved: bool = False
+    """Whether its last record says that the checkpoint of its last state is there."""
 
 
 LeaderMessage = Hello | Entered | Requested | Busy | Failing | Diverged | Miscounted | Finished
@@ -537,9 +553,10 @@ class ExitCode(enum.IntEnum):
     DIVERGED = 12
     """Replicas disagree on results and no majority can say who is right."""
     NO_REPLICA_LEFT = 13
-    """All replicas died; resume from the last durable checkpoint."""
+    """All replicas died."""
     INVARIANT_VIOLATED = 14
-    """The checker, or a check inside the run, found a broken invariant."""
+    """A broken invariant was found, by the checker or inside the run; or a step was miscounted twice (the state before it is
+    saved if `--save` is set)."""
     INTERRUPTED = 15
     """A signal or time limit ended the run at a common step, with a checkpoint."""
     UNSAVED = 16

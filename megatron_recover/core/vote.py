@@ -7,9 +7,12 @@ missing vote means: nothing is known yet.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from megatron_recover.core.values import Ballot, ReplicaId, Value, Vote
+
+_SHOWN = 40
+"""Characters of a value in which members differ."""
 
 
 class Disagreement(Value, frozen=True):
@@ -26,19 +29,39 @@ def unite(requests: Iterable[Sequence[str]]) -> tuple[str, ...]:
 
 
 def disagreement(opinions: Mapping[ReplicaId, Hashable], subject: str) -> Disagreement | None:
-    """None if all opinions are equal, else who is in the minority. `subject` names what they are about."""
+    """None if all opinions are equal, else who is in the minority, and in which fields the opinions differ.
+
+    `subject` names what they are about.
+    """
     first = next(iter(opinions.values()), None)
     if all(opinion is first or opinion == first for opinion in opinions.values()):  # most often; hashing them takes longer
         return None
     groups: dict[Hashable, list[ReplicaId]] = {}
     for replica in sorted(opinions):
         groups.setdefault(opinions[replica], []).append(replica)
+    (one, mine), (other, theirs), *_ = groups.items()
     sides = " against ".join(str(group) for group in groups.values())
+    if found := list(_differences("", one, other)):
+        sides += f"; replicas {mine[0]} and {theirs[0]} differ in {', '.join(found)}"
     largest = max(groups.values(), key=len)
     if 2 * len(largest) <= len(opinions):
         return Disagreement((), f"replicas disagree on {subject}, and no majority says who is right: {sides}")
     minority = tuple(replica for replica in sorted(opinions) if replica not in largest)
     return Disagreement(minority, f"replicas disagree on {subject}: {sides}")
+
+
+def _differences(name: str, one: object, other: object) -> Iterator[str]:
+    """Yield each field in which two values differ, with both; nothing for opinions that have no fields."""
+    if isinstance(one, Value) and type(one) is type(other):
+        for field in one.__struct_fields__:
+            yield from _differences(f"{name}.{field}" if name else field, getattr(one, field), getattr(other, field))
+    elif name and one != other:
+        yield f"{name}: {_shortened(one)} against {_shortened(other)}"
+
+
+def _shortened(value: object) -> str:
+    text = value.hex() if isinstance(value, bytes) else repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def ballot_of(vote: Vote) -> Ballot:

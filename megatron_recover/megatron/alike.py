@@ -17,6 +17,8 @@ import torch
 
 _OF_ONE_RANK = frozenset({"rank", "local_rank"})
 _PACKAGES = ("torch", "megatron-core", "numpy", "megatron-recover")
+_DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+"""Arguments that name indexed data."""
 _LONGEST = 120
 """Characters of a value; what is longer is cut and told apart by a digest."""
 _BLOCK_BYTES = 2**16
@@ -45,13 +47,39 @@ def software(*, exact: bool) -> dict[str, str]:
 
 def data(args: Namespace) -> dict[str, str]:
     """Return a digest of each indexed data set that the arguments name: of its index, and of blocks of its samples."""
-    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-    words = [word for name in names for word in _words(getattr(args, name, None))]
-    return {
-        f"the data of {prefix}": " ".join(f"{ending[1:]} {_digest_of_file(prefix + ending)}" for ending in (".idx", ".bin"))
-        for prefix in dict.fromkeys(words)
-        if os.path.isfile(f"{prefix}.idx") and os.path.isfile(f"{prefix}.bin")
-    }
+    words = [word for name in _DATA_PATHS for word in _words(getattr(args, name, None))]
+    return {f"the data of {prefix}": _digest_of_data(prefix) for prefix in dict.fromkeys(words) if _is_indexed(prefix)}
+
+
+def samples(args: Namespace) -> dict[str, str]:
+    """Return what decides which samples a run reads, by name, wherever the files lie: for a run that resumes this one.
+
+    Unlike `data`, which names paths: those of all replicas are equal.
+    """
+    found: dict[str, str] = {}
+    for name in _DATA_PATHS:
+        flag, words = "--" + name.replace("_", "-"), _words(getattr(args, name, None))
+        prefixes = [word for word in words if _is_indexed(word)]
+        found |= {f"data set {number} of {flag}": _digest_of_data(each) for number, each in enumerate(prefixes, 1)}
+        if weights := [word for word in words if _is_number(word)]:
+            found[f"the weights of {flag}"] = _cut(" ".join(weights))
+    return found | {f"--{name}": str(getattr(args, name)) for name in ("split", "seed") if found and hasattr(args, name)}
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_indexed(prefix: str) -> bool:
+    return os.path.isfile(f"{prefix}.idx") and os.path.isfile(f"{prefix}.bin")
+
+
+def _digest_of_data(prefix: str) -> str:
+    return " ".join(f"{ending[1:]} {_digest_of_file(prefix + ending)}" for ending in (".idx", ".bin"))
 
 
 def _words(value: Sequence[str] | str | None) -> Sequence[str]:

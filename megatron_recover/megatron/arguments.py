@@ -153,6 +153,8 @@ REFUSALS = (
             "it needs the rerun mode", "use --chaos of megatron-recover run"),
     Refusal("--inprocess-restart", _set("inprocess_restart"), "two systems would watch and restart the same ranks", _DROP),
     Refusal("--enable-ft-package", _set("enable_ft_package"), "two systems would watch and restart the same ranks", _DROP),
+    Refusal("--distributed-timeout-minutes", _not("distributed_timeout_minutes", 10),
+            "every wait of a run follows from one deadline", "use --recover-deadline-s"),
     Refusal("--log-straggler", _set("log_straggler"), "every replica would open the same port", _DROP),
     Refusal("--adlr-autoresume", _set("adlr_autoresume"),
             "each replica would stop by itself", "send SIGTERM to megatron-recover run"),

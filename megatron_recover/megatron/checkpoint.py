@@ -39,7 +39,7 @@ from typing import IO, Any, Protocol
 from megatron_recover import trace
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.policy import MISSING, SAVED, UNSAVED
-from megatron_recover.deadlines import Deadlines
+from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.save_folder import TRACKER, SaveFolder, replace_tracker
 
@@ -102,16 +102,17 @@ class Checkpoints:
         *,
         agree: Callable[..., None],
         save: str | None,
+        samples: Mapping[str, str],
         deadlines: Deadlines,
         log: trace.Log,
         faults: FaultInjector | None,
     ) -> None:
         """`originals`: what Megatron has behind the seams `save_checkpoint`, `write_checkpoint` and `checkpoint_name`.
-        `agree(iteration, model, optimizer, scheduler)` returns when a record has carried the digest of that state. Create it
-        before the job can have saved anything to `save`.
+        `agree(iteration, model, optimizer, scheduler)` returns when a record has carried the digest of that state. `samples`
+        (`alike.samples`) is kept in each checkpoint. Create it before the job can have saved anything to `save`.
         """
         self._saver, self._originals, self._get_args, self._agree_on = saver, originals, get_args, agree
-        self._deadlines, self._faults = deadlines, faults
+        self._samples, self._deadlines, self._faults = samples, deadlines, faults
         self._record = trace.Recorder(log, replica=saver.replica, rank=saver.rank)
         self._folder = SaveFolder(save, deadlines.lock_s) if save is not None else None
         self._agreed: int | None = None
@@ -138,8 +139,16 @@ class Checkpoints:
 
     # --- Seams of Megatron -----------------------------------------------------------------------------------------------
 
+    def tell_what_was_loaded(self) -> None:
+        """Record where training begins. No seam: called once, when Megatron has loaded what there is to load."""
+        args = self._get_args()
+        if self._saver.rank == 0 and args.load is not None and not args.finetune:
+            self._record(trace.Checkpoint, iteration=args.iteration, phase="loaded", detail=str(args.load))
+
     def save_checkpoint_and_time(self, iteration: int, *args: Any, **kwargs: Any) -> None:
         """Stands in for Megatron's (seam `save_checkpoint`): compare the state of all replicas, then have one of them save."""
+        if self._folder is None or not iteration:
+            return  # a step was given up (`commit.OF_A_STEP_GIVEN_UP`), and there is no place or nothing to save
         if iteration != self._agreed and not self._is_what_was_loaded(iteration):
             self._save(iteration, *args, **kwargs)
 
@@ -184,6 +193,7 @@ class Checkpoints:
             raise InvariantViolation(6, f"iteration {self._writing} is to be saved, and all have agreed on {self._agreed}")
         if store.check([self._failure_key]):
             raise OSError(store.get(self._failure_key).decode())
+        self.folder.describe(self._samples)
         self.folder.publish()
         if self._faults is not None:
             self._faults.at(FaultPoint.CHECKPOINT_TRACKER, step=self._saver.step)
@@ -285,7 +295,7 @@ class Checkpoints:
         detail = (
             f"the checkpoint of iteration {iteration} could not be saved to --save {save} (free: {free}): {failure}; make room "
             "or make it writable. Training goes on; the next save point tries again, and the end of training for "
-            f"{self._deadlines.save_s:g} s (--recover-deadline-s {self._deadlines.deadline_s:g})"
+            f"{figure(self._deadlines.save_s)} s (--recover-deadline-s {self._deadlines.deadline_s:g})"
         )
         self._record(trace.Checkpoint, iteration=iteration, phase="failed", detail=detail)
         print(f"megatron-recover: {detail}", file=sys.stderr, flush=True)
@@ -327,7 +337,7 @@ class Checkpoints:
         """Whether nothing was trained since `iteration` was loaded from here: saving again could only damage it."""
         args = self._get_args()
         from_here = args.load is not None and os.path.realpath(args.load) == os.path.realpath(args.save)
-        return self._saver.step < 0 and from_here and self._agree(self.folder.named() == iteration)
+        return args.iteration == iteration and from_here and self._agree(self.folder.named() == iteration)
 
     def _agree(self, mine: bool) -> bool:
         """What rank 0 of the replica found: a shared file system may show its ranks different instants."""

@@ -8,6 +8,13 @@ Note [Who calls what]
     Megatron's training loop calls `CommitLoop.run` (through the seam `forward_backward`), which returns when the step is
     committed: the gradient buffers hold the step's gradient, and on the last stage the loss dictionaries of all M microbatches
     come back in the order of their ids, so everything after it (clip, optimizer, logging) is upstream's and sees a whole batch.
+
+Note [Giving up]
+    A step that is given up has read data and computed gradients, and neither is state. Optimizer, scheduler and the counters
+    of iterations and samples are upstream's, which touches them only after this loop has returned a gradient; the samples and
+    the random state of a microbatch are functions of its id. So upstream's own way out of a step whose result is not to be
+    trusted saves the state of the step before, by the seam that every save goes through. An evaluation ends with the losses
+    that it has; then the committed request to exit ends training where it ends it for any other reason.
 """
 
 from __future__ import annotations
@@ -46,6 +53,9 @@ from megatron_recover.megatron.stopwatch import Stopwatch
 from megatron_recover.megatron.work_queue import PlanningMember, WorkQueue
 from megatron_recover.progress_page import ProgressPage
 
+OF_A_STEP_GIVEN_UP = ({}, True, True, True, 0, None, None, None)
+"""What upstream's train_step returns where a result is not to be trusted: no losses, nothing is trained, save a checkpoint of
+the iteration before, and leave the training loop (the exit code follows from the record: `core.policy.exit_code`)."""
 _NUM_FIRST_STEPS = 2
 """Training steps of a process in which its libraries compile, tune and allocate."""
 
@@ -62,6 +72,10 @@ class Member(ReducingMember, PlanningMember, JournalKeeper, Protocol):
     def pass_ended(self, generation: int) -> None: ...
     def measured(self, num_microbatches: int, elapsed_ns: int) -> None: ...
     def raised(self, microbatches: Sequence[int], error: BaseException) -> None: ...
+
+
+class GivenUp(Exception):
+    """The training step of this rank is over without a gradient (`core.values.Void.gives_up`): ends upstream's train_step."""
 
 
 class HeldBy(enum.Enum):
@@ -93,12 +107,14 @@ class CommitLoop:
         faults: FaultInjector | None = None,
         gather: Gather = gather_over_replica,
         page: ProgressPage | None = None,
+        before_joining: Callable[[], None] = lambda: None,
     ) -> None:
         """`originals`: what Megatron has behind the seams of `replacements`. `seed(iteration, microbatch, chunk)` sets the
         random state; `iteration()` is Megatron's current one, from 1; `alike()` names what has to be equal on the same rank of
         all replicas (`megatron/alike.py`); `counters()` are scalars of the state (`State`). `page` shows what this rank does;
-        None: nobody looks.
+        None: nobody looks. `before_joining()` is called once, when Megatron has loaded what there is to load.
         """
+        self._before_joining = before_joining
         self._page = page or ProgressPage()
         self._in_work = InWork(None)
         self._num_trained = 0
@@ -119,6 +135,7 @@ class CommitLoop:
         self._applied: tuple[int, Apply, float | None] | None = None
         """The step whose optimizer has not run yet."""
         self._step = self._next_step = 0
+        self._has_given_up = False
 
     # --- seams -----------------------------------------------------------------------------------------------------------
 
@@ -140,10 +157,13 @@ class CommitLoop:
     ) -> Any:  # fmt: skip
         """Seam `train_step`: upstream's, after which the parameters that the optimizer has made are noted."""
         self.know_state(model, optimizer, opt_param_scheduler)
-        with self._fault_in_optimizer():
-            outcome = self._originals["train_step"](
-                forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, *args, **kwargs
-            )
+        try:
+            with self._fault_in_optimizer():
+                outcome = self._originals["train_step"](
+                    forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, *args, **kwargs
+                )
+        except GivenUp:
+            return OF_A_STEP_GIVEN_UP
         self.stepped()
         return outcome
 
@@ -188,6 +208,7 @@ class CommitLoop:
             show_compilations(self._page)
             self._reduction.parameters_checksum = combined([checksum(parameter) for parameter, _ in self._parameters])
             parts = self._parts(self._reduction)
+            self._before_joining()
             self._member.join(self._reduction.shape, hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest(), parts)
         return self._reduction
 
@@ -207,9 +228,12 @@ class CommitLoop:
     def run(self, **arguments: Any) -> list[dict[str, Tensor]]:
         """Stands for one call of upstream's forward-backward function: a whole step, shared by all replicas.
 
-        Returns the loss dictionaries of all ids in their order on the last stage, else an empty list. Raises ValueError for
+        Returns the loss dictionaries of all ids in their order on the last stage, else an empty list; that also for an
+        evaluation step that is given up and for all that follow it. Raises `GivenUp` in a training step that is, ValueError for
         `collect_non_loss_data`, which no replica has for the whole batch, and whatever `Member.next_order` raises.
         """
+        if self._has_given_up:  # the job ends at upstream's next step boundary
+            return []
         if arguments.get("collect_non_loss_data"):
             raise ValueError("process_non_loss_data_func is not supported: no replica sees the data of the whole batch")
         chunks = arguments["model"] if isinstance(arguments["model"], list) else [arguments["model"]]
@@ -230,7 +254,7 @@ class CommitLoop:
         order = self._member.next_order()
         reduction.first_generation = order.generation
         while not isinstance(order, Apply):
-            if order.work != work:
+            if order.work not in (work, work.given_up()):
                 raise RuntimeError(f"ordered to work on {order.work} where Megatron is at {work}")
             if order.voids:
                 reduction.void()
@@ -240,6 +264,13 @@ class CommitLoop:
                 self._member.pass_ended(order.generation)
                 self._reduce(order)
             order = self._member.next_order()
+        if order.record.gives_up:
+            self._has_given_up = True
+            self._applied = (step, order, None)
+            self.stepped(trained=False)
+            if not forward_only:
+                raise GivenUp(order.record.label)
+            return []
         return self._apply(order, reduction, chunks, arguments)
 
     def _reduce(self, order: Plan) -> None:
@@ -313,7 +344,10 @@ class CommitLoop:
 
     def _begin(self, work: Work, state: State) -> int:
         """Arrive at a step, with a fresh digest of the state that it begins with where its record carries one."""
-        digest = state.digest() if work.digests else None
+        digest = None
+        if work.digests:
+            with self._page.within(Phase.DIGEST):
+                digest = state.digest()
         if digest is not None:  # recorded before the leader can vote on it, so before the member says which step this is
             self._record(trace.StateDigested, step=self._next_step, label=work.label, digest=f"{digest:016x}")
         step = self._member.begin(work, digest=digest)

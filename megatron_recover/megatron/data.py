@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from megatron_recover.core.detector import Phase
+from megatron_recover.deadlines import figure
 from megatron_recover.progress_page import ProgressPage
 
 _LOCK_POLL_S = 0.05
@@ -159,7 +160,7 @@ def building_cache(directory: Path, patience_s: float) -> Iterator[None]:
         else:
             lock.seek(0)
             holder = lock.read().strip() or "another process"
-            print(f"{holder} has held {lock.name} for {patience_s:g} s: building the index beside it", file=sys.stderr)
+            print(f"{holder} has held {lock.name} for {figure(patience_s)} s: building the index beside it", file=sys.stderr)
         save = numpy.save
         numpy.save = _atomic(save)
         try:

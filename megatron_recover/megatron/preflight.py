@@ -114,6 +114,7 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--error-injection-rate": {"type": int, "default": 0},
     "--inprocess-restart": _ON,
     "--enable-ft-package": _ON,
+    "--distributed-timeout-minutes": {"type": int, "default": 10},
     "--log-straggler": _ON,
     "--adlr-autoresume": _ON,
     "--exit-signal-handler-for-training": _ON,

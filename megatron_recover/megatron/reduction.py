@@ -111,7 +111,7 @@ class Reduction:
         faults: FaultInjector | None = None,
     ) -> None:
         """`chunks`: upstream's DDP modules of this rank. Collective over the replica (`gather`)."""
-        self._config, self._member, self._faults = config, member, faults
+        self._member, self._faults = member, faults
         self._record = record or trace.Recorder(None, replica=member.replica, rank=member.rank)
         self.regions = find_regions(chunks, config.bucket_elements)
         local = [bucket for region in self.regions for bucket in region.buckets]
@@ -291,7 +291,7 @@ class Reduction:
         since = time.perf_counter()
         transport.sum_into(
             [source, provenance], [slot.result, slot.provenance], tag=self._tag(slot.id, 0),
-            deadline_s=self._config.deadlines.sum_s, probe=self._probe(slot.id, generation),
+            probe=self._probe(slot.id, generation),
         )  # fmt: skip
         self._complete(slot, generation, time.perf_counter() - since)
         return transport
@@ -333,9 +333,8 @@ class Reduction:
         if self._faults is not None:
             self._faults.at(FaultPoint.TRANSFER, step=self._step, bucket=slot.id)
         transport.copy_into(
-            [slot.result, slot.provenance], source=copy.source, targets=copy.members[1:], tag=self._tag(slot.id, 1),
-            deadline_s=self._config.deadlines.sum_s,
-        )  # fmt: skip
+            [slot.result, slot.provenance], source=copy.source, targets=copy.members[1:], tag=self._tag(slot.id, 1)
+        )
         if self._member.replica != copy.source:
             value = self._checksum(slot)
             if not is_once(slot.provenance, slot.num_lanes):

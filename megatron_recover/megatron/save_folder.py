@@ -17,15 +17,18 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL = ".partial"
 _LOCK = ".writer.lock"
+_SAMPLES = "samples.json"
+"""In the folder of each checkpoint."""
 _LOCK_POLL_S = 0.05
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -43,11 +46,7 @@ class SaveFolder:
 
     def named(self) -> int:
         """The iteration that the tracker names; -1 if there is none."""
-        try:
-            text = (self.path / TRACKER).read_text().strip()
-        except (FileNotFoundError, NotADirectoryError):
-            return -1
-        return int(text) if text.isdigit() else -1
+        return named_in(self.path)
 
     def has(self, iteration: int) -> bool:
         """Whether this job has saved `iteration` or a later one: a tracker that was there before it is no proof of that."""
@@ -80,6 +79,11 @@ class SaveFolder:
                 each.unlink()
         return [each.name for each in found]
 
+    def describe(self, samples: Mapping[str, str]) -> None:
+        """Put what decides which samples the run reads into the checkpoint that is being written. It is published with it."""
+        for each in self.partial.glob("iter_*"):
+            (each / _SAMPLES).write_text(json.dumps(samples))
+
     def publish(self) -> None:
         """What was written is complete: give it its name, durably."""
         for each in sorted(self.partial.iterdir()):
@@ -98,6 +102,24 @@ class SaveFolder:
         except (FileNotFoundError, NotADirectoryError):
             return None
         return status.st_ino, status.st_mtime_ns
+
+
+def named_in(path: Path) -> int:
+    """Return the iteration that the tracker of a folder of checkpoints names; -1 if there is none."""
+    try:
+        text = (path / TRACKER).read_text().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return -1
+    return int(text) if text.isdigit() else -1
+
+
+def samples_of(path: Path, iteration: int) -> dict[str, str] | None:
+    """Return what a checkpoint says of the samples that its run read, or None if it says nothing (older, or upstream's)."""
+    try:
+        found = json.loads((path / f"iter_{iteration:07d}" / _SAMPLES).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def replace_tracker(written: Path, tracker: Path) -> None:
@@ -133,7 +155,7 @@ def _renameat2(new: Path, old: Path) -> bool:
 def _sync_tree(folder: Path) -> None:
     """Have all of it on the disk, whichever process of this machine wrote it."""
     for parent, _, files in os.walk(folder, topdown=False):
-        for name in files:
+        for name in sorted(files):
             _sync(Path(parent, name))
         _sync(Path(parent))
 

@@ -160,6 +160,8 @@ class _Training:
         from megatron.training import pretrain as upstream
         from megatron.training import print_rank_0
 
+        from megatron_recover.megatron import resuming
+
         args, config = self._arguments(extra_args_provider, args_defaults)
         with bad_input_ends():
             if others.get("process_non_loss_data_func") is not None:
@@ -169,10 +171,12 @@ class _Training:
         if self._context.dry_run:
             with bad_input_ends(), contextlib.closing(_endpoint(config, self._context, self._key)):
                 configure(args)
+                resuming.judge(args, config.resume_data)
             return DRY_RUN_PASSED
+        if self._context.rank == 0 and (note := resuming.judge(args, "other")):
+            print(f"megatron-recover: {note}", flush=True)
         # Held to the end of this process: the replica's other ranks use it as long as they live.
-        timeout = timedelta(minutes=args.distributed_timeout_minutes)
-        store = join_store(self._context.rank, self._context.num_ranks, timeout)
+        store = join_store(self._context.rank, self._context.num_ranks, timedelta(seconds=config.deadlines.leader_s))
         member = self._member = self._create_member(config)
         checkpoints, loop = self._install(args, config, member)
         try:
@@ -220,6 +224,8 @@ class _Training:
             found += gpu_refusals(config.ranks_per_gpu, num_ranks=num_ranks, num_gpus=num_gpus)
             if found:
                 raise ValueError("\n".join(found))
+            # A collective inside a replica that ended before would end a replica that is only slow.
+            args.distributed_timeout_minutes = config.deadlines.deadline_s / 60
             return args, config
 
     def _create_member(self, config: RecoverConfig) -> Member:
@@ -235,6 +241,7 @@ class _Training:
     def _install(self, args: Namespace, config: RecoverConfig, member: Member) -> tuple[Checkpoints, CommitLoop]:
         from megatron.training import get_args
 
+        from megatron_recover.megatron import alike as parts
         from megatron_recover.megatron.boundary import Boundary
         from megatron_recover.megatron.checkpoint import Checkpoints, TrackerFile
         from megatron_recover.megatron.commit import CommitLoop
@@ -248,10 +255,12 @@ class _Training:
             iteration=lambda: args.curr_iteration + 1,
             alike=lambda: alike(args, rank=member.rank, exact=config.determinism == "exact"),
             counters=lambda: counters(args), log=self._log, faults=self._faults, page=self._page,
+            before_joining=lambda: checkpoints.tell_what_was_loaded(),
         )  # fmt: skip
         checkpoints = Checkpoints(
             member, originals, get_args, agree=lambda iteration, *state: loop.agree(f"save {iteration}", *state),
-            save=args.save, deadlines=config.deadlines, log=self._log, faults=self._faults,
+            save=args.save, samples=parts.samples(args) if args.save and member.rank == 0 else {},
+            deadlines=config.deadlines, log=self._log, faults=self._faults,
         )  # fmt: skip
         boundary = Boundary(member, checkpoints, originals["exit"], get_args)
         boundary.take_over(args)
@@ -282,7 +291,7 @@ def _endpoint(config: RecoverConfig, context: RankContext, key: bytes) -> Endpoi
     from megatron_recover.collectives.endpoints import open_endpoint
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return open_endpoint(config.transport, key=key, rank=context.rank, device=device)
+    return open_endpoint(config.transport, key=key, rank=context.rank, device=device, deadlines=config.deadlines)
 
 
 def _seeding(seed: int) -> Callable[[int, int, int], None]:

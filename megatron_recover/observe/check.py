@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover import trace
+from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.compare import Comparison, compare
 from megatron_recover.observe.gaps import LAUNCHER, Gaps
 from megatron_recover.observe.history import Finding, History, Line
@@ -128,7 +129,7 @@ def check(run_dir: Path, against: Path | None = None) -> Verdict:
     history, reference = History.read(run_dir), History.read(against) if against else None
     gaps, accounts, comparison = Gaps(history), Accounts(history), None
     found = _judge(history, gaps, [accounts])
-    unjudged = tuple(_not_judged(history, gaps))
+    unjudged = list(_not_judged(history, gaps))
     problems = [] if history.records or unjudged else ["no step was committed, so there is nothing to prove"]
     if history.first(trace.RunStarted) is None:
         problems.append("there is no run_started, so some rules have nothing to go by; check the whole trace")
@@ -136,8 +137,22 @@ def check(run_dir: Path, against: Path | None = None) -> Verdict:
         comparison = compare(history, reference, str(against))
         starts = [one.first(trace.RunStarted) for one in (history, reference)]
         problems += _differences(comparison, all(start and start.determinism == "exact" for start in starts))
+        if not _tells_parameters(comparison):
+            # Where the trace does not have the end of the run, that says nothing of the run.
+            (unjudged if _hides_end(history, gaps) else problems).append(
+                f"parameters cannot be compared with {against}: layouts or last steps differ, and so do the last checkpoints"
+            )
     summary = summarize(history, comparison, accounts, gaps)
-    return Verdict(history, reference, summary, found.violations(), tuple(problems), unjudged, dict(found.uncounted))
+    return Verdict(history, reference, summary, found.violations(), tuple(problems), tuple(unjudged), dict(found.uncounted))
+
+
+def _tells_parameters(comparison: Comparison) -> bool:
+    return comparison.param_bit_identical is not None or comparison.param_max_rel_diff is not None
+
+
+def _hides_end(history: History, gaps: Gaps) -> bool:
+    """Return whether the last step that was committed, or what its ranks wrote, may be missing."""
+    return history.first(trace.RunFinished) is None or gaps.hides_later or max(history.steps, default=-1) in gaps.touched
 
 
 def _not_judged(history: History, gaps: Gaps) -> Iterator[str]:
@@ -172,8 +187,6 @@ def _differences(comparison: Comparison, are_exact: bool) -> Iterator[str]:
             yield f"both runs are exact, but the parameters after the last step are not bit-identical to those of {against}"
         if comparison.loss_max_abs_diff:
             yield f"both runs are exact, but a loss differs from that of {against} by {comparison.loss_max_abs_diff:g}"
-    if comparison.param_bit_identical is None and comparison.param_max_rel_diff is None:
-        yield f"parameters cannot be compared with {against}: layouts or last steps differ, and so do the last checkpoints"
 
 
 def describe(verdict: Verdict) -> str:
@@ -205,12 +218,25 @@ def describe(verdict: Verdict) -> str:
         lines.append(f"against {summary.reference}: parameters {identical} ({differ}), losses {losses}")
     lines += [f"PROBLEM: {problem}" for problem in verdict.problems]
     lines += [f"NOT JUDGED: {what}" for what in verdict.not_judged]
-    if not verdict.is_finished:
+    if (ended := how_it_ended(history)) is not None:
+        lines.append(f"the run {ended}")
+    else:
         lines.append(
-            "UNFINISHED: the trace has no run_finished, so the run still goes on or was cut off (its launcher was killed); "
-            f"the above is about the first {summary.seconds:.0f} s"
+            "UNFINISHED: the trace has no run_finished, so the run still goes on, or its launcher was killed, or its disk did "
+            f"not take the end of the trace; the above is about the first {summary.seconds:.0f} s"
         )
     return "\n".join(lines)
+
+
+def how_it_ended(history: History) -> str | None:
+    """Return how the run ended and why, in words; None where the trace does not say that it has ended."""
+    ended = history.first(trace.RunFinished)
+    if ended is None:
+        return None
+    code = ended.exit_code
+    reasons = [event.reason for _, event in history.of(trace.Stopping) if event.exit_code == code]
+    reason = ended.reason or (reasons[-1] if reasons else "")
+    return f"ended with exit code {code} ({ExitCode.words(code)}){f': {reason}' if reason else ''}"
 
 
 def _detail(number: str, summary: Summary) -> str:

@@ -208,7 +208,9 @@ class DecidedOnce(Rule):
 
 # --- INV-5 ---------------------------------------------------------------------------------------------------------------
 
-_OF_OTHERS = (trace.Fenced, trace.SetAside, trace.Failure, trace.Fault, trace.Gap)
+_OF_OTHERS = (
+    trace.Fenced, trace.SetAside, trace.Failure, trace.Fault, trace.Gap, trace.RankSilent, trace.RankMoved,
+)  # fmt: skip
 """Events about a replica that others write, or that say nothing of what it does."""
 
 

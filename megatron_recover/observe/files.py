@@ -1,4 +1,4 @@
-"""Files that are whole or not there: what a reader, or a full disk, finds under their names is never the half of one."""
+"""Files of a run: where a rank's log is, and files that are whole or not there, whatever a full disk does."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+LOGS = "logs"
+"""The folder of a run directory that has the logs of its ranks."""
+
+
+def log_name(replica: int, rank: int) -> str:
+    """Return the path of a rank's log inside its run directory."""
+    return f"{LOGS}/replica-{replica}-rank-{rank}.log"
 
 
 @contextlib.contextmanager

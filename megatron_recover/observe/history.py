@@ -48,6 +48,16 @@ def is_agreement(label: str) -> bool:
     return label.startswith(("save ", "end "))
 
 
+def is_given_up(label: str) -> bool:
+    """Return whether the label is that of a step that was miscounted twice, and changed nothing."""
+    return label.startswith("give up ")
+
+
+def is_evaluation(label: str) -> bool:
+    """Return whether a step only computes losses."""
+    return not (is_training(label) or is_agreement(label) or is_given_up(label))
+
+
 def iteration_of(label: str) -> int:
     """Megatron's iteration in the label of a training step or of a save."""
     return int(label.split()[1])
@@ -74,7 +84,7 @@ class StepFacts(msgspec.Struct, gc=False):
     end: float
     """When the last of them did."""
     label: str | None = None
-    """Of its first plan, like `num_microbatches`; None where nobody planned it."""
+    """Of its first plan, like `num_microbatches`, or of that by which it is given up; None where nobody planned it."""
     num_microbatches: int | None = None
     planned_at: float | None = None
     """When the earliest of its plans was made."""
@@ -228,7 +238,7 @@ class History:
 
     def _planned(self, line: Line, event: trace.Plan) -> None:
         facts = self.steps[event.step]
-        if facts.label is None or facts.planned_at is None:
+        if facts.label is None or facts.planned_at is None or is_given_up(event.label):
             facts.label, facts.num_microbatches, facts.planned_at = event.label, event.num_microbatches, event.t
         else:
             facts.planned_at = min(facts.planned_at, event.t)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from megatron_recover import trace
 from megatron_recover.observe import charts
 from megatron_recover.observe.history import History
-from megatron_recover.observe.timeline import Episode, Span, Timeline, within
+from megatron_recover.observe.timeline import Episode, Span, Still, Timeline, within
 
 MAX_LANES = 24
 MIN_REPLICAS = 6
@@ -44,7 +44,9 @@ class Lane:
     computing: tuple[Bar, ...]
     reducing: tuple[Bar, ...]
     frozen: tuple[Bar, ...]
-    """Where its process was stopped."""
+    """Where its process was stopped by an injected fault, and nothing else says so."""
+    still: tuple[Bar, ...]
+    """Where it was judged to stand still, or waited for one that did."""
     gone: float | None
     """Where its process ended."""
     struck: tuple[float, ...]
@@ -145,7 +147,11 @@ def _group(timeline: Timeline, episode: Episode, x: charts.Scale, replica: int, 
     for rank in ranks:
         place = (replica, rank)
         gone = timeline.gone_at.get(place)
-        frozen = [(max(begin, x.low), min(end, x.high)) for begin, end in timeline.frozen.get(place, ())]
+        still = [one for one in timeline.still.get(place, ()) if one.begin < x.high and one.end > x.low]
+        frozen = [
+            (max(begin, x.low), min(end, x.high)) for begin, end in timeline.frozen.get(place, ())
+            if not any(one.kind == "stopped" and one.begin < end and one.end > begin for one in still)
+        ]  # fmt: skip
         lanes.append(
             Lane(
                 f"rank {rank}",
@@ -156,12 +162,20 @@ def _group(timeline: Timeline, episode: Episode, x: charts.Scale, replica: int, 
                     for begin, end in frozen
                     if begin < end
                 ),
+                tuple(_still(x, one) for one in still),
                 gone=x.at(gone) if gone is not None and gone <= x.high else None,
                 struck=tuple(x.at(at) for at in timeline.struck_at.get(place, ()) if x.low <= at <= x.high),
             )
         )
     is_lost = replica in episode.lost
     return Group(f"replica {replica}", tuple(_bar(x, span, 10.0) for span in phases), tuple(lanes), is_lost)
+
+
+def _still(x: charts.Scale, one: Still) -> Bar:
+    at = x.at(max(one.begin, x.low))
+    width = round(x.at(min(one.end, x.high)) - at, 3)
+    fits = [label for label in (one.text.partition(",")[0], one.kind) if width >= 0.45 * WIDE * len(label)]
+    return Bar(f"still {one.kind}", at, width, f"{one.text}, {one.end - one.begin:.2f} s", fits[0] if fits else "")
 
 
 def _bar(x: charts.Scale, span: Span, wide: float = WIDE) -> Bar:
@@ -183,6 +197,7 @@ def _marks(history: History, episode: Episode, x: charts.Scale) -> tuple[charts.
     """Lines through all lanes: fault, generations, the first and so deciding commit of the step."""
     found = [(episode.fault, "fault", "the fault")]
     found += [(one.t, f"generation {one.generation}", one.reason) for one in episode.generations]
+    found += [(event.t, "waits", event.reason) for _, event in history.of(trace.Waiting)]
     record = history.records.get(episode.step) if episode.step is not None else None
     if record is not None:
         found.append((record.t, "commit", f"{record.label} is committed"))

@@ -12,7 +12,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from megatron_recover import trace
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.gaps import Gaps
-from megatron_recover.observe.history import Finding, Findings, History, Line, is_agreement, is_training, iteration_of, who
+from megatron_recover.observe.history import (
+    Finding,
+    Findings,
+    History,
+    Line,
+    is_evaluation,
+    is_given_up,
+    is_training,
+    iteration_of,
+    who,
+)
 from megatron_recover.observe.replay import Taker
 from megatron_recover.observe.rule import Rule
 from megatron_recover.observe.step import Step
@@ -39,7 +49,7 @@ class AskedFor(Rule):
         self._asked = started.num_microbatches if started else None
         evaluations = (
             facts.num_microbatches for _, facts in sorted(history.steps.items())
-            if facts.label is not None and not is_agreement(facts.label) and not is_training(facts.label)
+            if facts.label is not None and is_evaluation(facts.label)
         )  # fmt: skip
         self._evaluated = next(evaluations, None)
 
@@ -47,8 +57,8 @@ class AskedFor(Rule):
         if self._asked is None or not step.plans:
             return
         line, plan = step.plans[0]
-        wanted = self._asked if is_training(plan.label) else self._evaluated
-        if not is_agreement(plan.label) and plan.num_microbatches != wanted:
+        wanted = self._asked if is_training(plan.label) else self._evaluated if is_evaluation(plan.label) else 0
+        if plan.num_microbatches != wanted:
             yield line, f"step {step.number} ({plan.label}) has {plan.num_microbatches} microbatches; {wanted} are asked for"
 
 
@@ -113,13 +123,16 @@ def _may_lie_between(gaps: Gaps, last: tuple[int, int], now: tuple[int, int]) ->
 
 
 def whole_records(history: History, step: Step) -> Findings:
-    """A step commits all buckets, an evaluation the ledger, each with the checksum of every rank that holds it."""
+    """A step commits all buckets, an evaluation the ledger, each with the checksum of every rank that holds it.
+
+    One that is given up commits none.
+    """
     buckets = tuple(range(len(history.bucket_ranks)))
     whole: set[tuple[int, str]] = set()
     for line, event in step.committed:
         if (id(event.versions), event.label) in whole:  # most commits share them (`Step.shared`)
             continue
-        expected = buckets if is_training(event.label) else buckets[-1:]
+        expected = () if is_given_up(event.label) else buckets if is_training(event.label) else buckets[-1:]
         committed = tuple(sorted(result.bucket for result in event.versions))
         if committed != expected:
             what = f"replica {event.replica} committed buckets {list(committed)} in step {event.step} ({event.label})"
@@ -299,7 +312,7 @@ class MembersHaveJoined(Rule):
 
 
 def honest_end(history: History, gaps: Gaps) -> Findings:
-    """The exit code is that of `stopping`; 0 means that what was begun was committed by all survivors."""
+    """The exit code is that of `stopping`, and 12 has votes that differ; with 0 all survivors committed what was begun."""
     found = history.of(trace.RunFinished)
     if not found:
         return
@@ -310,6 +323,8 @@ def honest_end(history: History, gaps: Gaps) -> Findings:
         yield line, f"the run ended with exit code {ended.exit_code}, but was stopping with {stops[-1]}"
     elif not stops and ended.exit_code in NEVER_ALONE and not gaps.of_launcher:
         yield line, f"the run ended with exit code {ended.exit_code}, but nothing says that it was stopping"
+    elif ended.exit_code == ExitCode.DIVERGED and not history.of(trace.Disagreed) and not gaps:
+        yield line, "the run ended because replicas disagreed, but none of them has written of a vote that differs from its own"
     if ended.exit_code != ExitCode.OK or history.last_step is None:
         return
     last = history.last_step

@@ -14,14 +14,14 @@ from typing import get_args
 import jinja2
 
 from megatron_recover import __version__, trace
-from megatron_recover.core.values import ExitCode
 from megatron_recover.observe import charts
-from megatron_recover.observe.check import SHOWN_VIOLATIONS, Verdict, Violation
+from megatron_recover.observe.check import SHOWN_VIOLATIONS, Verdict, Violation, how_it_ended
 from megatron_recover.observe.goodput import Goodput, StepTime
 from megatron_recover.observe.history import History, is_training, iteration_of
 from megatron_recover.observe.lanes import Picture, picture
 from megatron_recover.observe.perfetto import TRACE_FILE
 from megatron_recover.observe.rules import RULES
+from megatron_recover.observe.standstills import Standstill
 from megatron_recover.observe.summary import FaultSummary, RecoverySummary, Summary
 from megatron_recover.observe.timeline import MAX_DRAWN, Episode, Timeline
 
@@ -31,6 +31,8 @@ MAX_MARKS = 24
 """With more faults than this their lines in a chart bear no numbers: they would hide each other."""
 MAX_PICTURES = MAX_DRAWN
 MAX_QUOTA_ROWS = 60
+MAX_STANDSTILLS = 100
+"""With more standstills than this the longest are listed."""
 MAX_SEGMENTS = 32
 """With more members than this a row of quotas is told in words."""
 
@@ -41,10 +43,12 @@ def render(
     *,
     is_whole: bool = True,
     perfetto_file: str = TRACE_FILE,
+    links_to_logs: bool = True,
 ) -> str:
     """The page of a judged run; with the loss of a reference run beside its own.
 
-    `is_whole`: see `perfetto.write`; `perfetto_file`: what that wrote, beside the page.
+    `is_whole`: see `perfetto.write`; `perfetto_file`: what that wrote, beside the page. `links_to_logs`: the page lies in
+    the run directory, so that the logs of ranks can be linked to.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_recover.observe"), autoescape=True, undefined=jinja2.StrictUndefined,
@@ -73,7 +77,10 @@ def render(
         late_faults=late,
         num_pictures=sum(one.picture is not None for one in items),
         is_part=sum(one.picture is not None for one in items) == MAX_PICTURES,
-        any_frozen=bool(timeline.frozen),
+        still_kinds=_still_kinds(timeline),
+        standstills=_standstills(summary),
+        num_standstills=len(summary.standstills),
+        links_to_logs=links_to_logs,
         phases=get_args(trace.Phase),
         recoveries=[(one, _bar(one)) for one in summary.recoveries],
         slowest=max((one.total_s for one in summary.recoveries if one.total_s is not None), default=None),
@@ -152,10 +159,7 @@ def _status(verdict: Verdict) -> Status:
 
 def _ending(verdict: Verdict) -> str:
     """How the run ended, in words."""
-    code = verdict.summary.exit_code
-    if code is None:
-        return "has not ended"
-    return f"ended with exit code {code} ({ExitCode.words(code)})"
+    return how_it_ended(verdict.history) or "has not ended"
 
 
 @dataclass(frozen=True)
@@ -230,6 +234,20 @@ def _computing(recovery: RecoverySummary) -> str:
     told = [f"replica {replica}: {' '.join(map(str, ids))}" for replica, ids in recovery.computing.items()]
     rest = [f"{_plural(len(told) - MAX_SEGMENTS, 'more replica')}"] if len(told) > MAX_SEGMENTS else []
     return "; ".join([*told[:MAX_SEGMENTS], *rest])
+
+
+def _still_kinds(timeline: Timeline) -> list[str]:
+    """What the legend of the pictures has to explain."""
+    found = {one.kind for spans in timeline.still.values() for one in spans} | ({"stopped"} if timeline.frozen else set())
+    return [kind for kind in ("slow", "hung", "stopped", "traced", "waiting") if kind in found]
+
+
+def _standstills(summary: Summary) -> list[tuple[Standstill, float]]:
+    """What is listed, with how long each lasted in seconds, in the order of time."""
+    timed = [(one, (summary.seconds if one.end is None else one.end) - one.begin) for one in summary.standstills]
+    if len(timed) > MAX_STANDSTILLS:
+        timed = sorted(timed, key=lambda each: -each[1])[:MAX_STANDSTILLS]
+    return sorted(timed, key=lambda each: each[0].begin)
 
 
 def _points(history: History) -> list[tuple[float, float]]:

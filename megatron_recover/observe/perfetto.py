@@ -16,6 +16,7 @@ import msgspec
 from megatron_recover.observe.files import replacing
 from megatron_recover.observe.goodput import Goodput
 from megatron_recover.observe.history import History, is_training
+from megatron_recover.observe.standstills import standstills
 from megatron_recover.observe.summary import faults
 from megatron_recover.observe.timeline import MAX_SPANS, Span, Timeline
 
@@ -23,7 +24,9 @@ TRACE_FILE = "perfetto.json"
 
 
 _RECOVERY = 0
-_JOB_STEPS, _JOB_FAULTS = 1, 2
+_JOB_STEPS, _JOB_FAULTS, _JOB_STANDSTILLS = 1, 2, 3
+_STILL = 98
+"""Threads of a rank are a hundred apart; this one is after its sums."""
 
 
 def write(history: History, timeline: Timeline, place: Path) -> bool:
@@ -42,7 +45,7 @@ def write(history: History, timeline: Timeline, place: Path) -> bool:
 def events(history: History, timeline: Timeline, *, is_whole: bool = True) -> Iterator[dict[str, Any]]:
     """All events; unless `is_whole` those of ranks only where an episode is shown, and without steps around them."""
     labels = {step: facts.label for step, facts in history.steps.items() if facts.label is not None}
-    ranks = sorted(timeline.computing.keys() | timeline.reducing.keys())
+    ranks = sorted(timeline.computing.keys() | timeline.reducing.keys() | timeline.still.keys())
     for replica in sorted({replica for replica, _ in ranks} | timeline.recovering.keys()):
         yield from _named(replica + 1, f"replica {replica}", replica + 1)
         yield from _thread(replica + 1, _RECOVERY, "recovery", -1)
@@ -69,6 +72,14 @@ def _of_rank(timeline: Timeline, labels: dict[int, str], replica: int, rank: int
         more |= {"again": True} if span.is_again else {}
         more |= {"lost": True} if span.is_lost else {}
         yield _complete(process, thread, f"{span.kind} {span.number}", span, **more)
+    still = timeline.still.get((replica, rank), ())
+    if still:
+        yield from _thread(process, thread + _STILL, f"rank {rank} stands still", thread + _STILL)
+    for one in still:
+        yield {
+            "ph": "X", "pid": process, "tid": thread + _STILL, "name": one.kind, "cat": "standstill", "ts": _micros(one.begin),
+            "dur": _micros(one.end) - _micros(one.begin), "args": {"what": one.text},
+        }  # fmt: skip
     for row, spans in enumerate(_rows(reducing)):
         beside = thread + 1 + row
         yield from _thread(process, beside, f"rank {rank} sums", beside)
@@ -106,6 +117,7 @@ def _of_job(history: History, process: int) -> Iterator[dict[str, Any]]:
         yield _complete(process, _JOB_STEPS, one.label, Span("step", one.begin, one.end, one.step, 0), **more)
     for fault in faults(history):
         yield _instant(process, f"fault: {fault.words}", fault.t, fault)
+    yield from _standstills(history, process)
     for generation in history.generations.values():
         name = f"generation {generation.generation}" + (f": {generation.reason}" if generation.reason else "")
         yield _instant(process, name, generation.t, {"roster": generation.roster, "losses": generation.losses})
@@ -113,6 +125,24 @@ def _of_job(history: History, process: int) -> Iterator[dict[str, Any]]:
     for _, facts in sorted(history.steps.items()):
         if facts.loss is not None and facts.loss_at is not None and is_training(facts.loss_label or ""):
             yield _counter(process, "loss", facts.loss_at, facts.loss)
+
+
+def _standstills(history: History, process: int) -> Iterator[dict[str, Any]]:
+    """Standstills of leaders, of the coordinator and of the job, side by side where they overlap."""
+    found = [one for one in standstills(history) if one.rank is None]
+    ends: list[float] = []
+    for one in found:
+        end = history.seconds if one.end is None else one.end
+        row = next((row for row, before in enumerate(ends) if before <= one.begin), len(ends))
+        if row == len(ends):
+            ends.append(end)
+            yield from _thread(process, _JOB_STANDSTILLS + row, "standstills", _JOB_STANDSTILLS + row)
+        ends[row] = end
+        yield {
+            "ph": "X", "pid": process, "tid": _JOB_STANDSTILLS + row, "name": f"{one.who}: {one.verdict}", "cat": "standstill",
+            "ts": _micros(one.begin), "dur": _micros(end) - _micros(one.begin),
+            "args": {"what": one.where, "outcome": one.outcome},
+        }  # fmt: skip
 
 
 def _micros(seconds: float) -> int:

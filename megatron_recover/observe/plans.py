@@ -55,10 +55,11 @@ def deals_what_is_missing(history: History, step: Step) -> Findings:
         parts: dict[int, list[Ids]] = defaultdict(list)
         known: dict[tuple[int, ...], Ids] = {}
         for replica, (_, plan) in of_members.items():
-            for bucket, microbatches in enumerate(held.get((generation, replica), ())):
-                if microbatches not in known:
-                    known[microbatches] = Ids(microbatches)
-                parts[bucket].append(known[microbatches])
+            for one in held.get((generation, replica), ()):
+                if one.microbatches not in known:
+                    known[one.microbatches] = Ids(one.microbatches)
+                for bucket in one.buckets:
+                    parts[bucket].append(known[one.microbatches])
             for compute in plan.computes:
                 ids = Ids(compute.microbatches)
                 for bucket in compute.into:

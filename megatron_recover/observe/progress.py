@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_recover import trace
 from megatron_recover.flags import value_of
-from megatron_recover.observe.history import is_agreement, is_training
+from megatron_recover.observe.history import is_evaluation, is_training
 
 SHOWN_QUOTAS = 16
 """With more members than this their quotas are told as a range."""
@@ -32,7 +32,7 @@ class Progress:
         self._asked = ""
         """Why all replicas have been asked to end."""
         self._silent: dict[tuple[int, int], trace.RankSilent] = {}
-        """Ranks that are slow, hang or are stopped, until a step is committed or they are lost."""
+        """Ranks that are slow, hang or are stopped, until they show progress, a step is committed or they are lost."""
         self._step = -1
         self._since: float | None = None
         self._untold = False
@@ -50,7 +50,7 @@ class Progress:
                 self._since = event.t if self._since is None else self._since
                 if event.replica == min(event.roster) and is_training(event.label):
                     self._quotas = event.quotas
-            case trace.Committed() if event.step > self._step and not is_agreement(event.label):
+            case trace.Committed() if event.step > self._step and (is_training(event.label) or is_evaluation(event.label)):
                 told = self._rest()
                 self._seconds = None if self._since is None else event.t - self._since
                 self._step, self._label, self._since, self._loss = event.step, event.label, event.t, None
@@ -63,6 +63,8 @@ class Progress:
                 told = self._rest()
             case trace.RankSilent():
                 self._silent[event.replica, event.rank] = event
+            case trace.RankMoved():
+                self._silent.pop((event.replica, event.rank), None)
             case trace.RunFinished():
                 told = self._rest()
         return told

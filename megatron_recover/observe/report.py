@@ -26,7 +26,7 @@ def write(run_dir: Path, against: Path | None = None, place: Path | None = None)
     beside = run_dir / perfetto.TRACE_FILE if place is None else place.with_name(f"{place.stem}.{perfetto.TRACE_FILE}")
     is_whole = perfetto.write(history, timeline, beside)
     page_file = place or run_dir / page.PAGE_FILE
-    text = page.render(verdict, timeline, is_whole=is_whole, perfetto_file=beside.name)
+    text = page.render(verdict, timeline, is_whole=is_whole, perfetto_file=beside.name, links_to_logs=place is None)
     with replacing(page_file) as file:
         file.write(text.encode())
     if place is not None:

@@ -207,7 +207,10 @@ class Step:
         )))  # fmt: skip
 
     def take_status(self, line: Line, event: trace.Status) -> None:
-        contributions = tuple(self.shared(one) for one in event.contributions)
+        contributions = tuple(
+            trace.Contribution(buckets=self.shared(one.buckets), microbatches=self.shared(one.microbatches))
+            for one in event.contributions
+        )
         event = msgspec.structs.replace(event, contributions=contributions, complete=self.shared(event.complete))
         self.statuses.append((line, event))
         if event.finished:

@@ -18,8 +18,9 @@ from megatron_recover.observe.compare import Comparison
 from megatron_recover.observe.files import replacing
 from megatron_recover.observe.gaps import Gaps
 from megatron_recover.observe.goodput import Goodput
-from megatron_recover.observe.history import History, is_agreement, is_training
+from megatron_recover.observe.history import History, is_evaluation, is_training
 from megatron_recover.observe.replay import Taker, replay
+from megatron_recover.observe.standstills import Standstill, standstills
 from megatron_recover.observe.step import Step
 from megatron_recover.observe.work import Work
 
@@ -27,20 +28,22 @@ SUMMARY_FILE = "summary.json"
 
 
 class FaultSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that went wrong: injected (`point` is set) or from outside (`cause` only)."""
+    """One thing that went wrong: injected (`point` is set), or the end or standstill of a rank that nobody injected."""
 
     t: float
     """Seconds since the start of the run."""
     replica: int
     rank: int
     kind: str
-    """kill, stop, freeze, raise or slow; "external" for what nobody injected."""
+    """As in `faults.FaultKind`; where nobody injected it "external" for an end, hung, stopped or traced for a standstill."""
     point: str | None = None
     step: int | None = None
     label: str | None = None
     microbatch: int | None = None
     bucket: int | None = None
     cause: str | None = None
+    until: float | None = None
+    """When the rank that stood still went on, was fenced, or the run ended."""
 
     @property
     def where(self) -> str:
@@ -54,7 +57,7 @@ class FaultSummary(msgspec.Struct, frozen=True, kw_only=True):
         """The fault in words."""
         words = {
             "kill": "killed", "stop": "stopped", "freeze": "frozen", "raise": "raised an exception", "slow": "slowed down",
-            "external": "ended",
+            "loop": "caught in an endless loop", "external": "ended", "hung": "hung", "traced": "held by a tracer",
         }  # fmt: skip
         happened = words.get(self.kind, self.kind)
         return f"replica {self.replica} rank {self.rank} {happened} " + (
@@ -109,6 +112,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     faults: tuple[FaultSummary, ...]
     recoveries: tuple[RecoverySummary, ...]
+    standstills: tuple[Standstill, ...]
+    """Who was slow, silent, hung, stopped or traced, where, for how long, and what came of it."""
     microbatches_lost: int
     microbatches_redone: int
     microbatches_redone_in_schedule: int
@@ -135,16 +140,30 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     param_bit_identical: bool | None = None
 
 
+_SLACK_S = 1.0
+"""A fault that struck no longer than this before the last progress that was seen of a rank explains its standstill."""
+
+
 def faults(history: History) -> tuple[FaultSummary, ...]:
-    """Injected faults, and the first failure of every replica that had no injected one."""
-    found = [
+    """Injected faults, standstills that none of them explains, and the first failure of every replica that had neither."""
+    still = [one for one in standstills(history) if one.rank is not None and one.verdict != "slow"]
+    until: dict[int, float | None] = {}
+    found: list[FaultSummary] = []
+    explained = {event.replica for event in history.strikes}
+    for one in still:
+        strike = next((event for event in reversed(history.strikes) if _explains(event, one)), None)
+        if strike is not None:
+            until.setdefault(id(strike), _end(history, one))
+            continue
+        found.append(_of_standstill(history, one))
+        explained |= {one.replica} if one.lost_in is not None and one.replica is not None else set()
+    found += [
         FaultSummary(
             t=event.t, replica=event.replica, rank=event.rank, kind=event.kind, point=event.point, step=event.step,
-            label=history.label(event.step), microbatch=event.microbatch, bucket=event.bucket,
+            label=history.label(event.step), microbatch=event.microbatch, bucket=event.bucket, until=until.get(id(event)),
         )
         for _, event in history.of(trace.Fault)
     ]  # fmt: skip
-    explained = {event.replica for event in history.strikes}
     for line, event in history.of(trace.Failure):
         if event.replica not in explained:
             explained.add(event.replica)
@@ -158,14 +177,33 @@ def faults(history: History) -> tuple[FaultSummary, ...]:
     return tuple(sorted(found, key=lambda fault: fault.t))
 
 
+def _explains(strike: trace.Fault, one: Standstill) -> bool:
+    return strike.replica == one.replica and one.begin - _SLACK_S <= strike.t <= one.told_at
+
+
+def _end(history: History, one: Standstill) -> float:
+    return history.seconds if one.end is None else one.end
+
+
+def _of_standstill(history: History, one: Standstill) -> FaultSummary:
+    """The standstill of a rank as a fault that nobody injected."""
+    first = one.microbatches[0] if len(one.microbatches) == 1 else None
+    return FaultSummary(
+        t=one.begin, replica=one.replica or 0, rank=one.rank or 0, kind=one.verdict, cause=f"in {one.phase.replace('_', ' ')}",
+        step=one.step, label=history.label(one.step) or one.label or None, microbatch=first, until=_end(history, one),
+    )  # fmt: skip
+
+
 def struck_at(history: History) -> dict[int, float]:
-    """Generation -> when the first injected fault struck that it answers to; generations without one are left out.
+    """Generation -> when the first fault struck that it answers to; generations without one are left out.
 
     It answers to the newest fault of each replica that it lost, and to processes that were stopped since the generation
-    before: a replica that stood still may be suspected and yet go on.
+    before: a replica that stood still may be suspected and yet go on. A standstill that nobody injected struck with the last
+    progress before it.
     """
     found = {}
     before = 0.0
+    still = [one for one in standstills(history) if one.lost_in is not None and one.rank is not None]
     for one in history.generations.values():
         lost = {loss.replica for loss in one.losses}
         newest: dict[int, float] = {}
@@ -173,6 +211,9 @@ def struck_at(history: History) -> dict[int, float]:
             stood_still = fault.kind in STANDS_STILL and fault.t > before
             if fault.t <= one.t and (fault.replica in lost or stood_still):
                 newest[fault.replica] = fault.t
+        for each in still:
+            if each.lost_in == one.generation and each.replica is not None:
+                newest.setdefault(each.replica, each.begin)
         if newest:
             found[one.generation] = min(newest.values())
         before = one.t
@@ -266,7 +307,7 @@ def summarize(
     curve = [loss for label, loss in history.losses().items() if is_training(label)]
     return Summary(
         steps=len(training),
-        evaluation_steps=sum(not is_training(record.label) and not is_agreement(record.label) for record in records),
+        evaluation_steps=sum(is_evaluation(record.label) for record in records),
         microbatches_per_step=history.num_microbatches(training[-1]) if training else None,
         replicas_start=started.replicas if started else 0,
         replicas_end=len(newest.roster) if newest else 0,
@@ -275,6 +316,7 @@ def summarize(
         exit_code=ended.exit_code if ended else None,
         seconds=history.seconds,
         faults=faults(history),
+        standstills=standstills(history),
         recoveries=tuple(
             _recovery(history, one, strikes.get(one.generation), accounts.computing.get(one.generation, {}))
             for one in list(history.generations.values())[1:]

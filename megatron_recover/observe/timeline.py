@@ -17,6 +17,7 @@ from megatron_recover import trace
 from megatron_recover.faults import STANDS_STILL, FaultKind
 from megatron_recover.observe.details import Details, Window, collect
 from megatron_recover.observe.history import History, Numbered
+from megatron_recover.observe.standstills import standstills
 from megatron_recover.observe.summary import FaultSummary, faults, struck_at
 
 Rank = tuple[int, int]
@@ -73,6 +74,16 @@ class Episode:
         if not self.generations or fault.kind == FaultKind.SLOW.value:
             return not self.generations and fault.t == self.fault
         return self.fault <= fault.t <= (self.end if fault.replica in self.lost else self.generations[-1].t)
+
+
+@dataclass(frozen=True, slots=True)
+class Still:
+    """A time in which a rank showed no progress. Times are seconds since the start of the run."""
+
+    kind: Literal["slow", "hung", "stopped", "traced", "waiting"]
+    begin: float
+    end: float
+    text: str
 
 
 class Timeline:
@@ -169,10 +180,28 @@ class Timeline:
         thawed = [event for _, event in self._history.of(trace.Thawed)]
         for _, fault in self._history.of(trace.Fault):
             rank = (fault.replica, fault.rank)
-            if fault.kind in STANDS_STILL:
+            if fault.kind in STANDS_STILL and fault.kind != FaultKind.LOOP.value:
                 ends = [event.t for event in thawed if (event.replica, event.rank) == rank and event.t >= fault.t]
                 found[rank].append((fault.t, min([*ends, self.gone_at.get(rank, float("inf"))])))
         return dict(found)
+
+    @cached_property
+    def still(self) -> dict[Rank, list[Still]]:
+        """Rank -> when it was judged to stand still, and when it waited for one that did; no two of a rank overlap."""
+        judged: dict[Rank, list[Still]] = defaultdict(list)
+        waits: dict[Rank, list[Still]] = defaultdict(list)
+        for one in standstills(self._history):
+            if one.replica is None or one.rank is None or one.verdict in ("silent", "waiting"):
+                continue
+            end = self._history.seconds if one.end is None else one.end
+            text = f"{one.verdict} in {one.where}"
+            judged[one.replica, one.rank].append(Still(one.verdict, one.begin, end, text))
+            for replica, rank, since in one.waiting:
+                waits[replica, rank].append(Still("waiting", since, end, f"waits, as {one.who} is {one.verdict}"))
+        found = {}
+        for rank in sorted(judged.keys() | waits.keys()):
+            found[rank] = _free_of_overlaps([*judged[rank], *waits[rank]], self.gone_at.get(rank))
+        return found
 
     @cached_property
     def struck_at(self) -> dict[Rank, list[float]]:
@@ -266,7 +295,7 @@ class Timeline:
         if facts is None or facts.planned_at is None:
             return None
         begin = facts.planned_at
-        end = fault.t if facts.committed_at is None else max(fault.t, facts.committed_at)
+        end = max(fault.t, facts.committed_at or 0.0, fault.until or 0.0)
         return Episode((), fault.step, fault.t, end, min(begin, fault.t), end + max(0.05 * (end - begin), 1e-3))
 
     def _episode(self, group: list[trace.Generation]) -> Episode:
@@ -302,6 +331,17 @@ def within(spans: Iterable[Span], begin: float, end: float) -> list[Span]:
         for span in spans
         if span.end > begin and span.begin < end
     ]
+
+
+def _free_of_overlaps(spans: Iterable[Still], gone_at: float | None) -> list[Still]:
+    """In the order of time; what was judged first stands, and of a later one only what is beyond it."""
+    found: list[Still] = []
+    last = float("inf") if gone_at is None else gone_at
+    for one in sorted(spans, key=lambda each: (each.begin, each.kind == "waiting")):
+        begin = max([one.begin, *(each.end for each in found[-1:])])
+        if begin < min(one.end, last):
+            found.append(replace(one, begin=begin, end=min(one.end, last)))
+    return found
 
 
 def _slowness(one: Episode) -> tuple[bool, float]:

@@ -10,26 +10,43 @@ from collections.abc import Iterator
 
 from megatron_recover import trace
 from megatron_recover.observe.gaps import Gaps
-from megatron_recover.observe.history import Findings, History, Line
+from megatron_recover.observe.history import Findings, History, Line, is_given_up
 
 
 def void_for_a_reason(history: History, gaps: Gaps) -> Findings:
-    """INV-1: a step is made void because a member reported a miscount of it, once, and before anybody has committed it."""
-    told: dict[int, Line] = {}
+    """INV-1: a step is made void because a member reported a miscount of it, once, and before anybody has committed it.
+
+    If that was miscounted, too, it is given up, and its record says so.
+    """
+    told: dict[int, list[tuple[int, Line]]] = defaultdict(list)
     for line, event in history.of(trace.Miscounted):
-        told.setdefault(event.step, line)
+        told[event.step].append((event.generation, line))
     voided: dict[int, int] = {}
+    given_up: set[int] = set()
     for line, event in history.of(trace.Generation):
         if event.void is None or event.void[0] in gaps.touched:
             continue
         step, since = event.void
-        if told.get(step, line) >= line:
+        # Of the attempt that it ends: for a step that is given up that is the second one.
+        first = voided.get(step, 0) if event.gives_up and step not in given_up else 0
+        if not any(generation >= first and at < line for generation, at in told[step]):
             yield line, f"generation {event.generation} makes step {step} void, of which nobody has reported a miscount"
+        if event.gives_up and step not in voided:
+            yield line, f"generation {event.generation} gives step {step} up, which was not computed anew"
+        if event.gives_up and step not in given_up:
+            given_up.add(step)
+            voided[step] = since
         if voided.setdefault(step, since) != since:
             yield line, f"generation {event.generation} makes step {step} void for the second time"
         record = history.records.get(step)
         if event.generation == since and record is not None and record.line < line:
             yield line, f"generation {event.generation} makes step {step} void, which is committed"
+    for step, record in history.records.items():
+        if is_given_up(record.label) != (step in given_up) and step not in gaps.touched:
+            yield (
+                record.line,
+                f"step {step} was committed as {record.label!r}; it was {'' if step in given_up else 'not '}given up",
+            )
 
 
 def miscounts(history: History) -> Iterator[str]:

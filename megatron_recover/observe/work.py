@@ -73,8 +73,9 @@ def redone_in(step: Step) -> list[Redone]:
     dealt: dict[int, list[tuple[int, int, frozenset[int]]]] = defaultdict(list)
     for _, plan in step.plans:
         for one in plan.computes:
+            deal = plan.generation, plan.replica, frozenset(one.into)  # one for all of them: it has every bucket
             for microbatch in one.microbatches:
-                dealt[microbatch].append((plan.generation, plan.replica, frozenset(one.into)))
+                dealt[microbatch].append(deal)
     groups: dict[tuple[int, int], list[tuple[frozenset[int], Ids]]] = defaultdict(list)
     for (replica, _), work in step.ranks.items():
         for (generation, _, into), ids in work.groups.items():

@@ -7,6 +7,7 @@ import argparse
 import pytest
 
 from megatron_recover import cli, flags
+from megatron_recover.megatron.arguments import recover_flags
 
 NO_SCRIPT = "run: the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."
 
@@ -55,6 +56,23 @@ def test_every_verb_says_what_was_meant(words: str, expected: list[str], capsys:
     said = capsys.readouterr()
     assert (code, said.out) == (2, "")
     assert said.err.splitlines() == [f"megatron-recover {line}" for line in expected]
+
+
+@pytest.mark.parametrize(
+    ("flag", "remedy"),
+    [
+        ("--recover-save-timeout-s", "it was replaced by --recover-deadline-s, from which all waits follow; see "
+         "`megatron-recover explain timeouts`"),
+        ("--recover-stall-timeout-s", "it was replaced by --recover-deadline-s, from which all waits follow; see "
+         "`megatron-recover explain timeouts`"),
+        ("--recover-bogus", "x lists all"),
+        ("--recover-min-replica", "did you mean --recover-min-replicas?"),
+        ("--recover-digest-intervall", "did you mean --recover-digest-interval?"),
+        ("--recover-deadline", "did you mean --recover-deadline-s?"),
+    ],
+)  # fmt: skip
+def test_a_prefix_that_all_flags_have_makes_no_two_of_them_alike(flag: str, remedy: str) -> None:
+    assert flags.did_you_mean(flag, recover_flags(), "x lists all") == remedy
 
 
 def test_values_and_what_stands_behind_a_bare_dash_dash_are_no_flags() -> None:

@@ -22,6 +22,7 @@ from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from megatron_recover.megatron.arguments import recover_flags
 from megatron_recover.observe.plot import PLOT_FILE
@@ -127,11 +128,62 @@ def test_a_freeze_that_no_event_of_the_trace_can_end_is_refused() -> None:
         run._refuse_unseen([freeze], "faults")
 
 
-def test_a_size_of_a_file_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("existed", [False, True])
+@pytest.mark.parametrize("full", ["run.json", trace.EVENTS_FILE])
+def test_a_folder_that_takes_no_file_is_left_as_it_was(
+    full: str, existed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command is not refused when somebody has made room."""
+
+    class Unwritable:
+        def __init__(self, job: Job, **_: object) -> None:
+            self._folder = job.run_dir
+
+        def run(self) -> int:
+            (self._folder / "run.json").touch()
+            (self._folder / full).touch()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def release_signals(self) -> None:
+            pass
+
+    def job_of(arguments: Any, command: Any) -> tuple[Job, str]:
+        return Job(
+            argv=("script.py",), num_replicas=2, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(),
+            run_dir=create_run_dir(arguments.run_dir),
+        ), ""  # fmt: skip
+
+    monkeypatch.setattr(run, "_job", job_of)
+    monkeypatch.setattr(run, "Launcher", Unwritable)
+    folder = tmp_path / "run"
+    if existed:
+        folder.mkdir()
+    words = ["--replicas", "2", "--run-dir", str(folder), "--", "script.py"]
+    for _ in range(2):
+        assert run.main(words) == ExitCode.FAILED
+        assert "Make room there" in capsys.readouterr().err
+        assert folder.is_dir() == existed and not (existed and list(folder.iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("-1", "-1 is no number of bytes; write one like 268435456 or 256MiB"),
+        ("1TB", "1TB is no number of bytes; write one like 268435456 or 256MiB"),
+        ("100", "--trace-file-bytes is 100; it must be 0 (never) or at least 1048576 (1MiB)"),
+    ],
+)
+def test_a_size_of_a_file_that_cannot_be_is_refused(
+    text: str, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "script.py").touch()
     with pytest.raises(SystemExit):
-        run.main(["--replicas", "2", "--trace-file-bytes", "-1", "--", str(tmp_path / "script.py")])
-    assert "--trace-file-bytes is -1; it must be 0 (never) or more" in capsys.readouterr().err
+        run.main(["--replicas", "2", "--trace-file-bytes", text, "--", str(tmp_path / "script.py")])
+    assert remedy in capsys.readouterr().err
+
+
+def test_a_size_may_have_a_unit() -> None:
+    assert [run._bytes(text) for text in ("0", "1000", "4KiB", "1GiB", "256 MiB")] == [0, 1000, 4096, 2**30, 2**28]
 
 
 def test_help_lists_the_flags_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,9 +199,12 @@ def test_nobody_who_has_asked_twice_for_the_end_waits_for_a_plot(job: Job, monke
     assert run.main(COMMAND) == 130
 
 
-def told(capsys: pytest.CaptureFixture[str], job: Job) -> str:
-    """The one line that says why there is no report."""
+def told(capsys: pytest.CaptureFixture[str], job: Job, *, first: bool = False) -> str:
+    """The one line that says why there is no report. `first`: and that the disk has to be seen to first."""
     (line,) = capsys.readouterr().err.splitlines()
+    remedy = f"; see to the disk of {job.run_dir} first (if it is full, make room there); then `"
+    assert (remedy in line) is first
+    line = line.replace(remedy, "; `")
     assert line.endswith(f"; `{command_line('report', str(job.run_dir))}` makes them")
     return line.removeprefix("megatron-recover run: no summary and no plot: ").partition(";")[0]
 
@@ -191,7 +246,8 @@ def test_a_report_that_is_killed_changes_nothing(
 def test_a_report_that_hangs_is_ended_and_changes_nothing(
     stalled: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(finish, "DEADLINE_S", 0.5)
+    deadlines = msgspec.structs.replace(Deadlines.of(), report_s=0.5)
+    monkeypatch.setattr(RecoverConfig, "deadlines", deadlines)
     assert run.main(COMMAND) == ExitCode.OK
     assert told(capsys, stalled) == "the process that makes them was ended after 0.5 s"
     assert psutil.Process().children() == []
@@ -217,7 +273,16 @@ def test_a_disk_that_did_not_take_the_trace_is_not_asked_for_a_report(
     ends(monkeypatch, ExitCode.OK, is_recorded=False)
     monkeypatch.setattr(finish, "failure", lambda *arguments: pytest.fail("a process reads the trace"))
     assert run.main(COMMAND) == ExitCode.OK
-    assert told(capsys, stalled) == "the end of the trace could not be written"
+    assert told(capsys, stalled, first=True) == "the end of the trace could not be written"
+
+
+def test_a_disk_without_room_for_a_report_needs_room_first(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends(monkeypatch, ExitCode.OK)
+    monkeypatch.setattr(finish, "failure", lambda *arguments: os.strerror(errno.ENOSPC))
+    assert run.main(COMMAND) == ExitCode.OK
+    assert told(capsys, job, first=True) == "No space left on device"
 
 
 def test_a_report_that_cannot_be_written_changes_nothing(

@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,11 @@ import pytest
 
 from megatron_recover import cli, trace
 from megatron_recover.cli import top
+from megatron_recover.cluster.job import Job, write_description
+from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
+from megatron_recover.observe import launcher
+from megatron_recover.observe.launcher import RUN_FILE
 from tests.observe import traces
 
 
@@ -82,7 +87,39 @@ def test_in_a_pipe_silence_is_said_once_until_there_is_news(tmp_path: Path) -> N
     top.follow(place, shown, wait, lambda: clock[0])
     *steps, silence, end = shown.getvalue().splitlines()
     assert "nothing new" not in "".join(steps) and silence.startswith("train 5 | nothing new for 30 s | loss")
-    assert silence.endswith(" | the run may hang, or its launcher was killed") and end.startswith("ended with exit code 0")
+    assert silence.endswith(" | the run may hang, or its launcher was stopped or killed") and end.startswith(
+        "ended with exit code 0"
+    )
+
+
+def test_a_silent_run_is_told_with_how_its_launcher_is(tmp_path: Path) -> None:
+    (tmp_path / RUN_FILE).write_text("{}")
+    assert launcher.about(tmp_path).endswith("the run may hang, or its launcher was stopped or killed")
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        description = {"launcher": {"host": socket.gethostname(), "pid": process.pid, "began": launcher._stat(process.pid)[1]}}
+        (tmp_path / RUN_FILE).write_bytes(msgspec.json.encode(description))
+        assert launcher.about(tmp_path).startswith(f"its launcher (process {process.pid}) lives")
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert launcher.about(tmp_path) == f"its launcher is stopped: kill -CONT {process.pid}"
+        description["launcher"]["began"] += 1  # the process id is another process's now
+        (tmp_path / "again").mkdir()
+        (tmp_path / "again" / RUN_FILE).write_bytes(msgspec.json.encode(description))
+        assert "has ended: the run is over" in launcher.about(tmp_path / "again")
+    finally:
+        process.kill()
+        process.wait(10)
+    assert "has ended: the run is over" in launcher.about(tmp_path)
+    description["launcher"]["host"] = "elsewhere"
+    (tmp_path / RUN_FILE).write_bytes(msgspec.json.encode(description))
+    assert launcher.about(tmp_path).endswith(f"; look at process {process.pid} on elsewhere")
+
+
+def test_the_launcher_is_named_where_it_describes_its_run(tmp_path: Path) -> None:
+    job = Job(argv=("script.py",), num_replicas=2, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(), run_dir=tmp_path)
+    write_description(job)
+    assert launcher.about(tmp_path).startswith(f"its launcher (process {os.getpid()}) lives")
 
 
 def test_a_trace_that_is_removed_ends_it(tmp_path: Path) -> None:

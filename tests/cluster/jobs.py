@@ -28,6 +28,15 @@ ROOT = Path(__file__).resolve().parents[2]
 TOY = Path(__file__).with_name("toy.py")
 
 
+SUMS = ("connect_s", "slowest_s", "sum_s")
+"""The waits inside a sum."""
+
+
+def sums(seconds: float) -> dict[str, float]:
+    """The same wait for each part of a sum."""
+    return dict.fromkeys(SUMS, seconds)
+
+
 class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A toy job."""
 
@@ -38,7 +47,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     microbatches: int = 7
     config: RecoverConfig = RecoverConfig()
     deadlines: dict[str, float] = msgspec.field(
-        default_factory=lambda: {"sum_s": 5.0, "stall_s": 5.0, "finish_s": 5.0, "follow_s": 2.0}
+        default_factory=lambda: {**sums(5.0), "stall_s": 5.0, "finish_s": 5.0, "follow_s": 2.0}
     )
     """Waits that differ from those of the config's deadline (fields of `Deadlines`); `deadline_s` for the ranks only."""
     faults: tuple[Fault, ...] = ()
@@ -47,6 +56,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pace_s: float = 0.0
     """What a microbatch takes beside its arithmetic."""
     script: str = str(TOY)
+    sums_dir: str = ""
+    """Where ranks write what they have applied, if not in `run_dir`."""
     trace_level: trace.Level = "microbatches"
     trace_file_bytes: int = 0
     hasty: bool = False
@@ -71,7 +82,7 @@ class Outcome:
 
     def sums(self, replica: int, rank: int) -> list[dict]:
         """What a rank applied, step by step."""
-        path = Path(self.spec.run_dir) / f"sums-{replica}-{rank}.jsonl"
+        path = Path(self.spec.sums_dir or self.spec.run_dir) / f"sums-{replica}-{rank}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def assert_exactly_once(self) -> None:
@@ -120,7 +131,7 @@ class _Hasty(Launcher):
     Nothing in the protocol may rely on a fence that is quick: another node's agent may take as long as it likes.
     """
 
-    LATE = 20
+    LATE = 60
     """So many that it has done something since it was thawed, on a busy machine too."""
 
     def _spawn_all(self) -> None:
@@ -167,6 +178,7 @@ def main() -> int:
         "deadlines": spec.deadlines,
         "dropped": spec.dropped,
         "pace_s": spec.pace_s,
+        "sums_dir": spec.sums_dir,
     }
     os.chdir(ROOT)
     job = Job(

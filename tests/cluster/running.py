@@ -27,7 +27,7 @@ class Running:
     def __init__(self, spec: Spec, *, hangup: signal.Handlers = signal.SIG_DFL) -> None:
         """`hangup`: what its launcher finds SIGHUP set to."""
         self.spec = spec
-        self.output = Path(spec.run_dir).with_suffix(".out")
+        self.output = Path(spec.sums_dir or spec.run_dir).with_suffix(".out")
         with open(self.output, "wb") as output:
             self.launcher = subprocess.Popen(
                 command(spec), cwd=ROOT, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True,
@@ -46,10 +46,10 @@ class Running:
         return [each for each in self.processes if each not in (self.server, self.recorder)]
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        until_files(condition, what, Path(self.spec.run_dir), self.output.parent)
+        until_files(condition, what, Path(self.spec.sums_dir or self.spec.run_dir), self.output.parent)
 
     def num_applied(self) -> int:
-        path = Path(self.spec.run_dir) / "sums-0-0.jsonl"
+        path = Path(self.spec.sums_dir or self.spec.run_dir) / "sums-0-0.jsonl"
         return len(path.read_bytes().splitlines()) if path.exists() else 0
 
     def end(self, deadline_s: float = 30.0) -> Outcome:

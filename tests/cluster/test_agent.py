@@ -1,19 +1,28 @@
-"""Agent and fork server that run out of descriptors end the run with the remedy, not by an error of their own."""
+"""Agent and fork server that run out of descriptors, or lose each other, end the run as they should, not by an error."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import resource
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
+import psutil
 import pytest
 
-from megatron_recover.cluster import forkserver
+from megatron_recover.cluster import agent, forkserver
 from megatron_recover.cluster.agent import Agent, AgentLost
+from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.cluster.output import create
+from megatron_recover.collectives import wire
+from tests.cluster.waiting import until_ended, until_readable
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -24,7 +33,7 @@ class Served:
     def __init__(self, tmp_path: Path) -> None:
         self.agent = Agent.__new__(Agent)
         self.agent._control, self.server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.agent._log, self.agent._processes = tmp_path / "log", {}
+        self.agent._output, self.agent._processes = create(tmp_path / "log"), {}
         self.agent._decode = msgspec.json.Decoder(forkserver.Reply).decode
 
 
@@ -59,12 +68,16 @@ def test_a_launcher_without_a_descriptor_for_a_rank_says_so(tmp_path: Path, num_
     os.close(pidfd)
 
 
-def test_a_rank_whose_log_finds_no_descriptor_is_not_started_and_it_is_said(tmp_path: Path) -> None:
-    served = Served(tmp_path)
-    with descriptors_left(0), pytest.raises(AgentLost, match="ulimit -n"):
-        served.agent.spawn(0, 0, argv=("train.py",), environment={}, log=tmp_path / "rank.log")
-    for each in (served.server, served.agent._control):
-        each.close()
+def test_a_rank_whose_output_finds_no_descriptor_is_not_started_and_it_is_said(tmp_path: Path) -> None:
+    launcher = Launcher.__new__(Launcher)
+    launcher._job = SimpleNamespace(num_ranks=1, argv=("train.py",))
+    launcher._recording = SimpleNamespace(
+        descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: create(tmp_path / "rank.log")
+    )
+    launcher._sealed_key, launcher._ranks = -1, SimpleNamespace(spawn=lambda *arguments: pytest.fail("it was started"))
+    launcher._environment = lambda replica, rank, **others: {}
+    with wire.listen("127.0.0.1:0") as listening, descriptors_left(0), pytest.raises(AgentLost, match="ulimit -n"):
+        launcher._spawn_replica(0, listening, listening)
 
 
 def test_a_fork_server_without_descriptors_for_a_rank_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -77,3 +90,71 @@ def test_a_fork_server_without_descriptors_for_a_rank_says_so(tmp_path: Path, ca
             assert not server._serve()
     assert "ulimit -n" in capfd.readouterr().err
     server._selector.close()
+
+
+LAUNCHER = """
+import os, pathlib, select, signal, sys
+from megatron_recover.cluster.agent import Agent
+from megatron_recover.cluster.output import create
+folder = pathlib.Path(sys.argv[1])
+agent = Agent(preload=(), environment=dict(os.environ), output=create(folder / "server.log"))
+while not agent.is_ready():
+    select.select([agent.fileno()], [], [])
+for rank, script in enumerate(sys.argv[2:]):
+    agent.spawn(0, rank, argv=(script,), environment={}, output=create(folder / f"{rank}.log"))
+select.select([agent.fileno()], [], [])
+print(agent._server.pid, agent.pid(0, 0), flush=True)
+signal.pause()
+"""
+CHILD = """
+import subprocess
+subprocess.run(["sleep", "100"])
+"""
+
+
+def test_nothing_outlives_a_launcher_that_is_killed_while_a_reply_lies_unread(tmp_path: Path) -> None:
+    """The kernel reports an error before the end of the stream then: the fork server ended by it, and killed no group."""
+    scripts = [tmp_path / "lives.py", tmp_path / "ends.py"]
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    scripts[0].write_text(CHILD)
+    scripts[1].write_text("")
+    command = [sys.executable, str(tmp_path / "launcher.py"), str(tmp_path), *map(str, scripts)]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
+    assert launcher.stdout is not None
+    server, rank = map(psutil.Process, map(int, launcher.stdout.readline().split()))
+    said = os.open(f"/proc/{server.pid}/fd/2", os.O_RDONLY)
+    while not (children := rank.children()):
+        assert rank.is_running()
+    try:
+        launcher.kill()
+        until_ended([server, rank, *children])
+        assert b"Traceback" not in os.pread(said, 2**16, 0)
+    finally:
+        for each in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        launcher.wait()
+        launcher.stdout.close()
+        os.close(said)
+
+
+@pytest.mark.parametrize("when", ["before the request", "with the request unread"])
+def test_a_fork_server_that_is_killed_around_a_start_is_lost(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "_LOOK_S", 0.05)
+    made = Agent(preload=(), environment=dict(os.environ), output=create(tmp_path / "server.log"))
+    try:
+        until_readable(made.fileno(), made.is_ready, "the fork server")
+        if when == "before the request":
+            made._server.kill()
+            os.waitid(os.P_PID, made._server.pid, os.WEXITED | os.WNOWAIT)
+        else:
+            made._server.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, made._server.pid, os.WSTOPPED | os.WNOWAIT)
+            monkeypatch.setattr(made, "wake_server", lambda: made._server.kill() or True)
+        with pytest.raises(AgentLost, match="the fork server has ended"):
+            made.spawn(0, 0, argv=("train.py",), environment={}, output=create(tmp_path / "rank.log"))
+    finally:
+        monkeypatch.undo()
+        made.close()

@@ -14,11 +14,12 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.cluster.agent import Agent
+from megatron_recover.cluster.output import create
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from megatron_recover.observe.check import check, describe
-from tests.cluster.jobs import ROOT, Spec, command, run
+from tests.cluster.jobs import ROOT, SUMS, Spec, command, run
 from tests.cluster.running import FOR_EVER, Start
 from tests.cluster.waiting import until_ended, until_files, until_readable
 
@@ -133,7 +134,7 @@ def test_a_rank_that_ends_too_early_with_exit_code_0_is_a_loss(tmp_path: Path) -
 @pytest.mark.parametrize("rank", [0, 1])
 def test_inv_8_a_rank_that_is_stopped_after_the_last_commit_does_not_hang_the_job(tmp_path: Path, rank: int) -> None:
     stop = Fault(replica=1, rank=rank, point=FaultPoint.OPTIMIZER, step=3, kind=FaultKind.STOP)
-    job = spec(tmp_path, deadlines=dict.fromkeys(("sum_s", "stall_s", "finish_s", "follow_s"), 2.0), faults=(stop,))
+    job = spec(tmp_path, deadlines=dict.fromkeys((*SUMS, "stall_s", "finish_s", "follow_s"), 2.0), faults=(stop,))
     outcome = run(job, deadline_s=40.0)
     assert outcome.exit_code == 0, outcome.output
     outcome.assert_exactly_once()
@@ -260,10 +261,10 @@ def test_children_of_a_rank_die_with_it(tmp_path: Path) -> None:
         f"print(child.pid, file=open({str(tmp_path / 'pid')!r}, 'w'), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    agent = Agent(preload=(), environment=dict(os.environ), log=tmp_path / "log")
+    agent = Agent(preload=(), environment=dict(os.environ), output=create(tmp_path / "log"))
     try:
         until_readable(agent.fileno(), agent.is_ready, "the fork server")
-        agent.spawn(0, 0, argv=(str(script),), environment={}, log=tmp_path / "rank.log")
+        agent.spawn(0, 0, argv=(str(script),), environment={}, output=create(tmp_path / "rank.log"))
         ends = []
         until_readable(
             agent.fileno(), lambda: ends.extend(agent.poll()) or (ends and agent.is_fenced(0)), "the end of the rank"
@@ -287,7 +288,7 @@ def test_what_stands_still_is_told_from_what_runs(tmp_path: Path) -> None:
         f"pathlib.Path({str(tmp_path / 'went-on')!r}).touch()\n"
         f"open({str(gate)!r}).read()\n"
     )
-    agent = Agent(preload=(), environment=dict(os.environ), log=tmp_path / "log")
+    agent = Agent(preload=(), environment=dict(os.environ), output=create(tmp_path / "log"))
     try:
         until_readable(agent.fileno(), agent.is_ready, "the fork server")
         assert not agent.wake_server()
@@ -297,7 +298,7 @@ def test_what_stands_still_is_told_from_what_runs(tmp_path: Path) -> None:
         os.waitid(os.P_PID, agent._server.pid, os.WCONTINUED | os.WNOWAIT)
         assert not agent.wake_server()
 
-        agent.spawn(0, 0, argv=(str(script),), environment={}, log=tmp_path / "rank.log")
+        agent.spawn(0, 0, argv=(str(script),), environment={}, output=create(tmp_path / "rank.log"))
         with open(gate, "w"):  # it has got there
             assert not agent.is_stopped(0, 0)
         end = time.monotonic() + 10
@@ -321,14 +322,15 @@ def test_a_rank_inherits_what_is_handed_down_to_it_and_its_children_do_not(tmp_p
     )
     key, answer = os.memfd_create("key"), os.memfd_create("answer")
     os.write(key, b"secret")
-    agent = Agent(preload=(), environment=dict(os.environ), log=tmp_path / "log")
+    output = create(tmp_path / "rank.log")
+    agent = Agent(preload=(), environment=dict(os.environ), output=create(tmp_path / "log"))
     try:
         until_readable(agent.fileno(), agent.is_ready, "the fork server")
         handed_down = {"key": key, "answer": answer}
-        agent.spawn(0, 0, argv=(str(script),), environment={}, log=tmp_path / "rank.log", descriptors=handed_down)
+        agent.spawn(0, 0, argv=(str(script),), environment={}, output=output, descriptors=handed_down)
         ends = []
         until_readable(agent.fileno(), lambda: ends.extend(agent.poll()) or ends, "the end of the rank")
-        assert [end.cause for end in ends] == ["exit code 0"], (tmp_path / "rank.log").read_text()
+        assert [end.cause for end in ends] == ["exit code 0"], output.end()
         assert os.pread(answer, 100, 0) == b"secret"
     finally:
         agent.close()

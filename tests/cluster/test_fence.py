@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from megatron_recover.cluster.agent import Agent
+from megatron_recover.cluster.output import create
 from tests.cluster.waiting import until_ended, until_files, until_readable
 
 pytestmark = pytest.mark.timeout(60)
@@ -24,10 +25,10 @@ def test_a_fence_kills_the_children_of_a_rank_while_the_fork_server_stands_still
         f"pathlib.Path({str(child_file)!r}).write_text(f'{{child.pid}}.')\n"
         "child.wait()\n"
     )
-    agent = Agent(preload=(), environment=dict(os.environ), log=tmp_path / "log")
+    agent = Agent(preload=(), environment=dict(os.environ), output=create(tmp_path / "log"))
     try:
         until_readable(agent.fileno(), agent.is_ready, "the fork server")
-        agent.spawn(0, 0, argv=(str(script),), environment={}, log=tmp_path / "rank.log")
+        agent.spawn(0, 0, argv=(str(script),), environment={}, output=create(tmp_path / "rank.log"))
         until_files(lambda: child_file.exists() and child_file.read_text().endswith("."), "the child", tmp_path)
         child = psutil.Process(int(child_file.read_text()[:-1]))
         os.kill(agent._server.pid, signal.SIGSTOP)

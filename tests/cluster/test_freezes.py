@@ -12,13 +12,13 @@ import pytest
 from megatron_recover import trace
 from megatron_recover.cluster.thawing import Thawing
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
-from tests.cluster.jobs import Spec, run
+from tests.cluster.jobs import Spec, run, sums
 
 pytestmark = pytest.mark.timeout(90)
 
-PATIENT = {"sum_s": 300.0, "stall_s": 300.0, "finish_s": 300.0, "follow_s": 300.0}
+PATIENT = {**sums(300.0), "stall_s": 300.0, "finish_s": 300.0, "follow_s": 300.0}
 """Nobody is suspected."""
-SUSPICIOUS = {"sum_s": 2.0, "stall_s": 2.0, "finish_s": 2.0, "follow_s": 300.0}
+SUSPICIOUS = {**sums(2.0), "stall_s": 2.0, "finish_s": 2.0, "follow_s": 300.0}
 """Who is waited for too long is suspected, but given all the time to follow."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import subprocess
 from pathlib import Path
 
@@ -11,15 +13,17 @@ from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode, LossKind
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
+from megatron_recover.observe.check import check
 from tests.cluster.jobs import ROOT, Outcome, Spec, command, run
+from tests.cluster.running import FOR_EVER, Start
 from tests.cluster.waiting import until_files
 
 pytestmark = pytest.mark.timeout(90)
 
 PATIENT = RecoverConfig(deadline_s=4500.0)
 """Nothing but the detector ends a rank."""
-STEP = 12
-"""Late enough for the detector to know how long steps take."""
+STEP = 100
+"""Late enough for the detector to know how long steps take, which last some milliseconds here."""
 
 
 def strike(kind: FaultKind, replica: int, rank: int, point: FaultPoint, **where: int) -> Fault:
@@ -28,7 +32,7 @@ def strike(kind: FaultKind, replica: int, rank: int, point: FaultPoint, **where:
 
 def job(tmp_path: Path, *faults: Fault, **settings: object) -> Outcome:
     return run(
-        Spec(run_dir=str(tmp_path / "run"), steps=20, **({"config": PATIENT, "deadlines": {}} | settings), faults=faults)
+        Spec(run_dir=str(tmp_path / "run"), steps=STEP + 8, **({"config": PATIENT, "deadlines": {}} | settings), faults=faults)
     )  # type: ignore[arg-type]
 
 
@@ -46,6 +50,13 @@ def test_a_rank_that_is_stopped_costs_its_replica_and_no_timeout(tmp_path: Path,
     assert (silent.replica, silent.rank, silent.verdict, silent.state) == (1, rank, "stopped", "T")
     [lost] = [lost for event in outcome.of(trace.Generation) for lost in event.losses]
     assert lost.kind is LossKind.HUNG and "stopped" in lost.detail
+    waiting = {(each.replica, each.rank) for each in silent.waiting}
+    assert waiting and (1, rank) not in waiting, "the others wait for it, in phases whose length it decides"
+    assert {each.phase for each in silent.waiting} <= {"orders", "pipeline", "reduction"}
+    [still] = [one for one in check(tmp_path / "run").summary.standstills if one.verdict == "stopped"]
+    assert (still.replica, still.rank, still.lost_in) == (1, rank, 2)
+    [fault] = outcome.of(trace.Fault)
+    assert fault.t - 0.5 < still.last_progress <= fault.t + 0.05, "the newest operation that its page shows"
     # Its sibling runs, and writes where it waits; what is stopped can write nothing, and people are told so.
     assert "most recent call first" in log_of(tmp_path, 1, 1 - rank)
     assert "most recent call first" not in log_of(tmp_path, 1, rank)
@@ -80,7 +91,7 @@ def test_a_microbatch_that_hangs_two_replicas_stops_the_job_and_is_named(tmp_pat
 def test_the_last_replica_is_named_when_it_hangs_and_is_not_ended(tmp_path: Path) -> None:
     """That it is ended after the deadline is shown on a virtual clock (`tests/core/test_detector.py`)."""
     loop = strike(FaultKind.LOOP, 0, 0, FaultPoint.FORWARD, occurrence=1)
-    spec = Spec(run_dir=str(tmp_path / "run"), steps=20, replicas=1, config=PATIENT, deadlines={}, faults=(loop,))
+    spec = Spec(run_dir=str(tmp_path / "run"), steps=STEP + 8, replicas=1, config=PATIENT, deadlines={}, faults=(loop,))
     events = tmp_path / "run" / trace.EVENTS_FILE
     with open(tmp_path / "output", "wb") as output:
         launcher = subprocess.Popen(command(spec), cwd=ROOT, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
@@ -91,9 +102,32 @@ def test_the_last_replica_is_named_when_it_hangs_and_is_not_ended(tmp_path: Path
 
         until_files(is_named, "the hang in the trace", tmp_path / "run")
         until_files(lambda: "most recent call first" in log_of(tmp_path, 0, 0), "stacks", tmp_path / "run" / "logs")
+        log = tmp_path / "run" / "launcher.log"
+        until_files(lambda: "hung for" in log.read_text(), "the line about it", tmp_path / "run")
+        assert f"({tmp_path / 'run' / 'logs' / 'replica-0-rank-0.log'})" in log.read_text()
+        assert re.search(r"waited for until \d\d:\d\d:\d\d at the latest \(--recover-deadline-s ", log.read_text())
         assert launcher.poll() is None
         names = {trace.name_of(event) for _, event in trace.read(events)}
         assert "rank_silent" in names and not names & {"fenced", "failure", "stopping"}
     finally:
         launcher.kill()
         launcher.wait()
+
+
+def test_a_rank_that_goes_on_after_it_was_stopped_is_recorded_as_such(start: Start, tmp_path: Path) -> None:
+    """With one replica left nobody is fenced, so the rank may go on."""
+    job = start(Spec(run_dir=str(tmp_path / "run"), steps=FOR_EVER, replicas=1, config=PATIENT, deadlines={}))
+    events = tmp_path / "run" / trace.EVENTS_FILE
+    victim = job.ranks[-1]
+    victim.send_signal(signal.SIGSTOP)
+    job.until(lambda: b'"verdict":"stopped"' in events.read_bytes(), "the stop in the trace")
+    assert b'"event":"rank_moved"' not in events.read_bytes()
+    victim.send_signal(signal.SIGCONT)
+    job.until(lambda: b'"event":"rank_moved"' in events.read_bytes(), "the end of the stop in the trace")
+    job.launcher.send_signal(signal.SIGTERM)
+    outcome = job.end()
+    assert outcome.exit_code == ExitCode.INTERRUPTED, outcome.output
+    [still] = [one for one in check(tmp_path / "run").summary.standstills if one.verdict == "stopped"]
+    [silent] = [event for event in outcome.of(trace.RankSilent) if event.verdict == "stopped"]
+    [moved] = [event for event in outcome.of(trace.RankMoved) if (event.replica, event.rank) == (still.replica, still.rank)]
+    assert still.outcome == "went on by itself" and silent.t < (still.end or 0.0) <= moved.t

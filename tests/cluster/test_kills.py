@@ -8,7 +8,7 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
-from tests.cluster.jobs import Spec, run
+from tests.cluster.jobs import Spec, run, sums
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -121,7 +121,7 @@ def test_a_stopped_process_is_fenced(tmp_path: Path, rank: int, point: str) -> N
 def test_a_process_that_is_stopped_in_a_promise_is_fenced(tmp_path: Path) -> None:
     stop = Fault(replica=1, rank=1, point=FaultPoint.PROMISE, occurrence=2, kind=FaultKind.STOP)
     # The stall timeout would find it as well, much later.
-    deadlines = {"sum_s": 300.0, "stall_s": 300.0, "follow_s": 2.0}
+    deadlines = {**sums(300.0), "stall_s": 300.0, "follow_s": 2.0}
     outcome = run(Spec(run_dir=str(tmp_path / "run"), deadlines=deadlines, faults=(stop, fault("0 0 backward 1"))))
     outcome.assert_finished([2])
     assert {each.replica for each in outcome.of(trace.Fenced)} == {0, 1}

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import socket
+import typing
 from collections.abc import Iterator
 
 import pytest
 
 from megatron_recover import trace
 from megatron_recover.cluster.membership import Membership
+from megatron_recover.collectives import admission
 from megatron_recover.collectives.calling import OutgoingLink
 from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.wire import Announcement, LeaderHello, Message, Peer
 from megatron_recover.core.coordinator import Policy
+from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import Hello
 from tests.collectives.partners import KEY, call
 
@@ -51,10 +55,7 @@ class Town:
         raise AssertionError(f"in vain: {self.heard} {self.closed}")
 
 
-SETTINGS = (
-    "load_timeout_s", "start_timeout_s", "follow_timeout_s", "finish_timeout_s", "save_timeout_s",
-    "undecided_timeout_s", "grace_s",
-)  # fmt: skip
+SETTINGS = typing.get_args(Setting)
 
 
 @pytest.fixture
@@ -83,3 +84,26 @@ def test_a_greeting_for_another_is_refused_and_the_right_ones_start_the_job(
     town.turn(lambda: len(town.announced()) == 3)
     assert set(town.announced()) == {(0, 1, 2)}
     assert all(link.proven for link in links) and town.closed == [me]
+
+
+def test_a_coordinator_rests_from_strangers_once_the_job_has_started(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before that it expects leaders, and accepts without a rest."""
+    monkeypatch.setattr(admission, "REST_S", 1000.0)
+    host, _, port = town.membership.address.rpartition(":")
+
+    def strangers_come() -> int:
+        for _ in range(40):
+            strangers.append(socket.create_connection((host, int(port))))
+        before = len(town.membership._gate._unproven)
+        for _ in range(20):
+            town.loop.run_once(0.0)
+        return len(town.membership._gate._unproven) - before
+
+    strangers: list[socket.socket] = []
+    assert strangers_come() == 40
+    for replica in range(3):
+        town.call(Party(Role.LEADER, replica), Hello(replica, "f"))
+    town.turn(lambda: len(town.announced()) == 3)
+    assert strangers_come() == admission.UNEXPECTED_AT_ONCE
+    for each in strangers:
+        each.close()

@@ -1,46 +1,457 @@
-"""What a rank prints on a full disk is lost, and nothing else is."""
+"""What ranks print is memory first: no rank waits for whoever copies it to its log, and what is lost is counted there."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
+import resource
+import signal
 import subprocess
-import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from megatron_recover import trace
+from megatron_recover.cluster import output as outputs
 from megatron_recover.cluster.agent import Agent
+from megatron_recover.cluster.logs import Outputs, _Log
+from megatron_recover.cluster.output import KEPT_BYTES, Output, OutputLedger, Who, create, create_output_ledger, limit_bytes
+from megatron_recover.core.values import ExitCode
+from megatron_recover.deadlines import Deadlines
+from tests.cluster.recordings import Run
 from tests.cluster.waiting import until_readable
 
+pytestmark = pytest.mark.timeout(60)
+
 PROGRAM = """
-import logging, sys, traceback
-print("x" * 100_000, flush=True)
+import logging, os, subprocess, sys, traceback
+print("x" * 1_000_000)
 print("to stderr", file=sys.stderr)
 logging.getLogger().warning("a warning")
 sys.stdout.write("é\\n")
+os.write(2, b"past Python\\n")
+subprocess.run(["echo", "of a child"])
 try:
     raise ValueError("something")
 except ValueError:
     traceback.print_exc()
-print("on its way out")
+print("last words")
+"""
+SAID = ("x" * 1_000_000, "to stderr", "a warning", "é", "past Python", "of a child", "ValueError: something", "last words")
+NOTE = rb"\nmegatron-recover: (\d+) bytes of output were lost while the disk stood still\n"
+
+
+NATIVE = """
+import ctypes, os, signal, sys
+libc = ctypes.CDLL(None)
+libc.printf(b"native code\\n")
+print("Python")
+"""
+ENDS = {
+    "a SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
+    "an abrupt end": "os._exit(3)",
+    "an error": 'libc.printf(b"and the rest")\nraise SystemExit(3)',
+}
+NOISY = """
+import ctypes
+ctypes.CDLL(None).printf(b"native chatter\\nand more")
+print("chatter of Python")
+print("and the rest", end="")
 """
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("place", ["/dev/full", "log"])
-def test_a_rank_prints_to_a_full_disk_and_goes_on(place: str, tmp_path: Path) -> None:
-    script, log = tmp_path / "script.py", tmp_path / place
-    script.write_text(PROGRAM + f"open({str(tmp_path / 'end')!r}, 'w').write('reached')\n")
-    agent = Agent(preload=(), environment=dict(os.environ), log=tmp_path / "server.log")
+def start_agent(output: Output, folder: Path, *preload: str) -> Agent:
+    """Start an agent whose fork server imports modules of `folder`."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    paths = os.pathsep.join([str(folder), os.getcwd()])
+    return Agent(preload=preload, environment=environment | {"PYTHONPATH": paths}, output=output)
+
+
+def spawned(script: Path, output: Output, *, server: Output | None = None, preload: tuple[str, ...] = ()) -> int:
+    """Run a script as a rank, and return how that ended. `server`: what the fork server prints into."""
+    agent = start_agent(server or create(script.with_suffix(".server.log")), script.parent, *preload)
     try:
         until_readable(agent.fileno(), agent.is_ready, "the fork server")
-        agent.spawn(0, 0, argv=(str(script),), environment={}, log=log)
+        agent.spawn(0, 0, argv=(str(script),), environment={}, output=output)
         ends = []
         until_readable(agent.fileno(), lambda: ends.extend(agent.poll()) or ends, "the end of the rank")
-        assert [end.status for end in ends] == [0] and (tmp_path / "end").read_text() == "reached"
+        return ends[0].status
     finally:
         agent.close()
-    if place == "log":
-        plain = subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, check=True).stdout.decode()
-        for line in [*plain.splitlines(), "to stderr", "ValueError: something"]:
-            assert line in log.read_text(), "where there is room, everything is there"
+
+
+def resident(output: Output) -> int:
+    """Return how much memory an output takes."""
+    return os.fstat(output.descriptor).st_blocks * 512
+
+
+# --- A rank ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recorder", ["runs", "is stopped", "is gone"])
+def test_a_rank_prints_as_much_as_it_likes_whatever_the_recorder_does(
+    recorder: str, record: Callable[..., Run], tmp_path: Path
+) -> None:
+    """It is killed in the end: what it said last is there all the same."""
+    run = record()
+    run.until_it_records()
+    if recorder != "runs":
+        os.kill(run.pid, signal.SIGSTOP if recorder == "is stopped" else signal.SIGKILL)
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM + "import signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    output = run.output()
+    assert spawned(script, output) == -signal.SIGKILL
+    assert output.end().endswith("last words\n"), "in memory at once"
+    run.finish()
+    written = output.log.read_text()
+    for text in SAID:
+        assert text in written
+    assert written.endswith("last words\n") and oct(output.log.stat().st_mode & 0o777) == "0o600"
+
+
+def test_a_shell_that_opens_its_stderr_by_name_empties_what_waits_and_goes_on(
+    record: Callable[..., Run], tmp_path: Path
+) -> None:
+    """As with a log that is a file: `echo > /dev/stderr` cuts it."""
+    run = record()
+    output = run.output()
+    run.until(output.log.exists, "the log")
+    os.write(output.descriptor, b"before\n")
+    run.until(lambda: output.log.read_bytes() == b"before\n", "the first line")
+    subprocess.run(["bash", "-c", "echo cut > /dev/stderr"], stderr=output.descriptor, check=True)
+    run.until(lambda: output.log.read_bytes() == b"before\ncut\n", "the line of the shell")
+    os.write(output.descriptor, b"a longer line, after that\n")
+    run.finish()
+    assert output.log.read_bytes() == b"before\ncut\na longer line, after that\n"
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_native_code_prints_is_there_whatever_ends_the_rank(end: str, tmp_path: Path) -> None:
+    """C's stdout is a buffer of its own, of whole blocks where it is no terminal: the reason of NCCL was lost with it."""
+    script, output = tmp_path / "script.py", create(tmp_path / "rank.log")
+    script.write_text(NATIVE + ENDS[end])
+    assert spawned(script, output) == (-signal.SIGKILL if end == "a SIGKILL" else 3)
+    assert output.end() == "native code\nPython\n" + ("and the rest" if end == "an error" else "")
+
+
+def test_what_imports_print_is_in_the_log_of_the_fork_server_and_in_no_other(tmp_path: Path) -> None:
+    (tmp_path / "noisy.py").write_text(NOISY)
+    script, server, output = tmp_path / "script.py", create(tmp_path / "server.log"), create(tmp_path / "rank.log")
+    script.write_text("print('of the rank')")
+    assert spawned(script, output, server=server, preload=("noisy",)) == 0
+    assert output.end() == "of the rank\n"
+    assert [server.end().count(text) for text in ("native chatter\n", "and more", "of Python\n", "and the rest")] == [1] * 4
+
+
+def test_what_imports_print_is_there_while_they_last(tmp_path: Path) -> None:
+    """Who looks why a start takes so long finds what was said until then."""
+    (tmp_path / "stuck.py").write_text(NOISY + "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n")
+    server = create(tmp_path / "server.log")
+    agent = start_agent(server, tmp_path, "stuck")
+    try:
+        os.waitid(os.P_PID, agent._server.pid, os.WSTOPPED | os.WNOWAIT)
+        assert server.end() == "native chatter\nchatter of Python\n"
+    finally:
+        agent.close()
+
+
+# --- The disk ----------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_full_disk_does_not_take_waits_for_room_and_the_trace_does_not_wait_for_it(
+    record: Callable[..., Run],
+    capfd,  # noqa: ANN001
+) -> None:
+    run = record()
+    run.until_it_records()
+    soft = resource.prlimit(run.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (20_000, soft[1]))
+    output, other = run.output(0), run.output(1)
+    text = b"".join(b"line %d\n" % number for number in range(10_000))
+    os.write(output.descriptor, text)
+    os.write(other.descriptor, b"short\n")
+    shown: list[str] = []
+
+    def console() -> str:
+        shown.append(capfd.readouterr().out)
+        return "".join(shown)
+
+    run.until(lambda: "WARNING: what ranks print cannot be written" in console(), "a warning")
+    run.until(lambda: other.log.exists() and other.log.read_bytes() == b"short\n", "the other log")
+    assert output.log.read_bytes() == b"", "a part of a chunk was left there"
+    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, soft)
+    run.until(lambda: "what ranks print is written again" in console(), "word that it is over")
+    run.finish()
+    assert output.log.read_bytes() == text and console().count("WARNING: what ranks print") == 1
+
+
+def test_a_log_that_cannot_be_written_costs_that_log_and_is_told_at_the_end(record: Callable[..., Run], capfd) -> None:  # noqa: ANN001
+    run = record()
+    output = run.recording.output(run.run_dir / "gone" / "rank.log")
+    os.write(output.descriptor, b"1234")
+    run.recording.record(trace.RunFinished(exit_code=0))
+    assert run.recording.finish(ExitCode.OK, "training finished"), "the trace is whole"
+    out, err = capfd.readouterr()
+    assert "4 bytes that ranks have printed are missing in" in err and "No such file" in err
+    assert "exit code 0 (ok): training finished" in out and "the end of the trace is missing" not in err
+
+
+@pytest.mark.parametrize("who", Who)
+def test_memory_is_bounded_while_nobody_copies_and_what_is_lost_is_counted_in_the_log(
+    who: Who, record: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher drops what a stopped recorder leaves; the recorder, what its own thread leaves that waits for a disk."""
+    limit = 2**21
+    monkeypatch.setattr(outputs, "limit_bytes", lambda num_processes: limit)
+    run = record()
+    output = run.output(1)
+    if who is Who.RECORDER:
+        os.mkfifo(output.log)  # opening it blocks
+    run.until_it_records()
+    if who is Who.LAUNCHER:
+        os.kill(run.pid, signal.SIGSTOP)
+    else:
+        monkeypatch.setattr(run.recording, "_drop_output", lambda: None)
+    lines = [b"%07d%s\n" % (number, b"x" * 1016) for number in range(4096)]
+    begin = time.monotonic()
+    for number, line in enumerate(lines):
+        os.write(output.descriptor, line)
+        if number % 512 == 511:
+            run.until(lambda: resident(output) <= limit, "the oldest to be dropped")
+    assert output.end().endswith(lines[-1].decode()) and time.monotonic() - begin < 15.0
+    if who is Who.LAUNCHER:
+        os.kill(run.pid, signal.SIGCONT)
+    else:
+        reader = subprocess.Popen(["cat", str(output.log)], stdout=os.open(tmp_path / "read", os.O_WRONLY | os.O_CREAT))
+    run.finish()
+    written = output.log.read_bytes() if who is Who.LAUNCHER else (reader.wait(10.0), (tmp_path / "read").read_bytes())[1]
+    [lost] = re.findall(NOTE, written)
+    before, after = re.split(NOTE, written)[0], re.split(NOTE, written)[2]
+    everything = b"".join(lines)
+    assert everything.startswith(before) and everything.endswith(after) and len(after) > limit / 2
+    assert len(before) + int(lost) + len(after) == len(everything), "what is lost is all counted"
+    assert f"WARNING: {int(lost)} bytes that ranks have printed are lost so far" in capfd.readouterr().out
+
+
+def test_memory_of_what_is_in_the_log_is_given_back(record: Callable[..., Run]) -> None:
+    run = record()
+    output = run.output()
+    for _ in range(32):
+        os.write(output.descriptor, b"x" * 999_999 + b"\n")
+        run.until(lambda: resident(output) <= KEPT_BYTES + 2**16, "memory to be given back")
+    assert len(output.end()) == KEPT_BYTES
+    run.finish()
+    assert output.log.stat().st_size == 32_000_000
+
+
+def test_memory_is_kept_until_the_console_has_had_it_too(tmp_path: Path) -> None:
+    made, ledger = create(tmp_path / "log"), OutputLedger(create_output_ledger())
+    os.write(made.descriptor, b"x" * 5 * KEPT_BYTES)
+    log = _Log(0, made, ledger, is_shown=True)
+    while log.copy():
+        pass
+    assert resident(made) == 5 * KEPT_BYTES and made.log.stat().st_size == 5 * KEPT_BYTES
+    ledger.show(0, 5 * KEPT_BYTES)
+    assert not log.copy() and resident(made) == KEPT_BYTES
+
+
+# --- A recorder that dies ----------------------------------------------------------------------------------------------------
+
+
+def test_recorders_that_are_killed_again_and_again_lose_nothing_and_write_nothing_twice(
+    record: Callable[..., Run], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = record()
+    output, number, shown = run.output(), 0, ""
+    for _ in range(3):
+        size = output.log.stat().st_size if output.log.exists() else 0
+        while not output.log.exists() or output.log.stat().st_size < size + 1000:
+            os.write(output.descriptor, b" iteration %d/ 9 |\n" % number)
+            number += 1
+            run.recording.poll()
+        former = run.pid
+        os.kill(former, signal.SIGKILL)
+        run.until(lambda former=former: run.recording._process is not None and run.pid != former, "another recorder")
+    run.finish()
+    wanted = [f" iteration {each}/ 9 |" for each in range(number)]
+    assert output.log.read_text().splitlines() == wanted
+    shown = capfd.readouterr().out
+    assert len(re.findall(r"^iteration \d+/", shown, re.M)) <= number, "the console shows a line twice"
+    # The last lines that a recorder kept before it died may be there twice.
+    assert list(dict.fromkeys((run.run_dir / "train.log").read_text().splitlines())) == wanted
+
+
+def test_a_part_of_a_chunk_that_a_dead_recorder_left_is_cut_off(tmp_path: Path) -> None:
+    made, descriptor = create(tmp_path / "log"), create_output_ledger()
+    os.write(made.descriptor, b"one\n")
+    log = _Log(0, made, OutputLedger(descriptor), is_shown=False)
+    log.copy()
+    log.close()
+    with open(made.log, "ab") as file:
+        file.write(b"tw")  # it died before it could enter this
+    os.write(made.descriptor, b"two\n")
+    _Log(0, made, OutputLedger(descriptor), is_shown=False).copy()
+    assert made.log.read_bytes() == b"one\ntwo\n"
+
+
+def test_a_log_that_somebody_has_cut_goes_on_behind_that(tmp_path: Path) -> None:
+    made, descriptor = create(tmp_path / "log"), create_output_ledger()
+    os.write(made.descriptor, b"one\n")
+    log = _Log(0, made, OutputLedger(descriptor), is_shown=False)
+    log.copy()
+    log.close()
+    os.truncate(made.log, 0)
+    os.write(made.descriptor, b"two\n")
+    _Log(0, made, OutputLedger(descriptor), is_shown=False).copy()
+    assert made.log.read_bytes() == b"two\n"
+
+
+@given(st.lists(st.sampled_from(["print", "copy", "drop by recorder", "drop by launcher", "another recorder"]), max_size=40))
+def test_whoever_drops_when_the_log_has_all_or_says_how_much_is_missing_where(
+    tmp_path_factory: pytest.TempPathFactory, actions: list[str]
+) -> None:
+    made, descriptor = create(tmp_path_factory.mktemp("log") / "log"), create_output_ledger()
+    everything = b""
+    try:
+        ledger = OutputLedger(descriptor)
+        log = _Log(0, made, ledger, is_shown=False)
+        for action in [*actions, "copy"]:
+            match action:
+                case "print":
+                    text = b"".join(b"%08d\n" % (len(everything) + 9 * each) for each in range(1000))
+                    os.write(made.descriptor, text)
+                    everything += text
+                case "copy":
+                    while log.copy():
+                        pass
+                case "another recorder":
+                    log.close()
+                    ledger = OutputLedger(descriptor)
+                    log = _Log(0, made, ledger, is_shown=False)
+                case _:
+                    ledger.drop(0, made, 12_345, Who.LAUNCHER if action.endswith("launcher") else Who.RECORDER)
+        parts = re.split(NOTE, made.log.read_bytes())
+        position = 0
+        for index, part in enumerate(parts):
+            if index % 2:
+                position += int(part)
+            else:
+                assert everything[position : position + len(part)] == part, "zeros, or something twice"
+                position += len(part)
+        assert position == len(everything)
+        assert ledger.copied(0).num_lost == sum(int(part) for part in parts[1::2])
+    finally:
+        log.close()
+        made.close()
+        os.close(descriptor)
+
+
+def test_output_that_is_dropped_while_it_is_read_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher frees it between the read of the recorder and its look into the ledger, or just before that read."""
+    made, ledger = create(tmp_path / "log"), OutputLedger(create_output_ledger())
+    os.write(made.descriptor, b"x" * 100_000)
+    read, reads = os.pread, []
+
+    def pread(descriptor: int, length: int, offset: int) -> bytes:
+        if not reads:
+            ledger.drop(0, made, 50_000, Who.LAUNCHER)
+        reads.append(offset)
+        return read(descriptor, length, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    log = _Log(0, made, ledger, is_shown=False)
+    while log.copy():
+        pass
+    assert len(reads) == 2 and b"\0" not in made.log.read_bytes()
+    assert int(re.findall(NOTE, made.log.read_bytes())[0]) == reads[1]
+
+
+def test_the_more_processes_print_the_less_each_may_leave_in_memory() -> None:
+    assert limit_bytes(1) == 2**29 and limit_bytes(64) == 2**23 and limit_bytes(10_000) == 2**22
+    assert limit_bytes(10_000) > 2 * KEPT_BYTES
+
+
+# --- The console -------------------------------------------------------------------------------------------------------------
+
+
+def test_lines_of_the_writer_are_shown_and_make_train_log_whoever_that_is(
+    record: Callable[..., Run], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = record()
+    outs = [run.output(replica) for replica in range(2)]
+    run.recording.record(trace.Generation(generation=1, roster=(0, 1), reason="start"))
+    shown: list[str] = []
+
+    def console() -> str:
+        shown.append(capfd.readouterr().out)
+        return "".join(shown)
+
+    for step, replicas in enumerate(((0, 1), (1,))):
+        run.until(lambda step=step: f"generation {step + 1}" in console(), "the generation")
+        for replica in range(2):
+            os.write(outs[replica].descriptor, b" iteration %d/ of %d\nnoise of %d\n" % (step, replica, replica))
+        run.until(lambda step=step, who=replicas[0]: f"iteration {step}/ of {who}" in console(), "the line")
+        run.recording.record(trace.Generation(generation=2, roster=(1,), reason="a loss"))
+    os.write(outs[1].descriptor, b" iteration 3/ without an end")
+    run.finish()
+    wanted = ["iteration 0/ of 0", "noise of 0", "iteration 1/ of 1", "noise of 1", "iteration 3/ without an end"]
+    train_log = run.run_dir / "train.log"
+    assert [line.strip() for line in train_log.read_text().splitlines()] == wanted
+    assert oct(train_log.stat().st_mode & 0o777) == "0o600", "it has what the logs of ranks have"
+    assert re.findall(r"(?:iteration|noise).*", console()) == [wanted[0], wanted[2], wanted[4]]
+
+
+def test_the_last_look_takes_all_that_was_printed_and_what_is_no_whole_line(tmp_path: Path) -> None:
+    kept: dict[int, bytes] = {0: b"", 1: b""}
+
+    def keep(replica: int, lines: bytes) -> bool:
+        kept[replica] += lines
+        return True
+
+    ours = Outputs(OutputLedger(create_output_ledger()), limit_bytes=limit_bytes(1), keep=keep)
+    printed = (b"x" * 99 + b"\n") * 60_000 + b"iteration 9/ 9\n"  # more than one look takes, and the others have their turn
+    rest = b"terminate called"
+    for number in range(2):
+        made = create(tmp_path / f"{number}.log")
+        os.write(made.descriptor, printed + rest)
+        ours.add(number, made, shown_of=number)
+    try:
+        assert len(list(ours.look())) < 2 * 60_000 and not kept[1].endswith(b"iteration 9/ 9\n")
+        assert list(ours.look(at_end=True))[-2:] == ["iteration 9/ 9", "terminate called"]
+        assert list(ours.look(at_end=True)) == [] and set(kept.values()) == {printed + rest + b"\n"}
+    finally:
+        ours.writer.close(20.0)
+
+
+def test_the_last_look_ends_though_somebody_prints_on(tmp_path: Path) -> None:
+    made = create(tmp_path / "log")
+    ours = Outputs(
+        OutputLedger(create_output_ledger()),
+        limit_bytes=limit_bytes(1),
+        keep=lambda *_: bool(os.write(made.descriptor, b"on\n")),
+    )
+    os.write(made.descriptor, b"first\n")
+    ours.add(0, made, shown_of=0)
+    try:
+        assert list(itertools.islice(ours.look(at_end=True), 5)) == ["first"]
+    finally:
+        ours.writer.close(20.0)
+
+
+def test_the_ends_of_logs_are_shown_though_the_disk_has_taken_none(
+    record: Callable[..., Run], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = record(deadlines=replace(Deadlines.of(), trace_s=1.0))
+    output = run.output(1)
+    os.mkfifo(output.log)
+    os.write(output.descriptor, b"x" * 3_000_000 + b"\nValueError: at last\n")
+    run.recording.finish(ExitCode.FAILED, "a rank has failed")
+    out, err = capfd.readouterr()
+    assert "(failed): a rank has failed" in out and "ValueError: at last" in out and len(out) < 3 * KEPT_BYTES
+    assert "bytes that ranks have printed are missing in" in err

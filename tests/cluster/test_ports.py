@@ -74,7 +74,7 @@ def spawned(tmp_path: Path) -> Iterator[Spawned]:
     made = launcher._agent = Spawned()
     launcher._ranks = SimpleNamespace(spawn=made.start)
     launcher._membership = SimpleNamespace(address="127.0.0.1:1", launched=lambda: None)
-    launcher._recording = SimpleNamespace(descriptors=lambda replica, rank: {})
+    launcher._recording = SimpleNamespace(descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: None)
     with contextlib.closing(launcher._loop):
         launcher._spawn_all()
         yield made

@@ -8,6 +8,7 @@ import fcntl
 import gzip
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -15,24 +16,25 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
-from megatron_recover import event_files, ring, trace
+from megatron_recover import event_files, trace
 from megatron_recover.cluster import recorder
 from megatron_recover.cluster.event_store import Batch, EventStore, Keeper, Ledger, create_ledger
-from megatron_recover.cluster.job import Job, create_run_dir
+from megatron_recover.cluster.readiness import is_readable
 from megatron_recover.cluster.recording import Recording
-from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
+from megatron_recover.deadlines import Deadlines
+from megatron_recover.observe.ending import Account
 from megatron_recover.observe.tail import Tail
+from tests.cluster.recordings import DEADLINE_S, Run
 
 pytestmark = pytest.mark.timeout(60)
-
-DEADLINE_S = 20.0
 
 
 def event(number: int, padding: int = 0) -> trace.Extended:
@@ -60,7 +62,7 @@ class Files:
 
     def open(self, **more: object) -> None:
         self.ledger = Ledger(self.descriptor)
-        self.store = EventStore(self.folder, self.ledger, **(self.settings | more))
+        self.store = EventStore(self.folder, self.ledger, close_s=DEADLINE_S, **(self.settings | more))
 
     def batch(self, *numbers: int, padding: int = 0) -> Batch:
         lines = b"".join(line(number, padding) for number in numbers)
@@ -198,6 +200,31 @@ def test_what_is_added_to_a_file_just_before_it_is_put_aside_is_read(tmp_path: P
     files.store.close()
 
 
+@pytest.mark.parametrize("look", range(1, 6))
+def test_a_file_that_is_put_aside_around_a_look_of_a_reader_hides_nothing(
+    look: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look has missed it: it saw neither name, as the file came under the one and went to the other in between."""
+    files, looks = Files(tmp_path), []
+    files.store.keep(files.batch(0))
+    real = event_files.is_put_aside
+
+    def is_put_aside(folder: Path, number: int) -> bool:
+        looks.append(number)
+        seen = real(folder, number)
+        if len(looks) == look:
+            for step in range(1, 5, 2):
+                files.store.keep(files.batch(step))
+                files.store._put_aside()
+                files.store.keep(files.batch(step + 1))
+        return seen
+
+    monkeypatch.setattr(event_files, "is_put_aside", is_put_aside)
+    found = steps(tmp_path)
+    assert found == list(range(len(found))) and steps(tmp_path) == list(range(5 if len(looks) >= look else 1))
+    files.store.close()
+
+
 def test_the_thread_that_writes_tries_again_until_the_disk_takes_it_and_says_why_not(tmp_path: Path) -> None:
     refused = [errno.EIO, errno.ESTALE]
 
@@ -220,61 +247,8 @@ def test_the_thread_that_writes_tries_again_until_the_disk_takes_it_and_says_why
 # --- The process -----------------------------------------------------------------------------------------------------------
 
 
-class Run:
-    """A run of which there is only the recording: this process stands for the launcher and for the ranks."""
-
-    def __init__(self, tmp_path: Path, **fields: object) -> None:
-        self.run_dir = create_run_dir(tmp_path / "run")
-        if fields.pop("fifo", False):
-            os.mkfifo(self.run_dir / trace.EVENTS_FILE)
-        self.job = Job(
-            argv=("script.py",), num_replicas=2, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(), run_dir=self.run_dir,
-            **fields,
-        )  # fmt: skip
-        self.recording = Recording(self.job, time.monotonic())
-
-    def rank(self, replica: int) -> ring.RingLog:
-        return ring.RingLog(self.recording.descriptors(replica, 0)[ring.DESCRIPTOR])
-
-    def until(self, condition: Callable[[], object], what: str) -> None:
-        """Return when `condition()` holds, while the launcher watches as it does."""
-        end = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < end, f"not within {DEADLINE_S:g} s: {what}"
-            self.recording.poll()
-            time.sleep(0.01)
-
-    @property
-    def pid(self) -> int:
-        assert self.recording._process is not None
-        return self.recording._process.pid
-
-    def until_it_records(self) -> None:
-        self.recording.record(trace.Thawed(replica=0, rank=0))
-        self.until(lambda: list(trace.read(self.run_dir)), "the first event")
-
-    def finish(self) -> list[trace.AnyEvent]:
-        self.recording.record(trace.RunFinished(exit_code=0))
-        self.recording.finish(ExitCode.OK, "training finished")
-        self.recording.close()
-        return [each for _, each in trace.read(self.run_dir)]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
-    def starting(**fields: object) -> Run:
-        runs.append(Run(tmp_path, **fields))
-        return runs[-1]
-
-    yield starting
-    for run in runs:
-        run.recording.close()
-
-
-def test_events_of_all_are_written_in_order_and_nothing_is_left(start: Callable[..., Run], capfd) -> None:  # noqa: ANN001
-    run = start()
+def test_events_of_all_are_written_in_order_and_nothing_is_left(record: Callable[..., Run], capfd) -> None:  # noqa: ANN001
+    run = record()
     logs = [run.rank(replica) for replica in range(2)]
     for number in range(500):
         logs[number % 2].record(event(number))  # one after the other: each is a cause of the next
@@ -290,16 +264,16 @@ def test_events_of_all_are_written_in_order_and_nothing_is_left(start: Callable[
     assert "generation 1: replicas 0 1" in out and "exit code 0 (ok): training finished" in out and err == ""
 
 
-def test_an_event_that_is_none_of_this_version_is_written_and_ends_no_recorder(start: Callable[..., Run]) -> None:
-    run = start()
+def test_an_event_that_is_none_of_this_version_is_written_and_ends_no_recorder(record: Callable[..., Run]) -> None:
+    run = record()
     run.recording.record(trace.Generation(generation="one", roster=(0,), reason="start"))  # type: ignore[arg-type]
     with pytest.raises(trace.TraceError, match=r"events.jsonl:1: .*\$\.generation"):
         run.finish()
     assert run.recording._num_starts == 1
 
 
-def test_a_recorder_that_is_killed_again_and_again_loses_nothing_and_writes_nothing_twice(start: Callable[..., Run]) -> None:
-    run = start()
+def test_a_recorder_that_is_killed_again_and_again_loses_nothing_and_writes_nothing_twice(record: Callable[..., Run]) -> None:
+    run = record()
     log, number = run.rank(0), 0
     for _ in range(3):
         seen = len(steps(run.run_dir))
@@ -315,8 +289,8 @@ def test_a_recorder_that_is_killed_again_and_again_loses_nothing_and_writes_noth
     assert [each.step for each in events[:-1]] == list(range(number))
 
 
-def test_recorders_that_all_die_cost_the_trace_and_are_told(start: Callable[..., Run], capfd) -> None:  # noqa: ANN001
-    run = start()
+def test_recorders_that_all_die_cost_the_trace_and_are_told(record: Callable[..., Run], capfd) -> None:  # noqa: ANN001
+    run = record()
     for _ in range(5):
         former = run.pid
         os.kill(former, signal.SIGKILL)
@@ -328,13 +302,13 @@ def test_recorders_that_all_die_cost_the_trace_and_are_told(start: Callable[...,
     assert "no more of the trace is written" in err and "exit code 0 (ok): training finished" in err
 
 
-def test_with_more_descriptors_than_select_takes_a_recorder_is_started_again(start: Callable[..., Run]) -> None:
+def test_with_more_descriptors_than_select_takes_a_recorder_is_started_again(record: Callable[..., Run]) -> None:
     """`select.select` refuses descriptors from 1024 on. The launcher of a large run has that many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     fillers = [os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC) for _ in range(1100)]
     try:
-        run = start()
+        run = record()
         run.until_it_records()
         former = run.pid
         os.kill(former, signal.SIGKILL)
@@ -348,11 +322,11 @@ def test_with_more_descriptors_than_select_takes_a_recorder_is_started_again(sta
 
 
 def test_a_recorder_that_dies_after_it_was_told_to_finish_is_followed_by_one_that_finishes(
-    start: Callable[..., Run],
+    record: Callable[..., Run],
     capfd,  # noqa: ANN001
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = start()
+    run = record()
     run.until_it_records()
     os.kill(run.pid, signal.SIGSTOP)
     send = Recording._send
@@ -371,10 +345,53 @@ def test_a_recorder_that_dies_after_it_was_told_to_finish_is_followed_by_one_tha
     assert "exit code 0 (ok): training finished" in out and err == ""
 
 
+def has_unread_word(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Return when a recorder that is stopped then has told something that the launcher has not read."""
+    log = run.rank(1)
+    run.until_it_records()
+    receive = run.recording._receive
+    monkeypatch.setattr(run.recording, "_receive", lambda: None)
+    log.record(event(1))
+    run.recording.ended(1, 0)
+    run.recording.poll()
+    assert run.recording._control is not None and is_readable(run.recording._control, DEADLINE_S)
+    os.kill(run.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, run.pid, os.WSTOPPED | os.WNOWAIT)
+    run.recording.says("the last word")
+    assert not run.recording._outbox
+    monkeypatch.setattr(run.recording, "_receive", receive)
+
+
+def test_what_a_launcher_said_before_it_was_killed_is_kept_though_it_has_not_read_all(
+    record: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = record()
+    has_unread_word(run, monkeypatch)
+    run.recording._hang_up()
+    os.kill(run.pid, signal.SIGCONT)
+    assert run.recording._process is not None
+    run.recording._process.wait(DEADLINE_S)
+    assert "the last word" in (run.run_dir / "launcher.log").read_text()
+
+
+def test_what_a_recorder_said_before_it_was_killed_is_heard_though_it_has_not_read_all(
+    record: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = record()
+    has_unread_word(run, monkeypatch)
+    assert (number := run.recording._numbers[1, 0]) in run.recording._rings
+    os.kill(run.pid, signal.SIGKILL)
+    assert run.recording._process is not None
+    run.recording._process.wait(DEADLINE_S)
+    run.recording._receive()
+    assert number not in run.recording._rings, "it had written all of this ring"
+
+
 def test_word_of_a_drained_ring_that_the_launcher_has_no_room_for_is_sent_later() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     settings = recorder.Settings(
-        run_dir="", started_at=0.0, num_replicas=1, num_ranks=1, quiet=True, part_bytes=0, num_rings=0
+        run_dir="", started_at=0.0, account=Account(replicas=1, run_dir=""), quiet=True, part_bytes=0, output_bytes=0,
+        num_rings=0, deadlines=Deadlines.of(),
     )  # fmt: skip
     made = recorder.Recorder.__new__(recorder.Recorder)
     ours.setblocking(False)
@@ -394,8 +411,8 @@ def test_word_of_a_drained_ring_that_the_launcher_has_no_room_for_is_sent_later(
     theirs.close()
 
 
-def test_a_recorder_that_stands_still_loses_only_what_is_counted(start: Callable[..., Run], capfd) -> None:  # noqa: ANN001
-    run = start(ring_bytes=4096)
+def test_a_recorder_that_stands_still_loses_only_what_is_counted(record: Callable[..., Run], capfd) -> None:  # noqa: ANN001
+    run = record(ring_bytes=4096)
     log = run.rank(1)
     run.until_it_records()
     os.kill(run.pid, signal.SIGSTOP)
@@ -420,9 +437,9 @@ def test_a_recorder_that_stands_still_loses_only_what_is_counted(start: Callable
     assert f"{100 - kept} events of this run are lost so far" in capfd.readouterr().out
 
 
-def test_a_disk_that_stalls_costs_nothing_but_events_and_is_told_once(start: Callable[..., Run], capfd) -> None:  # noqa: ANN001
+def test_a_disk_that_stalls_costs_nothing_but_events_and_is_told_once(record: Callable[..., Run], capfd) -> None:  # noqa: ANN001
     """`events.jsonl` is a FIFO: opening and writing it block in the kernel while nobody reads."""
-    run = start(fifo=True, ring_bytes=2**18)
+    run = record(fifos=(trace.EVENTS_FILE,), ring_bytes=2**18)
     log = run.rank(0)
     slowest = 0.0
     for number in range(3000):
@@ -460,12 +477,10 @@ def test_a_disk_that_stalls_costs_nothing_but_events_and_is_told_once(start: Cal
 
 
 def test_a_disk_that_stalls_to_the_end_costs_the_end_of_the_trace(
-    start: Callable[..., Run],
-    capfd,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: ANN001
+    record: Callable[..., Run],
+    capfd,  # noqa: ANN001
 ) -> None:
-    monkeypatch.setattr("megatron_recover.cluster.recording.TRACE_DEADLINE_S", 1.0)
-    run = start(fifo=True)
+    run = record(fifos=(trace.EVENTS_FILE,), deadlines=replace(Deadlines.of(), trace_s=1.0))
     run.recording.record(trace.RunFinished(exit_code=0))
     run.recording.finish(ExitCode.OK, "training finished")
     run.recording.close()
@@ -475,10 +490,10 @@ def test_a_disk_that_stalls_to_the_end_costs_the_end_of_the_trace(
 
 
 def test_a_disk_that_is_full_keeps_whole_lines_and_takes_all_when_there_is_room(
-    start: Callable[..., Run],
+    record: Callable[..., Run],
     capfd,  # noqa: ANN001
 ) -> None:
-    run = start()
+    run = record()
     log = run.rank(0)
     run.until_it_records()
     soft = resource.prlimit(run.pid, resource.RLIMIT_FSIZE)
@@ -493,17 +508,43 @@ def test_a_disk_that_is_full_keeps_whole_lines_and_takes_all_when_there_is_room(
     assert [each.step for each in run.finish()[1:-1]] == list(range(300))
 
 
+@pytest.mark.parametrize("what", ["trace", "logs"])
+def test_a_launcher_that_raises_waits_for_its_recorder_and_says_where_it_gave_it_up(
+    what: str,
+    record: Callable[..., Run],
+    capfd,  # noqa: ANN001
+) -> None:
+    """The disk takes nothing."""
+    fifo = {"trace": trace.EVENTS_FILE, "logs": "logs/replica-0-rank-0.log"}[what]
+    run = record(fifos=(fifo,), deadlines=replace(Deadlines.of(), abandoned_s=1.5))
+    os.write(run.output(0).descriptor, b"last words\n")
+    run.recording.record(trace.Thawed(replica=0, rank=0))
+    run.recording.poll()
+    run.recording.close()
+    assert f"trace and logs may miss their end in {run.run_dir}" in capfd.readouterr().err
+
+
+def test_a_recorder_that_ends_in_time_is_not_said_to_be_given_up(record: Callable[..., Run], capfd) -> None:  # noqa: ANN001
+    run = record()
+    run.until_it_records()
+    run.recording.record(trace.Thawed(replica=0, rank=0))
+    run.recording.close()
+    assert len(list(trace.read(run.run_dir))) == 2 and capfd.readouterr().err == ""
+
+
 def test_a_recorder_whose_launcher_is_gone_writes_what_there_is_and_ends(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     if (pid := os.fork()) == 0:
         ours.close()
-        run = Run(tmp_path)
-        log = run.rank(0)
+        run = Run(tmp_path / "run")
+        log, output = run.rank(0), run.output()
+        run.until(output.log.exists, "the log")
         run.until_it_records()
         theirs.send(str(run.pid).encode())
         theirs.recv(1)
         for number in range(100):
             log.record(event(number))
+            os.write(output.descriptor, b"line %d\n" % number)
         os.kill(os.getpid(), signal.SIGKILL)
     theirs.close()
     recorder = os.pidfd_open(int(ours.recv(100)))
@@ -512,3 +553,125 @@ def test_a_recorder_whose_launcher_is_gone_writes_what_there_is_and_ends(tmp_pat
     assert select.select([recorder], [], [], DEADLINE_S)[0], "it is still there"
     os.close(recorder)
     assert steps(tmp_path / "run") == list(range(100))
+    assert (tmp_path / "run" / "logs" / "replica-0-rank-0.log").read_text().splitlines() == [f"line {n}" for n in range(100)]
+
+
+# --- What people are told ------------------------------------------------------------------------------------------------
+
+OURS = re.compile(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] megatron-recover: (.*)$", re.M)
+
+
+def begun_and_saved(run: Run) -> None:
+    layout, argv = trace.Layout(tp=1, pp=1), ("script.py", "--save", "X")
+    run.recording.record(trace.RunStarted(replicas=2, layout=layout, determinism="fast", seed=0, argv=argv))
+    run.recording.record(trace.Generation(generation=1, roster=(0, 1), reason="start"))
+    run.rank(0).record(trace.Checkpoint(replica=0, rank=0, iteration=40, phase="finished"))
+
+
+def test_lines_of_ours_are_on_the_console_and_in_a_log_that_only_its_owner_reads(record: Callable[..., Run], capfd) -> None:  # noqa: ANN001
+    run = record()
+    run.recording.says("first")
+    begun_and_saved(run)
+    run.recording.record(trace.Failure(replica=1, rank=0, cause="SIGKILL"))
+    run.recording.record(trace.RunFinished(exit_code=10))
+    run.recording.finish(ExitCode.TOO_FEW_REPLICAS, "too few")
+    out = capfd.readouterr().out
+    told = OURS.findall(out)
+    assert told[:3] == ["first", "generation 1: replicas 0 1", "exit code 10 (too few replicas): too few"]
+    assert told[3].startswith("1 of 2 replicas left, 1 loss; newest checkpoint: iteration 40 in X; ")
+    assert told[4].startswith("next: resume") and len(told) == 5
+    log = run.run_dir / "launcher.log"
+    assert log.read_text() == out and log.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_disk_that_takes_nothing_holds_up_no_line(record: Callable[..., Run], capfd) -> None:  # noqa: ANN001
+    """Trace and logs are FIFOs that nobody reads."""
+    fifos = (trace.EVENTS_FILE, "launcher.log", "train.log", "logs/replica-0-rank-0.log")
+    run = record(fifos=fifos, deadlines=replace(Deadlines.of(), trace_s=1.0))
+    output = run.output(0)
+    begun_and_saved(run)
+    for number in range(100):
+        os.write(output.descriptor, b" iteration %d/ 100 | lm loss: 1.0\n" % number)
+    run.recording.says("something")
+    run.until(lambda: run.recording._copied.shown(2) == output.num_bytes, "the console to have all lines")
+    run.recording.finish(ExitCode.OK, "training finished")
+    out, err = capfd.readouterr()
+    assert [*map(int, re.findall(r"^iteration (\d+)/", out, re.M))] == list(range(100))
+    told = OURS.findall(out)
+    assert told[0] == "generation 1: replicas 0 1" and "something" in told
+    assert "exit code 0 (ok): training finished" in told and "bytes that ranks have printed are missing" in err
+
+
+def test_what_was_saved_is_known_to_the_recorder_that_follows_a_dead_one(record: Callable[..., Run], capfd) -> None:  # noqa: ANN001
+    run = record()
+    begun_and_saved(run)
+    run.until(lambda: run.recording._account.saved == 40, "the launcher to hear of the checkpoint")
+    former = run.pid
+    os.kill(former, signal.SIGKILL)
+    run.until(lambda: run.recording._process is not None and run.pid != former, "another recorder")
+    run.finish()
+    assert "2 of 2 replicas left, no losses; newest checkpoint: iteration 40 in X" in capfd.readouterr().out
+
+
+def test_the_launcher_hears_what_was_saved_before_the_trace_has_it(record: Callable[..., Run], capfd) -> None:  # noqa: ANN001
+    """The next recorder goes on behind what is in the trace, and never sees it."""
+    run = record()
+    begun_and_saved(run)
+    run.until(lambda: any(isinstance(each, trace.Checkpoint) for _, each in trace.read(run.run_dir)), "it in the trace")
+    former = run.pid
+    os.kill(former, signal.SIGSTOP)  # as if it had died right now: what it has sent is all that there will be
+    run.recording.poll()
+    assert run.recording._account.saved == 40
+    os.kill(former, signal.SIGKILL)
+    run.until(lambda: run.recording._process is not None and run.pid != former, "another recorder")
+    run.recording.finish(ExitCode.TOO_FEW_REPLICAS, "too few")
+    assert "newest checkpoint: iteration 40 in X" in capfd.readouterr().out
+
+
+def test_after_the_death_of_a_recorder_nobody_claims_that_nothing_was_saved(record: Callable[..., Run], capfd) -> None:  # noqa: ANN001
+    run = record()
+    run.recording.record(
+        trace.RunStarted(
+            replicas=2, layout=trace.Layout(tp=1, pp=1), determinism="fast", seed=0, argv=("script.py", "--save", "X")
+        )
+    )
+    run.recording.record(trace.Generation(generation=1, roster=(0, 1), reason="start"))
+    run.until(lambda: list(trace.read(run.run_dir)), "the first event")
+    former = run.pid
+    os.kill(former, signal.SIGKILL)
+    run.until(lambda: run.recording._process is not None and run.pid != former, "another recorder")
+    run.recording.finish(ExitCode.TOO_FEW_REPLICAS, "too few")
+    out = capfd.readouterr().out
+    assert "X/latest_checkpointed_iteration.txt names the newest checkpoint" in out and "begins anew" not in out
+
+
+@pytest.mark.parametrize("instant", ["before it is heard", "while it is held back", "when it was told"])
+def test_a_line_of_the_launcher_is_told_once_though_the_recorder_dies(instant: str, record: Callable[..., Run]) -> None:
+    run = record()
+    run.until_it_records()
+    former = run.pid
+    if instant == "before it is heard":
+        os.kill(former, signal.SIGSTOP)
+    run.recording.says("why")
+    if instant == "while it is held back":
+        run.recording.record(trace.Thawed(replica=1, rank=0))  # behind the line: who has written it has heard that
+        run.until(lambda: len(list(trace.read(run.run_dir))) == 2, "the second event")
+    elif instant == "when it was told":
+        run.until(lambda: not run.recording._untold, "the launcher to hear that it was told")
+    os.kill(former, signal.SIGKILL)
+    run.until(lambda: run.recording._process is not None and run.pid != former, "another recorder")
+    run.finish()
+    told = OURS.findall((run.run_dir / "launcher.log").read_text())
+    assert told[:2] == ["why", "the recorder ended by SIGKILL: another one goes on with the trace"] and told.count("why") == 1
+
+
+def test_without_any_recorder_the_launcher_says_by_itself_how_the_run_ended(record: Callable[..., Run], capfd) -> None:  # noqa: ANN001
+    run = record()
+    begun_and_saved(run)
+    run.recording._num_starts = 5
+    os.kill(run.pid, signal.SIGKILL)
+    run.until(lambda: run.recording._process is None, "its end to be seen")
+    run.recording.finish(ExitCode.NO_REPLICA_LEFT, "no replica is left")
+    err = capfd.readouterr().err
+    assert "exit code 13 (no replica left): no replica is left" in err and "next: see to what ended the last ones" in err
+    assert "iteration 40 in X" in err or "X/latest_checkpointed_iteration.txt names the newest checkpoint" in err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -66,8 +65,8 @@ def test_every_signal_of_a_scheduler_in_a_row_is_one_request(start: Start, tmp_p
 
 def test_a_second_ctrl_c_at_a_terminal_kills_everything(start: Start, tmp_path: Path) -> None:
     job = start(spec(tmp_path), at_terminal=True)
-    victim = job.ranks[0]
-    os.kill(victim.pid, signal.SIGSTOP)  # the common step of the first signal never comes
+    for rank in job.ranks:  # the common step of the first signal never comes, and nobody is left who could do without them
+        rank.send_signal(signal.SIGSTOP)
     job.launcher.send_signal(signal.SIGTERM)  # counts for nothing here
     job.until(lambda: "SIGTERM: all replicas end after the same step" in job.output.read_text(), "the first answer")
     job.type("\x03")

@@ -16,7 +16,7 @@ from megatron_recover.collectives.loop import Loop
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.observe.check import check, describe
-from tests.cluster.jobs import Spec
+from tests.cluster.jobs import Spec, sums
 from tests.cluster.running import FOR_EVER, AtTerminal, Running, Start
 from tests.cluster.waiting import until_ended, until_files
 
@@ -44,12 +44,15 @@ def test_the_time_in_which_ranks_are_started_is_not_told_as_a_standstill(monkeyp
         now[0] += 2.0
 
     launcher = Launcher.__new__(Launcher)
-    launcher._job = SimpleNamespace(num_replicas=2, num_ranks=2, argv=(), log_of=lambda replica, rank: None)
+    launcher._job = SimpleNamespace(num_replicas=2, num_ranks=2, argv=())
     launcher._loop = Loop(clock=lambda: now[0], cpu_clock=lambda: 0.0)
     launcher._ports = SimpleNamespace(take=lambda: 1)
-    launcher._recording = SimpleNamespace(descriptors=lambda replica, rank: {}, says=said.append)
+    launcher._recording = SimpleNamespace(
+        descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: None, says=said.append
+    )
     launcher._agent, launcher._ranks = SimpleNamespace(spawn=spawn), SimpleNamespace(spawn=spawn)
     launcher._membership = SimpleNamespace(launched=lambda: None)
+    launcher._outputs = {}
     launcher._sealed_key, launcher._stood_still_s, launcher._deadlines = -1, 0.0, Deadlines.of()
     monkeypatch.setattr(Launcher, "_environment", lambda self, replica, rank, **others: {})
     launcher._loop.run_once(0.0)
@@ -106,7 +109,7 @@ def test_a_death_while_the_launcher_is_stopped_is_recovered_from_when_it_goes_on
 
 
 def test_inv_8_a_launcher_that_stays_stopped_is_waited_for_until_the_deadline(start: Start, tmp_path: Path) -> None:
-    deadlines = {"sum_s": 5.0, "stall_s": 5.0, "follow_s": 1.0, "deadline_s": 1.0, **SOON}
+    deadlines = {**sums(5.0), "stall_s": 5.0, "follow_s": 1.0, "deadline_s": 1.0, **SOON}
     job = start(Spec(run_dir=str(tmp_path / "run"), steps=FOR_EVER, deadlines=deadlines))
     os.kill(job.launcher.pid, signal.SIGSTOP)
     kill_a_rank(job)
@@ -115,7 +118,7 @@ def test_inv_8_a_launcher_that_stays_stopped_is_waited_for_until_the_deadline(st
     job.launcher.send_signal(signal.SIGCONT)
     outcome = job.end()
     assert outcome.exit_code == ExitCode.NO_REPLICA_LEFT, outcome.output
-    assert "resume from the last checkpoint" in outcome.output
+    assert "no checkpoint: --save was not set" in outcome.output
     outcome.assert_exactly_once()
     job.assert_nothing_left()
 

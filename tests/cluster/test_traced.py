@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,14 +16,23 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.cluster.agent import Agent, _Process
-from megatron_recover.cluster.watch import Watch
-from megatron_recover.core.detector import Named, Phase, Verdict
+from megatron_recover.cluster.watch import Watch, exception_in
+from megatron_recover.core import detector
+from megatron_recover.core.detector import Condemned, Named, Phase, Verdict
+from megatron_recover.deadlines import Deadlines
 
 pytestmark = pytest.mark.timeout(30)
 
 _DETACH, _SEIZE, _INTERRUPT = 17, 0x4206, 0x4207
 """Requests of ptrace(2)."""
 LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def watch_of(agent: Agent, *, says: Callable[[str], None], record: Callable[[trace.Event], None]) -> Watch:
+    return Watch(
+        agent, deadlines=Deadlines.of(60.0), log_of=lambda *rank: Path("rank.log"), record=record, says=says,
+        at_work=lambda replicas: None,
+    )  # fmt: skip
 
 
 def ptrace(request: int, pid: int) -> None:
@@ -78,12 +88,30 @@ def test_a_rank_is_held_until_its_tracer_is_gone(child: subprocess.Popen[bytes],
     assert agent.tracer(1, 0) == ""
 
 
+def test_only_who_is_not_fenced_is_said_to_be_waited_for(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[int, bool] = {}
+    watch = watch_of(agent, says=print, record=lambda event: None)
+    monkeypatch.setattr(watch, "_name", lambda named, *, is_waited_for: told.update({named.replica: is_waited_for}))
+    hung = [Named(replica, 0, Verdict.HUNG, Phase.FORWARD, 3.0, 2.0, "S", 20, "train 21", (3,)) for replica in range(2)]
+    effects = (*hung, Condemned(hung[1], None))
+    monkeypatch.setattr(detector, "step", lambda state, look: (state, effects))
+    watch.look(1, ())
+    assert told == {0: True, 1: False}
+
+
+def test_an_exception_is_found_in_what_a_rank_printed() -> None:
+    head = "Traceback (most recent call last):\n"
+    text = f"{head}  File 'a', line 1\n    f()\nKeyError: 1\n\nDuring that:\n\n{head}  File 'b', line 2\nx.Y: said\nmore\nend\n"
+    assert exception_in(text) == "x.Y: said"
+    assert exception_in(f"{head}  File 'a', line 1\n") == exception_in("ValueError: of no traceback") == ""
+
+
 def test_people_are_told_which_process_holds_a_rank_and_its_tracer_gets_no_signal(
     child: subprocess.Popen[bytes], agent: Agent
 ) -> None:
     said: list[str] = []
     events: list[trace.Event] = []
-    watch = Watch(agent, deadline_s=60.0, record=events.append, says=said.append)
+    watch = watch_of(agent, says=said.append, record=events.append)
     try:
         ptrace(_SEIZE, child.pid)
     except PermissionError as error:
@@ -91,9 +119,11 @@ def test_people_are_told_which_process_holds_a_rank_and_its_tracer_gets_no_signa
     ptrace(_INTERRUPT, child.pid)
     until(lambda: agent.state(1, 0) == "t")
     os.waitpid(child.pid, 0)
-    watch._name(Named(1, 0, Verdict.TRACED, Phase.FORWARD, 0.6, 0.5, "t", 20, "train 21", (3,)))
+    watch._name(Named(1, 0, Verdict.TRACED, Phase.FORWARD, 0.6, 0.5, "t", 20, "train 21", (3,)), is_waited_for=True)
     [line] = said
-    assert f"(pid {os.getpid()})" in line and "stacks" in line and "microbatch 3" in line
+    assert f"(pid {os.getpid()})" in line and "stacks" in line and "microbatch 3" in line and "(rank.log)" in line
+    assert re.search(r"waited for until \d\d:\d\d:\d\d at the latest \(--recover-deadline-s 60\)", line)
+    assert f"`kill -9 {child.pid}` ends its replica now" in line
     [event] = events
     assert isinstance(event, trace.RankSilent) and event.verdict == "traced"
     ptrace(_DETACH, child.pid)

@@ -14,9 +14,10 @@ import pytest
 from megatron_recover import trace
 from megatron_recover.cluster import agent as agent_module
 from megatron_recover.cluster.agent import Agent, Undying
+from megatron_recover.cluster.output import create
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.check import check, describe
-from tests.cluster.jobs import Spec
+from tests.cluster.jobs import SUMS, Spec
 from tests.cluster.running import FOR_EVER, Start
 from tests.cluster.waiting import until_ended, until_readable
 
@@ -64,7 +65,7 @@ def freezer(tmp_path: Path) -> Iterator[Freezer]:
 def test_a_rank_that_sigkill_does_not_end_costs_its_replica_and_nothing_else(
     freezer: Freezer, start: Start, tmp_path: Path
 ) -> None:
-    deadlines = dict.fromkeys(("sum_s", "stall_s", "finish_s", "follow_s", "sigkill_s"), 1.0)
+    deadlines = dict.fromkeys((*SUMS, "stall_s", "finish_s", "follow_s", "sigkill_s"), 1.0)
     job = start(Spec(run_dir=str(tmp_path / "run"), steps=FOR_EVER, deadlines=deadlines))
     victim = next(each for each in job.processes if each.name() == "replica-1.1")
     freezer.freeze(victim)
@@ -89,9 +90,9 @@ def test_closing_an_agent_reports_what_does_not_end_and_raises_nothing(tmp_path:
     """Everywhere, without a freezer: SIGKILL is said to have no effect."""
     script = tmp_path / "script.py"
     script.write_text("import signal\nwhile True: signal.pause()\n")
-    agent = Agent(preload=(), environment=dict(os.environ), log=tmp_path / "log")
+    agent = Agent(preload=(), environment=dict(os.environ), output=create(tmp_path / "log"))
     until_readable(agent.fileno(), agent.is_ready, "the fork server")
-    agent.spawn(3, 0, argv=(str(script),), environment={}, log=tmp_path / "rank.log")
+    agent.spawn(3, 0, argv=(str(script),), environment={}, output=create(tmp_path / "rank.log"))
     monkeypatch.setattr(agent_module, "_ended", lambda pidfd, until: False)
     pid = agent._processes[3, 0].pid
     assert agent.undying() == []

@@ -42,16 +42,18 @@ class Toy:
         dropped: list[tuple[int, int, int, int]],
         pace_s: float,
         deadlines: dict[str, float],
+        sums_dir: str = "",
     ) -> None:
         """`dropped`: (replica, rank, step, bucket) whose first result is treated as if the reduction had failed.
 
-        `deadlines`: waits that differ from those of the config.
+        `deadlines`: waits that differ from those of the config. `sums_dir`: empty means the run directory.
         """
         context = rank_context()
         assert context is not None
         if context.dry_run:
             sys.exit(DRY_RUN_PASSED)
         self.context = context
+        self.sums_dir = sums_dir or context.run_dir
         self.pace_s = pace_s
         self.deadlines = msgspec.structs.replace(config.deadlines, **deadlines)
         self.dropped = {tuple(each) for each in dropped}
@@ -68,8 +70,8 @@ class Toy:
         self.page = ProgressPage.inherited()
         key = inherited_key()
         self.member = Member(
-            context, config, DirectEndpoint(key=key, rank=context.rank), key=key, record=self.log.record, faults=self.faults,
-            page=self.page, deadlines=self.deadlines,
+            context, config, DirectEndpoint(key=key, rank=context.rank, deadlines=self.deadlines),
+            key=key, record=self.log.record, faults=self.faults, page=self.page, deadlines=self.deadlines,
         )  # fmt: skip
         all_of_them = tuple(range(context.num_ranks))
         self.shape = Shape(context.num_ranks, ((0,), all_of_them, (context.num_ranks - 1,)))
@@ -82,7 +84,7 @@ class Toy:
 
     def run(self) -> None:
         self.member.join(self.shape, "toy")
-        sums = open(f"{self.context.run_dir}/sums-{self.context.replica}-{self.context.rank}.jsonl", "a")  # noqa: SIM115
+        sums = open(f"{self.sums_dir}/sums-{self.context.replica}-{self.context.rank}.jsonl", "a")  # noqa: SIM115
         for iteration in range(1, self.num_steps + 1):
             requests = self.step(iteration, sums)
             if any(request.startswith("exit: ") for request in requests):
@@ -157,16 +159,13 @@ class Toy:
 
     def reduce(self, step: int, plan: Plan, transport: Transport, *, again: bool) -> None:
         where = {"replica": self.context.replica, "rank": self.context.rank, "generation": plan.generation, "step": step}
-        deadline_s = self.deadlines.sum_s
         for transfer in plan.transfers:
             if transfer.bucket not in self.mine:
                 continue
             bucket = transfer.bucket
             self.at(FaultPoint.TRANSFER, step=step, bucket=bucket)
             into = self.results.setdefault(bucket, self.empty(bucket))
-            transport.copy_into(
-                into, source=transfer.source, targets=transfer.targets, tag=6 * step + bucket, deadline_s=deadline_s
-            )
+            transport.copy_into(into, source=transfer.source, targets=transfer.targets, tag=6 * step + bucket)
             if self.context.replica in transfer.targets:
                 checksum = self.checksum(bucket)
                 self.log.record(
@@ -186,7 +185,7 @@ class Toy:
 
             into = self.empty(bucket)
             sources = (self.gradients[bucket], self.counts[bucket])
-            transport.sum_into(sources, into, tag=6 * step + 3 + bucket, deadline_s=deadline_s, probe=probe)
+            transport.sum_into(sources, into, tag=6 * step + 3 + bucket, probe=probe)
             here = (self.context.replica, self.context.rank, step, bucket)
             if here in self.dropped:
                 self.dropped.discard(here)
@@ -218,7 +217,8 @@ def main(kind: type[Toy] = Toy) -> None:
     settings = json.loads(sys.argv[1])
     wanted = RecoverConfig(**settings["config"])
     kind(
-        settings["steps"], settings["microbatches"], wanted, settings["dropped"], settings["pace_s"], settings["deadlines"]
+        settings["steps"], settings["microbatches"], wanted, settings["dropped"], settings["pace_s"], settings["deadlines"],
+        settings.get("sums_dir", ""),
     ).run()  # fmt: skip
 
 

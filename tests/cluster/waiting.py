@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import select
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
+
+from megatron_recover.cluster.readiness import is_readable
 
 _IN_MODIFY, _IN_CREATE = 0x2, 0x100
 
@@ -39,7 +40,7 @@ def until_readable(descriptor: int, condition: Callable[[], object], what: str, 
     end = time.monotonic() + deadline_s
     while not condition():
         assert (left := end - time.monotonic()) > 0, f"not within {deadline_s:g} s: {what}"
-        select.select([descriptor], [], [], left)
+        is_readable(descriptor, left)
 
 
 def until_ended(processes: Iterable[psutil.Process], deadline_s: float = 10.0) -> None:
@@ -52,6 +53,6 @@ def until_ended(processes: Iterable[psutil.Process], deadline_s: float = 10.0) -
             continue
         try:
             if process.is_running():  # not another one with the same pid
-                assert select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0], f"still there: {process}"
+                assert is_readable(descriptor, max(0.0, end - time.monotonic())), f"still there: {process}"
         finally:
             os.close(descriptor)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from msgspec.structs import replace
+
 from megatron_recover.collectives.admission import Gate
 from megatron_recover.collectives.calling import OutgoingLink
 from megatron_recover.collectives.handshake import KEY_BYTES, Party, Role
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.wire import Link, Message, address_of, listen
+from megatron_recover.deadlines import Deadlines
 
 KEY = b"k" * KEY_BYTES
 """The job's key in tests that start no launcher."""
@@ -30,13 +33,19 @@ class FakeTransport:
         self.seen.append(f"close {self.generation}")
 
 
+def within(seconds: float) -> Deadlines:
+    """Deadlines of which each part of a sum may last so long."""
+    parts = dict.fromkeys(("connect_s", "slowest_s", "sum_s"), seconds)
+    return replace(Deadlines.of(), probe_s=min(2.0, seconds / 4), **parts)
+
+
 class FakeEndpoint:
     address = "fake:1"
 
     def __init__(self, seen: list[str]) -> None:
         self.seen = seen
 
-    def open(self, generation: int, me: int, addresses: Mapping[int, str], *, deadline_s: float) -> FakeTransport:
+    def open(self, generation: int, me: int, addresses: Mapping[int, str]) -> FakeTransport:
         self.seen.append(f"open {generation} {me} {dict(addresses)}")
         return FakeTransport(generation, self.seen)
 
@@ -56,7 +65,16 @@ class Partner:
         self.link: Link | None = None
         self.greeted: list[Party] = []
         """Who has proven itself."""
-        self.gate = Gate(self.loop, listener, KEY, Role.LEADER, lambda peer, wanted: True, self._accepted)
+        self.gate = Gate(
+            self.loop,
+            listener,
+            KEY,
+            Role.LEADER,
+            lambda peer, wanted: True,
+            self._accepted,
+            expects=lambda: True,
+            report=lambda number: None,
+        )
 
     def _accepted(self, link: Link, peer: Party) -> None:
         self.link = link

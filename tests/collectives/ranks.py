@@ -22,9 +22,12 @@ import torch
 
 from megatron_recover.collectives.endpoints import open_endpoint
 from megatron_recover.collectives.transport import Transport, TransportError
-from tests.collectives.partners import KEY
+from megatron_recover.deadlines import Deadlines
+from tests.collectives.partners import KEY, within
 
 PRELOAD = ["pytest", "torch", "megatron_recover.collectives.direct", "megatron_recover.collectives.gloo", __name__]
+DEADLINE_S = 30.0
+"""How long each part of a call may last."""
 PATIENCE_S = 120.0
 """Until a rank that does not answer counts as hanging. Far above every deadline used, since the machine may be busy."""
 CANARY = -1234.5
@@ -60,11 +63,11 @@ def pattern(num_bytes: int, device: str) -> torch.Tensor:
     return (torch.arange(num_bytes // 4, device=device) % 251 + 1).float()
 
 
-def rank_main(pipe: Connection, kind: str, me: int, device: str, environment: Mapping[str, str]) -> None:
+def rank_main(pipe: Connection, kind: str, me: int, device: str, environment: Mapping[str, str], deadlines: Deadlines) -> None:
     """Body of a rank process."""
     os.environ.update(environment)
     torch.set_num_threads(1)
-    endpoint = open_endpoint(kind, key=KEY, rank=0, device=device)
+    endpoint = open_endpoint(kind, key=KEY, rank=0, device=device, deadlines=deadlines)
     pipe.send(endpoint.address)
     commands: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     transports: list[Transport] = []
@@ -88,12 +91,12 @@ def rank_main(pipe: Connection, kind: str, me: int, device: str, environment: Ma
     failed: list[torch.Tensor] = []
     while True:
         match commands.get():
-            case ("open", generation, addresses, deadline_s):
-                transports.append(endpoint.open(generation, me, addresses, deadline_s=deadline_s))
+            case ("open", generation, addresses):
+                transports.append(endpoint.open(generation, me, addresses))
                 if generation < promised[0]:  # the promise came first; looked at after the append, so that one of both sees it
                     transports[-1].revoke()
-            case ("sum", num_bytes, tag, deadline_s, fault):
-                pipe.send(_sum(pipe, transports[-1], pattern(num_bytes, device), tag, deadline_s, fault, failed))
+            case ("sum", num_bytes, tag, fault):
+                pipe.send(_sum(pipe, transports[-1], pattern(num_bytes, device), tag, fault, failed))
             case ("call", function, arguments):
                 pipe.send(function(endpoint, me, *arguments))
             case ("end",):
@@ -107,7 +110,6 @@ def _sum(
     transport: Transport,
     base: torch.Tensor,
     tag: int,
-    deadline_s: float,
     fault: Fault | None,
     failed: list[torch.Tensor],
 ) -> Outcome:
@@ -122,7 +124,7 @@ def _sum(
     started = time.monotonic()
     status, detail, peers = "done", "", ()
     try:
-        transport.sum_into([source], [result], tag=tag, deadline_s=deadline_s, probe=probe)
+        transport.sum_into([source], [result], tag=tag, probe=probe)
     except TransportError as error:
         status, detail = type(error).__name__, str(error)
         peers = getattr(error, "peers", ()) or ((error.peer,) if hasattr(error, "peer") else ())
@@ -140,14 +142,16 @@ def _sum(
 class Ranks:
     """Some rank processes, one a replica; their test is launcher, agent and coordinator."""
 
-    def __init__(self, kind: str, num_ranks: int, device: str, environment: Callable[[int], Mapping[str, str]]) -> None:
+    def __init__(
+        self, kind: str, num_ranks: int, device: str, environment: Callable[[int], Mapping[str, str]], deadlines: Deadlines
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self.processes: dict[int, Any] = {}
         self._pipes: dict[int, Connection] = {}
         for rank in range(num_ranks):
             self._pipes[rank], theirs = context.Pipe()
-            arguments = (theirs, kind, rank, device, environment(rank))
+            arguments = (theirs, kind, rank, device, environment(rank), deadlines)
             self.processes[rank] = context.Process(target=rank_main, args=arguments, daemon=True)
             self.processes[rank].start()
             theirs.close()
@@ -163,20 +167,19 @@ class Ranks:
             with contextlib.suppress(BrokenPipeError):  # it was killed; the test knows
                 self._pipes[rank].send(command)
 
-    def open(self, generation: int, members: Iterable[int], deadline_s: float) -> None:
+    def open(self, generation: int, members: Iterable[int]) -> None:
         members = tuple(members)
-        self.tell(members, "open", generation, {member: self.addresses[member] for member in members}, deadline_s)
+        self.tell(members, "open", generation, {member: self.addresses[member] for member in members})
 
     def sums(
         self,
         ranks: Iterable[int],
         num_bytes: int,
         tag: int,
-        deadline_s: float,
         faults: Mapping[int, Fault] = {},  # noqa: B006
     ) -> None:
         for rank in ranks:
-            self.tell([rank], "sum", num_bytes, tag, deadline_s, faults.get(rank))
+            self.tell([rank], "sum", num_bytes, tag, faults.get(rank))
 
     def outcomes(self, ranks: Iterable[int]) -> dict[int, Outcome]:
         return {rank: self.receive(rank) for rank in ranks}
@@ -201,10 +204,15 @@ class Ranks:
 
 @contextlib.contextmanager
 def ranks(
-    kind: str, num_ranks: int, device: str = "cpu", environment: Callable[[int], Mapping[str, str]] = lambda rank: {}
+    kind: str,
+    num_ranks: int,
+    device: str = "cpu",
+    environment: Callable[[int], Mapping[str, str]] = lambda rank: {},
+    *,
+    deadlines: Deadlines | None = None,
 ) -> Iterator[Ranks]:
-    """Start ranks, each with its `environment(rank)`; whatever happens, none of them is left behind."""
-    started = Ranks(kind, num_ranks, device, environment)
+    """Start ranks, each with its `environment(rank)`, with the waits of `deadlines`; none of them is left behind."""
+    started = Ranks(kind, num_ranks, device, environment, deadlines or within(DEADLINE_S))
     try:
         yield started
     finally:

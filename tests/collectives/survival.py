@@ -19,15 +19,15 @@ def check_failed_call(outcomes: dict[int, Outcome], instant: str) -> None:
             assert outcome.right
 
 
-def survive(run: Ranks, members: Iterable[int], victim: int, size: int, fault: Fault, deadline_s: float) -> None:
+def survive(run: Ranks, members: Iterable[int], victim: int, size: int, fault: Fault) -> None:
     """`fault` strikes the victim before or in a sum of generation 1; the others' sum in generation 2 is right."""
     members = tuple(members)
     survivors = [member for member in members if member != victim]
     if fault.instant == "before":
         run.signal(victim, fault.signal)
-        run.sums(survivors, size, 2, deadline_s)
+        run.sums(survivors, size, 2)
     else:
-        run.sums(members, size, 2, deadline_s, {victim: fault})
+        run.sums(members, size, 2, {victim: fault})
         assert run.receive(victim) == f"{signal.Signals(fault.signal).name} at {fault.instant}"
     if fault.signal == signal.SIGKILL:
         run.await_end(victim)
@@ -36,8 +36,8 @@ def survive(run: Ranks, members: Iterable[int], victim: int, size: int, fault: F
     print({survivor: f"{outcome.status} {outcome.seconds * 1e3:.0f} ms" for survivor, outcome in failed.items()})
     check_failed_call(failed, fault.instant)
 
-    run.open(2, survivors, deadline_s)
-    run.sums(survivors, size, 3, deadline_s)
+    run.open(2, survivors)
+    run.sums(survivors, size, 3)
     again = run.outcomes(survivors)
     print({survivor: f"again {outcome.seconds * 1e3:.0f} ms" for survivor, outcome in again.items()})
     assert {outcome.status for outcome in again.values()} == {"done"}, again

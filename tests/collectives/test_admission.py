@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from megatron_recover.collectives import admission, wire
-from megatron_recover.collectives.admission import Gate
+from megatron_recover.collectives.admission import UNEXPECTED_AT_ONCE, Gate
 from megatron_recover.collectives.calling import OutgoingLink
 from megatron_recover.collectives.handshake import KEY_BYTES, Connector, Party, Role
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.wire import FORMAT_VERSION, Link, LinkClosed, PeerHello, address_of, listen
+from tests.cluster.strangers import raise_descriptor_limit
 from tests.collectives.partners import KEY, call
 
 pytestmark = pytest.mark.timeout(30)
@@ -32,12 +33,20 @@ class House:
     """One leader with its gate; callers and strangers are served by the same loop."""
 
     def __init__(self, address: str = "127.0.0.1:0") -> None:
-        self.loop = Loop()
+        self.now: float | None = None
+        """Seconds of the loop's clock, where a test sets it."""
+        self.expects = True
+        self.loop = Loop(clock=lambda: time.monotonic() if self.now is None else self.now)
         listener = listen(address)
         self.address = address_of(listener)
         self.links: list[tuple[Link, Party]] = []
         self.seen: list[object] = []
-        self.gate = Gate(self.loop, listener, KEY, Role.LEADER, lambda peer, wanted: wanted == ME, self._proven)
+        self.told: list[int] = []
+        """What was reported of strangers."""
+        self.gate = Gate(
+            self.loop, listener, KEY, Role.LEADER, lambda peer, wanted: wanted == ME, self._proven,
+            expects=lambda: self.expects, report=lambda number: self.told.append(number),
+        )  # fmt: skip
         self.strangers: list[socket.socket] = []
 
     def _proven(self, link: Link, peer: Party) -> None:
@@ -205,6 +214,38 @@ def test_the_oldest_strangers_go_first_and_a_leader_gets_in(house: House, monkey
     assert strangers[0].recv(1) == b""
 
 
+def test_a_listener_that_expects_nobody_takes_a_few_strangers_and_rests(house: House) -> None:
+    """10,000 strangers made a step take 1.5 times as long while they came, since all were accepted at once."""
+    house.expects, house.now = False, 0.0
+    for _ in range(50):
+        house.stranger()
+    for rests in range(3):
+        house.now = rests * 1.1 * admission.REST_S
+        for _ in range(100):
+            house.loop.run_once(0.0)
+        assert len(house.gate._unproven) == (rests + 1) * UNEXPECTED_AT_ONCE
+
+
+def test_whoever_is_expected_waits_for_no_rest(house: House) -> None:
+    """Strangers fill the queue of the kernel while nobody is expected; then a leader is, behind all of them."""
+    house.expects, house.now = False, 0.0
+    num_strangers = min(2000, raise_descriptor_limit() // 2 - 500)
+    for _ in range(num_strangers):
+        house.stranger()
+    for _ in range(10):
+        house.loop.run_once(0.0)
+    assert len(house.gate._unproven) == UNEXPECTED_AT_ONCE
+    client = house.watch(call(house.address, PEER, ME))
+    house.loop.send(client, PeerHello(1))
+    for _ in range(100):
+        house.loop.run_once(0.0)
+    assert house.seen == []
+    house.expects, house.now = True, 1.1 * admission.REST_S  # the rest that was begun is all that it waits
+    for _ in range(num_strangers // admission.ACCEPTED_AT_ONCE + 100):
+        house.loop.run_once(0.0)
+    assert house.seen == [PeerHello(1)]
+
+
 def test_strangers_are_let_go_at_their_deadline(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "INTRODUCTION_S", 0.1)
     silent, slow = house.stranger(), house.stranger(b"m")
@@ -350,3 +391,32 @@ def test_a_response_relayed_from_another_gate_is_refused() -> None:
     finally:
         first.close()
         second.close()
+
+
+def test_many_strangers_are_told_now_and_then_and_counted_and_a_few_are_not(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody who looks for the cause of a slow recovery finds them in the trace and in the log."""
+    said: list[str] = []
+    monkeypatch.setattr(admission.Speaker, "say", lambda self, text: said.append(text))
+    house.now = 100.0
+
+    def strangers(number: int) -> None:
+        for _ in range(number):
+            house.stranger(b"GET / HTTP/1.0").close()
+        for _ in range(number):
+            house.loop.run_once(0.01)
+            house.now += 0.01
+
+    strangers(admission.MANY - 1)
+    assert house.told == []
+    strangers(30)
+    assert house.told and not said[1:], "once"
+    first = house.told[0]
+    strangers(50)
+    assert house.told == [first], "not again so soon"
+    for _ in range(int(10 * admission.TELL_S)):  # not at once, which the loop takes for a time in which it stood still
+        house.loop.run_once(0.0)
+        house.now += 0.1
+    assert sum(house.told) == admission.MANY - 1 + 80 and len(said) == 2
+    assert f"{first} connections to port {house.address.split(':')[1]} (leader) came from strangers" in said[0]

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import typing
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,7 @@ from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.wire import Announcement, Beat, LeaderBeat, LeaderHello, Link, Message, Peer
 from megatron_recover.core.coordinator import Policy
+from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import Hello, Loss, Requested
 from megatron_recover.deadlines import Deadlines
 from tests.collectives.partners import KEY, call
@@ -177,17 +179,7 @@ class Leaders:
     def __init__(self) -> None:
         self.loop = Loop()
         self.events: list[trace.Event] = []
-        timers_s = dict.fromkeys(
-            (
-                "follow_timeout_s",
-                "finish_timeout_s",
-                "save_timeout_s",
-                "load_timeout_s",
-                "start_timeout_s",
-                "undecided_timeout_s",
-            ),
-            1000.0,
-        )
+        timers_s = dict.fromkeys(typing.get_args(Setting), 1000.0)
         self.membership = Membership(
             Policy(num_replicas=2), key=KEY, loop=self.loop, timers_s={**timers_s, "grace_s": 0.0},
             record=self.events.append, fence=lambda replica: None, on_end=lambda code, reason: None,

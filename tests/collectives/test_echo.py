@@ -8,15 +8,18 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from megatron_recover.collectives.direct import DirectEndpoint
 from megatron_recover.collectives.echo import NONCE_BYTES, EchoServer, unreachable
 from megatron_recover.collectives.endpoints import open_endpoint
-from megatron_recover.collectives.transport import DeadlineExceeded, Endpoint, PeerLost, Revoked, TransportError
-from tests.collectives.partners import KEY
+from megatron_recover.collectives.transport import Endpoint, Part, PeerLost, Revoked, TransportError
+from megatron_recover.deadlines import Deadlines
+from tests.collectives.partners import KEY, within
 from tests.collectives.threads import at_once
 
 pytestmark = pytest.mark.timeout(60)
@@ -46,7 +49,7 @@ def test_who_answers_is_within_reach_and_the_others_are_named() -> None:
         addresses = {number: one.address for number, one in made.items()} | {3: hole, 4: address}
         assert unreachable(addresses, KEY, 0.3) == (3, 4)
         since = time.monotonic()
-        assert unreachable({number: one.address for number, one in made.items()}, KEY) == ()
+        assert unreachable({number: one.address for number, one in made.items()}, KEY, 20.0) == ()
         assert time.monotonic() - since < 1, "all have answered: there is nothing to wait for"
 
 
@@ -73,7 +76,7 @@ def test_an_answer_that_is_only_as_long_is_none() -> None:
 def test_strangers_do_not_keep_an_echo_server_from_answering() -> None:
     with servers(1) as made:
         host, port = made[0].address.split(":")
-        idle = [socket.create_connection((host, int(port))) for _ in range(50)]
+        idle = [socket.create_connection((host, int(port))) for _ in range(300)]  # it waited for the first 128 to leave
         idle[0].send(b"much more than a nonce" * 1000)
         idle[1].close()
         assert unreachable({0: made[0].address}, KEY, 5.0) == ()
@@ -101,8 +104,8 @@ def test_a_forked_child_keeps_no_socket_of_an_echo_server() -> None:
 
 
 @contextlib.contextmanager
-def endpoints(kind: str, num: int) -> Iterator[list[Endpoint]]:
-    made = [open_endpoint(kind, key=KEY, rank=0) for _ in range(num)]  # type: ignore[arg-type]
+def endpoints(kind: str, num: int, deadlines: Deadlines | None = None) -> Iterator[list[Endpoint]]:
+    made = [open_endpoint(kind, key=KEY, rank=0, deadlines=deadlines) for _ in range(num)]  # type: ignore[arg-type]
     try:
         yield made
     finally:
@@ -115,44 +118,59 @@ def peers_of(error: object) -> tuple[int, ...]:
     return error.peers
 
 
-def summed(transport: object, tag: int, deadline_s: float) -> None:
+def summed(transport: object, tag: int) -> None:
     result = torch.empty(4)
-    transport.sum_into([torch.ones(4)], [result], tag=tag, deadline_s=deadline_s)  # type: ignore[attr-defined]
+    transport.sum_into([torch.ones(4)], [result], tag=tag)  # type: ignore[attr-defined]
     assert result.tolist() == [float(len(transport.members))] * 4  # type: ignore[attr-defined]
 
 
-def test_a_ring_that_stalls_names_who_does_not_answer_and_nobody_who_is_late() -> None:
-    with endpoints("gloo", 3) as made, black_hole() as hole:
+def test_a_ring_that_stalls_names_who_does_not_answer_and_nobody_else() -> None:
+    """The third enters the call and then does not take part in gloo's ring, which stalls on all members alike."""
+    with endpoints("gloo", 3, replace(within(20.0), sum_s=0.5, probe_s=0.3)) as made, black_hole() as hole:
         real = {number: endpoint.address for number, endpoint in enumerate(made)}
         cut = real | {2: f"{real[2].partition(' ')[0]} {hole}"}
         for generation, addresses, named in ((1, real, ()), (2, cut, (2,))):
-            transports = [one.open(generation, number, addresses, deadline_s=10) for number, one in enumerate(made)]
-            assert at_once(*[lambda t=t: summed(t, 1, 10) for t in transports]) == [None] * 3
-            outcomes = at_once(*[lambda t=t: summed(t, 2, 0.5) for t in transports[:2]])  # the third is late
-            assert [type(outcome) for outcome in outcomes] == [DeadlineExceeded] * 2
+            transports: list[Any] = [one.open(generation, number, addresses) for number, one in enumerate(made)]
+            warm = at_once(*[lambda t=t: summed(t, 1) for t in transports])
+            assert warm == [None] * 3
+            begin, over = transports[2]._do, threading.Event()
+
+            def stall(job: Any, part: Part, *rest: Any, begin: Any = begin, over: threading.Event = over) -> None:
+                if part is Part.SUM:
+                    over.wait(20)
+                begin(job, part, *rest)
+
+            transports[2]._do = stall
+            third = threading.Thread(target=at_once, args=(lambda t=transports[2]: summed(t, 2),))
+            third.start()
+            outcomes = at_once(*[lambda t=t: summed(t, 2) for t in transports[:2]])
+            transports[2].revoke()
+            over.set()
+            third.join(20)
+            assert [getattr(outcome, "part", outcome) for outcome in outcomes] == [Part.SUM] * 2
             assert [peers_of(outcome) for outcome in outcomes] == [named, named]
 
 
 def test_a_ring_that_breaks_names_whose_process_is_gone() -> None:
     with endpoints("gloo", 3) as made:
         addresses = {number: endpoint.address for number, endpoint in enumerate(made)}
-        transports = [one.open(1, number, addresses, deadline_s=10) for number, one in enumerate(made)]
-        assert at_once(*[lambda t=t: summed(t, 1, 10) for t in transports]) == [None] * 3
+        transports = [one.open(1, number, addresses) for number, one in enumerate(made)]
+        assert at_once(*[lambda t=t: summed(t, 1) for t in transports]) == [None] * 3
         made[2].close()
-        outcomes = at_once(*[lambda t=t: summed(t, 2, 1.0) for t in transports[:2]])
+        outcomes = at_once(*[lambda t=t: summed(t, 2) for t in transports[:2]])
         assert [peers_of(outcome) for outcome in outcomes] == [(2,), (2,)]
 
 
 def test_what_was_waited_for_when_a_stalled_call_is_revoked_is_said_and_after_a_short_wait_nothing() -> None:
     for wait_s, stalled in ((0.4, True), (0.0, False)):
-        with endpoints("direct", 2) as made:
+        with endpoints("direct", 2, within(0.6)) as made:
             addresses = {number: endpoint.address for number, endpoint in enumerate(made)}
-            transport = made[0].open(1, 0, addresses, deadline_s=20)
+            transport = made[0].open(1, 0, addresses)
             begun = threading.Event()
 
             def call(transport: object = transport, begun: threading.Event = begun) -> None:
                 sources = [torch.ones(4)], [torch.empty(4)]
-                transport.sum_into(*sources, tag=1, deadline_s=0.6, probe=lambda _: begun.set())  # type: ignore[attr-defined]
+                transport.sum_into(*sources, tag=1, probe=lambda _: begun.set())  # type: ignore[attr-defined]
 
             def revoke(transport: object = transport, begun: threading.Event = begun, wait_s: float = wait_s) -> None:
                 begun.wait(20)
@@ -167,16 +185,14 @@ def test_what_was_waited_for_when_a_stalled_call_is_revoked_is_said_and_after_a_
 def test_a_bad_link_is_named_by_its_ends_and_not_by_who_waits_for_both() -> None:
     """Of three, 1 and 2 do not reach each other: 0 has all that they can send, and waits for the sums of both."""
     with black_hole() as hole:
-        made = [DirectEndpoint(key=KEY, rank=0) for _ in range(3)]
+        made = [DirectEndpoint(key=KEY, rank=0, deadlines=within(1.0)) for _ in range(3)]
         addresses = {number: endpoint.address for number, endpoint in enumerate(made)}
         seen_by_2 = addresses | {1: hole}
-        transports = [
-            one.open(1, number, seen_by_2 if number == 2 else addresses, deadline_s=5) for number, one in enumerate(made)
-        ]
+        transports = [one.open(1, number, seen_by_2 if number == 2 else addresses) for number, one in enumerate(made)]
 
         def call(number: int) -> None:
             source = torch.ones(300_000)  # large enough that each member owns a shard
-            transports[number].sum_into([source], [torch.empty_like(source)], tag=1, deadline_s=1.0)
+            transports[number].sum_into([source], [torch.empty_like(source)], tag=1)
 
         outcomes = at_once(*[lambda number=number: call(number) for number in range(3)])
         for endpoint in made:
@@ -185,12 +201,12 @@ def test_a_bad_link_is_named_by_its_ends_and_not_by_who_waits_for_both() -> None
 
 
 def test_a_member_that_is_ahead_is_not_accused() -> None:
-    made = [DirectEndpoint(key=KEY, rank=0) for _ in range(2)]
+    made = [DirectEndpoint(key=KEY, rank=0, deadlines=within(5.0)) for _ in range(2)]
     addresses = {number: endpoint.address for number, endpoint in enumerate(made)}
-    made[0].open(2, 0, addresses, deadline_s=5)
-    behind = made[1].open(1, 1, addresses, deadline_s=5)
+    made[0].open(2, 0, addresses)
+    behind = made[1].open(1, 1, addresses)
     outcome, _ = at_once(
-        lambda: summed(behind, 1, 5), lambda: summed(made[0]._current, 1, 1.0)
+        lambda: summed(behind, 1), lambda: summed(made[0]._current, 1)
     )  # fmt: skip
     for endpoint in made:
         endpoint.close()

@@ -14,8 +14,8 @@ from megatron_recover.collectives import gloo
 from megatron_recover.collectives.direct import DirectTransport
 from megatron_recover.collectives.endpoints import open_endpoint
 from megatron_recover.collectives.gloo import GlooTransport
-from megatron_recover.collectives.transport import Endpoint, Revoked, TransportError
-from tests.collectives.partners import KEY
+from megatron_recover.collectives.transport import Endpoint, Part, Revoked, TransportError
+from tests.collectives.partners import KEY, within
 from tests.collectives.ranks import ranks
 from tests.collectives.threads import at_once
 
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.timeout(200)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 
 
-def pair(generation: int, made: list[Endpoint], deadline_s: float = 20) -> list[Any]:
+def pair(generation: int, made: list[Endpoint]) -> list[Any]:
     """Transports of replicas 0 and 3: 1 and 2 are gone, so that a member's id is not its place."""
     members = dict(zip((0, 3), made, strict=True))
     addresses = {replica: endpoint.address for replica, endpoint in members.items()}
-    return [endpoint.open(generation, replica, addresses, deadline_s=deadline_s) for replica, endpoint in members.items()]
+    return [endpoint.open(generation, replica, addresses) for replica, endpoint in members.items()]
 
 
 def test_sums_and_copies_of_all_types_over_generations() -> None:
@@ -37,12 +37,12 @@ def test_sums_and_copies_of_all_types_over_generations() -> None:
         transports = pair(generation, made)
         for retired in older:
             with pytest.raises(Revoked):
-                retired.sum_into([torch.ones(1)], [torch.empty(1)], tag=1, deadline_s=20)
+                retired.sum_into([torch.ones(1)], [torch.empty(1)], tag=1)
         older += transports
         sources = [[torch.full((n,), 2**r).to(dtype) for n, dtype in zip((5, 0, 9, 3), DTYPES, strict=True)] for r in range(2)]
         results = [[torch.empty_like(source) for source in sources[r]] for r in range(2)]
         calls = [
-            lambda t=transport, s=source, r=result: t.sum_into(s, r, tag=1, deadline_s=20)
+            lambda t=transport, s=source, r=result: t.sum_into(s, r, tag=1)
             for transport, source, result in zip(transports, sources, results, strict=True)
         ]
         assert at_once(*calls) == [None, None]
@@ -50,26 +50,26 @@ def test_sums_and_copies_of_all_types_over_generations() -> None:
         assert all(bool((source == 2**r).all()) for r in range(2) for source in sources[r]), "a source was written"
         kept = [torch.full((4,), 7.0 + r) for r in range(2)]
         copies = [
-            lambda t=transport, k=tensor: t.copy_into([k], source=3, targets=[0], tag=2, deadline_s=20)
+            lambda t=transport, k=tensor: t.copy_into([k], source=3, targets=[0], tag=2)
             for transport, tensor in zip(transports, kept, strict=True)
         ]
         assert at_once(*copies) == [None, None] and kept[0].tolist() == [8.0] * 4
     with pytest.raises(Revoked, match="generation 5"):
-        made[0].open(5, 0, {0: made[0].address}, deadline_s=20)
+        made[0].open(5, 0, {0: made[0].address})
     for endpoint in made:
         endpoint.close()
 
 
 def abandon_and_wait_for_the_threads(endpoint: Endpoint, me: int, addresses: dict[int, str]) -> int:
     """Wait for a member that is stopped, leave by revoke: the threads left behind end long before gloo's timeout."""
-    transport: Any = endpoint.open(1, me, addresses, deadline_s=60)
+    transport: Any = endpoint.open(1, me, addresses)
     warm = torch.empty(1)
-    transport.sum_into([torch.ones(1)], [warm], tag=1, deadline_s=60)
+    transport.sum_into([torch.ones(1)], [warm], tag=1)
     timer = threading.Timer(0.5, transport.revoke)
     timer.start()
     result = torch.full((1 << 20,), -1.0)
     with pytest.raises(Revoked):
-        transport.sum_into([torch.ones(1 << 20)], [result], tag=2, deadline_s=60)
+        transport.sum_into([torch.ones(1 << 20)], [result], tag=2)
     left = [thread for thread in threading.enumerate() if thread.name.startswith("gloo")]
     assert left, "the operation was not left behind: this test shows nothing"
     for thread in left:
@@ -79,8 +79,8 @@ def abandon_and_wait_for_the_threads(endpoint: Endpoint, me: int, addresses: dic
 
 
 def stand_still(endpoint: Endpoint, me: int, addresses: dict[int, str]) -> None:
-    transport: Any = endpoint.open(1, me, addresses, deadline_s=60)
-    transport.sum_into([torch.ones(1)], [torch.empty(1)], tag=1, deadline_s=60)
+    transport: Any = endpoint.open(1, me, addresses)
+    transport.sum_into([torch.ones(1)], [torch.empty(1)], tag=1)
 
 
 def test_threads_left_behind_end() -> None:
@@ -93,21 +93,27 @@ def test_threads_left_behind_end() -> None:
 
 
 def check_an_operation_left_behind_writes_nothing(patch: pytest.MonkeyPatch) -> None:
-    """Member 0 leaves a running sum; then member 1 comes, and gloo completes the sum in member 0's process after all."""
+    """Member 0 leaves a running sum; then member 1 goes on, and gloo completes the sum in member 0's process after all."""
     made = [open_endpoint("gloo", key=KEY, rank=0) for _ in range(2)]
     transports = pair(1, made)
     assert at_once(*[
-        lambda t=t: t.sum_into([torch.ones(1)], [torch.empty(1)], tag=0, deadline_s=20) for t in transports
+        lambda t=t: t.sum_into([torch.ones(1)], [torch.empty(1)], tag=0) for t in transports
     ]) == [None, None]  # fmt: skip
-    running = threading.Event()
+    running, left = threading.Event(), threading.Event()
     original = GlooTransport._do
 
-    def do(self: GlooTransport, job: Callable[[Any], None], *arguments: Any) -> None:
+    def do(self: GlooTransport, job: Callable[[Any], None], part: Part, *arguments: Any) -> None:
+        if part is Part.SUM and self is transports[1]:
+            assert left.wait(20)
+        if part is not Part.SUM or self is transports[1]:
+            original(self, job, part, *arguments)
+            return
+
         def announced(group: Any) -> None:
             running.set()
             job(group)
 
-        original(self, announced, *arguments)
+        original(self, announced, part, *arguments)
 
     patch.setattr(GlooTransport, "_do", do)
     patch.setattr(gloo, "_poison", lambda group: None)  # it would make gloo fail instead, mostly
@@ -117,10 +123,17 @@ def check_an_operation_left_behind_writes_nothing(patch: pytest.MonkeyPatch) -> 
         running.wait(20)
         transports[0].revoke()
 
-    outcome, _ = at_once(lambda: transports[0].sum_into([torch.ones(100)], [result], tag=1, deadline_s=20), revoke)
+    outcomes: list[Any] = []
+    other = threading.Thread(
+        target=lambda: outcomes.extend(at_once(lambda: transports[1].sum_into([torch.ones(100)], [late], tag=1)))
+    )
+    other.start()
+    outcome, _ = at_once(lambda: transports[0].sum_into([torch.ones(100)], [result], tag=1), revoke)
     assert isinstance(outcome, Revoked)
     result.fill_(-2.0)
-    assert at_once(lambda: transports[1].sum_into([torch.ones(100)], [late], tag=1, deadline_s=20)) == [None]
+    left.set()
+    other.join(20)
+    assert outcomes == [None]
     transports[0].thread.join(20)
     values = result.unique().tolist()
     for endpoint in made:
@@ -151,7 +164,7 @@ def check_a_revoke_waits_for_the_copy_to_results(patch: pytest.MonkeyPatch) -> N
     patch.setattr(gloo, "copy", slow)
     patch.setattr(gloo, "PIECE_ELEMENTS", 10)
     endpoint = open_endpoint("gloo", key=KEY, rank=0)
-    transport: Any = endpoint.open(1, 0, {0: endpoint.address}, deadline_s=20)
+    transport: Any = endpoint.open(1, 0, {0: endpoint.address})
     result = torch.zeros(100)
 
     def revoke() -> int:
@@ -165,7 +178,7 @@ def check_a_revoke_waits_for_the_copy_to_results(patch: pytest.MonkeyPatch) -> N
         assert returned.is_set() and not early, "it returned while the call was writing"
         return written
 
-    outcome, written = at_once(lambda: transport.sum_into([torch.ones(100)], [result], tag=1, deadline_s=20), revoke)
+    outcome, written = at_once(lambda: transport.sum_into([torch.ones(100)], [result], tag=1), revoke)
     endpoint.close()
     if isinstance(written, BaseException):
         raise written
@@ -183,13 +196,13 @@ def test_a_revoke_that_does_not_wait_for_the_copy_is_seen(monkeypatch: pytest.Mo
 
 
 def test_a_planted_reduction_right_in_the_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sum_into(self: GlooTransport, sources: Any, results: Any, *, tag: int, deadline_s: float) -> None:
+    def sum_into(self: GlooTransport, sources: Any, results: Any, *, tag: int) -> None:
         def reduce(group: Any) -> None:
             for source, result in zip(sources, results, strict=True):
                 result.copy_(source)
                 group.allreduce([result]).wait()
 
-        self._do(reduce, deadline_s)
+        self._do(reduce, Part.SUM)
 
     monkeypatch.setattr(GlooTransport, "sum_into", sum_into)
     with pytest.raises(WrittenLate):
@@ -198,8 +211,8 @@ def test_a_planted_reduction_right_in_the_result_is_seen(monkeypatch: pytest.Mon
 
 def test_a_revoke_ends_a_copy_that_nobody_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     made = [open_endpoint("gloo", key=KEY, rank=0) for _ in range(2)]
-    transports = pair(1, made, deadline_s=60)
-    calls = [lambda t=t: t.sum_into([torch.ones(1)], [torch.empty(1)], tag=0, deadline_s=20) for t in transports]
+    transports = pair(1, made)
+    calls = [lambda t=t: t.sum_into([torch.ones(1)], [torch.empty(1)], tag=0) for t in transports]
     assert at_once(*calls) == [None, None]
     begun = threading.Event()
     copy_into = DirectTransport.copy_into
@@ -210,7 +223,7 @@ def test_a_revoke_ends_a_copy_that_nobody_sends(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(DirectTransport, "copy_into", announced)
     outcome, _ = at_once(
-        lambda: transports[0].copy_into([torch.ones(1)], source=3, targets=[0], tag=1, deadline_s=600),
+        lambda: transports[0].copy_into([torch.ones(1)], source=3, targets=[0], tag=1),
         lambda: begun.wait(20) and transports[0].revoke(),
     )
     assert isinstance(outcome, Revoked)
@@ -220,16 +233,17 @@ def test_a_revoke_ends_a_copy_that_nobody_sends(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_abandoned_builder_does_not_block_the_next_generation() -> None:
     """A member waits for one that never comes; its next generation must not wait for that."""
-    made = [open_endpoint("gloo", key=KEY, rank=0) for _ in range(2)]
+    made = [open_endpoint("gloo", key=KEY, rank=0, deadlines=within(seconds)) for seconds in (0.5, 20.0)]
     never = open_endpoint("gloo", key=KEY, rank=0)
-    alone = made[0].open(1, 0, {0: made[0].address, 9: never.address}, deadline_s=60)
+    alone = made[0].open(1, 0, {0: made[0].address, 9: never.address})
     with pytest.raises(TransportError):
-        alone.sum_into([torch.ones(1)], [torch.empty(1)], tag=1, deadline_s=0.5)
-    with pytest.raises(TransportError, match=r"within 0\.5 s"):  # it stays broken: what was left behind may still come back
-        alone.sum_into([torch.ones(1)], [torch.empty(1)], tag=2, deadline_s=60)
+        alone.sum_into([torch.ones(1)], [torch.empty(1)], tag=1)
+    with pytest.raises(TransportError, match=r"for 0\.5 s"):  # it stays broken: what was left behind may still come back
+        alone.sum_into([torch.ones(1)], [torch.empty(1)], tag=2)
+    made[0]._direct.deadlines = within(20.0)  # type: ignore[attr-defined]
     transports = pair(2, made)
     results = [torch.empty(3) for _ in range(2)]
-    calls = [lambda r=r: transports[r].sum_into([torch.ones(3)], [results[r]], tag=1, deadline_s=20) for r in range(2)]
+    calls = [lambda r=r: transports[r].sum_into([torch.ones(3)], [results[r]], tag=1) for r in range(2)]
     assert at_once(*calls) == [None, None] and results[0].tolist() == [2.0] * 3
     for endpoint in (*made, never):
         endpoint.close()

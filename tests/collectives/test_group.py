@@ -21,13 +21,12 @@ from megatron_recover.collectives.transport import Endpoint, TransportError
 from tests.collectives.ranks import ranks
 
 pytestmark = pytest.mark.timeout(240)
-DEADLINE_S = 100.0
 """The joiner waits for the others from the start, and their first use of DDP imports a lot."""
 
 
 def make_group(endpoint: Endpoint, me: int, addresses: dict[int, str]) -> FaultTolerantGroup:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    group = FaultTolerantGroup(endpoint, me, name="replicas", deadline_s=DEADLINE_S)
+    group = FaultTolerantGroup(endpoint, me, name="replicas")
     group.grow(1, addresses)
     return group.register()
 
@@ -85,7 +84,7 @@ def swap_script(endpoint: Endpoint, me: int, addresses: dict[int, str], use: Cal
     """`use` the group among 0, 1, 2; replica 1 dies: among 0, 2; replica 3 joins: among 0, 2, 3. The same objects each time."""
     if me == 3:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        group = FaultTolerantGroup(endpoint, me, name="replicas", deadline_s=DEADLINE_S)
+        group = FaultTolerantGroup(endpoint, me, name="replicas")
         group.grow(3, {replica: addresses[replica] for replica in (0, 2, 3)})
         group.register()
         use(group, me)()
@@ -196,7 +195,7 @@ def test_a_group_without_a_generation_or_with_a_wrong_roster_says_so() -> None:
 
         def close(self) -> None: ...
 
-    group = FaultTolerantGroup(Nothing(), 0, name="lonely", deadline_s=1.0)
+    group = FaultTolerantGroup(Nothing(), 0, name="lonely")
     assert (group.rank(), group.size(), group.generation) == (0, 1, 0)
     with pytest.raises(TransportError, match="no generation"):
         group.allreduce([torch.ones(1)])

@@ -34,7 +34,7 @@ def reduces_gradients(endpoint: Endpoint, me: int, addresses: dict[int, str], *,
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
 
-    group = FaultTolerantGroup(endpoint, me, name=f"replicas {generation}", deadline_s=60.0)
+    group = FaultTolerantGroup(endpoint, me, name=f"replicas {generation}")
     group.grow(generation, addresses)
     group.register()
     collection = ProcessGroupCollection.use_mpu_process_groups()

@@ -18,8 +18,10 @@ from megatron_recover.collectives.member import JobStopped, Member
 from megatron_recover.collectives.transport import TransportError
 from megatron_recover.collectives.wire import Announcement, LeaderHello, Link, Peer, PeerHello, RankHello, address_of, listen
 from megatron_recover.config import RankContext, RecoverConfig
+from megatron_recover.core.digest import digest
 from megatron_recover.core.replica import ToCoordinator, waiting_for
 from megatron_recover.core.values import (
+    Apply,
     Diverged,
     Entered,
     Held,
@@ -164,6 +166,18 @@ def test_a_leader_serves_the_socket_that_its_rank_inherited(
     leading = lead(free=address).heard()
     leading.speak(status())
     leading.coordinator.wait(lambda: leading.replica not in waiting_for(leading.member._leader._state))
+
+
+def test_a_leader_expects_those_of_its_roster_until_they_have_linked(lead: Lead) -> None:
+    """As long as it expects someone, strangers before that one are let go without a rest (Note [Whom a listener expects])."""
+    leading = lead().heard()
+    expects = leading.member._leader._gate._expects
+    assert expects()
+    link = leading.speak(status())
+    leading.coordinator.wait(lambda: not expects())
+    leading.other.loop.drop(link)
+    leading.coordinator.wait(expects)
+    leading.requested()
 
 
 def test_a_link_to_another_leader_that_breaks_asks_for_a_generation(lead: Lead) -> None:
@@ -319,6 +333,27 @@ def test_members_that_vote_differently_leave_their_own_records_in_the_trace(lead
         replica=0, generation=1, step=0, label="train 1", digest=voted.digest, reason=report.reason,
         versions=(trace.Result(bucket=0, version=1, checksums=(7,)),),
     )  # fmt: skip
+
+
+def test_a_committed_record_is_digested_for_the_vote_and_not_again(lead: Lead, monkeypatch: pytest.MonkeyPatch) -> None:
+    leading = lead().heard()
+    leading.speak(status())
+    leading.member.begin(WORK)
+    leading.member.next_order()
+    computed: list[object] = []
+    monkeypatch.setattr(leader, "digest", lambda record: (computed.append(record), digest(record))[1])
+    assert leading.member.hold(Held(0, 1, 7))
+    leading.other.wait(lambda: any(isinstance(each, Vote) for each in leading.other.received))
+    [vote] = [each for each in leading.other.received if isinstance(each, Vote)]
+    leading.speak(Vote(1, 1, 0, vote.digest, vote.outline))
+    while not isinstance(order := leading.member.next_order(), Apply):
+        pass
+    [committed] = [event for event in leading.events if isinstance(event, trace.Committed)]
+    assert committed.digest == vote.digest.hex() == digest(order.record).hex() and not computed
+    heard = leading.member._leader
+    assert heard is not None
+    other = replace(order.record, label="another")
+    assert heard._digest_of(other) == digest(other), "what was not voted for has a digest of its own"
 
 
 def test_in_a_tree_a_leader_has_links_to_its_neighbours_of_the_generation_only(lead: Lead) -> None:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from megatron_recover import trace
 from megatron_recover.collectives.member import JobStopped, Member
-from megatron_recover.collectives.transport import DeadlineExceeded, PeerLost, Revoked, TransportError
+from megatron_recover.collectives.transport import DeadlineExceeded, Part, PeerLost, Revoked, TransportError
 from megatron_recover.collectives.wire import (
     Announcement,
     Enter,
@@ -169,7 +169,7 @@ def test_a_new_generation_gets_a_transport_of_its_own(follower: Follower) -> Non
 
 
 def test_who_was_waited_for_in_vain_or_is_gone_is_suspected(follower: Follower) -> None:
-    for error in (DeadlineExceeded([0], 5.0), PeerLost(0, "reset")):
+    for error in (DeadlineExceeded(Part.SLOWEST, [0], 5.0), PeerLost(0, "reset")):
         follower.member.blocked(1, error)
         follower.leader.expect(Blocked(1, 1, f"{type(error).__name__}: {error}", (0,), isinstance(error, DeadlineExceeded)))
 
@@ -428,7 +428,8 @@ def test_strangers_at_the_leaders_door_are_shown_out(partner: Partner, free: str
     host, _, port = free.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=5) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert stranger.recv(1) == b""
+        with contextlib.suppress(ConnectionResetError):  # where it is closed before its words are read
+            assert stranger.recv(1) == b""
     assert alone.member.begin(Work("train 1", 2, (0,))) == 0
     assert isinstance(alone.member.next_order(), Plan)
     partner.send(Stop(0, "over"))

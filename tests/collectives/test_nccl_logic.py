@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from megatron_recover.collectives import nccl
 from megatron_recover.collectives.direct import DirectEndpoint
 from megatron_recover.collectives.endpoints import open_endpoint
 from megatron_recover.collectives.transport import DeadlineExceeded, Revoked, TransportError
-from tests.collectives.partners import KEY
+from megatron_recover.deadlines import Deadlines
+from tests.collectives.partners import KEY, within
 from tests.collectives.threads import at_once
 
+LONG = within(10.0)
+SHORT = replace(within(10.0), slowest_s=0.3)
+"""Connecting may take its time."""
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -47,9 +53,9 @@ class Communicator:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     shared = SimpleNamespace(
-        made=[], contributions={}, barrier=threading.Barrier(2), aborts=threading.Semaphore(0), finished=True
+        made=[], endpoints=[], contributions={}, barrier=threading.Barrier(2), aborts=threading.Semaphore(0), finished=True
     )
     stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None)
     event = SimpleNamespace(record=lambda stream: None, query=lambda: shared.finished)
@@ -63,21 +69,24 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         NCCLConfig=lambda blocking: None,
         Communicator=SimpleNamespace(init=lambda size, rank, uid, config: Communicator(size, rank, uid, shared)),
     )
-    return shared
+    yield shared
+    for endpoint in shared.endpoints:
+        endpoint.close()
 
 
-def pair(fake: SimpleNamespace) -> list[nccl.NcclTransport]:
-    endpoints = [DirectEndpoint(key=KEY, rank=0) for _ in range(2)]
+def pair(fake: SimpleNamespace, deadlines: Deadlines = LONG) -> list[nccl.NcclTransport]:
+    endpoints = [DirectEndpoint(key=KEY, rank=0, deadlines=deadlines) for _ in range(2)]
+    fake.endpoints.extend(endpoints)
     addresses = {replica: endpoint.address for replica, endpoint in enumerate(endpoints)}
     return [
-        nccl.NcclTransport(fake.module, endpoint.open(1, replica, addresses, deadline_s=10))
+        nccl.NcclTransport(fake.module, endpoint.open(1, replica, addresses), deadlines)
         for replica, endpoint in enumerate(endpoints)
     ]
 
 
-def call(transport: nccl.NcclTransport, result: torch.Tensor, deadline_s: float = 10) -> Any:
+def call(transport: nccl.NcclTransport, result: torch.Tensor) -> Any:
     source = torch.full((3,), 2.0**transport.me)
-    return lambda: transport.sum_into([source], [result], tag=1, deadline_s=deadline_s)
+    return lambda: transport.sum_into([source], [result], tag=1)
 
 
 def test_sums_out_of_place_and_copies(fake: SimpleNamespace) -> None:
@@ -86,7 +95,7 @@ def test_sums_out_of_place_and_copies(fake: SimpleNamespace) -> None:
     assert all(torch.equal(result, torch.full((3,), 3.0)) for result in results)
     kept = [torch.full((4,), 5.0), torch.zeros(4)]
     copies = [
-        lambda t=transport, k=tensor: t.copy_into([k], source=0, targets=[1], tag=2, deadline_s=10)
+        lambda t=transport, k=tensor: t.copy_into([k], source=0, targets=[1], tag=2)
         for transport, tensor in zip(transports, kept, strict=True)
     ]
     assert at_once(*copies) == [None, None]
@@ -99,8 +108,8 @@ def test_sums_out_of_place_and_copies(fake: SimpleNamespace) -> None:
 
 def test_a_kernel_that_does_not_end_is_left_behind_and_writes_no_result(fake: SimpleNamespace) -> None:
     fake.finished = False
-    transports, results = pair(fake), [torch.full((3,), -1.0) for _ in range(2)]
-    outcomes = at_once(call(transports[0], results[0], 0.3), call(transports[1], results[1], 0.3))
+    transports, results = pair(fake, SHORT), [torch.full((3,), -1.0) for _ in range(2)]
+    outcomes = at_once(call(transports[0], results[0]), call(transports[1], results[1]))
     assert all(isinstance(outcome, DeadlineExceeded) for outcome in outcomes)
     assert all(torch.equal(result, torch.full((3,), -1.0)) for result in results)
     assert fake.aborts.acquire(timeout=10) and fake.aborts.acquire(timeout=10)
@@ -110,9 +119,9 @@ def test_a_kernel_that_does_not_end_is_left_behind_and_writes_no_result(fake: Si
 
 def test_a_kernel_that_does_not_end_names_only_who_does_not_answer_a_probe(fake: SimpleNamespace) -> None:
     fake.finished = False
-    transports, results = pair(fake), [torch.full((3,), -1.0) for _ in range(2)]
+    transports, results = pair(fake, SHORT), [torch.full((3,), -1.0) for _ in range(2)]
     transports[0]._unreachable = lambda: (1,)
-    outcomes = at_once(call(transports[0], results[0], 0.3), call(transports[1], results[1], 0.3))
+    outcomes = at_once(call(transports[0], results[0]), call(transports[1], results[1]))
     assert [getattr(outcome, "peers", None) for outcome in outcomes] == [(1,), ()]
 
 
@@ -126,7 +135,7 @@ def test_revoke_ends_a_wait_at_once(fake: SimpleNamespace) -> None:
             if instant == "sent":
                 in_flight.wait(10)
 
-        transport.sum_into([torch.ones(3)], [result], tag=1, deadline_s=60, probe=probe)
+        transport.sum_into([torch.ones(3)], [result], tag=1, probe=probe)
 
     def revoke() -> None:
         in_flight.wait(10)

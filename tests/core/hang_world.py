@@ -7,21 +7,28 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron_recover.core import detector
-from megatron_recover.core.detector import Condemned, DetectorState, Effect, Look, Phase, Progress, Sight
+from megatron_recover.core.detector import AtWork, Condemned, DetectorState, Effect, Look, Phase, Progress, Sight
+from megatron_recover.deadlines import Deadlines
 
 DEADLINE_S = 1800.0
+GAP_S, HUNG_S, AFTER_WORK_S = Deadlines.of().gap_s, Deadlines.of().hung_s, Deadlines.of().after_work_s
 
 
 class Watched:
     """The detector, and what it has said."""
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
-        self.state = DetectorState(deadline_s)
+        deadlines = Deadlines.of(deadline_s)
+        limits = detector.Limits(*(getattr(deadlines, name) for name in detector.Limits.__struct_fields__))
+        self.state = DetectorState(limits)
+        self.at_work: tuple[int, ...] = ()
         self.said: list[tuple[float, Effect]] = []
+        """Of ranks; what was said of replicas at work is in `at_work` alone."""
 
     def look(self, now_s: float, sights: Sequence[Sight], generation: int = 1) -> tuple[Effect, ...]:
         self.state, effects = detector.step(self.state, Look(now_s, generation, tuple(sights)))
-        self.said += [(now_s, effect) for effect in effects]
+        self.said += [(now_s, effect) for effect in effects if not isinstance(effect, AtWork)]
+        self.at_work = next((effect.replicas for effect in effects if isinstance(effect, AtWork)), self.at_work)
         return effects
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given
@@ -218,6 +219,17 @@ def test_members_that_began_different_work_disagree() -> None:
     found = recovery.recover([status(0), status(1), status(2, work=other)], 0)
     assert isinstance(found, vote.Disagreement)
     assert found.minority == (2,) and "disagree on what step 0 is" in found.reason
+    assert found.reason.endswith("; replicas 0 and 2 differ in label: 'train 0' against 'evaluate 0'")
+
+
+def test_a_tie_says_what_differs_and_both_values() -> None:
+    """Not all of it: a message has a line."""
+    other = replace(WORK, digests=True, buckets=tuple(range(500)))
+    found = recovery.recover([status(1), status(2, work=other)], 0)
+    assert isinstance(found, vote.Disagreement) and found.minority == ()
+    assert found.reason.startswith("replicas disagree on what step 0 is, and no majority says who is right: [1] against [2]; ")
+    assert "buckets: (0,) against (0, 1, 2, " in found.reason and "digests: False against True" in found.reason
+    assert len(found.reason) < 300
 
 
 def test_members_that_committed_different_records_disagree() -> None:
@@ -225,6 +237,7 @@ def test_members_that_committed_different_records_disagree() -> None:
     found = recovery.recover(ahead, 0)
     assert isinstance(found, vote.Disagreement)
     assert found.minority == (1,) and "disagree on the record of step 0" in found.reason
+    assert re.search(r"; replicas 0 and 1 differ in digest: [0-9a-f]{32} against [0-9a-f]{32}$", found.reason)
 
 
 def test_a_plan_needs_work() -> None:

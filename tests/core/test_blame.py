@@ -53,6 +53,8 @@ class Net:
         self.feed(TimerFired(f"grace {number}"))
         for member in order[num_in_time:num_reports]:
             self.feed(Requested(member, number, "no progress", stuck[member], True))
+        if self.state.trouble and number > 2 and (all_report or self.draw.draw(st.booleans())):
+            self.feed(TimerFired(self.state.trouble))
 
     def run(self, max_generations: int = 12) -> list[int]:
         """Generations until nobody is stuck; who was fenced."""
@@ -99,8 +101,10 @@ def test_with_two_replicas_nobody_is_named_for_the_link_and_one_goes_on(ways: st
     net = Net(2, link(0, 1, ways), data)
     both = stuck_in_a_sum((0, 1), net.broken)
     assert set(both) == {0, 1}
-    for _ in range(6):
+    for number in range(6):
         assert net.state.roster == (0, 1)
+        if number in (2, 5):
+            net.feed(TimerFired(net.state.trouble))
         for member, named in both.items():
             net.feed(Requested(member, net.state.generation, "no progress", named, True))
         net.feed(TimerFired(f"grace {net.state.generation}"))

@@ -7,8 +7,18 @@ import math
 import pytest
 
 from megatron_recover.core import detector
-from megatron_recover.core.detector import COMPUTES, GAP_S, LEANS_ON_OTHERS, Named, Phase, Progress, Sight, Verdict
-from tests.core.hang_world import DEADLINE_S, Watched, drive, lognormal_steps
+from megatron_recover.core.detector import (
+    COMPUTES,
+    LEANS_ON_OTHERS,
+    WAITS,
+    AtWork,
+    Named,
+    Phase,
+    Progress,
+    Sight,
+    Verdict,
+)
+from tests.core.hang_world import AFTER_WORK_S, DEADLINE_S, GAP_S, HUNG_S, Watched, drive, lognormal_steps
 
 LOOK_S = 0.05
 
@@ -188,7 +198,7 @@ def test_the_time_under_a_tracer_is_no_silence_of_the_rank_or_its_siblings() -> 
         assert watched.condemned == [] or index > 230, "the tracer's time was laid on the rank or on its sibling"
     [condemned] = watched.condemned
     assert condemned.named.replica == 1 and condemned.failing is not None
-    assert condemned.named.seconds == pytest.approx(detector.HANG_FLOOR_S, abs=2 * LOOK_S)
+    assert condemned.named.seconds == pytest.approx(HUNG_S, abs=2 * LOOK_S)
 
 
 def test_an_operation_under_a_tracer_raises_no_limit() -> None:
@@ -285,4 +295,110 @@ def test_the_simulated_job_shows_a_hang() -> None:
     drive(
         watched, lognormal_steps(31, 1), look_s=GAP_S, hang=lambda step, replica: (step, replica) == hang, stop_s=60.0
     )  # fmt: skip
+    assert [each.named.replica for each in watched.condemned] == [1]
+
+
+# --- At work -------------------------------------------------------------------------------------------------------------
+
+OWN = [phase for phase in Phase if phase not in (*WAITS, Phase.SAVE)]
+
+
+@pytest.mark.parametrize("phase", OWN)
+def test_who_is_silent_in_a_phase_of_its_own_is_at_work_for_as_long_as_it_is_not_condemned(phase: Phase) -> None:
+    watched, now_s = trained(deadline_s=60.0)
+    now_s = silent(watched, now_s, AFTER_WORK_S + 2 * LOOK_S, {0: Phase.REDUCTION, 1: phase})
+    while not watched.condemned:
+        assert now_s < 90.0 and watched.at_work == (1,)
+        now_s = silent(watched, now_s, LOOK_S, {0: Phase.REDUCTION, 1: phase})
+    now_s = silent(watched, now_s, AFTER_WORK_S + LOOK_S, {0: Phase.REDUCTION, 1: phase})
+    assert watched.at_work == (), "one that hangs by the rules of the detector is excused no more"
+
+
+@pytest.mark.parametrize("phase", [Phase.REDUCTION, Phase.ORDERS, Phase.PIPELINE, Phase.SAVE])
+def test_who_waits_or_saves_is_not_at_work(phase: Phase) -> None:
+    watched, now_s = trained()
+    silent(watched, now_s, 10.0, {0: Phase.REDUCTION, 1: phase})
+    assert watched.at_work == ()
+
+
+@pytest.mark.parametrize(("state", "torn"), [("T", False), ("Z", False), ("", False), ("R", True)])
+def test_a_page_that_is_torn_or_whose_process_cannot_run_excuses_nobody(state: str, torn: bool) -> None:
+    watched, now_s = trained()
+    now_s = silent(watched, now_s, 2.0, {0: Phase.REDUCTION, 1: Phase.DATA})
+    assert watched.at_work == (1,)
+    silent(watched, now_s, AFTER_WORK_S + 2 * LOOK_S, {0: Phase.REDUCTION, 1: Phase.DATA}, {1: state}, torn=torn)
+    assert watched.at_work == ()
+
+
+@pytest.mark.parametrize("state", ["R", "S", "D", "t"])
+def test_who_reads_in_whatever_state_it_can_run_from_is_at_work(state: str) -> None:
+    watched, now_s = trained()
+    silent(watched, now_s, 20.0, {0: Phase.REDUCTION, 1: Phase.DATA}, {1: state})
+    assert watched.at_work == (1,)
+
+
+def test_one_page_that_is_torn_in_between_changes_nothing() -> None:
+    watched, now_s = trained()
+    now_s = silent(watched, now_s, 2.0, {0: Phase.REDUCTION, 1: Phase.DATA})
+    for _ in range(50):
+        now_s = silent(watched, now_s, 0.5, {0: Phase.REDUCTION, 1: Phase.DATA})
+        now_s = silent(watched, now_s, LOOK_S, {0: Phase.REDUCTION, 1: Phase.DATA}, torn=True)
+        assert watched.at_work == (1,)
+
+
+def test_a_replica_is_at_work_by_any_of_its_ranks_and_by_none_if_one_is_stopped() -> None:
+    watched = Watched()
+    for look in range(40):
+        sights = [Sight(1, 0, page(Phase.PIPELINE, 5), "S"), Sight(1, 1, page(Phase.DATA, 5), "S")]
+        watched.look(look * LOOK_S, sights)
+    assert watched.at_work == (1,)
+    for look in range(40, 80):
+        watched.look(look * LOOK_S, [Sight(1, 0, page(Phase.PIPELINE, 5), "T"), Sight(1, 1, page(Phase.DATA, 5), "S")])
+    assert watched.at_work == ()
+
+
+def test_an_agent_that_stood_still_excuses_nobody_for_what_it_saw_before() -> None:
+    watched, now_s = trained()
+    now_s = silent(watched, now_s, 5.0, {0: Phase.REDUCTION, 1: Phase.DATA})
+    assert watched.at_work == (1,)
+    watched.look(now_s + 600.0, [Sight(replica, 0, page(Phase.REDUCTION, 2000), "S") for replica in (0, 1)])
+    assert watched.at_work == ()
+
+
+def test_news_of_work_come_when_they_change_and_at_no_other_time() -> None:
+    watched, now_s = trained()
+    told = []
+    for phase in (Phase.DATA, Phase.REDUCTION, Phase.DATA):
+        for _ in range(100):
+            now_s += LOOK_S
+            effects = watched.look(now_s, [Sight(0, 0, page(Phase.REDUCTION, 9), "S"), Sight(1, 0, page(phase, 9), "S")])
+            told += [effect.replicas for effect in effects if isinstance(effect, AtWork)]
+    assert told[-3:] == [(1,), (), (1,)] and len(told) <= 4
+
+
+def test_a_compilation_is_not_judged_by_how_long_another_took() -> None:
+    """The first graphs compile in half a second, the next one takes two minutes; an endless one costs the deadline."""
+    watched, now_s = trained(phase=Phase.COMPILING, deadline_s=300.0)
+    now_s = silent(watched, now_s, 120.0, {0: Phase.REDUCTION, 1: Phase.COMPILING})
+    assert watched.condemned == [] and watched.at_work == (1,)
+    silent(watched, now_s, 200.0, {0: Phase.REDUCTION, 1: Phase.COMPILING})
+    assert [each.named.replica for each in watched.condemned] == [1]
+
+
+# --- The state digest ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("digest_s", [30.0, 200.0])
+def test_a_digest_that_takes_far_longer_than_a_step_is_no_hang_and_one_that_never_ends_is(digest_s: float) -> None:
+    """R=2: the other replica waits for it in the sums of the step that follows."""
+    watched, now_s = trained(deadline_s=1800.0)
+    for begun in (2000, 3000):
+        for _ in range(math.ceil(digest_s / LOOK_S)):
+            now_s += LOOK_S
+            watched.look(now_s, [Sight(0, 0, page(Phase.REDUCTION, begun), "S"), Sight(1, 0, page(Phase.DIGEST, begun), "R")])
+        assert watched.said == [] and watched.at_work == (1,), "nobody is told of a hang"
+        for _ in range(10):
+            now_s += LOOK_S
+            watched.look(now_s, [Sight(each, 0, page(Phase.REDUCTION, begun + 1), "S") for each in (0, 1)])
+    silent(watched, now_s, 2.0 * digest_s + 5.0, {0: Phase.REDUCTION, 1: Phase.DIGEST})
     assert [each.named.replica for each in watched.condemned] == [1]

@@ -54,6 +54,8 @@ class Outcomes(Explorer):
         {"alarms": 1},
         {"crashes": 1, "alarms": 1, "steps": 1},
         {"alarms": 1, "saves": 1, "steps": 1},
+        {"miscounts": 2},
+        {"miscounts": 2, "crashes": 1, "steps": 1},
         {"crashes": 1, "slow": True, "steps": 1},
         {"crashes": 1, "num_ranks": 2, "bucket_ranks": SHARED, "steps": 1},
         {"alarms": 1, "num_ranks": 2, "bucket_ranks": SHARED, "steps": 1},

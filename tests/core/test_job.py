@@ -99,3 +99,20 @@ TestJob.settings = settings(
 TestJobOnLinks.settings = settings(
     max_examples=60, stateful_step_count=20, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck)
 )
+
+
+def test_a_job_may_stop_where_the_last_two_have_drifted_each_in_its_own_way() -> None:
+    explorer = Explorer(
+        Scenario(
+            "drifted apart", 2, 1, ((0,), (0,), (0,)), 1, 3, drifts=1, state_drifts=1, digested=(1, 2), of_last_bucket=(1,)
+        ),
+        reduced=False,
+    )
+    world = explorer.tidy(explorer.initial())
+    for wanted in ("the parameters of replica 0 drift", "other state of replica 1 drifts"):
+        world = explorer.tidy(next(after for label, after in explorer.faults(world) if label == wanted))
+    for _ in range(MAX_STEPS):
+        if explorer.over(world):
+            break
+        world = explorer.tidy(next(explorer.steps(world))[1])
+    assert explorer.tied(world)

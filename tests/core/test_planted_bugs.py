@@ -11,11 +11,24 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.core import blame, coordinator, own_record, rank, recovery, replica, tree, vote
+from megatron_recover.core import blame, coordinator, own_record, rank, recovery, replica, tree, values, vote
 from megatron_recover.core.contribution import by_bucket
 from megatron_recover.core.plan import Operation, plan_of
 from megatron_recover.core.speed import Speeds
-from megatron_recover.core.values import Ballot, Compute, Loss, LossKind, Plan, Record, Status, Statuses, Vote, Votes
+from megatron_recover.core.values import (
+    Ballot,
+    Compute,
+    Loss,
+    LossKind,
+    Plan,
+    Record,
+    Requested,
+    Status,
+    Statuses,
+    Void,
+    Vote,
+    Votes,
+)
 from megatron_recover.core.vote import ballot_of, gather, voters_of
 from megatron_recover.sim.channels import card, link
 from megatron_recover.sim.explore.explorer import Exploration, Explorer, Scenario
@@ -214,6 +227,7 @@ def test_a_timeout_that_removes_the_last_members_is_caught(monkeypatch: pytest.M
 
 
 MISCOUNT: dict[str, Any] = {"replicas": 2, "microbatches": 2, "steps": 1, "miscounts": 1}
+TWICE: dict[str, Any] = MISCOUNT | {"miscounts": 2}
 
 
 def miscounting(kind: type[Threads] = Threads) -> Threads:
@@ -272,6 +286,37 @@ def test_making_a_step_void_for_every_later_generation_is_caught(monkeypatch: py
 
     monkeypatch.setattr(replica, "_voided", again)
     caught(explore(miscounting(), replicas=3, microbatches=3, steps=1, miscounts=1, crashes=1), 1, 3, 4, 7, 9)
+
+
+def test_computing_a_step_a_third_time_instead_of_giving_it_up_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica._voided
+
+    def stubborn(state: replica.ReplicaState, new: Any) -> replica.ReplicaState:
+        return replace(original(state, new), work=state.work)
+
+    monkeypatch.setattr(replica, "_voided", stubborn)
+    caught(explore(miscounting(), **TWICE), 1)
+
+
+def test_giving_a_step_up_at_the_first_miscount_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "Void", lambda step, since: Void(step, since, gives_up=True))
+    caught(explore(miscounting(), **MISCOUNT), 9)
+
+
+def test_keeping_results_of_a_step_that_is_given_up_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other bucket may be held complete by then: a record that names it would apply half a step."""
+    original = values.Work.given_up
+
+    def with_buckets(work: values.Work) -> values.Work:
+        return replace(original(work), buckets=work.buckets)
+
+    monkeypatch.setattr(values.Work, "given_up", with_buckets)
+    caught(explore(miscounting(), **TWICE, bucket_ranks=TWO_BUCKETS), 1)
+
+
+def test_ending_as_if_nothing_were_wrong_after_a_step_was_given_up_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "exit_code", lambda requests: 15 if requests else 0)
+    caught(explore(miscounting(), **TWICE), 9)
 
 
 BAD_CARD: dict[str, Any] = {"microbatches": 1, "steps": 1, "broken": card(0, range(3), "both")}
@@ -402,12 +447,12 @@ IN_A_ROW = {"steps": 1, "tree_above": 1}
 
 def hand_on(monkeypatch: pytest.MonkeyPatch, forge: Callable[[replica.ReplicaState, Any], Any]) -> None:
     """Have inner members hand on something else."""
-    original = replica._handed_on
+    original = replica.handed_on
 
     def forged(state: replica.ReplicaState, before: frozenset[int], message: Any) -> tuple[replica.Effect, ...]:
         return original(state, before, forge(state, message) if state.replica == 1 else message)
 
-    monkeypatch.setattr(replica, "_handed_on", forged)
+    monkeypatch.setattr(replica, "handed_on", forged)
 
 
 def test_handing_on_an_incomplete_word_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,3 +527,31 @@ def test_keeping_silent_about_a_link_that_broke_is_caught_in_a_tree(monkeypatch:
 
 def test_the_sum_of_multisets_is_what_the_checks_rest_on() -> None:
     assert add([(1, 0, 0), (0, 1, 1)]) == (1, 1, 1)
+
+
+LATE_READERS: dict[str, Any] = {"replicas": 2, "microbatches": 2, "readers": 2, "waits": 2}
+
+
+def test_counting_waits_for_a_replica_at_work_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was: its peers name it after some sums that ran out, and it is removed."""
+    monkeypatch.setattr(coordinator, "_working", lambda state: set())
+    caught(explore(**LATE_READERS), 9)
+
+
+def test_asking_only_at_the_end_of_the_grace_who_was_at_work_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = coordinator._on_requested
+
+    def forgets(state: coordinator.CoordinatorState, request: Requested) -> coordinator.Step:
+        state, effects = original(state, request)
+        return replace(state, is_reason_excused=False), effects
+
+    monkeypatch.setitem(coordinator.TABLE, Requested, forgets)  # type: ignore[arg-type]
+    caught(explore(**LATE_READERS), 9)
+
+
+def test_excusing_work_for_ever_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that hangs looks like one that reads, and keeps the others waiting for ever."""
+    monkeypatch.setattr(coordinator, "_excuse", lambda state: (state, ()))
+    scenario = Scenario("planted", replicas=2, microbatches=1, steps=1, readers=1, hangs=True, waits=2)
+    with pytest.raises(MemoryError):
+        Explorer(scenario).run(limit=2000)

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from megatron_recover.core import rank, replica
 from megatron_recover.core.digest import combined
+from megatron_recover.core.policy import MISCOUNTED, SAVED
 from megatron_recover.core.replica import (
     Committed,
     Decided,
@@ -392,6 +393,24 @@ def test_a_miscount_is_told_as_what_it_is_and_its_step_begins_anew_once() -> Non
     (said,) = [effect.message for effect in effects if isinstance(effect, ToPeers)]
     dealt = tuple(i for one in plan.computes for i in one.microbatches)
     assert said.contributions == (Contribution((0,), dealt),), "what it has since counts"
+
+
+def test_a_step_that_is_given_up_is_committed_by_all_without_a_result() -> None:
+    given_up = NewGeneration(2, (0, 1, 2), requests=(MISCOUNTED,), void=Void(0, 2, gives_up=True))
+    state, effects = lead(working(), holds(), given_up, Promised(0, 2, Journal((0,), (0,))))
+    said, work = next(effect.message for effect in effects[::-1] if isinstance(effect, ToPeers)), WORK.given_up()
+    assert (said.work, said.contributions, said.complete, said.journal) == (work, (), (), Journal())
+    state, effects = lead(state, *(status(peer, work=work, contributions=((),)) for peer in (1, 2)))
+    (plan,) = [effect.order for effect in effects if isinstance(effect, ToRanks)]
+    assert plan.voids and (plan.work, plan.computes, plan.reduces, plan.transfers) == (work, (), (), ())
+    (voted,) = [effect for effect in effects if isinstance(effect, Voted)]
+    assert (voted.record.gives_up, voted.record.versions, voted.record.paces) == (True, (), ())
+    state, effects = lead(state, *(vote(peer, generation=2, of=voted.record) for peer in (1, 2)))
+    (apply,) = [effect.order for effect in effects if isinstance(effect, ToRanks)]
+    assert apply.record == replace(voted.record, requests=(MISCOUNTED,)) and state.step == 1 and state.work is None
+    assert lead(state, Ended(0))[1] == [ToCoordinator(Finished(0, ExitCode.INVARIANT_VIOLATED))]
+    saved = replace(state, committed=replace(apply.record, requests=(MISCOUNTED, SAVED)))
+    assert lead(saved, Ended(0))[1] == [ToCoordinator(Finished(0, ExitCode.INVARIANT_VIOLATED, is_saved=True))]
 
 
 def test_an_expired_wait_asks_and_whom_it_waited_for_is_said_on_entering() -> None:

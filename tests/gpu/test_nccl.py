@@ -21,7 +21,6 @@ from tests.collectives.ranks import Fault, ranks
 from tests.collectives.survival import survive
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-DEADLINE_S = 60.0
 MIB = 1 << 20
 
 
@@ -29,9 +28,9 @@ MIB = 1 << 20
 def test_sums_over_generations(num_ranks: int) -> None:
     with ranks("nccl", num_ranks, "cuda", sharing_a_gpu) as run:
         for generation in (1, 2):
-            run.open(generation, range(num_ranks), DEADLINE_S)
+            run.open(generation, range(num_ranks))
             for tag, size in enumerate((4, 1 << 10, 4 * MIB)):
-                run.sums(range(num_ranks), size, tag, DEADLINE_S)
+                run.sums(range(num_ranks), size, tag)
                 outcomes = run.outcomes(range(num_ranks))
                 assert all(outcome.status == "done" and outcome.right for outcome in outcomes.values()), outcomes
                 assert len({outcome.checksum for outcome in outcomes.values()}) == 1
@@ -47,15 +46,15 @@ def test_survivors_go_on(members: int, size: int, instant: str, number: signal.S
     print(f"seed {seed}")
     victim = Random(seed).randrange(members)
     with ranks("nccl", members, "cuda", sharing_a_gpu) as run:
-        run.open(1, range(members), DEADLINE_S)
-        run.sums(range(members), 4096, 1, DEADLINE_S)
+        run.open(1, range(members))
+        run.sums(range(members), 4096, 1)
         assert all(outcome.right for outcome in run.outcomes(range(members)).values())
-        survive(run, range(members), victim, size, Fault(instant, number), DEADLINE_S)
+        survive(run, range(members), victim, size, Fault(instant, number))
 
 
 def group_script(endpoint: Endpoint, me: int, addresses: dict[int, str]) -> float:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    group = FaultTolerantGroup(endpoint, me, name="replicas", deadline_s=DEADLINE_S, device="cuda")
+    group = FaultTolerantGroup(endpoint, me, name="replicas", device="cuda")
     group.grow(1, addresses)
     group.register()
     tensor = torch.full((1000,), 2.0**me, device="cuda")

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_recover.collectives.transport import PeerLost, Probe, Revoked
 from megatron_recover.core import rank as rank_machine
 from megatron_recover.core import replica as replica_machine
+from megatron_recover.core.policy import MISCOUNTED
 from megatron_recover.core.quota import ticks
 from megatron_recover.core.values import (
     Apply,
@@ -51,9 +52,7 @@ class MemoryTransport:
     def __init__(self, job: Job, generation: int, members: tuple[int, ...], me: int, position: int) -> None:
         self.job, self.generation, self.members, self.me, self.position = job, generation, members, me, position
 
-    def sum_into(
-        self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, deadline_s: float, probe: Probe | None = None
-    ) -> None:
+    def sum_into(self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, probe: Probe | None = None) -> None:
         probe = probe or (lambda instant: None)
         for result in results:
             result.fill_(-7)  # what a failed operation leaves behind has no defined value
@@ -73,7 +72,7 @@ class MemoryTransport:
             result.copy_(total)
         probe("end")
 
-    def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int, deadline_s: float) -> None:
+    def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int) -> None:
         posted = self._board(tag)
         if self.me == source:
             with self.job.changed:
@@ -364,7 +363,8 @@ class Job:
     def _announce(self) -> None:
         self.generation += 1
         for member in self.roster:
-            new = NewGeneration(self.generation, self.roster, trusted_from=self.trusted_from, void=self.void)
+            requests = (MISCOUNTED,) if self.void is not None and self.void.gives_up else ()
+            new = NewGeneration(self.generation, self.roster, (), "", requests, self.trusted_from, self.void)
             self._post("leader", member, new)
         self._pump()
 
@@ -452,8 +452,8 @@ class Job:
                     for peer in peers:
                         self._post("leader", peer, sent)
                 case replica_machine.ToCoordinator(Miscounted() as miscounted) if miscounted.generation == self.generation:
-                    assert self.void is None or self.void.step != miscounted.step, f"void twice: {miscounted.reason}"
-                    self.void = Void(miscounted.step, self.generation + 1)
+                    is_second = self.void is not None and self.void.step == miscounted.step
+                    self.void = Void(miscounted.step, self.generation + 1, is_second)
                     self._announce()
                 case replica_machine.ToCoordinator(Diverged() as told):
                     self._outvote(told)

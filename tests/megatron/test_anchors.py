@@ -59,7 +59,9 @@ def test_every_name_that_is_used_is_declared() -> None:
 
 
 def test_every_argument_that_a_rank_reads_is_declared() -> None:
-    files = [PACKAGE / "megatron" / f"{name}.py" for name in ("boundary", "checkpoint", "data", "reporting", "training")]
+    files = [
+        PACKAGE / "megatron" / f"{name}.py" for name in ("boundary", "checkpoint", "data", "reporting", "resuming", "training")
+    ]
     used = {name for path in files for name in re.findall(r"(?:\bargs|get_args\(\))\.(\w+)", path.read_text())}
     assert set(DECLARED.arguments) == used - {"iteration", "curr_iteration"}  # not parsed
 

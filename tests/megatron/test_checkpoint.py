@@ -26,7 +26,7 @@ from megatron_recover.core.policy import MISSING, SAVED, UNSAVED
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.megatron import save_folder
 from megatron_recover.megatron.checkpoint import Checkpoints, TrackerFile
-from megatron_recover.megatron.save_folder import TRACKER, SaveFolder
+from megatron_recover.megatron.save_folder import TRACKER, SaveFolder, samples_of
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.megatron.preload"])
@@ -91,6 +91,8 @@ class Replica:
 
     def __init__(self, number: int, folder: Path, log: trace.EventLog, writer: Callable[[], int]) -> None:
         self.replica, self.rank, self.step, self.requests = number, 0, 0, frozenset()
+        self.loaded = 0
+        """The iteration that Megatron has loaded."""
         self._writer, self._folder, self._log = writer, folder, log
         self.error: BaseException | None = None
         """What happens behind the first file of a save."""
@@ -110,9 +112,13 @@ class Replica:
         }
         save = str(self._folder)
         self.checkpoints = Checkpoints(
-            self, originals, lambda: Namespace(save=save, load=save, ckpt_format="torch_dist"), agree=self.agree,
-            save=save, deadlines=replace(Deadlines.of(), save_s=0.0, lock_s=0.2), log=self._log, faults=None,
+            self, originals, self.args, agree=self.agree, save=save, samples={"--seed": "1"},
+            deadlines=replace(Deadlines.of(), save_s=0.0, lock_s=0.2), log=self._log, faults=None,
         )  # fmt: skip
+
+    def args(self) -> Namespace:
+        save = str(self._folder)
+        return Namespace(save=save, load=save, ckpt_format="torch_dist", iteration=self.loaded, finetune=False)
 
     def is_writer(self) -> bool:
         return self._writer() == self.replica
@@ -227,7 +233,9 @@ class Job:
 def content(checkpoint: Path) -> str:
     """Who wrote it, if it is whole and by one writer."""
     files = {str(each.relative_to(checkpoint)): each.read_text() for each in checkpoint.rglob("*") if each.is_file()}
-    return files["a"] if files.keys() == {"a", "deeper/b"} and len(set(files.values())) == 1 else "half"
+    tells = files.pop("samples.json", "") == '{"--seed": "1"}'
+    is_whole = files.keys() == {"a", "deeper/b"} and len(set(files.values())) == 1 and tells == (files["a"] != "older")
+    return files["a"] if is_whole else "half"
 
 
 @pytest.fixture
@@ -244,25 +252,43 @@ def test_one_replica_saves_and_says_so(job: Job) -> None:
     assert job.saves() == {"iter_0000010": "0"}, "nothing was owed"
 
 
+@pytest.mark.parametrize("loaded", [0, 10])
+def test_where_a_replica_begins_is_recorded(job: Job, loaded: int) -> None:
+    job.first.loaded = loaded
+    job.first.checkpoints.tell_what_was_loaded()
+    assert job.phases() == [(0, loaded, "loaded")]
+    job.first.checkpoints._get_args = lambda: Namespace(load="X", iteration=0, finetune=True)
+    job.first.checkpoints.tell_what_was_loaded()
+    assert job.phases() == [(0, loaded, "loaded")], "of a model that is fine-tuned, X has what it begins with"
+
+
 def test_what_was_loaded_is_not_saved_again_before_anything_was_trained(job: Job) -> None:
     job.first.checkpoints.save_checkpoint_and_time(10)
     for replica in (job.first, job.second):  # the same job, started again
-        replica.step = -1
+        replica.loaded = 10
         replica.start()
         replica.checkpoints.save_checkpoint_and_time(10)
         replica.checkpoints.settle(lambda number: pytest.fail("nothing is owed"))
+        replica.step = 1  # one that was given up, perhaps, or an evaluation: nothing was trained
+        replica.checkpoints.save_checkpoint_and_time(10)
     assert job.phases() == [(0, 10, "started"), (0, 10, "finished")]
-    job.first.step = 0
+    job.save(11)
+    assert job.phases()[2:] == [(0, 11, "started"), (0, 11, "finished")]
+
+
+def test_a_step_that_is_given_up_saves_nothing_where_nothing_was_trained_or_there_is_no_place(job: Job) -> None:
+    """Megatron asks for a save then whether or not it has a --save, and also of iteration 0, which it cannot load."""
+    job.save(0)
+    job.first.checkpoints._folder = None
     job.first.checkpoints.save_checkpoint_and_time(10)
-    assert job.phases()[-1] == (0, 10, "finished") and len(job.phases()) == 4
+    assert (job.saves(), job.first.agreed, job.second.agreed) == ({}, [], [])
 
 
 def test_what_was_loaded_from_elsewhere_is_saved_here(job: Job) -> None:
     """A folder that another job left names the same iteration: what it has is not what was loaded."""
     job.older(10, named=10)
     save, load = str(job.folder), str(job.folder.with_name("other"))
-    job.first.step = -1
-    job.first.checkpoints._get_args = lambda: Namespace(save=save, load=load, ckpt_format="torch_dist")
+    job.first.checkpoints._get_args = lambda: Namespace(save=save, load=load, ckpt_format="torch_dist", iteration=10)
     job.first.checkpoints.save_checkpoint_and_time(10)
     assert job.saves() == {"iter_0000010": "0"}
 
@@ -378,6 +404,7 @@ def test_writer_that_dies_in_the_last_save_is_made_up_for(job: Job, older: int |
     job.second.checkpoints.settle(meet)
     assert rounds == [0, 1]
     assert (job.saves()["iter_0000030"], job.named()) == ("1", "30")
+    assert samples_of(job.folder, 30) == {"--seed": "1"}, "who resumes cannot tell whether the data is the same"
 
 
 def test_all_replicas_wait_for_the_end_of_the_last_save(job: Job) -> None:
@@ -529,6 +556,7 @@ def test_order_on_the_disk_survives_a_power_failure(job: Job, monkeypatch: pytes
         ("fsync", f"{partial}/deeper/b"),
         ("fsync", f"{partial}/deeper"),
         ("fsync", f"{partial}/a"),
+        ("fsync", f"{partial}/samples.json"),
         ("fsync", partial),
         ("rename", partial),
         ("fsync", ""),
@@ -668,7 +696,7 @@ def save_with_a_failing_rank(rank: int, store: str, folder: Path, failing: int, 
 
     replica.write = write
     replica.start()
-    replica.checkpoints._get_args = lambda: Namespace(save=str(folder / "ck"), load=None, ckpt_format="torch")
+    replica.checkpoints._get_args = lambda: Namespace(save=str(folder / "ck"), load=None, ckpt_format="torch", iteration=0)
     if at_naming and rank == 0:
         publish = SaveFolder.publish
 

@@ -16,11 +16,10 @@ from megatron_recover.core.values import Plan, Work
 from megatron_recover.megatron.overlap import Overlap
 from megatron_recover.megatron.reduction import Reduction
 from megatron_recover.megatron.work_queue import Task
-from tests.megatron.test_pipeline import world
 from tests.megatron.test_reducing import Member
 from tests.megatron.toy import model_config, wrap
 
-__all__ = ["world"]
+pytestmark = pytest.mark.usefixtures("world")
 
 DEADLINE_S = 30.0
 SIZE = 8

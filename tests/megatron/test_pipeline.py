@@ -5,24 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
 
 from megatron_recover.core.values import Compute, Plan, Work
-from megatron_recover.megatron.cpu import enable_cpu
 from megatron_recover.megatron.interleaved import InterleavedStage
 from megatron_recover.megatron.pipeline import Stage, Upstream
 from megatron_recover.megatron.work_queue import Task, WorkQueue
 from tests.megatron.toy import Stage as Model
-from tests.megatron.toy import model_config, start_world
+from tests.megatron.toy import model_config
 
 BUCKETS = (0, 1)
 TOLD = ("current_microbatch", "is_first_microbatch", "checkpoint_activations_microbatch", "vp_stage", "is_last_stage")
@@ -31,14 +28,7 @@ SHAPE = [1, 1, 8]
 """Of a message between chunks."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    if not torch.cuda.is_available():
-        enable_cpu()
-    start_world()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 class Handle:

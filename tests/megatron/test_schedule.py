@@ -12,9 +12,9 @@ from megatron.core.pipeline_parallel import schedules
 
 from megatron_recover.megatron.schedule import run_pass
 from megatron_recover.megatron.work_queue import Task
-from tests.megatron.test_pipeline import Given, Rank, world
+from tests.megatron.test_pipeline import Given, Rank
 
-__all__ = ["world"]
+pytestmark = pytest.mark.usefixtures("world")
 
 
 class Notes:

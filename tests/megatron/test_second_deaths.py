@@ -22,10 +22,8 @@ from megatron_recover.megatron.buckets import BackwardWatch
 from megatron_recover.megatron.microbatches import Microbatches
 from megatron_recover.megatron.reduction import Reduction
 from tests.megatron.loopback import Strike
-from tests.megatron.test_commit import NUM_BUCKETS, Run, first_strikes, second_strikes, threads
+from tests.megatron.test_commit import NUM_BUCKETS, Run, first_strikes, second_strikes
 from tests.megatron.toy import Threads
-
-__all__ = ["threads"]  # the fixture: a world of one process, and its threads as stages
 
 M, VICTIM = 8, 1
 QUOTAS = balanced(M, (1, 1, 1))

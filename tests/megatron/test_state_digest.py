@@ -6,50 +6,25 @@ In one process, with the real schedule and the real core; real jobs are in tests
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.alike import differences
+from megatron_recover.core.detector import Phase
 from megatron_recover.core.digest import combined
 from megatron_recover.faults import FaultPoint
-from megatron_recover.megatron.cpu import enable_cpu
 from megatron_recover.megatron.state import State
+from megatron_recover.progress_page import ProgressPage
 from tests.megatron.loopback import Job, Killed, LoopbackMember, Strike
-from tests.megatron.toy import Threads, Trainer, start_world
+from tests.megatron.toy import Events, Threads, Trainer
 
-
-@pytest.fixture(scope="module", autouse=True)
-def threads() -> Iterator[Threads]:
-    torch.set_num_threads(1)
-    if not torch.cuda.is_available():
-        enable_cpu()
-    start_world()
-    threads = Threads()
-    threads.install()
-    yield threads
-    threads.remove()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
-class Events:
-    """The event log of all ranks, in memory."""
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-        self._lock = threading.Lock()
-
-    def record(self, event: Any) -> None:
-        with self._lock:
-            self.events.append(event)
+pytestmark = pytest.mark.usefixtures("threads")
 
 
 def optimizer_of(trainer: Trainer) -> SimpleNamespace:
@@ -188,3 +163,24 @@ def test_a_wrongly_read_optimizer_is_named_at_the_start(threads: Threads, monkey
     job = Job(2, 1)
     job.run(life)
     assert [name for name, *_ in differences(joined[0], joined[1])] == ["the digest of all state, optimizer included"]
+
+
+def test_the_progress_page_shows_each_digest_as_a_phase_of_its_own(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take far longer than a step: whoever looks must not take it for a hang between two steps."""
+    during: list[Phase] = []
+    pages: dict[int, ProgressPage] = {}
+    enter, digest = ProgressPage.enter, State.digest
+
+    def entering(page: ProgressPage, phase: Phase, microbatches: tuple[int, ...] | None = None) -> None:
+        pages[threading.get_ident()] = page
+        enter(page, phase, microbatches)
+
+    def digesting(state: State) -> int:
+        during.append(pages[threading.get_ident()].phase)
+        return digest(state)
+
+    monkeypatch.setattr(ProgressPage, "enter", entering)
+    monkeypatch.setattr(State, "digest", digesting)
+    run = Run(threads, 2, 2, drift=None, interval=2)
+    due = sum(record.state_digest is not None for record in run.job.records[0])
+    assert due == 2 and during.count(Phase.DIGEST) == due * 4

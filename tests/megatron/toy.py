@@ -234,3 +234,20 @@ def start_world(rank: int = 0, num_ranks: int = 1, store: dist.Store | None = No
     """This process's `torch.distributed` world and upstream's groups in it."""
     dist.init_process_group("gloo", store=store or dist.HashStore(), rank=rank, world_size=num_ranks)
     parallel_state.initialize_model_parallel(**parallel)
+
+
+class Events:
+    """The event log of all ranks, in memory."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self._lock = threading.Lock()
+
+    def record(self, event: Any) -> None:
+        """Keep an event, from any thread."""
+        with self._lock:
+            self.events.append(event)
+
+    def of(self, kind: type) -> list[Any]:
+        """Return the events of a type."""
+        return [event for event in self.events if isinstance(event, kind)]

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.core.values import LossKind
+from megatron_recover.core.values import ExitCode, LossKind
 from megatron_recover.observe.check import check, describe, violations
 from megatron_recover.observe.history import History
 from megatron_recover.observe.plans import not_once
@@ -561,7 +561,7 @@ def a_recovery_deals_less_than_is_missing(events: Events) -> int:
 
 
 def a_status_hides_a_contribution(events: Events) -> int:
-    _edit(events, trace.Status, to={"contributions": ((), (), ())}, step=1, generation=2, replica=0)
+    _edit(events, trace.Status, to={"contributions": ()}, step=1, generation=2, replica=0)
     return _find(events, trace.Plan, step=1, generation=2, replica=1)
 
 
@@ -605,6 +605,11 @@ def a_generation_computes_without_a_plan(events: Events) -> int:
 
 def survivors_learn_different_paces(events: Events) -> int:
     return _edit(events, trace.Committed, to={"paces": ((0, 7), (1, 7))}, step=1, replica=1)
+
+
+def a_run_ends_as_diverged_though_no_votes_differ(events: Events) -> int:
+    events.insert(-1, trace.Stopping(exit_code=12, reason="replicas disagree on what step 5 is"))
+    return _edit(events, trace.RunFinished, to={"exit_code": 12})
 
 
 def a_run_ends_as_diverged_and_nothing_says_why(events: Events) -> int:
@@ -676,6 +681,7 @@ BREAKAGES: list[tuple[str, Callable[[Events], int]]] = [
     ("INV-8", a_run_ends_well_although_a_survivor_lacks_the_last_step),
     ("INV-8", a_run_ends_well_though_it_was_stopping),
     ("INV-8", a_run_ends_as_diverged_and_nothing_says_why),
+    ("INV-8", a_run_ends_as_diverged_though_no_votes_differ),
     ("INV-2", replicas_plan_different_quotas),
     ("INV-2", quotas_leave_a_microbatch_out),
     ("INV-2", a_replica_computes_more_than_its_quota),
@@ -883,7 +889,20 @@ def test_a_log_without_a_committed_step_proves_nothing(tmp_path: Path) -> None:
 def test_a_running_or_orphaned_run_is_said_to_be_one(tmp_path: Path) -> None:
     verdict = check(traces.write(tmp_path, traces.faulty_run().events[:-1]))
     assert verdict.holds and not verdict.is_finished
-    assert describe(verdict).splitlines()[-1].startswith("UNFINISHED: the trace has no run_finished")
+    last = describe(verdict).splitlines()[-1]
+    assert last.startswith("UNFINISHED: the trace has no run_finished") and "its disk did not take the end of the trace" in last
+
+
+@pytest.mark.parametrize(("exit_code", "reason"), [(0, ""), (13, "no replica is left"), (130, "")])
+def test_how_the_run_ended_is_said_beside_what_holds(exit_code: int, reason: str, tmp_path: Path) -> None:
+    """All invariants may hold in a run that failed."""
+    run = traces.Run()
+    run.quiet_step()
+    if reason:
+        run.add(trace.Stopping, exit_code=exit_code, reason=reason)
+    verdict = check(traces.write(tmp_path, run.finish(exit_code).events))
+    line = f"the run ended with exit code {exit_code} ({ExitCode.words(exit_code)})"
+    assert verdict.holds and describe(verdict).splitlines()[-1] == (f"{line}: {reason}" if reason else line)
 
 
 def test_what_is_not_fenced_yet_is_no_violation_before_the_end() -> None:
@@ -929,3 +948,11 @@ def test_a_rank_that_dies_in_the_backward_whose_first_bucket_is_reduced_has_cont
     assert not _broken(events)
     del events[ended]
     assert "INV-1" in _broken(events)
+
+
+def test_a_reason_that_only_the_launcher_knows_is_said_too(tmp_path: Path) -> None:
+    run = traces.Run()
+    run.quiet_step()
+    run.add(trace.RunFinished, exit_code=130, reason="killed on request (SIGINT)")
+    last = describe(check(traces.write(tmp_path, run.events))).splitlines()[-1]
+    assert last == "the run ended with exit code 130 (killed): killed on request (SIGINT)"

@@ -183,6 +183,24 @@ def test_the_exit_code_and_json_tell_that_a_part_was_not_judged(tmp_path: Path, 
     assert "What could be judged holds" in page and "Not judged: events are missing" in page
 
 
+@pytest.mark.parametrize("is_finished", [True, False], ids=["its ranks' last events are lost", "the trace is cut off"])
+def test_the_end_of_a_run_that_the_trace_does_not_have_is_not_held_against_it(tmp_path: Path, is_finished: bool) -> None:
+    """Exact, and equal to its reference as far as it is known. A loss that differs in a known step is a problem still."""
+    whole = traces.quiet_run().events
+    last = max(event.step for event in whole if isinstance(event, trace.Applied))
+    mine = [index for index, event in enumerate(whole) if getattr(event, "step", None) == last]
+    gaps = [
+        trace.Gap(t=whole[-1].t, replica=replica, rank=rank, num_events=9, since=whole[mine[0]].t)
+        for replica in (0, 1, 2) for rank in (0, 1)
+    ]  # fmt: skip
+    left = [*whole[: mine[0]], *([*gaps, whole[-1]] if is_finished else ())]
+    run_dir, reference = traces.write(tmp_path / "run", left), traces.write(tmp_path / "reference", whole)
+    assert verb.main([str(run_dir), "--against", str(reference)]) == ExitCode.UNFINISHED
+    assert "NOT JUDGED: parameters cannot be compared with" in describe(check(run_dir, reference))
+    other = [msgspec.structs.replace(event, loss=9.0) if isinstance(event, trace.Applied) else event for event in whole]
+    assert verb.main([str(run_dir), "--against", str(traces.write(tmp_path / "other", other))]) == ExitCode.INVARIANT_VIOLATED
+
+
 def run_that_a_finished_replica_leaves() -> traces.Run:
     """It had nothing left to do: that it ends is no loss."""
     run = traces.Run()

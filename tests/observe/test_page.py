@@ -20,7 +20,7 @@ from megatron_recover.observe.rules import RULES
 from megatron_recover.observe.timeline import Timeline
 from tests.observe import traces
 
-PARTS = ["loss", "goodput", "faults", "recoveries", "quotas", "verdict"]
+PARTS = ["loss", "goodput", "faults", "standstills", "recoveries", "quotas", "verdict"]
 
 
 class Page:
@@ -163,7 +163,9 @@ def test_a_writer_that_was_killed_in_mid_write_is_said_and_nothing_is_missing(tm
 
 def test_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
     shown = page_of(tmp_path, traces.faulty_run().events[:-1])
-    assert "the run has not ended" in shown.text() and "it still goes on, or was cut off" in shown.text()
+    assert (
+        "the run has not ended" in shown.text() and "it still goes on, or its launcher was killed, or its disk" in shown.text()
+    )
     assert "middle of line" not in shown.text()
 
 

@@ -114,6 +114,11 @@ def test_who_hangs_is_shown_until_it_is_lost_or_a_step_is_done() -> None:
             )  # type: ignore[arg-type]
         )  # fmt: skip
     assert "replica 1 rank 0 hung in first steps | replica 2 rank 0 slow in first steps" in progress.line()
+    progress.take(trace.RankMoved(replica=2, rank=0, step=4))
+    assert "slow" not in progress.line() and "replica 1 rank 0 hung" in progress.line()
+    progress.take(
+        trace.RankSilent(replica=2, rank=0, verdict="slow", phase="backward", seconds=2.3, step=4, label="train 5", state="R")
+    )
     lost = (trace.Lost(replica=1, kind=LossKind.HUNG, detail="rank 0: hung"),)
     progress.take(trace.Generation(generation=2, roster=(0, 2), losses=lost))
     assert "hung" not in progress.line() and "replica 2 rank 0 slow" in progress.line()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import msgspec
@@ -20,7 +22,7 @@ from megatron_recover.observe.check import check, describe
 from megatron_recover.observe.compare import compare
 from megatron_recover.observe.files import replacing
 from megatron_recover.observe.history import History
-from megatron_recover.observe.work import Work
+from megatron_recover.observe.work import Work, redone_in
 from tests.observe import traces
 
 REQUIRED = {
@@ -114,6 +116,22 @@ def test_a_failure_that_nobody_injected_is_a_fault_from_outside() -> None:
     assert [(f.kind, f.replica, f.cause, f.label) for f in found] == [
         ("external", 2, "SIGKILL", "train 2"), ("external", 0, "SIGKILL", "train 4"),
     ]  # fmt: skip
+
+
+def test_what_was_dealt_again_is_found_in_memory_that_does_not_grow_with_microbatches_times_buckets() -> None:
+    plan = trace.Plan(
+        replica=0, generation=1, step=0, label="train 1", num_microbatches=1000, roster=(0,), quotas=(1000,),
+        computes=(trace.Compute(microbatches=tuple(range(1000)), into=tuple(range(400))),),
+    )  # fmt: skip
+    again = msgspec.structs.replace(plan, generation=2)
+    step = SimpleNamespace(plans=[(1, plan), (2, again)], first_stage_lines={(0, 2): {}}, extended=[], ranks={})
+    tracemalloc.start()
+    try:
+        assert redone_in(step) == []  # type: ignore[arg-type]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2_000_000, "a set of 400 buckets takes 33 kB: there is one a deal, not one a microbatch"
 
 
 def test_what_a_decided_bucket_saved_was_not_lost() -> None:

@@ -28,7 +28,7 @@ COMMON = {"v", "t", "replica", "rank", "generation", "step"}
 
 def test_the_documented_events_are_those_that_there_are() -> None:
     """docs/architecture.md's table: every event, who writes it (its docstring's first word), and all its fields."""
-    text = (Path(trace.__file__).parents[1] / "docs" / "architecture.md").read_text()
+    text = (Path(trace.__file__).parents[2] / "docs" / "architecture.md").read_text()
     table = text.partition("## Trace")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines() if row.startswith("| `")]
     documented = {
@@ -39,6 +39,11 @@ def test_the_documented_events_are_those_that_there_are() -> None:
         writer = re.split("[:,]", kind.__doc__)[0].lower()
         actual[kind.__struct_config__.tag] = (writer, set(kind.__struct_fields__) - COMMON)
     assert documented == actual
+
+
+def test_every_event_that_a_log_can_have_is_named_by_the_package() -> None:
+    kinds = {one for one in vars(trace).values() if isinstance(one, type) and issubclass(one, trace.Event)} - {trace.Event}
+    assert kinds == set(typing.get_args(trace.AnyEvent))
 
 
 def test_events_read_back_as_they_were_recorded(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from megatron_recover.observe.history import History
 from megatron_recover.observe.void import miscounts, void_for_a_reason
 
 
-def generation(number: int, void: tuple[int, int] | None = None) -> trace.Generation:
-    return trace.Generation(generation=number, roster=(0, 1), void=void, t=0.0)
+def generation(number: int, void: tuple[int, int] | None = None, *, gives_up: bool = False) -> trace.Generation:
+    return trace.Generation(generation=number, roster=(0, 1), void=void, gives_up=gives_up, t=0.0)
 
 
 def plan(replica: int, *microbatches: int, number: int = 1) -> trace.Plan:
@@ -19,9 +19,9 @@ def plan(replica: int, *microbatches: int, number: int = 1) -> trace.Plan:
     )  # fmt: skip
 
 
-def miscounted(replica: int, *own_counts: int) -> trace.Miscounted:
+def miscounted(replica: int, *own_counts: int, number: int = 1) -> trace.Miscounted:
     return trace.Miscounted(
-        replica=replica, rank=0, generation=1, step=4, bucket=0, microbatches=(1,), own_counts=own_counts, t=0.0
+        replica=replica, rank=0, generation=number, step=4, bucket=0, microbatches=(1,), own_counts=own_counts, t=0.0
     )  # fmt: skip
 
 
@@ -55,6 +55,28 @@ def test_a_step_that_is_void_without_a_report_or_twice_is_a_violation() -> None:
     ]
     assert findings(*told, generation(2, (4, 2)), generation(3, (4, 3))) == [
         "generation 3 makes step 4 void for the second time"
+    ]
+
+
+def committed(label: str) -> trace.Committed:
+    return trace.Committed(
+        replica=0, generation=3, step=4, label=label, versions=(), digest="", requests=(), adopted=False, t=0.0
+    )  # fmt: skip
+
+
+def test_a_step_is_given_up_only_where_it_was_miscounted_again_and_its_record_says_so() -> None:
+    once = [generation(1), miscounted(0, 1, 2, 0), generation(2, (4, 2))]
+    again, gives_up = miscounted(0, 1, 2, 0, number=2), generation(3, (4, 3), gives_up=True)
+    assert findings(*once, again, gives_up, generation(4, (4, 3), gives_up=True), committed("give up train 5")) == []
+    assert findings(*once, gives_up, committed("give up train 5")) == [
+        "generation 3 makes step 4 void, of which nobody has reported a miscount"
+    ]
+    assert findings(generation(1), again, gives_up, committed("give up train 5")) == [
+        "generation 3 gives step 4 up, which was not computed anew"
+    ]
+    assert findings(*once, again, gives_up, committed("train 5")) == ["step 4 was committed as 'train 5'; it was given up"]
+    assert findings(*once, again, committed("give up train 5")) == [
+        "step 4 was committed as 'give up train 5'; it was not given up"
     ]
 
 

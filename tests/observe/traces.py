@@ -176,8 +176,10 @@ class Run:
         for replica in self.roster:
             self.add(trace.Entered, replica=replica, generation=self.generation, seconds=0.002)
         for replica in self.roster:
+            ids = held.get(replica, ())
             self.add(
-                trace.Status, **self.where(replica), work=bool(held), contributions=(held.get(replica, ()),) * len(BUCKETS),
+                trace.Status, **self.where(replica), work=bool(held),
+                contributions=(trace.Contribution(buckets=BUCKETS, microbatches=ids),) if ids else (),
                 complete=complete(replica), committed=self.step - 1 if self.step else None,
             )  # fmt: skip
 

@@ -39,7 +39,7 @@ def job_of(what: Scenario, *faults: Fault) -> TimedJob:
         timing,
         timers_of(failures),
         detect_s=failures.detect_s,
-        stall_timeout_s=failures.stall_timeout_s,
+        stall_s=failures.stall_s,
         faults=faults,
     )
 

@@ -13,6 +13,7 @@ from megatron_recover.core.blame import Evidence
 from megatron_recover.core.plan import plan_of
 from megatron_recover.core.values import Compute, ExitCode, Loss, LossKind, Plan, Requested, Vote
 from megatron_recover.sim.timed import fuzz
+from megatron_recover.sim.timed.course import Course
 from megatron_recover.sim.timed.fuzz import RandomJob, Verdict, run, verdicts
 from megatron_recover.sim.timed.memory import Counts
 from megatron_recover.sim.timed.rank import TimedRank
@@ -152,6 +153,59 @@ def test_keeping_ones_contributions_to_a_void_step_is_found(monkeypatch: pytest.
 
     monkeypatch.setattr(replica, "_voided", forgets)
     assert "INV-" in str(_first_failure(lambda seed: RandomJob(seed, (fuzz._miscount,))).problem)
+
+
+def test_a_step_that_is_miscounted_twice_ends_the_job_with_its_state_saved() -> None:
+    found = [run(RandomJob(seed, (fuzz._miscount,)), seed) for seed in range(1, PATIENCE)]
+    assert [verdict for verdict in found if verdict.problem] == []
+    assert ExitCode.INVARIANT_VIOLATED in {verdict.exit_code for verdict in found}
+
+
+def test_computing_a_step_a_third_time_instead_of_giving_it_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = replica._voided
+
+    def stubborn(state: replica.ReplicaState, new: Any) -> replica.ReplicaState:
+        return replace(original(state, new), work=state.work)
+
+    monkeypatch.setattr(replica, "_voided", stubborn)
+    assert "INV-1" in str(_first_failure(lambda seed: RandomJob(seed, (fuzz._miscount,))).problem)
+
+
+def test_a_digest_that_does_not_show_a_drift_before_a_save_is_found() -> None:
+    class Blind(Counts):
+        def state_digest(self, rank: TimedRank) -> int:
+            drifted, self.drifted = self.drifted, {}
+            of_state, self.state_drifted = self.state_drifted, {}
+            digest = super().state_digest(rank)
+            self.drifted, self.state_drifted = drifted, of_state
+            return digest
+
+    def job_of(seed: int) -> RandomJob:
+        job = RandomJob(seed, (fuzz._drift,))
+        job.counts = job.memory = Blind(job.table.microbatches, job.observe)
+        return job
+
+    assert "INV-6" in str(_first_failure(job_of).problem)
+
+
+def test_leaving_without_a_save_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Course.next_label
+
+    def leaves(self: Course, num_steps: int, save_interval: int) -> str | None:
+        return None if self.leaves else original(self, num_steps, save_interval)
+
+    monkeypatch.setattr(Course, "next_label", leaves)
+    assert "INV-9" in str(_first_failure(lambda seed: RandomJob(seed, (fuzz._ask_exit,))).problem)
+
+
+def test_taking_a_save_for_made_whose_writer_died_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Course.after
+
+    def at_once(self: Course, record: Any, *, is_writer: bool) -> Course:
+        return replace(original(self, record, is_writer=is_writer), is_saved=record.label.startswith("end "))
+
+    monkeypatch.setattr(Course, "after", at_once)
+    assert "INV-9" in str(_first_failure(lambda seed: RandomJob(seed, (fuzz._kill_in_save,))).problem)
 
 
 def test_a_timeout_that_removes_the_last_members_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

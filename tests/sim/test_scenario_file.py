@@ -78,13 +78,13 @@ ONE_FAULT = GOOD.replace("every_steps = 2\n", "").replace(', "checkpoint-restart
         (
             "gradient_bytes = 1e9",
             "gradient_bytes = 1e9\nlatency_s = 50",
-            "line 16: latency_s is 50: with 4 replicas it takes 100 s to begin at all, and follow_timeout_s of [failures] is",
+            "line 16: latency_s is 50: with 4 replicas it takes 100 s to begin at all, and follow_s of [failures] is",
         ),
         ("gradient_bytes = 1e9", "gradient_bytes = 1e9\nmessage_s = 30", "line 16: message_s is 30: with 4 replicas it takes"),
         ("bytes_per_s = 1e9", "bytes_per_s = 5", "line 14: bytes_per_s is 5: with 4 replicas it takes 12.8 s to begin at all"),
         (
             "every_steps = 2",
-            "every_steps = 2\nfollow_timeout_s = 1e-5",
+            "every_steps = 2\nfollow_s = 1e-5",
             "line 19: message_s is 2e-05: with 4 replicas it takes",
         ),
     ],

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEADLINE_S = 150.0
@@ -82,6 +84,11 @@ class Outcome:
         lines = (self.run_dir / "events.jsonl").read_text().splitlines()
         return [event for event in map(json.loads, lines) if event["event"] == kind]
 
+    def saves(self) -> list[tuple[int, str]]:
+        """(iteration, phase) of everything about saves in the trace, in the order of the file."""
+        found = [(event["iteration"], event["phase"]) for event in self.events("checkpoint") if event["phase"] != "loaded"]
+        return cast("list[tuple[int, str]]", found)
+
     @property
     def summary(self) -> dict[str, object]:
         """The run's summary.json."""
@@ -105,8 +112,12 @@ def run_job(
     deadline_s: float = DEADLINE_S,
     quiet: bool = False,
     script: pathlib.Path = ROOT / "scripts" / "pretrain_gpt.py",
+    environment: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Run a job to its end, in a process group of its own that is killed at the deadline (which fails the test)."""
+    """Run a job to its end, in a process group of its own that is killed at the deadline (which fails the test).
+
+    `environment`: variables that are set for it.
+    """
     command: list[str] = [
         sys.executable, "-m", job.module, "run", "--replicas", str(job.replicas), "--run-dir", str(run_dir),
     ]  # fmt: skip
@@ -120,12 +131,13 @@ def run_job(
     line = shlex.join(command)
     if not quiet:
         print(line)
-    return Outcome(*_run(command, deadline_s, line), run_dir, line)
+    return Outcome(*_run(command, deadline_s, line, environment), run_dir, line)
 
 
-def _run(command: Sequence[str], deadline_s: float, line: str) -> tuple[int, str]:
+def _run(command: Sequence[str], deadline_s: float, line: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env=os.environ | dict(environment or {}),
     )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=deadline_s)

@@ -1,27 +1,38 @@
 """What a run of the campaign is: a job of some shape and the faults that strike it, both decided by one seed.
 
-Every fault point, every kind of fault and every shape of up to eight processes comes up; at least one replica is never hit.
-The first fault of a scenario is sure to strike; one in a recovery strikes if the recovery gets there.
+`KINDS` says what can happen to a job and how often; `judging.EXPECTATIONS` says what is promised then. Every fault point, every
+kind of fault and every shape of up to eight processes comes up; at least one replica is never hit. The first fault of a
+scenario is sure to strike; one in a recovery strikes if the recovery gets there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_recover.cluster.chaos import IN_A_RECOVERY, IN_A_STEP
 from megatron_recover.faults import LEADER_ONLY, Fault, FaultKind, FaultPoint
 from tests.system.jobs import Job
+from tests.system.strikes import Strike, StrikeKind
 
 MAX_PROCESSES = 8
 STEPS = 6
+STRUCK_STEPS = 12
+"""Of a job that is struck from outside: the strike lasts."""
 UNEVEN = "tests/system/uneven_pretrain.py"
 PATIENT = "tests/system/patient_pretrain.py"
+STRUCK = "tests/system/struck_pretrain.py"
+SILENT = "tests/system/silent_pretrain.py"
+MISCOUNTING = "tests/system/miscounting_pretrain.py"
+NARROW = "tests.system.narrow_run"
 PLAIN = "scripts/pretrain_gpt.py"
 OVERLAP = "--overlap-grad-reduce"
 TREE = ("--recover-tree-above", "2")
-TIMEOUTS = ("--recover-deadline-s", "90")
+COMPARED = ("--recover-state-digest-interval", "N")
+DEADLINE_S = 90.0
+"""Of the job: the wait from which all others follow."""
+TIMEOUTS = ("--recover-deadline-s", f"{DEADLINE_S:g}")
 
 LAYOUTS = ((1, 1, 1), (1, 1, 1), (1, 2, 1), (1, 2, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 4, 1), (1, 1, 2), (1, 2, 2))
 """(TP, PP, lanes), the more often the cheaper."""
@@ -45,18 +56,75 @@ ENDS_OF_A_FREEZE = ("generation", "microbatch_finished", "reduced", "status", "v
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scenario:
-    """A job and its faults."""
+class Drift:
+    """One bit of a rank's state changes silently."""
 
+    replica: int
+    rank: int
+    step: int
+    """After so many training steps."""
+    what: str
+    """See `silent_pretrain.py`."""
+    interval: int
+    """Every so many steps replicas compare all their state."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Miscount:
+    """A replica counts a microbatch twice, once."""
+
+    replica: int
+    step: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A job and what happens to it."""
+
+    kind: str
+    """Of `KINDS`; it decides what is promised."""
     job: Job
-    faults: tuple[Fault, ...]
+    faults: tuple[Fault, ...] = ()
     script: str = PLAIN
     saves: bool = False
+    strike: Strike | None = None
+    drift: Drift | None = None
+    miscount: Miscount | None = None
 
     def reference(self) -> Job:
-        """The failure-free job of one replica that it has to end like. Overlap and saves make no difference."""
-        extra = tuple(flag for flag in self.job.extra if flag != OVERLAP)
-        return dataclasses.replace(self.job, replicas=1, extra=extra, timeouts=(), save_interval=1000)
+        """The failure-free job of one replica that it has to end like. What makes no difference to its result is left out."""
+        extra = list(self.job.extra)
+        for flags in ((OVERLAP,), TREE, COMPARED):
+            if flags[0] in extra:
+                first = extra.index(flags[0])
+                del extra[first : first + len(flags)]
+        return dataclasses.replace(
+            self.job, replicas=1, extra=tuple(extra), rebalance=Job.rebalance, timeouts=(), save_interval=1000,
+            module=Job.module,
+        )  # fmt: skip
+
+    def environment(self) -> dict[str, str]:
+        """What tells the script when to go wrong, but for a strike."""
+        found = {}
+        if self.drift is not None:
+            found["DRIFT"] = f"{self.drift.replica} {self.drift.rank} {self.drift.step} {self.drift.what}"
+        if self.miscount is not None:
+            found["MISCOUNT"] = f"{self.miscount.replica} {self.miscount.step} 1"
+        return found
+
+    @property
+    def others(self) -> str:
+        """What happens besides faults inside ranks, in words; empty if nothing does."""
+        if self.strike is not None:
+            return f"{self.strike}{', rings with little room' if self.job.module == NARROW else ''}"
+        if self.drift is not None:
+            drift = self.drift
+            return (
+                f"{drift.replica}.{drift.rank} after step {drift.step}: drift of {drift.what}, compared every {drift.interval}"
+            )
+        if self.miscount is not None:
+            return f"{self.miscount.replica}.0 at {self.miscount.step}: miscount"
+        return ""
 
     def __str__(self) -> str:
         job = self.job
@@ -76,6 +144,7 @@ class _Draw:
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
+        self.kind = ""
         self.job = self._shape()
         self.victims = self.dice.sample(range(self.job.replicas), self.job.replicas - 1)
         """In the order in which they are hit; one is left out."""
@@ -100,9 +169,31 @@ class _Draw:
             timeouts=TIMEOUTS,
         )  # fmt: skip
 
-    def strike(self, point: FaultPoint, step: int | None, **where: int) -> None:
+    def change(self, **fields: object) -> None:
+        """Another job."""
+        self.job = dataclasses.replace(self.job, **fields)
+
+    def scenario(self, **fields: object) -> Scenario:
+        """What was drawn."""
+        return Scenario(kind=self.kind, job=self.job, faults=tuple(self.faults), **fields)
+
+    def struck(self, kind: StrikeKind, seconds: float | None, *, is_killed: bool) -> Scenario:
+        """A strike in the middle of a longer job, and perhaps a death soon after it. The replica that asks for it is spared."""
+        self.change(steps=STRUCK_STEPS)
+        spared = next(replica for replica in range(self.job.replicas) if replica not in self.victims)
+        step = self.dice.randint(2, STRUCK_STEPS // 2)
+        if is_killed:
+            self.strike(self.dice.choice(IN_A_STEP), step, kind=FaultKind.KILL)
+        return self.scenario(script=STRUCK, strike=Strike(kind=kind, replica=spared, step=step, seconds=seconds))
+
+    def later(self, points: Sequence[FaultPoint]) -> None:
+        """One more fault, if anybody is left for it."""
+        if self.victims:
+            self.strike(self.dice.choice(points), 4)
+
+    def strike(self, point: FaultPoint, step: int | None, *, kind: FaultKind | None = None, **where: int) -> None:
         """A fault at `point` for the next victim."""
-        kind = self._kind(point)
+        kind = kind or self._kind(point)
         self.faults.append(
             Fault(
                 replica=self.victims.pop(), rank=0 if point in LEADER_ONLY else self.dice.randrange(self.num_ranks),
@@ -160,12 +251,11 @@ class _Draw:
         )  # fmt: skip
 
 
-def scenario(seed: int) -> Scenario:
-    """The scenario of a seed."""
-    draw = _Draw(seed)
-    special = draw.dice.random()
-    if special < 0.3:
-        return _special(draw)
+# --- Kinds of scenarios --------------------------------------------------------------------------------------------------
+
+
+def _in_steps(draw: _Draw) -> Scenario:
+    """Faults in any step, at once and in recoveries from each other."""
     step = draw.dice.randrange(2)
     while draw.victims and step < STEPS:
         # Faults in a recovery are what is hardest to get right, and what few of them reach.
@@ -175,38 +265,117 @@ def scenario(seed: int) -> Scenario:
         step += draw.dice.randint(1, 2)  # where a replica lags behind, the next one strikes inside the recovery from this one
     if draw.dice.random() < 0.15:
         draw.slow_down()
-    return Scenario(job=draw.job, faults=tuple(draw.faults))
+    return draw.scenario()
 
 
-def _special(draw: _Draw) -> Scenario:
-    """The rarer points, each of which needs something of its job; and one more fault later."""
-    dice, job, victims = draw.dice, draw.job, draw.victims
-    what = dice.choice(("start_up", "evaluate", "checkpoint", "transfer", "in_flight"))
-    script, saves, later = PLAIN, False, IN_A_STEP[:4]
-    if what == "start_up":
-        draw.faults.append(Fault(replica=victims.pop(), rank=dice.randrange(draw.num_ranks), point=FaultPoint.START_UP))
-    elif what == "evaluate":
-        job = dataclasses.replace(job, eval_interval=2)
-        draw.strike(FaultPoint.EVALUATE, None, occurrence=dice.randint(1, 2))
-    elif what == "checkpoint":
-        job, saves = dataclasses.replace(job, save_interval=2), True
-        if 0 not in victims:
-            victims[0] = 0
-        victims.remove(0)
-        point = dice.choice((FaultPoint.CHECKPOINT, FaultPoint.CHECKPOINT_TRACKER))
-        draw.faults.append(Fault(replica=0, rank=0, point=point, occurrence=2))
-    elif what == "in_flight":
-        # As `_Draw.in_flight`, and for certain. The script waits for who is to die in a pass: nobody else may fail in one.
-        script, later = PATIENT, IN_A_STEP[2:4]
-        draw.faults.append(
-            Fault(replica=victims.pop(), rank=dice.randrange(draw.num_ranks), point=dice.choice(IN_A_PASS), step=1)
-        )
-        if victims:
-            draw.strike(FaultPoint.RECOMPUTE, 1)
-    else:
-        # In its step 1 replica 0 alone holds all: it is the source, the others are targets.
-        script = UNEVEN
-        draw.strike(FaultPoint.TRANSFER, 1)
-    if victims:
-        draw.strike(dice.choice(later), 4)
-    return Scenario(job=job, faults=tuple(draw.faults), script=script, saves=saves)
+def _start_up(draw: _Draw) -> Scenario:
+    draw.faults.append(
+        Fault(replica=draw.victims.pop(), rank=draw.dice.randrange(draw.num_ranks), point=FaultPoint.START_UP)
+    )  # fmt: skip
+    draw.later(IN_A_STEP[:4])
+    return draw.scenario()
+
+
+def _evaluate(draw: _Draw) -> Scenario:
+    draw.change(eval_interval=2)
+    draw.strike(FaultPoint.EVALUATE, None, occurrence=draw.dice.randint(1, 2))
+    draw.later(IN_A_STEP[:4])
+    return draw.scenario()
+
+
+def _checkpoint(draw: _Draw) -> Scenario:
+    draw.change(save_interval=2)
+    if 0 not in draw.victims:
+        draw.victims[0] = 0
+    draw.victims.remove(0)
+    point = draw.dice.choice((FaultPoint.CHECKPOINT, FaultPoint.CHECKPOINT_TRACKER))
+    draw.faults.append(Fault(replica=0, rank=0, point=point, occurrence=2))
+    draw.later(IN_A_STEP[:4])
+    return draw.scenario(saves=True)
+
+
+def _transfer(draw: _Draw) -> Scenario:
+    """In its step 1 replica 0 alone holds all: it is the source, the others are targets."""
+    draw.strike(FaultPoint.TRANSFER, 1)
+    draw.later(IN_A_STEP[:4])
+    return draw.scenario(script=UNEVEN)
+
+
+def _in_flight(draw: _Draw) -> Scenario:
+    """As `_Draw.in_flight`, and for certain. The script waits for who is to die in a pass: nobody else may fail in one."""
+    dice = draw.dice
+    rank, point = dice.randrange(draw.num_ranks), dice.choice(IN_A_PASS)
+    draw.faults.append(Fault(replica=draw.victims.pop(), rank=rank, point=point, step=1))
+    if draw.victims:
+        draw.strike(FaultPoint.RECOMPUTE, 1)
+    draw.later(IN_A_STEP[2:4])
+    return draw.scenario(script=PATIENT)
+
+
+def _stopped_launcher(draw: _Draw) -> Scenario:
+    return draw.struck(StrikeKind.STOP, draw.dice.choice((0.2, 1.0, 2.0, 4.0)), is_killed=False)
+
+
+def _stopped_launcher_and_death(draw: _Draw) -> Scenario:
+    """Longer than `follow_s`, too, and longer than `stall_s`."""
+    return draw.struck(StrikeKind.STOP, draw.dice.choice((0.2, 1.0, 4.0, 8.0)), is_killed=True)
+
+
+def _stalled_disk(draw: _Draw) -> Scenario:
+    return draw.struck(StrikeKind.STALL, draw.dice.choice((0.3, 2.0, 5.0, 8.0)), is_killed=draw.dice.random() < 0.5)
+
+
+def _full_disk(draw: _Draw) -> Scenario:
+    """For ever, or until there is room again, perhaps after so long that rings with little room have lost events."""
+    if draw.dice.random() < 0.6:
+        draw.change(module=NARROW)
+    return draw.struck(StrikeKind.FULL, draw.dice.choice((None, 0.3, 0.6, 1.0)), is_killed=draw.dice.random() < 0.5)
+
+
+def _failing_disk(draw: _Draw) -> Scenario:
+    return draw.struck(StrikeKind.FAIL, None, is_killed=draw.dice.random() < 0.5)
+
+
+def _drift(draw: _Draw) -> Scenario:
+    """After a save, so that there is something to go on from. Any replica may be the one, also the writer."""
+    dice, interval = draw.dice, draw.dice.choice((1, 2, 16))
+    draw.change(save_interval=2, extra=(*draw.job.extra, COMPARED[0], str(interval)))
+    drift = Drift(
+        replica=dice.randrange(draw.job.replicas), rank=dice.randrange(draw.num_ranks), step=dice.randint(3, STEPS),
+        what=dice.choice(("exp_avg", "exp_avg_sq", "weight", "buffer")), interval=interval,
+    )  # fmt: skip
+    return draw.scenario(script=SILENT, saves=True, drift=drift)
+
+
+def _miscount(draw: _Draw) -> Scenario:
+    """And perhaps a death some steps later."""
+    step = draw.dice.randrange(3)
+    miscount = Miscount(replica=draw.dice.randrange(draw.job.replicas), step=step)
+    if draw.dice.random() < 0.5:
+        draw.strike(draw.dice.choice(IN_A_STEP), step + 2, kind=FaultKind.KILL)
+    return draw.scenario(script=MISCOUNTING, miscount=miscount)
+
+
+KINDS: Mapping[str, tuple[int, Callable[[_Draw], Scenario]]] = {
+    "faults in steps": (50, _in_steps),
+    "death at the start": (5, _start_up),
+    "fault in an evaluation": (5, _evaluate),
+    "death of a writer": (5, _checkpoint),
+    "fault in a transfer": (5, _transfer),
+    "death in a running pass": (5, _in_flight),
+    "stopped launcher": (3, _stopped_launcher),
+    "stopped launcher and a death": (5, _stopped_launcher_and_death),
+    "stalled disk": (4, _stalled_disk),
+    "full disk": (5, _full_disk),
+    "failing disk": (2, _failing_disk),
+    "drift": (6, _drift),
+    "miscount": (3, _miscount),
+}
+"""How often each comes up, in parts of all, and what draws it."""
+
+
+def scenario(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    draw = _Draw(seed)
+    [(draw.kind, (_, drawn))] = draw.dice.choices(list(KINDS.items()), [weight for weight, _ in KINDS.values()])
+    return drawn(draw)

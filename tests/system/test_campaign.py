@@ -15,7 +15,22 @@ import pytest
 from megatron_recover.cluster import chaos
 from megatron_recover.faults import FaultKind, FaultPoint
 from tests.system import campaign, jobs
-from tests.system.scenarios import CHARGED, MAX_PROCESSES, OVERLAP, PATIENT, PLAIN, STEPS, UNEVEN, scenario
+from tests.system.judging import EXPECTATIONS
+from tests.system.scenarios import (
+    CHARGED,
+    KINDS,
+    MAX_PROCESSES,
+    MISCOUNTING,
+    NARROW,
+    OVERLAP,
+    PATIENT,
+    PLAIN,
+    SILENT,
+    STRUCK,
+    UNEVEN,
+    scenario,
+)  # fmt: skip
+from tests.system.strikes import StrikeKind
 
 SEEDS = range(1, 201)
 
@@ -31,13 +46,24 @@ def test_every_scenario_is_one_that_a_job_can_take() -> None:
         num_ranks = plan.job.tp * plan.job.pp * plan.job.lanes
         assert plan.job.replicas * num_ranks <= MAX_PROCESSES
         target = chaos.Target(
-            num_replicas=plan.job.replicas, num_ranks=num_ranks, num_microbatches=plan.job.microbatches, num_steps=STEPS
-        )
+            num_replicas=plan.job.replicas, num_ranks=num_ranks, num_microbatches=plan.job.microbatches,
+            num_steps=plan.job.steps,
+        )  # fmt: skip
         assert chaos.parse(chaos.render(plan.faults, ""), target) == plan.faults
         hit = Counter(fault.replica for fault in plan.faults if fault.kind is not FaultKind.SLOW)
-        assert hit and max(hit.values()) == 1 and len(hit) < plan.job.replicas, "nobody is left for certain"
+        assert hit or plan.others, "nothing happens"
+        assert max(hit.values(), default=0) <= 1 and len(hit) < plan.job.replicas, "nobody is left for certain"
+        assert plan.strike is None or plan.strike.replica not in hit, "nobody is left to ask for the strike"
         charged = [fault for fault in plan.faults if fault.kind in CHARGED]
         assert len(charged) <= 1, "two of these over one microbatch end a job (INV-9)"
+
+
+def test_scenarios_share_the_references_that_they_can() -> None:
+    """A reference costs as much as a run. Where replicas differ in what they wait for and compare, it is the same."""
+    plans = [scenario(seed) for seed in SEEDS if scenario(seed).job.determinism == "exact"]
+    extra = {flag for plan in plans for flag in plan.reference().extra if flag.startswith("--")}
+    assert not {flag for flag in extra if flag.startswith("--recover")} | {OVERLAP} & extra
+    assert len({plan.reference() for plan in plans}) < 0.8 * len(plans)
 
 
 def test_everything_comes_up() -> None:
@@ -48,7 +74,16 @@ def test_everything_comes_up() -> None:
     assert {(fault.point, fault.kind) for fault in faults} >= {
         (point, FaultKind.FREEZE) for point in (FaultPoint.REDUCE, FaultPoint.PROMISE, FaultPoint.IN_VOTE)
     }
-    assert {plan.script for plan in plans} == {PLAIN, PATIENT, UNEVEN}
+    assert {plan.kind for plan in plans} == set(KINDS) == set(EXPECTATIONS), "the judge knows what is promised for each kind"
+    assert {plan.script for plan in plans} == {PLAIN, PATIENT, UNEVEN, STRUCK, SILENT, MISCOUNTING}
+    strikes = [plan.strike for plan in plans if plan.strike is not None]
+    assert {strike.kind for strike in strikes} == set(StrikeKind)
+    full = {(strike.seconds is None, plan.job.module == NARROW) for plan in plans
+            if (strike := plan.strike) is not None and strike.kind is StrikeKind.FULL}  # fmt: skip
+    assert full == {(True, True), (True, False), (False, True), (False, False)}
+    drifts = [(plan.drift.what, plan.job.replicas > 2) for plan in plans if plan.drift is not None]
+    assert {what for what, _ in drifts} == {"exp_avg", "exp_avg_sq", "weight", "buffer"}
+    assert {has_majority for _, has_majority in drifts} == {True, False}
     assert {plan.job.pp for plan in plans} == {1, 2, 4} and {plan.job.tp for plan in plans} == {1, 2}
     assert {plan.job.lanes for plan in plans} == {1, 2} and {plan.job.determinism for plan in plans} == {"fast", "exact"}
     flags = {flag for plan in plans for flag in plan.job.extra}

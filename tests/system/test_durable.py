@@ -68,7 +68,7 @@ def test_the_newest_checkpoint_is_the_last_that_was_agreed_on(
     begun = [event["label"] for event in outcome.events("plan")]
     committed = [event["label"] for event in outcome.events("committed")]
     assert case.step in begun and case.step not in committed, f"{begun}\n{committed}"
-    named = [event["iteration"] for event in outcome.events("checkpoint") if event["phase"] == "finished"]
+    named = [iteration for iteration, phase in outcome.saves() if phase == "finished"]
     assert named[-1:] == [case.agreed]
     assert digests(outcome, case.step) > 1, "the trace does not say which rank differs"
     verdict, report = check(outcome.run_dir)
@@ -76,6 +76,30 @@ def test_the_newest_checkpoint_is_the_last_that_was_agreed_on(
     if case is CASES[0]:
         resumed = run_job(case.job, tmp_path / "again", data, save=save).expect(0)
         assert resumed.events("committed")[0]["label"] == "train 3" and tracker(save) == case.job.steps
+
+
+@pytest.mark.parametrize(
+    ("replicas", "faults", "labels"),
+    [
+        # Before its vote a replica has all sums, so all others have begun the step as well.
+        (3, ("2 0 before_vote step=15",), ["train 16"]),
+        (4, ("3 0 before_vote step=15", "2 0 before_vote step=16"), ["train 16", "save 16"]),
+        (4, ("1 0 before_vote step=16", "3 0 before_vote step=23"), ["save 16", "end 0"]),
+        (3, ("1 0 before_vote step=23",), ["end 0"]),
+    ],
+    ids=["train, 3", "train and save, 4", "save and end, 4", "end, 3"],
+)  # fmt: skip
+def test_a_death_in_a_step_that_compares_all_state_is_no_disagreement(
+    replicas: int, faults: tuple[str, ...], labels: list[str], tmp_path: pathlib.Path, data: pathlib.Path
+) -> None:
+    """At the interval of every user: statuses that did not say that the step compares ended a healthy run with code 12."""
+    job, save = Job(replicas=replicas, steps=17, save_interval=16), tmp_path / "checkpoints"
+    outcome = run_job(job, tmp_path / "run", data, chaos=chaos_text(*faults), save=save).expect(0)
+    struck = [event["step"] for event in outcome.events("fault")]
+    named = {event["step"]: event["label"] for event in outcome.events("committed")}
+    assert [named[step] for step in struck] == labels and tracker(save) == job.steps
+    verdict, report = check(outcome.run_dir)
+    assert verdict == 0, report
 
 
 def test_replicas_that_do_not_start_alike_are_refused_with_both_values(tmp_path: pathlib.Path, data: pathlib.Path) -> None:

@@ -29,6 +29,10 @@ class Faults(NamedTuple):
     """Of the coordinator."""
     miscounts: int = 0
     """Replicas that may still miscount."""
+    readers: int = 0
+    """Replicas that may still read."""
+    waits: int = 0
+    """How often members may still give up waiting for them."""
 
 
 class World(NamedTuple):
@@ -49,6 +53,8 @@ class World(NamedTuple):
     """The coordinator takes no input."""
     inbox: tuple[int, ...] = ()
     """Numbers of the inputs that reached the coordinator since it was stopped, in their order."""
+    reading: tuple[ReplicaId, ...] = ()
+    """Replicas whose training thread does nothing but read: they have not arrived at the sum."""
 
 
 class Table[T]:

@@ -106,17 +106,19 @@ class Node(Value, frozen=True):
     leader: replica.ReplicaState
     ranks: tuple[Rank, ...]
     work: tuple[Work, ...]
-    """The steps of the job."""
+    """The steps of the job. One that is given up is followed by nothing but a save."""
     drifted: bool = False
     """Its parameters are not those of the others."""
     flawed: bool = False
-    """It counts microbatch 0 once too often in all that it hands in, until the step is applied or made void."""
+    """It counts microbatch 0 once too often in all that it hands in, until the step is applied or it enters a generation in
+    which the step is void."""
     state_drifted: bool = False
     """State that no sum depends on yet is not that of the others: a moment of the optimizer, a buffer."""
 
     def may_miscount(self) -> bool:
-        """Whether it is in a step, and counts right so far."""
-        return self.leader.work is not None and not self.flawed
+        """Whether the attempt at a step that it is in, or its next one, is one that counts right so far."""
+        work = self.leader.work
+        return not self.flawed and (self.between_steps() if work is None else bool(work.buckets))
 
     def to_arrive(self) -> list[int]:
         """Return the followers that have yet to begin the step that their leader has begun, where that needs their digest."""
@@ -138,7 +140,7 @@ class Node(Value, frozen=True):
 
 
 class Miscount(Value, frozen=True):
-    """Something goes wrong in the counting of this step."""
+    """Something goes wrong in the counting of an attempt at a step."""
 
 
 class Begin(Value, frozen=True):
@@ -267,7 +269,7 @@ class Threads:
         run.settle()
         after = replace(
             node, leader=run.leader, ranks=tuple(run.ranks), drifted=run.drifted, state_drifted=run.state_drifted,
-            flawed=run.flawed,
+            flawed=run.flawed, work=run.work,
         )  # fmt: skip
         return Outcome(after, tuple(run.out), tuple(run.up), tuple(run.facts))
 
@@ -317,7 +319,9 @@ class _Run:
     # --- the leader ---
 
     def lead(self, message: replica.Input) -> None:
+        void = self.leader.void
         self.leader, effects = replica.step(self.leader, message)
+        self.flawed = self.flawed and self.leader.void == void  # what goes wrong from here on is in the new attempt
         for effect in effects:
             if isinstance(effect, replica.ToRanks):
                 if isinstance(effect.order, Plan):
@@ -427,11 +431,13 @@ class _Run:
                 for item in order.record.versions
                 if item.bucket in one.machine.buckets
             )
-            made = digest(order.record, drifted=self.drifted)
+            made = None if order.record.gives_up else digest(order.record, drifted=self.drifted)
             self.facts.append(invariants.Applied(self.number, position, order.record.step, counts, made))
             empty: tuple[Multiset, ...] = ((),) * len(one.results)
             self.ranks[position] = replace(one, gradient=(zeros,) * len(one.gradient), results=empty)
             self.flawed = False
+            if order.record.gives_up:
+                self.work = _saved_after(self.work, order.record.step)
 
     def compute(self, position: int, plan: Plan) -> None:
         """Compute all of a plan, whatever happens: in the pass that runs, or in one that begins with it."""
@@ -439,7 +445,6 @@ class _Run:
         gradient = one.gradient
         if plan.voids:
             gradient = self.threads.emptied(gradient)
-            self.flawed = False
         for done in self.threads.computes(plan, one.machine):
             for index, bucket in enumerate(one.machine.buckets):
                 if bucket in done.into:
@@ -499,6 +504,12 @@ class _Run:
 def pending(node: Node) -> list[tuple[int, Operation]]:
     """(rank, operation) of every operation that could complete."""
     return [(position, one.operations[0]) for position, one in enumerate(node.ranks) if one.operations]
+
+
+def _saved_after(work: tuple[Work, ...], step: int) -> tuple[Work, ...]:
+    """The steps of a job that has given `step` up: it agrees on the state that it saves, and ends."""
+    save = Work(f"save after {step}", work[0].num_microbatches, work[0].buckets[-1:], digests=True)
+    return (*work[: step + 1], save)
 
 
 def _what(operation: Operation) -> tuple[BucketId, Version]:

@@ -45,6 +45,12 @@ class Scenario(Value, frozen=True):
     """How often the coordinator is stopped; what reaches it meanwhile is delivered at once when it continues."""
     state_drifts: int = 0
     """Replicas of which state that no sum depends on changes silently between two steps: it shows in the state digest only."""
+    readers: int = 0
+    """Replicas that read data, compile or compute from any instant to any later one, while others give up waiting for them."""
+    hangs: bool = False
+    """Such a replica never goes on; until the coordinator's deadline has passed it looks like the others."""
+    waits: int = 0
+    """How often members that wait for such a replica give up before it goes on, or the deadline passes."""
     digested: tuple[int, ...] = ()
     """Steps whose record carries the state digest."""
     of_last_bucket: tuple[int, ...] = ()
@@ -119,6 +125,13 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
             "2 ranks share a bucket, passes, and a miscount",
             replicas=2, microbatches=2, steps=1, num_ranks=2, bucket_ranks=TWO_RANKS_ONE_BUCKET, miscounts=1, passes_last=True,
         ),
+        Scenario("a late reader", microbatches=1, steps=1, readers=1, waits=1),
+        Scenario("2 replicas, a late reader, and a stopped coordinator",
+                 replicas=2, microbatches=1, steps=1, readers=1, waits=3, stops=1),
+        Scenario("2 replicas, 2 late readers, and a crash", replicas=2, microbatches=2, readers=2, waits=2, crashes=1),
+        Scenario("a reader that hangs", microbatches=1, steps=1, readers=1, hangs=True, waits=1),
+        Scenario("2 replicas, a reader that hangs, and a crash",
+                 replicas=2, microbatches=2, readers=1, hangs=True, waits=2, crashes=1),
         Scenario("a bad network card", microbatches=1, steps=1, broken=card(0, range(3), "both")),
         Scenario("a card that does not send, and a crash", microbatches=1, steps=1, crashes=1, broken=card(1, range(3), "out")),
         Scenario("a card that does not receive", microbatches=1, steps=1, broken=card(2, range(3), "in")),
@@ -129,6 +142,7 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
             "2 replicas, a stopped coordinator, a failed operation or lost message, and late members",
             replicas=2, microbatches=2, steps=1, alarms=1, stops=1, late=1,
         ),
+        Scenario("2 miscounts, and a crash", steps=1, crashes=1, miscounts=2),
     ),
     "full": (
         # The longest first: they decide when the last of several processes is done.
@@ -178,5 +192,20 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
             replicas=4, microbatches=1, steps=1, crashes=1, broken=link(1, 2, "in"),
         ),
         Scenario("a stopped coordinator, a crash, and a failed operation or lost message", crashes=1, alarms=1, stops=1),
+        Scenario("2 miscounts, a digest, and a crash", steps=1, miscounts=2, digested=(0,), crashes=1),
+        Scenario("2 miscounts, a digest, and state that drifts", steps=1, miscounts=2, digested=(0,), state_drifts=1),
+        Scenario("2 miscounts, and parameters that drift", steps=1, miscounts=2, drifts=1),
+        Scenario("2 miscounts, and a false suspicion", steps=1, miscounts=2, suspicions=1),
+        Scenario(
+            "2 replicas, 2 miscounts, a save, and a failed operation or lost message",
+            replicas=2, microbatches=2, steps=1, miscounts=2, saves=1, alarms=1,
+        ),
+        Scenario(
+            "2 replicas, 2 miscounts, a stopped coordinator, and a crash",
+            replicas=2, microbatches=2, steps=1, miscounts=2, stops=1, crashes=1,
+        ),
+        Scenario("a row of 3 replicas, 2 miscounts, and a crash", steps=1, tree_above=1, miscounts=2, crashes=1),
+        Scenario("2 buckets, 2 miscounts, and a crash", steps=1, bucket_ranks=ONE_RANK_TWO_BUCKETS, miscounts=2, crashes=1),
+        Scenario("2 stages, 2 miscounts", steps=1, num_ranks=2, bucket_ranks=TWO_STAGES, miscounts=2),
     ),
 }  # fmt: skip

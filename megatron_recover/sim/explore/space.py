@@ -24,6 +24,7 @@ all, and a test compares the two)
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ from megatron_recover.core.tree import neighbours
 from megatron_recover.core.values import (
     Busy,
     Entered,
+    ExitCode,
     Generation,
     Hello,
     LeaderMessage,
@@ -96,6 +98,8 @@ class Effect(NamedTuple):
     facts: tuple[invariants.Fact, ...]
 
 
+_LASTS = 2
+"""Generations without a committed step after which `trouble` has run out at the latest."""
 Attempt = str | tuple[ReplicaId, Stimulus | int]
 """A fault in words, or what reached which replica."""
 
@@ -169,6 +173,8 @@ class Space:
                 scenario.late,
                 scenario.stops,
                 scenario.miscounts,
+                scenario.readers,
+                scenario.waits,
             ),
         )
         for number in range(scenario.replicas):
@@ -194,7 +200,7 @@ class Space:
                 messages, links = self.post(world, -1, ((self.messages.number(new), new.roster),))
                 world = world._replace(history=self.observe(world.history, formed), messages=messages, links=links)
             elif isinstance(effect, coordinator.Arm) and effect.timer.startswith("grace"):
-                if self.scenario.broken:
+                if self.takes_time:
                     world = world._replace(grace=effect.timer)
                     continue
                 world = self.coordinate(world, coordinator.TimerFired(effect.timer))
@@ -255,12 +261,13 @@ class Space:
         return world
 
     def blameless(self, report: LeaderMessage) -> LeaderMessage:
-        """Who waited for whom decides nothing before so many generations have borne no fruit, more than there are alarms."""
-        if self.scenario.broken:
-            return report
-        if isinstance(report, Entered) and self.scenario.alarms < coordinator.Policy(self.scenario.replicas).max_fruitless:
-            return replace(report, waited_for=())
-        return report
+        """Who waited for whom decides nothing where the time for that never passes."""
+        return replace(report, waited_for=()) if isinstance(report, Entered) and not self.takes_time else report
+
+    @property
+    def takes_time(self) -> bool:
+        """Whether operations take time to fail, so that members accuse each other."""
+        return bool(self.scenario.broken or self.scenario.readers)
 
     # --- what can happen ---
 
@@ -268,18 +275,42 @@ class Space:
         """Every step of a live node: what happens, and the state after it."""
         for number, name in enumerate(world.nodes):
             if name:
-                for stimulus in self.stimuli(world, number):
+                waits = self.stalls(world, number) if world.reading else []
+                for stimulus in [*self.stimuli(world, number), *waits]:
                     after = self.take(world, number, stimulus)
                     if after is not None:
                         yield self.attempt, after
         if world.stopped:
             yield "the coordinator continues", self.continued(world)
             return
-        if world.grace and not any(world.nodes[number] and self.stalls(world, number) for number in range(len(world.nodes))):
-            # A grace is shorter than the time in which all members that are stuck find that out: here it ends after that.
-            yield "the grace is over", self.coordinate(world._replace(grace=""), coordinator.TimerFired(world.grace))
+        yield from self.times(world)
         for save in self.coordinators[world.coordinator].saves:
             yield f"the save of replica {save.replica} is over", self.coordinate(world, Busy(save.replica, True))
+
+    def times(self, world: World) -> Iterator[tuple[Attempt, World]]:
+        """The times that pass where operations take time to fail, and what comes of work that others wait for."""
+        state = self.coordinators[world.coordinator]
+        if world.grace and not any(world.nodes[number] and self.stalls(world, number) for number in range(len(world.nodes))):
+            # A grace is shorter than the time in which all members that are stuck find that out: here it ends after that.
+            waits = world.faults.waits - bool(world.reading and world.faults.waits)
+            over = world._replace(grace="", faults=world.faults._replace(waits=waits))
+            # What lasts is told from what passes after three such generations at the latest, and after three more.
+            if (
+                (world.reading and not state.is_excuse_over)
+                or not state.trouble
+                or state.fruitless < _LASTS * (state.patience + 1)
+            ):
+                yield "the grace is over", self.coordinate(over, coordinator.TimerFired(world.grace))
+        if self.takes_time and state.trouble and state.patience < 2:
+            yield "the trouble lasts", self.coordinate(world, coordinator.TimerFired(state.trouble))
+        if self.scenario.hangs and state.excuse and not state.is_excuse_over:
+            yield "the deadline passes", self.coordinate(world, coordinator.TimerFired(state.excuse))
+        if not self.scenario.hangs:
+            for number in world.reading:
+                left = tuple(each for each in world.reading if each != number)
+                yield f"replica {number} has read", world._replace(reading=left)
+        if set(state.at_work) - set(world.reading):
+            yield "the agent sees who is at work", self.coordinate(world, coordinator.AtWork(world.reading))
 
     def continued(self, world: World) -> World:
         """The world after the coordinator has taken all that reached it while it was stopped."""
@@ -296,7 +327,10 @@ class Space:
             if left.crashes:
                 nodes = (*world.nodes[:number], 0, *world.nodes[number + 1 :])
                 links = tuple(link for link in world.links if link[1] != number)
-                dead = world._replace(nodes=nodes, faults=left._replace(crashes=left.crashes - 1), links=links)
+                dead = world._replace(
+                    nodes=nodes, faults=left._replace(crashes=left.crashes - 1), links=links,
+                    reading=tuple(each for each in world.reading if each != number),
+                )  # fmt: skip
                 yield f"replica {number} dies", self.coordinate(dead, lost)
             if left.suspicions:
                 fenced = self.coordinate(world._replace(faults=left._replace(suspicions=left.suspicions - 1)), lost)
@@ -304,6 +338,11 @@ class Space:
             if left.saves:
                 saving = self.coordinate(world._replace(faults=left._replace(saves=left.saves - 1)), Busy(number, False))
                 yield f"replica {number} begins to save", saving
+            if left.readers and world.nodes[number] and not world.stopped and self.may_read(world, number):
+                reading = tuple(sorted({*world.reading, number}))
+                # A look at a page is quicker than any wait is long.
+                after = world._replace(reading=reading, faults=left._replace(readers=left.readers - 1))
+                yield f"replica {number} reads", self.coordinate(after, coordinator.AtWork(reading))
             if left.miscounts and world.nodes[number] and self.nodes[world.nodes[number]].may_miscount():
                 after = self.stimulate(world._replace(faults=left._replace(miscounts=left.miscounts - 1)), number, Miscount())
                 yield f"replica {number} miscounts", after
@@ -336,23 +375,55 @@ class Space:
             return [self.newest[state.generation, state.roster, state.trusted_from, state.void]]
         found: list[Stimulus | int] = [queue[0] for _, destination, queue in world.links if destination == number]
         found += network.numbers(self.deliverable(world.messages, name))
+        if number in world.reading:  # its control thread goes on
+            return found + [stimulus for stimulus in own.stimuli if isinstance(stimulus, CarryOut)]
         found += own.stimuli
         for position, operation in own.pending:
             counts = self.delivered(world, position, operation)
             if counts is not None and channels.completes(operation, number, self.scenario.broken):
                 found.append(Complete(position, counts))
-        return found + self.stalls(world, number)
+        return found + (self.stalls(world, number) if not world.reading else [])
 
     def stalls(self, world: World, number: ReplicaId) -> list[Stimulus | int]:
         """The operations of a node that all members have reached and that broken channels stop."""
-        if not self.scenario.broken:
+        if number in world.reading:
             return []
+        if world.reading:
+            return self.waits_for_readers(world, number) if self.is_quiet(world) else []
         return [
             Stall(position, channels.accused(operation, number, self.scenario.broken))
             for position, operation in self.own_steps(world.nodes[number]).pending
             if not channels.completes(operation, number, self.scenario.broken)
             and self.delivered(world, position, operation) is not None
         ]
+
+    def may_read(self, world: World, number: ReplicaId) -> bool:
+        """Whether a member can still be what the sum of a step waits for: the step is there, and nobody has its result."""
+        if self.nodes[world.nodes[number]].leader.step >= self.scenario.steps:
+            return False
+        members = [world.nodes[number] for number in self.coordinators[world.coordinator].roster]
+        return not any(items for name in members if name for items in self.nodes[name].leader.held)
+
+    def is_quiet(self, world: World) -> bool:
+        """Whether nothing is left to happen but what a reader keeps: no message takes as long as a wait for a member does."""
+        return not any(
+            self.take(world, number, stimulus) is not None
+            for number in self.coordinators[world.coordinator].roster
+            if world.nodes[number]
+            for stimulus in self.stimuli(world, number)
+        )
+
+    def waits_for_readers(self, world: World, number: ReplicaId) -> list[Stimulus | int]:
+        """The operations of a node whose members wait for one that reads, and may give that up."""
+        state = self.coordinators[world.coordinator]
+        if not world.faults.waits and not state.is_excuse_over and not (self.scenario.hangs and not state.excuse):
+            return []
+        found: list[Stimulus | int] = []
+        for position, operation in self.own_steps(world.nodes[number]).pending:
+            members = operation.members if operation.source is None else (operation.source,)
+            if accused := tuple(member for member in members if member in world.reading):
+                found.append(Stall(position, accused))
+        return found
 
     def deliverable(self, bits: int, name: int) -> int:
         """The messages that may do something to a node."""
@@ -432,6 +503,8 @@ class Space:
         version = operation.version if operation.source is not None else 0
         parts = []
         for member in operation.members if operation.source is None else (operation.source,):
+            if member in world.reading:
+                return None
             address = (member, position, operation.generation, operation.step, operation.bucket, version)
             numbers = self.data.get(address, ())
             here = [number for number in numbers if world.messages >> number & 1]
@@ -458,7 +531,7 @@ class Space:
         state = self.coordinators[world.coordinator]
         if state.over:
             return None
-        calm = not (self.may_fail(world) or state.saves or world.stopped or self.scenario.broken or self.differs(world))
+        calm = not (self.may_fail(world) or state.saves or world.stopped or self.takes_time or self.differs(world))
         for number, name in enumerate(world.nodes):
             if not name:
                 continue
@@ -511,22 +584,28 @@ class Space:
     def over(self, world: World) -> bool:
         """Whether the job has ended as it should: all members finished, none is left, or no majority says which is right."""
         state = self.coordinators[world.coordinator]
+        if self.scenario.hangs and set(state.roster) <= set(world.reading):
+            return True  # the last member hangs: only the detector ends it
         if not state.over:
             return False
         fenced = [loss.replica for loss in state.losses if loss.kind is LossKind.SUSPECTED]
         if self.scenario.broken and channels.innocent(fenced, state.roster, self.scenario.broken):
             raise invariants.InvariantViolation(9, f"of {fenced}, which were fenced, one was not at fault")
+        if self.scenario.readers and not (set(fenced) <= set(world.reading) and self.scenario.hangs or not fenced):
+            raise invariants.InvariantViolation(9, f"of {fenced}, which were fenced, one was only at work")
         if not state.roster and state.losses[-1].kind is LossKind.SUSPECTED:
             raise invariants.InvariantViolation(9, f"a timeout removed the last members: {state.losses[-1].detail}")
-        if state.void is not None and self.scenario.miscounts > 1 and not world.faults.miscounts:
-            return True  # miscounted twice in a step, perhaps: tests of the coordinator say when the job ends for that
+        given_up = state.void is not None and state.void.gives_up
+        if {item.exit_code == ExitCode.INVARIANT_VIOLATED for item in state.finished} - {given_up}:
+            raise invariants.InvariantViolation(9, f"step {state.void} is void, and the job ends with {state.finished}")
         if not self.tied(world) and not set(state.roster) <= {item.replica for item in state.finished}:
             raise invariants.InvariantViolation(9, "the job was stopped although members could go on")
         return True
 
     def tied(self, world: World) -> bool:
-        """Whether half of the members have drifted, so that no majority says which half is right."""
-        return 2 * len(self.drifted(world)) == len(self.coordinators[world.coordinator].roster) > 0
+        """Whether some have drifted and no strict majority is alike, so that nobody can say whose state is right."""
+        alike = Counter((node.drifted, node.drifted or node.state_drifted) for _, node in self.living(world))
+        return bool(self.drifted(world)) and 2 * max(alike.values()) <= len(self.coordinators[world.coordinator].roster)
 
     def differs(self, world: World) -> bool:
         """Whether a member has drifted, or one is flawed: then a new generation may still come."""
@@ -534,9 +613,12 @@ class Space:
         return bool(flawed or self.drifted(world))
 
     def drifted(self, world: World) -> list[ReplicaId]:
-        """Members whose state is not that of the others."""
+        """Members whose state is not what it should be."""
         if not self.scenario.drifts and not self.scenario.state_drifts:
             return []
+        return [number for number, node in self.living(world) if node.drifted or node.state_drifted]
+
+    def living(self, world: World) -> list[tuple[ReplicaId, Node]]:
+        """The members that have not died, each with its node."""
         roster = self.coordinators[world.coordinator].roster
-        living = [(number, self.nodes[world.nodes[number]]) for number in roster if world.nodes[number]]
-        return [number for number, node in living if node.drifted or node.state_drifted]
+        return [(number, self.nodes[world.nodes[number]]) for number in roster if world.nodes[number]]

@@ -26,7 +26,7 @@ from megatron_recover.core import coordinator, invariants, rank
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.replica import LinkLost
 from megatron_recover.core.tree import TREE_ABOVE
-from megatron_recover.core.values import ExitCode, Loss, LossKind, ReplicaId, Report, Work
+from megatron_recover.core.values import Apply, ExitCode, Loss, LossKind, ReplicaId, Report, Work
 from megatron_recover.sim import channels
 from megatron_recover.sim.timed.clock import Clock
 from megatron_recover.sim.timed.job import Actor, TimedCoordinator, TimedJob, TimedReplica
@@ -156,12 +156,11 @@ class RandomJob(TimedJob):
             steps=dice.randint(1, 4), buckets=dice.randint(1, 2), seed=seed,
         )  # fmt: skip
         timers_s = {
-            "follow_timeout_s": 3.0, "finish_timeout_s": 20.0, "save_timeout_s": dice.choice((5.0, 60.0)), "grace_s": 0.2,
-            "undecided_timeout_s": 600.0,
-            "load_timeout_s": math.inf, "start_timeout_s": math.inf,
+            "follow_s": 3.0, "finish_s": 20.0, "save_s": dice.choice((5.0, 60.0)), "grace_s": 0.2,
+            "deadline_s": 600.0, "blame_s": 15.0, "start_s": math.inf,
         }  # fmt: skip
         super().__init__(
-            table, RandomTiming(dice, table), timers_s, detect_s=0.0, stall_timeout_s=dice.choice((2.0, 10.0)),
+            table, RandomTiming(dice, table), timers_s, detect_s=0.0, stall_s=dice.choice((2.0, 10.0)),
             min_replicas=min(table.replicas, dice.choice((1, 1, 1, 2))), tree_above=dice.choice((TREE_ABOVE, 1, 2, 3)),
         )  # fmt: skip
         self.clock = self.freezer = FreezingClock()
@@ -172,12 +171,17 @@ class RandomJob(TimedJob):
         """Of what came later, so that a seed's job is otherwise the one that it always was."""
         self.digest_interval = self.other_dice.choice((1, 2, 3, 99))
         """Steps of which this is a divisor carry the state digest."""
+        newest_dice = random.Random(f"saves {seed}")
+        self.save_interval = newest_dice.choice((0, 1, 2, 99))
+        self.save_s = newest_dice.uniform(0.2, 3.0)  # less than may be waited for
         self.faults: list[str] = []
         self.hit: set[ReplicaId] = set()
         """Replicas that a fault has hit."""
         self.saves: set[tuple[ReplicaId, int]] = set()
         self.num_raised = 0
         self.num_miscounts = 0
+        self.num_deaths_in_saves = 0
+        """That are still to come."""
         self.exit_asked = False
         self.is_network_only = True
         """All faults so far are bad channels: then nobody else may be lost."""
@@ -189,8 +193,19 @@ class RandomJob(TimedJob):
         for _ in range(dice.choice((0, 1, 1, 2, 2, 3, 5))):
             self.clock.at(dice.expovariate(1 / (0.3 * table.steps)), dice.choice(faults or _FAULTS), self)
 
-    def work(self, step: int) -> Work:
-        return replace(super().work(step), digests=step % self.digest_interval == 0)
+    def work(self, step: int, label: str) -> Work:
+        work = super().work(step, label)
+        return replace(work, digests=work.digests or step % self.digest_interval == 0)
+
+    def may_write(self, rank: TimedRank, order: Apply) -> None:
+        """INV-6: what is about to be made durable is what all who voted for it have."""
+        step, members = order.record.step, order.roster
+        drifted = [number for number in members if self.counts.has_other_state(number, step)]
+        if rank.replica.number in drifted and len(drifted) < len(members):
+            raise InvariantViolation(6, f"replica {rank.replica.number} saves in step {step} what only {drifted} have")
+        if self.num_deaths_in_saves and rank.position == 0:
+            self.num_deaths_in_saves -= 1
+            self.clock.after(self.dice.uniform(0, self.save_s), _kill_rank, self, rank)
 
     # --- messages ---
 
@@ -221,7 +236,7 @@ class RandomJob(TimedJob):
 
     def saving_s(self, rank: TimedRank) -> float:
         if (rank.replica.number, rank.machine.step) not in self.saves or rank.saving:
-            return 0.0
+            return super().saving_s(rank)
         return self.dice.expovariate(1 / 3.0)
 
     # --- what the coordinator does takes time, too ---
@@ -251,6 +266,11 @@ class RandomJob(TimedJob):
 def _kill(job: RandomJob) -> None:
     one = job.some_rank()
     if one is not None:
+        _kill_rank(job, one)
+
+
+def _kill_rank(job: RandomJob, one: TimedRank) -> None:
+    if one.alive:
         job.note(f"replica {one.replica.number} rank {one.position} is killed", one.replica.number)
         job.bury(one.replica.number, one.position)
         job.lose(one.replica.number, LossKind.PROCESS_ENDED, job.dice.expovariate(1 / 0.1))
@@ -327,6 +347,11 @@ def _save(job: RandomJob) -> None:
     job.saves.add((one.number, one.ranks[0].machine.step + 1))
 
 
+def _kill_in_save(job: RandomJob) -> None:
+    """The next replica that saves what all have agreed on dies before it has done so, or just after."""
+    job.num_deaths_in_saves += 1
+
+
 def _ask_exit(job: RandomJob) -> None:
     """The launcher is told to end the job."""
     job.note("the job is asked to exit")
@@ -381,6 +406,7 @@ _WAYS: tuple[channels.Ways, ...] = ("out", "in", "both")
 _FAULTS = (
     _kill, _kill, _kill, _kill_two, _suspect, _stop, _stop, _break_link, _break_link, _fail_operation, _drift, _raise, _save,
     _ask_exit, _stop_everybody, _stop_coordinator, _bad_card, _bad_link, _miscount,
+    _kill_in_save,
 )  # fmt: skip
 
 
@@ -413,6 +439,10 @@ def _ill_ended(job: RandomJob) -> str | None:
     if job.is_network_only and len(members) > 1 and lost - job.hit:
         return f"INV-9: replicas {sorted(lost - job.hit)} were lost, and nothing was wrong with them"
     committed = dict(job.history.committed)
+    trained = max((job.replicas[number].ranks[0].course.trained for number in members), default=0)
+    saves_at_end = (ExitCode.OK, ExitCode.INTERRUPTED, ExitCode.TOO_FEW_REPLICAS, ExitCode.INVARIANT_VIOLATED)
+    if code in saves_at_end and job.save_interval and trained and trained not in job.durable:
+        return f"INV-9: the job ended with exit code {code} after {trained} steps, and saved {sorted(job.durable)}"
     if code == ExitCode.OK:
         behind = [number for number in members if committed.get(number, 0) < job.table.steps]
         return f"INV-9: the job is over, and replicas {behind} have not committed all steps" if behind else None

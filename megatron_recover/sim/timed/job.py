@@ -19,10 +19,11 @@ from msgspec.structs import replace
 
 from megatron_recover.collectives.encoding import packed_status
 from megatron_recover.collectives.wire import STATUSES_A_FRAME
-from megatron_recover.core import coordinator, invariants, replica
+from megatron_recover.core import coordinator, invariants, replica, words
 from megatron_recover.core import plan as planning
 from megatron_recover.core.tree import TREE_ABOVE, neighbours
 from megatron_recover.core.values import (
+    Apply,
     Commitment,
     Entered,
     Hello,
@@ -64,8 +65,8 @@ def _newest_kept(function: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def answers_shared() -> Iterator[None]:
     """Have all members share what each computes by itself in production: pure functions of what is equal in all of them."""
-    shared = [(replica, name) for name in ("recover", "learn", "tally", "voters_of")]
-    shared += [(planning, name) for name in ("balanced", "paces")]
+    shared = [(replica, name) for name in ("recover", "learn", "tally")]
+    shared += [(words, "voters_of"), *((planning, name) for name in ("balanced", "paces"))]
     originals = [(module, name, getattr(module, name)) for module, name in shared]
     for module, name, original in originals:
         setattr(module, name, _newest_kept(original))
@@ -194,13 +195,13 @@ class TimedJob:
         timers_s: Mapping[str, float],
         *,
         detect_s: float,
-        stall_timeout_s: float,
+        stall_s: float,
         faults: Sequence[Fault] = (),
         min_replicas: int = 1,
         tree_above: int = TREE_ABOVE,
     ) -> None:
         """`timers_s`: seconds of every `core.coordinator.Setting`. `tree_above`: as in `core.replica.ReplicaState`."""
-        self.table, self.timing, self.detect_s, self.stall_timeout_s = table, timing, detect_s, stall_timeout_s
+        self.table, self.timing, self.detect_s, self.stall_s = table, timing, detect_s, stall_s
         self.clock = Clock()
         self.shape = shape_of(table)
         self.buckets_of = [
@@ -216,6 +217,12 @@ class TimedJob:
         self.meetings = Meetings(self)
         self.account = Account()
         self.num_steps = table.steps
+        self.save_interval = 0
+        """Training steps from one checkpoint to the next, and saves at every end; 0: nobody saves."""
+        self.save_s = 0.0
+        """How long a save takes each rank of the replica that writes."""
+        self.durable: set[int] = set()
+        """After how many training steps the state was saved."""
         self.replicas = [TimedReplica(self, number, tree_above) for number in range(table.replicas)]
         self.coordinator = TimedCoordinator(self, coordinator.Policy(table.replicas, min_replicas), timers_s)
         self.struck: list[Fault] = []
@@ -258,15 +265,26 @@ class TimedJob:
                     raise RuntimeError(f"no end after {self.clock.num_events} events and {self.clock.now:.3f} s")
         return self.account
 
-    def work(self, step: int) -> Work:
-        """What a step consists of."""
+    def work(self, step: int, label: str) -> Work:
+        """What a step consists of: training, or comparing all state before a save and at the end."""
         if step not in self._works:
-            self._works = {step: Work(f"train {step}", self.table.microbatches, tuple(range(len(self.shape.bucket_ranks))))}
+            buckets = tuple(range(len(self.shape.bucket_ranks)))
+            trains = label.startswith("train ")
+            work = Work(label, self.table.microbatches, buckets) if trains else Work(label, 0, buckets[-1:], digests=True)
+            self._works = {step: work}
         return self._works[step]
 
     def saving_s(self, rank: TimedRank) -> float:
         """How long a rank saves a checkpoint before its next step."""
-        return 0.0
+        return self.save_s if rank.course.writes is not None and not rank.saving else 0.0
+
+    def may_write(self, rank: TimedRank, order: Apply) -> None:
+        """All have agreed on the state that a rank is about to save."""
+
+    def saved(self, rank: TimedRank, trained: int) -> None:
+        """A rank has saved its part of the state after so many training steps; rank 0's names the checkpoint."""
+        if rank.position == 0:
+            self.durable.add(trained)
 
     # --- messages ---
 
@@ -321,12 +339,12 @@ class TimedJob:
         return self._status_bytes[key]
 
     def watch(self, one: TimedReplica) -> None:
-        """INV-8: when a leader has waited for the stall timeout for statuses, or for votes, it is told so."""
+        """INV-8: when a leader has waited `stall_s` for statuses, or for votes, it is told so."""
         waiting = (one.state.phase, one.state.generation, one.state.step)
         if self._waits.get(one.number) != waiting:
             self._waits[one.number] = waiting
             if one.state.phase in (replica.Phase.EXCHANGING, replica.Phase.VOTED):
-                self.clock.after(self.stall_timeout_s, self._stalled, one, waiting)
+                self.clock.after(self.stall_s, self._stalled, one, waiting)
 
     def _stalled(self, one: TimedReplica, waiting: tuple[object, ...]) -> None:
         if one.leader_alive and self._waits.get(one.number) == waiting and replica.waiting_for(one.state):

@@ -63,8 +63,8 @@ class Meetings:
                 job.clock.at(job.clock.now + job.timing.together_s(seconds, number), self._sum, arrived, operation)
         elif job.broken:
             # A member that is held up elsewhere by a broken channel does not come. One that computes is waited for: here the
-            # stall timeout may be shorter than a pass.
-            job.clock.after(job.stall_timeout_s, self._absent, rank, meeting)
+            # `stall_s` may be shorter than a pass.
+            job.clock.after(job.stall_s, self._absent, rank, meeting)
         dead = [number for number in job.undiscovered if job.is_dead(number, rank.position) and number in operation.members]
         if dead:
             job.clock.after(job.timing.latency_s(), self.fail, rank, operation, tuple(dead))
@@ -108,13 +108,13 @@ class Meetings:
             rank.completed(operation, self.job.memory.result(rank, operation, result))
 
     def _arrives(self, rank: TimedRank, meeting: Meeting) -> bool:
-        """True if a result arrives; otherwise the rank waits for it until the stall timeout."""
+        """True if a result arrives; otherwise the rank waits for it until `stall_s` is over."""
         job, me = self.job, rank.replica.number
         if channels.completes(meeting.operation, me, job.broken):
             return True
         if me not in meeting.stalled_since:
             meeting.stalled_since[me] = job.clock.now
-            job.clock.after(job.stall_timeout_s, self._stalled, rank, meeting)
+            job.clock.after(job.stall_s, self._stalled, rank, meeting)
         return False
 
     def _absent(self, rank: TimedRank, meeting: Meeting) -> None:
@@ -126,7 +126,7 @@ class Meetings:
             del meeting.here[me]
             rank.failed(operation, "no progress", missing, stalled=True)
         else:
-            job.clock.after(job.stall_timeout_s, self._absent, rank, meeting)
+            job.clock.after(job.stall_s, self._absent, rank, meeting)
 
     def _stalled(self, rank: TimedRank, meeting: Meeting) -> None:
         me, operation = rank.replica.number, meeting.operation
@@ -140,7 +140,7 @@ class Meetings:
         if meeting is None:
             return
         meeting.here.pop(me, None)
-        if job.clock.now - meeting.stalled_since.get(me, job.clock.now) >= job.stall_timeout_s / 2 and rank.alive:
+        if job.clock.now - meeting.stalled_since.get(me, job.clock.now) >= job.stall_s / 2 and rank.alive:
             rank.report_stall(operation, channels.accused(operation, me, job.broken))
 
     def broken(self, victim: ReplicaId, position: int) -> None:

@@ -74,9 +74,13 @@ class Counts(Memory):
     def _has_drifted(self, rank: TimedRank, step: int) -> bool:
         return step >= self.drifted.get(rank.replica.number, step + 1)
 
+    def has_other_state(self, replica: ReplicaId, step: int) -> bool:
+        """Whether a replica begins a step with other parameters or other state than the rest."""
+        return any(step >= drifted.get(replica, step + 1) for drifted in (self.drifted, self.state_drifted))
+
     def state_digest(self, rank: TimedRank) -> int:
         step = rank.machine.step
-        drifted = self._has_drifted(rank, step) or step >= self.state_drifted.get(rank.replica.number, step + 1)
+        drifted = self.has_other_state(rank.replica.number, step)
         digest = state_digest(step, rank.position, drifted=drifted)
         self.observe(invariants.Digested(rank.replica.number, rank.position, step, digest))
         return digest
@@ -99,7 +103,7 @@ class Counts(Memory):
         self.observe(
             invariants.Read(rank.replica.number, rank.position, operation.step, operation.bucket, counts)
         )  # fmt: skip
-        flaw = (rank.replica.number, operation.step) in self.flawed
+        flaw = (rank.replica.number, operation.step) in self.flawed and _has_microbatches(rank)
         return (counts[0] + flaw, *counts[1:])
 
     def miscounted(self, result: object) -> bool:
@@ -115,13 +119,21 @@ class Counts(Memory):
             mine = self.gradients.setdefault(rank, {})
             mine[operation.bucket] = self.local_gradient_after(mine.get(operation.bucket, self.zeros), counts)
         where = (rank.replica.number, rank.position, operation.generation, operation.step)
-        self.observe(invariants.Held(*where, operation.bucket, operation.version, checksum(counts), counts))
+        known = counts if _has_microbatches(rank) else None
+        self.observe(invariants.Held(*where, operation.bucket, operation.version, checksum(counts), known))
         return voted(counts, drifted=self._has_drifted(rank, operation.step))
 
     def apply(self, rank: TimedRank, order: Apply) -> None:
         results = self.results.pop(rank, {})
         self.gradients.pop(rank, None)
         mine = [item for item in order.record.versions if item.bucket in rank.machine.buckets]
-        counts = tuple((item.bucket, results.get(item.bucket, ())) for item in mine)
-        made = digest(order.record, drifted=self._has_drifted(rank, order.record.step))
+        trains = order.record.label.startswith("train ")
+        counts = tuple((item.bucket, results.get(item.bucket, ())) for item in mine) if trains else None
+        drifted = self._has_drifted(rank, order.record.step)
+        made = None if not trains else digest(order.record, drifted=drifted)
         self.observe(invariants.Applied(rank.replica.number, rank.position, order.record.step, counts, made))
+
+
+def _has_microbatches(rank: TimedRank) -> bool:
+    """Whether the step of a rank has any; where only state is compared there is nothing to count."""
+    return isinstance(rank.machine.taken, Plan) and rank.machine.taken.work.num_microbatches > 0

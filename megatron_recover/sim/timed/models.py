@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from megatron_recover.core.quota import balanced, makespan
 from megatron_recover.core.values import BucketId, Pipeline, Shape
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import Fault
 
 MEMBER_BYTES = 4.0
@@ -22,6 +23,7 @@ MEMBER_BYTES = 4.0
 PACE_BYTES = 12.0
 """Of a member's number and pace in the record of a vote."""
 HOUR_S = 3600.0
+_REAL = Deadlines.of()
 LEDGER_COLUMNS = 64
 """Of `megatron/ledger.py`, whose import needs torch; a test compares them."""
 
@@ -93,11 +95,11 @@ class FailuresTable(Table, frozen=True, kw_only=True):
     """No more losses when so many are left."""
     detect_s: Seconds = 0.05
     """From the death of a process to the coordinator's knowing it."""
-    grace_s: Seconds = 0.2
-    follow_timeout_s: Duration = 10.0
-    stall_timeout_s: Duration = 120.0
-    save_timeout_s: Duration = 1800.0
-    """These four as in a real run (`config.RecoverConfig`, `cluster/launcher.py`)."""
+    grace_s: Seconds = _REAL.grace_s
+    follow_s: Duration = _REAL.follow_s
+    stall_s: Duration = _REAL.stall_s
+    save_s: Duration = _REAL.save_s
+    """These four as in a real run (`Deadlines`)."""
 
 
 class CheckpointTable(Table, frozen=True, kw_only=True):

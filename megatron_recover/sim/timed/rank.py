@@ -20,13 +20,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from megatron_recover.core import rank
 from megatron_recover.core.plan import Operation, operations
-from megatron_recover.core.policy import exit_code
+from megatron_recover.core.policy import SAVED
 from megatron_recover.core.values import (
     Apply,
     Close,
-    ExitCode,
     Generation,
     Held,
     MicrobatchId,
@@ -37,6 +38,7 @@ from megatron_recover.core.values import (
     Stop,
 )
 from megatron_recover.faults import FaultPoint
+from megatron_recover.sim.timed.course import Course, is_writer
 from megatron_recover.sim.timed.models import stage_of
 
 if TYPE_CHECKING:
@@ -95,7 +97,7 @@ class TimedRank:
     """One rank. `busy` says that its training thread can not take an order now."""
 
     __slots__ = (
-        "alive", "busy", "job", "leaves", "machine", "operations", "passes", "passing", "plans_taken", "position", "replica",
+        "alive", "busy", "course", "job", "machine", "operations", "passes", "passing", "plans_taken", "position", "replica",
         "saving", "stage", "turn",
     )  # fmt: skip
 
@@ -109,8 +111,9 @@ class TimedRank:
         self.plans_taken = 0
         self.passes: list[Pass] = []
         """Of this step, both."""
-        self.saving = self.leaves = False
-        """A checkpoint is being saved; a committed record asks for the end."""
+        self.saving = False
+        """A checkpoint is being saved."""
+        self.course = Course()
         self.turn = 0
         """Of the training thread: an event that was meant for an older one is over."""
 
@@ -171,13 +174,17 @@ class TimedRank:
         if self.saving:
             self.saving = False
             self.feed(rank.Save(over=True))
-        step, self.busy, self.plans_taken = self.machine.step, False, 0
-        over = step >= self.job.num_steps or self.leaves
-        if over:
+        if self.course.writes is not None:
+            self.job.saved(self, self.course.writes)
+            self.course = replace(self.course, writes=None)
+        self.busy, self.plans_taken = False, 0
+        label = self.course.next_label(self.job.num_steps, self.job.save_interval)
+        if label is None:
             self.feed(rank.End())
         else:
-            work = self.job.work(step)
-            self.feed(rank.Begin(work, (), self.job.memory.state_digest(self) if work.digests else None))
+            work = self.job.work(self.machine.step, label)
+            requests = (SAVED,) if label.startswith("end ") and self.course.agreed in self.job.durable else ()
+            self.feed(rank.Begin(work, requests, self.job.memory.state_digest(self) if work.digests else None))
         self.wake()
 
     def wake(self) -> None:
@@ -312,7 +319,9 @@ class TimedRank:
     def _apply(self, order: Apply) -> None:
         self.job.memory.apply(self, order)
         self.passes = []
-        self.leaves = exit_code(order.record.requests) != ExitCode.OK
+        self.course = self.course.after(order.record, is_writer=is_writer(self.replica.number, order.roster))
+        if self.course.writes is not None:
+            self.job.may_write(self, order)
         self.job.pass_fault(self, FaultPoint.OPTIMIZER, step=order.record.step)
         self._until(self.job.clock.now + self.job.timing.optimizer_s(), self.begin)
 

@@ -28,7 +28,7 @@ class RecoverJob(TimedJob):
         failures = scenario.failures
         super().__init__(
             scenario.job, Timing(scenario.job, scenario.compute, scenario.network), timers_of(failures),
-            detect_s=failures.detect_s, stall_timeout_s=failures.stall_timeout_s, faults=scenario.fault,
+            detect_s=failures.detect_s, stall_s=failures.stall_s, faults=scenario.fault,
         )  # fmt: skip
         self.failures, self.losses = failures, Losses(scenario)
         self.meter, self._on_step = Meter("recover", scenario), on_step
@@ -82,7 +82,7 @@ class RecoverJob(TimedJob):
         super().announced(new)
         self._disturbed = True
         state = self.coordinator.state
-        if state.fruitless >= state.policy.max_fruitless:  # nobody was at fault, and nothing here is but the timeouts
+        if state.patience:  # nobody was at fault, and nothing here is but the timeouts
             raise self._too_slow(f"{state.fruitless} generations in a row came without a step")
 
     def fence(self, number: ReplicaId) -> None:
@@ -94,7 +94,7 @@ class RecoverJob(TimedJob):
     def _too_slow(self, what: str) -> ValueError:
         return ValueError(
             f"{what}: [network] (latency_s, local_latency_s, message_s, bytes_per_s) is too slow for [failures] "
-            f"(follow_timeout_s = {self.failures.follow_timeout_s:g}, stall_timeout_s = {self.failures.stall_timeout_s:g}); "
+            f"(follow_s = {self.failures.follow_s:g}, stall_s = {self.failures.stall_s:g}); "
             "look at the units"
         )
 
@@ -151,10 +151,9 @@ class RecoverJob(TimedJob):
 def timers_of(failures: FailuresTable) -> dict[str, float]:
     """Seconds of every `core.coordinator.Setting`; the start of a job is not simulated."""
     return {
-        "follow_timeout_s": failures.follow_timeout_s, "finish_timeout_s": failures.stall_timeout_s,
-        "undecided_timeout_s": math.inf,
-        "save_timeout_s": failures.save_timeout_s, "grace_s": failures.grace_s,
-        "load_timeout_s": math.inf, "start_timeout_s": math.inf,
+        "follow_s": failures.follow_s, "finish_s": failures.stall_s,
+        "blame_s": 1.5 * failures.stall_s, "save_s": failures.save_s, "grace_s": failures.grace_s,
+        "deadline_s": math.inf, "start_s": math.inf,
     }  # fmt: skip
 
 

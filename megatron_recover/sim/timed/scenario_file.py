@@ -151,13 +151,13 @@ def _contradictions(scenario: Scenario) -> Iterator[tuple[Place, str]]:
         yield ("failures", rate), f"{rate} and [[fault]] are both given; leave one out"
     parts = Timing(job, scenario.compute, scenario.network).entering_s(job.replicas)
     entering_s = sum(parts.values())
-    if "recover" in scenario.policies and entering_s >= failures.follow_timeout_s:
+    if "recover" in scenario.policies and entering_s >= failures.follow_s:
         slowest = max(parts, key=lambda key: parts[key])
-        shortened = failures.follow_timeout_s < FailuresTable().follow_timeout_s
+        shortened = failures.follow_s < FailuresTable().follow_s
         yield (
-            ("failures", "follow_timeout_s") if shortened else ("network", slowest),
+            ("failures", "follow_s") if shortened else ("network", slowest),
             f"{slowest} is {getattr(scenario.network, slowest):g}: with {job.replicas} replicas it takes {entering_s:.3g} s to "
-            f"begin at all, and follow_timeout_s of [failures] is {failures.follow_timeout_s:g}; look at the units of both",
+            f"begin at all, and follow_s of [failures] is {failures.follow_s:g}; look at the units of both",
         )
     needed = {
         "checkpoint-restart": "checkpoint",

@@ -1,0 +1,230 @@
+"""The recorder's side of what ranks print: one thread copies it to the logs, and whoever calls `look` is given new lines.
+
+A disk that stands still stops that thread and nobody else. Why no process waits that prints: `output.py`,
+Note [Output never waits]. Nothing here knows what a line means.
+
+Note [Copied once]. A recorder that dies leaves at most one chunk that is in a log, wholly or in part, and not in the ledger.
+The next one cuts the log to the size in the ledger and copies the chunk anew. Memory is freed when the ledger has its position.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megatron_recover import memory_file
+from megatron_recover.cluster.output import CHUNK_BYTES, KEPT_BYTES, Copied, Output, OutputLedger, Who
+
+_INTERVAL_S = 0.1
+_RETRY_S = 1.0
+"""Before a log is tried again that had an error."""
+_CHUNKS_AT_ONCE = 16
+"""Of one output, before the others have their turn."""
+
+
+class _Log:
+    """The log of one output. Used by the thread that writes."""
+
+    def __init__(self, number: int, output: Output, ledger: OutputLedger, *, is_shown: bool) -> None:
+        """`is_shown`: the console reads this output as well."""
+        self.number, self.retry_at = number, 0.0
+        self._output, self._ledger, self._is_shown = output, ledger, is_shown
+        self._file: int | None = None
+        self._is_regular = True
+        self._freed = 0
+
+    @property
+    def num_left(self) -> int:
+        return max(0, self._output.num_bytes - self._ledger.copied(self.number).position)
+
+    def copy(self) -> bool:
+        """Append a chunk to the log. Return whether there is more. Raises OSError; then the log is as if not tried."""
+        ledger, number, output = self._ledger, self.number, self._output
+        size = output.num_bytes
+        if size < ledger.copied(number).position:
+            ledger.begin_anew(number)
+        if self._file is None:
+            self._file = self._open()
+        copied = ledger.copied(number)
+        self._free(copied.position)
+        if size == copied.position:
+            return False
+        begin = max(copied.position, ledger.lost(number))
+        data = os.pread(output.descriptor, CHUNK_BYTES, begin)
+        if ledger.lost(number) > begin:
+            return True  # freed meanwhile, perhaps before it was read
+        num_lost = begin - copied.position
+        note = b"\nmegatron-recover: %d bytes of output were lost while the disk stood still\n" % num_lost if num_lost else b""
+        self._append(note + data, copied.log_bytes)
+        log_bytes = copied.log_bytes + len(note) + len(data)
+        ledger.commit(number, Copied(begin + len(data), log_bytes, copied.num_lost + num_lost))
+        return len(data) == CHUNK_BYTES
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._file)
+            self._file = None
+
+    def _free(self, position: int) -> None:
+        """Give back the memory of what nobody needs any more, where the output is copied up to `position`."""
+        if self._is_shown:
+            position = min(position, self._ledger.shown(self.number))
+        if position != self._freed:
+            memory_file.free(self._output.descriptor, position - KEPT_BYTES)
+            self._freed = position
+
+    def _open(self) -> int:
+        """Open the log, cut to what the ledger says of it."""
+        ledger, number = self._ledger, self.number
+        file = os.open(self._output.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            found, copied = os.fstat(file), ledger.copied(number)
+            self._is_regular = stat.S_ISREG(found.st_mode)
+            if self._is_regular and found.st_size > copied.log_bytes:
+                os.ftruncate(file, copied.log_bytes)
+            elif self._is_regular and found.st_size < copied.log_bytes:  # somebody has cut it: go on behind that
+                ledger.commit(number, Copied(copied.position, found.st_size, copied.num_lost))
+        except OSError:
+            os.close(file)
+            raise
+        return file
+
+    def _append(self, data: bytes, log_bytes: int) -> None:
+        assert self._file is not None
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                if self._is_regular:
+                    os.ftruncate(self._file, log_bytes)
+            self.close()  # opened anew the next time: ESTALE would stay
+            raise
+
+
+class LogWriter:
+    """The thread that writes all logs. A disk that stands still holds up this thread alone."""
+
+    def __init__(self, ledger: OutputLedger) -> None:
+        """Start it."""
+        self._ledger = ledger
+        self._logs: tuple[_Log, ...] = ()
+        self._errors: dict[int, OSError] = {}
+        self._over = threading.Event()
+        self.busy_since: float | None = None
+        """`time.monotonic()` at which the write under way began; None while there is none."""
+        self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
+        self._thread.start()
+
+    def add(self, number: int, output: Output, *, is_shown: bool) -> None:
+        """Copy one more output to its log from now on."""
+        self._logs = (*self._logs, _Log(number, output, self._ledger, is_shown=is_shown))
+
+    @property
+    def error(self) -> OSError | None:
+        """Return why a log could not be written when it was tried last."""
+        return next(iter(list(self._errors.values())), None)
+
+    @property
+    def num_left(self) -> int:
+        """Return how many bytes are not in their logs."""
+        return sum(each.num_left for each in self._logs)
+
+    def close(self, deadline_s: float) -> None:
+        """End the thread, unless the disk holds it for longer than `deadline_s`."""
+        self._over.set()
+        self._thread.join(deadline_s)
+
+    def _run(self) -> None:
+        while not self._over.wait(_INTERVAL_S):
+            for log in self._logs:
+                self._copy(log)
+        for log in self._logs:
+            log.close()
+
+    def _copy(self, log: _Log) -> None:
+        if time.monotonic() < log.retry_at:
+            return
+        try:
+            for _ in range(_CHUNKS_AT_ONCE):
+                self.busy_since = time.monotonic()
+                if not log.copy():
+                    break
+        except OSError as error:
+            self._errors[log.number] = error
+            log.retry_at = time.monotonic() + _RETRY_S
+        else:
+            self._errors.pop(log.number, None)
+        self.busy_since = None
+
+
+class Outputs:
+    """All outputs of a run, as the recorder's own thread sees them. It waits for no disk."""
+
+    def __init__(self, ledger: OutputLedger, *, limit_bytes: int, keep: Callable[[int, bytes], bool]) -> None:
+        """`limit_bytes` of each output may wait for the disk. `keep(replica, lines)` returns whether lines are to be shown."""
+        self._ledger, self._limit_bytes, self._keep = ledger, limit_bytes, keep
+        self._outputs: dict[int, Output] = {}
+        self._shown: dict[int, int] = {}
+        """Output -> replica."""
+        self.writer = LogWriter(ledger)
+
+    def add(self, number: int, output: Output, *, shown_of: int | None) -> None:
+        """Take one more output. `shown_of`: whose lines these are, if they are to be shown."""
+        self._outputs[number] = output
+        if shown_of is not None:
+            self._shown[number] = shown_of
+        self.writer.add(number, output, is_shown=shown_of is not None)
+
+    def look(self, *, at_end: bool = False) -> Iterator[str]:
+        """Yield new lines that are to be shown, and drop what finds no room in memory.
+
+        `at_end`: all that is there now, and what follows the last newline. Else so much of each that all have their turn.
+        """
+        for number, output in self._outputs.items():
+            if number in self._shown:
+                for text, position in self._new_lines(number, output, at_end=at_end):
+                    is_kept = self._keep(self._shown[number], text)
+                    self._ledger.show(number, position)  # right behind that: who is killed in between keeps lines twice
+                    if is_kept:
+                        yield from text.decode(errors="replace").splitlines()
+            self._ledger.drop(number, output, self._limit_bytes, Who.RECORDER)
+
+    @property
+    def num_lost(self) -> int:
+        """Return how many bytes are lost, those included of which the logs do not tell yet."""
+        ledger, total = self._ledger, 0
+        for number in self._outputs:
+            copied = ledger.copied(number)
+            total += copied.num_lost + max(0, ledger.lost(number) - copied.position)
+        return total
+
+    def ends(self) -> list[tuple[Path, str]]:
+        """Return the newest output of each process, with its log."""
+        return sorted((each.log, each.end()) for each in self._outputs.values())
+
+    def _new_lines(self, number: int, output: Output, *, at_end: bool) -> Iterator[tuple[bytes, int]]:
+        """Yield whole lines, with the position behind them, which the caller enters in the ledger."""
+        ledger, size = self._ledger, output.num_bytes  # what somebody prints meanwhile would have no end
+        for _ in itertools.count() if at_end else range(_CHUNKS_AT_ONCE):
+            begin = ledger.shown(number)
+            if size <= begin:
+                return
+            data = os.pread(output.descriptor, CHUNK_BYTES, begin)
+            if ledger.lost(number) > begin:
+                continue
+            end = data.rfind(b"\n") + 1
+            if not end and len(data) < CHUNK_BYTES:
+                if at_end and data:
+                    yield data + b"\n", begin + len(data)
+                return  # the line is still being written
+            end = end or len(data)
+            yield data[:end], begin + end

@@ -1,0 +1,161 @@
+"""Puts a run into words: the lines of `megatron-recover run`, each with its time, in the order in which things happened.
+
+The recorder's thread gives it events, what the launcher says, and what ranks print. It gives each line to the console, and
+lines of ours to `launcher.log`. It waits for nobody, and decides nothing.
+
+Note [Order of lines]. Events have the time of the trace, what the launcher says has the time at which that was said, and a line
+that a rank has printed has the time at which it was found, up to 0.1 s later. All of them reach the recorder in ways of their
+own. So each is kept for `HOLD_S`, and what is older is told by its time. What arrives later still (from a process that stood
+still) is told at once, with its own time. Only words wait: the account has an event as soon as it is taken.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import re
+import time
+from collections.abc import Callable, Iterable
+
+from megatron_recover import trace
+from megatron_recover.observe.ending import Account
+from megatron_recover.observe.progress import Progress
+
+HOLD_S = 0.3
+"""See Note [Order of lines]."""
+_WORTH_SHOWING = re.compile(
+    r"\biteration\s+\d+\s*/|validation loss|saving checkpoint|saved checkpoint|loading checkpoint|nothing was left to train"
+)
+
+
+class Narrator:
+    """Tells a run. Used by one thread."""
+
+    WANTED = frozenset(
+        {
+            "run_started", "generation", "leader_silent", "plan", "committed", "applied", "fault", "waiting", "checkpoint",
+            "failure", "fenced", "rank_moved", "rank_silent", "recovery", "run_finished",
+        }
+    )  # fmt: skip
+    """Names of the events that make a difference here: those that `_event`, `Progress.take` or `Account.take` name."""
+
+    def __init__(
+        self,
+        account: Account,
+        *,
+        began_at: float,
+        show: Callable[[str], None],
+        log: Callable[[str], None],
+        roster: tuple[int, ...] = (),
+    ) -> None:
+        """`account` and `roster`: what another narrator has taken until now. `began_at`: zero of the trace's clock, in seconds
+        since the epoch. `show(line)` is called for every line, `log(line)` for those of ours.
+        """
+        self.account = account
+        self.progress = Progress(account.replicas)
+        self._began_at, self._show, self._log = began_at, show, log
+        self._roster = roster or tuple(range(account.replicas))
+        """Of the events that were taken; they may not be told yet."""
+        self._heap: list[tuple[float, int, trace.AnyEvent | str, bool]] = []
+        self._numbers = itertools.count()
+        self._repairing = 0
+        """Newest generation that lost a replica, until the step in which it happened is committed."""
+        self._labels: dict[int, str] = {}
+
+    def says(self, text: str, seconds: float) -> None:
+        """Take one line of ours, `seconds` after the start of the run."""
+        self._push(seconds, text, is_ours=True)
+
+    def take(self, event: trace.AnyEvent) -> None:
+        """Take the next event of the run."""
+        if isinstance(event, trace.Generation):
+            self._roster = event.roster
+        self.account.take(event)
+        self._push(event.t, event, is_ours=True)
+
+    def take_lines(self, lines: Iterable[str], seconds: float) -> None:
+        """Take lines of the writer that were found at `seconds`; those that are worth it are told."""
+        for line in lines:
+            if _WORTH_SHOWING.search(line):
+                self._push(seconds, line.strip(), is_ours=False)
+
+    def is_writer(self, replica: int) -> bool:
+        """Return whether a replica is the one whose lines are shown, as far as the events that were taken say."""
+        return replica == min(self._roster, default=replica)
+
+    def tell(self, until: float = float("inf")) -> None:
+        """Tell all that happened until then, in seconds after the start of the run."""
+        while self._heap and self._heap[0][0] <= until:
+            seconds, _, what, is_ours = heapq.heappop(self._heap)
+            if isinstance(what, str):
+                self._tell(seconds, what) if is_ours else self._show(what)
+                continue
+            self.progress.take(what)
+            for text in self._event(what):
+                self._tell(seconds, text)
+
+    def end(self, exit_code: int, reason: str, seconds: float) -> list[str]:
+        """Tell the rest, and return the lines about how the run ended, which are in the log then and not shown yet."""
+        self.tell()
+        lines = [self._line(seconds, text) for text in self.account.lines(exit_code, reason)]
+        for line in lines:
+            self._log(line)
+        return lines
+
+    def _push(self, seconds: float, what: trace.AnyEvent | str, *, is_ours: bool) -> None:
+        heapq.heappush(self._heap, (seconds, next(self._numbers), what, is_ours))
+
+    def _tell(self, seconds: float, text: str) -> None:
+        line = self._line(seconds, text)
+        self._log(line)
+        self._show(line)
+
+    def _line(self, seconds: float, text: str) -> str:
+        """Return a line of ours, with its time as Megatron writes it."""
+        microseconds = round((self._began_at + seconds) * 1e6)
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(microseconds // 1_000_000))
+        return f"[{when}.{microseconds % 1_000_000:06d}] megatron-recover: {text}"
+
+    def _event(self, event: trace.AnyEvent) -> Iterable[str]:
+        match event:
+            case trace.Generation():
+                self._repairing = event.generation if event.losses else 0
+                if event.request is not None:
+                    return
+                if event.generation > 1 or event.losses:
+                    lost = "; ".join(f"replica {loss.replica} lost: {loss.kind.value} {loss.detail}" for loss in event.losses)
+                    yield f"generation {event.generation}: replicas {_names(event.roster)} ({lost or event.reason})"
+                else:
+                    yield f"generation {event.generation}: replicas {_names(event.roster)}"
+            case trace.LeaderSilent(phase="began"):
+                yield f"the leader of replica {event.member} has not answered for {event.seconds:.0f} s"
+            case trace.Plan():
+                self._labels[event.step] = event.label
+                self._labels.pop(event.step - 2, None)  # members are at most one step apart
+            case trace.Fault():
+                where = "".join(
+                    f" {name} {value}"
+                    for name, value in (("microbatch", event.microbatch), ("bucket", event.bucket))
+                    if value is not None
+                )
+                during = f" during {self._labels[event.step]}" if event.step in self._labels else ""
+                yield f"FAULT {event.kind} of replica {event.replica} rank {event.rank} at {event.point}{where}{during}"
+            case trace.Waiting():
+                yield f"WARNING: waiting for replicas {_names(event.replicas)}: {event.reason}"
+            case trace.Checkpoint(phase="failed"):
+                yield f"WARNING: {event.detail}"
+            case trace.Checkpoint(phase="loaded") if self.is_writer(event.replica):
+                where = f"--load {event.detail}"
+                yield (
+                    f"resumes after iteration {event.iteration} of {where}"
+                    if event.iteration
+                    else f"begins anew: no checkpoint was loaded from {where}"
+                )
+            case trace.Recovery(phase="commit", generation=generation) if generation == self._repairing:
+                self._repairing = 0  # told once, by whoever is first
+                label = self._labels.get(event.step, f"step {event.step}")
+                yield f"{label} was finished without loss in generation {event.generation}"
+
+
+def _names(roster: tuple[int, ...]) -> str:
+    return " ".join(map(str, roster)) or "none"

@@ -1,0 +1,199 @@
+"""How a run ended, for people: what each exit code means and what to do next, and the lines that sum up a run at its end.
+
+The table of docs/guarantees.md and the lines at the end of `run` are both made of `ENDINGS`. Nothing here touches a disk.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from megatron_recover import trace
+from megatron_recover.core.values import ExitCode
+from megatron_recover.flags import value_of
+
+KILLED = -1
+"""Stands for all codes above 128 in `ENDINGS`."""
+_TRACKER = "latest_checkpointed_iteration.txt"
+_SCHEDULE = "OptimizerParamScheduler: "
+"""Begins what upstream asserts where the command line asks for another schedule than the checkpoint has."""
+_OTHER_SCHEDULE = (
+    "--lr, --min-lr, --train-iters, --weight-decay or another flag of the schedule differs from the checkpoint's: give the "
+    "same as before, or add --override-opt-param-scheduler for that of the command line"
+)
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """One way in which a run ends."""
+
+    meaning: str
+    next: str
+    """What to do now; `RUN_DIR` stands for the folder of the run."""
+    can_go_on: bool = True
+    """Whether it helps to give the same command again."""
+
+
+ENDINGS: Mapping[int, Ending] = {
+    ExitCode.OK: Ending(
+        "training ended as planned, whoever died on the way; also a finished job that was started again: its log says that "
+        "nothing was left to train",
+        "nothing",
+        can_go_on=False,
+    ),
+    ExitCode.FAILED: Ending(
+        "a defect, an error in the training script on every replica, or a `--run-dir` that takes no file at the start; "
+        "nothing is saved at the end",
+        "read the error that the message names, in the logs of `RUN_DIR`, and mend what raised it; then resume",
+    ),
+    ExitCode.BAD_INPUT: Ending(
+        "refused before any worker started, by us or, in a dry run, by Megatron's own parser or because the script never calls "
+        "our `pretrain`; nothing was trained, and the run directory is removed",
+        "correct what each line names, and give the command again",
+        can_go_on=False,
+    ),
+    ExitCode.UNFINISHED: Ending(
+        "of `check` only: what was judged holds, but it is no verdict on the whole run: that still goes on, or its launcher "
+        "was killed, or its disk did not take the end of the trace; or events are missing, or were never asked for (`NOT "
+        "JUDGED` says which steps and rules)",
+        "check again when the run has ended; for rules that were not judged, run with more `--trace-level`",
+        can_go_on=False,
+    ),
+    ExitCode.TOO_FEW_REPLICAS: Ending(
+        "fewer than `--recover-min-replicas` are left; a checkpoint was saved if any replica lived and `--save` is set",
+        "resume, with as many replicas as there is hardware for",
+    ),
+    ExitCode.POISONED_MICROBATCH: Ending(
+        "computing one microbatch has ended two replicas; the message names it, and its samples where the command line tells "
+        "them",
+        "look at those samples and at the errors in the logs of `RUN_DIR`, and mend the data or the code first: whoever "
+        "resumes meets the same microbatch again",
+    ),
+    ExitCode.DIVERGED: Ending(
+        "replicas disagree on results and no majority can say who is right",
+        "resume: all replicas had agreed on what was saved; if they disagree again, look for bad hardware, or for code that is "
+        "not deterministic (three replicas or more find out by themselves who is wrong)",
+    ),
+    ExitCode.NO_REPLICA_LEFT: Ending(
+        "all replicas died",
+        "see to what ended the last ones, which the message names; then resume",
+    ),
+    ExitCode.INVARIANT_VIOLATED: Ending(
+        "of `check` and `demo`: an invariant is broken, two exact runs differ, or there is nothing to prove. Of `run`: a check "
+        "inside a rank failed. It ends the rank, and so its replica; the job ends with this code if nobody is left. Or [a step "
+        "was miscounted twice](#a-step-that-is-computed-anew); the state before it is saved if `--save` is set, and the "
+        "message says whether it could be",
+        "keep `RUN_DIR`: `megatron-recover check RUN_DIR` names the events, and it is the evidence of a defect to report; then "
+        "resume",
+    ),
+    ExitCode.INTERRUPTED: Ending(
+        "a signal or a time limit ended all replicas at a common step, with a checkpoint if `--save` is set; before training "
+        "has begun it just ends, and the run directory is removed",
+        "resume when there is time for more",
+    ),
+    ExitCode.UNSAVED: Ending(
+        "training ended, but its last checkpoint could not be written for `save_s` (25 minutes by default); the newest one "
+        "that could is older",
+        "make room in the folder of `--save`; then resume",
+    ),
+    KILLED: Ending(
+        "a second Ctrl-C at a terminal: everything was killed at once, and nothing was saved for it",
+        "`megatron-recover report RUN_DIR` makes the summary and the plot, which were left out; to train on, resume",
+    ),
+}  # fmt: skip
+"""By exit code, in the order of the table."""
+
+
+def table() -> list[str]:
+    """Return the rows of the table of exit codes in docs/guarantees.md."""
+    rows = ["| code | name | meaning | do next |", "|---:|---|---|---|"]
+    for code, ending in ENDINGS.items():
+        number, name = ("128 + signal", "") if code == KILLED else (str(int(code)), f"`{ExitCode(code).name}`")
+        rows.append(f"| {number} | {name} | {ending.meaning} | {ending.next} |")
+    return rows
+
+
+class Account(msgspec.Struct):
+    """What the lines at the end of a run are made of: the sum of its events until now."""
+
+    replicas: int
+    """At the start of the run."""
+    run_dir: str
+    save: str | None = None
+    load: str | None = None
+    has_begun: bool = False
+    lost: set[int] = msgspec.field(default_factory=set)
+    saved: int | None = None
+    """The newest iteration that this run has saved."""
+    loaded: int | None = None
+    """The iteration that this run has loaded, 0: `load` had no checkpoint; None: not known yet, or nothing was to be loaded."""
+    is_complete: bool = True
+    """Whether the events of ranks were seen, too: without them it is not known what was saved."""
+
+    def take(self, event: trace.Event) -> None:
+        """Take the next event of the run."""
+        match event:
+            case trace.RunStarted(argv=argv):
+                self.save, self.load = value_of(argv, "--save"), value_of(argv, "--load")
+            case trace.Generation(losses=losses):
+                self.has_begun = True
+                self.lost |= {one.replica for one in losses}
+            case trace.Failure(replica=replica) | trace.Fenced(replica=replica) if replica >= 0:
+                self.lost.add(replica)
+            case trace.Checkpoint(phase="finished", iteration=iteration):
+                self.saved = iteration
+            case trace.Checkpoint(phase="loaded", iteration=iteration):
+                self.loaded = iteration
+
+    @property
+    def newest(self) -> tuple[int, str] | None:
+        """Return the newest checkpoint that this run knows of, and the folder that it is in."""
+        if self.saved is not None and self.save is not None:
+            return self.saved, self.save
+        return (self.loaded, self.load) if self.loaded and self.load is not None else None
+
+    def lines(self, exit_code: int, reason: str) -> list[str]:
+        """Return the lines that say how the run ended, the last of which says what to do next."""
+        lines = [f"exit code {exit_code} ({ExitCode.words(exit_code)}): {reason}"]
+        if not self.has_begun and exit_code in (ExitCode.BAD_INPUT, ExitCode.INTERRUPTED):
+            return lines  # nothing was trained, and the folder is as it was
+        left, num_lost = self.replicas - len(self.lost), len(self.lost)
+        losses = f"{num_lost or 'no'} {'loss' if num_lost == 1 else 'losses'}"
+        lines.append(
+            f"{left} of {self.replicas} replicas left, {losses}; {self._checkpoint()}; trace and logs are in {self.run_dir}"
+        )
+        ending = ENDINGS[exit_code if exit_code in ENDINGS else KILLED]
+        if exit_code != ExitCode.OK:
+            todo = _OTHER_SCHEDULE if _SCHEDULE in reason else ending.next
+            todo = todo.replace("`RUN_DIR`", self.run_dir).replace("RUN_DIR", shlex.quote(self.run_dir))
+            lines.append(f"next: {todo}" + (f". {self._resume()}" if ending.can_go_on else ""))
+        return lines
+
+    @property
+    def _unknown(self) -> str | None:
+        """Return a folder of which this run cannot say whether it has a checkpoint; None: there is no such folder."""
+        if self.newest is not None or (self.is_complete and self.loaded is not None):
+            return None
+        return self.load if self.is_complete else self.save or self.load
+
+    def _checkpoint(self) -> str:
+        if self.newest is not None:
+            iteration, folder = self.newest
+            return f"newest checkpoint: iteration {iteration} in {folder}"
+        if (folder := self._unknown) is not None:
+            return f"{Path(folder) / _TRACKER} names the newest checkpoint, if there is any"
+        if self.save is None:
+            return "no checkpoint: --save was not set"
+        return f"no checkpoint: nothing was saved to {self.save} yet"
+
+    def _resume(self) -> str:
+        """Return in one sentence what the same command would do now."""
+        again = "To resume, give the same command with a new --run-dir"
+        if self.newest is None and self._unknown is None:
+            return "Without a checkpoint the same command, with a new --run-dir, begins anew"
+        folder = self.newest[1] if self.newest is not None else self._unknown
+        if folder is not None and (self.load is None or Path(folder) != Path(self.load)):
+            again += f" and --load {shlex.quote(folder)}"
+        return f"{again}: it goes on after iteration {self.newest[0]}" if self.newest is not None else again

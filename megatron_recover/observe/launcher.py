@@ -1,0 +1,61 @@
+"""Whether the launcher of a run still lives, for those who look on: its process, as `run.json` names it.
+
+`run.json` is written by the launcher at the start of a run. A process id is given to another process some time after its own
+has ended, so the time at which the process was started is kept beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+
+RUN_FILE = "run.json"
+
+
+class Launcher(msgspec.Struct, frozen=True):
+    """A process of a machine."""
+
+    host: str
+    pid: int
+    began: int
+    """In clock ticks after the start of the machine (proc(5), /proc/PID/stat)."""
+
+
+class _Description(msgspec.Struct):
+    launcher: Launcher | None = None
+
+
+def this_process() -> Launcher:
+    """Return the process that calls."""
+    found = _stat(os.getpid())
+    return Launcher(socket.gethostname(), os.getpid(), found[1] if found is not None else 0)
+
+
+def about(run_dir: Path) -> str:
+    """Return what is known of the launcher of a run whose trace has had nothing new for a while, and what helps."""
+    try:
+        launcher = msgspec.json.decode((run_dir / RUN_FILE).read_bytes(), type=_Description).launcher
+    except (OSError, msgspec.MsgspecError):
+        launcher = None
+    if launcher is None or launcher.host != socket.gethostname():
+        where = f"; look at process {launcher.pid} on {launcher.host}" if launcher is not None else ""
+        return f"the run may hang, or its launcher was stopped or killed{where}"
+    found = _stat(launcher.pid)
+    if found is None or found[1] != launcher.began or found[0] == "Z":
+        return f"its launcher (process {launcher.pid}) has ended: the run is over"
+    if found[0] == "T":
+        return f"its launcher is stopped: kill -CONT {launcher.pid}"
+    return f"its launcher (process {launcher.pid}) lives: the run waits for something, or its disk takes no trace"
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """Return the state of a process and when it was started; None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the command in parentheses may contain anything
+    return fields[0], int(fields[19])

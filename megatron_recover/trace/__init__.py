@@ -1,0 +1,37 @@
+"""The event log of a run: the type of every event, how one is written and how a log is read.
+
+A trace is one `events.jsonl`, one JSON object a line, that the recorder (`cluster.recorder`) writes from what all processes
+of a run record (`ring`). This package decides what an event looks like and nothing else: it never judges a history
+(`observe.check` does) and never formats one for people.
+
+Cause comes before effect: an event is recorded before its effect can be seen outside the thread that records it (before the
+vote is sent, before the result is held, before the fault strikes). So the order of the lines is an order in which the run can
+have happened, and the checker may rely on it.
+
+Event names are the class names in snake case, so use the package as the namespace: ``log.record(trace.Committed(...))``.
+docs/architecture.md, section Trace, lists who writes which event.
+"""
+
+# ruff: noqa: F401, I001  # the imports below are the list of what is public, subject by subject
+
+from __future__ import annotations
+
+from megatron_recover.event_files import EVENTS_FILE
+
+# fmt: off
+from megatron_recover.trace.run import (
+    Checkpoint, Entered, Gap, Generation, Joined, Layout, Level, Lost, RunFinished, RunStarted, Stopping,
+)
+from megatron_recover.trace.step import (
+    Applied, BucketPassed, Committed, Compute, Contribution, Decided, Disagreed, Extended, MicrobatchFinished,
+    MicrobatchStarted, Miscounted, Plan, Reduced, ReductionFailed, Result, StateDigested, Status, Transfer, Transferred, Voted,
+)
+from megatron_recover.trace.standstill import (
+    CoordinatorSilent, LeaderSilent, RankMoved, RankSilent, Strangers, Waiting, WaitingRank,
+)
+from megatron_recover.trace.failure import Failure, Fault, Fenced, Phase, Recovery, SetAside, Thawed
+from megatron_recover.trace.event import Event
+from megatron_recover.trace.catalog import LEFT_OUT, LEVELS, NAMES, AnyEvent, name_of
+from megatron_recover.trace.log import EventLog, Log, Recorder
+from megatron_recover.trace.reading import TraceError, parse, read
+# fmt: on

@@ -1,0 +1,56 @@
+"""The list of all events, their names, and which of them a trace of each level has."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from megatron_recover.trace.event import snake_case
+from megatron_recover.trace.failure import Failure, Fault, Fenced, Recovery, SetAside, Thawed
+from megatron_recover.trace.run import Checkpoint, Entered, Gap, Generation, Joined, Level, RunFinished, RunStarted, Stopping
+from megatron_recover.trace.standstill import CoordinatorSilent, LeaderSilent, RankMoved, RankSilent, Strangers, Waiting
+from megatron_recover.trace.step import (
+    Applied,
+    BucketPassed,
+    Committed,
+    Disagreed,
+    Extended,
+    MicrobatchFinished,
+    MicrobatchStarted,
+    Miscounted,
+    Plan,
+    Reduced,
+    ReductionFailed,
+    StateDigested,
+    Status,
+    Transferred,
+    Voted,
+)
+
+AnyEvent = (
+    RunStarted | Joined | Generation | Entered | Stopping | RunFinished | Checkpoint | Gap
+    | Status | Plan | MicrobatchStarted | MicrobatchFinished | BucketPassed | Extended | Reduced | Transferred | Miscounted
+    | ReductionFailed | StateDigested | Voted | Disagreed | Committed | Applied
+    | Fault | Thawed | Failure | Fenced | SetAside | Recovery
+    | RankSilent | RankMoved | LeaderSilent | CoordinatorSilent | Waiting | Strangers
+)  # fmt: skip
+"""Every event of a log."""
+
+
+def name_of(event: AnyEvent) -> str:
+    """What an event is called in a log."""
+    return snake_case(type(event).__name__)
+
+
+NAMES = tuple(snake_case(kind.__name__) for kind in get_args(AnyEvent))
+"""What all events are called in a log."""
+
+
+LEVELS: tuple[Level, ...] = get_args(Level)
+_OF_MICROBATCHES = frozenset({MicrobatchStarted, MicrobatchFinished, BucketPassed, Extended})
+_OF_STEPS = frozenset({Plan, Reduced, Transferred, Voted, Committed, Applied})
+LEFT_OUT: dict[Level, frozenset[type]] = {
+    "microbatches": frozenset(),
+    "steps": _OF_MICROBATCHES,
+    "faults": _OF_MICROBATCHES | _OF_STEPS,
+}
+"""The events that a trace of each level does not have."""

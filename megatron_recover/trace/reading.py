@@ -1,0 +1,68 @@
+"""Reads a log line by line. A process that was killed in mid-write may have left a piece of a line."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from megatron_recover import event_files
+from megatron_recover.trace.catalog import AnyEvent
+
+_START_OF_EVENT = b'{"event":"'
+
+
+class TraceError(ValueError):
+    """A log that cannot be read; the message names file, line and field."""
+
+
+_decode = msgspec.json.Decoder(AnyEvent).decode
+
+
+def parse(line: bytes) -> tuple[AnyEvent | None, str]:
+    """The event of one line of a log (with its newline, if it has one), and the fragment that stands before it or in its place.
+
+    A process that is killed while it writes can leave the beginning of a line: at the end of the file, or with the next
+    process's event right behind it. Such a fragment is no event and no error. Everything else that is not an event of this
+    version raises ValueError.
+    """
+    whole = line.endswith(b"\n")
+    if whole and line.startswith(_START_OF_EVENT):
+        try:
+            return _decode(line), ""
+        except msgspec.DecodeError:  # a fragment stands before the event, or it is none: that is told below
+            pass
+    start = line.rfind(_START_OF_EVENT)
+    fragment = line[: max(start, 0)] if whole else line
+    if not fragment.startswith(_START_OF_EVENT[: len(fragment)]):
+        raise ValueError(f"not an event: {line[:60]!r}")
+    try:
+        event = _decode(line[max(start, 0) :]) if whole else None
+    except msgspec.DecodeError as error:  # ValidationError included; its message names the field
+        raise ValueError(str(error)) from error
+    return event, fragment.decode(errors="replace")
+
+
+def read(path: str | Path, on_cut: Callable[[int, str], None] | None = None) -> Iterator[tuple[int, AnyEvent]]:
+    """Yield (line number from 1, event) of a log in its order, one by one; numbers go on from one part of it to the next.
+
+    `path` is a run directory, or its `events.jsonl`, for all parts (`event_files`); or one file, compressed or not.
+    `on_cut(line, fragment)` is told of every fragment (see `parse`). Raises `TraceError` for what is no event, and
+    FileNotFoundError.
+    """
+    number, place = 0, Path(path)
+    try:
+        for number, (place, line_of_file, line) in enumerate(event_files.lines(Path(path)), start=1):
+            try:
+                event, fragment = parse(line)
+            except ValueError as error:
+                raise TraceError(f"{place}:{line_of_file}: {error}") from error
+            if fragment and on_cut is not None:
+                on_cut(number, fragment)
+            if event is not None:
+                yield number, event
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise TraceError(f"{place}, after line {number} of the trace: {error}; the compressed file is damaged") from error

@@ -1,0 +1,70 @@
+"""A run of which there is only the recording: the test stands for the launcher, and for ranks that record or print."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_recover import ring, trace
+from megatron_recover.cluster.job import Job, create_run_dir
+from megatron_recover.cluster.output import Output
+from megatron_recover.cluster.recording import Recording
+from megatron_recover.config import RecoverConfig
+from megatron_recover.core.values import ExitCode
+
+DEADLINE_S = 20.0
+
+
+class Run:
+    """A recording with a real recorder process."""
+
+    def __init__(self, run_dir: Path, **fields: object) -> None:
+        """`run_dir` must not exist. `fields` are those of the job; `fifos`: files of it that are FIFOs which nobody reads.
+
+        `deadlines`: other waits than those of the job's config.
+        """
+        self.run_dir = create_run_dir(run_dir)
+        for name in fields.pop("fifos", ()):  # type: ignore[attr-defined]
+            os.mkfifo(self.run_dir / name)
+        deadlines = fields.pop("deadlines", None)
+        self.job = Job(
+            argv=("script.py",), num_replicas=2, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(), run_dir=self.run_dir,
+            **fields,
+        )  # fmt: skip
+        self.recording = Recording(self.job, time.monotonic(), deadlines=deadlines)
+
+    def rank(self, replica: int) -> ring.RingLog:
+        """Return the ring of a rank that records."""
+        return ring.RingLog(self.recording.descriptors(replica, 0)[ring.DESCRIPTOR])
+
+    def output(self, replica: int = 0) -> Output:
+        """Return the output of a rank that prints."""
+        return self.recording.output_of_rank(replica, 0)
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Return when `condition()` holds, while the launcher watches as it does."""
+        end = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < end, f"not within {DEADLINE_S:g} s: {what}"
+            self.recording.poll()
+            time.sleep(0.01)
+
+    @property
+    def pid(self) -> int:
+        """Of the recorder."""
+        assert self.recording._process is not None
+        return self.recording._process.pid
+
+    def until_it_records(self) -> None:
+        """Return when the recorder has written something."""
+        self.recording.record(trace.Thawed(replica=0, rank=0))
+        self.until(lambda: list(trace.read(self.run_dir)), "the first event")
+
+    def finish(self) -> list[trace.AnyEvent]:
+        """End the run well, and return its trace."""
+        self.recording.record(trace.RunFinished(exit_code=0))
+        self.recording.finish(ExitCode.OK, "training finished")
+        self.recording.close()
+        return [each for _, each in trace.read(self.run_dir)]

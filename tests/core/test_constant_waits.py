@@ -1,0 +1,154 @@
+"""Every number of seconds in the package is a wait of `Deadlines`, or stands in the list below with the reason why it is none.
+
+A wait decides something: somebody is given up, something is ended, data is lost. What is listed here decides nothing, since
+whoever pauses looks again and goes on. `sim/` is left out: its seconds are those of a virtual clock, for which nobody waits.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import megatron_recover
+
+PACKAGE = Path(megatron_recover.__file__).parent
+
+INTERVALS = {
+    "cli/finish.py _LOOK_S": "between two looks at whether a signal has come, while `report_s` runs",
+    "cli/top.py INTERVAL_S": "between two looks at a trace that another process writes",
+    "cli/top.py SILENCE_S": "after this a person reads that nothing is recorded; the verb goes on",
+    "cluster/agent.py _LOOK_S": "between two looks at the fork server, while `fork_s` runs",
+    "cluster/console.py _INTERVAL_S": "between two looks at logs and events",
+    "cluster/event_store.py _RETRY_S": "between two tries to write the same batch, which is kept meanwhile",
+    "cluster/launcher.py _POLL_S": "between two looks at every rank",
+    "cluster/logs.py _INTERVAL_S": "between two copies of what ranks print",
+    "cluster/logs.py _RETRY_S": "before a log that had an error is tried again; its text is kept",
+    "cluster/out_of_memory.py _LOOK_S": "between two looks at a counter of the kernel",
+    "cluster/recorder.py _INTERVAL_S": "between two drains of the rings",
+    "cluster/recorder.py _OUTPUTS_S": "between two looks at what ranks print",
+    "cluster/recorder.py _TELL_LOSSES_S": "between two messages about lost events",
+    "cluster/recording.py _LOOK_S": "between two looks at the recorder, while `trace_s` and `terminal_s` run",
+    "collectives/admission.py _PAUSE_S": "a listener without a descriptor rests, and its queue is the kernel's",
+    "cluster/recording.py _OUTPUTS_S": "between two looks at how much of what ranks print waits in memory",
+    "cluster/narrator.py HOLD_S": "a line is kept so long for those that come before it, and told all the same",
+    "collectives/admission.py TELL_S": "between two reports of how many strangers were let go",
+    "collectives/admission.py REST_S": "a listener that expects nobody rests; whoever connects waits in the kernel's queue",
+    "collectives/calling.py _LONGEST_PAUSE_S": "between two dials, while `patience_s` runs",
+    "collectives/calling.py _PAUSE_S": "between the first two dials, while `patience_s` runs",
+    "collectives/direct.py REDIAL_S": "between two dials, while `connect_s` runs",
+    "collectives/echo.py _LOOK_S": "between two looks at connections that have not sent their nonce",
+    "collectives/echo.py _PAUSE_S": "a listener without a descriptor rests, and its queue is the kernel's",
+    "collectives/gloo.py _POISON_S": "a receive that is meant to run out, so that gloo closes its connections",
+    "collectives/loop.py _LONGEST_WAIT_S": "the longest that the loop does not look at its timers",
+    "collectives/member.py _RETRY_S": "between two tries to find the leader, while `leader_s` runs",
+    "collectives/nccl.py SHORTEST_SLICE_S, LONGEST_SLICE_S": "between two looks at an event of the GPU",
+    "megatron/checkpoint.py _RETRY_S": "between two tries of the last save, while `save_s` runs",
+    "megatron/data.py _LOCK_POLL_S": "between two tries to get the lock, while `build_s` runs",
+    "megatron/save_folder.py _LOCK_POLL_S": "between two tries to get the lock, while `lock_s` runs",
+    "observe/summary.py _SLACK_S": "between two events of a trace that is read when the run is over",
+    "ring.py _SETTLE_S": "a store leaves the store buffer of a core (Note [Visibility]); no process is waited for",
+}
+"""Intervals at which something is looked at or tried again: the place, and why nothing is decided by it."""
+
+_SECONDS = re.compile(r"(?:_s|_S)$|TIMEOUT|DEADLINE|(?<![a-z])timeout")
+_WAITERS = {
+    "Timer", "acquire", "close", "communicate", "is_readable", "is_writable", "join", "poll", "select", "settimeout", "sleep",
+    "timedelta", "wait", "wait_for",
+}  # fmt: skip
+"""Calls of which a number among the arguments is a time."""
+
+
+def _is_number(node: ast.expr | None) -> bool:
+    """True if an expression is a number that is not 0, arithmetic of such, or a choice with one."""
+    match node:
+        case ast.Constant(value=bool()):
+            return False
+        case ast.Constant(value=int() | float() as value):
+            return value != 0
+        case ast.UnaryOp(operand=operand):
+            return _is_number(operand)
+        case ast.BinOp(left=left, right=right):
+            return _is_number(left) and _is_number(right)
+        case ast.Tuple(elts=elements):
+            return bool(elements) and all(_is_number(each) for each in elements)
+        case ast.IfExp(body=body, orelse=otherwise):
+            return _is_number(body) or _is_number(otherwise)
+    return False
+
+
+def _names(target: ast.expr) -> list[str]:
+    return [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
+
+
+def constant_seconds(source: str) -> Iterator[tuple[str, int]]:
+    """Yield the name and line of each number of seconds in a module: constants, defaults, and arguments of calls that wait."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=value):
+                names = _names(target)
+                if _is_number(value) and any(_SECONDS.search(name) for name in names):
+                    yield ", ".join(names), node.lineno
+            case ast.FunctionDef(args=arguments) | ast.AsyncFunctionDef(args=arguments):
+                positional = [*arguments.posonlyargs, *arguments.args]
+                defaults = [
+                    *zip(positional[len(positional) - len(arguments.defaults) :], arguments.defaults, strict=True),
+                    *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+                ]
+                for argument, default in defaults:
+                    if _SECONDS.search(argument.arg) and _is_number(default):
+                        yield argument.arg, node.lineno
+            case ast.Call(func=function, args=arguments, keywords=keywords):
+                called = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+                if called in _WAITERS and any(_is_number(argument) for argument in arguments):
+                    yield called, node.lineno
+                for keyword in keywords:
+                    is_time = keyword.arg is not None and (_SECONDS.search(keyword.arg) or called == "timedelta")
+                    if is_time and _is_number(keyword.value):
+                        yield f"{called}({keyword.arg}=)", node.lineno
+
+
+def found() -> dict[str, int]:
+    """Return every number of seconds in the package outside `deadlines.py` and `sim/`: the place, and its line."""
+    modules = [path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py"))]
+    return {
+        f"{module.as_posix()} {name}": line
+        for module in modules
+        if module.parts[0] != "sim" and module.name != "deadlines.py"
+        for name, line in constant_seconds((PACKAGE / module).read_text())
+    }
+
+
+def test_every_constant_wait_comes_from_the_deadlines_or_is_listed_as_an_interval() -> None:
+    places = found()
+    unlisted = [f"{place} (line {line})" for place, line in places.items() if place not in INTERVALS]
+    assert unlisted == [], (
+        "derive it in deadlines.py, with its place in ORDER; or list it above with the reason why it decides nothing"
+    )
+    assert [place for place in INTERVALS if place not in places] == [], "listed, and not there"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("STALL_S = 5.0", "STALL_S"), ("_GIVE_UP_S: float = 60 * 15", "_GIVE_UP_S"), ("A_S, B_S = 0.1, 2.0", "A_S, B_S"),
+        ("WAIT_TIMEOUT = 3", "WAIT_TIMEOUT"), ("thread.join(5.0)", "join"), ("process.wait(timeout=1.0)", "wait(timeout=)"),
+        ("sock.settimeout(2)", "settimeout"), ("time.sleep(0.5)", "sleep"), ("timedelta(minutes=30)", "timedelta(minutes=)"),
+        ("def f(timeout_s: float = 2.0): ...", "timeout_s"), ("def f(*, patience_s=3): ...", "patience_s"),
+        ("f(deadline_s=900.0)", "f(deadline_s=)"), ("keeper.close(0.5 if left else 5.0)", "close"),
+        ("class A:\n    grace_s: float = 0.2", "grace_s"),
+    ],
+)  # fmt: skip
+def test_a_planted_wait_is_found(source: str, name: str) -> None:
+    assert [each for each, _ in constant_seconds(source)] == [name]
+
+
+@pytest.mark.parametrize(
+    "source", ["', '.join(words)", "thread.join()", "queue.get()", "left_s = until - now", "f(deadline_s=self.sum_s)",
+               "selector.select(0)", "seconds = 1 / 2", "NUM_STARTS = 5", "def f(wait_s: float = 0.0): ..."],
+)  # fmt: skip
+def test_what_is_no_constant_wait_is_not(source: str) -> None:
+    assert list(constant_seconds(source)) == []

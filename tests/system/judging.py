@@ -1,0 +1,335 @@
+"""What is promised for each kind of scenario, and the verdict on a run of one.
+
+An expectation looks at the evidence of a run and returns what is wrong with it, or nothing. `EXPECTATIONS` says which hold for
+which kind; a kind that is not in it is not drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_recover.core.values import ExitCode
+from megatron_recover.faults import FaultKind
+from tests.system.jobs import Outcome, check
+from tests.system.scenarios import DEADLINE_S, STEPS, Scenario
+
+Event = dict[str, Any]
+_UNJUDGED = re.compile(r"not judged are steps ([^;\n]*)")
+_SLACK_STEPS = 2
+"""A gap also touches the steps that were under way with it, and replicas may be a step apart."""
+
+
+@dataclass
+class Evidence:
+    """A run that has ended, and what it is compared with."""
+
+    plan: Scenario
+    outcome: Outcome
+    reference: pathlib.Path | None
+    """The failure-free run that an exact one has to end like."""
+    copies: pathlib.Path | None = None
+    """Where its ranks have kept their events for themselves (`struck_pretrain.py`)."""
+    save: pathlib.Path | None = None
+    has_struck: bool = True
+    """Whether what was to come from outside has come."""
+    resume: Callable[[], Outcome] | None = None
+    """Goes on from the newest checkpoint, without any fault."""
+    verdicts: dict[pathlib.Path | None, tuple[int, str]] = field(default_factory=dict)
+    """Of `check`, by what it was to compare with."""
+
+    def check(self, *, alone: bool = False) -> tuple[int, str]:
+        """The exit code and the words of `check` against the reference, or of `check` alone."""
+        against = None if alone else self.reference
+        if against not in self.verdicts:
+            self.verdicts[against] = check(self.outcome.run_dir, against)
+        return self.verdicts[against]
+
+    def kept(self) -> dict[tuple[int, int], list[Event]]:
+        """All events of each rank, as it has kept them itself."""
+        found = {}
+        for file in sorted(self.copies.glob("events.*") if self.copies is not None else ()):
+            _, replica, rank = file.name.split(".")
+            lines = file.read_bytes().split(b"\n")[:-1]  # one that was killed may have left half a line
+            found[int(replica), int(rank)] = [json.loads(line) for line in lines]
+        return found
+
+    def faults(self) -> list[Event]:
+        """Those that struck inside ranks."""
+        kept = [event for events in self.kept().values() for event in events if event["event"] == "fault"]
+        return kept if self.copies is not None else self.outcome.events("fault")
+
+    def losses(self) -> set[tuple[int, str]]:
+        """Who was removed, and why."""
+        return {
+            (loss["replica"], loss["kind"]) for event in self.outcome.events("generation") for loss in event["losses"]
+        }  # fmt: skip
+
+
+Expectation = Callable[[Evidence], str]
+"""What is wrong, in words; empty: nothing."""
+
+
+def judge(evidence: Evidence) -> str:
+    """`passed`, or what is wrong first."""
+    for expectation in EXPECTATIONS[evidence.plan.kind]:
+        if wrong := expectation(evidence):
+            return f"FAILED: {wrong}"
+    return "passed"
+
+
+# --- Runs that end well --------------------------------------------------------------------------------------------------
+
+
+def ends_well(evidence: Evidence) -> str:
+    """Exit code 0."""
+    code = evidence.outcome.exit_code
+    return f"exit code {code}" if code else ""
+
+
+def makes_all_steps(evidence: Evidence) -> str:
+    """All training steps were committed."""
+    steps = evidence.outcome.summary["steps"]
+    return f"{steps} steps" if steps != evidence.plan.job.steps else ""
+
+
+def counts_well(evidence: Evidence) -> str:
+    """No step had to be computed anew."""
+    return "a step was miscounted, and computed anew" if evidence.outcome.events("miscounted") else ""
+
+
+def is_proven(evidence: Evidence) -> str:
+    """`check` judges all of it, keeps all invariants, and an exact run is bit-identical to its reference."""
+    code, report = evidence.check()
+    return report.splitlines()[-1] if code else ""
+
+
+def loses_only_the_dead(evidence: Evidence) -> str:
+    """No replica was removed but those that a fault has killed."""
+    killed = {event["replica"] for event in evidence.faults() if event["kind"] == FaultKind.KILL.value}
+    removed = {replica for replica, _ in evidence.losses()}
+    return f"removed were {sorted(removed)}, killed {sorted(killed)}" if removed - killed else ""
+
+
+def is_struck(evidence: Evidence) -> str:
+    """What was to come from outside has come."""
+    return "" if evidence.has_struck else "the strike has not come"
+
+
+# --- Disks ---------------------------------------------------------------------------------------------------------------
+
+
+def ends_with_the_parameters_of_the_reference(evidence: Evidence) -> str:
+    """Told by the copies, whatever the trace has: the last step of the replica that nothing has hit, on each of its ranks."""
+    plan, kept = evidence.plan, evidence.kept()
+    assert plan.strike is not None
+    label = f"train {plan.job.steps}"
+    mine = {rank: _digest(events, label) for (replica, rank), events in kept.items() if replica == plan.strike.replica}
+    if not mine or None in mine.values():
+        return f"{label} is not the end of all ranks: {mine}"
+    if evidence.reference is None:
+        return ""
+    theirs: dict[int, list[Event]] = defaultdict(list)
+    for line in (evidence.reference / "events.jsonl").read_text().splitlines():
+        if (event := json.loads(line))["event"] == "applied":
+            theirs[event["rank"]].append(event)
+    return "" if mine == {rank: _digest(events, label) for rank, events in theirs.items()} else "the parameters differ"
+
+
+def _digest(events: list[Event], label: str) -> str | None:
+    found = [event["parameter_digest"] for event in events if event["event"] == "applied" and event["label"] == label]
+    return found[-1] if found else None
+
+
+def leaves_out_what_it_says(evidence: Evidence) -> str:
+    """What is missing in the trace is what `check` does not vouch for: no step more, none less."""
+    code, report = evidence.check()
+    unfinished = "UNFINISHED" in report
+    told = _unjudged(report)
+    missing, holes = _missing(evidence)
+    if not missing and not unfinished and told is None:
+        return report.splitlines()[-1] if code else ""
+    if code != ExitCode.UNFINISHED:
+        return f"events are missing, and check ends with {code}: {report.splitlines()[-1]}"
+    if not unfinished and told is None:
+        return f"events of steps {sorted(missing)} are missing, and check does not say so"
+    if untold := {step for step in holes if not (told and told(step))}:
+        return f"events of steps {sorted(untold)} are missing inside the trace, and check vouches for them"
+    if unfinished and told is None:
+        return ""
+    allowed = range(min(missing, default=0) - _SLACK_STEPS, max(missing, default=-1) + _SLACK_STEPS + 1)
+    of_launcher = "the launcher (" in report  # it keeps no copy of what it has lost
+    wrongly = [step for step in range(evidence.plan.job.steps) if told and told(step) and step not in allowed]
+    return f"nothing of steps {wrongly} is missing, and check does not vouch for them" if wrongly and not of_launcher else ""
+
+
+def tells_of_the_disk(evidence: Evidence) -> str:
+    """Where events are missing, the console says so."""
+    said = re.search(
+        r"WARNING: the trace cannot be written|the end of the trace is missing|events of this run are lost",
+        evidence.outcome.output,
+    )
+    return "events are missing, and no line says so" if _missing(evidence)[0] and not said else ""
+
+
+def _unjudged(report: str) -> Callable[[int], bool] | None:
+    """Whether `check` has said that it does not judge a step; None: it has not said so of any."""
+    if (match := _UNJUDGED.search(report)) is None:
+        return None
+    ranges = []
+    for words in match[1].split(", "):
+        numbers = [int(word) for word in re.findall(r"\d+", words)]
+        after = words.startswith("any after")
+        ranges.append(range(numbers[0] + after, 10**9 if after else numbers[-1] + 1))
+    return lambda step: any(step in each for each in ranges)
+
+
+def _missing(evidence: Evidence) -> tuple[set[int], set[int]]:
+    """Steps of which an event is missing in the trace; and those of which one is missing before the end of its rank's."""
+    lines = (evidence.outcome.run_dir / "events.jsonl").read_bytes().split(b"\n")[:-1]
+    written = Counter(_unstamped(json.loads(line)) for line in lines)
+    missing, holes = set[int](), set[int]()
+    for events in evidence.kept().values():
+        since = set[int]()
+        step = 0
+        for event in events:
+            step, key = event.get("step") or step, _unstamped(event)
+            if written[key]:
+                written[key] -= 1
+                holes |= since
+                since = set()
+            else:
+                since.add(step)
+                missing.add(step)
+    return missing, holes
+
+
+def _unstamped(event: Event) -> str:
+    return json.dumps({key: value for key, value in event.items() if key != "t"})
+
+
+# --- The launcher --------------------------------------------------------------------------------------------------------
+
+
+def says_that_it_was_stopped(evidence: Evidence) -> str:
+    """One that has stood still for long says so, if anything was left to do when it went on."""
+    strike = evidence.plan.strike
+    assert strike is not None and strike.seconds is not None
+    long = strike.seconds >= DEADLINE_S / 30 and evidence.faults()
+    return "it does not say that it stood still" if long and "stood still for" not in evidence.outcome.output else ""
+
+
+# --- Drift and miscounts -------------------------------------------------------------------------------------------------
+
+
+def _found_at(plan: Scenario) -> tuple[int, int]:
+    """The record by which a drift is found at the latest: (iteration, 0 for training or 1 for a save)."""
+    assert plan.drift is not None
+    iteration, every = plan.drift.step, plan.job.save_interval
+    if iteration % every == 0 or iteration == STEPS:
+        return iteration, 1
+    while True:
+        iteration += 1
+        if iteration % plan.drift.interval == 0:
+            return iteration, 0
+        if iteration % every == 0 or iteration == STEPS:
+            return iteration, 1
+
+
+def _committed(evidence: Evidence) -> Iterator[tuple[int, tuple[int, int]]]:
+    for event in evidence.outcome.events("committed"):
+        kind, _, number = str(event["label"]).partition(" ")
+        if kind in ("train", "save"):
+            yield event["replica"], (int(number), int(kind == "save"))
+
+
+def finds_the_drift_in_time(evidence: Evidence) -> str:
+    """Nobody with the drift commits a record that compares it: of two replicas nobody at all."""
+    plan = evidence.plan
+    assert plan.drift is not None
+    latest = _found_at(plan)
+    suspects = {plan.drift.replica} if plan.job.replicas > 2 else {0, 1}
+    late = sorted({record for replica, record in _committed(evidence) if replica in suspects and record >= latest})
+    return f"it was to be found in {latest}, and {late} were committed" if late else ""
+
+
+def outvotes_the_odd_one(evidence: Evidence) -> str:
+    """Of three and more the one that has drifted is removed, and no other; of two the job ends with code 12."""
+    plan, code = evidence.plan, evidence.outcome.exit_code
+    assert plan.drift is not None
+    if plan.job.replicas == 2:
+        return f"exit code {code}" if code != ExitCode.DIVERGED else ""
+    if code:
+        return f"exit code {code}"
+    expected = {(plan.drift.replica, "diverged")}
+    return f"removed were {sorted(evidence.losses())}" if evidence.losses() != expected else ""
+
+
+def names_only_what_was_agreed(evidence: Evidence) -> str:
+    """The newest checkpoint is the last one before the drift, or where the others go on the last one of all."""
+    plan = evidence.plan
+    assert plan.drift is not None and evidence.save is not None
+    every = plan.job.save_interval
+    expected = STEPS if plan.job.replicas > 2 else (plan.drift.step - 1) // every * every
+    named = (evidence.save / "latest_checkpointed_iteration.txt").read_text().strip()
+    return f"the newest checkpoint is {named}, not {expected}" if named != str(expected) else ""
+
+
+def is_proven_as_far_as_it_went(evidence: Evidence) -> str:
+    """`check` keeps all invariants; a run that has ended early is not compared with one that has not."""
+    code, report = evidence.check(alone=evidence.plan.job.replicas == 2)
+    return report.splitlines()[-1] if code else ""
+
+
+def goes_on_like_the_reference(evidence: Evidence) -> str:
+    """A run that goes on from the newest checkpoint ends like the reference."""
+    if evidence.plan.job.replicas > 2:
+        return ""
+    assert evidence.resume is not None
+    resumed = evidence.resume()
+    if resumed.exit_code:
+        return f"resumed from the newest checkpoint, it ends with {resumed.exit_code}"
+    code, report = check(resumed.run_dir, evidence.reference)
+    return f"resumed from the newest checkpoint: {report.splitlines()[-1]}" if code else ""
+
+
+def counts_anew_once(evidence: Evidence) -> str:
+    """The step with the miscount was computed anew, and no other, and nobody was removed for it."""
+    miscount = evidence.plan.miscount
+    assert miscount is not None
+    steps = {event["step"] for event in evidence.outcome.events("miscounted")}
+    if steps != {miscount.step}:
+        return f"computed anew were {sorted(steps)}, not {miscount.step}"
+    return "" if f"computed anew: step {miscount.step}," in evidence.check()[1] else "check does not say what was computed anew"
+
+
+ORDINARY = (ends_well, makes_all_steps, counts_well, is_proven)
+STOPPED = (is_struck, *ORDINARY, loses_only_the_dead, says_that_it_was_stopped)
+WITHOUT_DISK = (
+    is_struck, ends_well, counts_well, ends_with_the_parameters_of_the_reference, leaves_out_what_it_says, tells_of_the_disk,
+    loses_only_the_dead,
+)  # fmt: skip
+EXPECTATIONS: Mapping[str, tuple[Expectation, ...]] = {
+    "faults in steps": ORDINARY,
+    "death at the start": ORDINARY,
+    "fault in an evaluation": ORDINARY,
+    "death of a writer": ORDINARY,
+    "fault in a transfer": ORDINARY,
+    "death in a running pass": ORDINARY,
+    "stopped launcher": STOPPED,
+    "stopped launcher and a death": STOPPED,
+    "stalled disk": (is_struck, *ORDINARY, loses_only_the_dead, ends_with_the_parameters_of_the_reference),
+    "full disk": WITHOUT_DISK,
+    "failing disk": WITHOUT_DISK,
+    "drift": (
+        finds_the_drift_in_time, outvotes_the_odd_one, names_only_what_was_agreed, is_proven_as_far_as_it_went,
+        goes_on_like_the_reference,
+    ),
+    "miscount": (ends_well, makes_all_steps, counts_anew_once, is_proven, loses_only_the_dead),
+}  # fmt: skip
+"""What is promised, in the order in which it is looked at."""

@@ -1,0 +1,95 @@
+"""The disk with the data set stands still for real (`tests/disk.py`): who reads is named, nobody is ended, the run goes on."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.cluster.waiting import until_files
+from tests.disk import Disk, mounted
+from tests.system.jobs import ROOT, Job, check
+
+pytestmark = pytest.mark.timeout(240)
+
+NUM_DOCUMENTS, DOCUMENT_BYTES = 40, 200_000
+"""So many that nearly every sample is on a page of its own, which nobody has read before."""
+STEPS = 80
+
+
+@pytest.fixture
+def cold_data(tmp_path: pathlib.Path) -> Iterator[tuple[Disk, pathlib.Path]]:
+    """A disk, and the prefix of a data set on it of which nothing is in memory."""
+    with mounted(tmp_path / "loop", num_bytes=64 * 2**20) as disk:
+        text, prefix = tmp_path / "text", disk.place / "text"
+        text.mkdir()
+        for number in range(NUM_DOCUMENTS):
+            (text / f"{number}").write_bytes(random.Random(number).randbytes(DOCUMENT_BYTES))
+        subprocess.run(
+            [sys.executable, "-m", "megatron_recover", "data", "--output", str(prefix), str(text)],
+            cwd=ROOT, check=True, capture_output=True, timeout=120,
+        )  # fmt: skip
+        disk.forget()
+        yield disk, prefix
+
+
+def events(run_dir: pathlib.Path, kind: str) -> list[dict]:
+    """What the trace says so far."""
+    path = run_dir / "events.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [event for event in (json.loads(line) for line in lines if line.endswith("\n")) if event["event"] == kind]
+
+
+@pytest.mark.parametrize("replicas", [2, 1])
+def test_a_data_disk_that_stands_still_under_all_replicas_ends_none_of_them(
+    replicas: int, cold_data: tuple[Disk, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    disk, data = cold_data
+    run_dir, output = tmp_path / "run", tmp_path / "output"
+    job = Job(replicas=replicas, steps=STEPS, extra=("--data-cache-path", str(tmp_path / "cache")))
+    command = [
+        sys.executable, "-m", "megatron_recover", "run", "--replicas", str(replicas), "--run-dir", str(run_dir), "--",
+        str(ROOT / "scripts" / "pretrain_gpt.py"), *job.megatron_flags(data, None),
+    ]  # fmt: skip
+    with open(output, "wb") as file:
+        launcher = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
+    try:
+        until_files(
+            lambda: launcher.poll() is not None or len(events(run_dir, "applied")) >= 12 * replicas,
+            "training", run_dir, tmp_path, deadline_s=100.0,
+        )  # fmt: skip
+        assert launcher.poll() is None, output.read_text()
+        disk.stall_reads(on=True)
+        # With two replicas one may have what it needs in memory: it waits for the other, which is no hang.
+        until_files(
+            lambda: [each for each in events(run_dir, "rank_silent") if each["verdict"] == "hung"], "a hang", run_dir
+        )  # fmt: skip
+        ranks = [each for each in psutil.Process(launcher.pid).children(recursive=True) if each.name().startswith("replica-")]
+        threads = [thread.id for rank in ranks for thread in rank.threads()]
+        states = [pathlib.Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[0] for each in threads]
+        assert "D" in states, f"nobody waits for the disk: {states}"
+        # Longer than others that hang are given: they would be fenced after 0.4 s.
+        with pytest.raises(subprocess.TimeoutExpired):
+            launcher.wait(5.0)
+        assert not events(run_dir, "fenced") and len(events(run_dir, "generation")) == 1
+        disk.stall_reads(on=False)
+        assert launcher.wait(120.0) == 0, output.read_text()
+    finally:
+        disk.stall_reads(on=False)
+        launcher.kill()
+        launcher.wait()
+    silent = [each for each in events(run_dir, "rank_silent") if each["verdict"] == "hung"]
+    assert {each["phase"] for each in silent} == {"data"} and {each["state"] for each in silent} <= {"D", "S"}, silent
+    moved = {(each["replica"], each["rank"]) for each in events(run_dir, "rank_moved")}
+    assert {(each["replica"], each["rank"]) for each in silent} <= moved
+    assert "hung for" in output.read_text() and "in data" in output.read_text()
+    assert len(events(run_dir, "generation")) == 1 and not events(run_dir, "fenced")
+    assert json.loads((run_dir / "summary.json").read_text())["replicas_end"] == replicas
+    verdict, report = check(run_dir)
+    assert verdict == 0, report
