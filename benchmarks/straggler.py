@@ -60,6 +60,12 @@ def quotas(events: list[dict[str, Any]]) -> list[list[int]]:
     return [found[step] for step in range(STEPS)]
 
 
+def accusations(events: list[dict[str, Any]]) -> int:
+    """Ranks called hung or stopped, and replicas lost."""
+    silent = sum(event["event"] == "rank_silent" and event["verdict"] != "slow" for event in events)
+    return silent + sum(len(event.get("losses", ())) for event in events)
+
+
 def rows() -> list[Row]:
     """The rows of this benchmark."""
     with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
@@ -82,5 +88,6 @@ def rows() -> list[Row]:
         row(
             "step after it recovered", [over_ideal(with_quotas, each) for each in after], "ratio", baseline=ideal, goal="<= 1.1"
         ),
+        row("ranks accused of a hang", [float(accusations(each)) for each in (with_quotas, without)], "count", goal="== 0"),
         row("step with a straggler, even quotas", [over_ideal(without, each) for each in slow], "ratio", baseline=ideal),
     ]

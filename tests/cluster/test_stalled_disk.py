@@ -21,11 +21,13 @@ pytestmark = pytest.mark.timeout(120)
 PATIENT = RecoverConfig(deadline_s=4500.0)
 """Nothing but the detector ends a rank."""
 CHATTY = Path(__file__).with_name("chatty_toy.py")
+_ROOM_BYTES = 256 * 2**20
+"""Ten seconds of trace and prints at a hundred steps a second are 15 MB: the disk stands still here, but never runs full."""
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    with mounted(tmp_path / "loop") as made:
+    with mounted(tmp_path / "loop", num_bytes=_ROOM_BYTES) as made:
         yield made
 
 
