@@ -1,7 +1,7 @@
 # `make demo` and `make test` set everything up by themselves; PYTHON=/path/to/python3.12 names an interpreter.
 PY := .venv/bin/python
-# Whose result does not depend on who else wants the cores: two at a time. Where replicas are killed and timed out, one after the other.
-IN_PROCESS := tests/core tests/sim tests/observe tests/megatron
+# Tests whose subject is time, to fractions of a second: one after the other, when the others, two at a time, are done.
+TIMED := tests/cluster
 SOURCES := megatron_recover patches scripts tests benchmarks setup.py
 export OMP_NUM_THREADS := 1
 
@@ -17,8 +17,8 @@ demo: setup      ## train on real text, kill real processes, prove that nothing 
 	@$(PY) -m megatron_recover demo
 
 test: setup lint ## everything that CI runs
-	@$(PY) -m pytest -q -n 2 --dist worksteal $(IN_PROCESS)
-	@$(PY) -m pytest -q tests $(IN_PROCESS:%=--ignore=%)
+	@$(PY) -m pytest -q -n 2 --dist worksteal tests $(TIMED:%=--ignore=%)
+	@$(PY) -m pytest -q $(TIMED)
 
 lint: setup      ## ruff (rules and format), mypy --strict on the pure parts, the layer rule
 	@$(PY) -m ruff check $(SOURCES)
