@@ -5,7 +5,8 @@ blames the wrong party. `ORDER` has each such pair with its reason, and a proper
 `megatron-recover explain timeouts` prints both.
 
 Some waits do not grow with the deadline. Their docstrings say why (`Fixed:`), and objects that are made without any settings
-import them as constants.
+import them as constants. Such a constant is a field as well, though nobody reads it there: `ORDER` proves it, and
+`megatron-recover explain timeouts` prints it.
 
 Not here: intervals at which something is looked at (polling), which no one waits for. `tests/core/test_constant_waits.py` lists
 them, and finds any other number of seconds in the package.
@@ -78,8 +79,8 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """A rank inside a sum waits so long for the connection to a member. Then the sum fails, and its leader requests a
     generation."""
     sum_s: float
-    """A rank inside a sum that all members have entered waits so long without any byte of any of them. Then the sum fails, and
-    its leader requests a generation."""
+    """A rank inside a sum that all members have entered waits so long without any byte of any of them (`gloo`: without a
+    finished piece of 1 MiB). Then the sum fails, and its leader requests a generation."""
     slowest_s: float
     """A rank inside a sum waits so long, without any byte of anyone, for the slowest member to enter the sum. Then the sum
     fails, and its leader requests a generation."""

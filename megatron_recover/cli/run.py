@@ -20,7 +20,7 @@ from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault
-from megatron_recover.flags import Parser, value_of
+from megatron_recover.flags import Parser
 from megatron_recover.megatron.arguments import add_recover_arguments, recover_flags
 from megatron_recover.megatron.preflight import FLAGS, Preflight, preflight
 from megatron_recover.observe import summary
@@ -113,12 +113,11 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
     if arguments.chaos is not None:
         faults, chaos_text = chaos.faults_of(arguments.chaos, _target(arguments, judged))
         _refuse_unseen(faults, arguments.trace_level)
-    micro = value_of(flags, "--micro-batch-size")
     job = Job(
         argv=(script, *flags), num_replicas=arguments.replicas, layout=judged.layout, config=judged.config,
         run_dir=create_run_dir(arguments.run_dir), faults=faults, seed=judged.seed, dry_run=DRY_RUN, preload=PRELOAD,
         num_microbatches=None if judged.batch_changes else judged.num_microbatches,
-        microbatch_samples=int(micro) * arguments.lanes if micro is not None else None,
+        microbatch_samples=judged.microbatch_samples,
         trace_level=arguments.trace_level, trace_file_bytes=arguments.trace_file_bytes,
     )  # fmt: skip
     return job, chaos_text

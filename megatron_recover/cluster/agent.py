@@ -30,6 +30,7 @@ from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable
 from megatron_recover.deadlines import Deadlines, figure
+from megatron_recover.process_stat import fields_of
 
 _PF_EXITING = 0x4
 _STATE_FIELD, _FLAGS_FIELD, _EXIT_CODE_FIELD = 3, 9, 52
@@ -113,8 +114,7 @@ class _Stat:
             text = os.pread(self._file, 4096, 0) if self._file >= 0 else b""
         except ProcessLookupError:
             text = b""
-        # The second field, the command in parentheses, may contain anything.
-        return [b"", b"", b"", *text[text.rindex(b")") + 2 :].split()] if text else []
+        return fields_of(text)
 
     def close(self) -> None:
         if self._file >= 0:

@@ -57,12 +57,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     def log_of(self, replica: int, rank: int) -> Path:
         """Where a rank's stdout and stderr go."""
-        return log_file(self.run_dir, replica, rank)
-
-
-def log_file(run_dir: Path, replica: int, rank: int) -> Path:
-    """Return where a rank's stdout and stderr go."""
-    return run_dir / log_name(replica, rank)
+        return self.run_dir / log_name(replica, rank)
 
 
 def claim_folder(folder: Path, *inside: str, flag: str = "--run-dir") -> Path:

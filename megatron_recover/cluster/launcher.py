@@ -16,6 +16,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from typing import get_args
 
 import msgspec
 
@@ -35,6 +36,7 @@ from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.wire import address_of, listen
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext
 from megatron_recover.core.coordinator import Policy
+from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.megatron.arguments import BAD_ARGUMENTS
@@ -133,15 +135,7 @@ class Launcher:
             Policy(num_replicas=job.num_replicas, min_replicas=job.config.min_replicas, samples=_samples(job)),
             key=self._key,
             loop=self._loop,
-            timers_s={
-                "follow_s": self._deadlines.follow_s,
-                "finish_s": self._deadlines.finish_s,
-                "blame_s": self._deadlines.blame_s,
-                "save_s": self._deadlines.save_s,
-                "grace_s": self._deadlines.grace_s,
-                "deadline_s": self._deadlines.deadline_s,
-                "start_s": self._deadlines.start_s,
-            },
+            timers_s={setting: getattr(self._deadlines, setting) for setting in get_args(Setting)},
             record=self._recording.record,
             fence=self._fence,
             on_end=self._end,

@@ -84,7 +84,9 @@ class Membership:
         self._gate = Gate(
             loop, listener, key, Role.COORDINATOR, self._admits, self._accept,
             expects=lambda: not self._state.generation,  # later nobody greets
-            report=lambda number: record(trace.Strangers(replica=-1, num_connections=number)),
+            report=lambda name, number: record(
+                trace.Strangers(replica=-1, rank=-1, listener=name, num_connections=number)
+            ),
         )  # fmt: skip
 
     @property

@@ -37,6 +37,7 @@ from megatron_recover.cluster.readiness import is_readable, is_writable
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.observe.ending import Account
+from megatron_recover.process_stat import state_of
 from megatron_recover.ring import Dropped, Item, Merge, RingReader
 
 MAX_PACKET_BYTES = 2**16
@@ -49,7 +50,7 @@ until they are written."""
 _OUTPUTS_S = 0.1
 """Between two looks at what ranks print."""
 _TELL_LOSSES_S = 10.0
-_STOPPED = b"T"
+_STOPPED = "T"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -485,11 +486,7 @@ def _trouble(writer: Keeper | LogWriter, now: float, slow_disk_s: float) -> str:
 
 def _is_stopped(pid: int) -> bool:
     """Return whether somebody has stopped a process (Ctrl-Z)."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return False
-    return text[text.rindex(b")") + 2 :][:1] == _STOPPED
+    return state_of(pid) == _STOPPED
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ class Watch:
         for effect in effects:
             if isinstance(effect, detector.Named):
                 self._name(effect, is_waited_for=effect.replica not in condemned | self._writing.keys())
-            elif isinstance(effect, detector.AtWork):
+            elif isinstance(effect, detector.SeenAtWork):
                 self._at_work(effect.replicas)
             else:
                 self._writing[effect.named.replica] = (effect, now_s + self._stacks_s)

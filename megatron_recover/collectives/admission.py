@@ -1,4 +1,4 @@
-"""The listening end of the control plane: strangers are held short until they have proven the job's key, or are let go.
+"""Every listening end of a job, on all planes: strangers are held short until they have proven the job's key, or are let go.
 
 A connection that has not proven itself costs one descriptor and less than a hundred bytes. It has a deadline, and there is a
 cap on how many there are. Nothing of what it sends is decoded. Running out of descriptors delays connections and ends nothing.
@@ -6,9 +6,10 @@ cap on how many there are. Nothing of what it sends is decoded. Running out of d
 Note [Whom a listener expects]. Every listener knows whether the job still needs a connection to it: a rank that has not greeted
 its leader, a neighbour in the roster, a leader that has not greeted the coordinator, a member that the sum in progress waits
 for. While it expects one it accepts as fast as it can, so a peer waits no longer than it takes to let go of the strangers
-before it in the kernel's queue, which is bounded (`net.core.somaxconn`). Nothing can be computed meanwhile anyway. While it
-expects nobody it accepts `UNEXPECTED_AT_ONCE` and rests for `REST_S`, so that strangers take no time from the training thread.
-The others wait in the kernel, where they cost nothing. It does not stop accepting, since a full queue refuses peers as well.
+before it in the kernel's queue, which is bounded (`net.core.somaxconn`). Nothing can be computed meanwhile anyway. An echo
+server always expects a probe, since a peer that does not answer within `probe_s` is accused. A listener that expects nobody
+accepts `UNEXPECTED_AT_ONCE` and rests for `REST_S`, so that strangers take no time from the training thread. The others wait in
+the kernel, where they cost nothing. Such a listener does not stop accepting, since a full queue refuses peers as well.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import contextlib
 import errno
 import os
 import secrets
+import select
 import socket
 import time
 from collections.abc import Callable
@@ -39,8 +41,8 @@ MANY = 16
 """Connections that are let go without a word: a peer that dies or dials again leaves a few."""
 TELL_S = 60.0
 """Between two reports of strangers."""
-_PAUSE_S = 0.05
-"""How long a listener rests that cannot accept for want of descriptors."""
+PAUSE_S = 0.05
+"""How long a listener rests that cannot accept for want of descriptors, and how long it gathers strangers before a report."""
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -58,11 +60,11 @@ def is_hopeless(sock: socket.socket) -> bool:
 class Unproven:
     """A connection whose peer has still to prove who it is: its socket, its side of the handshake, its deadline."""
 
-    def __init__(self, sock: socket.socket, acceptor: Acceptor) -> None:
+    def __init__(self, sock: socket.socket, acceptor: Acceptor, until: float) -> None:
         sock.setblocking(False)
         self.sock = sock
         self.acceptor = acceptor
-        self.until = time.monotonic() + INTRODUCTION_S
+        self.until = until
 
     def advance(self) -> bool:
         """Read and answer what is there without waiting; return whether the peer has proven itself.
@@ -79,6 +81,10 @@ class Unproven:
             if answer := self.acceptor.feed(chunk):
                 self.say(answer)
         return True
+
+    def decide(self, verdict: Verdict, generation: int = 0) -> None:
+        """Send a proven peer the verdict. Raises OSError where the peer is gone."""
+        self.say(self.acceptor.decide(verdict, generation))
 
     def say(self, message: bytes) -> None:
         """Send a message of the handshake. Raises OSError where the empty socket does not take it whole."""
@@ -125,8 +131,155 @@ def out_of_descriptors(error: OSError) -> bool:
     return error.errno in _OUT_OF_DESCRIPTORS
 
 
+Report = Callable[[str, int], None]
+"""`report(name, number)`: so many connections to the listener of that name were let go.
+
+Called in the thread of `Admission.turn`."""
+
+
+class Admission:
+    """One listener and the connections to it that have not proven themselves. It never waits; its owner calls `turn`.
+
+    Its descriptor is readable when `turn` has something to do, and `due_s` says when else. One thread at a time.
+    """
+
+    def __init__(
+        self, listener: socket.socket, key: bytes, name: str, report: Report, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`name` is the listener's in reports, which come at most every `TELL_S`, and not for few connections."""
+        listener.setblocking(False)
+        self._listener, self._key, self._name, self._report, self._clock = listener, key, name, report, clock
+        self._port = listener.getsockname()[1]
+        self.unproven: dict[int, Unproven] = {}
+        """By descriptor, the oldest first."""
+        self.is_stuck = False
+        """Whether a connection can be neither accepted nor turned away: the owner rests for `PAUSE_S`."""
+        self._reserve = Reserve()
+        self._poll = select.epoll()
+        self._poll.register(listener, select.EPOLLIN)
+        self._watches_listener = True
+        self._rests_until = 0.0
+        self._num_let_go, self._told_at = 0, -TELL_S
+        self._tell_at: float | None = None
+        self._speaker = Speaker()
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when somebody has arrived or has sent something."""
+        return self._poll.fileno()
+
+    def close(self) -> None:
+        """Close the listener, and the connections that have not proven themselves. In a forked child: the copies of them."""
+        self._poll.close()
+        self._listener.close()
+        for unproven in self.unproven.values():
+            unproven.sock.close()
+        self.unproven.clear()
+        self._reserve.close()
+
+    @property
+    def rests(self) -> bool:
+        """Whether nobody is accepted for now who is not expected."""
+        return self._clock() < self._rests_until
+
+    def due_s(self) -> float | None:
+        """Return the seconds until `turn` has something to do though nobody arrives or sends; None: it has not."""
+        oldest = next(iter(self.unproven.values())).until if self.unproven else None
+        listens_at = None if self._watches_listener else self._rests_until
+        times = [each for each in (oldest, listens_at, self._tell_at) if each is not None]
+        return max(0.0, min(times) - self._clock()) if times else None
+
+    def turn(self, admits: Admits, *, expects: bool) -> list[Unproven]:
+        """Accept whoever has arrived, go on with all handshakes, and let go of those that are overdue.
+
+        Return the connections that are proven now. They are the caller's, and each still has to be told a verdict.
+        `expects`: the caller needs someone who has not connected. See Note [Whom a listener expects].
+        """
+        now, self.is_stuck = self._clock(), False
+        accepts = expects or not self.rests
+        if accepts:
+            self._rests_until = now if expects else now + REST_S
+            self._watch_listener(True)
+        proven, has_arrived = [], False
+        for descriptor, _ in self._poll.poll(0):
+            if (unproven := self.unproven.get(descriptor)) is None:
+                has_arrived = True
+                continue
+            try:
+                if unproven.advance():
+                    self._forget(unproven)
+                    proven.append(unproven)
+            except (Refused, OSError):
+                self.let_go(unproven)
+        if has_arrived:
+            self._watch_listener(expects)
+            if accepts:
+                self._accept(admits, ACCEPTED_AT_ONCE if expects else UNEXPECTED_AT_ONCE)
+        while self.unproven and (oldest := next(iter(self.unproven.values()))).until <= now:
+            self.let_go(oldest)
+        if self._tell_at is not None and now >= self._tell_at:
+            self.tell()
+        return proven
+
+    def let_go(self, unproven: Unproven) -> None:
+        """Close a connection that has not proven itself, and count it."""
+        self._forget(unproven)
+        unproven.sock.close()
+        self._count()
+
+    def tell(self) -> None:
+        """Report how many connections were let go, unless they are few."""
+        self._tell_at = None
+        if self._num_let_go < MANY:
+            return
+        number, self._num_let_go, self._told_at = self._num_let_go, 0, self._clock()
+        self._report(self._name, number)
+        self._speaker.say(
+            f"megatron-recover: WARNING: {number} connections to port {self._port} ({self._name}) came from "
+            f"strangers and were let go unheard; `ss -tnp sport = :{self._port} or dport = :{self._port}` shows whose they are"
+        )
+
+    def _watch_listener(self, wanted: bool) -> None:
+        """Have the descriptor be readable, or not, when somebody arrives."""
+        if wanted != self._watches_listener:
+            self._poll.modify(self._listener, select.EPOLLIN if wanted else 0)
+            self._watches_listener = wanted
+
+    def _accept(self, admits: Admits, at_most: int) -> None:
+        for _ in range(at_most):
+            try:
+                sock = self._listener.accept()[0]
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if not out_of_descriptors(error):
+                    continue  # that connection was gone again before we looked
+                turned_away = self._reserve.turn_away(self._listener, error)
+                self.is_stuck = not self.unproven and not turned_away
+                if self.unproven:
+                    self.let_go(next(iter(self.unproven.values())))
+                return
+            if is_hopeless(sock):
+                sock.close()
+                self._count()
+                continue
+            if len(self.unproven) >= MAX_UNPROVEN:
+                self.let_go(next(iter(self.unproven.values())))
+            acceptor = Acceptor(self._key, admits, port=self._port, nonce=secrets.token_bytes(NONCE_BYTES))
+            self.unproven[sock.fileno()] = Unproven(sock, acceptor, self._clock() + INTRODUCTION_S)
+            self._poll.register(sock, select.EPOLLIN)
+
+    def _forget(self, unproven: Unproven) -> None:
+        del self.unproven[unproven.sock.fileno()]
+        self._poll.unregister(unproven.sock)
+
+    def _count(self) -> None:
+        self._num_let_go += 1
+        if self._num_let_go >= MANY and self._tell_at is None:
+            self._tell_at = max(self._clock() + PAUSE_S, self._told_at + TELL_S)
+
+
 class Gate:
-    """Accepts connections and hands on those whose peers have proven who they are. Used by the loop's thread."""
+    """The admission of the control plane: hands on those whose peers have proven who they are. Used by the loop's thread."""
 
     def __init__(
         self,
@@ -138,121 +291,49 @@ class Gate:
         on_link: Callable[[Link, Party], None],
         *,
         expects: Callable[[], bool],
-        report: Callable[[int], None],
+        report: Report,
     ) -> None:
         """`on_link(link, peer)` is called for each proven peer that `admits(peer, wanted)` lets in. `me` is this end's role.
 
-        `report(number)` is called with the number of connections that were let go, at most every `TELL_S`, and not for few.
         `expects()` returns whether anyone who has not connected yet is needed: see Note [Whom a listener expects].
         """
-        self._loop, self._listener, self._key, self._me, self._admits = loop, listener, key, me, admits
-        self._on_link, self._expects, self._report = on_link, expects, report
-        self._num_let_go, self._told_at = 0, -TELL_S
-        self._will_tell = False
-        self._speaker = Speaker()
-        self._port = listener.getsockname()[1]
-        self._unproven: dict[int, Unproven] = {}
-        """By descriptor, the oldest first."""
-        self._sweeping = False
-        self._reserve = Reserve()
-        loop.watch_readable(listener, self._arrived)
+        self._loop, self._me, self._admits, self._on_link, self._expects = loop, me, admits, on_link, expects
+        self.admission = Admission(listener, key, me.name.lower(), report, loop.time)
+        self._turn_at: float | None = None
+        """When the next turn comes though nothing arrives, by the loop's clock."""
+        loop.watch_readable(self.admission, self._turn)
 
     def close(self) -> None:
         """Stop listening, and let go of those that have not proven themselves. Proven links belong to the loop."""
-        self._loop.forget_readable(self._listener)
-        self._listener.close()
-        for unproven in list(self._unproven.values()):
-            self._let_go(unproven)
-        self._tell()
-        self._reserve.close()
+        self._turn_at = None
+        self._loop.forget_readable(self.admission)
+        self.admission.tell()
+        self.admission.close()
 
-    def _arrived(self) -> None:
-        expects = self._expects()
-        if not expects:
-            self._loop.pause_readable(self._listener, REST_S)
-        for _ in range(ACCEPTED_AT_ONCE if expects else UNEXPECTED_AT_ONCE):
+    def _turn(self) -> None:
+        for unproven in self.admission.turn(self._admits, expects=self._expects()):
+            peer = unproven.acceptor.peer
+            assert peer is not None
             try:
-                sock = self._listener.accept()[0]
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if out_of_descriptors(error):
-                    self._make_room(error, rests=not expects)
-                    return
-                continue  # that connection was gone again before we looked
-            if is_hopeless(sock):
-                sock.close()
-                self._count()
+                unproven.decide(Verdict.WELCOME)
+            except OSError:  # the peer is gone, and dials again if it lives
+                unproven.sock.close()
                 continue
-            if len(self._unproven) >= MAX_UNPROVEN:
-                self._let_go(next(iter(self._unproven.values())))
-            acceptor = Acceptor(self._key, self._admits, port=self._port, nonce=secrets.token_bytes(NONCE_BYTES))
-            unproven = self._unproven[sock.fileno()] = Unproven(sock, acceptor)
-            self._loop.watch_readable(sock, lambda unproven=unproven: self._serve(unproven))
-            self._sweep_later()
+            self._on_link(Link(unproven.sock, largest_body(peer.role, self._me)), peer)
+        if self.admission.is_stuck:
+            self._loop.pause_readable(self.admission, PAUSE_S)
+        self._turn_later()
 
-    def _make_room(self, error: OSError, *, rests: bool) -> None:
-        """Let the oldest stranger go, or turn the next one away; where neither is possible, rest unless it `rests` already."""
-        turned_away = self._reserve.turn_away(self._listener, error)
-        if self._unproven:
-            self._let_go(next(iter(self._unproven.values())))
-        elif not turned_away and not rests:
-            self._loop.pause_readable(self._listener, _PAUSE_S)
-
-    def _serve(self, unproven: Unproven) -> None:
-        if self._unproven.get(unproven.sock.fileno()) is not unproven:  # let go in this turn of the loop
+    def _turn_later(self) -> None:
+        """Have the next turn made when it is due, unless one comes before."""
+        due_s = self.admission.due_s()
+        if due_s is None or (self._turn_at is not None and self._turn_at <= self._loop.time() + due_s):
             return
-        try:
-            if not unproven.advance():
-                return
-            unproven.say(unproven.acceptor.decide(Verdict.WELCOME))
-        except (Refused, OSError):
-            self._let_go(unproven)
-            return
-        peer = unproven.acceptor.peer
-        assert peer is not None
-        self._forget(unproven)
-        self._on_link(Link(unproven.sock, largest_body(peer.role, self._me)), peer)
+        at = self._turn_at = self._loop.time() + due_s
 
-    def _forget(self, unproven: Unproven) -> None:
-        del self._unproven[unproven.sock.fileno()]
-        self._loop.forget_readable(unproven.sock)
+        def turn() -> None:
+            if self._turn_at == at:
+                self._turn_at = None
+                self._turn()
 
-    def _let_go(self, unproven: Unproven) -> None:
-        self._forget(unproven)
-        unproven.sock.close()
-        self._count()
-
-    def _count(self) -> None:
-        """Count a connection that was let go, and have it told when it is time."""
-        self._num_let_go += 1
-        if self._num_let_go >= MANY and not self._will_tell:
-            self._will_tell = True
-            self._loop.after(max(_PAUSE_S, self._told_at + TELL_S - self._loop.time()), self._tell)
-
-    def _tell(self) -> None:
-        """Report how many connections were let go, unless they are few."""
-        self._will_tell = False
-        if self._num_let_go < MANY:
-            return
-        number, self._num_let_go, self._told_at = self._num_let_go, 0, self._loop.time()
-        self._report(number)
-        self._speaker.say(
-            f"megatron-recover: WARNING: {number} connections to port {self._port} ({self._me.name.lower()}) came from "
-            f"strangers and were let go unheard; `ss -tnp sport = :{self._port} or dport = :{self._port}` shows whose they are"
-        )
-
-    def _sweep_later(self) -> None:
-        if not self._sweeping and self._unproven:
-            self._sweeping = True
-            self._loop.after(max(0.0, next(iter(self._unproven.values())).until - time.monotonic()), self._sweep)
-
-    def _sweep(self) -> None:
-        """Let go of those that are overdue."""
-        self._sweeping = False
-        now = time.monotonic()
-        for unproven in list(self._unproven.values()):
-            if unproven.until > now:
-                break
-            self._let_go(unproven)
-        self._sweep_later()
+        self._loop.after(due_s, turn)

@@ -11,29 +11,20 @@ one deadline that the user sets (INV-8): then its replica ends, because nobody c
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from megatron_recover import trace
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.speaker import Speaker
 from megatron_recover.collectives.wire import Beat, LeaderBeat, Link, frame
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.process_stat import state_of
 
 _STATES = {
     "R": "running", "S": "asleep", "D": "in an uninterruptible wait", "T": "stopped", "t": "stopped by a debugger",
     "Z": "dead", "X": "dead",
 }  # fmt: skip
 """States of a process (proc(5), /proc/PID/stat)."""
-
-
-def state_of(pid: int) -> str:
-    """Return the state letter of a process of this machine, or an empty string where it cannot be read."""
-    with contextlib.suppress(OSError, IndexError):
-        # The second field, the command in parentheses, may contain anything.
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    return ""
 
 
 class CoordinatorWatch:

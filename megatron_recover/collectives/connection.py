@@ -134,9 +134,12 @@ class CannotDial(Exception):
 
 
 def connect(address: str, key: bytes, role: Role, *, generation: int, me: int, peer: int, rank: int) -> Connection:
-    """Begin to connect to `host:port` as a rank that sends data, or only watches; `Connection.handshake` completes it."""
+    """Begin to connect to `host:port` as a rank that sends data, watches, or probes; `Connection.handshake` completes it.
+
+    Raises as `dial` does.
+    """
     port = int(address.rpartition(":")[2])
-    parties = Party(role, me, rank), Party(Role.DATA, peer, rank)
+    parties = Party(role, me, rank), Party(Role.ECHO if role is Role.ECHO else Role.DATA, peer, rank)
     connector = Connector(key, *parties, port=port, nonce=secrets.token_bytes(NONCE_BYTES), generation=generation)
     return Connection(peer, dial(address, peer), connector)
 

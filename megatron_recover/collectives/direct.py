@@ -30,6 +30,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from megatron_recover.collectives.admission import Report
 from megatron_recover.collectives.arrivals import Arrivals, Parked
 from megatron_recover.collectives.connection import CannotDial, Connection, EndedUnproven, connect
 from megatron_recover.collectives.exchange import CopyExchange, Exchange, SumExchange
@@ -63,8 +64,19 @@ class DirectEndpoint:
     once: a data loader's worker must not keep a dead rank's connections open.
     """
 
-    def __init__(self, host: str = "127.0.0.1", *, key: bytes, rank: int, deadlines: Deadlines | None = None) -> None:
-        """`rank` is this rank's position inside its replica. `deadlines`: how long the parts of a call may last."""
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        *,
+        key: bytes,
+        rank: int,
+        deadlines: Deadlines | None = None,
+        report: Report = lambda name, number: None,
+    ) -> None:
+        """`rank` is this rank's position inside its replica. `deadlines`: how long the parts of a call may last.
+
+        `report`: see `Admission`; called in the thread of a call.
+        """
         self.deadlines = deadlines or Deadlines.of()
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         # Not `socket.create_server`: it sets SO_REUSEADDR, with which another user could listen on the port first.
@@ -72,7 +84,7 @@ class DirectEndpoint:
         listener.listen(socket.SOMAXCONN)
         self.address = f"{host}:{listener.getsockname()[1]}"
         self._key, self._rank = key, rank
-        self._arrivals = Arrivals(listener, key, rank)
+        self._arrivals = Arrivals(listener, key, rank, report)
         self._lock = threading.Lock()
         self._current: DirectTransport | None = None
         self._generation = 0
@@ -104,6 +116,7 @@ class DirectEndpoint:
         with self._lock:
             self._closed = True
             current, self._current = self._current, None
+            self._arrivals.admission.tell()
             self._arrivals.close()
         if current is not None:
             current.close()
@@ -121,7 +134,7 @@ class DirectEndpoint:
             if self._closed:
                 raise Revoked("the endpoint is closed")
             self._arrivals.greet(me, self._generation, expects=expects)
-            return self._arrivals.fileno()
+            return self._arrivals.admission.fileno()
 
     def take(self, generation: int) -> tuple[dict[int, Parked], dict[int, int]]:
         """The proven connections for `generation`, by peer; and the peers that were seen in a newer one."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+from megatron_recover.collectives.admission import Report
 from megatron_recover.collectives.direct import DirectEndpoint, DirectTransport
 from megatron_recover.collectives.echo import EchoServer, unreachable
+from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.transport import Endpoint, Transport
 from megatron_recover.deadlines import Deadlines
 
@@ -18,13 +21,20 @@ _HOST = "127.0.0.1"
 
 
 def open_endpoint(
-    kind: TransportKind, *, key: bytes, rank: int, device: str = "cpu", deadlines: Deadlines | None = None
+    kind: TransportKind,
+    *,
+    key: bytes,
+    rank: int,
+    device: str = "cpu",
+    deadlines: Deadlines | None = None,
+    report: Report = lambda name, number: None,
 ) -> Endpoint:
     """A rank's address on the data plane, to be published to the same-position ranks of the other replicas.
 
     `key` is the job's, and `rank` this rank's position inside its replica: connections are proven by both.
     `auto` is direct sockets for CPU tensors and NCCL for CUDA tensors. `device` is where the tensors are (``cpu`` or ``cuda``).
-    `deadlines`: how long the parts of a call may last. Raises ValueError if the kind can not serve the device.
+    `deadlines`: how long the parts of a call may last. `report`: see `Admission`; called in any thread.
+    Raises ValueError if the kind can not serve the device.
     """
     deadlines = deadlines or Deadlines.of()
     on_cuda = device.split(":")[0] == "cuda"
@@ -32,16 +42,17 @@ def open_endpoint(
     if (chosen == "nccl") != on_cuda:
         remedy = "nccl" if on_cuda else "direct"
         raise ValueError(f"--recover-transport {chosen} does not move {device} tensors; use {remedy} or auto")
+    direct = functools.partial(DirectEndpoint, _HOST, key=key, rank=rank, deadlines=deadlines, report=report)
     if chosen == "direct":
-        return DirectEndpoint(_HOST, key=key, rank=rank, deadlines=deadlines)
+        return direct()
     if chosen == "gloo":
         from megatron_recover.collectives.gloo import GlooTransport
 
         return RendezvousEndpoint(
             _HOST,
-            DirectEndpoint(_HOST, key=key, rank=rank, deadlines=deadlines),
+            direct(),
             lambda direct, unreachable: GlooTransport(direct, deadlines, host=_HOST, unreachable=unreachable),
-            key=key,
+            key=key, rank=rank, report=report,
         )  # fmt: skip
     if chosen == "nccl":
         from megatron_recover.collectives import nccl
@@ -49,9 +60,9 @@ def open_endpoint(
         binding = nccl.load()
         return RendezvousEndpoint(
             _HOST,
-            DirectEndpoint(_HOST, key=key, rank=rank, deadlines=deadlines),
+            direct(),
             lambda direct, unreachable: nccl.NcclTransport(binding, direct, deadlines, unreachable=unreachable),
-            key=key,
+            key=key, rank=rank, report=report,
         )  # fmt: skip
     raise ValueError(f"--recover-transport is {kind!r}; choose auto, direct, gloo or nccl")
 
@@ -69,14 +80,16 @@ class RendezvousEndpoint:
         transport: Callable[[DirectTransport, Callable[[], tuple[int, ...]]], Transport],
         *,
         key: bytes,
+        rank: int,
+        report: Report,
     ) -> None:
         """`transport(direct, unreachable)` makes the transport of the generation of `direct`, which it then owns.
 
         `unreachable()` probes the other members and returns those that do not answer.
         """
         self._direct = direct
-        self._key = key
-        self._echo = EchoServer(host, key)
+        self._key, self._rank = key, rank
+        self._echo = EchoServer(host, key, rank, report)
         self._transport = transport
         self._current: Transport | None = None
         self.address = f"{self._direct.address} {self._echo.address}"
@@ -92,7 +105,8 @@ class RendezvousEndpoint:
             self._current.close()
         echoes = {member: each[2] for member, each in both.items() if member != me}
         probe_s = self._direct.deadlines.probe_s
-        self._current = self._transport(direct, lambda: unreachable(echoes, self._key, probe_s))
+        asker = Party(Role.ECHO, me, self._rank)
+        self._current = self._transport(direct, lambda: unreachable(echoes, self._key, asker, probe_s))
         return self._current
 
     def close(self) -> None:

@@ -12,6 +12,11 @@ forming a group has that transport's fences and is ended by a revoke, and no mem
 and looks up each peer's name at every connection: with a name server that drops a packet, 5 s in the middle of a recovery.)
 Transfers go over the same sockets: a wait for gloo's send or receive that ends early would close all connections of the group.
 
+Note [Pieces of a sum]. Gloo does not tell a sum that is slow from one that stalls: an operation reports nothing until it is
+done. So a large sum is many operations, one for each piece of at most `PIECE_BYTES`, in the same order on all members, and
+`sum_s` bounds the time without a finished piece, not the whole sum. At most `PIECES_AT_ONCE` are given to gloo at a time. So
+small sums are submitted at once as a whole, and what is left behind by a revoke is these pieces and not the rest of the sum.
+
 Gloo adds in the order of its ring: the same bits on all members of a generation, but not in ascending order of replica id, and
 bf16 is rounded after each addition. Gloo's own sockets can not be closed in forked children. Prefer `direct`.
 """
@@ -21,12 +26,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-from torch.distributed import ProcessGroupGloo, Store
+from torch.distributed import ProcessGroupGloo, Store, Work
 from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
 
 from megatron_recover.collectives.direct import DirectTransport
@@ -49,8 +55,12 @@ PATIENCE = 2.0
 """Gloo's own timeout in units of `slowest_s`: how long an abandoned operation may live on."""
 _POISON_S = 0.001
 """The wait of a receive that is meant to run out."""
-PIECE_ELEMENTS = 1 << 20
+COPIED_ELEMENTS = 1 << 20
 """Of scratch, copied to a result between two looks at whether the transport was revoked."""
+PIECE_BYTES = 1 << 20
+"""Summed by one operation of gloo, at most, or one element. See Note [Pieces of a sum]."""
+PIECES_AT_ONCE = 16
+"""Operations that gloo is given before the first of them is waited for."""
 ENTRY_BYTES = 1024
 """Room for what gloo swaps at rendezvous (178 bytes in torch 2.13) and its length."""
 
@@ -115,15 +125,22 @@ class GlooTransport:
             options.reduceOp = ReduceOp.SUM
 
             def reduce(group: ProcessGroupGloo) -> None:
-                for work in [group.allreduce([scratch], options) for scratch in summed if scratch.numel()]:
-                    work.wait()
+                running = deque[Work]()
+                for piece in _pieces(summed):
+                    if len(running) == PIECES_AT_ONCE:
+                        running.popleft().wait()
+                        self._shared.progress()
+                    running.append(group.allreduce([piece], options))
+                while running:
+                    running.popleft().wait()
+                    self._shared.progress()
 
             self._connect()
             self._direct.sum_into([torch.ones(1, dtype=torch.uint8)], [torch.empty(1, dtype=torch.uint8)], tag=tag)
             self._do(reduce, Part.SUM, lambda: probe("sent"))
         probe("middle")
         for scratch, result in zip(summed, results, strict=True):
-            pieces = zip(scratch.detach().view(-1).split(PIECE_ELEMENTS), result.view(-1).split(PIECE_ELEMENTS), strict=True)
+            pieces = zip(scratch.detach().view(-1).split(COPIED_ELEMENTS), result.view(-1).split(COPIED_ELEMENTS), strict=True)
             for piece, into in pieces:
                 with self._writing:
                     copy(piece, into)
@@ -169,22 +186,25 @@ class GlooTransport:
         """Wait until the group is built."""
         shared = self._shared
         with shared.changed:  # without a limit: the meeting's own call ends it
-            shared.changed.wait_for(lambda: shared.met or shared.revoked or shared.error is not None)
+            shared.changed.wait_for(lambda: shared.met or shared.is_over)
         self._do(lambda group: None, Part.CONNECT)
 
     def _do(self, job: Callable[[ProcessGroupGloo], None], part: Part, begun: Callable[[], None] | None = None) -> None:
-        """Have the thread run `job`, and wait for it or leave."""
-        shared, since, limit_s = self._shared, time.monotonic(), part.limit_s(self._deadlines)
+        """Have the thread run `job`, and wait until it is done, or has made no progress for as long as `part` may last."""
+        shared, limit_s = self._shared, part.limit_s(self._deadlines)
         with shared.changed:
             shared.job = job
             shared.changed.notify_all()
         if begun is not None:
             begun()
         with shared.changed:
-            shared.changed.wait_for(lambda: shared.job is None or shared.revoked or shared.error is not None, limit_s)
-            if shared.job is None and not shared.revoked and shared.error is None:
+            shared.progressed_at, waited_s = time.monotonic(), 0.0
+            while waited_s < limit_s and shared.job is not None and not shared.is_over:
+                shared.changed.wait(limit_s - waited_s)  # progress wakes nobody: the wait begins anew where there was some
+                waited_s = time.monotonic() - shared.progressed_at
+            if shared.job is None and not shared.is_over:
                 return
-        self._fail(part, time.monotonic() - since, limit_s)
+        self._fail(part, waited_s, limit_s)
 
     def _fail(self, part: Part, waited_s: float, limit_s: float) -> NoReturn:
         """Raise why a call did not complete. Peers are probed without the lock, and only where that delays no recovery."""
@@ -204,6 +224,13 @@ class GlooTransport:
             raise shared.error
 
 
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield views of all elements in their order, of `PIECE_BYTES` at most: the same for all members."""
+    for tensor in tensors:
+        if tensor.numel():
+            yield from tensor.view(-1).split(max(1, PIECE_BYTES // tensor.element_size()))
+
+
 def copy(piece: Tensor, into: Tensor) -> None:
     """Copy a piece of scratch to its place in a result."""
     into.copy_(piece)
@@ -220,6 +247,20 @@ class _Shared:
         self.error: TransportError | None = None
         """Why nothing works any more; every later call raises it."""
         self.revoked = self.met = False
+        self.progressed_at = 0.0
+        """When the job was begun, or has last finished a piece of its sum, by the monotonic clock."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the caller has left, or is about to."""
+        return self.revoked or self.error is not None
+
+    def progress(self) -> None:
+        """Note that a piece of a sum is finished. Raises Revoked, in the thread of the transport, where nobody waits."""
+        with self.changed:
+            if self.is_over:
+                raise Revoked("the rest of a sum was left")
+            self.progressed_at = time.monotonic()
 
 
 def _serve(shared: _Shared, build: Callable[[], ProcessGroupGloo]) -> None:

@@ -50,6 +50,8 @@ class Role(enum.IntEnum):
     """A rank on the data plane."""
     WATCH = 5
     """A rank that only wants to notice the end of another one; nothing follows the handshake."""
+    ECHO = 6
+    """A rank that asks another one for its answer, and the echo server that answers; nothing follows the handshake."""
 
 
 class Verdict(enum.IntEnum):

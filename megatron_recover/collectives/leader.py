@@ -117,7 +117,9 @@ class Leader:
         """Members of the roster that link to this leader."""
         self._gate = Gate(
             loop, listener, key, Role.LEADER, self._admits, self._accept, expects=self._expects,
-            report=lambda number: record(trace.Strangers(replica=context.replica, num_connections=number)),
+            report=lambda name, number: record(
+                trace.Strangers(replica=context.replica, rank=own.rank, listener=name, num_connections=number)
+            ),
         )  # fmt: skip
         self._coordinator = OutgoingLink(
             context.coordinator, key, self._me, Party(Role.COORDINATOR), patience_s=self._deadlines.leader_s

@@ -20,13 +20,25 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 from megatron_recover.collectives.wire import CannotDial, Link, LinkClosed, Message, QueueFull, frame
 from megatron_recover.deadlines import STILL_S
 
 OnMessage = Callable[[Link, Message], None]
 OnClosed = Callable[[Link, str], None]
-Readable = socket.socket | int
+
+
+@runtime_checkable
+class Owner(Protocol):
+    """An object that owns a descriptor, such as a socket."""
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+Readable = Owner | int
 """A socket is watched as the object that owns its descriptor: see `Loop.close_in_child`."""
 _LONGEST_WAIT_S = 1.0
 """While a timer is set. In a longer wait the loop could not tell how long it stood still."""
@@ -184,7 +196,7 @@ class Loop:
             if isinstance(each, int):
                 os.close(each)
             else:
-                assert isinstance(each, Link | socket.socket)
+                assert isinstance(each, Owner)
                 each.close()
         self._selector.close()
         self._links.clear()

@@ -25,7 +25,7 @@ Note [Who may be fenced for a hang]
 Note [At work]
     A rank is at work if its page shows a phase whose length the rank itself decides, its process can run, and it would not be
     condemned for its silence. Its peers, which wait for it in a sum, cannot know that; the coordinator is told which replicas
-    have such a rank (`AtWork`), and holds no wait for one against anybody (`core/coordinator.py`, Note [Waiting for one at
+    have such a rank (`SeenAtWork`), and holds no wait for one against anybody (`core/coordinator.py`, Note [Waiting for one at
     work]). A page that is torn or absent shows no work, and a replica of which a rank is stopped or gone is not at work. Saves
     are left out: their leaders report them, and they have a time of their own. Between two computations no rank of a replica
     may be at work for an instant, and who has just arrived at a sum may find that the others have just given it up: so work
@@ -202,14 +202,14 @@ class Condemned(Value, frozen=True):
     """Which microbatches the hang is charged to; None: none."""
 
 
-class AtWork(Value, frozen=True):
+class SeenAtWork(Value, frozen=True):
     """Effect: tell the coordinator. Comes when it changes, with all replicas that are at work now (Note [At work])."""
 
     replicas: tuple[ReplicaId, ...]
     """Sorted."""
 
 
-Effect = Named | Condemned | AtWork
+Effect = Named | Condemned | SeenAtWork
 
 
 class Figures(Value, frozen=True):
@@ -266,7 +266,7 @@ class DetectorState(Value, frozen=True):
     worked_s: Mapping[ReplicaId, float] = MappingProxyType({})
     """When each replica was seen at work last."""
     at_work: tuple[ReplicaId, ...] = ()
-    """As of the newest `AtWork`."""
+    """As of the newest `SeenAtWork`."""
 
 
 def typical_step_s(state: DetectorState) -> float | None:
@@ -394,7 +394,7 @@ def _judge(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effec
     return state, (*effects, *condemned, *work)
 
 
-def _see_work(state: DetectorState, look: Look, accused: Collection[ReplicaId]) -> tuple[DetectorState, tuple[AtWork, ...]]:
+def _see_work(state: DetectorState, look: Look, accused: Collection[ReplicaId]) -> tuple[DetectorState, tuple[SeenAtWork, ...]]:
     """Note which replicas are at work, those that are `accused` of hanging left out, and say so if it is news."""
     still = {sight.replica for sight in look.sights if sight.state in CANNOT_RUN}
     seen = {
@@ -410,7 +410,7 @@ def _see_work(state: DetectorState, look: Look, accused: Collection[ReplicaId]) 
         if replica in looked_at and look.now_s - seen_s <= state.limits.after_work_s
     }
     at_work = tuple(sorted(worked_s))
-    news = () if at_work == state.at_work else (AtWork(at_work),)
+    news = () if at_work == state.at_work else (SeenAtWork(at_work),)
     return replace(state, worked_s=worked_s, at_work=at_work), news
 
 

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from megatron_recover.megatron.preflight_data import is_number
+
 _OF_ONE_RANK = frozenset({"rank", "local_rank"})
 _PACKAGES = ("torch", "megatron-core", "numpy", "megatron-recover")
 _DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -61,17 +63,9 @@ def samples(args: Namespace) -> dict[str, str]:
         flag, words = "--" + name.replace("_", "-"), _words(getattr(args, name, None))
         prefixes = [word for word in words if _is_indexed(word)]
         found |= {f"data set {number} of {flag}": _digest_of_data(each) for number, each in enumerate(prefixes, 1)}
-        if weights := [word for word in words if _is_number(word)]:
+        if weights := [word for word in words if is_number(word)]:
             found[f"the weights of {flag}"] = _cut(" ".join(weights))
     return found | {f"--{name}": str(getattr(args, name)) for name in ("split", "seed") if found and hasattr(args, name)}
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_indexed(prefix: str) -> bool:

@@ -119,7 +119,6 @@ class Checkpoints:
         """The newest iteration whose state all replicas have agreed on to save it, the same on all. See Note [Agreed]."""
         self._owed: int | None = None
         """The newest iteration that another replica is or was to save, or that could not be saved. See Note [Owed]."""
-        self._saved: int | None = None
         self._failed: int | None = None
         """The newest iteration that could not be saved here."""
         self._skipped: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
@@ -270,7 +269,7 @@ class Checkpoints:
             self._failed = self._owed = iteration
             self._skipped = (args, kwargs)
         else:
-            self._saved, self._owed, self._failed = iteration, None, None
+            self._owed, self._failed = None, None
 
     def _prepare(self, iteration: int, held: contextlib.ExitStack) -> None:
         try:

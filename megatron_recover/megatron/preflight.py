@@ -145,6 +145,8 @@ class Preflight(msgspec.Struct, frozen=True):
     seed: int
     num_microbatches: int
     """M of the first training step."""
+    microbatch_samples: int
+    """Samples of one microbatch, over all lanes."""
     batch_changes: bool = False
     """Whether later steps can have another M: a ramp-up or a schedule of the batch size."""
     train_iters: int | None = None
@@ -185,7 +187,9 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
     if found:
         raise ValueError("\n".join(found))
     batch_changes = args.rampup_batch_size is not None or args.step_batch_size_schedule is not None
-    return Preflight(layout, settings, args.seed, num_microbatches, batch_changes, args.train_iters)
+    return Preflight(
+        layout, settings, args.seed, num_microbatches, args.micro_batch_size * lanes, batch_changes, args.train_iters
+    )  # fmt: skip
 
 
 def _parsed(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, list[str], dict[str, str]]:

@@ -36,7 +36,7 @@ class _Blend(msgspec.Struct, frozen=True):
     def prefixes(self) -> list[str]:
         """Every word, or every second one where the others are weights."""
         weights = self.words[::2] if len(self.words) % 2 == 0 else []
-        return [*self.words[1::2]] if weights and all(map(_is_number, weights)) else [*self.words]
+        return [*self.words[1::2]] if weights and all(map(is_number, weights)) else [*self.words]
 
 
 def mistakes(args: Namespace) -> list[str]:
@@ -113,7 +113,7 @@ def _ratios(args: Namespace, shared: Sequence[str]) -> list[float] | None:
         raise ValueError(f"--split is missing; {shared[0]} needs it, for example --split 90,5,5")
     split = args.split or _DEFAULT_SPLIT
     words = re.findall(r"[.0-9]+", split)
-    if "-" in split or len(words) > len(_SPLITS) or not all(map(_is_number, words)) or not sum(map(float, words)):
+    if "-" in split or len(words) > len(_SPLITS) or not all(map(is_number, words)) or not sum(map(float, words)):
         raise ValueError(f"--split {split} does not give the shares of training, validation and testing; write it like 90,5,5")
     return [*map(float, words), 0.0, 0.0][: len(_SPLITS)]
 
@@ -155,7 +155,8 @@ def _data_set(args: Namespace, blend: _Blend, prefix: str, ratios: Sequence[floa
     ]
 
 
-def _is_number(word: str) -> bool:
+def is_number(word: str) -> bool:
+    """Return whether a word of a list of data sets is a weight."""
     try:
         float(word)
     except ValueError:

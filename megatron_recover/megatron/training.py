@@ -169,7 +169,7 @@ class _Training:
             if "store" in others:
                 raise ValueError("store is not supported: each replica has a store of its own; leave it out")
         if self._context.dry_run:
-            with bad_input_ends(), contextlib.closing(_endpoint(config, self._context, self._key)):
+            with bad_input_ends(), contextlib.closing(_endpoint(config, self._context, self._key, self._log.record)):
                 configure(args)
                 resuming.judge(args, config.resume_data)
             return DRY_RUN_PASSED
@@ -232,7 +232,7 @@ class _Training:
         from megatron_recover.collectives.member import Member
 
         with bad_input_ends():
-            endpoint = _endpoint(config, self._context, self._key)
+            endpoint = _endpoint(config, self._context, self._key, self._log.record)
         return Member(
             self._context, config, endpoint,
             key=self._key, record=self._log.record, faults=self._faults, page=self._page,
@@ -284,14 +284,20 @@ class _Training:
         return checkpoints, loop
 
 
-def _endpoint(config: RecoverConfig, context: RankContext, key: bytes) -> Endpoint:
+def _endpoint(config: RecoverConfig, context: RankContext, key: bytes, record: Callable[[trace.Event], None]) -> Endpoint:
     """This rank's address on the data plane. Raises ValueError where the transport does not serve the device."""
     import torch
 
     from megatron_recover.collectives.endpoints import open_endpoint
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return open_endpoint(config.transport, key=key, rank=context.rank, device=device, deadlines=config.deadlines)
+
+    def report(name: str, number: int) -> None:
+        record(trace.Strangers(replica=context.replica, rank=context.rank, listener=name, num_connections=number))
+
+    return open_endpoint(
+        config.transport, key=key, rank=context.rank, device=device, deadlines=config.deadlines, report=report
+    )  # fmt: skip
 
 
 def _seeding(seed: int) -> Callable[[int, int, int], None]:

@@ -14,10 +14,10 @@ import msgspec
 from megatron_recover import trace
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import value_of
+from megatron_recover.megatron.save_folder import TRACKER
 
 KILLED = -1
 """Stands for all codes above 128 in `ENDINGS`."""
-_TRACKER = "latest_checkpointed_iteration.txt"
 _SCHEDULE = "OptimizerParamScheduler: "
 """Begins what upstream asserts where the command line asks for another schedule than the checkpoint has."""
 _OTHER_SCHEDULE = (
@@ -183,7 +183,7 @@ class Account(msgspec.Struct):
             iteration, folder = self.newest
             return f"newest checkpoint: iteration {iteration} in {folder}"
         if (folder := self._unknown) is not None:
-            return f"{Path(folder) / _TRACKER} names the newest checkpoint, if there is any"
+            return f"{Path(folder) / TRACKER} names the newest checkpoint, if there is any"
         if self.save is None:
             return "no checkpoint: --save was not set"
         return f"no checkpoint: nothing was saved to {self.save} yet"

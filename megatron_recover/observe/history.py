@@ -77,7 +77,6 @@ class Record(msgspec.Struct, frozen=True, gc=False):
 class StepFacts(msgspec.Struct, gc=False):
     """What is kept of each step that an event names."""
 
-    first_line: Line
     last_line: Line
     begin: float
     """When the first of its events happened."""
@@ -217,7 +216,7 @@ class History:
             if number is not None:
                 facts = steps.get(number)
                 if facts is None:
-                    steps[number] = StepFacts(line, line, seconds, seconds)
+                    steps[number] = StepFacts(line, seconds, seconds)
                 else:
                     facts.last_line = line
                     if seconds > facts.end:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_recover.process_stat import START_TIME, STATE, stat_of
+
 RUN_FILE = "run.json"
 
 
@@ -53,9 +55,5 @@ def about(run_dir: Path) -> str:
 
 def _stat(pid: int) -> tuple[str, int] | None:
     """Return the state of a process and when it was started; None if there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # the command in parentheses may contain anything
-    return fields[0], int(fields[19])
+    fields = stat_of(pid)
+    return (fields[STATE].decode(), int(fields[START_TIME])) if fields else None

@@ -83,12 +83,16 @@ class CoordinatorSilent(Event, frozen=True, kw_only=True):
 
 
 class Strangers(Event, frozen=True, kw_only=True):
-    """Coordinator or leader: connections to it were let go that had not proven themselves. Few are not told."""
+    """Coordinator, leader or rank: connections to it were let go that had not proven themselves. Few are not told."""
 
     replica: int
     """-1: the coordinator."""
+    rank: int
+    """-1: the coordinator."""
+    listener: str
+    """Whose port it is: `coordinator`, `leader`, `data` or `echo`."""
     num_connections: int
-    """Since the last such event of this process."""
+    """Since the last such event of this listener."""
 
 
 class Waiting(Event, frozen=True, kw_only=True):

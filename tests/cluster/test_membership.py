@@ -94,10 +94,10 @@ def test_a_coordinator_rests_from_strangers_once_the_job_has_started(town: Town,
     def strangers_come() -> int:
         for _ in range(40):
             strangers.append(socket.create_connection((host, int(port))))
-        before = len(town.membership._gate._unproven)
+        before = len(town.membership._gate.admission.unproven)
         for _ in range(20):
             town.loop.run_once(0.0)
-        return len(town.membership._gate._unproven) - before
+        return len(town.membership._gate.admission.unproven) - before
 
     strangers: list[socket.socket] = []
     assert strangers_come() == 40

@@ -75,6 +75,8 @@ def test_a_job_under_siege_loses_nobody(start: Start, tmp_path: Path) -> None:
     print(f"{siege.num_made} strangers, {siege.num_let_go} let go")
     assert siege.num_made >= num_strangers and siege.num_let_go > num_strangers // 4
     assert outcome.exit_code == ExitCode.INTERRUPTED, outcome.output
+    told = {(each.replica, each.rank, each.listener) for each in outcome.of(trace.Strangers)}
+    assert (-1, -1, "coordinator") in told and {(0, rank, "data") for rank in range(RANKS)} <= told, "all of them are besieged"
     generations = outcome.of(trace.Generation)
     assert [each.roster for each in generations if each.losses] == [tuple(range(REPLICAS))]
     outcome.assert_exactly_once()

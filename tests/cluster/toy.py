@@ -70,7 +70,7 @@ class Toy:
         self.page = ProgressPage.inherited()
         key = inherited_key()
         self.member = Member(
-            context, config, DirectEndpoint(key=key, rank=context.rank, deadlines=self.deadlines),
+            context, config, DirectEndpoint(key=key, rank=context.rank, deadlines=self.deadlines, report=self.report_strangers),
             key=key, record=self.log.record, faults=self.faults, page=self.page, deadlines=self.deadlines,
         )  # fmt: skip
         all_of_them = tuple(range(context.num_ranks))
@@ -81,6 +81,10 @@ class Toy:
     def at(self, point: FaultPoint, **where: int) -> None:
         if self.faults is not None:
             self.faults.at(point, **where)
+
+    def report_strangers(self, name: str, number: int) -> None:
+        place = {"replica": self.context.replica, "rank": self.context.rank}
+        self.log.record(trace.Strangers(**place, listener=name, num_connections=number))
 
     def run(self) -> None:
         self.member.join(self.shape, "toy")

@@ -73,7 +73,7 @@ class Partner:
             lambda peer, wanted: True,
             self._accepted,
             expects=lambda: True,
-            report=lambda number: None,
+            report=lambda name, number: None,
         )
 
     def _accepted(self, link: Link, peer: Party) -> None:

@@ -45,7 +45,7 @@ class House:
         """What was reported of strangers."""
         self.gate = Gate(
             self.loop, listener, KEY, Role.LEADER, lambda peer, wanted: wanted == ME, self._proven,
-            expects=lambda: self.expects, report=lambda number: self.told.append(number),
+            expects=lambda: self.expects, report=lambda name, number: self.told.append(number),
         )  # fmt: skip
         self.strangers: list[socket.socket] = []
 
@@ -210,7 +210,7 @@ def test_the_oldest_strangers_go_first_and_a_leader_gets_in(house: House, monkey
     client = house.watch(call(house.address, PEER, ME))
     house.loop.send(client, PeerHello(1))
     house.until(lambda: house.seen)
-    assert house.seen == [PeerHello(1)] and len(house.gate._unproven) <= 5
+    assert house.seen == [PeerHello(1)] and len(house.gate.admission.unproven) <= 5
     assert strangers[0].recv(1) == b""
 
 
@@ -223,7 +223,7 @@ def test_a_listener_that_expects_nobody_takes_a_few_strangers_and_rests(house: H
         house.now = rests * 1.1 * admission.REST_S
         for _ in range(100):
             house.loop.run_once(0.0)
-        assert len(house.gate._unproven) == (rests + 1) * UNEXPECTED_AT_ONCE
+        assert len(house.gate.admission.unproven) == (rests + 1) * UNEXPECTED_AT_ONCE
 
 
 def test_whoever_is_expected_waits_for_no_rest(house: House) -> None:
@@ -234,7 +234,7 @@ def test_whoever_is_expected_waits_for_no_rest(house: House) -> None:
         house.stranger()
     for _ in range(10):
         house.loop.run_once(0.0)
-    assert len(house.gate._unproven) == UNEXPECTED_AT_ONCE
+    assert len(house.gate.admission.unproven) == UNEXPECTED_AT_ONCE
     client = house.watch(call(house.address, PEER, ME))
     house.loop.send(client, PeerHello(1))
     for _ in range(100):
@@ -249,8 +249,8 @@ def test_whoever_is_expected_waits_for_no_rest(house: House) -> None:
 def test_strangers_are_let_go_at_their_deadline(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "INTRODUCTION_S", 0.1)
     silent, slow = house.stranger(), house.stranger(b"m")
-    house.until(lambda: len(house.gate._unproven) == 2)
-    house.until(lambda: not house.gate._unproven)
+    house.until(lambda: len(house.gate.admission.unproven) == 2)
+    house.until(lambda: not house.gate.admission.unproven)
     assert silent.recv(1) == b""
     with contextlib.suppress(ConnectionResetError):
         assert slow.recv(1) == b""
@@ -280,7 +280,7 @@ def test_a_caller_that_is_never_believed_gives_up_in_time(house: House) -> None:
     house.watch(call(house.address, PEER, ME, bytes(KEY_BYTES), patience_s=0.3), why)
     house.until(lambda: why)
     assert time.monotonic() - started < 10
-    house.until(lambda: not house.gate._unproven)
+    house.until(lambda: not house.gate.admission.unproven)
 
 
 def test_a_link_that_waits_to_dial_again_can_be_dropped(house: House) -> None:
@@ -333,8 +333,8 @@ def test_running_out_of_descriptors_ends_nothing(house: House, capfd: pytest.Cap
 
 def test_a_forked_child_closes_the_strangers_too(house: House) -> None:
     house.stranger()
-    house.until(lambda: house.gate._unproven)
-    [descriptor] = house.gate._unproven
+    house.until(lambda: house.gate.admission.unproven)
+    [descriptor] = house.gate.admission.unproven
     child = os.fork()
     if child == 0:
         house.loop.close_in_child()
@@ -383,7 +383,7 @@ def test_a_response_relayed_from_another_gate_is_refused() -> None:
         honest = Connector(KEY, PEER, ME, port=int(first.address.split(":")[1]), nonce=os.urandom(32))
         with second.stranger(honest.opening) as relayed:
             relayed.settimeout(5)
-            second.until(lambda: not second.gate._unproven and not second.links, "it is refused")
+            second.until(lambda: not second.gate.admission.unproven and not second.links, "it is refused")
             for _ in range(5):
                 second.loop.run_once(0.01)
             with contextlib.suppress(ConnectionResetError):

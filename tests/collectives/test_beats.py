@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from megatron_recover import trace
 from megatron_recover.cluster.membership import Membership
-from megatron_recover.collectives import beats
 from megatron_recover.collectives.beats import CoordinatorWatch, LeaderWatch
 from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.loop import Loop
@@ -24,6 +23,7 @@ from megatron_recover.core.coordinator import Policy
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import Hello, Loss, Requested
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.process_stat import state_of
 from tests.collectives.partners import KEY, call
 
 pytestmark = pytest.mark.timeout(30)
@@ -150,7 +150,7 @@ def test_a_stopped_launcher_is_named_with_its_remedy(watched: Watched, capfd: py
     finally:
         process.kill()
         process.wait()
-    assert beats.state_of(process.pid) == ""
+    assert state_of(process.pid) == ""
 
 
 def test_a_leader_that_does_not_answer_has_one_beat_waiting_and_is_named_once(clocked: Clocked) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_recover.collectives import arrivals, connection, direct, exchange
+from megatron_recover.collectives import admission, arrivals, connection, direct, exchange
 from megatron_recover.collectives.connection import Connection
 from megatron_recover.collectives.direct import DirectEndpoint, DirectTransport
 from megatron_recover.collectives.handshake import Role
@@ -553,16 +553,16 @@ def test_a_refusal_for_lack_of_room_is_not_taken_for_a_welcome(monkeypatch: pyte
 
 def test_members_that_strangers_crowd_out_dial_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every connection, watches too, is let go some times before it has proven itself; nobody is suspected for that."""
-    accept, let_go = arrivals.Arrivals._accept, []
+    accept, let_go = admission.Admission._accept, []
 
-    def crowded(self: arrivals.Arrivals, me: int, at_most: int) -> None:
-        accept(self, me, at_most)
+    def crowded(self: admission.Admission, admits: Any, at_most: int) -> None:
+        accept(self, admits, at_most)
         if len(let_go) < 8:
-            for unproven in list(self._unproven.values()):
+            for unproven in list(self.unproven.values()):
                 let_go.append(unproven)
-                self._let_go(unproven)
+                self.let_go(unproven)
 
-    monkeypatch.setattr(arrivals.Arrivals, "_accept", crowded)
+    monkeypatch.setattr(admission.Admission, "_accept", crowded)
     with endpoints(0, 1, 2) as (made, addresses):
         results, outcomes = sums(opened(made, addresses), {replica: torch.ones(5) for replica in range(3)})
         assert outcomes == [None] * 3 and results[2].tolist() == [3.0] * 5
@@ -571,8 +571,8 @@ def test_members_that_strangers_crowd_out_dial_again(monkeypatch: pytest.MonkeyP
 
 def test_idle_strangers_are_let_go_by_the_calls_of_a_running_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise they would fill the kernel's queue, and the members of the next generation would find no place in it."""
-    monkeypatch.setattr(arrivals, "MAX_UNPROVEN", 10)
-    monkeypatch.setattr(arrivals, "REST_S", 0.0)
+    monkeypatch.setattr(admission, "MAX_UNPROVEN", 10)
+    monkeypatch.setattr(admission, "REST_S", 0.0)
     with endpoints(0, 1) as (made, addresses):
         transports = opened(made, addresses)
         assert sums(transports, {0: torch.ones(5), 1: torch.ones(5)})[1] == [None, None]
@@ -582,25 +582,50 @@ def test_idle_strangers_are_let_go_by_the_calls_of_a_running_step(monkeypatch: p
             assert sums(transports, {0: torch.ones(5), 1: torch.ones(5)}, tag)[1] == [None, None]
         with contextlib.suppress(ConnectionResetError):
             assert strangers[0].recv(1) == b""
-        assert len(made[0]._arrivals._unproven) == 10
+        assert len(made[0]._arrivals.admission.unproven) == 10
         for each in strangers:
             each.close()
 
 
 def test_calls_that_await_nobody_take_a_few_strangers_and_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call accepted 64 and read from all that were held, however many calls a step makes."""
-    monkeypatch.setattr(arrivals, "REST_S", 1000.0)
+    monkeypatch.setattr(admission, "REST_S", 1000.0)
     with endpoints(0, 1) as (made, addresses):
         transports = opened(made, addresses)
         assert sums(transports, {0: torch.ones(5), 1: torch.ones(5)})[1] == [None, None]
-        monkeypatch.setattr(made[0]._arrivals, "_rests_until", 0.0)
+        monkeypatch.setattr(made[0]._arrivals.admission, "_rests_until", 0.0)
         host, _, port = addresses[0].rpartition(":")
         strangers = [socket.create_connection((host, int(port))) for _ in range(40)]
         for tag in range(2, 6):
             assert sums(transports, {0: torch.ones(5), 1: torch.ones(5)}, tag)[1] == [None, None]
-        assert len(made[0]._arrivals._unproven) == arrivals.UNEXPECTED_AT_ONCE
+        assert len(made[0]._arrivals.admission.unproven) == admission.UNEXPECTED_AT_ONCE
         for each in strangers:
             each.close()
+
+
+def test_a_data_endpoint_counts_strangers_as_every_listener_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(admission.Speaker, "say", lambda self, text: said.append(text))
+    monkeypatch.setattr(admission, "REST_S", 0.0)
+    monkeypatch.setattr(admission, "PAUSE_S", 0.0)
+    told: list[tuple[str, int]] = []
+    made = {
+        replica: DirectEndpoint(key=KEY, rank=0, report=lambda name, number, each=replica: told.append((name, each, number)))
+        for replica in range(2)
+    }
+    addresses = {replica: endpoint.address for replica, endpoint in made.items()}
+    transports = opened(made, addresses)
+    assert sums(transports, {0: torch.ones(5), 1: torch.ones(5)})[1] == [None, None]
+    host, _, port = addresses[1].rpartition(":")
+    for _ in range(admission.MANY + 4):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(b"GET / HTTP/1.0")
+    for tag in range(2, 6):
+        assert sums(transports, {0: torch.ones(5), 1: torch.ones(5)}, tag)[1] == [None, None]
+    for endpoint in made.values():
+        endpoint.close()
+    assert sum(number for _, _, number in told) >= admission.MANY and {each[:2] for each in told} == {("data", 1)}
+    assert f"connections to port {port} (data) came from strangers" in said[0]
 
 
 def test_a_member_behind_a_full_queue_of_strangers_is_there_before_the_deadline() -> None:

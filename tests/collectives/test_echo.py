@@ -14,9 +14,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from megatron_recover.collectives import admission, echo
+from megatron_recover.collectives.connection import CannotDial
 from megatron_recover.collectives.direct import DirectEndpoint
-from megatron_recover.collectives.echo import NONCE_BYTES, EchoServer, unreachable
+from megatron_recover.collectives.echo import EchoServer
 from megatron_recover.collectives.endpoints import open_endpoint
+from megatron_recover.collectives.handshake import Party, Role
 from megatron_recover.collectives.transport import Endpoint, Part, PeerLost, Revoked, TransportError
 from megatron_recover.deadlines import Deadlines
 from tests.collectives.partners import KEY, within
@@ -34,7 +37,7 @@ def black_hole() -> Iterator[str]:
 
 @contextlib.contextmanager
 def servers(num: int) -> Iterator[dict[int, EchoServer]]:
-    made = {number: EchoServer("127.0.0.1", KEY) for number in range(num)}
+    made = {number: EchoServer("127.0.0.1", KEY, 0) for number in range(num)}
     try:
         yield made
     finally:
@@ -42,20 +45,25 @@ def servers(num: int) -> Iterator[dict[int, EchoServer]]:
             one.close()
 
 
+def asked(addresses: dict[int, str], timeout_s: float, rank: int = 0) -> tuple[int, ...]:
+    """Who does not answer replica 9."""
+    return echo.unreachable(addresses, KEY, Party(Role.ECHO, 9, rank), timeout_s)
+
+
 def test_who_answers_is_within_reach_and_the_others_are_named() -> None:
     with servers(3) as made, black_hole() as hole, socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         closed.close()
         addresses = {number: one.address for number, one in made.items()} | {3: hole, 4: address}
-        assert unreachable(addresses, KEY, 0.3) == (3, 4)
+        assert asked(addresses, 0.3) == (3, 4)
         since = time.monotonic()
-        assert unreachable({number: one.address for number, one in made.items()}, KEY, 20.0) == ()
+        assert asked({number: one.address for number, one in made.items()}, 20.0) == ()
         assert time.monotonic() - since < 1, "all have answered: there is nothing to wait for"
 
 
 def test_an_answer_of_who_has_not_the_key_is_none() -> None:
-    stranger = EchoServer("127.0.0.1", b"another key".ljust(32))
-    assert unreachable({0: stranger.address}, KEY, 5.0) == (0,)
+    stranger = EchoServer("127.0.0.1", b"another key".ljust(32), 0)
+    assert asked({0: stranger.address}, 5.0) == (0,)
     stranger.close()
 
 
@@ -64,12 +72,12 @@ def test_an_answer_that_is_only_as_long_is_none() -> None:
 
         def answer() -> None:
             with listener.accept()[0] as sock:
-                sock.recv(NONCE_BYTES)
-                sock.send(b"x" * NONCE_BYTES)
+                sock.recv(1000)
+                sock.send(b"mgrecov2" + b"x" * 64)
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
-        assert unreachable({0: f"127.0.0.1:{listener.getsockname()[1]}"}, KEY, 5.0) == (0,)
+        assert asked({0: f"127.0.0.1:{listener.getsockname()[1]}"}, 5.0) == (0,)
         thread.join(5)
 
 
@@ -77,27 +85,89 @@ def test_strangers_do_not_keep_an_echo_server_from_answering() -> None:
     with servers(1) as made:
         host, port = made[0].address.split(":")
         idle = [socket.create_connection((host, int(port))) for _ in range(300)]  # it waited for the first 128 to leave
-        idle[0].send(b"much more than a nonce" * 1000)
+        idle[0].send(b"much more than an opening" * 1000)
         idle[1].close()
-        assert unreachable({0: made[0].address}, KEY, 5.0) == ()
+        assert asked({0: made[0].address}, 5.0) == ()
         for sock in idle:
             sock.close()
+
+
+def test_an_echo_server_counts_strangers_as_every_listener_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(admission.Speaker, "say", lambda self, text: said.append(text))
+    told: list[tuple[str, int]] = []
+    server = EchoServer("127.0.0.1", KEY, 0, lambda name, number: told.append((name, number)))
+    host, port = server.address.split(":")
+    for _ in range(admission.MANY + 4):
+        with socket.create_connection((host, int(port))) as stranger, contextlib.suppress(ConnectionError):
+            stranger.sendall(b"GET / HTTP/1.0\r\n")
+            stranger.recv(1)
+    assert asked({0: server.address}, 5.0) == ()
+    server.close()
+    assert told and {name for name, _ in told} == {"echo"} and len(said) == 1
+    assert f"connections to port {port} (echo) came from strangers" in said[0]
+
+
+def test_silent_strangers_at_an_echo_server_are_bounded_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_UNPROVEN", 5)
+    monkeypatch.setattr(admission, "INTRODUCTION_S", 0.3)
+    with servers(1) as made:
+        host, port = made[0].address.split(":")
+        idle = [socket.create_connection((host, int(port))) for _ in range(20)]
+        for sock in idle:
+            with contextlib.suppress(ConnectionError):
+                assert sock.recv(1) == b""
+            sock.close()
+        assert asked({0: made[0].address}, 5.0) == ()
+
+
+def test_a_rank_of_another_position_gets_no_answer() -> None:
+    with servers(1) as made:
+        assert asked({0: made[0].address}, 5.0, rank=1) == (0,)
+
+
+def test_a_peer_that_cannot_be_asked_for_want_of_a_descriptor_is_not_accused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raised out of the probe of a failed sum, and cost this replica."""
+
+    def cannot(address: str, peer: int) -> socket.socket:
+        raise CannotDial("no descriptor")
+
+    with servers(1) as made, monkeypatch.context() as patch:
+        patch.setattr("megatron_recover.collectives.connection.dial", cannot)
+        assert asked({0: made[0].address}, 5.0) == ()
 
 
 def test_a_closed_server_ends_its_thread_and_does_not_answer() -> None:
     with servers(1) as made:
         made[0].close()
         assert not made[0]._thread.is_alive()
-        assert unreachable({0: made[0].address}, KEY, 0.3) == (0,)
+        assert asked({0: made[0].address}, 0.3) == (0,)
+
+
+def test_a_fork_after_the_end_of_an_echo_server_closes_nobody_elses_descriptor() -> None:
+    with servers(1) as made:
+        number = made[0]._wake
+        made[0].close()
+        read, write = os.pipe()
+        os.dup2(read, number)
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(OSError):
+                os.fstat(number)
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        for each in {read, write, number}:
+            os.close(each)
 
 
 def test_a_forked_child_keeps_no_socket_of_an_echo_server() -> None:
     with servers(1) as made:
         child = os.fork()
         if not child:
-            os._exit(0 if made[0]._listener.fileno() == -1 else 1)
+            os._exit(0 if made[0].admission._listener.fileno() == -1 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert unreachable({0: made[0].address}, KEY, 5.0) == ()
+        assert asked({0: made[0].address}, 5.0) == ()
 
 
 # --- What the transports say ---------------------------------------------------------------------------------------------

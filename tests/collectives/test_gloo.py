@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from megatron_recover.collectives import gloo
 from megatron_recover.collectives.direct import DirectTransport
 from megatron_recover.collectives.endpoints import open_endpoint
 from megatron_recover.collectives.gloo import GlooTransport
-from megatron_recover.collectives.transport import Endpoint, Part, Revoked, TransportError
+from megatron_recover.collectives.transport import DeadlineExceeded, Endpoint, Part, Revoked, TransportError
 from tests.collectives.partners import KEY, within
 from tests.collectives.ranks import ranks
 from tests.collectives.threads import at_once
@@ -162,7 +164,7 @@ def check_a_revoke_waits_for_the_copy_to_results(patch: pytest.MonkeyPatch) -> N
         copy(piece, into)
 
     patch.setattr(gloo, "copy", slow)
-    patch.setattr(gloo, "PIECE_ELEMENTS", 10)
+    patch.setattr(gloo, "COPIED_ELEMENTS", 10)
     endpoint = open_endpoint("gloo", key=KEY, rank=0)
     transport: Any = endpoint.open(1, 0, {0: endpoint.address})
     result = torch.zeros(100)
@@ -207,6 +209,89 @@ def test_a_planted_reduction_right_in_the_result_is_seen(monkeypatch: pytest.Mon
     monkeypatch.setattr(GlooTransport, "sum_into", sum_into)
     with pytest.raises(WrittenLate):
         check_an_operation_left_behind_writes_nothing(monkeypatch)
+
+
+class SlowLink:
+    """A group whose operations take their time by the byte, `stops_after` of them: the others never end by themselves."""
+
+    def __init__(self, group: Any, seconds_a_byte: float, stops_after: int) -> None:
+        self._group, self._seconds_a_byte, self._left = group, seconds_a_byte, stops_after
+        self.num_given = 0
+        self.over = threading.Event()
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        self.num_given += 1
+        work, seconds = self._group.allreduce(tensors, options), self._seconds_a_byte * tensors[0].nbytes
+        stops = self.num_given > self._left
+
+        class Slow:
+            def wait(inner) -> None:
+                self.over.wait(20 if stops else seconds)  # the slow link that is the subject
+                work.wait()
+
+        return Slow()
+
+
+NUM_PIECES = 60
+
+
+def over_a_slow_link(patch: pytest.MonkeyPatch, whole_s: float, sum_s: float, stops_after: int = NUM_PIECES) -> Any:
+    """Sum `NUM_PIECES` pieces in about `whole_s` among two members; what comes of both, their results, and their links."""
+    patch.setattr(gloo, "PIECE_BYTES", 4000, raising=False)
+    made = [open_endpoint("gloo", key=KEY, rank=0, deadlines=replace(within(20.0), sum_s=sum_s, probe_s=0.1)) for _ in range(2)]
+    transports, links = pair(1, made), []
+    original = GlooTransport._do
+
+    def do(self: GlooTransport, job: Callable[[Any], None], part: Part, *arguments: Any) -> None:
+        def slowly(group: Any) -> None:
+            links.append(SlowLink(group, whole_s / (4000 * NUM_PIECES), stops_after))
+            job(links[-1])
+
+        original(self, slowly if part is Part.SUM else job, part, *arguments)
+
+    patch.setattr(GlooTransport, "_do", do)
+    sources = [torch.arange(1000 * (NUM_PIECES - 1) + 1) * 2**r for r in range(2)]
+    sources = [source.to(torch.float32) for source in sources]
+    results = [torch.full_like(source, -1.0) for source in sources]
+    outcomes = at_once(*[lambda r=r: transports[r].sum_into([sources[r]], [results[r]], tag=1) for r in range(2)])
+    for transport, link in zip(transports, links, strict=True):
+        transport.revoke()
+        link.over.set()
+    for transport in transports:
+        transport.thread.join(20)
+        assert not transport.thread.is_alive()
+    for endpoint in made:
+        endpoint.close()
+    return outcomes, results, links
+
+
+def test_a_large_sum_over_a_slow_link_is_bounded_by_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One operation for all of it took longer than `sum_s`, and would have in each generation again."""
+    outcomes, results, links = over_a_slow_link(monkeypatch, whole_s=1.8, sum_s=0.6)
+    assert outcomes == [None, None]
+    assert all(torch.equal(result, torch.arange(len(result)) * 3.0) for result in results)
+    assert [link.num_given for link in links] == [NUM_PIECES] * 2
+
+
+def check_a_sum_that_stops_half_way(patch: pytest.MonkeyPatch) -> None:
+    outcomes, results, links = over_a_slow_link(patch, whole_s=1.2, sum_s=0.6, stops_after=20)
+    for outcome in outcomes:
+        assert isinstance(outcome, DeadlineExceeded) and outcome.part is Part.SUM, outcome
+        assert "no progress for 0.6 s" in str(outcome) and outcome.stalled and outcome.peers == ()
+    assert all(bool((result == -1.0).all()) for result in results)
+    assert [link.num_given for link in links] == [20 + gloo.PIECES_AT_ONCE] * 2, "the rest of it was left behind, too"
+
+
+def test_a_sum_that_stops_half_way_ends_and_leaves_no_more_than_a_few_pieces_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_a_sum_that_stops_half_way(monkeypatch)
+
+
+def test_a_sum_that_goes_on_when_it_was_left_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        gloo._Shared, "progress", lambda self: setattr(self, "progressed_at", max(self.progressed_at, time.monotonic()))
+    )
+    with pytest.raises(AssertionError, match="left behind, too"):
+        check_a_sum_that_stops_half_way(monkeypatch)
 
 
 def test_a_revoke_ends_a_copy_that_nobody_sends(monkeypatch: pytest.MonkeyPatch) -> None:

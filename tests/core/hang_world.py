@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron_recover.core import detector
-from megatron_recover.core.detector import AtWork, Condemned, DetectorState, Effect, Look, Phase, Progress, Sight
+from megatron_recover.core.detector import Condemned, DetectorState, Effect, Look, Phase, Progress, SeenAtWork, Sight
 from megatron_recover.deadlines import Deadlines
 
 DEADLINE_S = 1800.0
@@ -27,8 +27,8 @@ class Watched:
 
     def look(self, now_s: float, sights: Sequence[Sight], generation: int = 1) -> tuple[Effect, ...]:
         self.state, effects = detector.step(self.state, Look(now_s, generation, tuple(sights)))
-        self.said += [(now_s, effect) for effect in effects if not isinstance(effect, AtWork)]
-        self.at_work = next((effect.replicas for effect in effects if isinstance(effect, AtWork)), self.at_work)
+        self.said += [(now_s, effect) for effect in effects if not isinstance(effect, SeenAtWork)]
+        self.at_work = next((effect.replicas for effect in effects if isinstance(effect, SeenAtWork)), self.at_work)
         return effects
 
     @property

@@ -11,10 +11,10 @@ from megatron_recover.core.detector import (
     COMPUTES,
     LEANS_ON_OTHERS,
     WAITS,
-    AtWork,
     Named,
     Phase,
     Progress,
+    SeenAtWork,
     Sight,
     Verdict,
 )
@@ -372,7 +372,7 @@ def test_news_of_work_come_when_they_change_and_at_no_other_time() -> None:
         for _ in range(100):
             now_s += LOOK_S
             effects = watched.look(now_s, [Sight(0, 0, page(Phase.REDUCTION, 9), "S"), Sight(1, 0, page(phase, 9), "S")])
-            told += [effect.replicas for effect in effects if isinstance(effect, AtWork)]
+            told += [effect.replicas for effect in effects if isinstance(effect, SeenAtWork)]
     assert told[-3:] == [(1,), (), (1,)] and len(told) <= 4
 
 
