@@ -144,7 +144,7 @@ def _start_when_complete(state: CoordinatorState) -> Step:
     if len(state.hellos) + len(state.losses) < state.policy.num_replicas:
         return state, ()
     if not state.hellos:
-        return _end(state, *nobody_left(state.failing, state.losses))
+        return _nobody_left(state)
     first = state.hellos[0]
     for other in state.hellos[1:]:
         if other.fingerprint != first.fingerprint:
@@ -164,7 +164,7 @@ def _start_when_complete(state: CoordinatorState) -> Step:
 def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> Step:
     """Make the next generation, or end the job if nobody is left to be in it."""
     if not state.roster:
-        return _end(state, *nobody_left(state.failing, state.losses))
+        return _nobody_left(state)
     if {item.replica for item in state.finished} >= set(state.roster):
         return _finish(state)
     if len(state.roster) < state.policy.min_replicas:
@@ -467,6 +467,13 @@ def _on_finished(state: CoordinatorState, finished: Finished) -> Step:
     if {item.replica for item in state.finished} >= set(state.roster):
         return _finish(state)
     return state, (Arm(f"finish {finished.replica}", "finish_s"),)
+
+
+def _nobody_left(state: CoordinatorState) -> Step:
+    """End as those said that had finished: though they are gone, too, they had committed all that there was."""
+    if state.finished:
+        return _finish(state)
+    return _end(state, *nobody_left(state.failing, state.losses, state.miscount))
 
 
 def _finish(state: CoordinatorState) -> Step:

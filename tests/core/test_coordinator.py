@@ -348,6 +348,56 @@ def test_a_step_that_was_miscounted_is_made_void_once_and_then_given_up_by_all_w
     assert announced(effects).void == Void(7, 4, gives_up=True), "whoever hears only of the newest generation gives up as well"
 
 
+def given_up() -> CoordinatorState:
+    """Three replicas that give step 7 up."""
+    state, effects = feed(started(), Miscounted(2, 1, 7, "bucket 3"), Miscounted(2, 2, 7, "bucket 3"))
+    assert announced([effects[-2]]).void == Void(7, 3, gives_up=True)
+    return state
+
+
+GIVEN_UP = "step 7 is given up: replica 2: bucket 3, and so it was when the step was computed for the first time"
+
+
+def test_a_job_that_gave_a_step_up_ends_with_that_though_all_its_members_die() -> None:
+    _, effects = feed(given_up(), died(0), died(2), died(1))
+    deaths = "; ".join(f"replica {number}: process ended SIGKILL" for number in (0, 2, 1))
+    unknown = "no replica is left to say whether the state before that step is saved"
+    assert ended(effects) == EndJob(ExitCode.INVARIANT_VIOLATED, f"{GIVEN_UP}; {unknown} ({deaths})")
+    for is_saved, then in ((True, "is saved"), (False, "was not saved")):
+        said = Finished(0, ExitCode.INVARIANT_VIOLATED, is_saved)
+        _, effects = feed(given_up(), said, died(0), died(2), died(1))
+        assert ended(effects) == EndJob(ExitCode.INVARIANT_VIOLATED, f"{GIVEN_UP}; the state before that step {then}")
+    _, effects = feed(started(), Miscounted(2, 1, 7, "bucket 3"), died(0), died(2), died(1))
+    assert ended(effects).exit_code == ExitCode.NO_REPLICA_LEFT, "it was to be computed anew, and nobody was left to"
+
+
+@pytest.mark.parametrize("code", [ExitCode.OK, ExitCode.INTERRUPTED, ExitCode.UNSAVED])
+def test_what_a_member_has_said_of_the_end_holds_though_it_and_all_others_die(code: ExitCode) -> None:
+    """It has finished, so all that there was is committed, and the last checkpoint is as it says."""
+    for deaths in permutations((0, 1, 2)):
+        _, effects = feed(started(), Finished(0, code), *(died(number) for number in deaths))
+        assert ended(effects).exit_code == code
+    _, effects = feed(started(), *(event for number in (0, 1, 2) for event in (Finished(number, code), died(number))))
+    assert ended(effects).exit_code == code
+
+
+def test_a_state_is_called_saved_only_if_all_say_so_and_as_begun_with_only_if_all_say_so_alike() -> None:
+    def told(*finished: Finished) -> str:
+        code, reason = policy.all_finished(finished, "step 7 is given up")
+        assert code == ExitCode.INVARIANT_VIOLATED
+        return reason.removeprefix("step 7 is given up; the state before that step ")
+
+    saved, unsaved = Finished(0, 14, True), Finished(1, 14)
+    loaded, begun = (
+        Finished(0, 14, untrained="what was loaded from X"),
+        Finished(1, 14, untrained="the one that it begins with"),
+    )
+    assert told(saved, saved) == "is saved"
+    assert told(loaded, loaded) == "is what was loaded from X: nothing was trained"
+    for unlike in ((saved, unsaved), (unsaved, saved), (loaded, unsaved), (unsaved, loaded), (loaded, begun)):
+        assert told(*unlike) == "was not saved"
+
+
 def test_only_signals_of_the_computation_and_a_want_of_memory_are_crashes() -> None:
     of_computation = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
     for number in signal.valid_signals():
@@ -933,6 +983,19 @@ def test_inv_6_there_is_one_history_of_rosters_whatever_comes(messages: list[coo
         if state.reason and f"grace {generation}" not in armed:
             assert state.saves, "a request that waits for nothing (INV-8)"
         assert state.roster == roster or state.over
+
+
+@given(st.lists(inputs, max_size=40))
+def test_how_a_job_ends_is_not_forgotten_when_the_last_replica_dies(messages: list[coordinator.Input]) -> None:
+    """Whatever has happened: then all die, in this order."""
+    before, _ = feed(started(4), *messages)
+    assume(not before.over)
+    _, effects = feed(before, *(died(number) for number in range(4)))
+    code = ended(effects).exit_code
+    assume(code != ExitCode.POISONED_MICROBATCH)
+    assert not before.miscount or code == ExitCode.INVARIANT_VIOLATED
+    assert before.miscount or not before.finished or code == ExitCode.OK
+    assert before.miscount or before.finished or code == ExitCode.NO_REPLICA_LEFT
 
 
 def test_a_replica_that_the_job_does_not_have_does_not_count_toward_the_start() -> None:

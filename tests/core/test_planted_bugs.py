@@ -314,6 +314,12 @@ def test_keeping_results_of_a_step_that_is_given_up_is_caught(monkeypatch: pytes
     caught(explore(miscounting(), **TWICE, bucket_ranks=TWO_BUCKETS), 1)
 
 
+def test_a_step_that_is_given_up_without_the_digest_that_was_due_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = values.Work.given_up
+    monkeypatch.setattr(values.Work, "given_up", lambda work: replace(original(work), digests=False))
+    caught(explore(miscounting(), **TWICE, digested=(0,)), 2)
+
+
 def test_ending_as_if_nothing_were_wrong_after_a_step_was_given_up_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "exit_code", lambda requests: 15 if requests else 0)
     caught(explore(miscounting(), **TWICE), 9)
