@@ -28,6 +28,7 @@ from megatron_recover.core.coordinator import (
     TimerFired,
     Waits,
 )
+from megatron_recover.core.excuses import AT_WORK
 from megatron_recover.core.values import (
     Busy,
     Diverged,
@@ -723,6 +724,28 @@ def test_inv_8_a_save_that_takes_too_long_is_suspected_as_ever() -> None:
     assert Fence(0) in effects and announced(effects).roster == (1, 2)
 
 
+def test_inv_9_the_work_of_another_does_not_excuse_a_save_that_is_overdue() -> None:
+    """As it was: what spoke against the saver was forgotten with every wait for the reader, up to the user's deadline."""
+    state, _ = feed(started(), Busy(0, False), AtWork((1,)), blocked(2, 1, 0), TimerFired("grace 1"), blocked(2, 2, 0))
+    state, effects = feed(state, TimerFired("save 1"))
+    assert announced(effects).roster == (0, 1, 2) and Arm("trouble 2", "blame_s") in effects
+    state, _ = feed(state, Entered(2, 3, 0), Entered(0, 3, 0), TimerFired("follow 3"))
+    assert state.evidence == Evidence(((0, 0),)), "the reader does not enter, either: that it is waited for changes nothing"
+    state, _ = feed(state, blocked(2, 3, 1), TimerFired("grace 3"))
+    assert state.roster == (0, 1, 2), "the trouble has not lasted"
+    _, effects = feed(state, TimerFired("trouble 2"), blocked(2, 4, 1), TimerFired("grace 4"))
+    assert Fence(0) in effects and announced(effects).roster == (1, 2)
+
+
+def test_who_ends_an_overdue_save_while_another_works_is_not_removed_for_it() -> None:
+    state, _ = feed(started(), Busy(0, False), AtWork((1,)), blocked(2, 1, 0), TimerFired("grace 1"), TimerFired("save 1"))
+    state, _ = feed(state, Busy(0, True), TimerFired("trouble 2"), TimerFired("trouble 2 again"))
+    assert (state.evidence, state.patience) == (Evidence(), 0)
+    for _ in range(5):
+        state, effects = one_more_sum(state, 1)
+        assert announced(effects).roster == (0, 1, 2)
+
+
 def test_a_timer_of_an_older_save_does_not_end_the_excuse_of_the_next() -> None:
     state, effects = feed(started(), Busy(0, False), Busy(0, True), Busy(0, False))
     assert effects[-1] == Arm("save 2", "save_s")
@@ -851,13 +874,46 @@ def test_what_is_reported_late_of_a_wait_for_one_at_work_is_no_evidence() -> Non
 def test_who_is_at_work_and_cannot_enter_is_waited_for_until_the_deadline() -> None:
     """A thread that reads a memory map may hold the interpreter's lock, so that the control thread answers nothing."""
     state, _ = feed(started(), AtWork((1,)), died(2), Entered(0, 2, 0))
-    for _ in range(20):
+    for number in range(20):
         state, effects = feed(state, TimerFired("follow 2"))
-        assert effects[:2] == [
-            Waits((1,), "it is at work and has not entered generation 2"), Arm("follow 2", "follow_s")
-        ]  # fmt: skip
+        excuse = [Waits((1,), AT_WORK, "deadline_s"), Arm("excuse 2", "deadline_s")] if not number else []
+        assert effects == [*excuse, Arm("follow 2", "follow_s")], "it is told once, and not with each timer"
     state, effects = feed(state, TimerFired("excuse 2"), TimerFired("follow 2"))
     assert Fence(1) in effects and announced(effects).roster == (0,)
+
+
+def waits_of(effects: list[coordinator.Effect]) -> list[tuple[int, ...]]:
+    """For whom people are told that the job waits."""
+    assert all(effect.limit == "deadline_s" for effect in effects if isinstance(effect, Waits))
+    return [effect.replicas for effect in effects if isinstance(effect, Waits)]
+
+
+def test_of_each_that_is_at_work_is_said_once_that_the_job_waits_for_it() -> None:
+    state, told = feed(started(), AtWork((1,)))[0], []
+    for number in range(9):
+        state, effects = one_more_sum(feed(state, AtWork((1,) if number < 5 else (0, 1)))[0], 1)
+        told.append(waits_of(effects))
+    assert told == [[(1,)], [], [], [], [], [(0,)], [], [], []]
+    state, effects = one_more_sum(feed(state, Progressed(0, 1))[0], 1)
+    assert waits_of(effects) == [(0, 1)], "that is another wait"
+    state, effects = one_more_sum(feed(state, died(2))[0], 1)
+    assert waits_of(effects) == [(0, 1)]
+
+
+def test_who_was_at_work_when_somebody_asked_is_named_though_its_work_is_over_when_the_grace_is() -> None:
+    state, _ = feed(started(), AtWork((1,)), blocked(0, 1, 1), AtWork(()))
+    assert waits_of(feed(state, TimerFired("grace 1"))[1]) == [(1,)]
+
+
+def test_nobody_is_excused_by_work_where_no_member_has_entered_the_generation() -> None:
+    """Nobody is late then: the first that enters gives the others the full time, and its timer finds who is at work."""
+    state, _ = feed(started(4), AtWork((1,)), died(3))
+    state, effects = feed(state, TimerFired("follow 2"))
+    reason = "no member has entered generation 2 in time, so none is late: waiting for the first"
+    assert effects == [Waits((0, 1, 2), reason), Arm("follow 2", "follow_s")]
+    assert state.all_late and not state.excuse
+    state, effects = feed(state, Entered(0, 2, 0), TimerFired("follow 2"))
+    assert effects == [Arm("follow 2 again", "follow_s")] and state.roster == (0, 1, 2)
 
 
 def test_who_is_at_work_does_not_keep_one_that_is_not_and_does_not_enter() -> None:

@@ -540,7 +540,8 @@ LATE_READERS: dict[str, Any] = {"replicas": 2, "microbatches": 2, "readers": 2, 
 
 def test_counting_waits_for_a_replica_at_work_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it was: its peers name it after some sums that ran out, and it is removed."""
-    monkeypatch.setattr(coordinator, "_working", lambda state: set())
+    monkeypatch.setattr(coordinator, "working", lambda state: ())
+    monkeypatch.setattr(coordinator, "are_waits_excused", lambda state: bool(state.saves))
     caught(explore(**LATE_READERS), 9)
 
 
@@ -549,7 +550,7 @@ def test_asking_only_at_the_end_of_the_grace_who_was_at_work_is_caught(monkeypat
 
     def forgets(state: coordinator.CoordinatorState, request: Requested) -> coordinator.Step:
         state, effects = original(state, request)
-        return replace(state, is_reason_excused=False), effects
+        return replace(state, reason_excused_by=()), effects
 
     monkeypatch.setitem(coordinator.TABLE, Requested, forgets)  # type: ignore[arg-type]
     caught(explore(**LATE_READERS), 9)
@@ -557,7 +558,7 @@ def test_asking_only_at_the_end_of_the_grace_who_was_at_work_is_caught(monkeypat
 
 def test_excusing_work_for_ever_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that hangs looks like one that reads, and keeps the others waiting for ever."""
-    monkeypatch.setattr(coordinator, "_excuse", lambda state: (state, ()))
+    monkeypatch.setattr(coordinator, "excuse", lambda state, members: (state, ()))
     scenario = Scenario("planted", replicas=2, microbatches=1, steps=1, readers=1, hangs=True, waits=2)
     with pytest.raises(MemoryError):
         Explorer(scenario).run(limit=2000)
