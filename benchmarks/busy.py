@@ -1,7 +1,7 @@
 """All cores busy for ten minutes: does the detector accuse anybody, or does the job lose anybody?
 
-A real job of 3 replicas with a pipeline of 2 trains beside twice as many endless loops as there are cores, at the same priority.
-Steps then take as long as the scheduler makes them, and processes stand still for whole time slices, but nobody hangs.
+A real job of 3 replicas with a pipeline of 2 trains beside twice as many endless loops as there are cores, at the same
+priority. Steps take as long as the scheduler makes them and processes stand still for whole time slices, but nobody hangs.
 """
 
 from __future__ import annotations

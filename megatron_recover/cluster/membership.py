@@ -191,8 +191,9 @@ class Membership:
                     self._fence(replica)
                 case machine.Arm(timer, setting):
                     self._arm(timer, self._timers_s[setting])
-                case machine.Waits(replicas, reason):
-                    self._record(trace.Waiting(replicas=replicas, reason=reason))
+                case machine.Waits(replicas, reason, limit):
+                    limit_s = self._timers_s[limit] if limit is not None else None
+                    self._record(trace.Waiting(replicas=replicas, reason=reason, limit_s=limit_s))
                 case machine.EndJob(exit_code, reason):
                     self._end(exit_code, reason)
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from megatron_recover import trace
+from megatron_recover.deadlines import figure
 from megatron_recover.observe.ending import Account
 from megatron_recover.observe.progress import Progress
 
@@ -141,7 +142,8 @@ class Narrator:
                 during = f" during {self._labels[event.step]}" if event.step in self._labels else ""
                 yield f"FAULT {event.kind} of replica {event.replica} rank {event.rank} at {event.point}{where}{during}"
             case trace.Waiting():
-                yield f"WARNING: waiting for replicas {_names(event.replicas)}: {event.reason}"
+                limit = f" ({figure(event.limit_s)} s at most)" if event.limit_s is not None else ""
+                yield f"WARNING: waiting for replicas {_names(event.replicas)}: {event.reason}{limit}"
             case trace.Checkpoint(phase="failed"):
                 yield f"WARNING: {event.detail}"
             case trace.Checkpoint(phase="loaded") if self.is_writer(event.replica):

@@ -54,6 +54,11 @@ def overdue(evidence: Evidence, replica: ReplicaId) -> Evidence:
     return Evidence(tuple(sorted({*evidence.pairs, (replica, replica)})), evidence.stuck)
 
 
+def own_deadlines(evidence: Evidence) -> Evidence:
+    """Return what of the evidence is deadlines of their own that members have missed."""
+    return Evidence(tuple(pair for pair in evidence.pairs if pair[0] == pair[1]))
+
+
 def culprit(evidence: Evidence, roster: Sequence[ReplicaId]) -> ReplicaId | None:
     """Return the member that is at fault by Note [Rule], or None where the evidence does not say."""
     pairs = {pair for pair in evidence.pairs if pair[0] in roster and pair[1] in roster}

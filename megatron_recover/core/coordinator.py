@@ -12,7 +12,7 @@ Caller's contract
 * `Fence`: kill all ranks of the replica, for certain; never wait for it.
 * `Arm(timer, setting)`: feed `TimerFired(timer)` once after the seconds of that setting; timers are never disarmed (stale ones
   are dropped by name).
-* `Waits`: tell the user for whom the job waits and why. Nothing else depends on it.
+* `Waits`: tell the user for whom the job waits, why, and for how long at most. Nothing else depends on it.
 * `EndJob`: send `Stop(exit_code, reason)` to all leaders, end the run with that code. Nothing follows it.
 
 Note [Waiting for a save]
@@ -28,8 +28,11 @@ Note [Waiting for one at work]
     rule). A step needs every member, so while one is at work nobody can be told late: generations are made as ever, which
     shows that all members answer, but what is waited for meanwhile is no evidence against anybody, nor is what was waited for
     before in this step. Who is at work and does not enter a generation (a thread that computes may hold the interpreter's
-    lock) is waited for as well. `excuse` ends that.
+    lock) is waited for as well. `excuse` ends that. Of each such member the job says once that it is waited for, and for how
+    long at most (`Waits`); anew only when a step was committed or a replica lost.
     An `AtWork` has all who are, so one that is lost, late or repeated is mended by the next. Without news nobody is excused.
+    The work of one excuses no save of another that is overdue: as long as that goes on, generations count as ever, and nobody
+    but who saves can be named for them.
 
 Note [Timers]
     A timer says that somebody is late, and being late is relative: without one that is in time nobody is late. So a timer
@@ -66,7 +69,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from megatron_recover.core.alike import differences, told
-from megatron_recover.core.blame import Evidence, culprit, heard, overdue
+from megatron_recover.core.blame import culprit, heard, overdue, own_deadlines
 from megatron_recover.core.coordinator_state import (
     Announce,
     Arm,
@@ -86,6 +89,7 @@ from megatron_recover.core.coordinator_state import (
     TimerFired,
     Waits,
 )
+from megatron_recover.core.excuses import are_waits_excused, excuse, fruitful, with_waits, without_evidence, working
 from megatron_recover.core.policy import EXIT, MISCOUNTED, TOO_FEW, all_finished, nobody_left, poisoned
 from megatron_recover.core.values import (
     Busy,
@@ -99,7 +103,6 @@ from megatron_recover.core.values import (
     LossKind,
     Miscounted,
     NewGeneration,
-    ReplicaId,
     Requested,
     Void,
 )
@@ -144,7 +147,7 @@ def _start_when_complete(state: CoordinatorState) -> Step:
     if len(state.hellos) + len(state.losses) < state.policy.num_replicas:
         return state, ()
     if not state.hellos:
-        return _end(state, *nobody_left(state.failing, state.losses))
+        return _nobody_left(state)
     first = state.hellos[0]
     for other in state.hellos[1:]:
         if other.fingerprint != first.fingerprint:
@@ -164,21 +167,21 @@ def _start_when_complete(state: CoordinatorState) -> Step:
 def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> Step:
     """Make the next generation, or end the job if nobody is left to be in it."""
     if not state.roster:
-        return _end(state, *nobody_left(state.failing, state.losses))
+        return _nobody_left(state)
     if {item.replica for item in state.finished} >= set(state.roster):
         return _finish(state)
     if len(state.roster) < state.policy.min_replicas:
         state = replace(state, requests=unite((state.requests, (TOO_FEW,))))
     generation, follow = state.generation + 1, f"follow {state.generation + 1}"
     state = replace(
-        _with_waits(state),
+        with_waits(state),
         generation=generation,
         entered=(),
         follow=follow,
         all_late=False,
         reason="",
-        is_reason_excused=False,
-        excused=bool(losses) or state.is_reason_excused or _are_waits_excused(state),
+        reason_excused_by=(),
+        excused=bool(losses or state.reason_excused_by) or are_waits_excused(state),
     )
     new = NewGeneration(generation, state.roster, losses, reason, state.requests, state.trusted_from, state.void)
     return state, (Announce(new), Arm(follow, "follow_s"))
@@ -203,7 +206,7 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
         hellos=tuple(item for item in state.hellos if item.replica not in {loss.replica for loss in losses}),
         evidence_from=state.generation + 1,
     )
-    state = _fruitful(state)
+    state = fruitful(state)
     if not state.generation:
         state, effects = _start_when_complete(state)
         return state, fences + effects
@@ -228,39 +231,21 @@ def _on_requested(state: CoordinatorState, request: Requested) -> Step:
     is_late = is_stale and request.stalled and state.evidence_from <= request.generation < state.generation
     if request.replica not in state.roster or (is_stale and not is_late):
         return state, ()
-    if not _are_waits_excused(state):
+    if not are_waits_excused(state):
         state = replace(state, evidence=heard(state.evidence, request.replica, request.suspects))
     if state.reason or is_stale:
         return state, ()
     reason = f"replica {request.replica}: {request.reason}"
-    state = replace(state, reason=reason, is_reason_excused=bool(_working(state)))
+    state = replace(state, reason=reason, reason_excused_by=working(state))
     if any(save.generation < state.generation for save in state.saves):
         return state, ()  # everybody has entered a generation since: there is nothing to find out
     # What fails at once is not tried again and again without a pause.
     return state, (Arm(f"grace {state.generation}", "grace_s" if state.fruitless < 2 else "follow_s"),)
 
 
-def _are_waits_excused(state: CoordinatorState) -> bool:
-    """Return whether waits are held against nobody now: a member saves, or is at work, and has the time for it."""
-    return bool(state.saves) or bool(_working(state))
-
-
-def _working(state: CoordinatorState) -> set[ReplicaId]:
-    """Return the members that are at work, as long as that excuses anybody."""
-    return set() if state.is_excuse_over else set(state.at_work) & set(state.roster)
-
-
 def _on_at_work(state: CoordinatorState, news: AtWork) -> Step:
     """Note who is at work: nothing follows from it before somebody waits in vain."""
     return replace(state, at_work=news.replicas), ()
-
-
-def _excuse(state: CoordinatorState) -> Step:
-    """Give those that are at work their time, once, and forget what was held against anybody while they were."""
-    first = () if state.excuse else (Arm(f"excuse {state.generation}", "deadline_s"),)
-    state = replace(_without_evidence(state), excuse=state.excuse or f"excuse {state.generation}")
-    # Who reports late has waited for them as well.
-    return replace(state, evidence_from=state.generation), first
 
 
 def _on_busy(state: CoordinatorState, busy: Busy) -> Step:
@@ -269,6 +254,8 @@ def _on_busy(state: CoordinatorState, busy: Busy) -> Step:
         return state, ()
     others = tuple(save for save in state.saves if save.replica != busy.replica)
     if busy.over:
+        if (busy.replica, busy.replica) in state.evidence.pairs:  # late, but it takes part again: what was waited for is over
+            state = without_evidence(state)
         return _saved(replace(state, saves=others)) if others != state.saves else (state, ())
     number = state.num_saves + 1
     state = replace(state, saves=(*others, Save(busy.replica, number, state.generation)), num_saves=number)
@@ -298,7 +285,7 @@ def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
         again = () if state.patience else (Arm(f"{state.trouble} again", "blame_s"),)
         return replace(state, patience=state.patience + 1, trouble=f"{state.trouble} again"), again
     if expired.timer == state.excuse:
-        return replace(state, is_excuse_over=True, is_reason_excused=False), ()
+        return replace(state, is_excuse_over=True, reason_excused_by=()), ()
     if expired.timer == state.undecided:
         why = f"nothing says who is at fault that no step was committed in {state.fruitless} generations"
         return _end(state, ExitCode.FAILED, f"{why}, and the time for that is over")
@@ -320,18 +307,17 @@ def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
 def _followed_late(state: CoordinatorState) -> Step:
     """Remove the members that have not entered the generation, or wait where none is late: the timer is then armed again."""
     late = tuple(replica for replica in state.roster if replica not in state.entered)
-    working = _working(state) if state.entered else set()
-    gone = tuple(replica for replica in late if replica not in working)
+    at_work = tuple(replica for replica in working(state) if replica in late) if state.entered else ()
+    gone = tuple(replica for replica in late if replica not in at_work)
     if gone and state.entered:
         detail = f"did not enter generation {state.generation}"
         return _remove(state, tuple(Loss(replica, LossKind.SUSPECTED, detail) for replica in gone), detail)
     if not late:
         return state, ()
     again = Arm(state.follow, "follow_s")
-    if working:
-        state, first = _excuse(state)
-        reason = f"it is at work and has not entered generation {state.generation}"
-        return state, (Waits(late, reason), again, *first)
+    if at_work:
+        state, effects = excuse(state, at_work)
+        return state, (*effects, again)
     reason = f"no member has entered generation {state.generation} in time, so none is late: waiting for the first"
     return replace(state, all_late=True), (Waits(late, reason), again)
 
@@ -353,11 +339,12 @@ def _same_roster(state: CoordinatorState) -> Step:
     if state.saves:
         return _announce(state, (), state.reason)
     state = replace(state, fruitless=state.fruitless + 1)
-    if state.is_reason_excused or _working(state):
+    at_work = tuple(sorted({*state.reason_excused_by, *working(state)}))
+    if at_work and not own_deadlines(state.evidence).pairs:
         state, effects = _announce(state, (), state.reason)
-        state, first = _excuse(state)
-        return state, first + effects
-    state = _with_waits(state)
+        state, excuses = excuse(state, at_work)
+        return state, effects + excuses
+    state = with_waits(state)
     first = () if state.trouble else (Arm(f"trouble {state.generation}", "blame_s"),)
     state = replace(state, trouble=state.trouble or f"trouble {state.generation}")
     state, effects = _blame(state) if state.patience else _announce(state, (), state.reason)
@@ -381,24 +368,6 @@ def _blame(state: CoordinatorState) -> Step:
     state = replace(state, undecided=state.undecided or f"undecided {state.generation}")
     state, effects = _announce(state, (), f"nothing says who is at fault {how}")
     return state, first + effects
-
-
-def _without_evidence(state: CoordinatorState) -> CoordinatorState:
-    """Forget what was held against members, and for how long it was waited for something to come of it."""
-    return replace(state, evidence=Evidence(), waits=(), trouble="", patience=0, undecided="")
-
-
-def _fruitful(state: CoordinatorState) -> CoordinatorState:
-    """A step was committed or a replica lost: what is tried from now on is tried for the first time."""
-    return replace(_without_evidence(state), fruitless=0, excuse="", is_excuse_over=False)
-
-
-def _with_waits(state: CoordinatorState) -> CoordinatorState:
-    """Add whom members waited for to the evidence."""
-    evidence = state.evidence
-    for replica, awaited in state.waits:
-        evidence = heard(evidence, replica, awaited)
-    return replace(state, evidence=evidence, waits=())
 
 
 def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
@@ -425,7 +394,7 @@ def _reached(state: CoordinatorState, step: int) -> CoordinatorState:
     """Note that all steps before `step` are committed: the last generations bore fruit if that is news."""
     if step <= state.step:
         return state
-    return replace(_fruitful(state), step=step, evidence_from=state.generation)
+    return replace(fruitful(state), step=step, evidence_from=state.generation)
 
 
 def _on_failing(state: CoordinatorState, failing: Failing) -> Step:
@@ -467,6 +436,13 @@ def _on_finished(state: CoordinatorState, finished: Finished) -> Step:
     if {item.replica for item in state.finished} >= set(state.roster):
         return _finish(state)
     return state, (Arm(f"finish {finished.replica}", "finish_s"),)
+
+
+def _nobody_left(state: CoordinatorState) -> Step:
+    """End as those said that had finished: though they are gone, too, they had committed all that there was."""
+    if state.finished:
+        return _finish(state)
+    return _end(state, *nobody_left(state.failing, state.losses, state.miscount))
 
 
 def _finish(state: CoordinatorState) -> Step:

@@ -55,8 +55,8 @@ class CoordinatorState(Value, frozen=True):
     """The timer ran out before any member had entered the current generation. See Note [Timers]."""
     reason: str = ""
     """Why a newer generation is due (a grace runs), or empty."""
-    is_reason_excused: bool = False
-    """A member was at work when it was asked for: its work may be over before the grace is."""
+    reason_excused_by: tuple[ReplicaId, ...] = ()
+    """Members that were at work when it was asked for: their work may be over before the grace is."""
     evidence: Evidence = Evidence()
     """Who could not reach whom since a step was committed or a replica was lost (`core/blame.py`)."""
     evidence_from: Generation = 0
@@ -78,6 +78,8 @@ class CoordinatorState(Value, frozen=True):
     """As of the newest `AtWork`."""
     excuse: str = ""
     """The timer of the time in which waits for who is at work are held against nobody, or empty."""
+    excused_for: tuple[ReplicaId, ...] = ()
+    """Members of which was said that they are waited for in that time."""
     is_excuse_over: bool = False
     """That time is over, and no step was committed and no replica lost since."""
     step: int = 0
@@ -172,6 +174,8 @@ class Waits(Value, frozen=True):
 
     replicas: tuple[ReplicaId, ...]
     reason: str
+    limit: Setting | None = None
+    """How long at most, all such waits together; None: until one of them answers or ends."""
 
 
 class EndJob(Value, frozen=True):

@@ -21,6 +21,9 @@ SAVED = "the last checkpoint is there"
 """Request of whoever sees it at the end of training: the record that carries it lets all replicas leave together."""
 UNSAVED = "the last checkpoint cannot be written"
 """Request of the writer at the end of training: give up waiting for room on its disk."""
+UNTRAINED = "nothing was trained, and the state is "
+"""With the words for that state behind it: request at the end of a training that was given up before its first step changed any
+state, so that nothing had to be saved."""
 
 
 def exit_code(requests: Sequence[str]) -> int:
@@ -32,6 +35,11 @@ def exit_code(requests: Sequence[str]) -> int:
     if TOO_FEW in requests:
         return ExitCode.TOO_FEW_REPLICAS
     return ExitCode.INTERRUPTED if any(request.startswith(EXIT) for request in requests) else ExitCode.OK
+
+
+def untrained(requests: Sequence[str]) -> str:
+    """Return what the last state is, in words, if the last record says that nothing was trained; else nothing."""
+    return next((each.removeprefix(UNTRAINED) for each in requests if each.startswith(UNTRAINED)), "")
 
 
 SIGNALS_OF_COMPUTATION = frozenset({4, 6, 7, 8, 11})
@@ -127,8 +135,15 @@ def _samples(label: str, microbatch: MicrobatchId, of_step: int, of_microbatch: 
     return f" (samples {first} to {first + of_microbatch - 1} in the order of training, from 0)"
 
 
-def nobody_left(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int, str]:
-    """The end of a job whose last replica is gone: a defect if a check failed or every replica raised, else they died."""
+def nobody_left(failing: Sequence[Failing], losses: Sequence[Loss], miscount: str = "") -> tuple[int, str]:
+    """The end of a job whose last replica is gone and of which none had finished.
+
+    A defect if a step was given up (`miscount` says why), a check failed or every replica raised, else they died.
+    """
+    detail = "; ".join(f"replica {loss.replica}: {loss.kind.value} {loss.detail}".rstrip() for loss in losses)
+    if miscount:
+        unknown = "no replica is left to say whether the state before that step is saved"
+        return ExitCode.INVARIANT_VIOLATED, f"{miscount}; {unknown} ({detail})"
     raised = {item.replica: f"{item.label}: {item.error}" for item in failing}
     if losses and all(loss.kind is LossKind.EXCEPTION for loss in losses):
         last = losses[-1]
@@ -140,20 +155,21 @@ def nobody_left(failing: Sequence[Failing], losses: Sequence[Loss]) -> tuple[int
             "the training script ended with exit code 0 on every replica before it had joined the run; does it call "
             "megatron_recover.megatron.pretrain instead of Megatron's pretrain?"
         )
-    detail = "; ".join(f"replica {loss.replica}: {loss.kind.value} {loss.detail}".rstrip() for loss in losses)
     if any(loss.kind is LossKind.INVARIANT_VIOLATED for loss in losses):
         return ExitCode.INVARIANT_VIOLATED, f"a check inside the run failed ({detail}); read the log of that rank"
     return ExitCode.NO_REPLICA_LEFT, f"no replica is left ({detail})"
 
 
 def all_finished(finished: Sequence[Finished], miscount: str, requests: Sequence[str] = ()) -> tuple[int, str]:
-    """The end of a job whose members have all finished.
+    """The end of a job whose members have all finished, or are gone after the first of them had: its last record says the end.
 
     `miscount`: why a step was given up, or nothing. `requests`: what the coordinator had the members ask for.
     """
     if miscount:
-        is_saved = all(item.is_saved for item in finished)
-        return ExitCode.INVARIANT_VIOLATED, f"{miscount}; the state before that step {'is' if is_saved else 'was not'} saved"
+        kept = "is saved" if all(item.is_saved for item in finished) else "was not saved"
+        if finished[0].untrained and all(item.untrained == finished[0].untrained for item in finished):
+            kept = f"is {finished[0].untrained}: nothing was trained"
+        return ExitCode.INVARIANT_VIOLATED, f"{miscount}; the state before that step {kept}"
     code = max(item.exit_code for item in finished)
     if code == ExitCode.UNSAVED:
         return code, "training ended, but its last checkpoint could not be written"

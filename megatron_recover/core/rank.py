@@ -152,8 +152,9 @@ class Failed(Value, frozen=True):
     reason: str
     suspects: tuple[ReplicaId, ...] = ()
     stalled: bool = False
+    """Both as in `values.Blocked`."""
     miscounted: bool = False
-    """All as in `values.Blocked`."""
+    """What it delivered does not count every microbatch once."""
 
 
 class Raise(Value, frozen=True):
@@ -326,9 +327,8 @@ def _on_failed(state: RankState, failed: Failed) -> Step:
     """Tell the leader, unless the generation is over anyway; that it waited in vain it tells even then."""
     if not may_run(state, failed.generation) and not failed.stalled:
         return state, ()
-    report = Blocked(
-        state.rank, failed.generation, failed.reason, failed.suspects, failed.stalled, failed.miscounted
-    )  # fmt: skip
+    miscounted = state.step if failed.miscounted else None
+    report = Blocked(state.rank, failed.generation, failed.reason, failed.suspects, failed.stalled, miscounted)
     return state, (ToLeader(report),)
 
 

@@ -28,7 +28,7 @@ from megatron_recover.core.contribution import added
 from megatron_recover.core.digest import commitment, differences, summarize
 from megatron_recover.core.own_record import adopted, held_complete, own_record
 from megatron_recover.core.plan import fresh_plan, plan_of, results
-from megatron_recover.core.policy import SAVED, exit_code
+from megatron_recover.core.policy import SAVED, exit_code, untrained
 from megatron_recover.core.quota import ticks
 from megatron_recover.core.recovery import recover
 from megatron_recover.core.replica_state import (
@@ -345,8 +345,9 @@ def _diverged(state: ReplicaState, conflict: Disagreement, effects: tuple[Effect
 
 def _on_blocked(state: ReplicaState, report: Blocked) -> Step:
     """Ask for a newer generation, once; what the rank knows of its peers is evidence also when that has been asked for."""
-    if report.miscounted:
-        if report.generation != state.generation or state.phase is not Phase.WORKING:
+    if report.miscounted is not None:
+        # A late one is about an attempt that is over: it must not make the present one void.
+        if (report.generation, report.miscounted) != (state.generation, state.step) or state.phase is not Phase.WORKING:
             return state, ()
         miscounted = Miscounted(state.replica, state.generation, state.step, report.reason)
         return replace(state, blocked=True), (ToCoordinator(miscounted),)
@@ -400,7 +401,7 @@ def _on_ended(state: ReplicaState, report: Ended) -> Step:
     if len(state.ended) < state.shape.num_ranks:
         return state, ()
     requests = state.committed.requests if state.committed is not None else ()
-    return state, (ToCoordinator(Finished(state.replica, exit_code(requests), SAVED in requests)),)
+    return state, (ToCoordinator(Finished(state.replica, exit_code(requests), SAVED in requests, untrained(requests))),)
 
 
 def _on_stop(state: ReplicaState, stop: Stop) -> Step:

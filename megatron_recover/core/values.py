@@ -357,8 +357,8 @@ class Blocked(Value, frozen=True):
     """Members that this rank lost or waited for in vain, as far as it knows: one end of each pair (`core/blame.py`)."""
     stalled: bool = False
     """It waited, which is evidence also when the generation is over. A connection that breaks then is a consequence of that."""
-    miscounted: bool = False
-    """The sum of a bucket does not count every microbatch once, so that no replica holds it."""
+    miscounted: int | None = None
+    """The step in which the sum of a bucket does not count every microbatch once, so that no replica holds it; else None."""
 
 
 class Raised(Value, frozen=True):
@@ -532,6 +532,8 @@ class Finished(Value, frozen=True):
     exit_code: int
     is_saved: bool = False
     """Whether its last record says that the checkpoint of its last state is there."""
+    untrained: str = ""
+    """What its last state is, in words, if its last record says that nothing was trained."""
 
 
 LeaderMessage = Hello | Entered | Requested | Busy | Failing | Diverged | Miscounted | Finished
@@ -556,7 +558,7 @@ class ExitCode(enum.IntEnum):
     """All replicas died."""
     INVARIANT_VIOLATED = 14
     """A broken invariant was found, by the checker or inside the run; or a step was miscounted twice (the state before it is
-    saved if `--save` is set)."""
+    saved if `--save` is set and a replica lives)."""
     INTERRUPTED = 15
     """A signal or time limit ended the run at a common step, with a checkpoint."""
     UNSAVED = 16

@@ -38,7 +38,7 @@ from typing import IO, Any, Protocol
 
 from megatron_recover import trace
 from megatron_recover.core.invariants import InvariantViolation
-from megatron_recover.core.policy import MISSING, SAVED, UNSAVED
+from megatron_recover.core.policy import MISCOUNTED, MISSING, SAVED, UNSAVED, UNTRAINED
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.save_folder import TRACKER, SaveFolder, replace_tracker
@@ -211,13 +211,16 @@ class Checkpoints:
             else:
                 self._owed = None
 
-    def settle(self, meet: Callable[[int], None]) -> None:
+    def settle(self, meet: Callable[[int], None], *, has_trained: bool = True) -> None:
         """Training is over: return when the last checkpoint exists, whoever has to write it, or when nobody can.
 
-        `meet(round)` returns when all live replicas are in the same round.
+        `meet(round)` returns when all live replicas are in the same round. `has_trained`: whether any state has changed.
         """
         iteration = self._agreed
         if iteration is None:
+            if MISCOUNTED in self._saver.requests and not has_trained:
+                self._saver.request(f"{UNTRAINED}{self._begun_with()}")  # nothing is lost, and the end is to say so
+                meet(0)
             return
         rounds, since = 0, time.monotonic()
         while True:
@@ -331,6 +334,13 @@ class Checkpoints:
         failures: list[str] = [""] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(failures, self._failure)
         return next(filter(None, failures), "")
+
+    def _begun_with(self) -> str:
+        """Return what training began with, in words."""
+        args = self._get_args()
+        if args.load is None or args.finetune or not args.iteration:
+            return "the one that training begins with"
+        return f"what was loaded from iteration {args.iteration} of --load {args.load}"
 
     def _is_what_was_loaded(self, iteration: int) -> bool:
         """Whether nothing was trained since `iteration` was loaded from here: saving again could only damage it."""

@@ -135,6 +135,8 @@ class CommitLoop:
         self._applied: tuple[int, Apply, float | None] | None = None
         """The step whose optimizer has not run yet."""
         self._step = self._next_step = 0
+        self._generation = 0
+        """The newest of which it has had an order."""
         self._has_given_up = False
 
     # --- seams -----------------------------------------------------------------------------------------------------------
@@ -191,6 +193,11 @@ class CommitLoop:
     def has_joined(self) -> bool:
         """Whether the run knows of this rank."""
         return self._reduction is not None
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether this process has changed any state since Megatron made or loaded it."""
+        return self._num_trained > 0
 
     def join(self, chunks: Sequence[Any]) -> Reduction:
         """Tell the run what this rank holds (once); blocks until the first generation."""
@@ -251,11 +258,9 @@ class CommitLoop:
             record=self._record, faults=self._faults, journal=self._member if self._member.rank == 0 else None,
             page=self._page, in_work=self._in_work, is_first=self._num_trained < _NUM_FIRST_STEPS,
         )  # fmt: skip
-        order = self._member.next_order()
+        order = self._next_order(work)
         reduction.first_generation = order.generation
         while not isinstance(order, Apply):
-            if order.work not in (work, work.given_up()):
-                raise RuntimeError(f"ordered to work on {order.work} where Megatron is at {work}")
             if order.voids:
                 reduction.void()
             if order.computes:
@@ -263,7 +268,7 @@ class CommitLoop:
             else:
                 self._member.pass_ended(order.generation)
                 self._reduce(order)
-            order = self._member.next_order()
+            order = self._next_order(work)
         if order.record.gives_up:
             self._has_given_up = True
             self._applied = (step, order, None)
@@ -272,6 +277,22 @@ class CommitLoop:
                 raise GivenUp(order.record.label)
             return []
         return self._apply(order, reduction, chunks, arguments)
+
+    def _next_order(self, work: Work) -> Plan | Apply:
+        """Wait for the next order. Raises RuntimeError if it is not for this step, or of an older generation than the last."""
+        order = self._member.next_order()
+        asked: Work | str
+        known: tuple[Work | str, ...]
+        if isinstance(order, Plan):
+            step, asked, known = order.step, order.work, (work, work.given_up())
+        else:
+            step, asked, known = order.record.step, order.record.label, (work.label, work.given_up().label)
+        if step != self._step or asked not in known:
+            raise RuntimeError(f"ordered to work on {asked} (step {step}) where Megatron is at {work} (step {self._step})")
+        if order.generation < self._generation:
+            raise RuntimeError(f"an order of generation {order.generation} comes after one of generation {self._generation}")
+        self._generation = order.generation
+        return order
 
     def _reduce(self, order: Plan) -> None:
         assert self._reduction is not None
@@ -371,13 +392,13 @@ class CommitLoop:
         work = Work(label, 0, reduction.buckets(forward_only=True), digests=True)
         self._step = self._begin(work, self.know_state(chunks, optimizer, scheduler))
         reduction.begin(self._step, 0)
-        order = self._member.next_order()
+        order = self._next_order(work)
         reduction.first_generation = order.generation
         while not isinstance(order, Apply):
             if order.voids:
                 reduction.void()
             self._reduce(order)
-            order = self._member.next_order()
+            order = self._next_order(work)
         self._applied = (self._step, order, None)
         self.stepped(trained=False)
 

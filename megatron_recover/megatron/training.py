@@ -194,7 +194,7 @@ class _Training:
             raise
         if args.iteration >= args.train_iters:
             print_rank_0(f"nothing was left to train: the checkpoint is of iteration {args.iteration} of {args.train_iters}")
-        checkpoints.settle(loop.meet)
+        checkpoints.settle(loop.meet, has_trained=loop.has_trained)
         if not loop.has_joined:  # nothing was left to evaluate or to save either: that is a good end too, for all together
             loop.meet(0)
         member.close()

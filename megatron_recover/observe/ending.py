@@ -77,14 +77,14 @@ ENDINGS: Mapping[int, Ending] = {
         "not deterministic (three replicas or more find out by themselves who is wrong)",
     ),
     ExitCode.NO_REPLICA_LEFT: Ending(
-        "all replicas died",
+        "all replicas died before any of them had finished",
         "see to what ended the last ones, which the message names; then resume",
     ),
     ExitCode.INVARIANT_VIOLATED: Ending(
         "of `check` and `demo`: an invariant is broken, two exact runs differ, or there is nothing to prove. Of `run`: a check "
         "inside a rank failed. It ends the rank, and so its replica; the job ends with this code if nobody is left. Or [a step "
-        "was miscounted twice](#a-step-that-is-computed-anew); the state before it is saved if `--save` is set, and the "
-        "message says whether it could be",
+        "was miscounted twice](#a-step-that-is-computed-anew), whoever died after that; the state before it is saved if "
+        "`--save` is set, and the message says whether it is",
         "keep `RUN_DIR`: `megatron-recover check RUN_DIR` names the events, and it is the evidence of a defect to report; then "
         "resume",
     ),

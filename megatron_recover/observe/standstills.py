@@ -233,13 +233,18 @@ def _of_silent_coordinator(noticed: list[trace.CoordinatorSilent], end: float | 
 
 def _of_job(history: History) -> Iterator[Standstill]:
     """Times in which the run waited until a replica answered or ended."""
-    ends = sorted([one.t for one in history.generations.values()] + [event.t for _, event in history.of(trace.Stopping)])
+    stops = [event.t for _, event in history.of(trace.Stopping)]
+    generations = sorted([one.t for one in history.generations.values()] + stops)
+    losses = [one.t for one in history.generations.values() if one.losses]
+    steps = sorted([record.t for record in history.records.values()] + losses + stops)
     for _, event in history.of(trace.Waiting):
+        # Generations are made as ever while one that is at work is waited for.
+        ends, what = (generations, "generation") if event.limit_s is None else (steps, "step or loss")
         index = bisect_left(ends, event.t)
         end = ends[index] if index < len(ends) else None
         awaited = ", ".join(map(str, event.replicas))
         yield Standstill(
             who=f"the job, for {'replica' if len(event.replicas) == 1 else 'replicas'} {awaited}", verdict="waiting",
             begin=event.t, last_progress=event.t, told_at=event.t, end=end, phase=event.reason,
-            outcome="over with the next generation" if end is not None else _at_the_end(history),
+            outcome=f"over with the next {what}" if end is not None else _at_the_end(history),
         )  # fmt: skip

@@ -100,3 +100,5 @@ class Waiting(Event, frozen=True, kw_only=True):
 
     replicas: tuple[int, ...]
     reason: str
+    limit_s: float | None = None
+    """How long at most until a step is committed or a replica is lost, where there is such a limit: all waits together."""

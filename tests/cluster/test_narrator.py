@@ -80,8 +80,10 @@ def test_every_event_that_is_told_is_one_that_the_narrator_is_given() -> None:
 def test_what_the_run_waits_for_is_told() -> None:
     waits = trace.Waiting(replicas=(1,), reason="replica 1 alone has the state")
     silent = trace.LeaderSilent(member=1, generation=2, phase="began", seconds=4.0, waiting_for=())
-    assert Told().after(waits, silent).texts == [
+    at_work = trace.Waiting(replicas=(0, 1), reason="it reads data", limit_s=1800.0)
+    assert Told().after(waits, at_work, silent).texts == [
         "WARNING: waiting for replicas 1: replica 1 alone has the state",
+        "WARNING: waiting for replicas 0 1: it reads data (1800 s at most)",
         "the leader of replica 1 has not answered for 4 s",
     ]
 

@@ -59,6 +59,8 @@ def test_a_replica_whose_data_stalls_is_waited_for_and_the_run_ends_bit_identica
     outcome = job.end()
     outcome.assert_finished(members)
     assert [lost for event in outcome.of(trace.Generation) for lost in event.losses] == []
+    told = [event for event in outcome.of(trace.Waiting) if 1 in event.replicas]
+    assert [event.limit_s for event in told] == [1800.0], "it is told once, and not with each sum"
     quiet = run(Spec(run_dir=str(tmp_path / "quiet"), replicas=replicas, steps=8))
     assert [outcome.sums(0, rank) for rank in (0, 1)] == [quiet.sums(0, rank) for rank in (0, 1)]
 

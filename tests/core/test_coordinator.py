@@ -28,6 +28,7 @@ from megatron_recover.core.coordinator import (
     TimerFired,
     Waits,
 )
+from megatron_recover.core.excuses import AT_WORK
 from megatron_recover.core.values import (
     Busy,
     Diverged,
@@ -346,6 +347,56 @@ def test_a_step_that_was_miscounted_is_made_void_once_and_then_given_up_by_all_w
         assert ended(effects) == EndJob(ExitCode.INVARIANT_VIOLATED, f"{what}; the state before that step {then}")
     state, effects = feed(state, died(2))
     assert announced(effects).void == Void(7, 4, gives_up=True), "whoever hears only of the newest generation gives up as well"
+
+
+def given_up() -> CoordinatorState:
+    """Three replicas that give step 7 up."""
+    state, effects = feed(started(), Miscounted(2, 1, 7, "bucket 3"), Miscounted(2, 2, 7, "bucket 3"))
+    assert announced([effects[-2]]).void == Void(7, 3, gives_up=True)
+    return state
+
+
+GIVEN_UP = "step 7 is given up: replica 2: bucket 3, and so it was when the step was computed for the first time"
+
+
+def test_a_job_that_gave_a_step_up_ends_with_that_though_all_its_members_die() -> None:
+    _, effects = feed(given_up(), died(0), died(2), died(1))
+    deaths = "; ".join(f"replica {number}: process ended SIGKILL" for number in (0, 2, 1))
+    unknown = "no replica is left to say whether the state before that step is saved"
+    assert ended(effects) == EndJob(ExitCode.INVARIANT_VIOLATED, f"{GIVEN_UP}; {unknown} ({deaths})")
+    for is_saved, then in ((True, "is saved"), (False, "was not saved")):
+        said = Finished(0, ExitCode.INVARIANT_VIOLATED, is_saved)
+        _, effects = feed(given_up(), said, died(0), died(2), died(1))
+        assert ended(effects) == EndJob(ExitCode.INVARIANT_VIOLATED, f"{GIVEN_UP}; the state before that step {then}")
+    _, effects = feed(started(), Miscounted(2, 1, 7, "bucket 3"), died(0), died(2), died(1))
+    assert ended(effects).exit_code == ExitCode.NO_REPLICA_LEFT, "it was to be computed anew, and nobody was left to"
+
+
+@pytest.mark.parametrize("code", [ExitCode.OK, ExitCode.INTERRUPTED, ExitCode.UNSAVED])
+def test_what_a_member_has_said_of_the_end_holds_though_it_and_all_others_die(code: ExitCode) -> None:
+    """It has finished, so all that there was is committed, and the last checkpoint is as it says."""
+    for deaths in permutations((0, 1, 2)):
+        _, effects = feed(started(), Finished(0, code), *(died(number) for number in deaths))
+        assert ended(effects).exit_code == code
+    _, effects = feed(started(), *(event for number in (0, 1, 2) for event in (Finished(number, code), died(number))))
+    assert ended(effects).exit_code == code
+
+
+def test_a_state_is_called_saved_only_if_all_say_so_and_as_begun_with_only_if_all_say_so_alike() -> None:
+    def told(*finished: Finished) -> str:
+        code, reason = policy.all_finished(finished, "step 7 is given up")
+        assert code == ExitCode.INVARIANT_VIOLATED
+        return reason.removeprefix("step 7 is given up; the state before that step ")
+
+    saved, unsaved = Finished(0, 14, True), Finished(1, 14)
+    loaded, begun = (
+        Finished(0, 14, untrained="what was loaded from X"),
+        Finished(1, 14, untrained="the one that it begins with"),
+    )
+    assert told(saved, saved) == "is saved"
+    assert told(loaded, loaded) == "is what was loaded from X: nothing was trained"
+    for unlike in ((saved, unsaved), (unsaved, saved), (loaded, unsaved), (unsaved, loaded), (loaded, begun)):
+        assert told(*unlike) == "was not saved"
 
 
 def test_only_signals_of_the_computation_and_a_want_of_memory_are_crashes() -> None:
@@ -673,6 +724,28 @@ def test_inv_8_a_save_that_takes_too_long_is_suspected_as_ever() -> None:
     assert Fence(0) in effects and announced(effects).roster == (1, 2)
 
 
+def test_inv_9_the_work_of_another_does_not_excuse_a_save_that_is_overdue() -> None:
+    """As it was: what spoke against the saver was forgotten with every wait for the reader, up to the user's deadline."""
+    state, _ = feed(started(), Busy(0, False), AtWork((1,)), blocked(2, 1, 0), TimerFired("grace 1"), blocked(2, 2, 0))
+    state, effects = feed(state, TimerFired("save 1"))
+    assert announced(effects).roster == (0, 1, 2) and Arm("trouble 2", "blame_s") in effects
+    state, _ = feed(state, Entered(2, 3, 0), Entered(0, 3, 0), TimerFired("follow 3"))
+    assert state.evidence == Evidence(((0, 0),)), "the reader does not enter, either: that it is waited for changes nothing"
+    state, _ = feed(state, blocked(2, 3, 1), TimerFired("grace 3"))
+    assert state.roster == (0, 1, 2), "the trouble has not lasted"
+    _, effects = feed(state, TimerFired("trouble 2"), blocked(2, 4, 1), TimerFired("grace 4"))
+    assert Fence(0) in effects and announced(effects).roster == (1, 2)
+
+
+def test_who_ends_an_overdue_save_while_another_works_is_not_removed_for_it() -> None:
+    state, _ = feed(started(), Busy(0, False), AtWork((1,)), blocked(2, 1, 0), TimerFired("grace 1"), TimerFired("save 1"))
+    state, _ = feed(state, Busy(0, True), TimerFired("trouble 2"), TimerFired("trouble 2 again"))
+    assert (state.evidence, state.patience) == (Evidence(), 0)
+    for _ in range(5):
+        state, effects = one_more_sum(state, 1)
+        assert announced(effects).roster == (0, 1, 2)
+
+
 def test_a_timer_of_an_older_save_does_not_end_the_excuse_of_the_next() -> None:
     state, effects = feed(started(), Busy(0, False), Busy(0, True), Busy(0, False))
     assert effects[-1] == Arm("save 2", "save_s")
@@ -801,13 +874,46 @@ def test_what_is_reported_late_of_a_wait_for_one_at_work_is_no_evidence() -> Non
 def test_who_is_at_work_and_cannot_enter_is_waited_for_until_the_deadline() -> None:
     """A thread that reads a memory map may hold the interpreter's lock, so that the control thread answers nothing."""
     state, _ = feed(started(), AtWork((1,)), died(2), Entered(0, 2, 0))
-    for _ in range(20):
+    for number in range(20):
         state, effects = feed(state, TimerFired("follow 2"))
-        assert effects[:2] == [
-            Waits((1,), "it is at work and has not entered generation 2"), Arm("follow 2", "follow_s")
-        ]  # fmt: skip
+        excuse = [Waits((1,), AT_WORK, "deadline_s"), Arm("excuse 2", "deadline_s")] if not number else []
+        assert effects == [*excuse, Arm("follow 2", "follow_s")], "it is told once, and not with each timer"
     state, effects = feed(state, TimerFired("excuse 2"), TimerFired("follow 2"))
     assert Fence(1) in effects and announced(effects).roster == (0,)
+
+
+def waits_of(effects: list[coordinator.Effect]) -> list[tuple[int, ...]]:
+    """For whom people are told that the job waits."""
+    assert all(effect.limit == "deadline_s" for effect in effects if isinstance(effect, Waits))
+    return [effect.replicas for effect in effects if isinstance(effect, Waits)]
+
+
+def test_of_each_that_is_at_work_is_said_once_that_the_job_waits_for_it() -> None:
+    state, told = feed(started(), AtWork((1,)))[0], []
+    for number in range(9):
+        state, effects = one_more_sum(feed(state, AtWork((1,) if number < 5 else (0, 1)))[0], 1)
+        told.append(waits_of(effects))
+    assert told == [[(1,)], [], [], [], [], [(0,)], [], [], []]
+    state, effects = one_more_sum(feed(state, Progressed(0, 1))[0], 1)
+    assert waits_of(effects) == [(0, 1)], "that is another wait"
+    state, effects = one_more_sum(feed(state, died(2))[0], 1)
+    assert waits_of(effects) == [(0, 1)]
+
+
+def test_who_was_at_work_when_somebody_asked_is_named_though_its_work_is_over_when_the_grace_is() -> None:
+    state, _ = feed(started(), AtWork((1,)), blocked(0, 1, 1), AtWork(()))
+    assert waits_of(feed(state, TimerFired("grace 1"))[1]) == [(1,)]
+
+
+def test_nobody_is_excused_by_work_where_no_member_has_entered_the_generation() -> None:
+    """Nobody is late then: the first that enters gives the others the full time, and its timer finds who is at work."""
+    state, _ = feed(started(4), AtWork((1,)), died(3))
+    state, effects = feed(state, TimerFired("follow 2"))
+    reason = "no member has entered generation 2 in time, so none is late: waiting for the first"
+    assert effects == [Waits((0, 1, 2), reason), Arm("follow 2", "follow_s")]
+    assert state.all_late and not state.excuse
+    state, effects = feed(state, Entered(0, 2, 0), TimerFired("follow 2"))
+    assert effects == [Arm("follow 2 again", "follow_s")] and state.roster == (0, 1, 2)
 
 
 def test_who_is_at_work_does_not_keep_one_that_is_not_and_does_not_enter() -> None:
@@ -933,6 +1039,19 @@ def test_inv_6_there_is_one_history_of_rosters_whatever_comes(messages: list[coo
         if state.reason and f"grace {generation}" not in armed:
             assert state.saves, "a request that waits for nothing (INV-8)"
         assert state.roster == roster or state.over
+
+
+@given(st.lists(inputs, max_size=40))
+def test_how_a_job_ends_is_not_forgotten_when_the_last_replica_dies(messages: list[coordinator.Input]) -> None:
+    """Whatever has happened: then all die, in this order."""
+    before, _ = feed(started(4), *messages)
+    assume(not before.over)
+    _, effects = feed(before, *(died(number) for number in range(4)))
+    code = ended(effects).exit_code
+    assume(code != ExitCode.POISONED_MICROBATCH)
+    assert not before.miscount or code == ExitCode.INVARIANT_VIOLATED
+    assert before.miscount or not before.finished or code == ExitCode.OK
+    assert before.miscount or before.finished or code == ExitCode.NO_REPLICA_LEFT
 
 
 def test_a_replica_that_the_job_does_not_have_does_not_count_toward_the_start() -> None:

@@ -314,6 +314,12 @@ def test_keeping_results_of_a_step_that_is_given_up_is_caught(monkeypatch: pytes
     caught(explore(miscounting(), **TWICE, bucket_ranks=TWO_BUCKETS), 1)
 
 
+def test_a_step_that_is_given_up_without_the_digest_that_was_due_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = values.Work.given_up
+    monkeypatch.setattr(values.Work, "given_up", lambda work: replace(original(work), digests=False))
+    caught(explore(miscounting(), **TWICE, digested=(0,)), 2)
+
+
 def test_ending_as_if_nothing_were_wrong_after_a_step_was_given_up_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "exit_code", lambda requests: 15 if requests else 0)
     caught(explore(miscounting(), **TWICE), 9)
@@ -534,7 +540,8 @@ LATE_READERS: dict[str, Any] = {"replicas": 2, "microbatches": 2, "readers": 2, 
 
 def test_counting_waits_for_a_replica_at_work_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it was: its peers name it after some sums that ran out, and it is removed."""
-    monkeypatch.setattr(coordinator, "_working", lambda state: set())
+    monkeypatch.setattr(coordinator, "working", lambda state: ())
+    monkeypatch.setattr(coordinator, "are_waits_excused", lambda state: bool(state.saves))
     caught(explore(**LATE_READERS), 9)
 
 
@@ -543,7 +550,7 @@ def test_asking_only_at_the_end_of_the_grace_who_was_at_work_is_caught(monkeypat
 
     def forgets(state: coordinator.CoordinatorState, request: Requested) -> coordinator.Step:
         state, effects = original(state, request)
-        return replace(state, is_reason_excused=False), effects
+        return replace(state, reason_excused_by=()), effects
 
     monkeypatch.setitem(coordinator.TABLE, Requested, forgets)  # type: ignore[arg-type]
     caught(explore(**LATE_READERS), 9)
@@ -551,7 +558,7 @@ def test_asking_only_at_the_end_of_the_grace_who_was_at_work_is_caught(monkeypat
 
 def test_excusing_work_for_ever_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that hangs looks like one that reads, and keeps the others waiting for ever."""
-    monkeypatch.setattr(coordinator, "_excuse", lambda state: (state, ()))
+    monkeypatch.setattr(coordinator, "excuse", lambda state, members: (state, ()))
     scenario = Scenario("planted", replicas=2, microbatches=1, steps=1, readers=1, hangs=True, waits=2)
     with pytest.raises(MemoryError):
         Explorer(scenario).run(limit=2000)

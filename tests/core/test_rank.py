@@ -123,6 +123,9 @@ def test_a_result_counts_once() -> None:
 def test_a_failure_is_reported_with_its_suspects() -> None:
     _, effects = feed(at_plan(), Failed(1, "no progress", (1,)))
     assert effects == [ToLeader(Blocked(1, 1, "no progress", (1,)))]
+    state = replace(at_plan(), step=7)
+    _, effects = feed(state, Failed(1, "bucket 3", miscounted=True))
+    assert effects == [ToLeader(Blocked(1, 1, "bucket 3", miscounted=7))]
 
 
 def test_taking_a_plan_gives_up_what_it_replaces() -> None:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from megatron_recover.core import rank, replica
 from megatron_recover.core.digest import combined
-from megatron_recover.core.policy import MISCOUNTED, SAVED
+from megatron_recover.core.policy import MISCOUNTED, SAVED, UNTRAINED
 from megatron_recover.core.replica import (
     Committed,
     Decided,
@@ -379,8 +379,35 @@ def test_whatever_blocks_asks_once_for_a_newer_generation(event: replica.Input, 
     assert not lead(state, NewGeneration(2, (0, 1)))[0].blocked
 
 
+MISCOUNT = Blocked(0, 1, "bucket 0", miscounted=0)
+"""Of step 0, in generation 1."""
+
+
+def test_a_late_report_of_a_miscount_makes_no_other_attempt_and_no_other_step_void() -> None:
+    anew, _ = lead(working(), MISCOUNT, NewGeneration(2, (0, 1, 2), void=Void(0, 2)))
+    assert lead(anew, MISCOUNT) == (anew, []), "its ranks promise"
+    anew, _ = lead(anew, Promised(0, 2))
+    assert anew.phase is Phase.EXCHANGING and lead(anew, MISCOUNT) == (anew, [])
+    anew, _ = lead(anew, *(status(peer) for peer in (1, 2)))
+    assert anew.phase is Phase.WORKING and lead(anew, MISCOUNT) == (anew, []), "it is of the attempt before"
+    voted, _ = lead(working(), holds())
+    assert voted.phase is Phase.VOTED and lead(voted, MISCOUNT) == (voted, []), "all its sums were right"
+    done, _ = lead(voted, vote(1), vote(2))
+    assert done.phase is Phase.IDLE and lead(done, MISCOUNT) == (done, []), "the step is committed"
+    assert lead(done, replace(MISCOUNT, miscounted=1)) == (done, []), "nobody has begun that step"
+    following, _ = lead(done, Begun(0, 1, WORK))
+    assert following.phase is Phase.WORKING and lead(following, MISCOUNT) == (following, []), "it is of the step before"
+    assert lead(following, replace(MISCOUNT, miscounted=1))[1] == [ToCoordinator(Miscounted(0, 1, 1, "bucket 0"))]
+
+
+@pytest.mark.parametrize("digests", [False, True])
+def test_a_step_that_is_given_up_still_compares_the_state_where_its_record_was_to(digests: bool) -> None:
+    work = Work("train 4", 3, (0,), digests)
+    assert work.given_up() == Work("give up train 4", 0, (), digests)
+
+
 def test_a_miscount_is_told_as_what_it_is_and_its_step_begins_anew_once() -> None:
-    state, effects = lead(working(), Blocked(0, 1, "bucket 0", miscounted=True), Blocked(0, 1, "bucket 0", miscounted=True))
+    state, effects = lead(working(), MISCOUNT, MISCOUNT)
     told = ToCoordinator(Miscounted(0, 1, 0, "bucket 0"))
     assert effects == [told, told] and state.contributions, "the coordinator takes the first"
     state, effects = lead(state, NewGeneration(2, (0, 1, 2), void=Void(0, 2)), Promised(0, 2, Journal((0,), (0,))))
@@ -411,6 +438,9 @@ def test_a_step_that_is_given_up_is_committed_by_all_without_a_result() -> None:
     assert lead(state, Ended(0))[1] == [ToCoordinator(Finished(0, ExitCode.INVARIANT_VIOLATED))]
     saved = replace(state, committed=replace(apply.record, requests=(MISCOUNTED, SAVED)))
     assert lead(saved, Ended(0))[1] == [ToCoordinator(Finished(0, ExitCode.INVARIANT_VIOLATED, is_saved=True))]
+    loaded = replace(state, committed=replace(apply.record, requests=(MISCOUNTED, f"{UNTRAINED}what was loaded from X")))
+    said = Finished(0, ExitCode.INVARIANT_VIOLATED, untrained="what was loaded from X")
+    assert lead(loaded, Ended(0))[1] == [ToCoordinator(said)]
 
 
 def test_an_expired_wait_asks_and_whom_it_waited_for_is_said_on_entering() -> None:

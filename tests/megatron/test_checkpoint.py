@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from megatron_recover import trace
 from megatron_recover.core.invariants import InvariantViolation
-from megatron_recover.core.policy import MISSING, SAVED, UNSAVED
+from megatron_recover.core.policy import MISCOUNTED, MISSING, SAVED, UNSAVED, UNTRAINED, untrained
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.megatron import save_folder
 from megatron_recover.megatron.checkpoint import Checkpoints, TrackerFile
@@ -274,6 +274,25 @@ def test_what_was_loaded_is_not_saved_again_before_anything_was_trained(job: Job
     assert job.phases() == [(0, 10, "started"), (0, 10, "finished")]
     job.save(11)
     assert job.phases()[2:] == [(0, 11, "started"), (0, 11, "finished")]
+
+
+@pytest.mark.parametrize("loaded", [0, 10])
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_where_a_job_gives_up_before_it_has_trained_the_end_says_that_nothing_is_lost(
+    job: Job, loaded: int, has_folder: bool
+) -> None:
+    """As it was, the end of the job said of the state that was loaded that it was not saved."""
+    met: list[int] = []
+    job.first.loaded, job.first.requests = loaded, frozenset({MISCOUNTED})
+    if not has_folder:
+        job.first.checkpoints._folder = None
+    job.first.checkpoints.settle(met.append, has_trained=False)
+    what = f"what was loaded from iteration 10 of --load {job.folder}" if loaded else "the one that training begins with"
+    assert (job.first.asked, met) == ([f"{UNTRAINED}{what}"], [0]), "it rides in the record of the end"
+    assert untrained(job.first.asked) == what
+    job.first.checkpoints.settle(lambda number: pytest.fail("what was trained is lost"), has_trained=True)
+    job.first.requests = frozenset()
+    job.first.checkpoints.settle(lambda number: pytest.fail("nothing went wrong"), has_trained=False)
 
 
 def test_a_step_that_is_given_up_saves_nothing_where_nothing_was_trained_or_there_is_no_place(job: Job) -> None:

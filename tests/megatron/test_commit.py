@@ -19,13 +19,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from msgspec.structs import replace
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.detector import COMPUTES, Phase
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.quota import balanced, share
-from megatron_recover.core.values import Pipeline, Shape
+from megatron_recover.core.values import Apply, Pipeline, Plan, Record, Shape
 from megatron_recover.faults import FaultPoint
 from megatron_recover.megatron import commit
 from megatron_recover.megatron.checksum import checksum, combined
@@ -397,6 +398,38 @@ def test_an_order_for_other_work_than_megatrons_is_refused(threads: Threads, mon
     monkeypatch.setattr(LoopbackMember, "next_order", of_another_step)
     with pytest.raises(RuntimeError, match="ordered to work on .*train 7.* where Megatron is at .*train 1"):
         Run(threads, 2, 1, [])
+
+
+def applied(plan: Plan, step: int, label: str) -> Apply:
+    return Apply(Record(step, label, ()), plan.generation)
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        lambda plan: replace(plan, step=plan.step + 1),
+        lambda plan: replace(plan, step=plan.step - 1),
+        lambda plan: replace(plan, work=replace(plan.work, label="save 8")),
+        lambda plan: replace(plan, work=replace(plan.work, buckets=())),
+        lambda plan: replace(plan, generation=plan.generation - 1),
+        lambda plan: applied(plan, plan.step - 1, "save 7"),
+        lambda plan: applied(plan, plan.step, "train 7"),
+    ],
+    ids=["a later step", "an earlier step", "another save", "other buckets", "an older generation", "applied", "trained"],
+)
+def test_an_order_that_is_not_for_the_agreement_in_which_a_rank_is_is_refused(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch, foreign: Callable[[Plan], Plan | Apply]
+) -> None:
+    """It would call a state agreed on, and have it saved, that nobody has compared."""
+    next_order = LoopbackMember.next_order
+
+    def another(self: LoopbackMember) -> Any:
+        order = next_order(self)
+        return foreign(order) if isinstance(order, Plan) and order.work.label == "save 7" else order
+
+    monkeypatch.setattr(LoopbackMember, "next_order", another)
+    with pytest.raises(RuntimeError, match=r"where Megatron is at .*save 7|comes after one of generation"):
+        Run(threads, 2, 1, [], then=lambda trainer: trainer.loop.agree("save 7"))
 
 
 def test_every_step_has_a_name_of_its_own_and_starts_from_known_parameters(

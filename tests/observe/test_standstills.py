@@ -201,6 +201,20 @@ def test_silent_leaders_the_coordinator_and_a_waiting_job_are_told_of_once_each(
     assert (job.begin, job.end, job.phase) == (waits, run.t, "replica 1 alone has the state")
 
 
+def test_a_wait_for_one_at_work_lasts_until_a_step_is_committed_however_many_generations_are_made() -> None:
+    run = traces.Run()
+    run.add(trace.Waiting, replicas=(1,), reason="it reads data", limit_s=20.0)
+    begin = run.t
+    for generation in (2, 3):
+        run.generation = generation
+        run.add(trace.Generation, generation=generation, roster=run.roster, reason="no progress")
+    (job,) = standstills(history_of(run))
+    assert (job.who, job.begin, job.end) == ("the job, for replica 1", begin, None)
+    run.quiet_step()
+    (job,) = standstills(history_of(run))
+    assert job.end == history_of(run).records[0].t and job.outcome == "over with the next step or loss"
+
+
 def test_page_summary_and_perfetto_have_the_standstill(tmp_path: Path, hung: traces.Run) -> None:
     run_dir = traces.write(tmp_path / "run", hung.events)
     report.write(run_dir)

@@ -92,6 +92,9 @@ def test_what_is_saved_already_is_not_saved_again(
     monkeypatch.setenv("MISCOUNT", "1 0 2")
     again = run_job(Job(replicas=2, save_interval=1), tmp_path / "again", data, script=SCRIPT, save=tmp_path / "checkpoints")
     again.expect(ExitCode.INVARIANT_VIOLATED)
+    loaded = f"is what was loaded from iteration 2 of --load {tmp_path / 'checkpoints'}: nothing was trained"
+    assert f"; the state before that step {loaded}" in again.output
+    assert {event["label"] for event in again.events("committed")} == {"give up train 3", "end 0"}
     assert not again.saves(), "what was loaded was saved again"
     assert tracker(tmp_path / "checkpoints") == 2
 
