@@ -105,6 +105,9 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """The launcher waits so long for the fork server to start a rank. Then the run ends with code 1."""
     notice_s: float
     """The launcher waits so long for stderr to take one of its own lines. Then it goes on. Fixed: see `trace_s`."""
+    renew_s: float
+    """The launcher waits at most so long before it starts another recorder where one has died: the first at once, each next one
+    after twice as long, and again at once after a recorder that lived so long. It never gives up."""
     store_s: float
     """The recorder waits so long for the files of the trace to close, and for those of the logs. Then it ends all the
     same. Fixed: see `trace_s`."""
@@ -196,6 +199,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             end_s=end_s,
             fork_s=end_s,
             notice_s=NOTICE_S,
+            renew_s=_between(0.5, deadline_s / 60, 30.0),
             store_s=store_s,
             orphan_s=orphan_s,
             replies_s=replies_s,
@@ -272,6 +276,7 @@ ORDER = (
     Below("end_s", "deadline_s", "an end is shorter than a run's longest wait"),
     Below("fork_s", "deadline_s", "a fork server that hangs is named before a replica is late"),
     Below("notice_s", "terminal_s", "a line on stderr waits no longer for a terminal than the end of a run does"),
+    Below("renew_s", "deadline_s", "a recorder is tried anew while people may still mend what ends them"),
     Below("store_s", "terminal_s", "the recorder ends by itself before the launcher gives it up"),
     Below("replies_s", "terminal_s", "the recorder ends by itself before the launcher gives it up"),
     Below("screen_s", "terminal_s", "the recorder ends by itself before the launcher gives it up"),

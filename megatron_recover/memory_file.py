@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -46,7 +47,19 @@ def create_sized(name: str, num_bytes: int) -> int:
 
 def free(descriptor: int, end: int) -> None:
     """Give back the memory of everything before `end`, in whole pages; it then reads as zeros. Raises OSError."""
-    length = end - end % mmap.PAGESIZE
-    if length > 0 and _fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, 0, length) != 0:
+    zero(descriptor, end - end % mmap.PAGESIZE)
+
+
+def zero(descriptor: int, num_bytes: int) -> None:
+    """Have so many bytes at the beginning read as zeros, and give back the memory of whole pages among them. Raises OSError."""
+    if num_bytes > 0 and _fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, 0, num_bytes) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def seal_empty(descriptor: int) -> None:
+    """Give back all memory of a file, and let nobody write into it any more: a write fails with EPERM. Raises OSError."""
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    free(descriptor, os.fstat(descriptor).st_size + mmap.PAGESIZE)
+    with contextlib.suppress(OSError):  # EBUSY: somebody has mapped it, and its size bounds what that may take
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)

@@ -18,6 +18,7 @@ from megatron_recover.cluster import chaos
 from megatron_recover.cluster.event_store import PART_BYTES
 from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.cluster.output import file_limit_mistake
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault
 from megatron_recover.flags import Parser
@@ -107,6 +108,8 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
         raise ValueError(
             f"--trace-file-bytes is {arguments.trace_file_bytes}; it must be 0 (never) or at least {_LEAST_PART_BYTES} (1MiB)"
         )
+    if (mistake := file_limit_mistake()) is not None:
+        raise ValueError(mistake)
     judged = preflight(flags, num_replicas=arguments.replicas, lanes=arguments.lanes)
     faults: tuple[Fault, ...] = ()
     chaos_text = ""

@@ -110,10 +110,17 @@ def _print_by_lines() -> None:
 
 def _flush() -> None:
     """Print what is left of lines without an end, of Python and of native code."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a script may have closed it, or put anything in its place
+            stream.flush()
     libc = ctypes.CDLL(None)
     libc.fflush(_native_stdout(libc))  # no other stream: one that a thread reads from is locked
+
+
+def _say(text: str) -> None:
+    """Print a line, unless that fails: the recorder of a launcher that is gone closes all outputs when it ends."""
+    with contextlib.suppress(OSError):
+        print(f"fork server: {text}", file=sys.stderr, flush=True)
 
 
 def _native_stdout(libc: ctypes.CDLL) -> ctypes.c_void_p:
@@ -144,7 +151,7 @@ class _Server:
             return False
         spawn = self._decode(packet)
         if len(descriptors) != 1 + len(spawn.descriptors):  # the kernel cuts off what a process has no room for
-            print("fork server: no descriptor is left to start a rank with; raise `ulimit -n`", file=sys.stderr, flush=True)
+            _say("no descriptor is left to start a rank with; raise `ulimit -n`")
             return False
         output, *handed_down = descriptors
         server = os.getpid()
@@ -177,7 +184,7 @@ class _Server:
             socket.send_fds(self._control, [msgspec.json.encode(reply)], descriptors)
         except (BrokenPipeError, ConnectionResetError):
             # The launcher is gone; the next select reads the end of the stream and ends us.
-            print("fork server: the launcher is gone", file=sys.stderr, flush=True)
+            _say("the launcher is gone")
 
     def _kill_all(self) -> None:
         """Kill every rank and reap those that die of it in time; one in an uninterruptible wait is left to the kernel."""
@@ -216,8 +223,10 @@ def _become_rank(spawn: Spawn, output: int, handed_down: list[int], inherited: l
         status = _run_script(spawn.argv)
     finally:
         # Not the interpreter's own way out: destructors of process groups whose peers are dead can block for ever.
-        _flush()
-        os._exit(status)
+        try:
+            _flush()
+        finally:
+            os._exit(status)
 
 
 def _run_script(argv: tuple[str, ...]) -> int:
@@ -255,7 +264,7 @@ def main() -> None:
     for name in sys.argv[3:]:
         importlib.import_module(name)
     if threading.active_count() != 1:
-        print(f"fork server: threads started by imports: {threading.enumerate()}", file=sys.stderr, flush=True)
+        _say(f"threads started by imports: {threading.enumerate()}")
     # A collection in a child would write to, and so copy, the pages it shares with the server.
     gc.disable()
     gc.collect()

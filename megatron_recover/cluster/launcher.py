@@ -121,7 +121,7 @@ class Launcher:
     def _run(self) -> int:
         job = self._job
         raise_descriptor_limit()
-        environment = settings.inherited_environment() | _worker_defaults(settings.inherited_environment())
+        environment = _environment_of_workers(settings.inherited_environment())
         self._agent = Agent(
             preload=job.preload, environment=environment, deadlines=self._deadlines,
             output=self._recording.output(job.run_dir / LOGS / "forkserver.log"),
@@ -406,8 +406,10 @@ def raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _worker_defaults(environment: dict[str, str]) -> dict[str, str]:
-    """Settings that many ranks on one machine need, unless the user has his own."""
+def _environment_of_workers(environment: dict[str, str]) -> dict[str, str]:
+    """Return the user's environment, with settings that many ranks on one machine need unless the user has his own."""
     # All ranks of a job are on this machine: gloo would listen where the host name resolves, for remote hosts to connect.
-    defaults = (("OMP_NUM_THREADS", "1"), ("GLOO_SOCKET_IFNAME", "lo"))
-    return {name: value for name, value in defaults if name not in environment}
+    defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # NCCL would open this anew, and so empty the rank's output; without the variable it prints there all the same.
+    is_needless = environment.get("NCCL_DEBUG_FILE") in ("/dev/stdout", "/dev/stderr")
+    return defaults | {name: value for name, value in environment.items() if name != "NCCL_DEBUG_FILE" or not is_needless}

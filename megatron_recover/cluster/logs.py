@@ -18,8 +18,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_recover import memory_file
-from megatron_recover.cluster.output import CHUNK_BYTES, KEPT_BYTES, Copied, Output, OutputLedger, Who
+from megatron_recover.cluster.output import (
+    CHUNK_BYTES,
+    EMPTIED_NOTE,
+    KEPT_BYTES,
+    Copied,
+    Output,
+    OutputLedger,
+    Who,
+    Why,
+    lost_note,
+)
 
 _INTERVAL_S = 0.1
 _RETRY_S = 1.0
@@ -41,29 +50,32 @@ class _Log:
 
     @property
     def num_left(self) -> int:
-        return max(0, self._output.num_bytes - self._ledger.copied(self.number).position)
+        ledger, number = self._ledger, self.number
+        done = max(ledger.copied(number).position, ledger.first(number))
+        return max(0, ledger.end(number, self._output) - done)
 
     def copy(self) -> bool:
         """Append a chunk to the log. Return whether there is more. Raises OSError; then the log is as if not tried."""
         ledger, number, output = self._ledger, self.number, self._output
-        size = output.num_bytes
-        if size < ledger.copied(number).position:
-            ledger.begin_anew(number)
         if self._file is None:
             self._file = self._open()
-        copied = ledger.copied(number)
-        self._free(copied.position)
-        if size == copied.position:
-            return False
-        begin = max(copied.position, ledger.lost(number))
-        data = os.pread(output.descriptor, CHUNK_BYTES, begin)
-        if ledger.lost(number) > begin:
+        copied, first = ledger.copied(number), ledger.first(number)
+        done = max(copied.position, first)
+        self._free(done)
+        if ledger.is_emptied(number, output):
+            return False  # the recorder's own thread is about to notice it
+        begin = max(done, ledger.lost(number))
+        data = ledger.read(number, output, begin)
+        if ledger.lost(number) > begin or ledger.first(number) != first:
             return True  # freed meanwhile, perhaps before it was read
-        num_lost = begin - copied.position
-        note = b"\nmegatron-recover: %d bytes of output were lost while the disk stood still\n" % num_lost if num_lost else b""
-        self._append(note + data, copied.log_bytes)
-        log_bytes = copied.log_bytes + len(note) + len(data)
-        ledger.commit(number, Copied(begin + len(data), log_bytes, copied.num_lost + num_lost))
+        if not data and begin == done:
+            return False
+        notes = EMPTIED_NOTE if copied.position < first and copied != Copied() else b""
+        if begin > done:
+            notes += lost_note(begin - done, ledger.why(number))
+        self._append(notes + data, copied.log_bytes)
+        log_bytes = copied.log_bytes + len(notes) + len(data)
+        ledger.commit(number, Copied(begin + len(data), log_bytes, copied.num_lost + begin - done))
         return len(data) == CHUNK_BYTES
 
     def close(self) -> None:
@@ -77,7 +89,7 @@ class _Log:
         if self._is_shown:
             position = min(position, self._ledger.shown(self.number))
         if position != self._freed:
-            memory_file.free(self._output.descriptor, position - KEPT_BYTES)
+            self._ledger.free(self.number, self._output, position - KEPT_BYTES)
             self._freed = position
 
     def _open(self) -> int:
@@ -144,37 +156,54 @@ class LogWriter:
         self._thread.join(deadline_s)
 
     def _run(self) -> None:
-        while not self._over.wait(_INTERVAL_S):
-            for log in self._logs:
-                self._copy(log)
+        has_more = False
+        while not self._over.wait(0.0 if has_more else _INTERVAL_S):
+            has_more = sum(self._copy(log) for log in self._logs) > 0  # each has its turn
         for log in self._logs:
             log.close()
 
-    def _copy(self, log: _Log) -> None:
+    def _copy(self, log: _Log) -> bool:
+        """Copy what is there, but not for ever. Return whether there is more."""
+        has_more = False
         if time.monotonic() < log.retry_at:
-            return
+            return has_more
         try:
             for _ in range(_CHUNKS_AT_ONCE):
                 self.busy_since = time.monotonic()
-                if not log.copy():
+                has_more = log.copy()
+                if not has_more:
                     break
         except OSError as error:
             self._errors[log.number] = error
             log.retry_at = time.monotonic() + _RETRY_S
+            has_more = False
         else:
             self._errors.pop(log.number, None)
         self.busy_since = None
+        return has_more
 
 
 class Outputs:
     """All outputs of a run, as the recorder's own thread sees them. It waits for no disk."""
 
-    def __init__(self, ledger: OutputLedger, *, limit_bytes: int, keep: Callable[[int, bytes], bool]) -> None:
-        """`limit_bytes` of each output may wait for the disk. `keep(replica, lines)` returns whether lines are to be shown."""
-        self._ledger, self._limit_bytes, self._keep = ledger, limit_bytes, keep
+    def __init__(
+        self, ledger: OutputLedger, *, limit_bytes: int, slow_disk_s: float, keep: Callable[[int, bytes], bool]
+    ) -> None:
+        """`limit_bytes` of all outputs may wait for the disk. `keep(replica, lines)` returns whether lines are to be shown.
+
+        `slow_disk_s`: a disk that takes longer does not answer.
+        """
+        self._ledger, self._limit_bytes, self._slow_disk_s, self._keep = ledger, limit_bytes, slow_disk_s, keep
         self._outputs: dict[int, Output] = {}
         self._shown: dict[int, int] = {}
         """Output -> replica."""
+        self._printed, self._looked_at = 0, time.monotonic()
+        self.is_filling = False
+        """Whether what is printed would fill the memory within a second: then every moment counts."""
+        self.num_emptied = 0
+        """How often somebody has emptied an output (`output.py`, Note [Emptied])."""
+        self.num_unshown = 0
+        """Bytes that are missing in `train.log`, as they found no room in memory."""
         self.writer = LogWriter(ledger)
 
     def add(self, number: int, output: Output, *, shown_of: int | None) -> None:
@@ -184,19 +213,42 @@ class Outputs:
             self._shown[number] = shown_of
         self.writer.add(number, output, is_shown=shown_of is not None)
 
+    def make_room(self) -> None:
+        """Drop what finds no room in memory, and notice which outputs somebody has emptied. Called as often as can be."""
+        ledger, now = self._ledger, time.monotonic()
+        for number, output in self._outputs.items():
+            if ledger.notice_emptied(number, output):
+                self.num_emptied += 1
+                if number in self._shown:
+                    self._keep(self._shown[number], EMPTIED_NOTE)
+        since = self.writer.busy_since
+        is_stuck = self.writer.error is not None or (since is not None and now - since > self._slow_disk_s)
+        disk = Why.DISK if is_stuck else Why.FASTER
+        ledger.look(time.monotonic_ns(), disk)
+        ledger.drop(self._outputs, self._limit_bytes, Who.RECORDER, why=disk, shown=self._shown)
+        printed = sum(ledger.end(number, output) for number, output in self._outputs.items())
+        self.is_filling = printed - self._printed > self._limit_bytes * (now - self._looked_at)
+        self._printed, self._looked_at = printed, now
+
     def look(self, *, at_end: bool = False) -> Iterator[str]:
-        """Yield new lines that are to be shown, and drop what finds no room in memory.
+        """Yield new lines that are to be shown, and make room between them.
 
         `at_end`: all that is there now, and what follows the last newline. Else so much of each that all have their turn.
         """
-        for number, output in self._outputs.items():
-            if number in self._shown:
-                for text, position in self._new_lines(number, output, at_end=at_end):
-                    is_kept = self._keep(self._shown[number], text)
-                    self._ledger.show(number, position)  # right behind that: who is killed in between keeps lines twice
-                    if is_kept:
-                        yield from text.decode(errors="replace").splitlines()
-            self._ledger.drop(number, output, self._limit_bytes, Who.RECORDER)
+        self.make_room()
+        for number, replica in self._shown.items():
+            for text, position in self._new_lines(number, self._outputs[number], at_end=at_end):
+                is_kept = self._keep(replica, text)
+                self._ledger.show(number, position)  # right behind that: who is killed in between keeps lines twice
+                if is_kept:
+                    yield from text.decode(errors="replace").splitlines()
+                self.make_room()
+
+    def seal(self) -> None:
+        """Have nobody print any more: the run is over, and a program that outlives it would fill the memory."""
+        for output in self._outputs.values():
+            with contextlib.suppress(OSError):
+                output.seal()
 
     @property
     def num_lost(self) -> int:
@@ -204,7 +256,7 @@ class Outputs:
         ledger, total = self._ledger, 0
         for number in self._outputs:
             copied = ledger.copied(number)
-            total += copied.num_lost + max(0, ledger.lost(number) - copied.position)
+            total += copied.num_lost + max(0, ledger.lost(number) - max(copied.position, ledger.first(number)))
         return total
 
     def ends(self) -> list[tuple[Path, str]]:
@@ -213,18 +265,22 @@ class Outputs:
 
     def _new_lines(self, number: int, output: Output, *, at_end: bool) -> Iterator[tuple[bytes, int]]:
         """Yield whole lines, with the position behind them, which the caller enters in the ledger."""
-        ledger, size = self._ledger, output.num_bytes  # what somebody prints meanwhile would have no end
+        ledger, end = self._ledger, self._ledger.end(number, output)  # what somebody prints meanwhile would have no end
         for _ in itertools.count() if at_end else range(_CHUNKS_AT_ONCE):
-            begin = ledger.shown(number)
-            if size <= begin:
+            begin, first = ledger.shown(number), ledger.first(number)
+            if num_missing := ledger.num_unshown(number):
+                if self._keep(self._shown[number], lost_note(num_missing, ledger.why(number))):
+                    self.num_unshown += num_missing
+                ledger.show(number, begin)
+            if end <= begin:
                 return
-            data = os.pread(output.descriptor, CHUNK_BYTES, begin)
-            if ledger.lost(number) > begin:
+            data = ledger.read(number, output, begin)
+            if ledger.lost(number) > begin or ledger.first(number) != first:
                 continue
-            end = data.rfind(b"\n") + 1
-            if not end and len(data) < CHUNK_BYTES:
+            whole = data.rfind(b"\n") + 1
+            if not whole and len(data) < CHUNK_BYTES:
                 if at_end and data:
                     yield data + b"\n", begin + len(data)
                 return  # the line is still being written
-            end = end or len(data)
-            yield data[:end], begin + end
+            whole = whole or len(data)
+            yield data[:whole], begin + whole

@@ -34,13 +34,27 @@ from megatron_recover.cluster.narrator import HOLD_S, Narrator
 from megatron_recover.cluster.output import Output, OutputLedger
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable, is_writable
+from megatron_recover.cluster.recorder_messages import (
+    LAUNCHER_LOG,
+    MAX_PACKET_BYTES,
+    TRAIN_LOG,
+    Drained,
+    Ended,
+    Finish,
+    LinesTold,
+    Noted,
+    Prints,
+    Reply,
+    Ring,
+    Says,
+    Settings,
+    Shown,
+    Told,
+)
 from megatron_recover.core.values import ExitCode
-from megatron_recover.deadlines import Deadlines
-from megatron_recover.observe.ending import Account
 from megatron_recover.process_stat import state_of
 from megatron_recover.ring import Dropped, Item, Merge, RingReader
 
-MAX_PACKET_BYTES = 2**16
 _INTERVAL_S = 0.03
 """Between two drains: how old the newest line of the file is while the disk takes it."""
 _BATCH_BYTES = 2**20
@@ -53,107 +67,6 @@ _TELL_LOSSES_S = 10.0
 _STOPPED = "T"
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recorder has to know from the start."""
-
-    run_dir: str
-    started_at: float
-    """`time.monotonic()` of the launcher at the start of the run: zero of the trace's clock."""
-    account: Account
-    """What is known of the run until now."""
-    quiet: bool
-    part_bytes: int
-    deadlines: Deadlines
-    output_bytes: int
-    """Of each output that may wait for the disk."""
-    num_rings: int = 0
-    """Rings that are on their way: it drains none before it has them, since the order is that of all."""
-    roster: tuple[int, ...] = ()
-    """The newest, if another recorder has written and shown the run until now."""
-
-
-class Ring(msgspec.Struct, frozen=True, tag=True):
-    """To the recorder, with one descriptor: a process will record in this ring. Sent before the process is started."""
-
-    number: int
-    replica: int
-    """-1: the launcher."""
-    rank: int
-
-
-class Prints(msgspec.Struct, frozen=True, tag=True):
-    """To the recorder, with one descriptor: a process prints into this output."""
-
-    number: int
-    log: str
-    shown_of: int | None
-    """The replica whose lines these are, if they are for the console and `train.log`; `TRAIN_LOG` or `LAUNCHER_LOG`: this
-    becomes that file."""
-
-
-TRAIN_LOG, LAUNCHER_LOG = -1, -2
-"""`Prints.shown_of` of the outputs into which the recorder itself writes: lines of the job's writer, and lines of ours."""
-
-
-class Ended(msgspec.Struct, frozen=True, tag=True):
-    """To the recorder: the process of this ring lives no more."""
-
-    number: int
-
-
-class Says(msgspec.Struct, frozen=True, tag=True):
-    """To the recorder: one line for the console."""
-
-    text: str
-    seconds: float
-    """When it was said, by the clock of the trace."""
-
-
-class Finish(msgspec.Struct, frozen=True, tag=True):
-    """To the recorder: nobody records any more. Write what there is, show how the run ended, and end."""
-
-    exit_code: int
-    reason: str
-
-
-Told = Ring | Prints | Ended | Says | Finish
-
-
-class Drained(msgspec.Struct, frozen=True, tag=True):
-    """From the recorder: everything of this ring is in the file, and its process has ended."""
-
-    number: int
-
-
-class Noted(msgspec.Struct, frozen=True, tag=True):
-    """From the recorder: what a run has loaded and saved, which the launcher does not see by itself (`Account`)."""
-
-    loaded: int | None
-    saved: int | None
-
-
-class Shown(msgspec.Struct, frozen=True, tag=True):
-    """From the recorder, its last word: how the run ended was shown."""
-
-    num_unwritten: int
-    """Events that are not in the file."""
-    why: str
-    """Empty if everything is on the disk."""
-    num_missing: int = 0
-    """Bytes that were printed and are not in the logs."""
-    is_seen: bool = True
-    """Whether the terminal has taken it."""
-
-
-class LinesTold(msgspec.Struct, frozen=True, tag=True):
-    """From the recorder: the next so many lines that the launcher has said are told."""
-
-    num_lines: int
-
-
-Reply = Drained | Noted | LinesTold | Shown
-
-
 class Recorder:
     """Everything but the disk and the terminal, which have threads of their own."""
 
@@ -162,7 +75,9 @@ class Recorder:
     ) -> None:
         """`control` leads to the launcher."""
         self._control, self._ledger, self._settings, self._deadlines = control, ledger, settings, settings.deadlines
-        self._outputs = Outputs(outputs, limit_bytes=settings.output_bytes, keep=self._keep_lines)
+        self._outputs = Outputs(
+            outputs, limit_bytes=settings.output_bytes, slow_disk_s=self._deadlines.slow_disk_s, keep=self._keep_lines
+        )
         self._own_logs: dict[int, Output] = {}
         launcher = os.getppid()
         self._console = Console(quiet=settings.quiet, is_held=lambda: _is_stopped(launcher), deadlines=self._deadlines)
@@ -185,7 +100,7 @@ class Recorder:
         """When the launcher said what it has said and what is not told yet."""
         self._finish: Finish | None = None
         self._is_orphan = False
-        self._num_lost, self._losses_told_at, self._was_told = 0, 0.0, (0, 0)
+        self._num_lost, self._losses_told_at, self._was_told = 0, 0.0, (0, 0, 0, 0)
         self._looked_at = 0.0
         self._troubles = dict.fromkeys(_WHAT, "")
 
@@ -193,7 +108,7 @@ class Recorder:
         """Record until the launcher says `Finish`, or is gone."""
         self._console.start()
         while self._finish is None and not self._is_orphan:
-            is_readable(self._control, _INTERVAL_S)
+            is_readable(self._control, _INTERVAL_S / 10 if self._outputs.is_filling else _INTERVAL_S)
             if self._turn():
                 # A message ends the wait, and there may be thousands: drains keep their pace.
                 time.sleep(_INTERVAL_S / 10)
@@ -216,6 +131,7 @@ class Recorder:
             while self._unsent and (left_s := end - time.monotonic()) > 0:
                 is_writable(self._control, left_s)
                 self._send_unsent()
+        self._outputs.seal()
 
     def _turn(self) -> bool:
         """Do what there is to do. Return whether the launcher had something to say."""
@@ -307,6 +223,7 @@ class Recorder:
     # --- From the outputs --------------------------------------------------------------------------------------------
 
     def _look_at_outputs(self) -> None:
+        self._outputs.make_room()
         # Before the events: what the writer printed while it was the writer is shown before a newer roster names another.
         if (now := time.monotonic()) - self._looked_at >= _OUTPUTS_S:
             self._looked_at = now
@@ -418,6 +335,7 @@ class Recorder:
         keeper, writer = self._keeper, self._outputs.writer
         while (num_missing := writer.num_left) and time.monotonic() < (until if self._error is None else refused_until):
             time.sleep(_INTERVAL_S)
+            self._outputs.make_room()
         num_unwritten, why = keeper.num_events + len(self._lines), self._error
         keeper.close(self._deadlines.store_s)
         writer.close(self._deadlines.store_s)
@@ -440,6 +358,7 @@ class Recorder:
         for name, (what, waits, where) in _WHAT.items():
             trouble = _trouble(self._keeper if name == "trace" else self._outputs.writer, now, self._deadlines.slow_disk_s)
             if trouble and not self._troubles[name]:
+                waits = waits.format(self._settings.output_bytes / 2**20)
                 self._says(
                     f"WARNING: {what} cannot be written to {Path(self._settings.run_dir) / where} ({trouble}). The run goes "
                     f"on. {waits}, and what finds no room there is lost; make room, or see to the disk"
@@ -447,24 +366,29 @@ class Recorder:
             elif self._troubles[name] and not trouble:
                 self._says(f"{what} is written again")
             self._troubles[name] = trouble
-        lost = self._num_lost, self._outputs.num_lost
+        lost = self._num_lost, self._outputs.num_lost, self._outputs.num_unshown, self._outputs.num_emptied
         if lost != self._was_told and (at_the_end or now - self._losses_told_at > _TELL_LOSSES_S):
-            events, printed = lost
-            if events > self._was_told[0]:
-                self._says(
-                    f"WARNING: {events} events of this run are lost so far; the trace says where, and check does not vouch "
-                    "for those steps"
-                )
-            if printed > self._was_told[1]:
-                self._says(f"WARNING: {printed} bytes that ranks have printed are lost so far; the logs say where")
+            for number, before, text in zip(lost, self._was_told, _LOSSES, strict=True):
+                if number > before:
+                    self._says(f"WARNING: {text.format(number, self._settings.output_bytes / 2**20)}")
             self._was_told, self._losses_told_at = lost, now
 
 
 _WHAT = {
     "trace": ("the trace", "Events wait in memory", ""),
-    "logs": ("what ranks print", "It waits in memory", LOGS),
+    "logs": ("what ranks print", "Up to {:.0f} MiB of it wait in memory, of all ranks together", LOGS),
 }
 """What is written, where it waits, and the folder below that of the run."""
+_LOSSES = (
+    "{} events of this run are lost so far; the trace says where, and check does not vouch for those steps",
+    "{} bytes that ranks have printed are lost so far, as no more than {:.0f} MiB of all ranks may wait in memory; the logs "
+    "say where and why",
+    "{} bytes that ranks have printed are missing in train.log and here, as no more than {:.0f} MiB of all ranks may wait in "
+    "memory; train.log says where, and the logs of the ranks have what the disk took",
+    "{} times so far a program of a rank opened /dev/stdout or /dev/stderr for writing, and so emptied the rank's output: "
+    "what was printed in the instant before is missing; let it append (>>)",
+)
+"""What can be lost: events, output, output on the console, and output that somebody has emptied."""
 
 
 def _telling(ends: Iterable[tuple[Path, str]]) -> Iterator[str]:

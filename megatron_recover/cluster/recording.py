@@ -6,6 +6,7 @@ of the run.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -18,34 +19,46 @@ from pathlib import Path
 import msgspec
 
 from megatron_recover import ring, trace
-from megatron_recover.cluster import event_store, output, recorder
+from megatron_recover.cluster import event_store, output
+from megatron_recover.cluster import recorder_messages as messages
 from megatron_recover.cluster.job import LAUNCHER_LOG, LOGS, TRAIN_LOG, Job
 from megatron_recover.cluster.output import Output, Who
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable
 from megatron_recover.collectives.speaker import Speaker
 from megatron_recover.core.values import ExitCode
-from megatron_recover.deadlines import Deadlines
+from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.observe.ending import Account
 
 _LAUNCHER = -1
 """What the trace calls the launcher where it names a replica."""
-_MAX_STARTS = 5
-"""So many recorders have a try; the fault is then not that of one of them."""
+_SHORTEST_PAUSE = 1 / 32
+"""Of `renew_s`: the pause after the second death in a row."""
 _MAX_WAITING = 10_000
 """Lines for the console that a recorder does not take; the oldest go."""
 _MAX_TEXT = 8_000
 """Characters of such a line that are shown."""
 _LOOK_S = 0.05
 """Between two looks at the recorder at the end of the run."""
-_OUTPUTS_S = 0.5
-"""Between two looks at how much of what ranks print waits in memory."""
 
 
 class _Ring(msgspec.Struct):
     descriptor: int
     place: tuple[int, int]
     has_ended: bool = False
+
+
+class Pauses:
+    """How long to wait before another recorder is started: twice as long from death to death, until one has lived long."""
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s, self._next_s = longest_s, 0.0
+
+    def after(self, lived_s: float) -> float:
+        """Return how many seconds to wait after the death of a recorder that has lived `lived_s`."""
+        pause_s = 0.0 if lived_s >= self._longest_s else self._next_s
+        self._next_s = min(self._longest_s, max(_SHORTEST_PAUSE * self._longest_s, 2 * pause_s))
+        return pause_s
 
 
 class Recording:
@@ -57,9 +70,9 @@ class Recording:
         self._deadlines = deadlines or job.config.deadlines
         self._account = Account(replicas=job.num_replicas, run_dir=str(job.run_dir))
         self._started_at = started_at
-        self._settings = recorder.Settings(
+        self._settings = messages.Settings(
             run_dir=str(job.run_dir), started_at=started_at, account=self._account, quiet=quiet,
-            part_bytes=job.trace_file_bytes, output_bytes=output.limit_bytes(job.num_replicas * job.num_ranks),
+            part_bytes=job.trace_file_bytes, output_bytes=output.WAITING_BYTES,
             deadlines=self._deadlines,
         )  # fmt: skip
         # Not by the recorder alone: a folder that takes nothing is refused before anything is started. A FIFO, behind which
@@ -70,24 +83,25 @@ class Recording:
         self._ledger, self._output_ledger = event_store.create_ledger(), output.create_output_ledger()
         self._copied = output.OutputLedger(self._output_ledger)
         self._outputs: list[tuple[Output, int | None]] = []
-        self._looked_at = 0.0
         self._rings: dict[int, _Ring] = {}
         self._numbers: dict[tuple[int, int], int] = {}
-        self._outbox: deque[recorder.Told] = deque()
-        self._untold: deque[recorder.Says] = deque()
+        self._outbox: deque[messages.Told] = deque()
+        self._untold: deque[messages.Says] = deque()
         """Sent, and perhaps not told: the next recorder hears it again."""
-        self._shown: recorder.Shown | None = None
-        self._finish: recorder.Finish | None = None
+        self._shown: messages.Shown | None = None
+        self._finish: messages.Finish | None = None
         """What every recorder is told from the end of the run on: one that has heard it may die before it has done it."""
         self._speaker = Speaker()
         self._roster: tuple[int, ...] = ()
-        self._num_starts, self._num_rings = 0, 0
+        self._num_rings = 0
+        self._pauses, self._began_at, self._start_at = Pauses(self._deadlines.renew_s), 0.0, float("inf")
+        """When the recorder was started, and when the next one is to be (`time.monotonic()`)."""
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._decode = msgspec.json.Decoder(recorder.Reply).decode
+        self._decode = msgspec.json.Decoder(messages.Reply).decode
         self._log = ring.RingLog(self._add(_LAUNCHER, 0))
-        self.output(job.run_dir / TRAIN_LOG, shown_of=recorder.TRAIN_LOG)
-        self.output(job.run_dir / LAUNCHER_LOG, shown_of=recorder.LAUNCHER_LOG)
+        self.output(job.run_dir / TRAIN_LOG, shown_of=messages.TRAIN_LOG)
+        self.output(job.run_dir / LAUNCHER_LOG, shown_of=messages.LAUNCHER_LOG)
         self._start()
 
     def record(self, event: trace.Event) -> None:
@@ -110,7 +124,7 @@ class Recording:
         """
         made = output.create(log)
         self._outputs.append((made, shown_of))
-        self._outbox.append(recorder.Prints(len(self._outputs) - 1, str(log), shown_of))
+        self._outbox.append(messages.Prints(len(self._outputs) - 1, str(log), shown_of))
         return made
 
     def output_of_rank(self, replica: int, rank: int) -> Output:
@@ -124,17 +138,17 @@ class Recording:
         number = self._numbers.get((replica, rank))
         if number in self._rings:
             self._rings[number].has_ended = True
-            self._outbox.append(recorder.Ended(number))
+            self._outbox.append(messages.Ended(number))
 
     def says(self, text: str) -> None:
         """Show one line of ours, and keep it in `launcher.log`."""
-        if len(self._outbox) >= _MAX_WAITING and isinstance(self._outbox[0], recorder.Says):
+        if len(self._outbox) >= _MAX_WAITING and isinstance(self._outbox[0], messages.Says):
             self._outbox.popleft()
         self._outbox.append(self._line(text))
         self.poll()
 
-    def _line(self, text: str) -> recorder.Says:
-        return recorder.Says(text[:_MAX_TEXT], round(time.monotonic() - self._started_at, 6))
+    def _line(self, text: str) -> messages.Says:
+        return messages.Says(text[:_MAX_TEXT], round(time.monotonic() - self._started_at, 6))
 
     def poll(self) -> None:
         """Exchange with the recorder what there is to exchange, and start another one if it has died."""
@@ -146,28 +160,25 @@ class Recording:
             status, self._process = self._process.returncode, None
             how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
             self._account.is_complete = False  # its last word on what was saved may not have come
-            if self._num_starts < _MAX_STARTS:
-                self._outbox.append(self._line(f"the recorder ended by {how}: another one goes on with the trace"))
-                self._start()
-            else:
-                self._complain(
-                    f"the recorder has ended {_MAX_STARTS} times, now by {how}: no more of the trace is written, nor of what "
-                    "ranks print"
-                )
-                self._hang_up()
+            self._start_later(f"the recorder ended by {how}")
+        if time.monotonic() >= self._start_at:
+            self._start()
 
     def finish(self, exit_code: int, reason: str) -> bool:
         """Have the rest of the trace written and the end of the run shown, within a deadline. Return whether it is written."""
-        self._finish = recorder.Finish(exit_code, reason[:_MAX_TEXT])
+        self._finish = messages.Finish(exit_code, reason[:_MAX_TEXT])
         self._outbox.append(self._finish)
+        self._pauses = Pauses(self._deadlines.renew_s)  # there is no time for long ones any more
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)  # somebody may have stopped it
+        else:
+            self._start_at = 0.0
         end = time.monotonic() + self._deadlines.trace_s + self._deadlines.terminal_s
         while self._shown is None and time.monotonic() < end:
             self.poll()
             if self._control is None:
-                break
-            if self._shown is None:
+                time.sleep(_LOOK_S)
+            elif self._shown is None:
                 is_readable(self._control, _LOOK_S)
         if (self._shown is None or not self._shown.is_seen) and (exit_code != ExitCode.OK or not self._quiet):
             self._account.is_complete &= self._shown is not None
@@ -206,6 +217,8 @@ class Recording:
             os.close(each.descriptor)
         self._rings.clear()
         for made, _ in self._outputs:
+            with contextlib.suppress(OSError):
+                made.seal()
             made.close()
         self._outputs.clear()
         if self._ledger >= 0:
@@ -223,13 +236,13 @@ class Recording:
         descriptor = ring.create(level=self._job.trace_level, capacity=self._job.ring_bytes)
         self._rings[number] = _Ring(descriptor, (replica, rank))
         self._numbers[replica, rank] = number
-        self._outbox.append(recorder.Ring(number, replica, rank))
+        self._outbox.append(messages.Ring(number, replica, rank))
         return descriptor
 
     def _start(self) -> None:
         """Start a recorder, and tell it all that the one before it knew."""
         self._hang_up()
-        self._num_starts += 1
+        self._began_at, self._start_at = time.monotonic(), float("inf")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         settings = msgspec.structs.replace(self._settings, num_rings=len(self._rings), roster=self._roster)
@@ -237,15 +250,15 @@ class Recording:
             sys.executable, "-m", "megatron_recover.cluster.recorder", str(theirs.fileno()), str(self._ledger),
             str(self._output_ledger), msgspec.json.encode(settings).decode(),
         ]  # fmt: skip
-        others = [*self._untold, *(each for each in self._outbox if isinstance(each, recorder.Says))]
+        others = [*self._untold, *(each for each in self._outbox if isinstance(each, messages.Says))]
         self._untold.clear()
         self._outbox.clear()
         for number, each in self._rings.items():
-            self._outbox.append(recorder.Ring(number, *each.place))
+            self._outbox.append(messages.Ring(number, *each.place))
             if each.has_ended:
-                self._outbox.append(recorder.Ended(number))
+                self._outbox.append(messages.Ended(number))
         for number, (made, shown_of) in enumerate(self._outputs):
-            self._outbox.append(recorder.Prints(number, str(made.log), shown_of))
+            self._outbox.append(messages.Prints(number, str(made.log), shown_of))
         self._outbox.extend(others)
         if self._finish is not None:
             self._outbox.append(self._finish)
@@ -258,17 +271,28 @@ class Recording:
                     pass_fds=(theirs.fileno(), self._ledger, self._output_ledger),
                 )
             except OSError as error:
-                why = f"no recorder can be started ({error.strerror})"
-                self._complain(f"{why}: no more of the trace is written, nor of what ranks print")
-                self._hang_up()
+                self._start_later(f"no recorder can be started ({error.strerror})")
+
+    def _start_later(self, why: str) -> None:
+        """Start another recorder after a pause, which grows while recorders die one after the other."""
+        self._hang_up()
+        now = time.monotonic()
+        pause_s = self._pauses.after(now - self._began_at)
+        self._start_at = now + pause_s
+        if pause_s:
+            why += f", as did those before; in {figure(pause_s)} s another one goes on with the trace. Until then events and "
+            why += "output wait in memory, and what finds no room there is lost"
+            self._complain(why)
+        else:
+            why += ": another one goes on with the trace"
+        self._outbox.append(self._line(why))
 
     def _drop_output(self) -> None:
         """Drop what finds no room in memory: the recorder may be stopped, or gone."""
-        if (now := time.monotonic()) - self._looked_at < _OUTPUTS_S:
-            return
-        self._looked_at = now
-        for number, (made, _) in enumerate(self._outputs):
-            self._copied.drop(number, made, self._settings.output_bytes, Who.LAUNCHER)
+        outputs = {number: made for number, (made, _) in enumerate(self._outputs)}
+        shown = {number for number, (_, shown_of) in enumerate(self._outputs) if shown_of is not None and shown_of >= 0}
+        why = self._copied.cause(time.monotonic_ns(), self._deadlines.still_s)
+        self._copied.drop(outputs, self._settings.output_bytes, Who.LAUNCHER, why=why, shown=shown)
 
     def _hang_up(self) -> None:
         if self._control is not None:
@@ -279,9 +303,9 @@ class Recording:
         while self._outbox and self._control is not None:
             told = self._outbox[0]
             handed = []
-            if isinstance(told, recorder.Ring):
+            if isinstance(told, messages.Ring):
                 handed = [self._rings[told.number].descriptor]
-            elif isinstance(told, recorder.Prints):
+            elif isinstance(told, messages.Prints):
                 handed = [self._outputs[told.number][0].descriptor]
             try:
                 socket.send_fds(self._control, [msgspec.json.encode(told)], handed)
@@ -290,26 +314,26 @@ class Recording:
             except OSError:
                 return  # it has died: `poll` sees that
             self._outbox.popleft()
-            if isinstance(told, recorder.Says):
+            if isinstance(told, messages.Says):
                 self._untold.append(told)
 
     def _receive(self) -> None:
         while self._control is not None:
             try:
-                packet, _ = receive(self._control, recorder.MAX_PACKET_BYTES)
+                packet, _ = receive(self._control, messages.MAX_PACKET_BYTES)
             except BlockingIOError:
                 return
             if not packet:
                 return
             match self._decode(packet):
-                case recorder.Drained(number):
+                case messages.Drained(number):
                     os.close(self._rings.pop(number).descriptor)
-                case recorder.Noted(loaded, saved):
+                case messages.Noted(loaded, saved):
                     self._account.loaded, self._account.saved = loaded, saved
-                case recorder.LinesTold(num_lines):
+                case messages.LinesTold(num_lines):
                     for _ in range(num_lines):
                         self._untold.popleft()
-                case recorder.Shown() as shown:
+                case messages.Shown() as shown:
                     self._shown = shown
 
     def _complain(self, text: str) -> None:

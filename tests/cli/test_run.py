@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -180,6 +183,18 @@ def test_a_size_of_a_file_that_cannot_be_is_refused(
     with pytest.raises(SystemExit):
         run.main(["--replicas", "2", "--trace-file-bytes", text, "--", str(tmp_path / "script.py")])
     assert remedy in capsys.readouterr().err
+
+
+def test_a_limit_on_the_size_of_files_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    (tmp_path / "script.py").touch()
+    limit = 2**30
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_recover", "run", "--replicas", "2", "--run-dir", "run", "--", "script.py"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+    assert done.returncode == ExitCode.BAD_INPUT and not (tmp_path / "run").exists()
+    assert f"files may have {limit} bytes only (`ulimit -f`)" in done.stderr and "`ulimit -f unlimited`" in done.stderr
 
 
 def test_a_size_may_have_a_unit() -> None:

@@ -6,7 +6,9 @@ import itertools
 import os
 import re
 import resource
+import select
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -20,8 +22,20 @@ from msgspec.structs import replace
 from megatron_recover import trace
 from megatron_recover.cluster import output as outputs
 from megatron_recover.cluster.agent import Agent
+from megatron_recover.cluster.launcher import _environment_of_workers
 from megatron_recover.cluster.logs import Outputs, _Log
-from megatron_recover.cluster.output import KEPT_BYTES, Output, OutputLedger, Who, create, create_output_ledger, limit_bytes
+from megatron_recover.cluster.output import (
+    CHUNK_BYTES,
+    EMPTIED_NOTE,
+    KEPT_BYTES,
+    WAITING_BYTES,
+    Output,
+    OutputLedger,
+    Who,
+    Why,
+    create,
+    create_output_ledger,
+)
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from tests.cluster.recordings import Run
@@ -44,7 +58,7 @@ except ValueError:
 print("last words")
 """
 SAID = ("x" * 1_000_000, "to stderr", "a warning", "é", "past Python", "of a child", "ValueError: something", "last words")
-NOTE = rb"\nmegatron-recover: (\d+) bytes of output were lost while the disk stood still\n"
+NOTE = rb"\nmegatron-recover: (\d+) bytes of output are missing here: [a-z ,]+\n"
 
 
 NATIVE = """
@@ -53,6 +67,13 @@ libc = ctypes.CDLL(None)
 libc.printf(b"native code\\n")
 print("Python")
 """
+CLOSED = {
+    "closed": "sys.stdout.close()",
+    "both closed": "sys.stdout.close()\nsys.stderr.close()",
+    "none": "sys.stdout = None",
+    "something else": "sys.stdout = 3",
+    "broken": "class Broken:\n    def flush(self): raise SystemExit(7)\nsys.stderr = Broken()",
+}
 ENDS = {
     "a SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
     "an abrupt end": "os._exit(3)",
@@ -115,22 +136,6 @@ def test_a_rank_prints_as_much_as_it_likes_whatever_the_recorder_does(
     assert written.endswith("last words\n") and oct(output.log.stat().st_mode & 0o777) == "0o600"
 
 
-def test_a_shell_that_opens_its_stderr_by_name_empties_what_waits_and_goes_on(
-    record: Callable[..., Run], tmp_path: Path
-) -> None:
-    """As with a log that is a file: `echo > /dev/stderr` cuts it."""
-    run = record()
-    output = run.output()
-    run.until(output.log.exists, "the log")
-    os.write(output.descriptor, b"before\n")
-    run.until(lambda: output.log.read_bytes() == b"before\n", "the first line")
-    subprocess.run(["bash", "-c", "echo cut > /dev/stderr"], stderr=output.descriptor, check=True)
-    run.until(lambda: output.log.read_bytes() == b"before\ncut\n", "the line of the shell")
-    os.write(output.descriptor, b"a longer line, after that\n")
-    run.finish()
-    assert output.log.read_bytes() == b"before\ncut\na longer line, after that\n"
-
-
 @pytest.mark.parametrize("end", ENDS)
 def test_what_native_code_prints_is_there_whatever_ends_the_rank(end: str, tmp_path: Path) -> None:
     """C's stdout is a buffer of its own, of whole blocks where it is no terminal: the reason of NCCL was lost with it."""
@@ -138,6 +143,15 @@ def test_what_native_code_prints_is_there_whatever_ends_the_rank(end: str, tmp_p
     script.write_text(NATIVE + ENDS[end])
     assert spawned(script, output) == (-signal.SIGKILL if end == "a SIGKILL" else 3)
     assert output.end() == "native code\nPython\n" + ("and the rest" if end == "an error" else "")
+
+
+@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize("how", CLOSED)
+def test_a_script_may_do_to_its_streams_what_it_likes(how: str, status: int, tmp_path: Path) -> None:
+    """Its exit code is its own, and it ends: a rank whose end raises would go on as a second fork server."""
+    script, output = tmp_path / "script.py", create(tmp_path / "rank.log")
+    script.write_text(f"import sys\nprint('before', flush=True)\n{CLOSED[how]}\nraise SystemExit({status})")
+    assert spawned(script, output) == status and output.end() == "before\n"
 
 
 def test_what_imports_print_is_in_the_log_of_the_fork_server_and_in_no_other(tmp_path: Path) -> None:
@@ -208,8 +222,8 @@ def test_memory_is_bounded_while_nobody_copies_and_what_is_lost_is_counted_in_th
 ) -> None:
     """The launcher drops what a stopped recorder leaves; the recorder, what its own thread leaves that waits for a disk."""
     limit = 2**21
-    monkeypatch.setattr(outputs, "limit_bytes", lambda num_processes: limit)
-    run = record()
+    monkeypatch.setattr(outputs, "WAITING_BYTES", limit)
+    run = record(deadlines=replace(Deadlines.of(), slow_disk_s=0.1))
     output = run.output(1)
     if who is Who.RECORDER:
         os.mkfifo(output.log)  # opening it blocks
@@ -217,15 +231,20 @@ def test_memory_is_bounded_while_nobody_copies_and_what_is_lost_is_counted_in_th
     if who is Who.LAUNCHER:
         os.kill(run.pid, signal.SIGSTOP)
     else:
+        run.until(lambda: run.recording._copied.cause(time.monotonic_ns(), 60.0) is Why.DISK, "the disk to be slow")
         monkeypatch.setattr(run.recording, "_drop_output", lambda: None)
     lines = [b"%07d%s\n" % (number, b"x" * 1016) for number in range(4096)]
     begin = time.monotonic()
     for number, line in enumerate(lines):
         os.write(output.descriptor, line)
         if number % 512 == 511:
-            run.until(lambda: resident(output) <= limit, "the oldest to be dropped")
+            run.until(lambda: resident(output) <= limit + 4096, "the oldest to be dropped")
     assert output.end().endswith(lines[-1].decode()) and time.monotonic() - begin < 15.0
     if who is Who.LAUNCHER:
+        time.sleep(Deadlines.of().still_s)  # so long the recorder has not looked, and this is the last that is dropped
+        os.write(output.descriptor, bytes(limit).replace(b"\0", b"y"))
+        lines.append(bytes(limit).replace(b"\0", b"y"))
+        run.recording.poll()
         os.kill(run.pid, signal.SIGCONT)
     else:
         reader = subprocess.Popen(["cat", str(output.log)], stdout=os.open(tmp_path / "read", os.O_WRONLY | os.O_CREAT))
@@ -236,7 +255,148 @@ def test_memory_is_bounded_while_nobody_copies_and_what_is_lost_is_counted_in_th
     everything = b"".join(lines)
     assert everything.startswith(before) and everything.endswith(after) and len(after) > limit / 2
     assert len(before) + int(lost) + len(after) == len(everything), "what is lost is all counted"
-    assert f"WARNING: {int(lost)} bytes that ranks have printed are lost so far" in capfd.readouterr().out
+    why = Why.DISK if who is Who.RECORDER else Why.RECORDER
+    assert f"are missing here: {why}\n".encode() in written
+    assert (
+        f"WARNING: {int(lost)} bytes that ranks have printed are lost so far, as no more than 2 MiB" in capfd.readouterr().out
+    )
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=20), st.integers(0, 10**6))
+def test_all_share_the_room_and_those_lose_that_have_the_most(sizes: list[int], room: int) -> None:
+    most = outputs._most(sizes, room)
+    left = [min(size, most) for size in sizes]
+    if sum(sizes) <= room:
+        assert left == sizes
+    else:
+        assert room - len(sizes) < sum(left) <= room, "it fits, and no more is lost than must be"
+
+
+def test_one_of_many_ranks_may_print_at_once_what_all_may_leave_in_memory(tmp_path: Path) -> None:
+    ledger, made = OutputLedger(create_output_ledger()), {number: create(tmp_path / f"{number}.log") for number in range(64)}
+    os.write(made[7].descriptor, b"x" * 12_000_000)
+    for who in Who:
+        ledger.drop(made, 12_000_000, who)
+    assert max(map(ledger.lost, made)) == 0
+    os.write(made[8].descriptor, b"x" * 1_000_000)
+    ledger.drop(made, 12_000_000, Who.RECORDER)
+    assert ledger.lost(7) > 2_000_000 and ledger.lost(8) == 0, "who has printed most loses its oldest"
+    assert sum(map(resident, made.values())) <= 12_000_000
+
+
+def test_a_disk_that_answers_is_not_blamed_for_what_is_printed_too_fast(tmp_path: Path) -> None:
+    ledger, made = OutputLedger(create_output_ledger()), create(tmp_path / "log")
+    ours = Outputs(ledger, limit_bytes=100_000, slow_disk_s=60.0, keep=lambda *_: True)
+    ours.writer.close(20.0)
+    ours.add(0, made, shown_of=None)
+    os.write(made.descriptor, b"x" * 300_000)
+    ours.make_room()
+    assert ledger.cause(time.monotonic_ns(), 60.0) is Why.FASTER
+    _Log(0, made, ledger, is_shown=False).copy()
+    assert made.log.read_bytes().startswith(
+        b"\nmegatron-recover: 212500 bytes of output are missing here: ranks printed faster"
+    )
+    assert ours.num_lost == 212_500
+
+
+def test_a_burst_that_a_disk_can_take_is_not_dropped_while_the_thread_that_writes_rests(
+    record: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "WAITING_BYTES", 2**24)
+    run = record()
+    output = run.output(1)
+    run.until(output.log.exists, "the log")
+    os.write(output.descriptor, b"x" * 12_000_000)
+    run.finish()
+    assert output.log.stat().st_size == 12_000_000
+
+
+def test_the_launcher_makes_room_whenever_it_looks(record: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "WAITING_BYTES", 2**21)
+    run = record()
+    output = run.output(1)
+    run.until_it_records()
+    os.kill(run.pid, signal.SIGSTOP)
+    for _ in range(3):
+        os.write(output.descriptor, b"x" * 2**23)
+        run.recording.poll()
+        assert resident(output) <= 2**21 + 4096
+    os.kill(run.pid, signal.SIGCONT)
+
+
+def test_the_recorder_makes_room_between_the_lines_that_it_reads(tmp_path: Path) -> None:
+    """A rank prints on while its lines are shown, faster than they are."""
+    limit, most, made = 2 * CHUNK_BYTES, 0, create(tmp_path / "log")
+
+    def keep(*_: object) -> bool:
+        nonlocal most
+        os.write(made.descriptor, b"x" * (2 * CHUNK_BYTES - 1) + b"\n")
+        most = max(most, resident(made))
+        return False
+
+    ours = Outputs(OutputLedger(create_output_ledger()), limit_bytes=limit, slow_disk_s=60.0, keep=keep)
+    ours.writer.close(20.0)
+    ours.add(0, made, shown_of=0)
+    keep()
+    list(ours.look())
+    assert limit < most <= 2 * limit + KEPT_BYTES
+
+
+def test_the_recorder_looks_more_often_while_the_memory_would_be_full_in_a_second(tmp_path: Path) -> None:
+    made = create(tmp_path / "log")
+    ours = Outputs(OutputLedger(create_output_ledger()), limit_bytes=2**20, slow_disk_s=60.0, keep=lambda *_: False)
+    ours.add(0, made, shown_of=None)
+    ours.make_room()
+    assert not ours.is_filling
+    os.write(made.descriptor, b"x" * 2**22)
+    ours.make_room()
+    assert ours.is_filling
+    ours.make_room()
+    assert not ours.is_filling
+    ours.writer.close(20.0)
+
+
+@pytest.mark.parametrize("end", ["of the run", "of the launcher"])
+def test_a_program_that_outlives_the_run_can_no_longer_fill_memory(end: str, tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        run = Run(tmp_path / "run")
+        output = run.output(1)
+        os.write(output.descriptor, b"x" * 2**20)
+        run.until_it_records()
+        socket.send_fds(theirs, [str(run.pid).encode()], [output.descriptor])
+        if end == "of the run":
+            run.finish()
+        os.kill(os.getpid(), signal.SIGKILL)
+    answer, [descriptor], _, _ = socket.recv_fds(ours, 100, 1)
+    recorder = os.pidfd_open(int(answer))
+    os.waitpid(pid, 0)
+    assert select.select([recorder], [], [], 20.0)[0], "the recorder is still there"
+    for write in (lambda: os.write(descriptor, b"more"), lambda: os.pwrite(descriptor, b"more", 0)):
+        with pytest.raises(PermissionError):
+            write()
+    assert os.fstat(descriptor).st_blocks == 0
+    assert (tmp_path / "run" / "logs" / "replica-1-rank-0.log").stat().st_size == 2**20
+    for each in (descriptor, recorder):
+        os.close(each)
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+        ((2**40, 2**40), None),
+        ((10**9, resource.RLIM_INFINITY), "give `ulimit -f unlimited` in this shell first$"),
+        ((10**9, 10**9), "LimitFSIZE= of the service$"),
+    ],
+)
+def test_a_limit_that_would_end_a_rank_in_the_middle_of_a_run_is_named(
+    limits: tuple[int, int], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    mistake = outputs.file_limit_mistake()
+    assert mistake is None if said is None else mistake is not None and re.search(said, mistake)
 
 
 def test_memory_of_what_is_in_the_log_is_given_back(record: Callable[..., Run]) -> None:
@@ -256,9 +416,9 @@ def test_memory_is_kept_until_the_console_has_had_it_too(tmp_path: Path) -> None
     log = _Log(0, made, ledger, is_shown=True)
     while log.copy():
         pass
-    assert resident(made) == 5 * KEPT_BYTES and made.log.stat().st_size == 5 * KEPT_BYTES
-    ledger.show(0, 5 * KEPT_BYTES)
-    assert not log.copy() and resident(made) == KEPT_BYTES
+    assert resident(made) == 5 * KEPT_BYTES + 4096 and made.log.stat().st_size == 5 * KEPT_BYTES
+    ledger.show(0, ledger.end(0, made))
+    assert not log.copy() and resident(made) == KEPT_BYTES + 4096
 
 
 # --- A recorder that dies ----------------------------------------------------------------------------------------------------
@@ -335,7 +495,7 @@ def test_whoever_drops_when_the_log_has_all_or_says_how_much_is_missing_where(
                     ledger = OutputLedger(descriptor)
                     log = _Log(0, made, ledger, is_shown=False)
                 case _:
-                    ledger.drop(0, made, 12_345, Who.LAUNCHER if action.endswith("launcher") else Who.RECORDER)
+                    ledger.drop({0: made}, 12_345, Who.LAUNCHER if action.endswith("launcher") else Who.RECORDER)
         parts = re.split(NOTE, made.log.read_bytes())
         position = 0
         for index, part in enumerate(parts):
@@ -359,9 +519,10 @@ def test_output_that_is_dropped_while_it_is_read_is_read_anew(tmp_path: Path, mo
     read, reads = os.pread, []
 
     def pread(descriptor: int, length: int, offset: int) -> bytes:
-        if not reads:
-            ledger.drop(0, made, 50_000, Who.LAUNCHER)
-        reads.append(offset)
+        if length > 1 and not reads:
+            ledger.drop({0: made}, 50_000, Who.LAUNCHER)
+        if length > 1:
+            reads.append(offset)
         return read(descriptor, length, offset)
 
     monkeypatch.setattr(os, "pread", pread)
@@ -369,12 +530,7 @@ def test_output_that_is_dropped_while_it_is_read_is_read_anew(tmp_path: Path, mo
     while log.copy():
         pass
     assert len(reads) == 2 and b"\0" not in made.log.read_bytes()
-    assert int(re.findall(NOTE, made.log.read_bytes())[0]) == reads[1]
-
-
-def test_the_more_processes_print_the_less_each_may_leave_in_memory() -> None:
-    assert limit_bytes(1) == 2**29 and limit_bytes(64) == 2**23 and limit_bytes(10_000) == 2**22
-    assert limit_bytes(10_000) > 2 * KEPT_BYTES
+    assert int(re.findall(NOTE, made.log.read_bytes())[0]) == reads[1] - 1
 
 
 # --- The console -------------------------------------------------------------------------------------------------------------
@@ -414,7 +570,7 @@ def test_the_last_look_takes_all_that_was_printed_and_what_is_no_whole_line(tmp_
         kept[replica] += lines
         return True
 
-    ours = Outputs(OutputLedger(create_output_ledger()), limit_bytes=limit_bytes(1), keep=keep)
+    ours = Outputs(OutputLedger(create_output_ledger()), limit_bytes=WAITING_BYTES, slow_disk_s=60.0, keep=keep)
     printed = (b"x" * 99 + b"\n") * 60_000 + b"iteration 9/ 9\n"  # more than one look takes, and the others have their turn
     rest = b"terminate called"
     for number in range(2):
@@ -433,7 +589,8 @@ def test_the_last_look_ends_though_somebody_prints_on(tmp_path: Path) -> None:
     made = create(tmp_path / "log")
     ours = Outputs(
         OutputLedger(create_output_ledger()),
-        limit_bytes=limit_bytes(1),
+        limit_bytes=WAITING_BYTES,
+        slow_disk_s=60.0,
         keep=lambda *_: bool(os.write(made.descriptor, b"on\n")),
     )
     os.write(made.descriptor, b"first\n")
@@ -455,3 +612,124 @@ def test_the_ends_of_logs_are_shown_though_the_disk_has_taken_none(
     out, err = capfd.readouterr()
     assert "(failed): a rank has failed" in out and "ValueError: at last" in out and len(out) < 3 * KEPT_BYTES
     assert "bytes that ranks have printed are missing in" in err
+
+
+def test_train_log_says_once_what_was_dropped_before_it_had_that(tmp_path: Path) -> None:
+    made, descriptor, kept = create(tmp_path / "log"), create_output_ledger(), []
+    os.write(made.descriptor, b"x" * 10_000 + b"\n iteration 2/ 3\n")
+    OutputLedger(descriptor).drop({0: made}, 1000, Who.LAUNCHER, why=Why.RECORDER)
+    for is_next in (False, True):  # a recorder, and the one that follows it
+        ours = Outputs(
+            OutputLedger(descriptor),
+            limit_bytes=WAITING_BYTES,
+            slow_disk_s=60.0,
+            keep=lambda *lines: bool(kept.append(lines) or 1),
+        )
+        ours.add(0, made, shown_of=3)
+        assert list(ours.look())[1:] == ([] if is_next else [" iteration 2/ 3"])
+        ours.writer.close(20.0)
+    [(_, note), (replica, lines)] = kept
+    assert replica == 3 and note == outputs.lost_note(10_017 - len(lines), Why.RECORDER)
+
+
+def test_the_console_says_how_much_it_has_not_had(
+    record: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(outputs, "WAITING_BYTES", 2**20)
+    run = record()
+    output = run.output(0)
+    run.until_it_records()
+    os.kill(run.pid, signal.SIGSTOP)
+    os.write(output.descriptor, b"x" * 2**21 + b"\n")
+    run.recording.poll()
+    os.kill(run.pid, signal.SIGCONT)
+    run.finish()
+    told = re.findall(r"WARNING: \d+ bytes that ranks have printed are missing in train.log and here", capfd.readouterr().out)
+    assert told and re.findall(NOTE, (run.run_dir / "train.log").read_bytes())
+
+
+# --- An output that somebody empties -----------------------------------------------------------------------------------------
+
+
+def test_a_shell_that_opens_its_stderr_by_name_empties_what_waits_and_that_is_told(
+    record: Callable[..., Run], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As with a log that is a file: `echo > /dev/stderr` cuts it."""
+    run = record()
+    output = run.output()
+    run.until(output.log.exists, "the log")
+    wanted = b""
+    for number in range(3):
+        os.write(output.descriptor, b"before %d\n" % number)
+        wanted += b"before %d\n" % number
+        run.until(lambda wanted=wanted: output.log.read_bytes() == wanted, "the line before")
+        subprocess.run(["bash", "-c", "echo cut > /dev/stderr"], stderr=output.descriptor, check=True)
+        wanted += EMPTIED_NOTE + b"cut\n"
+        run.until(lambda wanted=wanted: output.log.read_bytes() == wanted, "the line of the shell")
+    os.write(output.descriptor, b"a longer line, after that\n")
+    run.finish()
+    assert output.log.read_bytes() == wanted + b"a longer line, after that\n"
+    assert (run.run_dir / "train.log").read_bytes().count(EMPTIED_NOTE) == 3
+    assert "WARNING: 3 times so far a program of a rank opened /dev/stdout or /dev/stderr" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("size", [10, 300_000, 1_000_000])
+def test_an_output_that_was_emptied_and_is_longer_than_before_when_that_is_seen_is_read_from_its_beginning(
+    size: int, record: Callable[..., Run]
+) -> None:
+    run = record()
+    output = run.output()
+    os.write(output.descriptor, b"x" * (size - 1) + b"\n")
+    run.until(lambda: output.log.exists() and output.log.stat().st_size == size, "the log")
+    run.until(lambda: resident(output) <= KEPT_BYTES + 2**13, "memory to be given back")
+    os.kill(run.pid, signal.SIGSTOP)
+    rest = b"".join(b"line %d\n" % number for number in range(size // 5))
+    with open(f"/proc/self/fd/{output.descriptor}", "wb"):
+        os.write(output.descriptor, rest)
+    run.recording.poll()
+    os.kill(run.pid, signal.SIGCONT)
+    run.finish()
+    assert output.log.read_bytes() == b"x" * (size - 1) + b"\n" + EMPTIED_NOTE + rest
+
+
+def test_nccl_is_not_told_to_open_the_output_that_it_has() -> None:
+    own = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "8"}
+    for name in ("/dev/stdout", "/dev/stderr"):
+        assert _environment_of_workers(own | {"NCCL_DEBUG_FILE": name}) == own | {"GLOO_SOCKET_IFNAME": "lo"}
+    assert _environment_of_workers({"NCCL_DEBUG_FILE": "nccl.%p"})["NCCL_DEBUG_FILE"] == "nccl.%p"
+
+
+def test_what_is_printed_over_the_beginning_of_an_output_does_not_have_it_copied_again(record: Callable[..., Run]) -> None:
+    run = record()
+    output = run.output()
+    os.write(output.descriptor, b"x" * 10**6 + b"\n")
+    run.until(lambda: output.log.exists() and output.log.stat().st_size == 10**6 + 1, "the log")
+    run.until(lambda: resident(output) <= KEPT_BYTES + 2**13, "memory to be given back")
+    with open(f"/proc/self/fd/{output.descriptor}", "r+b") as file:
+        file.write(b"over it")
+    run.until(lambda: os.pread(output.descriptor, 1, 0) == b"\0", "the recorder to see it")
+    run.finish()
+    assert output.log.read_bytes() == b"x" * 10**6 + b"\n"
+
+
+def test_a_recorder_that_dies_when_it_has_noticed_an_emptying_leaves_it_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, descriptor = create(tmp_path / "log"), create_output_ledger()
+    os.write(made.descriptor, b"before\n")
+    log = _Log(0, made, OutputLedger(descriptor), is_shown=False)
+    log.copy()
+    log.close()
+    subprocess.run(["bash", "-c", "echo after > /dev/stderr"], stderr=made.descriptor, check=True)
+
+    def dies(*_: object) -> None:
+        raise RuntimeError
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr("megatron_recover.memory_file.zero", dies)
+        OutputLedger(descriptor).notice_emptied(0, made)
+    ledger = OutputLedger(descriptor)
+    log = _Log(0, made, ledger, is_shown=False)
+    assert not log.copy() and ledger.notice_emptied(0, made) and not ledger.notice_emptied(0, made)
+    assert not log.copy()
+    assert made.log.read_bytes() == b"before\n" + EMPTIED_NOTE + b"after\n"

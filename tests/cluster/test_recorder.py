@@ -25,9 +25,10 @@ from msgspec.structs import replace
 
 from megatron_recover import event_files, trace
 from megatron_recover.cluster import recorder
+from megatron_recover.cluster import recorder_messages as messages
 from megatron_recover.cluster.event_store import Batch, EventStore, Keeper, Ledger, create_ledger
 from megatron_recover.cluster.readiness import is_readable
-from megatron_recover.cluster.recording import Recording
+from megatron_recover.cluster.recording import Pauses, Recording
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.observe.ending import Account
@@ -389,7 +390,7 @@ def test_what_a_recorder_said_before_it_was_killed_is_heard_though_it_has_not_re
 
 def test_word_of_a_drained_ring_that_the_launcher_has_no_room_for_is_sent_later() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    settings = recorder.Settings(
+    settings = messages.Settings(
         run_dir="", started_at=0.0, account=Account(replicas=1, run_dir=""), quiet=True, part_bytes=0, output_bytes=0,
         num_rings=0, deadlines=Deadlines.of(),
     )  # fmt: skip
@@ -398,13 +399,13 @@ def test_word_of_a_drained_ring_that_the_launcher_has_no_room_for_is_sent_later(
     theirs.setblocking(False)
     made._control, made._settings, made._unsent = theirs, settings, deque()
     for number in range(5000):
-        made._send(recorder.Drained(number))
+        made._send(messages.Drained(number))
     assert made._unsent, "the socket took everything"
     heard: list[int] = []
     while len(heard) < 5000:
         with contextlib.suppress(BlockingIOError):
             while True:
-                heard.append(msgspec.json.decode(ours.recv(1000), type=recorder.Reply).number)
+                heard.append(msgspec.json.decode(ours.recv(1000), type=messages.Reply).number)
         made._send_unsent()
     assert heard == list(range(5000))
     ours.close()
@@ -593,7 +594,7 @@ def test_a_disk_that_takes_nothing_holds_up_no_line(record: Callable[..., Run], 
     for number in range(100):
         os.write(output.descriptor, b" iteration %d/ 100 | lm loss: 1.0\n" % number)
     run.recording.says("something")
-    run.until(lambda: run.recording._copied.shown(2) == output.num_bytes, "the console to have all lines")
+    run.until(lambda: run.recording._copied.shown(2) == run.recording._copied.end(2, output), "the console to have all lines")
     run.recording.finish(ExitCode.OK, "training finished")
     out, err = capfd.readouterr()
     assert [*map(int, re.findall(r"^iteration (\d+)/", out, re.M))] == list(range(100))
@@ -665,13 +666,62 @@ def test_a_line_of_the_launcher_is_told_once_though_the_recorder_dies(instant: s
     assert told[:2] == ["why", "the recorder ended by SIGKILL: another one goes on with the trace"] and told.count("why") == 1
 
 
-def test_without_any_recorder_the_launcher_says_by_itself_how_the_run_ended(record: Callable[..., Run], capfd) -> None:  # noqa: ANN001
-    run = record()
-    begun_and_saved(run)
-    run.recording._num_starts = 5
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_without_any_recorder_the_launcher_says_by_itself_how_the_run_ended(
+    is_saved: bool, record: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = record(deadlines=replace(Deadlines.of(), trace_s=0.2, terminal_s=0.2))
+    if is_saved:
+        begun_and_saved(run)
+        run.until(lambda: run.recording._account.saved == 40, "the launcher to hear of the checkpoint")
+    else:
+        run.recording.record(trace.Generation(generation=1, roster=(0, 1), reason="start"))
+        argv = ("script.py", "--save", "X")
+        layout = trace.Layout(tp=1, pp=1)
+        run.recording.record(trace.RunStarted(replicas=2, layout=layout, determinism="fast", seed=0, argv=argv))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
     os.kill(run.pid, signal.SIGKILL)
     run.until(lambda: run.recording._process is None, "its end to be seen")
-    run.recording.finish(ExitCode.NO_REPLICA_LEFT, "no replica is left")
+    assert not run.recording.finish(ExitCode.NO_REPLICA_LEFT, "no replica is left")
     err = capfd.readouterr().err
     assert "exit code 13 (no replica left): no replica is left" in err and "next: see to what ended the last ones" in err
-    assert "iteration 40 in X" in err or "X/latest_checkpointed_iteration.txt names the newest checkpoint" in err
+    assert ("newest checkpoint: iteration 40 in X;" in err) == is_saved
+    assert ("X/latest_checkpointed_iteration.txt names the newest checkpoint, if there is any" in err) == (not is_saved)
+    assert "no recorder can be started (Resource temporarily unavailable)" in err
+    assert "and of the logs, as the recorder does not answer" in err
+
+
+# --- One after the other -------------------------------------------------------------------------------------------------
+
+
+def test_the_pause_before_another_recorder_grows_from_death_to_death_and_begins_anew_after_a_quiet_time() -> None:
+    pauses = Pauses(32.0)
+    assert [pauses.after(0.0) for _ in range(8)] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 32.0]
+    assert [pauses.after(31.9), pauses.after(32.0), pauses.after(0.0)] == [32.0, 0.0, 1.0]
+
+
+def test_a_recorder_follows_however_many_have_died(record: Callable[..., Run], capfd: pytest.CaptureFixture[str]) -> None:
+    run = record(deadlines=replace(Deadlines.of(), renew_s=0.4))
+    for number in range(7):
+        run.rank(number % 2).record(event(number))
+        former = run.pid
+        os.kill(former, signal.SIGKILL)
+        run.until(lambda former=former: run.recording._process is not None and run.pid != former, "another recorder")
+    run.finish()
+    assert sorted(steps(run.run_dir)) == list(range(7))
+    err = capfd.readouterr().err
+    assert err.count("as did those before; in ") == err.count("the recorder ended by SIGKILL") >= 5, err
+    assert "in 0.4 s another one goes on with the trace" in err
+
+
+def test_a_run_that_ends_in_a_pause_waits_no_longer_for_its_recorder(record: Callable[..., Run]) -> None:
+    run = record()
+    run.until_it_records()
+    run.recording._pauses._next_s = 1000.0
+    os.kill(run.pid, signal.SIGKILL)
+    run.until(lambda: run.recording._process is None, "its end to be seen")
+    assert isinstance(run.finish()[-1], trace.RunFinished)

@@ -31,13 +31,14 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         yield made
 
 
-def chatty(disk: Disk, tmp_path: Path) -> Spec:
+def chatty(disk: Disk, tmp_path: Path, **deadlines: float) -> Spec:
     """A job whose ranks print a kilobyte a step into logs on that disk."""
     sums = tmp_path / "sums"
     sums.mkdir()
     return Spec(
-        run_dir=str(disk.place / "run"), sums_dir=str(sums), steps=FOR_EVER, script=str(CHATTY), config=PATIENT, deadlines={}
-    )
+        run_dir=str(disk.place / "run"), sums_dir=str(sums), steps=FOR_EVER, script=str(CHATTY), config=PATIENT,
+        deadlines=deadlines, pace_s=0.002,
+    )  # fmt: skip
 
 
 def log_of(job: Running, replica: int, rank: int) -> str:
@@ -70,7 +71,7 @@ def test_a_run_directory_that_stands_still_holds_up_no_rank_and_gets_all_that_wa
 
 
 def test_a_run_directory_that_never_answers_again_costs_trace_and_logs_only(start: Start, disk: Disk, tmp_path: Path) -> None:
-    job = start(chatty(disk, tmp_path))
+    job = start(chatty(disk, tmp_path, trace_s=3.0))  # so long the launcher waits for the disk at the end
     disk.stall(on=True)
     reached = job.num_applied()
     job.until(lambda: job.num_applied() > reached + 100, "training to go on beside the disk")

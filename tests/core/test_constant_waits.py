@@ -33,7 +33,6 @@ INTERVALS = {
     "cluster/recorder.py _TELL_LOSSES_S": "between two messages about lost events",
     "cluster/recording.py _LOOK_S": "between two looks at the recorder, while `trace_s` and `terminal_s` run",
     "collectives/admission.py PAUSE_S": "a listener without a descriptor rests, and its queue is the kernel's",
-    "cluster/recording.py _OUTPUTS_S": "between two looks at how much of what ranks print waits in memory",
     "cluster/narrator.py HOLD_S": "a line is kept so long for those that come before it, and told all the same",
     "collectives/admission.py TELL_S": "between two reports of how many strangers were let go",
     "collectives/admission.py REST_S": "a listener that expects nobody rests; whoever connects waits in the kernel's queue",
