@@ -205,8 +205,8 @@ class Recording:
             try:
                 if self._finish is None:
                     wait_s = self._deadlines.abandoned_s
-                else:  # one that has not shown the end has had its time
-                    wait_s = 0.0 if self._shown is None else self._deadlines.terminal_s
+                else:  # one that has not shown the end has had its time, and one that the disk holds cannot end
+                    wait_s = self._deadlines.terminal_s if self._shown is not None and not self._shown.why else 0.0
                 self._process.wait(wait_s)
             except subprocess.TimeoutExpired:
                 self._process.kill()  # where the disk holds it, it ends when the disk lets it; nobody waits for that

@@ -51,7 +51,7 @@ def test_a_run_directory_that_stands_still_holds_up_no_rank_and_gets_all_that_wa
     job = start(chatty(disk, tmp_path))
     disk.stall(on=True)
     began, reached = time.monotonic(), job.num_applied()
-    while time.monotonic() - began < 5.0:  # longer than the detector waits for a rank that prints
+    while time.monotonic() - began < 3.5:  # longer than the detector waits for a rank that prints
         job.until(lambda reached=reached: job.num_applied() > reached + 20, "training to go on beside the disk")
         reached = job.num_applied()
     disk.stall(on=False)
@@ -71,12 +71,15 @@ def test_a_run_directory_that_stands_still_holds_up_no_rank_and_gets_all_that_wa
 
 
 def test_a_run_directory_that_never_answers_again_costs_trace_and_logs_only(start: Start, disk: Disk, tmp_path: Path) -> None:
-    job = start(chatty(disk, tmp_path, trace_s=3.0))  # so long the launcher waits for the disk at the end
+    wait_s = 3.0  # what the disk has at the end of the run; nobody waits once more for the recorder that the disk holds
+    job = start(chatty(disk, tmp_path, trace_s=wait_s))
     disk.stall(on=True)
     reached = job.num_applied()
     job.until(lambda: job.num_applied() > reached + 100, "training to go on beside the disk")
     job.launcher.terminate()
+    began = time.monotonic()
     code = job.launcher.wait(60.0)
+    assert time.monotonic() - began < wait_s + PATIENT.deadlines.terminal_s
     output = job.output.read_text()
     assert code == ExitCode.INTERRUPTED, output
     assert "the end of the trace is missing" in output and "the disk does not answer" in output
