@@ -111,7 +111,7 @@ def _print_by_lines() -> None:
 def _flush() -> None:
     """Print what is left of lines without an end, of Python and of native code."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # a script may have closed it, or put anything in its place
+        with contextlib.suppress(BaseException):  # a script may have closed it, or put anything in its place
             stream.flush()
     libc = ctypes.CDLL(None)
     libc.fflush(_native_stdout(libc))  # no other stream: one that a thread reads from is locked

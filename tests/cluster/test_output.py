@@ -150,8 +150,10 @@ def test_what_native_code_prints_is_there_whatever_ends_the_rank(end: str, tmp_p
 def test_a_script_may_do_to_its_streams_what_it_likes(how: str, status: int, tmp_path: Path) -> None:
     """Its exit code is its own, and it ends: a rank whose end raises would go on as a second fork server."""
     script, output = tmp_path / "script.py", create(tmp_path / "rank.log")
-    script.write_text(f"import sys\nprint('before', flush=True)\n{CLOSED[how]}\nraise SystemExit({status})")
-    assert spawned(script, output) == status and output.end() == "before\n"
+    native = "import ctypes\nctypes.CDLL(None).printf(b'native')"
+    script.write_text(f"import sys\nprint('before', flush=True)\n{native}\n{CLOSED[how]}\nraise SystemExit({status})")
+    assert spawned(script, output) == status
+    assert output.end() == "before\nnative", "what is left of lines is printed"
 
 
 def test_what_imports_print_is_in_the_log_of_the_fork_server_and_in_no_other(tmp_path: Path) -> None:
