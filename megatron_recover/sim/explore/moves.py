@@ -58,27 +58,41 @@ class Moves(Space):
     def times(self, world: World) -> Iterator[tuple[Attempt, World]]:
         """The times that pass where operations take time to fail, and what comes of work that others wait for."""
         state = self.coordinators[world.coordinator]
-        if world.grace and not any(world.nodes[number] and self.stalls(world, number) for number in range(len(world.nodes))):
+        if world.grace and not any(world.nodes[number] and self.stalls(world, number) for number in state.roster):
             # A grace is shorter than the time in which all members that are stuck find that out: here it ends after that.
             waits = world.faults.waits - bool(world.reading and world.faults.waits)
             over = world._replace(grace="", faults=world.faults._replace(waits=waits))
-            # What lasts is told from what passes after three such generations at the latest, and after three more.
-            if (
-                (world.reading and not state.is_excuse_over)
-                or not state.trouble
-                or state.fruitless < _LASTS * (state.patience + 1)
-            ):
-                yield "the grace is over", self.coordinate(over, coordinator.TimerFired(world.grace))
+            # What lasts is told from what passes after so many generations at the latest, and after as many more. Those in
+            # which waits are excused are none of them.
+            tries = state.generation - int(state.trouble.split()[1]) if state.trouble else 0
+            if (world.reading and not state.is_excuse_over) or tries < _LASTS * (state.patience + 1):
+                yield "the grace is over", self.fired(over, world.grace)
         if self.takes_time and state.trouble and state.patience < 2:
-            yield "the trouble lasts", self.coordinate(world, coordinator.TimerFired(state.trouble))
-        if self.scenario.hangs and state.excuse and not state.is_excuse_over:
-            yield "the deadline passes", self.coordinate(world, coordinator.TimerFired(state.excuse))
+            yield "the trouble lasts", self.fired(world, state.trouble)
+        if (self.scenario.hangs or self.scenario.outlasts) and state.excuse and not state.is_excuse_over:
+            yield "the deadline passes", self.fired(world._replace(overdue=world.reading), state.excuse)
         if not self.scenario.hangs:
             for number in world.reading:
                 left = tuple(each for each in world.reading if each != number)
                 yield f"replica {number} has read", world._replace(reading=left)
         if set(state.at_work) - set(world.reading):
             yield "the agent sees who is at work", self.coordinate(world, coordinator.AtWork(world.reading))
+        if (beat := self.beat(world)) is not None:
+            yield f"a beat of replica {beat.replica} tells of step {beat.step}", self.coordinate(world, beat)
+
+    def fired(self, world: World, timer: str) -> World:
+        """The world after a timer of the coordinator has run out."""
+        self.attempt = f"the timer {timer} runs out"  # what the coordinator does then may be a violation
+        return self.coordinate(world, coordinator.TimerFired(timer))
+
+    def beat(self, world: World) -> coordinator.Progressed | None:
+        """What a beat tells the coordinator of committed steps that it does not know of; it matters to those that wait."""
+        state = self.coordinators[world.coordinator]
+        if world.stopped or not self.scenario.readers:
+            return None
+        steps = [(self.nodes[world.nodes[each]].leader.step, each) for each in state.roster if world.nodes[each]]
+        step, number = max(steps, default=(0, 0))
+        return coordinator.Progressed(number, step) if step > state.step else None
 
     def continued(self, world: World) -> World:
         """The world after the coordinator has taken all that reached it while it was stopped."""
@@ -108,8 +122,9 @@ class Moves(Space):
                 yield f"replica {number} begins to save", saving
             if left.readers and world.nodes[number] and not world.stopped and self.may_read(world, number):
                 reading = tuple(sorted({*world.reading, number}))
+                overdue = None if world.overdue is None else tuple(sorted({*world.overdue, number}))
                 # A look at a page is quicker than any wait is long.
-                after = world._replace(reading=reading, faults=left._replace(readers=left.readers - 1))
+                after = world._replace(reading=reading, overdue=overdue, faults=left._replace(readers=left.readers - 1))
                 yield f"replica {number} reads", self.coordinate(after, coordinator.AtWork(reading))
             if left.miscounts and world.nodes[number] and self.nodes[world.nodes[number]].may_miscount():
                 after = self.stimulate(world._replace(faults=left._replace(miscounts=left.miscounts - 1)), number, Miscount())
@@ -121,9 +136,7 @@ class Moves(Space):
                 less = world._replace(faults=left._replace(state_drifts=left.state_drifts - 1))
                 yield f"other state of replica {number} drifts", self.stimulate(less, number, DriftState())
         if left.late and not world.stopped and set(state.roster) - set(state.entered):
-            late = self.coordinate(
-                world._replace(faults=left._replace(late=left.late - 1)), coordinator.TimerFired(state.follow)
-            )
+            late = self.fired(world._replace(faults=left._replace(late=left.late - 1)), state.follow)
             yield f"the timer {state.follow} runs out", late
         if left.stops and not world.stopped:
             yield "the coordinator is stopped", world._replace(stopped=True, faults=left._replace(stops=left.stops - 1))
@@ -174,7 +187,7 @@ class Moves(Space):
 
     def is_quiet(self, world: World) -> bool:
         """Whether nothing is left to happen but what a reader keeps: no message takes as long as a wait for a member does."""
-        return not any(
+        return self.beat(world) is None and not any(
             self.take(world, number, stimulus) is not None
             for number in self.coordinators[world.coordinator].roster
             if world.nodes[number]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from megatron_recover.core import coordinator, invariants, replica
+from megatron_recover.core import coordinator, invariants
 from megatron_recover.core.plan import Operation
 from megatron_recover.core.values import (
     Entered,
@@ -23,14 +23,13 @@ from megatron_recover.core.values import (
     Generation,
     Hello,
     LeaderMessage,
-    LossKind,
     ReplicaId,
     Shape,
     Void,
     Work,
 )
-from megatron_recover.sim import channels
 from megatron_recover.sim.explore import network
+from megatron_recover.sim.explore.judging import judged
 from megatron_recover.sim.explore.network import Faults, Table, World
 from megatron_recover.sim.explore.node import (
     Arrive,
@@ -165,7 +164,8 @@ class Space:
             state, effects = coordinator.step(self.coordinators[world.coordinator], message)
             decision = self.decisions[key] = self.coordinators.number(state), effects
         if decision[0] != world.coordinator:
-            world = world._replace(coordinator=decision[0])
+            before, after = self.coordinators[world.coordinator], self.coordinators[decision[0]]
+            world = judged(self.scenario, world._replace(coordinator=decision[0]), before, after, message)
         for effect in decision[1]:
             if isinstance(effect, coordinator.Announce):
                 new = effect.generation
@@ -258,7 +258,7 @@ class Space:
         if own is None:
             node = self.nodes[name]
             leader, stimuli = node.leader, list[Stimulus]()
-            if leader.phase is not replica.Phase.JOINING and leader.work is None and not leader.ended:
+            if node.may_begin():
                 stimuli.append(Begin())
             stimuli += [Arrive(position) for position in node.to_arrive()]
             stimuli += [CarryOut(position) for position, one in enumerate(node.ranks) if one.orders]
@@ -317,16 +317,10 @@ class Space:
             return True  # the last member hangs: only the detector ends it
         if not state.over:
             return False
-        fenced = [loss.replica for loss in state.losses if loss.kind is LossKind.SUSPECTED]
-        if self.scenario.broken and channels.innocent(fenced, state.roster, self.scenario.broken):
-            raise invariants.InvariantViolation(9, f"of {fenced}, which were fenced, one was not at fault")
-        if self.scenario.readers and not (set(fenced) <= set(world.reading) and self.scenario.hangs or not fenced):
-            raise invariants.InvariantViolation(9, f"of {fenced}, which were fenced, one was only at work")
-        if not state.roster and state.losses[-1].kind is LossKind.SUSPECTED:
-            raise invariants.InvariantViolation(9, f"a timeout removed the last members: {state.losses[-1].detail}")
-        given_up = state.void is not None and state.void.gives_up
-        if {item.exit_code == ExitCode.INVARIANT_VIOLATED for item in state.finished} - {given_up}:
-            raise invariants.InvariantViolation(9, f"step {state.void} is void, and the job ends with {state.finished}")
+        has_given_up = bool(state.miscount)  # what comes after, a save above all, may be made void in its turn
+        if {item.exit_code == ExitCode.INVARIANT_VIOLATED for item in state.finished} - {has_given_up}:
+            why = state.miscount or "no step was given up"
+            raise invariants.InvariantViolation(9, f"{why}, and the job ends with {state.finished}")
         if not self.tied(world) and not set(state.roster) <= {item.replica for item in state.finished}:
             raise invariants.InvariantViolation(9, "the job was stopped although members could go on")
         return True
