@@ -365,7 +365,7 @@ def test_the_digest_of_another_step_is_caught(monkeypatch: pytest.MonkeyPatch) -
         return replace(after, digests=state.digests), effects
 
     monkeypatch.setattr(replica, "_commit", keeps)
-    caught(explore(**DIGESTED, digested=(0, 1)), 2)
+    caught(explore(**DIGESTED, digested=(0, 1), crashes=1), 2)
 
 
 def test_a_record_without_the_digest_that_is_due_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,9 @@ from megatron_recover.sim.explore.space import Attempt, Space
 _LASTS = 2
 """Generations without a committed step after which `trouble` has run out at the latest."""
 
+_PATIENCE = 2
+"""How often `trouble` runs out."""
+
 
 class Moves(Space):
     """What can happen next, and what of it need not be tried."""
@@ -63,11 +66,13 @@ class Moves(Space):
             waits = world.faults.waits - bool(world.reading and world.faults.waits)
             over = world._replace(grace="", faults=world.faults._replace(waits=waits))
             # What lasts is told from what passes after so many generations at the latest, and after as many more. Those in
-            # which waits are excused are none of them.
+            # which waits are excused are none of them, and where nobody is left to wait for there is no end of trying to see.
             tries = state.generation - int(state.trouble.split()[1]) if state.trouble else 0
-            if (world.reading and not state.is_excuse_over) or tries < _LASTS * (state.patience + 1):
+            is_excused = world.reading and not state.is_excuse_over
+            is_clear = not world.reading and not self.scenario.broken and state.patience == _PATIENCE
+            if is_excused or is_clear or tries < _LASTS * (state.patience + 1):
                 yield "the grace is over", self.fired(over, world.grace)
-        if self.takes_time and state.trouble and state.patience < 2:
+        if self.takes_time and state.trouble and state.patience < _PATIENCE:
             yield "the trouble lasts", self.fired(world, state.trouble)
         if (self.scenario.hangs or self.scenario.outlasts) and state.excuse and not state.is_excuse_over:
             yield "the deadline passes", self.fired(world._replace(overdue=world.reading), state.excuse)

@@ -225,5 +225,18 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("a row of 3 replicas, 2 miscounts, and a crash", steps=1, tree_above=1, miscounts=2, crashes=1),
         Scenario("2 buckets, 2 miscounts, and a crash", steps=1, bucket_ranks=ONE_RANK_TWO_BUCKETS, miscounts=2, crashes=1),
         Scenario("2 stages, 2 miscounts", steps=1, num_ranks=2, bucket_ranks=TWO_STAGES, miscounts=2),
+        Scenario("3 miscounts, and a crash", steps=1, miscounts=3, crashes=1),
+        Scenario(
+            "2 ranks share a bucket, slow training threads, 2 miscounts, and a crash", replicas=2, microbatches=2, steps=1,
+            num_ranks=2, bucket_ranks=TWO_RANKS_ONE_BUCKET, slow=True, miscounts=2, crashes=1,
+        ),
+        Scenario("a late reader that goes on after the deadline, and a crash",
+                 microbatches=1, steps=1, readers=1, waits=1, outlasts=True, crashes=1),
+        Scenario("a late reader that goes on after the deadline, and late members",
+                 microbatches=1, steps=1, readers=1, waits=1, outlasts=True, late=1),
+        Scenario("2 replicas, 2 late readers that go on after the deadline, and a crash",
+                 replicas=2, microbatches=1, readers=2, waits=1, outlasts=True, crashes=1),
+        Scenario("2 replicas, 2 late readers that go on after the deadline, and late members",
+                 replicas=2, microbatches=1, steps=1, readers=2, waits=1, outlasts=True, late=1),
     ),
 }  # fmt: skip
