@@ -138,6 +138,7 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
                  replicas=2, microbatches=1, steps=1, readers=1, hangs=True, waits=3),
         Scenario("a reader that hangs, and a bad link",
                  microbatches=1, steps=1, readers=1, hangs=True, waits=1, broken=link(1, 2, "both")),
+        Scenario("2 readers that hang", microbatches=1, steps=1, readers=2, hangs=True, waits=1),
         Scenario("a late reader that goes on after the deadline", microbatches=1, steps=1, readers=1, waits=1, outlasts=True),
         Scenario("2 replicas, 2 late readers that go on after the deadline",
                  replicas=2, microbatches=1, readers=2, waits=1, outlasts=True),
