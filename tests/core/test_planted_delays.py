@@ -122,5 +122,5 @@ def test_forgetting_the_digest_of_a_rank_that_begins_before_its_leader_is_caught
 
 def test_naming_nobody_where_several_are_at_work_beyond_the_deadline_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who accuses several that are silent is not named, nor are they: only the agent tells that they had their time."""
-    monkeypatch.setattr(coordinator, "_at_work_for_too_long", lambda state: None)
+    monkeypatch.setattr(coordinator, "at_work_for_too_long", lambda state: None)
     caught(explore(microbatches=1, steps=1, readers=2, waits=1, hangs=True), 9)
