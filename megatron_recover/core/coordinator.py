@@ -89,7 +89,15 @@ from megatron_recover.core.coordinator_state import (
     TimerFired,
     Waits,
 )
-from megatron_recover.core.excuses import are_waits_excused, excuse, fruitful, with_waits, without_evidence, working
+from megatron_recover.core.excuses import (
+    are_waits_excused,
+    at_work_for_too_long,
+    excuse,
+    fruitful,
+    with_waits,
+    without_evidence,
+    working,
+)  # fmt: skip
 from megatron_recover.core.policy import EXIT, MISCOUNTED, TOO_FEW, all_finished, nobody_left, poisoned
 from megatron_recover.core.values import (
     Busy,
@@ -355,6 +363,7 @@ def _blame(state: CoordinatorState) -> Step:
     """The trouble lasts: remove the member that the evidence names, or try on for as long as the user's deadline allows."""
     how = f"in {state.fruitless} generations without a committed step; the last: {state.reason}"
     named = culprit(state.evidence, state.roster)
+    named = at_work_for_too_long(state) if named is None else named
     if named is not None and len(state.roster) > 1:
         detail = f"at fault by what members reported of each other {how}"
         return _remove(state, (Loss(named, LossKind.SUSPECTED, detail),), detail)

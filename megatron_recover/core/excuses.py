@@ -60,3 +60,9 @@ def with_waits(state: CoordinatorState) -> CoordinatorState:
     for replica, awaited in state.waits:
         evidence = heard(evidence, replica, awaited)
     return replace(state, evidence=evidence, waits=())
+
+
+def at_work_for_too_long(state: CoordinatorState) -> ReplicaId | None:
+    """Return a member that others wait for and that is at work though the time for that is over: of several the highest id."""
+    accused = {accused for _, accused in state.evidence.pairs}
+    return max(accused & set(state.at_work) & set(state.roster), default=None) if state.is_excuse_over else None

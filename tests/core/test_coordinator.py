@@ -791,6 +791,17 @@ def test_inv_9_who_is_at_work_for_longer_than_the_deadline_is_removed() -> None:
     assert Fence(1) in effects and announced(effects).roster == (0, 2)
 
 
+def test_inv_9_of_two_that_are_at_work_for_longer_than_the_deadline_one_is_removed_after_the_other() -> None:
+    """Found by the explorer: who accuses several that are silent is not named, and neither were they."""
+    state, _ = feed(started(), AtWork((1, 2)))
+    state, _ = one_more_sum(state, 1, 2)
+    state, _ = one_more_sum(feed(state, TimerFired("excuse 2"))[0], 1, 2)
+    state, effects = one_more_sum(feed(state, TimerFired(state.trouble))[0], 1, 2)
+    assert Fence(2) in effects and announced(effects).roster == (0, 1)
+    state, effects = one_more_sum(state, 1)
+    assert Arm("excuse 5", "deadline_s") in effects, "the other has its time anew"
+
+
 def test_inv_9_when_work_is_excused_no_more_one_broken_link_still_removes_nobody() -> None:
     """The others may have a disturbance of their own just then; what was held against anybody before is forgotten."""
     for size in (2, 4):

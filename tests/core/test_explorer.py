@@ -67,6 +67,10 @@ class Outcomes(Explorer):
         {"crashes": 1, "replicas": 3, "microbatches": 3, "steps": 1, "tree_above": 1},
         {"alarms": 1, "replicas": 3, "microbatches": 3, "steps": 1, "tree_above": 2},
         {"drifts": 1, "replicas": 3, "microbatches": 3, "steps": 1, "tree_above": 1},
+        {"readers": 1, "waits": 1, "steps": 1, "microbatches": 1, "hangs": True},
+        {"readers": 1, "waits": 1, "steps": 1, "microbatches": 1, "outlasts": True},
+        {"readers": 1, "waits": 1, "steps": 1, "microbatches": 1, "late": 1},
+        {"miscounts": 2, "num_ranks": 2, "bucket_ranks": SHARED, "steps": 1, "microbatches": 1, "slow": True},
     ],
     ids=str,
 )

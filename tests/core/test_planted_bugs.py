@@ -22,7 +22,6 @@ from megatron_recover.core.values import (
     LossKind,
     Plan,
     Record,
-    Requested,
     Status,
     Statuses,
     Void,
@@ -31,34 +30,15 @@ from megatron_recover.core.values import (
 )
 from megatron_recover.core.vote import ballot_of, gather, voters_of
 from megatron_recover.sim.channels import card, link
-from megatron_recover.sim.explore.explorer import Exploration, Explorer, Scenario
+from megatron_recover.sim.explore.explorer import Explorer, Scenario
 from megatron_recover.sim.explore.node import Rank, Threads
 from megatron_recover.sim.multiset import Multiset, add
+from tests.core.planting import caught, explore, handle
 
 TWO_BUCKETS = ((0,), (0,))
 SHARED = ((0, 1),)
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def explore(simulator: Threads | None = None, **scenario: Any) -> Exploration:
-    return Explorer(Scenario("planted", **scenario), simulator).run(limit=500_000)
-
-
-def caught(report: Exploration, *invariants: int) -> None:
-    """The exploration found one of these invariants broken, and says how."""
-    assert report.found is not None, f"the bug was not found in {report.states} states"
-    print("\n".join(report.found.lines))
-    print(report.found.detail)
-    assert any(report.found.detail.startswith(f"INV-{number}:") for number in invariants), report.found.detail
-    assert len(report.found.lines) >= 2
-
-
-def handle(monkeypatch: pytest.MonkeyPatch, kind: type, handler: Callable[[replica.ReplicaState, Any], replica.Step]) -> None:
-    """Replace the handler of an input in every phase that has one; it may lead anywhere."""
-    for rows in replica.TABLE.values():
-        if kind in rows:
-            monkeypatch.setitem(rows, kind, replica.Row(handler, frozenset(replica.Phase)))  # type: ignore[arg-type]
 
 
 def test_a_replica_that_commits_without_votes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +354,7 @@ def test_voting_without_the_digests_of_all_ranks_is_caught(monkeypatch: pytest.M
         return original(replace(state, digests=tuple(sorted(known.items()))))
 
     monkeypatch.setattr(replica, "_vote", hasty)
-    caught(explore(**DIGESTED, digested=(0,)), 2)
+    caught(explore(**DIGESTED, digested=(0,), crashes=1), 2)
 
 
 def test_the_digest_of_another_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +365,7 @@ def test_the_digest_of_another_step_is_caught(monkeypatch: pytest.MonkeyPatch) -
         return replace(after, digests=state.digests), effects
 
     monkeypatch.setattr(replica, "_commit", keeps)
-    caught(explore(**DIGESTED, digested=(0, 1)), 2)
+    caught(explore(**DIGESTED, digested=(0, 1), crashes=1), 2)
 
 
 def test_a_record_without_the_digest_that_is_due_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,32 +513,3 @@ def test_keeping_silent_about_a_link_that_broke_is_caught_in_a_tree(monkeypatch:
 
 def test_the_sum_of_multisets_is_what_the_checks_rest_on() -> None:
     assert add([(1, 0, 0), (0, 1, 1)]) == (1, 1, 1)
-
-
-LATE_READERS: dict[str, Any] = {"replicas": 2, "microbatches": 2, "readers": 2, "waits": 2}
-
-
-def test_counting_waits_for_a_replica_at_work_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it was: its peers name it after some sums that ran out, and it is removed."""
-    monkeypatch.setattr(coordinator, "working", lambda state: ())
-    monkeypatch.setattr(coordinator, "are_waits_excused", lambda state: bool(state.saves))
-    caught(explore(**LATE_READERS), 9)
-
-
-def test_asking_only_at_the_end_of_the_grace_who_was_at_work_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = coordinator._on_requested
-
-    def forgets(state: coordinator.CoordinatorState, request: Requested) -> coordinator.Step:
-        state, effects = original(state, request)
-        return replace(state, reason_excused_by=()), effects
-
-    monkeypatch.setitem(coordinator.TABLE, Requested, forgets)  # type: ignore[arg-type]
-    caught(explore(**LATE_READERS), 9)
-
-
-def test_excusing_work_for_ever_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that hangs looks like one that reads, and keeps the others waiting for ever."""
-    monkeypatch.setattr(coordinator, "excuse", lambda state, members: (state, ()))
-    scenario = Scenario("planted", replicas=2, microbatches=1, steps=1, readers=1, hangs=True, waits=2)
-    with pytest.raises(MemoryError):
-        Explorer(scenario).run(limit=2000)

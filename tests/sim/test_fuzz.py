@@ -30,7 +30,7 @@ def test_random_jobs_hold_and_end_well() -> None:
     words = " ".join(fault for verdict in found for fault in verdict.faults)
     for what in (
         "is killed", "is fenced", "stands still", "everybody stands", "the coordinator stands", "card of", "network between",
-        "breaks", "fails on", "drift", "raises", "saves", "asked to exit", "miscounts",
+        "breaks", "fails on", "drift", "raises", "saves", "asked to exit", "miscounts", "reads for",
     ):  # fmt: skip
         assert what in words
 
@@ -134,6 +134,12 @@ def test_results_that_count_after_the_promise_are_found(monkeypatch: pytest.Monk
 def test_a_coordinator_that_ignores_who_cannot_go_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(coordinator.TABLE, Requested, lambda state, request: (state, ()))  # type: ignore[arg-type]
     assert "INV-8" in str(_first_failure().problem)
+
+
+def test_blaming_who_reads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "working", lambda state: ())
+    monkeypatch.setattr(coordinator, "are_waits_excused", lambda state: bool(state.saves))
+    assert "INV-9" in str(_first_failure().problem)
 
 
 def test_blaming_the_highest_id_of_all_who_are_accused_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

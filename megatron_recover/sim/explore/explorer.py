@@ -4,7 +4,7 @@
 
 Breadth first from the announcement of generation 1. Where an invariant breaks, the shortest way found to it is printed and
 the exit code is 1. A state in which nothing can happen any more must be one in which all members have finished (INV-8, INV-9).
-`sim/explore/space.py` says what is tried, and what is left out.
+`sim/explore/moves.py` says what is tried, and what is left out.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megatron_recover.core import invariants
 from megatron_recover.core.values import ReplicaId, Value
+from megatron_recover.sim.explore.moves import Moves
 from megatron_recover.sim.explore.network import World
 from megatron_recover.sim.explore.node import Stimulus
 from megatron_recover.sim.explore.scenario import CONFIGS, Scenario
-from megatron_recover.sim.explore.space import Space
 from megatron_recover.sim.workers import CTRL_C_CODE, ended_by_ctrl_c, workers
 
 
@@ -44,7 +44,7 @@ class Exploration(Value, frozen=True):
     found: Found | None
 
 
-class Explorer(Space):
+class Explorer(Moves):
     """One exploration."""
 
     def run(self, limit: int = 50_000_000) -> Exploration:

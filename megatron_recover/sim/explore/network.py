@@ -54,7 +54,11 @@ class World(NamedTuple):
     inbox: tuple[int, ...] = ()
     """Numbers of the inputs that reached the coordinator since it was stopped, in their order."""
     reading: tuple[ReplicaId, ...] = ()
-    """Replicas whose training thread does nothing but read: they have not arrived at the sum."""
+    """Members whose training thread does nothing but read: they have not arrived at the sum. Who is fenced may go on."""
+    overdue: tuple[ReplicaId, ...] | None = None
+    """Who has read since the coordinator's deadline passed; None before, and when a step was committed or a replica lost."""
+    blamed: tuple[ReplicaId, ...] = ()
+    """Replicas that were fenced for what members reported of each other, though they were not overdue; in that order."""
 
 
 class Table[T]:

@@ -90,6 +90,8 @@ class Rank(Value, frozen=True):
     """What its training thread has to do next across replicas."""
     orders: tuple[Order, ...] = ()
     """On their way from the leader."""
+    begun: int = -1
+    """Of a follower: the newest step of which it has told its leader that it begins it, or that it ends there."""
 
     def may_end(self) -> bool:
         """Whether it runs a pass whose end it has not asked for."""
@@ -120,20 +122,30 @@ class Node(Value, frozen=True):
         work = self.leader.work
         return not self.flawed and (self.between_steps() if work is None else bool(work.buckets))
 
-    def to_arrive(self) -> list[int]:
-        """Return the followers that have yet to begin the step that their leader has begun, where that needs their digest."""
+    def may_begin(self) -> bool:
+        """Whether rank 0 has applied the last step and has yet to begin the next, or to end."""
         leader = self.leader
-        if leader.work is None or not leader.work.digests:
+        free = leader.phase is not replica.Phase.JOINING and leader.work is None and not leader.ended
+        return free and self.has_applied(0)
+
+    def has_applied(self, rank: int) -> bool:
+        """Whether a rank has applied all that is committed: its training thread is not between steps before."""
+        return self.ranks[rank].machine.step == self.leader.step
+
+    def to_arrive(self) -> list[int]:
+        """Return the followers that have yet to tell their leader that they begin the next step, which they do where their
+        digest is due, before rank 0 or after it; or that have yet to end, as rank 0 has."""
+        leader, at_end = self.leader, self.leader.step == len(self.work)
+        if leader.phase is replica.Phase.JOINING or not (leader.ended if at_end else self.work[leader.step].digests):
             return []
-        known = dict(leader.digests)
-        return [
-            rank for rank in range(1, len(self.ranks)) if rank not in known and self.ranks[rank].machine.step == leader.step
-        ]
+        followers = range(1, len(self.ranks))
+        return [rank for rank in followers if self.has_applied(rank) and self.ranks[rank].begun < leader.step]
 
     def between_steps(self) -> bool:
         """Whether all ranks have applied the last step and none has begun the next."""
         leader = self.leader
-        return leader.work is None and not leader.ended and all(one.machine.step == leader.step for one in self.ranks)
+        begun = leader.work is not None or leader.ended or leader.digests
+        return not begun and all(self.has_applied(rank) for rank in range(len(self.ranks)))
 
 
 # --- Stimuli: what can happen to a node ----------------------------------------------------------------------------------
@@ -148,7 +160,7 @@ class Begin(Value, frozen=True):
 
 
 class Arrive(Value, frozen=True):
-    """A follower begins the step that its leader has begun already; only where the leader waits for its digest."""
+    """A follower begins the next step where its digest is due, or ends later than rank 0."""
 
     rank: int
 
@@ -251,7 +263,7 @@ class Threads:
         elif isinstance(stimulus, Begin):
             run.begin()
         elif isinstance(stimulus, Arrive):
-            run.arrive(stimulus.rank, run.work[run.leader.step])
+            run.arrive(stimulus.rank)
         elif isinstance(stimulus, CarryOut):
             run.carry_out(stimulus.rank)
         elif isinstance(stimulus, TakeUp):
@@ -354,19 +366,25 @@ class _Run:
                 self.lead(effect.report)
 
     def begin(self) -> None:
+        """Rank 0 begins the next step, or ends; with it the followers that are as far, unless their digest is due."""
         step = self.leader.step
+        is_alone = step < len(self.work) and self.work[step].digests
         for position in range(len(self.ranks)):
-            if step == len(self.work):
-                self.feed(position, rank.End())
-            elif position == 0 or not self.work[step].digests:
-                self.arrive(position, self.work[step])
+            if position == 0 or not is_alone and self.ranks[position].machine.step == step:
+                self.arrive(position)
 
-    def arrive(self, position: int, work: Work) -> None:
-        """A rank begins the step, with the digest of its state where that is due."""
-        digest = None
+    def arrive(self, position: int) -> None:
+        """A rank begins the next step, with the digest of its state where that is due, or ends."""
+        step = self.leader.step
+        if position and (step == len(self.work) or self.work[step].digests):
+            self.ranks[position] = replace(self.ranks[position], begun=step)
+        if step == len(self.work):
+            self.feed(position, rank.End())
+            return
+        work, digest = self.work[step], None
         if work.digests:
-            digest = state_digest(self.leader.step, position, drifted=self.drifted or self.state_drifted)
-            self.facts.append(invariants.Digested(self.number, position, self.leader.step, digest))
+            digest = state_digest(step, position, drifted=self.drifted or self.state_drifted)
+            self.facts.append(invariants.Digested(self.number, position, step, digest))
         self.feed(position, rank.Begin(work, (), digest))
 
     def carry_out(self, position: int) -> None:

@@ -48,7 +48,9 @@ class Scenario(Value, frozen=True):
     readers: int = 0
     """Replicas that read data, compile or compute from any instant to any later one, while others give up waiting for them."""
     hangs: bool = False
-    """Such a replica never goes on; until the coordinator's deadline has passed it looks like the others."""
+    """Such a replica never goes on as a member; until the coordinator's deadline has passed it looks like the others."""
+    outlasts: bool = False
+    """The coordinator's deadline may pass before such a replica goes on: it may have been given up when it speaks."""
     waits: int = 0
     """How often members that wait for such a replica give up before it goes on, or the deadline passes."""
     digested: tuple[int, ...] = ()
@@ -132,6 +134,18 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("a reader that hangs", microbatches=1, steps=1, readers=1, hangs=True, waits=1),
         Scenario("2 replicas, a reader that hangs, and a crash",
                  replicas=2, microbatches=2, readers=1, hangs=True, waits=2, crashes=1),
+        Scenario("2 replicas, a reader that hangs, for which others wait three times",
+                 replicas=2, microbatches=1, steps=1, readers=1, hangs=True, waits=3),
+        Scenario("a reader that hangs, and a bad link",
+                 microbatches=1, steps=1, readers=1, hangs=True, waits=1, broken=link(1, 2, "both")),
+        Scenario("2 readers that hang", microbatches=1, steps=1, readers=2, hangs=True, waits=1),
+        Scenario("a late reader that goes on after the deadline", microbatches=1, steps=1, readers=1, waits=1, outlasts=True),
+        Scenario("2 replicas, 2 late readers that go on after the deadline",
+                 replicas=2, microbatches=1, readers=2, waits=1, outlasts=True),
+        Scenario("2 replicas, links, and a late reader that goes on after the deadline",
+                 replicas=2, microbatches=1, steps=1, readers=1, waits=1, outlasts=True, links=True),
+        Scenario("2 replicas, a late reader, and late members",
+                 replicas=2, microbatches=1, steps=1, readers=1, waits=1, late=1),
         Scenario("a bad network card", microbatches=1, steps=1, broken=card(0, range(3), "both")),
         Scenario("a card that does not send, and a crash", microbatches=1, steps=1, crashes=1, broken=card(1, range(3), "out")),
         Scenario("a card that does not receive", microbatches=1, steps=1, broken=card(2, range(3), "in")),
@@ -143,6 +157,11 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
             replicas=2, microbatches=2, steps=1, alarms=1, stops=1, late=1,
         ),
         Scenario("2 miscounts, and a crash", steps=1, crashes=1, miscounts=2),
+        Scenario("2 replicas, 3 miscounts", replicas=2, microbatches=2, steps=1, miscounts=3),
+        Scenario(
+            "2 ranks share a bucket, slow training threads, and 2 miscounts",
+            replicas=2, microbatches=2, steps=1, num_ranks=2, bucket_ranks=TWO_RANKS_ONE_BUCKET, slow=True, miscounts=2,
+        ),
     ),
     "full": (
         # The longest first: they decide when the last of several processes is done.
@@ -207,5 +226,18 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         Scenario("a row of 3 replicas, 2 miscounts, and a crash", steps=1, tree_above=1, miscounts=2, crashes=1),
         Scenario("2 buckets, 2 miscounts, and a crash", steps=1, bucket_ranks=ONE_RANK_TWO_BUCKETS, miscounts=2, crashes=1),
         Scenario("2 stages, 2 miscounts", steps=1, num_ranks=2, bucket_ranks=TWO_STAGES, miscounts=2),
+        Scenario("3 miscounts, and a crash", steps=1, miscounts=3, crashes=1),
+        Scenario(
+            "2 ranks share a bucket, slow training threads, 2 miscounts, and a crash", replicas=2, microbatches=2, steps=1,
+            num_ranks=2, bucket_ranks=TWO_RANKS_ONE_BUCKET, slow=True, miscounts=2, crashes=1,
+        ),
+        Scenario("a late reader that goes on after the deadline, and a crash",
+                 microbatches=1, steps=1, readers=1, waits=1, outlasts=True, crashes=1),
+        Scenario("a late reader that goes on after the deadline, and late members",
+                 microbatches=1, steps=1, readers=1, waits=1, outlasts=True, late=1),
+        Scenario("2 replicas, 2 late readers that go on after the deadline, and a crash",
+                 replicas=2, microbatches=1, readers=2, waits=1, outlasts=True, crashes=1),
+        Scenario("2 replicas, 2 late readers that go on after the deadline, and late members",
+                 replicas=2, microbatches=1, steps=1, readers=2, waits=1, outlasts=True, late=1),
     ),
 }  # fmt: skip

@@ -24,14 +24,14 @@ from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, invariants, rank
 from megatron_recover.core.invariants import InvariantViolation
-from megatron_recover.core.replica import LinkLost
+from megatron_recover.core.replica import Committed, LinkLost
 from megatron_recover.core.tree import TREE_ABOVE
 from megatron_recover.core.values import Apply, ExitCode, Loss, LossKind, ReplicaId, Report, Work
 from megatron_recover.sim import channels
-from megatron_recover.sim.timed.clock import Clock
+from megatron_recover.sim.timed.chance import FreezingClock, RandomTiming
 from megatron_recover.sim.timed.job import Actor, TimedCoordinator, TimedJob, TimedReplica
 from megatron_recover.sim.timed.memory import Counts
-from megatron_recover.sim.timed.models import ComputeTable, JobTable, NetworkTable, Timing
+from megatron_recover.sim.timed.models import JobTable
 from megatron_recover.sim.timed.rank import TimedRank
 from megatron_recover.sim.workers import CTRL_C_CODE, ended_by_ctrl_c, workers
 
@@ -55,93 +55,6 @@ class Verdict(msgspec.Struct, frozen=True):
     """What was done to it, in words."""
     problem: str | None
     """What is wrong, or None."""
-
-
-class RandomTiming(Timing):
-    """Everything takes a time of its own: mostly short, sometimes long."""
-
-    def __init__(self, dice: random.Random, job: JobTable) -> None:
-        super().__init__(job, ComputeTable(microbatch_s=0.1), NetworkTable(bytes_per_s=1e9, gradient_bytes=1e6))
-        self.dice = dice
-        self.scale_s = 10 ** dice.uniform(-4, -1)
-        """Of messages: between much quicker than a microbatch and as slow as one."""
-        self.paces: dict[tuple[ReplicaId, int], float] = {}
-
-    def _some(self, mean_s: float) -> float:
-        return self.dice.expovariate(1 / mean_s) * (20 if self.dice.random() < 0.02 else 1)
-
-    def latency_s(self) -> float:
-        # Less than it takes to be fenced for not following: without a fault nobody is.
-        return min(0.5, self._some(self.scale_s))
-
-    def local_latency_s(self) -> float:
-        return min(0.5, self._some(self.scale_s / 3))
-
-    def message_s(self, num_bytes: float = 0.0) -> float:
-        return 0.0
-
-    def microbatch_s(self, replica: ReplicaId, step: int) -> float:
-        # The same for all ranks of a replica: they wait for each other inside the pass.
-        if (replica, step) not in self.paces:
-            self.paces[replica, step] = self._some(0.1)
-        return self.paces[replica, step]
-
-    def optimizer_s(self) -> float:
-        return self._some(0.05)
-
-    def reduce_s(self, bucket: int, num_members: int) -> float:
-        return self._some(0.02)
-
-    def together_s(self, seconds: float, replica: ReplicaId) -> float:
-        # No member knows when the others are done.
-        return seconds + self._some(0.02)
-
-    def transfer_s(self, bucket: int) -> float:
-        return self._some(0.02)
-
-
-Process = TimedRank | TimedCoordinator
-
-
-class FreezingClock(Clock):
-    """A clock on which processes can be stopped: what concerns one of them waits, in order, until it goes on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._frozen: dict[Process, float] = {}
-        """Stopped processes, and until when."""
-        self._waiting: dict[Process, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
-
-    def at(self, time: float, call: Callable[..., None], *arguments: Any) -> None:
-        super().at(time, self._unless_frozen, call, arguments)
-
-    def freeze(self, one: Process, until: float) -> None:
-        """Stop a process; it goes on at the latest of the times that are asked for."""
-        self._frozen[one] = max(until, self._frozen.get(one, 0.0))
-        super().at(until, self._thaw, one)
-
-    def _thaw(self, one: Process) -> None:
-        if self._frozen.get(one, math.inf) <= self.now:
-            del self._frozen[one]
-            for call, arguments in self._waiting.pop(one, ()):
-                call(*arguments)
-
-    def _unless_frozen(self, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        one = _process_of(call, arguments)
-        if one in self._frozen:
-            self._waiting.setdefault(one, []).append((call, arguments))
-        else:
-            call(*arguments)
-
-
-def _process_of(call: Callable[..., None], arguments: tuple[Any, ...]) -> Process | None:
-    """The rank in whose process a call happens, or the coordinator, if it is one's."""
-    for one in (getattr(call, "__self__", None), *arguments[:1]):
-        if isinstance(one, TimedRank | TimedCoordinator):
-            return one
-        if isinstance(one, TimedReplica):
-            return one.ranks[0]
-    return None
 
 
 class RandomJob(TimedJob):
@@ -182,9 +95,13 @@ class RandomJob(TimedJob):
         self.num_miscounts = 0
         self.num_deaths_in_saves = 0
         """That are still to come."""
+        self.readings: dict[tuple[ReplicaId, int], float] = {}
+        """(replica, rank): for how long it reads before its next step."""
+        self.reading: dict[TimedRank, float] = {}
+        """Ranks that read, and until when."""
         self.exit_asked = False
         self.is_network_only = True
-        """All faults so far are bad channels: then nobody else may be lost."""
+        """All faults so far are bad channels and members that read: then nobody may be lost that a fault has not hit."""
         self.last_fault_s = 0.0
         self._last: dict[object, float] = {}
         """When the last message of a FIFO link arrives."""
@@ -192,6 +109,9 @@ class RandomJob(TimedJob):
         """How often the link between two leaders broke: what was on it then is lost."""
         for _ in range(dice.choice((0, 1, 1, 2, 2, 3, 5))):
             self.clock.at(dice.expovariate(1 / (0.3 * table.steps)), dice.choice(faults or _FAULTS), self)
+        self.reader_dice = random.Random(f"readers {seed}")
+        for _ in range(self.reader_dice.choice((0,) * 8 + (1, 2)) if faults is None else 0):
+            self.clock.at(self.reader_dice.expovariate(1 / (0.3 * table.steps)), _read, self)
 
     def work(self, step: int, label: str) -> Work:
         work = super().work(step, label)
@@ -239,6 +159,35 @@ class RandomJob(TimedJob):
             return super().saving_s(rank)
         return self.dice.expovariate(1 / 3.0)
 
+    # --- replicas that read ---
+
+    def reading_s(self, rank: TimedRank) -> float:
+        if rank.course.next_label(self.num_steps, self.save_interval) is None:
+            return 0.0  # it has no more to read, and `finish_s` to end
+        seconds = self.readings.pop((rank.replica.number, rank.position), 0.0)
+        if seconds:
+            self.reading[rank] = self.clock.now + seconds
+            self.last_fault_s = max(self.last_fault_s, self.clock.now + seconds)
+            self.look()
+        return seconds
+
+    def is_reading(self, number: ReplicaId) -> bool:
+        return any(one.replica.number == number for one in self.reading)
+
+    def look(self) -> None:
+        """What the agents see: who reads, alive and not stopped. They look much more often than anybody waits."""
+        self.reading = {one: until for one, until in self.reading.items() if one.alive and until > self.clock.now}
+        at_work = tuple(sorted({one.replica.number for one in self.reading if not self.freezer.is_frozen(one)}))
+        if at_work != self.coordinator.state.at_work:
+            self.clock.after(0.0, self.coordinator.feed, coordinator.AtWork(at_work))
+        if self.reading or at_work != self.coordinator.state.at_work:
+            self.clock.after(0.5, self.look)
+
+    def committed(self, one: TimedReplica, effect: Committed) -> None:
+        super().committed(one, effect)
+        beat = coordinator.Progressed(one.number, effect.record.step + 1)
+        self.clock.after(0.5, self.coordinator.feed, beat)
+
     # --- what the coordinator does takes time, too ---
 
     def fence(self, number: ReplicaId) -> None:
@@ -251,7 +200,7 @@ class RandomJob(TimedJob):
     # --- faults ---
 
     def note(self, fault: str, *replicas: ReplicaId, network: bool = False) -> None:
-        """A fault happens. `network`: a channel of the data plane delivers nothing from now on."""
+        """A fault happens. `network`: a channel of the data plane delivers nothing from now on, or a member reads."""
         self.faults.append(f"{self.clock.now:.4f} s: {fault}")
         self.is_network_only &= network
         self.hit.update(replicas)
@@ -402,6 +351,15 @@ def _miscount(job: RandomJob) -> None:
     job.num_miscounts += 1
 
 
+def _read(job: RandomJob) -> None:
+    """A rank reads data before its next step for longer than others wait; late it is where that is beyond the deadline."""
+    one, seconds = job.reader_dice.choice(job.replicas), job.reader_dice.choice((4.0, 30.0, 100.0, 900.0))
+    position = job.reader_dice.randrange(job.table.ranks)
+    late = (one.number,) if seconds > job.coordinator.timers_s["deadline_s"] else ()
+    job.note(f"replica {one.number} rank {position} reads for {seconds} s", *late, network=True)
+    job.readings[one.number, position] = seconds
+
+
 _WAYS: tuple[channels.Ways, ...] = ("out", "in", "both")
 _FAULTS = (
     _kill, _kill, _kill, _kill_two, _suspect, _stop, _stop, _break_link, _break_link, _fail_operation, _drift, _raise, _save,
@@ -436,7 +394,7 @@ def _ill_ended(job: RandomJob) -> str | None:
     if not members and losses[-1].detail.startswith("did not enter"):
         return "INV-9: a timeout removed the last members"
     lost = {loss.replica for loss in losses}
-    if job.is_network_only and len(members) > 1 and lost - job.hit:
+    if job.is_network_only and (len(members) > 1 or not job.hit) and lost - job.hit:
         return f"INV-9: replicas {sorted(lost - job.hit)} were lost, and nothing was wrong with them"
     committed = dict(job.history.committed)
     trained = max((job.replicas[number].ranks[0].course.trained for number in members), default=0)

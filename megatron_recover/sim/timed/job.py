@@ -278,6 +278,14 @@ class TimedJob:
         """How long a rank saves a checkpoint before its next step."""
         return self.save_s if rank.course.writes is not None and not rank.saving else 0.0
 
+    def reading_s(self, rank: TimedRank) -> float:
+        """How long a rank reads data before it begins its next step, beyond what a step takes; asked until it is nothing."""
+        return 0.0
+
+    def is_reading(self, number: ReplicaId) -> bool:
+        """Whether a rank of that replica reads for so long that others may give up waiting for it."""
+        return False
+
     def may_write(self, rank: TimedRank, order: Apply) -> None:
         """All have agreed on the state that a rank is about to save."""
 

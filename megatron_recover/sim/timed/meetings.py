@@ -61,9 +61,9 @@ class Meetings:
                 self._strike(operation, meeting, seconds)
             for number, arrived in meeting.here.items():
                 job.clock.at(job.clock.now + job.timing.together_s(seconds, number), self._sum, arrived, operation)
-        elif job.broken:
-            # A member that is held up elsewhere by a broken channel does not come. One that computes is waited for: here the
-            # `stall_s` may be shorter than a pass.
+        elif job.broken or any(map(job.is_reading, operation.members)):
+            # A member that is held up elsewhere by a broken channel does not come, nor one that reads. One that computes is
+            # waited for: here the `stall_s` may be shorter than a pass.
             job.clock.after(job.stall_s, self._absent, rank, meeting)
         dead = [number for number in job.undiscovered if job.is_dead(number, rank.position) and number in operation.members]
         if dead:
@@ -122,7 +122,7 @@ class Meetings:
         missing = tuple(member for member in operation.members if member not in meeting.parts)
         if not missing or meeting.here.get(me) is not rank or self.open.get(_key(rank, operation)) is not meeting:
             return
-        if all(job.replicas[member].ranks[meeting.position].operations for member in missing):
+        if all(job.replicas[member].ranks[meeting.position].operations or job.is_reading(member) for member in missing):
             del meeting.here[me]
             rank.failed(operation, "no progress", missing, stalled=True)
         else:

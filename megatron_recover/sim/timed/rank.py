@@ -165,6 +165,9 @@ class TimedRank:
         """The training loop arrives at its next step, or at its end."""
         if not self.alive:
             return
+        if reads_s := self.job.reading_s(self):
+            self._until(self.job.clock.now + reads_s, self.begin)
+            return
         pause_s = self.job.saving_s(self)
         if pause_s and not self.saving:
             self.saving = True

@@ -1,0 +1,301 @@
+"""What can happen in a state of a small job: every order of messages, every step of a node, every fault.
+
+What is not tried twice (each is another order of independent steps, or covered by another outcome; `reduced=False` tries it
+all, and a test compares the two)
+----------------------------------------------------------------------------------------------------------------------------
+* Inside a node: `sim/explore/node.py`.
+* Generations come in layers: once one is announced, members of older ones only enter it. What they did before entering
+  reads no message of the new generation, so it can as well have happened before the announcement. (Not with `links`: there
+  messages of a generation may arrive before its announcement.)
+* A vote or status that is only stored, because those of two or more other members are missing, is delivered at once. It has
+  no effect before the last one comes, a new generation discards it delivered or not, and the last one may still be lost.
+  In a tree it may also make a node hand on what it has: a message more, which nobody has to receive.
+* A node that no new generation can reach (it is not in the newest roster; or it has entered the newest and no fault is left to
+  come) takes its steps at once: they only add messages, none disables another, and nobody has to receive what they send.
+* A crash is seen by the coordinator at once: until then the dead replica just does nothing, as any replica may at any time.
+  A fenced replica is never killed: being killed is doing nothing from then on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from megatron_recover.core import coordinator, replica
+from megatron_recover.core.tree import neighbours
+from megatron_recover.core.values import Busy, Loss, LossKind, ReplicaId
+from megatron_recover.sim import channels
+from megatron_recover.sim.explore import network
+from megatron_recover.sim.explore.network import World
+from megatron_recover.sim.explore.node import CarryOut, Complete, Drift, DriftState, Fail, Miscount, Stall, Stimulus, pending
+from megatron_recover.sim.explore.space import Attempt, Space
+
+_LASTS = 2
+"""Generations without a committed step after which `trouble` has run out at the latest."""
+
+_PATIENCE = 2
+"""How often `trouble` runs out."""
+
+
+class Moves(Space):
+    """What can happen next, and what of it need not be tried."""
+
+    # --- what can happen ---
+
+    def steps(self, world: World) -> Iterator[tuple[Attempt, World]]:
+        """Every step of a live node: what happens, and the state after it."""
+        for number, name in enumerate(world.nodes):
+            if name:
+                waits = self.stalls(world, number) if world.reading else []
+                for stimulus in [*self.stimuli(world, number), *waits]:
+                    after = self.take(world, number, stimulus)
+                    if after is not None:
+                        yield self.attempt, after
+        if world.stopped:
+            yield "the coordinator continues", self.continued(world)
+            return
+        yield from self.times(world)
+        for save in self.coordinators[world.coordinator].saves:
+            yield f"the save of replica {save.replica} is over", self.coordinate(world, Busy(save.replica, True))
+
+    def times(self, world: World) -> Iterator[tuple[Attempt, World]]:
+        """The times that pass where operations take time to fail, and what comes of work that others wait for."""
+        state = self.coordinators[world.coordinator]
+        if world.grace and not any(world.nodes[number] and self.stalls(world, number) for number in state.roster):
+            # A grace is shorter than the time in which all members that are stuck find that out: here it ends after that.
+            waits = world.faults.waits - bool(world.reading and world.faults.waits)
+            over = world._replace(grace="", faults=world.faults._replace(waits=waits))
+            # What lasts is told from what passes after so many generations at the latest, and after as many more. Those in
+            # which waits are excused are none of them, and where nobody is left to wait for there is no end of trying to see.
+            tries = state.generation - int(state.trouble.split()[1]) if state.trouble else 0
+            is_excused = world.reading and not state.is_excuse_over
+            is_clear = not world.reading and not self.scenario.broken and state.patience == _PATIENCE
+            if is_excused or is_clear or tries < _LASTS * (state.patience + 1):
+                yield "the grace is over", self.fired(over, world.grace)
+        if self.takes_time and state.trouble and state.patience < _PATIENCE:
+            yield "the trouble lasts", self.fired(world, state.trouble)
+        if (self.scenario.hangs or self.scenario.outlasts) and state.excuse and not state.is_excuse_over:
+            yield "the deadline passes", self.fired(world._replace(overdue=world.reading), state.excuse)
+        if not self.scenario.hangs:
+            for number in world.reading:
+                left = tuple(each for each in world.reading if each != number)
+                yield f"replica {number} has read", world._replace(reading=left)
+        if set(state.at_work) - set(world.reading):
+            yield "the agent sees who is at work", self.coordinate(world, coordinator.AtWork(world.reading))
+        if (beat := self.beat(world)) is not None:
+            yield f"a beat of replica {beat.replica} tells of step {beat.step}", self.coordinate(world, beat)
+
+    def fired(self, world: World, timer: str) -> World:
+        """The world after a timer of the coordinator has run out."""
+        self.attempt = f"the timer {timer} runs out"  # what the coordinator does then may be a violation
+        return self.coordinate(world, coordinator.TimerFired(timer))
+
+    def beat(self, world: World) -> coordinator.Progressed | None:
+        """What a beat tells the coordinator of committed steps that it does not know of; it matters to those that wait."""
+        state = self.coordinators[world.coordinator]
+        if world.stopped or not self.scenario.readers:
+            return None
+        steps = [(self.nodes[world.nodes[each]].leader.step, each) for each in state.roster if world.nodes[each]]
+        step, number = max(steps, default=(0, 0))
+        return coordinator.Progressed(number, step) if step > state.step else None
+
+    def continued(self, world: World) -> World:
+        """The world after the coordinator has taken all that reached it while it was stopped."""
+        inbox, world = world.inbox, world._replace(stopped=False, inbox=())
+        for number in inbox:
+            world = self.coordinate(world, self.inputs[number])
+        return world
+
+    def faults(self, world: World) -> Iterator[tuple[Attempt, World]]:
+        """Every fault that may still come."""
+        state, left = self.coordinators[world.coordinator], world.faults
+        for number in state.roster:
+            lost = coordinator.Lost(Loss(number, LossKind.PROCESS_ENDED))
+            if left.crashes:
+                nodes = (*world.nodes[:number], 0, *world.nodes[number + 1 :])
+                links = tuple(link for link in world.links if link[1] != number)
+                dead = world._replace(
+                    nodes=nodes, faults=left._replace(crashes=left.crashes - 1), links=links,
+                    reading=tuple(each for each in world.reading if each != number),
+                )  # fmt: skip
+                yield f"replica {number} dies", self.coordinate(dead, lost)
+            if left.suspicions:
+                fenced = self.coordinate(world._replace(faults=left._replace(suspicions=left.suspicions - 1)), lost)
+                yield f"replica {number} is fenced, but lives", fenced
+            if left.saves:
+                saving = self.coordinate(world._replace(faults=left._replace(saves=left.saves - 1)), Busy(number, False))
+                yield f"replica {number} begins to save", saving
+            if left.readers and world.nodes[number] and not world.stopped and self.may_read(world, number):
+                reading = tuple(sorted({*world.reading, number}))
+                overdue = None if world.overdue is None else tuple(sorted({*world.overdue, number}))
+                # A look at a page is quicker than any wait is long.
+                after = world._replace(reading=reading, overdue=overdue, faults=left._replace(readers=left.readers - 1))
+                yield f"replica {number} reads", self.coordinate(after, coordinator.AtWork(reading))
+            if left.miscounts and world.nodes[number] and self.nodes[world.nodes[number]].may_miscount():
+                after = self.stimulate(world._replace(faults=left._replace(miscounts=left.miscounts - 1)), number, Miscount())
+                yield f"replica {number} miscounts", after
+            if left.drifts and world.nodes[number] and self.nodes[world.nodes[number]].between_steps():
+                after = self.stimulate(world._replace(faults=left._replace(drifts=left.drifts - 1)), number, Drift())
+                yield f"the parameters of replica {number} drift", after
+            if left.state_drifts and world.nodes[number] and self.nodes[world.nodes[number]].between_steps():
+                less = world._replace(faults=left._replace(state_drifts=left.state_drifts - 1))
+                yield f"other state of replica {number} drifts", self.stimulate(less, number, DriftState())
+        if left.late and not world.stopped and set(state.roster) - set(state.entered):
+            late = self.fired(world._replace(faults=left._replace(late=left.late - 1)), state.follow)
+            yield f"the timer {state.follow} runs out", late
+        if left.stops and not world.stopped:
+            yield "the coordinator is stopped", world._replace(stopped=True, faults=left._replace(stops=left.stops - 1))
+        if left.alarms:
+            yield from self.alarm(world._replace(faults=left._replace(alarms=left.alarms - 1)), state)
+
+    def may_fail(self, world: World) -> bool:
+        """Whether a fault may still come."""
+        return any(world.faults)
+
+    def stimuli(self, world: World, number: ReplicaId) -> list[Stimulus | int]:
+        """What can reach a node: numbers of messages, and the node's own steps."""
+        name = world.nodes[number]
+        own = self.own_steps(name)
+        state = self.coordinators[world.coordinator]
+        if self.layered and own.generation < state.generation and number in state.roster:
+            return [self.newest[state.generation, state.roster, state.trusted_from, state.void]]
+        found: list[Stimulus | int] = [queue[0] for _, destination, queue in world.links if destination == number]
+        found += network.numbers(self.deliverable(world.messages, name))
+        if number in world.reading:  # its control thread goes on
+            return found + [stimulus for stimulus in own.stimuli if isinstance(stimulus, CarryOut)]
+        found += own.stimuli
+        for position, operation in own.pending:
+            counts = self.delivered(world, position, operation)
+            if counts is not None and channels.completes(operation, number, self.scenario.broken):
+                found.append(Complete(position, counts))
+        return found + (self.stalls(world, number) if not world.reading else [])
+
+    def stalls(self, world: World, number: ReplicaId) -> list[Stimulus | int]:
+        """The operations of a node that all members have reached and that broken channels stop."""
+        if number in world.reading:
+            return []
+        if world.reading:
+            return self.waits_for_readers(world, number) if self.is_quiet(world) else []
+        return [
+            Stall(position, channels.accused(operation, number, self.scenario.broken))
+            for position, operation in self.own_steps(world.nodes[number]).pending
+            if not channels.completes(operation, number, self.scenario.broken)
+            and self.delivered(world, position, operation) is not None
+        ]
+
+    def may_read(self, world: World, number: ReplicaId) -> bool:
+        """Whether a member can still be what the sum of a step waits for: the step is there, and nobody has its result."""
+        if self.nodes[world.nodes[number]].leader.step >= self.scenario.steps:
+            return False
+        members = [world.nodes[number] for number in self.coordinators[world.coordinator].roster]
+        return not any(items for name in members if name for items in self.nodes[name].leader.held)
+
+    def is_quiet(self, world: World) -> bool:
+        """Whether nothing is left to happen but what a reader keeps: no message takes as long as a wait for a member does."""
+        return self.beat(world) is None and not any(
+            self.take(world, number, stimulus) is not None
+            for number in self.coordinators[world.coordinator].roster
+            if world.nodes[number]
+            for stimulus in self.stimuli(world, number)
+        )
+
+    def waits_for_readers(self, world: World, number: ReplicaId) -> list[Stimulus | int]:
+        """The operations of a node whose members wait for one that reads, and may give that up."""
+        state = self.coordinators[world.coordinator]
+        if not world.faults.waits and not state.is_excuse_over and not (self.scenario.hangs and not state.excuse):
+            return []
+        found: list[Stimulus | int] = []
+        for position, operation in self.own_steps(world.nodes[number]).pending:
+            members = operation.members if operation.source is None else (operation.source,)
+            if accused := tuple(member for member in members if member in world.reading):
+                found.append(Stall(position, accused))
+        return found
+
+    def alarm(self, world: World, state: coordinator.CoordinatorState) -> Iterator[tuple[Attempt, World]]:
+        """A new generation is asked for although nobody died."""
+        if self.scenario.links:
+            for a, b in itertools.combinations(state.roster, 2):
+                links = tuple(link for link in world.links if {link[0], link[1]} != {a, b})
+                after = world if links == world.links else world._replace(links=links)
+                after = self.stimulate(self.stimulate(after, a, replica.LinkLost(b)), b, replica.LinkLost(a))
+                if after != world:
+                    yield f"the link between {a} and {b} breaks", after
+            return
+        for number in state.roster:
+            for position, _ in pending(self.nodes[world.nodes[number]]):
+                after = self.stimulate(world, number, Fail(position))
+                if after.coordinator != world.coordinator:
+                    yield f"an operation of replica {number} rank {position} fails", after
+        for number in state.roster:
+            # One of the members will do: who asks changes nothing but that it asks no more in this generation.
+            leader = self.nodes[world.nodes[number]].leader
+            peers = neighbours(leader.roster, number, leader.tree_above) if leader.roster else ()
+            after = self.stimulate(world, number, replica.LinkLost(peers[0])) if peers else world
+            if after.coordinator != world.coordinator:
+                yield f"replica {number} asks for a new generation", after
+                return
+
+    # --- what need not be tried, what need not be kept ---
+
+    def settle(self, world: World, trail: list[Attempt] | None = None) -> World:
+        """Take the steps whose order is of no consequence (the module's docstring says which), and drop useless messages."""
+        while True:
+            after = self.harmless(world) if self.reduced else None
+            if after is None:
+                return self.tidy(world)
+            world = after
+            if trail is not None:
+                trail.append(self.attempt)
+
+    def harmless(self, world: World) -> World | None:
+        """The world after one step whose order is of no consequence, if there is one."""
+        state = self.coordinators[world.coordinator]
+        if state.over:
+            return None
+        calm = not (self.may_fail(world) or state.saves or world.stopped or self.takes_time or self.differs(world))
+        for number, name in enumerate(world.nodes):
+            if not name:
+                continue
+            own = self.own_steps(name)
+            stimuli: Sequence[Stimulus | int]
+            if number not in state.roster or (calm and own.generation == state.generation and not own.busy):
+                stimuli = self.stimuli(world, number)
+            elif self.scenario.links:
+                continue
+            else:
+                bits = self.deliverable(world.messages, name)
+                stimuli = network.numbers(bits & self.only_stored(name, bits))
+            for stimulus in stimuli:
+                after = self.take(world, number, stimulus)
+                if after is not None:
+                    return after
+        return None
+
+    def only_stored(self, name: int, bits: int) -> int:
+        """The messages that a node would only store; of those among `bits` it is known."""
+        judged, stored = self.stored.get(name, (0, 0))
+        if bits & ~judged:
+            for number in network.numbers(bits & ~judged):
+                stored |= network.only_stored(self.nodes[name].leader, self.messages[number]) << number
+            self.stored[name] = judged | bits, stored
+        return stored
+
+    def tidy(self, world: World) -> World:
+        """Drop the messages that can have no effect any more on anyone."""
+        roster = self.coordinators[world.coordinator].roster
+        needed = 0
+        for number, name in enumerate(world.nodes):
+            if name:
+                needed |= self.needed(world.messages, name, number in roster)
+        kept = world.messages & needed
+        return world if kept == world.messages else world._replace(messages=kept)
+
+    def needed(self, bits: int, name: int, member: bool) -> int:
+        """The messages that can still have an effect on a node; of those among `bits` it is known."""
+        key = (name, member)
+        judged, needed = self.needs.get(key, (0, 0))
+        if bits & ~judged:
+            for number in network.numbers(bits & ~judged):
+                needed |= network.needed(self.messages[number], self.nodes[name], member) << number
+            self.needs[key] = judged | bits, needed
+        return needed

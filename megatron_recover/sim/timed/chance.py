@@ -1,0 +1,105 @@
+"""What chance makes of time in a job of the fuzzer: how long everything takes, and who stands still."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+from megatron_recover.core.values import ReplicaId
+from megatron_recover.sim.timed.clock import Clock
+from megatron_recover.sim.timed.job import TimedCoordinator, TimedReplica
+from megatron_recover.sim.timed.models import ComputeTable, JobTable, NetworkTable, Timing
+from megatron_recover.sim.timed.rank import TimedRank
+
+
+class RandomTiming(Timing):
+    """Everything takes a time of its own: mostly short, sometimes long."""
+
+    def __init__(self, dice: random.Random, job: JobTable) -> None:
+        super().__init__(job, ComputeTable(microbatch_s=0.1), NetworkTable(bytes_per_s=1e9, gradient_bytes=1e6))
+        self.dice = dice
+        self.scale_s = 10 ** dice.uniform(-4, -1)
+        """Of messages: between much quicker than a microbatch and as slow as one."""
+        self.paces: dict[tuple[ReplicaId, int], float] = {}
+
+    def _some(self, mean_s: float) -> float:
+        return self.dice.expovariate(1 / mean_s) * (20 if self.dice.random() < 0.02 else 1)
+
+    def latency_s(self) -> float:
+        # Less than it takes to be fenced for not following: without a fault nobody is.
+        return min(0.5, self._some(self.scale_s))
+
+    def local_latency_s(self) -> float:
+        return min(0.5, self._some(self.scale_s / 3))
+
+    def message_s(self, num_bytes: float = 0.0) -> float:
+        return 0.0
+
+    def microbatch_s(self, replica: ReplicaId, step: int) -> float:
+        # The same for all ranks of a replica: they wait for each other inside the pass.
+        if (replica, step) not in self.paces:
+            self.paces[replica, step] = self._some(0.1)
+        return self.paces[replica, step]
+
+    def optimizer_s(self) -> float:
+        return self._some(0.05)
+
+    def reduce_s(self, bucket: int, num_members: int) -> float:
+        return self._some(0.02)
+
+    def together_s(self, seconds: float, replica: ReplicaId) -> float:
+        # No member knows when the others are done.
+        return seconds + self._some(0.02)
+
+    def transfer_s(self, bucket: int) -> float:
+        return self._some(0.02)
+
+
+Process = TimedRank | TimedCoordinator
+
+
+class FreezingClock(Clock):
+    """A clock on which processes can be stopped: what concerns one of them waits, in order, until it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._frozen: dict[Process, float] = {}
+        """Stopped processes, and until when."""
+        self._waiting: dict[Process, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
+
+    def at(self, time: float, call: Callable[..., None], *arguments: Any) -> None:
+        super().at(time, self._unless_frozen, call, arguments)
+
+    def freeze(self, one: Process, until: float) -> None:
+        """Stop a process; it goes on at the latest of the times that are asked for."""
+        self._frozen[one] = max(until, self._frozen.get(one, 0.0))
+        super().at(until, self._thaw, one)
+
+    def is_frozen(self, one: Process) -> bool:
+        """Whether a process is stopped."""
+        return one in self._frozen
+
+    def _thaw(self, one: Process) -> None:
+        if self._frozen.get(one, math.inf) <= self.now:
+            del self._frozen[one]
+            for call, arguments in self._waiting.pop(one, ()):
+                call(*arguments)
+
+    def _unless_frozen(self, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        one = _process_of(call, arguments)
+        if one in self._frozen:
+            self._waiting.setdefault(one, []).append((call, arguments))
+        else:
+            call(*arguments)
+
+
+def _process_of(call: Callable[..., None], arguments: tuple[Any, ...]) -> Process | None:
+    """The rank in whose process a call happens, or the coordinator, if it is one's."""
+    for one in (getattr(call, "__self__", None), *arguments[:1]):
+        if isinstance(one, TimedRank | TimedCoordinator):
+            return one
+        if isinstance(one, TimedReplica):
+            return one.ranks[0]
+    return None
