@@ -409,7 +409,4 @@ def raise_descriptor_limit() -> None:
 def _environment_of_workers(environment: dict[str, str]) -> dict[str, str]:
     """Return the user's environment, with settings that many ranks on one machine need unless the user has his own."""
     # All ranks of a job are on this machine: gloo would listen where the host name resolves, for remote hosts to connect.
-    defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    # NCCL would open this anew, and so empty the rank's output; without the variable it prints there all the same.
-    is_needless = environment.get("NCCL_DEBUG_FILE") in ("/dev/stdout", "/dev/stderr")
-    return defaults | {name: value for name, value in environment.items() if name != "NCCL_DEBUG_FILE" or not is_needless}
+    return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | environment

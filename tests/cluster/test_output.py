@@ -22,7 +22,6 @@ from msgspec.structs import replace
 from megatron_recover import trace
 from megatron_recover.cluster import output as outputs
 from megatron_recover.cluster.agent import Agent
-from megatron_recover.cluster.launcher import _environment_of_workers
 from megatron_recover.cluster.logs import Outputs, _Log
 from megatron_recover.cluster.output import (
     CHUNK_BYTES,
@@ -692,13 +691,6 @@ def test_an_output_that_was_emptied_and_is_longer_than_before_when_that_is_seen_
     os.kill(run.pid, signal.SIGCONT)
     run.finish()
     assert output.log.read_bytes() == b"x" * (size - 1) + b"\n" + EMPTIED_NOTE + rest
-
-
-def test_nccl_is_not_told_to_open_the_output_that_it_has() -> None:
-    own = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "8"}
-    for name in ("/dev/stdout", "/dev/stderr"):
-        assert _environment_of_workers(own | {"NCCL_DEBUG_FILE": name}) == own | {"GLOO_SOCKET_IFNAME": "lo"}
-    assert _environment_of_workers({"NCCL_DEBUG_FILE": "nccl.%p"})["NCCL_DEBUG_FILE"] == "nccl.%p"
 
 
 def test_what_is_printed_over_the_beginning_of_an_output_does_not_have_it_copied_again(record: Callable[..., Run]) -> None:
