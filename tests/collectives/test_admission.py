@@ -37,14 +37,14 @@ class House:
         """Seconds of the loop's clock, where a test sets it."""
         self.expects = True
         self.loop = Loop(clock=lambda: time.monotonic() if self.now is None else self.now)
-        listener = listen(address)
-        self.address = address_of(listener)
+        self.listener = listen(address)
+        self.address = address_of(self.listener)
         self.links: list[tuple[Link, Party]] = []
         self.seen: list[object] = []
         self.told: list[int] = []
         """What was reported of strangers."""
         self.gate = Gate(
-            self.loop, listener, KEY, Role.LEADER, lambda peer, wanted: wanted == ME, self._proven,
+            self.loop, self.listener, KEY, Role.LEADER, lambda peer, wanted: wanted == ME, self._proven,
             expects=lambda: self.expects, report=lambda name, number: self.told.append(number),
         )  # fmt: skip
         self.strangers: list[socket.socket] = []

@@ -27,9 +27,9 @@ def house() -> Iterator[House]:
 
 def reset_next(house: House) -> None:
     """Accept the next connection and reset it, as an acceptor does that is crowded."""
-    house.gate._listener.setblocking(True)
-    accepted = house.gate._listener.accept()[0]
-    house.gate._listener.setblocking(False)
+    house.listener.setblocking(True)
+    accepted = house.listener.accept()[0]
+    house.listener.setblocking(False)
     accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     accepted.close()
 
