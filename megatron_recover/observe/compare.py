@@ -48,7 +48,7 @@ def _loss_difference(run: Mapping[str, float], reference: Mapping[str, float]) -
 
 def _bit_identical(run: History, reference: History) -> bool | None:
     layouts = [started.layout if (started := history.first(trace.RunStarted)) else None for history in (run, reference)]
-    (_, label, mine), (_, their_label, theirs) = run.last_digests, reference.last_digests
+    (label, mine), (their_label, theirs) = run.last_digests, reference.last_digests
     if layouts[0] != layouts[1] or label != their_label or not mine or mine.keys() != theirs.keys():
         return None
     return mine == theirs

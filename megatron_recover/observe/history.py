@@ -179,8 +179,8 @@ class History:
         """Replica -> line of its first commit of that step."""
         self.planned_at_failure: dict[Line, int] = {}
         """Line of a failure -> the newest step that the failed replica had planned."""
-        self.last_digests: tuple[int, str | None, dict[int, str]] = (-1, None, {})
-        """The newest step that has parameter digests, its label, and the digest of each rank position after it."""
+        self._last_digests: tuple[int, str | None, dict[int, dict[int, str]]] = (-1, None, {})
+        """The newest step that has parameter digests, its label, and the digest of each replica and rank position after it."""
         self._by_type: dict[type, list[Numbered]] = defaultdict(list)
         self._complete: dict[tuple[int, int], dict[tuple[int, int], list[int]]] = defaultdict(lambda: defaultdict(list))
         """(generation, step) -> (bucket, version) -> replicas whose status tells that they hold it complete."""
@@ -271,11 +271,12 @@ class History:
             if facts.loss is None:
                 facts.loss_label, facts.loss, facts.loss_at = event.label, event.loss, event.t
         if event.parameter_digest is not None:
-            step, _, digests = self.last_digests
+            step, _, digests = self._last_digests
             if event.step > step:
-                self.last_digests = event.step, event.label, {event.rank: event.parameter_digest}
-            elif event.step == step:
-                digests[event.rank] = event.parameter_digest
+                step, digests = event.step, defaultdict(dict)
+                self._last_digests = step, event.label, digests
+            if event.step == step:
+                digests[event.replica][event.rank] = event.parameter_digest
 
     def _told(self, line: Line, event: trace.Status) -> None:
         if event.complete:
@@ -390,6 +391,20 @@ class History:
             lost.replica: (event.generation, self.last_committed.get(lost.replica, -1))
             for event in self.generations.values() for lost in event.losses if lost.kind is LossKind.DIVERGED
         }  # fmt: skip
+
+    @cached_property
+    def last_digests(self) -> tuple[str | None, dict[int, str]]:
+        """The label of the newest step that has parameter digests, and the digest of each rank position after it.
+
+        Without those for which a replica was outvoted: they are not the parameters that the run ended with.
+        """
+        step, label, digests = self._last_digests
+        outvoted = {replica for replica, (_, last) in self.outvoted.items() if step >= last}
+        found: dict[int, str] = {}
+        for replica, of_ranks in digests.items():
+            if replica not in outvoted:
+                found.update(of_ranks)
+        return label, found
 
     def withdrawn(self, step: int, version: int, generation: int) -> bool:
         """Whether a version counts no more in `generation`: who took part was outvoted before it committed the step."""

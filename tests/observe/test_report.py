@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_recover import trace
+from megatron_recover.core.values import LossKind
 from megatron_recover.observe import plot, report, summary
 from megatron_recover.observe.check import check, describe
 from megatron_recover.observe.compare import compare
@@ -222,6 +223,19 @@ def test_parameters_that_differ_are_measured_from_the_checkpoints(tmp_path: Path
     comparison = compare(History.read(mine), History.read(theirs), "theirs")
     assert comparison.param_bit_identical is False
     assert comparison.param_max_rel_diff == pytest.approx(0.5 / 8.0)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_parameters_that_drifted_after_the_last_step_are_not_those_of_the_run(victim: int) -> None:
+    """Who has drifted is outvoted when the job agrees on its end, whether it applied the last step first or last."""
+    run = traces.quiet_run()
+    for index, event in enumerate(run.events):
+        if isinstance(event, trace.Applied) and (event.replica, event.step) == (victim, 4):
+            run.events[index] = msgspec.structs.replace(event, parameter_digest="drifted")
+    lost = trace.Lost(replica=victim, kind=LossKind.DIVERGED, detail="replicas disagree")
+    left = tuple(one for one in run.roster if one != victim)
+    run.events.insert(-1, trace.Generation(generation=2, roster=left, losses=(lost,), reason="replicas disagree"))
+    assert compare(_history(run), _history(traces.quiet_run()), "theirs").param_bit_identical is True
 
 
 def _without_digests(events: list[trace.Event]) -> list[trace.Event]:

@@ -75,6 +75,13 @@ Expectation = Callable[[Evidence], str]
 """What is wrong, in words; empty: nothing."""
 
 
+def in_short(report: str) -> str:
+    """What `check` found wrong, or else its last line."""
+    lines = report.splitlines()
+    wrong = [line.strip() for line in lines if "BROKEN" in line or line.startswith("PROBLEM")]
+    return "; ".join(wrong or lines[-1:])
+
+
 def judge(evidence: Evidence) -> str:
     """`passed`, or what is wrong first."""
     for expectation in EXPECTATIONS[evidence.plan.kind]:
@@ -106,7 +113,7 @@ def counts_well(evidence: Evidence) -> str:
 def is_proven(evidence: Evidence) -> str:
     """`check` judges all of it, keeps all invariants, and an exact run is bit-identical to its reference."""
     code, report = evidence.check()
-    return report.splitlines()[-1] if code else ""
+    return in_short(report) if code else ""
 
 
 def loses_only_the_dead(evidence: Evidence) -> str:
@@ -153,9 +160,9 @@ def leaves_out_what_it_says(evidence: Evidence) -> str:
     told = _unjudged(report)
     missing, holes = _missing(evidence)
     if not missing and not unfinished and told is None:
-        return report.splitlines()[-1] if code else ""
+        return in_short(report) if code else ""
     if code != ExitCode.UNFINISHED:
-        return f"events are missing, and check ends with {code}: {report.splitlines()[-1]}"
+        return f"events are missing, and check ends with {code}: {in_short(report)}"
     if not unfinished and told is None:
         return f"events of steps {sorted(missing)} are missing, and check does not say so"
     if untold := {step for step in holes if not (told and told(step))}:
@@ -283,7 +290,7 @@ def names_only_what_was_agreed(evidence: Evidence) -> str:
 def is_proven_as_far_as_it_went(evidence: Evidence) -> str:
     """`check` keeps all invariants; a run that has ended early is not compared with one that has not."""
     code, report = evidence.check(alone=evidence.plan.job.replicas == 2)
-    return report.splitlines()[-1] if code else ""
+    return in_short(report) if code else ""
 
 
 def goes_on_like_the_reference(evidence: Evidence) -> str:
@@ -295,7 +302,7 @@ def goes_on_like_the_reference(evidence: Evidence) -> str:
     if resumed.exit_code:
         return f"resumed from the newest checkpoint, it ends with {resumed.exit_code}"
     code, report = check(resumed.run_dir, evidence.reference)
-    return f"resumed from the newest checkpoint: {report.splitlines()[-1]}" if code else ""
+    return f"resumed from the newest checkpoint: {in_short(report)}" if code else ""
 
 
 def counts_anew_once(evidence: Evidence) -> str:
