@@ -243,13 +243,6 @@ class Recording:
         """Start a recorder, and tell it all that the one before it knew."""
         self._hang_up()
         self._began_at, self._start_at = time.monotonic(), float("inf")
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.setblocking(False)
-        settings = msgspec.structs.replace(self._settings, num_rings=len(self._rings), roster=self._roster)
-        command = [
-            sys.executable, "-m", "megatron_recover.cluster.recorder", str(theirs.fileno()), str(self._ledger),
-            str(self._output_ledger), msgspec.json.encode(settings).decode(),
-        ]  # fmt: skip
         others = [*self._untold, *(each for each in self._outbox if isinstance(each, messages.Says))]
         self._untold.clear()
         self._outbox.clear()
@@ -262,16 +255,23 @@ class Recording:
         self._outbox.extend(others)
         if self._finish is not None:
             self._outbox.append(self._finish)
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                    pass_fds=(theirs.fileno(), self._ledger, self._output_ledger),
-                )
-            except OSError as error:
-                self._start_later(f"no recorder can be started ({error.strerror})")
+        try:
+            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._control.setblocking(False)
+            with theirs:
+                self._process = self._spawn(theirs.fileno())
+        except OSError as error:  # no process, or no descriptor, can be had
+            self._start_later(f"no recorder can be started ({error.strerror})")
+
+    def _spawn(self, control: int) -> subprocess.Popen[bytes]:
+        """Start the process of a recorder, with its end of the socket. Raises OSError."""
+        settings = msgspec.structs.replace(self._settings, num_rings=len(self._rings), roster=self._roster)
+        command = [
+            sys.executable, "-m", "megatron_recover.cluster.recorder", str(control), str(self._ledger),
+            str(self._output_ledger), msgspec.json.encode(settings).decode(),
+        ]  # fmt: skip
+        inherited = (control, self._ledger, self._output_ledger)
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=inherited)
 
     def _start_later(self, why: str) -> None:
         """Start another recorder after a pause, which grows while recorders die one after the other."""

@@ -711,6 +711,26 @@ def test_a_recorder_follows_however_many_have_died(record: Callable[..., Run], c
     assert "in 0.4 s another one goes on with the trace" in err
 
 
+def test_a_launcher_without_descriptors_goes_on_and_starts_a_recorder_when_it_has_some_again(
+    record: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = record(deadlines=replace(Deadlines.of(), renew_s=0.1))
+    run.until_it_records()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("socket.socketpair", refuse)
+        os.kill(run.pid, signal.SIGKILL)
+        err: list[str] = []
+        run.until(lambda: err.append(capfd.readouterr().err) or "(Too many open files)" in "".join(err), "a pause")
+        run.rank(0).record(event(7))
+    run.until(lambda: run.recording._process is not None, "another recorder")
+    run.finish()
+    assert steps(run.run_dir) == [7]
+
+
 def test_a_run_that_ends_in_a_pause_waits_no_longer_for_its_recorder(record: Callable[..., Run]) -> None:
     run = record()
     run.until_it_records()
