@@ -61,9 +61,9 @@ class _Log:
             self._file = self._open()
         copied, first = ledger.copied(number), ledger.first(number)
         done = max(copied.position, first)
-        self._free(done)
         if ledger.is_emptied(number, output):
             return False  # the recorder's own thread is about to notice it
+        self._free(done)  # only now: where somebody has emptied the output, what is new stands there
         begin = max(done, ledger.lost(number))
         data = ledger.read(number, output, begin)
         if ledger.lost(number) > begin or ledger.first(number) != first:

@@ -19,7 +19,11 @@ Note [Emptied]. Whoever opens /dev/stderr for writing and not for appending (`ec
 file behind it, as with every file. A seal would forbid that (F_SEAL_SHRINK), and the open would fail with EPERM; so nothing is
 sealed, and the emptying is noticed and told. The file begins with one byte 0. Whoever prints into an emptied file puts
 something else there. The recorder then keeps that byte in the ledger and makes it 0 again. Positions of an output never
-decrease: what is printed after an emptying begins at the next multiple of `_EPOCH`.
+decrease: what is printed after an emptying begins `_GAP` behind the last position in the ledger. A position that somebody
+enters late, since it was read before the emptying, is before that. A program that opens its output neither for appending nor
+for emptying writes over the beginning. Where that is freed already, the hole behind it shows that the output was not emptied.
+Where nothing is freed, it looks like an output that was emptied and has as much again, and is told and copied as such: text
+that is there twice is better than lost text.
 """
 
 from __future__ import annotations
@@ -47,8 +51,9 @@ MAX_OUTPUTS = MAX_RINGS + 8
 """Of one run on one node: one for each process that prints, and `train.log`."""
 _LEAST_FILE_BYTES = 2**40
 """What the limit on the size of files must allow: it counts all that a process ever prints."""
-_EPOCH = 2**48
-"""More than any process prints (Note [Emptied])."""
+_GAP = 2**32
+"""Positions between what was before an emptying and what comes after it (Note [Emptied]). It is more than what may wait in
+memory, and so small that an output can be emptied 2 * 10^9 times."""
 _WORDS = 16
 """Of an output in the ledger: which of two slots is valid; the slots, each `Copied`; lost up to, by recorder and by launcher;
 shown up to; where positions begin since it was emptied last, and the first byte since then; why something was lost last."""
@@ -185,9 +190,7 @@ class OutputLedger:
             return False
         if os.pread(output.descriptor, 1, 0) != b"\0":
             return True
-        begin = _WORDS * number
-        seen = max(self.copied(number).position, self.lost(number), self._words[begin + _SHOWN])
-        return self._words[begin + _BASE] + found.st_size < seen
+        return self._words[_WORDS * number + _BASE] + found.st_size < self._newest(number)
 
     def notice_emptied(self, number: int, output: Output) -> bool:
         """Let positions begin anew where somebody has emptied an output, and return whether that was so (Note [Emptied]).
@@ -201,9 +204,14 @@ class OutputLedger:
         is_emptied = found.st_blocks * 512 >= found.st_size or mark == b"\0"  # else the hole of what is freed is still there
         if is_emptied:
             words[begin + _FIRST] = mark[0] if mark else 0
-            words[begin + _BASE] += _EPOCH
+            words[begin + _BASE] = self._newest(number) + _GAP
         memory_file.zero(output.descriptor, 1)
         return is_emptied
+
+    def _newest(self, number: int) -> int:
+        """Return the newest position of an output in the ledger."""
+        begin = _WORDS * number
+        return max(self._words[begin + _BASE], self.copied(number).position, self.lost(number), self._words[begin + _SHOWN])
 
     # --- What became of it -------------------------------------------------------------------------------------------
 

@@ -727,3 +727,62 @@ def test_a_recorder_that_dies_when_it_has_noticed_an_emptying_leaves_it_to_the_n
     assert not log.copy() and ledger.notice_emptied(0, made) and not ledger.notice_emptied(0, made)
     assert not log.copy()
     assert made.log.read_bytes() == b"before\n" + EMPTIED_NOTE + b"after\n"
+
+
+def test_what_is_printed_right_behind_an_emptying_is_whole_though_the_log_is_copied_before_that_is_noticed(
+    tmp_path: Path,
+) -> None:
+    made, ledger = create(tmp_path / "log"), OutputLedger(create_output_ledger())
+    log, before = _Log(0, made, ledger, is_shown=False), b"x" * (2 * KEPT_BYTES + 10)
+    os.write(made.descriptor, before)
+    while log.copy():
+        pass  # memory is given back by the next copy
+    os.truncate(f"/proc/self/fd/{made.descriptor}", 0)
+    after = b"y" * 5 * 4096
+    os.write(made.descriptor, after)
+    assert not log.copy() and ledger.notice_emptied(0, made)
+    log.copy()
+    assert made.log.read_bytes() == before + EMPTIED_NOTE + after
+
+
+def test_one_output_may_be_emptied_more_often_than_any_run_lasts(tmp_path: Path) -> None:
+    """Positions begin further behind from emptying to emptying, and a word of the ledger has 63 bits."""
+    made, ledger = create(tmp_path / "log"), OutputLedger(create_output_ledger())
+    log, wanted = _Log(0, made, ledger, is_shown=False), b""
+    for number in range(3):
+        os.write(made.descriptor, b"%d\n" % number)
+        begin = ledger.end(0, made)
+        log.copy()
+        os.truncate(f"/proc/self/fd/{made.descriptor}", 0)
+        os.write(made.descriptor, b"x")
+        assert ledger.notice_emptied(0, made)
+        log.copy()
+        wanted += b"%d\n" % number + EMPTIED_NOTE + b"x"
+        assert 2 * CHUNK_BYTES < ledger.end(0, made) - begin < 2**63 // 10**9, "a stale position is before it, and 10^9 follow"
+    assert made.log.read_bytes() == wanted
+
+
+def test_an_output_that_is_emptied_twice_before_anything_is_copied_begins_anew_twice(tmp_path: Path) -> None:
+    """A copy that began before the second time must see it."""
+    made, ledger = create(tmp_path / "log"), OutputLedger(create_output_ledger())
+    firsts = [ledger.first(0)]
+    for _ in range(2):
+        os.truncate(f"/proc/self/fd/{made.descriptor}", 0)
+        os.write(made.descriptor, b"x")
+        assert ledger.notice_emptied(0, made)
+        firsts.append(ledger.first(0))
+    assert firsts == sorted(set(firsts))
+
+
+def test_what_is_printed_over_the_beginning_of_a_short_output_has_all_of_it_copied_again(tmp_path: Path) -> None:
+    """That looks like an output that was emptied, and has as much again: text that is there twice is better than lost text."""
+    made, ledger = create(tmp_path / "log"), OutputLedger(create_output_ledger())
+    log = _Log(0, made, ledger, is_shown=False)
+    os.write(made.descriptor, b"one\ntwo\n")
+    log.copy()
+    with open(f"/proc/self/fd/{made.descriptor}", "r+b") as file:
+        file.write(b"over\n")
+    os.write(made.descriptor, b"three\n")
+    assert not log.copy() and ledger.notice_emptied(0, made)
+    log.copy()
+    assert made.log.read_bytes() == b"one\ntwo\n" + EMPTIED_NOTE + b"over\ntwo\nthree\n"
