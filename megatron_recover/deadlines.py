@@ -120,8 +120,8 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """The recorder tries so long at the end to write to a disk that refuses. Then the events are lost, and it says so. Fixed:
     see `trace_s`."""
     abandoned_s: float
-    """A launcher that raises waits so long for the recorder, which does then what it does without a launcher. Then it kills
-    the recorder, and says so. Fixed: see `trace_s`."""
+    """A launcher that raises waits so long for the recorder, or for a new one if there is none, which does then what it does
+    without a launcher. Then it kills the recorder, and says so. Fixed: see `trace_s`."""
     stuck_s: float
     """The events of all processes wait so long for one that a process has begun to record. Then that event is lost, and told as
     a gap. Fixed: recording takes microseconds, and a process that takes longer is stopped."""

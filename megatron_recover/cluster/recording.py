@@ -198,20 +198,16 @@ class Recording:
 
     def close(self) -> None:
         """End the recorder, which writes what there is first if it was not told to finish."""
-        if self._control is not None:
-            self._control.close()
-            self._control = None
+        if self._finish is None and self._ledger >= 0:
+            self._abandon()
+        self._hang_up()
         if self._process is not None:
+            # One that has not shown the end has had its time, and one that the disk holds cannot end.
+            wait_s = self._deadlines.terminal_s if self._shown is not None and not self._shown.why else 0.0
             try:
-                if self._finish is None:
-                    wait_s = self._deadlines.abandoned_s
-                else:  # one that has not shown the end has had its time, and one that the disk holds cannot end
-                    wait_s = self._deadlines.terminal_s if self._shown is not None and not self._shown.why else 0.0
                 self._process.wait(wait_s)
             except subprocess.TimeoutExpired:
                 self._process.kill()  # where the disk holds it, it ends when the disk lets it; nobody waits for that
-                if self._finish is None:
-                    self._complain(f"the recorder does not end: trace and logs may miss their end in {self._job.run_dir}")
             self._process = None
         for each in self._rings.values():
             os.close(each.descriptor)
@@ -225,6 +221,21 @@ class Recording:
             os.close(self._ledger)
             os.close(self._output_ledger)
             self._ledger = -1
+
+    def _abandon(self) -> None:
+        """Have a recorder write what there is, as somebody has raised: it does what it does when its launcher is gone."""
+        end = time.monotonic() + self._deadlines.abandoned_s
+        if self._process is None or self._process.poll() is not None:
+            self._process = None
+            self._start()
+        while self._process is not None and self._process.poll() is None and time.monotonic() < end:
+            if self._control is not None:
+                self._send()  # one that has just been started knows nothing
+                if not self._outbox:
+                    self._hang_up()
+            time.sleep(_LOOK_S)
+        if self._process is None or self._process.returncode != 0:
+            self._complain(f"trace and logs may miss their end in {self._job.run_dir}: no recorder has written all of it")
 
     # --- The recorder ------------------------------------------------------------------------------------------------
 
@@ -282,7 +293,7 @@ class Recording:
         if pause_s:
             why += f", as did those before; in {figure(pause_s)} s another one goes on with the trace. Until then events and "
             why += "output wait in memory, and what finds no room there is lost"
-            self._complain(why)
+            self._speaker.say(_ours(why))  # it must not wait: this is inside the loop of the coordinator
         else:
             why += ": another one goes on with the trace"
         self._outbox.append(self._line(why))
@@ -338,5 +349,9 @@ class Recording:
 
     def _complain(self, text: str) -> None:
         """Say something on stderr, and wait only shortly for a terminal that takes nothing (Ctrl-S)."""
-        self._speaker.say(f"megatron-recover run: {text}")
+        self._speaker.say(_ours(text))
         self._speaker.wait(self._deadlines.notice_s)
+
+
+def _ours(text: str) -> str:
+    return f"megatron-recover run: {text}"

@@ -738,3 +738,69 @@ def test_a_run_that_ends_in_a_pause_waits_no_longer_for_its_recorder(record: Cal
     os.kill(run.pid, signal.SIGKILL)
     run.until(lambda: run.recording._process is None, "its end to be seen")
     assert isinstance(run.finish()[-1], trace.RunFinished)
+
+
+def test_recorders_that_die_beside_a_stopped_terminal_hold_the_launcher_up_no_moment(record: Callable[..., Run]) -> None:
+    """Somebody has pressed Ctrl-S: stderr takes nothing. The launcher's loop is the coordinator's, too."""
+    run = record(deadlines=replace(Deadlines.of(), renew_s=0.1))
+    run.until_it_records()
+    ours, theirs = os.pipe()
+    fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(theirs, b"x" * 4096)
+    before, longest_s = os.dup(2), 0.0
+    os.dup2(theirs, 2)
+    try:
+        for _ in range(3):
+            former = run.pid
+            os.kill(former, signal.SIGKILL)
+            end = time.monotonic() + DEADLINE_S
+            while run.recording._process is None or run.pid == former:
+                assert time.monotonic() < end
+                begin = time.monotonic()
+                run.recording.poll()
+                longest_s = max(longest_s, time.monotonic() - begin)
+                time.sleep(0.01)
+    finally:
+        os.dup2(before, 2)
+        for each in (ours, theirs, before):
+            os.close(each)
+        run.recording._speaker.wait(DEADLINE_S)
+    assert longest_s < run.recording._deadlines.notice_s / 2
+
+
+@pytest.mark.parametrize("how", ["is dead", "was seen to die", "has just been started"])
+def test_a_launcher_that_raises_while_there_is_no_recorder_has_another_one_write_what_there_is(
+    how: str, record: Callable[..., Run], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = record()
+    log, output = run.rank(0), run.output()
+    run.until_it_records()
+    run.recording._pauses._next_s = 0.0 if how == "has just been started" else 1000.0
+    former = run.pid
+    os.kill(former, signal.SIGKILL)
+    os.waitid(os.P_PID, former, os.WEXITED | os.WNOWAIT)
+    if how == "was seen to die":
+        run.until(lambda: run.recording._process is None, "its end to be seen")
+    elif how == "has just been started":
+        run.until(lambda: run.recording._process is not None and run.pid != former, "another recorder")
+    log.record(event(7))
+    os.write(output.descriptor, b"last words\n")
+    run.recording.close()
+    assert steps(run.run_dir) == [7] and output.log.read_bytes() == b"last words\n"
+    assert "may miss their end" not in capfd.readouterr().err
+
+
+def test_a_launcher_that_raises_and_gets_no_recorder_says_that_the_end_is_missing(
+    record: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = record()
+    run.until_it_records()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    os.kill(run.pid, signal.SIGKILL)
+    run.until(lambda: run.recording._process is None, "its end to be seen")
+    run.recording.close()
+    assert f"trace and logs may miss their end in {run.run_dir}" in capfd.readouterr().err
