@@ -142,7 +142,7 @@ class Narrator:
                 during = f" during {self._labels[event.step]}" if event.step in self._labels else ""
                 yield f"FAULT {event.kind} of replica {event.replica} rank {event.rank} at {event.point}{where}{during}"
             case trace.Waiting():
-                limit = f" ({figure(event.limit_s)} s at most)" if event.limit_s is not None else ""
+                limit = f" (excused for {figure(event.limit_s)} s at most, then judged)" if event.limit_s is not None else ""
                 yield f"WARNING: waiting for replicas {_names(event.replicas)}: {event.reason}{limit}"
             case trace.Checkpoint(phase="failed"):
                 yield f"WARNING: {event.detail}"

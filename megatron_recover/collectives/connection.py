@@ -21,6 +21,8 @@ from megatron_recover.collectives.transport import PeerAhead, PeerLost
 WOULD_BLOCK = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EINPROGRESS)
 MAX_VIEWS = 64
 """Buffers handed to one system call; far below IOV_MAX."""
+REDIAL_S = 0.02
+"""Before a peer is dialled again whose connection ended before it had proven itself."""
 
 
 class Connection:

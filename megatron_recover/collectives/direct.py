@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from megatron_recover.collectives.admission import Report
 from megatron_recover.collectives.arrivals import Arrivals, Parked
-from megatron_recover.collectives.connection import CannotDial, Connection, EndedUnproven, connect
+from megatron_recover.collectives.connection import REDIAL_S, CannotDial, Connection, EndedUnproven, connect
 from megatron_recover.collectives.exchange import CopyExchange, Exchange, SumExchange
 from megatron_recover.collectives.handshake import Role, Verdict
 from megatron_recover.collectives.transport import (
@@ -51,9 +51,6 @@ from megatron_recover.deadlines import Deadlines
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-REDIAL_S = 0.02
-"""After a connection ended before its acceptor had proven itself."""
 
 
 class DirectEndpoint:

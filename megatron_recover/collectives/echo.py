@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Mapping
 
 from megatron_recover.collectives.admission import PAUSE_S, Admission, Report
-from megatron_recover.collectives.connection import CannotDial, Connection, EndedUnproven, connect
+from megatron_recover.collectives.connection import REDIAL_S, CannotDial, Connection, EndedUnproven, connect
 from megatron_recover.collectives.handshake import Party, Role, Verdict
 from megatron_recover.collectives.transport import PeerLost
 
@@ -85,30 +85,37 @@ class EchoServer:
 def unreachable(addresses: Mapping[int, str], key: bytes, me: Party, timeout_s: float) -> tuple[int, ...]:
     """Return the peers of `addresses` (replica -> address of its `EchoServer`) that do not answer within so many seconds.
 
-    `me` is the replica and the rank that ask. A peer that cannot be asked, for want of a descriptor here, is not among them.
+    `me` is the replica and the rank that ask. A peer that cannot be asked, for want of a descriptor here, is not among them. A
+    probe that ends before the peer has proven itself is sent again: strangers may have crowded it out.
     """
-    probes: dict[int, Connection] = {}
+    until, rank = time.monotonic() + timeout_s, me.rank
     silent = set(addresses)
-    for peer, address in addresses.items():
-        try:
-            probes[peer] = connect(address, key, Role.ECHO, generation=0, me=me.replica, peer=peer, rank=me.rank)
-        except PeerLost:  # nobody listens there
-            continue
-        except CannotDial:
-            silent.discard(peer)
-    until = time.monotonic() + timeout_s
+    probes: dict[int, Connection] = {}
+    dial_at = dict.fromkeys(addresses, 0.0)
     try:
-        while probes and (left_s := until - time.monotonic()) > 0:
+        while (now := time.monotonic()) < until:
+            for peer in [each for each, at in dial_at.items() if at <= now]:
+                del dial_at[peer]
+                try:
+                    probes[peer] = connect(addresses[peer], key, Role.ECHO, generation=0, me=me.replica, peer=peer, rank=rank)
+                except PeerLost:  # nobody listens there
+                    continue
+                except CannotDial:
+                    silent.discard(peer)
+            if not probes and not dial_at:
+                break
             poll = select.poll()
             for probe in probes.values():
                 poll.register(probe.sock, probe.poll_mask(sending=False, receiving=True))
-            ready = {descriptor for descriptor, _ in poll.poll(left_s * 1000)}
+            ready = {descriptor for descriptor, _ in poll.poll((min((until, *dial_at.values())) - now) * 1000)}
             for peer, probe in [each for each in probes.items() if each[1].sock.fileno() in ready]:
                 try:
                     if not probe.handshake():
                         continue
                     silent.discard(peer)
-                except (OSError, PeerLost, EndedUnproven):  # it does not answer, or is not who it should be
+                except EndedUnproven:
+                    dial_at[peer] = time.monotonic() + REDIAL_S
+                except (OSError, PeerLost):  # nobody listens there
                     pass
                 probes.pop(peer).sock.close()
     finally:

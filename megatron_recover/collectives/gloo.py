@@ -282,7 +282,7 @@ def _serve(shared: _Shared, build: Callable[[], ProcessGroupGloo]) -> None:
     except (RuntimeError, TransportError) as error:  # gloo's or the rendezvous'; the caller raises it as a TransportError
         with shared.changed:
             mine = error if isinstance(error, TransportError) else TransportError(f"gloo: {str(error).splitlines()[0]}")
-            shared.error = shared.error or mine
+            shared.error = shared.error or mine.with_traceback(None)  # whose frames hold the group, and `shared`: a cycle
             shared.changed.notify_all()
             shared.changed.wait_for(lambda: shared.revoked)
     with shared.changed:

@@ -12,7 +12,7 @@ Caller's contract
 * `Fence`: kill all ranks of the replica, for certain; never wait for it.
 * `Arm(timer, setting)`: feed `TimerFired(timer)` once after the seconds of that setting; timers are never disarmed (stale ones
   are dropped by name).
-* `Waits`: tell the user for whom the job waits, why, and for how long at most. Nothing else depends on it.
+* `Waits`: tell the user for whom the job waits, why, and for how long at most that is excused. Nothing else depends on it.
 * `EndJob`: send `Stop(exit_code, reason)` to all leaders, end the run with that code. Nothing follows it.
 
 Note [Waiting for a save]
@@ -28,8 +28,9 @@ Note [Waiting for one at work]
     rule). A step needs every member, so while one is at work nobody can be told late: generations are made as ever, which
     shows that all members answer, but what is waited for meanwhile is no evidence against anybody, nor is what was waited for
     before in this step. Who is at work and does not enter a generation (a thread that computes may hold the interpreter's
-    lock) is waited for as well. `excuse` ends that. Of each such member the job says once that it is waited for, and for how
-    long at most (`Waits`); anew only when a step was committed or a replica lost.
+    lock) is waited for as well. `excuse` ends that, and judging takes its time after it. Of each such member the job says once
+    that it is waited for, and for how long at most it is excused (`Waits`); anew only when a step was committed or a replica
+    lost.
     An `AtWork` has all who are, so one that is lost, late or repeated is mended by the next. Without news nobody is excused.
     The work of one excuses no save of another that is overdue: as long as that goes on, generations count as ever, and nobody
     but who saves can be named for them.

@@ -175,7 +175,10 @@ class Waits(Value, frozen=True):
     replicas: tuple[ReplicaId, ...]
     reason: str
     limit: Setting | None = None
-    """How long at most, all such waits together; None: until one of them answers or ends."""
+    """For how long at most the wait is excused, all such waits together, before anybody is judged (Note [Timers], `excuse`).
+
+    None: until one of them answers or ends.
+    """
 
 
 class EndJob(Value, frozen=True):

@@ -87,10 +87,10 @@ class Strangers(Event, frozen=True, kw_only=True):
 
     replica: int
     """-1: the coordinator."""
-    rank: int
-    """-1: the coordinator."""
-    listener: str
-    """Whose port it is: `coordinator`, `leader`, `data` or `echo`."""
+    rank: int = -1
+    """-1: the coordinator, or a trace of an earlier release."""
+    listener: str = ""
+    """Whose port it is: `coordinator`, `leader`, `data` or `echo`. Empty in a trace of an earlier release."""
     num_connections: int
     """Since the last such event of this listener."""
 
@@ -101,4 +101,7 @@ class Waiting(Event, frozen=True, kw_only=True):
     replicas: tuple[int, ...]
     reason: str
     limit_s: float | None = None
-    """How long at most until a step is committed or a replica is lost, where there is such a limit: all waits together."""
+    """For how long at most the wait is excused, all such waits together; None: until one of them answers or ends.
+
+    Then whoever keeps the others waiting is judged, which takes longer, unless a step is committed or a replica is lost.
+    """

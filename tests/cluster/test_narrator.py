@@ -83,7 +83,7 @@ def test_what_the_run_waits_for_is_told() -> None:
     at_work = trace.Waiting(replicas=(0, 1), reason="it reads data", limit_s=1800.0)
     assert Told().after(waits, at_work, silent).texts == [
         "WARNING: waiting for replicas 1: replica 1 alone has the state",
-        "WARNING: waiting for replicas 0 1: it reads data (1800 s at most)",
+        "WARNING: waiting for replicas 0 1: it reads data (excused for 1800 s at most, then judged)",
         "the leader of replica 1 has not answered for 4 s",
     ]
 

@@ -63,7 +63,7 @@ def test_who_answers_is_within_reach_and_the_others_are_named() -> None:
 
 def test_an_answer_of_who_has_not_the_key_is_none() -> None:
     stranger = EchoServer("127.0.0.1", b"another key".ljust(32), 0)
-    assert asked({0: stranger.address}, 5.0) == (0,)
+    assert asked({0: stranger.address}, 0.5) == (0,)
     stranger.close()
 
 
@@ -77,7 +77,7 @@ def test_an_answer_that_is_only_as_long_is_none() -> None:
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
-        assert asked({0: f"127.0.0.1:{listener.getsockname()[1]}"}, 5.0) == (0,)
+        assert asked({0: f"127.0.0.1:{listener.getsockname()[1]}"}, 0.5) == (0,)
         thread.join(5)
 
 
@@ -121,9 +121,42 @@ def test_silent_strangers_at_an_echo_server_are_bounded_in_number_and_time(monke
         assert asked({0: made[0].address}, 5.0) == ()
 
 
+def test_a_peer_whose_echo_server_strangers_crowd_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe was let go unproven, and the healthy peer was accused at once."""
+    accept, let_go = admission.Admission._accept, []
+
+    def crowded(self: admission.Admission, admits: Any, at_most: int) -> None:
+        accept(self, admits, at_most)
+        if len(let_go) < 5:
+            for unproven in list(self.unproven.values()):
+                let_go.append(unproven)
+                self.let_go(unproven)
+
+    monkeypatch.setattr(admission.Admission, "_accept", crowded)
+    with servers(2) as made:
+        assert asked({number: one.address for number, one in made.items()}, 5.0) == ()
+        assert len(let_go) >= 5
+
+
+def test_a_peer_that_ends_while_it_is_asked_again_is_named_at_once() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def end() -> None:
+        accepted = listener.accept()[0]
+        listener.close()
+        accepted.close()
+
+    thread = threading.Thread(target=end, daemon=True)
+    thread.start()
+    since = time.monotonic()
+    assert asked({0: f"127.0.0.1:{listener.getsockname()[1]}"}, 20.0) == (0,)
+    assert time.monotonic() - since < 5
+    thread.join(5)
+
+
 def test_a_rank_of_another_position_gets_no_answer() -> None:
     with servers(1) as made:
-        assert asked({0: made[0].address}, 5.0, rank=1) == (0,)
+        assert asked({0: made[0].address}, 0.5, rank=1) == (0,)
 
 
 def test_a_peer_that_cannot_be_asked_for_want_of_a_descriptor_is_not_accused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -233,6 +235,42 @@ class SlowLink:
 
 
 NUM_PIECES = 60
+
+
+def test_a_sum_left_in_its_middle_is_freed_by_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of that thread held its frames, and so the group and the scratch, until the cyclic collector came by."""
+    monkeypatch.setattr(gloo, "PIECE_BYTES", 4)
+    made = [open_endpoint("gloo", key=KEY, rank=0) for _ in range(2)]
+    transports, begun, held = pair(1, made), threading.Barrier(3), list[weakref.ref[torch.Tensor]]()
+    original = gloo._pieces
+
+    def slowly(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        held.extend(weakref.ref(tensor) for tensor in tensors)
+        begun.wait(20)
+        for piece in original(tensors):
+            time.sleep(0.002)  # the slow link that is the subject
+            yield piece
+
+    def revoke() -> None:
+        begun.wait(20)
+        for transport in transports:
+            transport.revoke()
+
+    monkeypatch.setattr(gloo, "_pieces", slowly)
+    monkeypatch.setattr(gloo, "_poison", lambda group: None)  # it would make gloo fail instead, mostly
+    calls = [lambda t=t: t.sum_into([torch.ones(200)], [torch.empty(200)], tag=1) for t in transports]
+    gc.disable()
+    try:
+        outcomes = at_once(*calls, revoke)
+        assert [type(outcome) for outcome in outcomes] == [Revoked, Revoked, type(None)]
+        outcomes.clear()  # the callers' errors hold their frames for as long as a caller looks at them
+        for transport in transports:
+            transport.thread.join(20)
+        assert len(held) == 2 and not any(scratch() is not None for scratch in held), "it waits for the cyclic collector"
+    finally:
+        gc.enable()
+    for endpoint in made:
+        endpoint.close()
 
 
 def over_a_slow_link(patch: pytest.MonkeyPatch, whole_s: float, sum_s: float, stops_after: int = NUM_PIECES) -> Any:

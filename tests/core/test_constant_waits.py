@@ -38,7 +38,7 @@ INTERVALS = {
     "collectives/admission.py REST_S": "a listener that expects nobody rests; whoever connects waits in the kernel's queue",
     "collectives/calling.py _LONGEST_PAUSE_S": "between two dials, while `patience_s` runs",
     "collectives/calling.py _PAUSE_S": "between the first two dials, while `patience_s` runs",
-    "collectives/direct.py REDIAL_S": "between two dials, while `connect_s` runs",
+    "collectives/connection.py REDIAL_S": "between two dials, while `connect_s` or `probe_s` runs",
     "collectives/gloo.py _POISON_S": "a receive that is meant to run out, so that gloo closes its connections",
     "collectives/loop.py _LONGEST_WAIT_S": "the longest that the loop does not look at its timers",
     "collectives/member.py _RETRY_S": "between two tries to find the leader, while `leader_s` runs",

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, rank, replica
+from megatron_recover.core.blame import Evidence
 from megatron_recover.core.values import Apply, Begun, LossKind, Miscounted, Plan, Requested
 from megatron_recover.sim.channels import link
 from megatron_recover.sim.explore.explorer import Explorer, Scenario
@@ -118,6 +119,19 @@ def test_forgetting_the_digest_of_a_rank_that_begins_before_its_leader_is_caught
 
     handle(monkeypatch, Begun, forgets)
     caught(explore(replicas=2, microbatches=2, steps=1, num_ranks=2, bucket_ranks=SHARED, digested=(0,)), 9)
+
+
+OVERDUE_SAVE: dict[str, Any] = {"replicas": 2, "microbatches": 1, "steps": 1, "readers": 1, "waits": 3, "saves": 1}
+
+
+def test_excusing_an_overdue_save_by_the_work_of_another_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "own_deadlines", lambda evidence: Evidence())
+    caught(explore(**OVERDUE_SAVE, late_saves=True), 9)
+
+
+def test_holding_an_overdue_save_against_who_has_ended_it_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "without_evidence", lambda state: state)
+    caught(explore(**OVERDUE_SAVE, late_saves=True), 9)
 
 
 def test_naming_nobody_where_several_are_at_work_beyond_the_deadline_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,13 @@ def test_events_read_back_as_they_were_recorded(tmp_path: Path) -> None:
     assert line.startswith('{"event":"run_started","v":1,"t":')
 
 
+def test_strangers_of_a_trace_from_before_listeners_were_named_can_be_read(tmp_path: Path) -> None:
+    """The version is the same, so whoever reads version 1 reads these too."""
+    (tmp_path / "events.jsonl").write_text('{"event":"strangers","v":1,"t":0.5,"replica":2,"num_connections":16}\n')
+    [(_, event)] = trace.read(tmp_path / "events.jsonl")
+    assert event == trace.Strangers(t=0.5, replica=2, rank=-1, listener="", num_connections=16)
+
+
 def test_lines_of_threads_and_processes_never_mix(tmp_path: Path) -> None:
     path, count, writers = tmp_path / "events.jsonl", 400, 4
     log = _log(path)

@@ -1,7 +1,7 @@
 """Whom the coordinator may remove for being late or at fault, judged by what is true in the explored world.
 
-The coordinator knows evidence; the explorer knows who reads, since when the deadline has passed, which channels are broken and
-which timer it has fired. So each removal is judged by its cause, at the instant at which it is made.
+The coordinator knows evidence; the explorer knows who reads, since when the deadline has passed, whose save is overdue, which
+channels are broken and which timer it has fired. So each removal is judged by its cause, at the instant at which it is made.
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ from megatron_recover.sim import channels
 from megatron_recover.sim.explore.network import World
 from megatron_recover.sim.explore.scenario import Scenario
 
+LASTS = 2
+"""Generations without a committed step after which `trouble` has run out at the latest."""
+
 
 def judged(scenario: Scenario, world: World, before: CoordinatorState, after: CoordinatorState, cause: Input) -> World:
     """Return the world after what the coordinator made of an input: whom the others wait for, and who is overdue.
 
-    Raises InvariantViolation where it has removed a replica that is not at fault, or the last ones for being late.
+    Raises InvariantViolation where it has removed a replica that is not at fault, or the last ones for being late, and where it
+    keeps one whose save is overdue for longer than any trouble that passes.
     """
     losses = after.losses[len(before.losses) :]
     if not losses and after.step == before.step:
+        _is_not_excused(world, after)
         return world
     suspected = [loss.replica for loss in losses if loss.kind is LossKind.SUSPECTED]
     if suspected and isinstance(cause, TimerFired):
@@ -35,7 +40,15 @@ def judged(scenario: Scenario, world: World, before: CoordinatorState, after: Co
         else:
             world = _is_blamed(scenario, world, suspected, after.roster)
     # What was waited for is over: the time of those that are still reading begins anew.
-    return world._replace(reading=tuple(each for each in world.reading if each in after.roster), overdue=None)
+    return world._replace(reading=tuple(each for each in world.reading if each in after.roster), overdue=None, late_saves=())
+
+
+def _is_not_excused(world: World, after: CoordinatorState) -> None:
+    """Those whose save is overdue must not be kept for the work of another."""
+    for replica, since in world.late_saves:
+        if after.generation - since > LASTS:
+            made = f"{after.generation - since} generations without a step"
+            raise InvariantViolation(9, f"replica {replica} was excused, whose save was overdue for {made}")
 
 
 def _is_late(world: World, losses: Sequence[Loss]) -> None:
@@ -46,8 +59,9 @@ def _is_late(world: World, losses: Sequence[Loss]) -> None:
 
 
 def _is_blamed(scenario: Scenario, world: World, fenced: Sequence[ReplicaId], roster: Sequence[ReplicaId]) -> World:
-    """Those that evidence names must have kept the others waiting beyond the deadline, or be at fault for a broken channel."""
-    blamed = (*world.blamed, *(each for each in fenced if each not in (world.overdue or ())))
+    """Those that evidence names must be at work beyond the deadline, save for too long, or be at fault for a broken channel."""
+    at_fault = {*(world.overdue or ()), *(replica for replica, _ in world.late_saves)}
+    blamed = (*world.blamed, *(each for each in fenced if each not in at_fault))
     if blamed != world.blamed and channels.innocent(blamed, roster, scenario.broken):
         only_at_work = "only at work" if set(blamed) & set(world.reading) else "not at fault"
         raise InvariantViolation(9, f"of {list(blamed)}, which were fenced, one was {only_at_work}")

@@ -26,12 +26,10 @@ from megatron_recover.core.tree import neighbours
 from megatron_recover.core.values import Busy, Loss, LossKind, ReplicaId
 from megatron_recover.sim import channels
 from megatron_recover.sim.explore import network
+from megatron_recover.sim.explore.judging import LASTS
 from megatron_recover.sim.explore.network import World
 from megatron_recover.sim.explore.node import CarryOut, Complete, Drift, DriftState, Fail, Miscount, Stall, Stimulus, pending
 from megatron_recover.sim.explore.space import Attempt, Space
-
-_LASTS = 2
-"""Generations without a committed step after which `trouble` has run out at the latest."""
 
 _PATIENCE = 2
 """How often `trouble` runs out."""
@@ -55,8 +53,16 @@ class Moves(Space):
             yield "the coordinator continues", self.continued(world)
             return
         yield from self.times(world)
-        for save in self.coordinators[world.coordinator].saves:
+        state = self.coordinators[world.coordinator]
+        for save in state.saves:
             yield f"the save of replica {save.replica} is over", self.coordinate(world, Busy(save.replica, True))
+            if self.scenario.late_saves:
+                overdue = world._replace(late_saves=(*world.late_saves, (save.replica, state.generation)))
+                yield f"the save of replica {save.replica} is overdue", self.fired(overdue, f"save {save.number}")
+        for number, since in world.late_saves:
+            left = tuple(late for late in world.late_saves if late != (number, since))
+            over = self.coordinate(world._replace(late_saves=left), Busy(number, True))
+            yield f"the overdue save of replica {number} is over", over
 
     def times(self, world: World) -> Iterator[tuple[Attempt, World]]:
         """The times that pass where operations take time to fail, and what comes of work that others wait for."""
@@ -68,9 +74,9 @@ class Moves(Space):
             # What lasts is told from what passes after so many generations at the latest, and after as many more. Those in
             # which waits are excused are none of them, and where nobody is left to wait for there is no end of trying to see.
             tries = state.generation - int(state.trouble.split()[1]) if state.trouble else 0
-            is_excused = world.reading and not state.is_excuse_over
+            is_excused = world.reading and not state.is_excuse_over and not world.late_saves
             is_clear = not world.reading and not self.scenario.broken and state.patience == _PATIENCE
-            if is_excused or is_clear or tries < _LASTS * (state.patience + 1):
+            if is_excused or is_clear or tries < LASTS * (state.patience + 1):
                 yield "the grace is over", self.fired(over, world.grace)
         if self.takes_time and state.trouble and state.patience < _PATIENCE:
             yield "the trouble lasts", self.fired(world, state.trouble)

@@ -57,6 +57,8 @@ class World(NamedTuple):
     """Members whose training thread does nothing but read: they have not arrived at the sum. Who is fenced may go on."""
     overdue: tuple[ReplicaId, ...] | None = None
     """Who has read since the coordinator's deadline passed; None before, and when a step was committed or a replica lost."""
+    late_saves: tuple[tuple[ReplicaId, int], ...] = ()
+    """Who saves for longer than it may, and the generation in which that time passed; nobody after a step or a loss."""
     blamed: tuple[ReplicaId, ...] = ()
     """Replicas that were fenced for what members reported of each other, though they were not overdue; in that order."""
 

@@ -31,6 +31,8 @@ class Scenario(Value, frozen=True):
     """A pass of the schedule runs for any time, and takes in what is dealt meanwhile."""
     saves: int = 0
     """Checkpoint saves of any replica, from any instant to any later one."""
+    late_saves: bool = False
+    """The time for a save may pass before it is over."""
     tree_above: int = TREE_ABOVE
     """Above so many members status and vote go over a tree."""
     paces: tuple[int, ...] = ()
@@ -146,6 +148,8 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
                  replicas=2, microbatches=1, steps=1, readers=1, waits=1, outlasts=True, links=True),
         Scenario("2 replicas, a late reader, and late members",
                  replicas=2, microbatches=1, steps=1, readers=1, waits=1, late=1),
+        Scenario("2 replicas, a late reader, and a save that may be overdue",
+                 replicas=2, microbatches=1, steps=1, readers=1, waits=3, saves=1, late_saves=True),
         Scenario("a bad network card", microbatches=1, steps=1, broken=card(0, range(3), "both")),
         Scenario("a card that does not send, and a crash", microbatches=1, steps=1, crashes=1, broken=card(1, range(3), "out")),
         Scenario("a card that does not receive", microbatches=1, steps=1, broken=card(2, range(3), "in")),
