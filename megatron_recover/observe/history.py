@@ -11,6 +11,7 @@ generation the results that its members held. It does not grow with microbatches
 from __future__ import annotations
 
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from typing import Any, cast, get_args
 import msgspec
 
 from megatron_recover import trace
-from megatron_recover.core.values import LossKind
+from megatron_recover.core.values import ExitCode, LossKind
 from megatron_recover.faults import FaultKind
 
 Line = int
@@ -386,11 +387,20 @@ class History:
 
     @cached_property
     def outvoted(self) -> dict[int, tuple[int, int]]:
-        """Replica that a majority disagreed with -> (first generation without it, last step that it committed or -1)."""
-        return {
+        """Replica that a majority disagreed with -> (first generation without it, last step that it committed or -1).
+
+        Where no majority says who is right, which ends the run, these are all that disagreed, and there is no such generation.
+        """
+        found = {
             lost.replica: (event.generation, self.last_committed.get(lost.replica, -1))
             for event in self.generations.values() for lost in event.losses if lost.kind is LossKind.DIVERGED
         }  # fmt: skip
+        ended = self.first(trace.RunFinished)
+        if ended is not None and ended.exit_code == ExitCode.DIVERGED:
+            for _, event in self.of(trace.Disagreed):
+                if self.last_step is None or event.step > self.last_step:
+                    found.setdefault(event.replica, (sys.maxsize, self.last_committed.get(event.replica, -1)))
+        return found
 
     @cached_property
     def last_digests(self) -> tuple[str | None, dict[int, str]]:

@@ -862,6 +862,41 @@ def test_a_replica_is_outvoted_only_for_the_step_before() -> None:
     assert _broken(run.events) == {"INV-2": [_find(run.events, trace.Applied, step=0, replica=r, rank=0) + 1 for r in (1, 2)]}
 
 
+def _without_majority() -> traces.Run:
+    """Two of three replicas have drifted after step 1, each in its own way; the votes of step 2 end the run."""
+    run = traces.Run()
+    run.quiet_step()
+    run.quiet_step()
+    for victim in (1, 2):
+        _edit(run.events, trace.Applied, to={"parameter_digest": f"drifted {victim}"}, step=1, replica=victim, rank=0)
+    dealt = run.deal(range(run.num_microbatches))
+    run.plan(dealt, traces.BUCKETS)
+    for replica, ids in dealt.items():
+        run.compute(replica, ids, traces.BUCKETS)
+    run.reduce(traces.BUCKETS)
+    for replica in run.roster:
+        run.add(trace.Voted, **run.where(replica), digest=f"of {replica}")
+    for replica in run.roster:
+        where = {**run.where(replica), "label": "train 2"}
+        run.add(trace.Disagreed, **where, digest=f"of {replica}", versions=(), reason="all three differ")
+    run.add(trace.Stopping, exit_code=12, reason="replicas disagree, and no majority says who is right")
+    return run.finish(exit_code=12)
+
+
+def test_replicas_that_have_drifted_without_a_majority_break_nothing_that_was_agreed() -> None:
+    """The run has ended over it, with code 12: what differs is what they disagreed about, and nothing says who was right."""
+    run = _without_majority()
+    assert _broken(run.events) == {}
+    _edit(run.events, trace.Applied, to={"parameter_digest": "drifted before"}, step=0, replica=1, rank=0)
+    assert list(_broken(run.events)) == ["INV-2"], "a drift that an agreed step has taken in"
+
+
+def test_a_run_that_disagreed_and_did_not_end_over_it_excuses_nothing() -> None:
+    run = _without_majority()
+    del run.events[-2:]
+    assert "INV-2" in _broken(run.finish(exit_code=0).events)
+
+
 def test_a_finished_replica_may_leave_without_a_loss() -> None:
     run = traces.Run()
     run.quiet_step()
