@@ -126,6 +126,7 @@ def test_a_wait_that_was_asked_for_is_no_stop() -> None:
 
 def outcome_in_child(check: Callable[[], None]) -> str:
     """Return what `check` raised in a forked child, empty if nothing; the child ends without the test's own exit."""
+    gc.collect()  # what other tests have left: a communicator that the child collects would wait for threads that it lacks
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -137,8 +138,8 @@ def outcome_in_child(check: Callable[[], None]) -> str:
     os.close(write)
     with open(read) as answer:
         text = answer.read()
-    os.waitpid(child, 0)
-    return text
+    _, status = os.waitpid(child, 0)
+    return text or (f"the child ended with wait status {status}" if status else "")
 
 
 def test_a_child_that_forks_again_and_a_child_of_a_closed_loop_close_nothing_twice(stopped: Stopped) -> None:
