@@ -6,6 +6,8 @@ import json
 import pathlib
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from tests.system.jobs import ROOT, Job
@@ -29,3 +31,16 @@ def run(
     ]  # fmt: skip
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=deadline_s)
     return [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+
+
+def counted(events: Iterable[dict[str, Any]]) -> Counter[str]:
+    """Count events by name, silent ranks by verdict (`rank_silent hung`), and those `accused` of a hang and replicas `lost`."""
+    found: Counter[str] = Counter()
+    for event in events:
+        name = event["event"]
+        if name == "rank_silent":
+            name += f" {event['verdict']}"
+            found["accused"] += event["verdict"] != "slow"
+        found[name] += 1
+        found["lost"] += len(event.get("losses", ()))
+    return found

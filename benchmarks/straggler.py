@@ -60,12 +60,6 @@ def quotas(events: list[dict[str, Any]]) -> list[list[int]]:
     return [found[step] for step in range(STEPS)]
 
 
-def accusations(events: list[dict[str, Any]]) -> int:
-    """Ranks called hung or stopped, and replicas lost."""
-    silent = sum(event["event"] == "rank_silent" and event["verdict"] != "slow" for event in events)
-    return silent + sum(len(event.get("losses", ())) for event in events)
-
-
 def rows() -> list[Row]:
     """The rows of this benchmark."""
     with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
@@ -73,6 +67,7 @@ def rows() -> list[Row]:
         data = text_data(folder)
         with_quotas, without = (run(folder, data, rebalance) for rebalance in ("on", "off"))
     seen = quotas(with_quotas)
+    found = [paced.counted(each) for each in (with_quotas, without)]
     print(*seen, sep="\n", file=sys.stderr)
     back = SLOW_FROM + SLOW_FOR
     alike = max(seen[SLOW_FROM]) - min(seen[SLOW_FROM]) <= 1
@@ -88,6 +83,6 @@ def rows() -> list[Row]:
         row(
             "step after it recovered", [over_ideal(with_quotas, each) for each in after], "ratio", baseline=ideal, goal="<= 1.1"
         ),
-        row("ranks accused of a hang", [float(accusations(each)) for each in (with_quotas, without)], "count", goal="== 0"),
+        row("ranks accused of a hang", [float(each["accused"] + each["lost"]) for each in found], "count", goal="== 0"),
         row("step with a straggler, even quotas", [over_ideal(without, each) for each in slow], "ratio", baseline=ideal),
     ]
