@@ -63,15 +63,16 @@ replica = 1
 rank = 1
 point = "compute"
 kind = "slow"
-factor = 3.0
+factor = 6.0
 step = 8
 steps = 1
 
-[[fault]]  # a last stage dies in its first backward of the step, while the others still run theirs: 3 -> 2 replicas
+[[fault]]  # a last stage dies in the middle of its step: the others have begun theirs, one is far from done: 3 -> 2 replicas
 replica = 2
 rank = 1
 point = "backward"
 step = 8
+occurrence = 8
 
 [[fault]]  # the replica that writes logs dies while its first stage sums a bucket beside the backward: 2 -> 1 replicas
 replica = 0
