@@ -13,23 +13,20 @@ Note [Reading in the training thread]
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from megatron_recover import lock_file
 from megatron_recover.core.detector import Phase
 from megatron_recover.deadlines import figure
 from megatron_recover.progress_page import ProgressPage
-
-_LOCK_POLL_S = 0.05
 
 
 class Dataset(Protocol):
@@ -153,33 +150,20 @@ def building_cache(directory: Path, patience_s: float) -> Iterator[None]:
     whoever has waited for `patience_s` seconds, because the holder is stopped or slow, does the work beside it.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / ".building.lock", "a+") as lock:
-        if _locked(lock, patience_s):
+    path = directory / ".building.lock"
+    with lock_file.opened(path) as lock:
+        if lock_file.is_held(lock, patience_s):
             lock.truncate(0)
             print(f"pid {os.getpid()}", file=lock, flush=True)
         else:
-            lock.seek(0)
             holder = lock.read().strip() or "another process"
-            print(f"{holder} has held {lock.name} for {figure(patience_s)} s: building the index beside it", file=sys.stderr)
+            print(f"{holder} has held {path} for {figure(patience_s)} s: building the index beside it", file=sys.stderr)
         save = numpy.save
         numpy.save = _atomic(save)
         try:
             yield
         finally:
             numpy.save = save
-
-
-def _locked(file: IO[str], patience_s: float) -> bool:
-    """Wait for the lock, not for ever; whether we have it."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_LOCK_POLL_S)
 
 
 def _atomic(save: Callable[..., None]) -> Callable[..., None]:

@@ -16,20 +16,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from megatron_recover import lock_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL = ".partial"
 _LOCK = ".writer.lock"
 _SAMPLES = "samples.json"
 """In the folder of each checkpoint."""
-_LOCK_POLL_S = 0.05
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -56,16 +55,9 @@ class SaveFolder:
     def locked(self) -> Iterator[None]:
         """Hold the folder for one writer. A dead writer's kernel gives it back; one that only seems dead is waited for."""
         self.path.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + self._lock_s
-        with open(self.path / _LOCK, "w") as file:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(f"another writer holds {file.name}; does another job save there?") from None
-                    time.sleep(_LOCK_POLL_S)
+        with lock_file.opened(self.path / _LOCK) as file:
+            if not lock_file.is_held(file, self._lock_s):
+                raise TimeoutError(f"another writer holds {self.path / _LOCK}; does another job save there?")
             yield
 
     def clear(self) -> list[str]:

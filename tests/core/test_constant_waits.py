@@ -44,8 +44,7 @@ INTERVALS = {
     "collectives/member.py _RETRY_S": "between two tries to find the leader, while `leader_s` runs",
     "collectives/nccl.py SHORTEST_SLICE_S, LONGEST_SLICE_S": "between two looks at an event of the GPU",
     "megatron/checkpoint.py _RETRY_S": "between two tries of the last save, while `save_s` runs",
-    "megatron/data.py _LOCK_POLL_S": "between two tries to get the lock, while `build_s` runs",
-    "megatron/save_folder.py _LOCK_POLL_S": "between two tries to get the lock, while `lock_s` runs",
+    "lock_file.py _POLL_S": "between two tries to get the lock, while `build_s` or `lock_s` runs",
     "observe/summary.py _SLACK_S": "between two events of a trace that is read when the run is over",
     "ring.py _SETTLE_S": "a store leaves the store buffer of a core (Note [Visibility]); no process is waited for",
 }

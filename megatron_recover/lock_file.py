@@ -1,0 +1,40 @@
+"""Files that one process at a time holds. The kernel gives a file back when its holder ends, however that happens."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+_POLL_S = 0.05
+_MODE = 0o660
+"""Whoever may read a file can hold it: others than the owner's group may not."""
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[IO[str]]:
+    """Open a lock file, and create it if there is none. Raises OSError."""
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE), "r+", encoding="utf-8") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if mode & ~_MODE & 0o777:
+            with contextlib.suppress(PermissionError):  # another user's
+                os.fchmod(file.fileno(), mode & _MODE)
+        yield file
+
+
+def is_held(file: IO[str], patience_s: float) -> bool:
+    """Wait up to `patience_s` seconds until this process holds an opened lock file, and return whether it does."""
+    give_up_at = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > give_up_at:
+                return False
+            time.sleep(_POLL_S)
+        else:
+            return True
