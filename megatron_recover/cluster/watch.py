@@ -185,8 +185,6 @@ class Watch:
 
 
 _SIGKILL = 9
-_MAX_ERROR = 500
-"""Characters of an exception that are told."""
 _MOST_WAITING = 64
 """So many waiting ranks an event lists at most: in a large job all others may wait for one."""
 
@@ -195,7 +193,7 @@ def exception_in(text: str) -> str:
     """Return the exception of the last traceback in what a process has printed, in its first line; empty if there is none."""
     _, found, traceback = text.rpartition("Traceback (most recent call last):\n")
     lines = traceback.splitlines() if found else []
-    return next((line.strip()[:_MAX_ERROR] for line in lines if line.strip() and not line.startswith(" ")), "")
+    return next((line.strip()[: trace.MAX_REASON] for line in lines if line.strip() and not line.startswith(" ")), "")
 
 
 def explaining_first(ends: Sequence[End]) -> Iterable[End]:

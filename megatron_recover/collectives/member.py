@@ -234,7 +234,7 @@ class Member:
         """A reduction or transfer of `generation` failed; the rest of its plan is left undone."""
         known = error if isinstance(error, TransportError) else TransportError()
         failed = machine.Failed(
-            generation, f"{type(error).__name__}: {error}", known.peers, known.stalled, known.miscounted
+            generation, trace.reason_of(error), known.peers, known.stalled, known.miscounted
         )  # fmt: skip
         with self._changed:
             self._feed(failed)
@@ -248,7 +248,7 @@ class Member:
             return
         self._has_raised = True
         with self._changed:
-            self._feed(machine.Raise(tuple(microbatches), f"{type(error).__name__}: {error}"))
+            self._feed(machine.Raise(tuple(microbatches), trace.reason_of(error)))
             self._changed.wait_for(lambda: self._heard or self._failure is not None, self._deadlines.words_s)
 
     @contextlib.contextmanager

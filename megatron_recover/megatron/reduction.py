@@ -381,7 +381,7 @@ class Reduction:
             raise Revoked("a newer generation was promised while the result was on its way")
 
     def _fail(self, generation: int, bucket: BucketId | None, error: TransportError) -> None:
-        reason = f"{type(error).__name__}: {error}"
+        reason = trace.reason_of(error)
         self._record(trace.ReductionFailed, generation=generation, step=self._step, reason=reason, bucket=bucket)
         if not isinstance(error, Revoked) or error.stalled:
             self._member.blocked(generation, error)

@@ -6,6 +6,14 @@ from typing import Literal
 
 from megatron_recover.trace.event import Event
 
+MAX_REASON = 500
+"""Characters of an exception that are told: it may print all of the data that it is about, and no message takes that."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return type and text of an exception, in `MAX_REASON` characters at most."""
+    return f"{type(error).__name__}: {error}"[:MAX_REASON]
+
 
 class Fault(Event, frozen=True, kw_only=True):
     """Rank, just before it carries an injected fault out."""

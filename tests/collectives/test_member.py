@@ -386,6 +386,18 @@ def test_a_failing_computation_reaches_the_coordinator_before_raised_returns(par
         alone.member.close()
 
 
+def test_an_exception_that_prints_its_data_reaches_the_coordinator_and_is_charged(partner: Partner, free: str) -> None:
+    """Its message was larger than the coordinator takes: the link was closed, and the microbatch was dealt again and again."""
+    alone = Alone(partner, free)
+    alone.member.begin(Work("train 1", 2, (0,)))
+    alone.member.next_order()
+    alone.member.raised((1,), ValueError("x" * 5_000_000))
+    partner.expect(Failing(0, "train 1", (1,), "ValueError: " + "x" * (trace.MAX_REASON - len("ValueError: "))))
+    partner.send(Stop(11, "poisoned"))
+    with pytest.raises(JobStopped, match="poisoned"):
+        alone.member.close()
+
+
 def test_a_save_is_announced_and_said_to_be_over(partner: Partner, free: str) -> None:
     alone = Alone(partner, free)
     with alone.member.saving():
