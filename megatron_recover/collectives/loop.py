@@ -101,7 +101,9 @@ class Loop:
             self._selector.unregister(readable)
 
     def pause_readable(self, readable: Readable, seconds: float) -> None:
-        """Leave a socket or descriptor of `watch_readable` alone for a while."""
+        """Leave a socket or descriptor of `watch_readable` alone for a while; one that is left alone already stays so."""
+        if readable in self._paused:
+            return
         call = self._paused[readable] = self._selector.unregister(readable).data
 
         def resume() -> None:

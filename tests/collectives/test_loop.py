@@ -154,6 +154,23 @@ def test_a_child_that_forks_again_and_a_child_of_a_closed_loop_close_nothing_twi
     assert outcome_in_child(stopped.loop.close_in_child) == ""
 
 
+def test_what_is_paused_twice_goes_on_once(stopped: Stopped) -> None:
+    """A listener without descriptors is paused in its turn, and its deadlines turn it again: its thread ended by a KeyError."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        stopped.loop.watch_readable(ours, lambda: stopped.seen.append(ours.recv(1)))
+        stopped.loop.pause_readable(ours, 1.0)
+        stopped.loop.pause_readable(ours, 1.0)
+        theirs.send(b"x")
+        stopped.loop.run_once(0.0)
+        assert stopped.seen == []
+        stopped.work(1.5)
+        stopped.loop.run_once(0.0)
+        stopped.loop.run_once(0.0)
+        assert stopped.seen == [b"x"]
+        stopped.loop.forget_readable(ours)
+
+
 def test_a_socket_that_was_closed_in_a_child_closes_no_other_descriptor_later(stopped: Stopped) -> None:
     """The numbers are used again at once. An object that still believed in its number would close a stranger's file."""
     loop = stopped.loop
