@@ -124,11 +124,6 @@ def inherited_descriptor(name: str) -> int | None:
     return msgspec.json.decode(text, type=dict[str, int]).get(name) if text else None
 
 
-def rendezvous_address() -> tuple[str, int]:
-    """Return host and port at which the ranks of this replica meet (MASTER_ADDR and MASTER_PORT, set by the launcher)."""
-    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-
-
 def add_to_environment(variables: Mapping[str, str]) -> None:
     """Set variables of this process, for all that read the environment later (torch does)."""
     os.environ.update(variables)

@@ -145,8 +145,8 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float
     """The coordinator waits so long from the first replica that is ready to the last. Then it goes on without the others."""
     leader_s: float
-    """A rank waits so long to find its leader, and torch's store of its replica, at the start, and for each key in that store.
-    Then it ends, and its replica is lost."""
+    """A rank tries so long to connect to its leader at the start, and waits so long for each key in torch's store of its
+    replica. Then it ends, and its replica is lost."""
     save_s: float
     """Members wait so long for one that saves a checkpoint. Then the coordinator suspects it. The last save of a run is tried
     again for so long where there is no room. Then the run ends with code 16."""

@@ -31,7 +31,7 @@ from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
 from megatron_recover.cluster.thawing import Thawing
 from megatron_recover.cluster.watch import Watch, explaining_first
 from megatron_recover.collectives import key as keys
-from megatron_recover.collectives import listening
+from megatron_recover.collectives import listening, rendezvous
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.wire import address_of, listen
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext
@@ -82,6 +82,7 @@ class Launcher:
         """Run the job to its end; its exit code (core.values.ExitCode, or 128 + signal when it was killed on request)."""
         job = self._job
         write_description(job)
+        raise_descriptor_limit()  # first: the recorder inherits it, and has two descriptors for each rank
         self._recording = Recording(job, self._started_at, quiet=self._quiet, deadlines=self._deadlines)
         self._recording.record(
             trace.RunStarted(
@@ -120,7 +121,6 @@ class Launcher:
 
     def _run(self) -> int:
         job = self._job
-        raise_descriptor_limit()
         environment = _environment_of_workers(settings.inherited_environment())
         self._agent = Agent(
             preload=job.preload, environment=environment, deadlines=self._deadlines,
@@ -190,7 +190,7 @@ class Launcher:
         script = self._job.argv[0]
         with descriptors_needed():
             output = self._recording.output(self._job.run_dir / LOGS / "dry-run.log")
-        environment = self._environment(0, 0, leader="", master_port=0, dry_run=True)
+        environment = self._environment(0, 0, leader="127.0.0.1:0", dry_run=True)
         argv = self._job.argv if self._job.dry_run is None else (str(self._job.dry_run), *self._job.argv)
         self._agent.spawn(_DRY_RUN, 0, argv=argv, environment=environment, output=output, descriptors=self._handed_down)
         late = f"in {self._deadlines.deadline_s:.0f} s {script} never {_CALLS_PRETRAIN}; see {output.log}"
@@ -209,23 +209,29 @@ class Launcher:
     def _spawn_all(self) -> None:
         for replica in range(self._job.num_replicas):
             # Closed here as soon as rank 0 has them: a copy would keep a dead leader's port answering.
-            with listen("127.0.0.1:0") as leader, listen("127.0.0.1:0") as store:
-                self._spawn_replica(replica, leader, store)
+            with listen("127.0.0.1:0") as leader:
+                self._spawn_replica(replica, leader)
         self._loop.waited_elsewhere()  # for the fork server, once for each rank
         self._membership.launched()
 
-    def _spawn_replica(self, replica: int, leader: socket.socket, store: socket.socket) -> None:
-        """Start the ranks of a replica, of which rank 0 gets copies of the listening sockets."""
+    def _spawn_replica(self, replica: int, leader: socket.socket) -> None:
+        """Start the ranks of a replica, which get copies of its store, and rank 0 one of the leader's listening socket."""
+        with descriptors_needed():
+            store = rendezvous.create_store()
+        try:
+            self._spawn_ranks(replica, leader, store)
+        finally:
+            os.close(store)
+
+    def _spawn_ranks(self, replica: int, leader: socket.socket, store: int) -> None:
         job = self._job
         for rank in range(job.num_ranks):
-            environment = self._environment(
-                replica, rank, leader=address_of(leader), master_port=int(address_of(store).rpartition(":")[2])
-            )  # fmt: skip
+            environment = self._environment(replica, rank, leader=address_of(leader))
             with descriptors_needed():
-                handed_down = self._handed_down | self._recording.descriptors(replica, rank)
+                handed_down = self._handed_down | {rendezvous.DESCRIPTOR: store} | self._recording.descriptors(replica, rank)
                 output = self._outputs[replica, rank] = self._recording.output_of_rank(replica, rank)
             if rank == 0:
-                handed_down |= {listening.LEADER: leader.fileno(), listening.STORE: store.fileno()}
+                handed_down |= {listening.LEADER: leader.fileno()}
             start = functools.partial(self._agent.spawn, replica, rank, argv=job.argv, environment=environment, output=output)
             self._ranks.spawn(
                 replica, rank,
@@ -237,7 +243,7 @@ class Launcher:
         """Return the descriptors that every rank inherits, by name."""
         return {keys.DESCRIPTOR: self._sealed_key}
 
-    def _environment(self, replica: int, rank: int, *, leader: str, master_port: int, dry_run: bool = False) -> dict[str, str]:
+    def _environment(self, replica: int, rank: int, *, leader: str, dry_run: bool = False) -> dict[str, str]:
         """What a rank's process finds in its environment beside what all inherit."""
         job = self._job
         mine = tuple(
@@ -249,7 +255,8 @@ class Launcher:
             started_at=self._started_at, faults=() if dry_run else mine, dry_run=dry_run,
         )  # fmt: skip
         # RANK and WORLD_SIZE are those of the replica's own world. LOCAL_RANK picks a device of this node, which
-        # the replicas share.
+        # the replicas share. MASTER_* are for scripts that read them: torch's rendezvous is not used, and the port is taken.
+        host, _, port = leader.rpartition(":")
         place, shared = replica * job.num_ranks + rank, job.config.ranks_per_gpu
         return (sharing_a_gpu(place) if shared > 1 else {}) | {
             CONTEXT_VARIABLE: msgspec.json.encode(context).decode(),
@@ -257,8 +264,8 @@ class Launcher:
             "WORLD_SIZE": str(job.num_ranks),
             "LOCAL_RANK": str(place // shared),
             "LOCAL_WORLD_SIZE": str(job.num_replicas * job.num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(master_port),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
         }
 
     # --- Watching ----------------------------------------------------------------------------------------------------

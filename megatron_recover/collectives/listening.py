@@ -1,8 +1,8 @@
-"""The sockets on which rank 0 of a replica listens: made by the launcher, handed down to rank 0 by descriptor.
+"""The socket on which rank 0 of a replica listens as its leader: made by the launcher, handed down by descriptor.
 
 The launcher has to know the addresses before there is a rank. A port that is only bound would not do: as long as no socket
 listens there, Linux lets any user bind the port too (both sockets set SO_REUSEADDR), and whoever listens first has it. So the
-launcher's sockets listen from the start. Connections wait in the kernel until rank 0 accepts them.
+launcher's socket listens from the start. Connections wait in the kernel until rank 0 accepts them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from megatron_recover.config import inherited_descriptor
 
 LEADER = "leader"
 """Name under which rank 0 inherits the listening socket of its replica's leader."""
-STORE = "store"
-"""Name under which rank 0 inherits the listening socket of its replica's store (torch's rendezvous)."""
 
 
 def inherited_listener(name: str, address: str) -> socket.socket | None:

@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from megatron_recover import flags, ring, trace
+from megatron_recover.collectives.rendezvous import join_store
 from megatron_recover.config import DRY_RUN_PASSED, RankContext, RecoverConfig, rank_context
 from megatron_recover.core import policy
 from megatron_recover.core.detector import Phase
@@ -34,7 +35,6 @@ from megatron_recover.megatron.arguments import (
     recover_config,
     refusals,
 )
-from megatron_recover.megatron.rendezvous import join_store
 from megatron_recover.progress_page import ProgressPage
 
 if TYPE_CHECKING:
@@ -175,8 +175,7 @@ class _Training:
             return DRY_RUN_PASSED
         if self._context.rank == 0 and (note := resuming.judge(args, "other")):
             print(f"megatron-recover: {note}", flush=True)
-        # Held to the end of this process: the replica's other ranks use it as long as they live.
-        store = join_store(self._context.rank, self._context.num_ranks, timedelta(seconds=config.deadlines.leader_s))
+        store = join_store(timedelta(seconds=config.deadlines.leader_s))
         member = self._member = self._create_member(config)
         checkpoints, loop = self._install(args, config, member)
         try:

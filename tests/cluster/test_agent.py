@@ -17,11 +17,14 @@ import msgspec
 import psutil
 import pytest
 
+from megatron_recover import trace
 from megatron_recover.cluster import agent, forkserver
 from megatron_recover.cluster.agent import Agent, AgentLost
+from megatron_recover.cluster.job import Job
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.output import create
 from megatron_recover.collectives import wire
+from megatron_recover.config import RecoverConfig
 from tests.cluster.waiting import until_ended, until_readable
 
 pytestmark = pytest.mark.timeout(30)
@@ -68,7 +71,31 @@ def test_a_launcher_without_a_descriptor_for_a_rank_says_so(tmp_path: Path, num_
     os.close(pidfd)
 
 
-def test_a_rank_whose_output_finds_no_descriptor_is_not_started_and_it_is_said(tmp_path: Path) -> None:
+def test_the_recorder_inherits_all_descriptors_that_the_system_allows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It has two for each rank, and was started before the limit was raised."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    seen: list[tuple[int, int]] = []
+
+    def start(*arguments: object, **named: object) -> None:
+        seen.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+        raise InterruptedError
+
+    monkeypatch.setattr("megatron_recover.cluster.launcher.Recording", start)
+    job = Job(argv=("train.py",), num_replicas=1, layout=trace.Layout(tp=1, pp=1), config=RecoverConfig(), run_dir=tmp_path)
+    launcher = Launcher(job)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
+    try:
+        with pytest.raises(InterruptedError):
+            launcher.run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        launcher._loop.close()
+        os.close(launcher._sealed_key)
+    assert seen == [(hard, hard)]
+
+
+@pytest.mark.parametrize("num_left", [0, 1], ids=["for the store", "for the output"])
+def test_a_replica_that_finds_no_descriptor_is_not_started_and_it_is_said(tmp_path: Path, num_left: int) -> None:
     launcher = Launcher.__new__(Launcher)
     launcher._job = SimpleNamespace(num_ranks=1, argv=("train.py",))
     launcher._recording = SimpleNamespace(
@@ -76,8 +103,8 @@ def test_a_rank_whose_output_finds_no_descriptor_is_not_started_and_it_is_said(t
     )
     launcher._sealed_key, launcher._ranks = -1, SimpleNamespace(spawn=lambda *arguments: pytest.fail("it was started"))
     launcher._environment = lambda replica, rank, **others: {}
-    with wire.listen("127.0.0.1:0") as listening, descriptors_left(0), pytest.raises(AgentLost, match="ulimit -n"):
-        launcher._spawn_replica(0, listening, listening)
+    with wire.listen("127.0.0.1:0") as listening, descriptors_left(num_left), pytest.raises(AgentLost, match="ulimit -n"):
+        launcher._spawn_replica(0, listening)
 
 
 def test_a_fork_server_without_descriptors_for_a_rank_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

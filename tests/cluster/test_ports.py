@@ -16,6 +16,7 @@ import pytest
 
 from megatron_recover.cluster.job import Job
 from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.collectives import rendezvous
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext, RecoverConfig
 from megatron_recover.trace import Layout
 
@@ -51,6 +52,8 @@ class Spawned:
     def __init__(self) -> None:
         self.taken: list[str] = []
         """Addresses of ranks that a stranger could take."""
+        self.stores: dict[int, set[int]] = {}
+        """By replica: the files that its ranks inherited as its store."""
         self.handed_down: dict[tuple[int, int], dict[str, str]] = {}
         self.expected: dict[int, dict[str, str]] = {}
 
@@ -59,10 +62,10 @@ class Spawned:
 
     def spawn(self, replica: int, rank: int, *, environment: dict[str, str], descriptors: dict[str, int], **_: object) -> None:
         context = msgspec.json.decode(environment[CONTEXT_VARIABLE], type=RankContext)
-        store = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
-        addresses = self.expected[replica] = {"leader": context.leader, "store": store}
+        addresses = self.expected[replica] = {"leader": context.leader}
         self.taken += [each for each in addresses.values() if can_be_taken(int(each.rpartition(":")[2]))]
         self.handed_down[replica, rank] = listeners(descriptors)
+        self.stores.setdefault(replica, set()).add(os.fstat(descriptors[rendezvous.DESCRIPTOR]).st_ino)
 
 
 @pytest.fixture
@@ -92,4 +95,8 @@ def test_rank_0_inherits_the_sockets_that_listen_and_nobody_else_keeps_them(spaw
         (replica, rank): spawned.expected[replica] if rank == 0 else {} for replica in range(2) for rank in range(2)
     }
     ports = [int(each.rpartition(":")[2]) for replica in spawned.expected.values() for each in replica.values()]
-    assert len(set(ports)) == 4 and all(can_be_taken(port) for port in ports)
+    assert len(set(ports)) == 2 and all(can_be_taken(port) for port in ports)
+
+
+def test_the_ranks_of_a_replica_inherit_one_store_and_other_replicas_another(spawned: Spawned) -> None:
+    assert [len(files) for files in spawned.stores.values()] == [1, 1] and spawned.stores[0].isdisjoint(spawned.stores[1])

@@ -18,10 +18,9 @@ import torch
 from megatron_recover import ring, trace
 from megatron_recover.collectives.direct import DirectEndpoint
 from megatron_recover.collectives.key import inherited_key
-from megatron_recover.collectives.listening import STORE, inherited_listener
 from megatron_recover.collectives.member import Member
 from megatron_recover.collectives.transport import Revoked, Transport, TransportError
-from megatron_recover.config import DRY_RUN_PASSED, RecoverConfig, rank_context, rendezvous_address
+from megatron_recover.config import DRY_RUN_PASSED, RecoverConfig, rank_context
 from megatron_recover.core.detector import Phase
 from megatron_recover.core.quota import share
 from megatron_recover.core.values import Apply, Compute, Held, Plan, Shape, Work
@@ -58,8 +57,6 @@ class Toy:
         self.deadlines = msgspec.structs.replace(config.deadlines, **deadlines)
         self.dropped = {tuple(each) for each in dropped}
         self.num_steps, self.num_microbatches, self.config = num_steps, num_microbatches, config
-        if (store := inherited_listener(STORE, "{}:{}".format(*rendezvous_address()))) is not None:
-            store.close()  # it has no process groups of torch
         self.log = ring.log_of_rank(context)
         self.faults = FaultInjector.of(
             context.faults,
