@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,12 @@ from megatron_recover.cluster.recording import Recording
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
+
+
+def num_waits() -> int:
+    """How often this thread has gone to sleep by itself. A thread that a busy machine puts off has not."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 class Run:
@@ -56,6 +63,11 @@ class Run:
         """Of the recorder."""
         assert self.recording._process is not None
         return self.recording._process.pid
+
+    def stop(self) -> None:
+        """Stop the recorder. It does nothing more when this returns."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
 
     def until_it_records(self) -> None:
         """Return when the recorder has written something."""

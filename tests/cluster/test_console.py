@@ -51,7 +51,7 @@ def test_a_terminal_that_takes_nothing_is_noticed() -> None:
 
     class Stopped(io.StringIO):
         def write(self, text: str) -> int:
-            assert goes_on.wait(30)
+            assert goes_on.wait(60)
             return len(text)
 
     console = Console(stream=Stopped(), deadlines=replace(Deadlines.of(), screen_s=0.5))
@@ -59,7 +59,7 @@ def test_a_terminal_that_takes_nothing_is_noticed() -> None:
     console.end(["the end"])
     assert not console.close()
     goes_on.set()
-    console._thread.join(10.0)
+    console._thread.join(40.0)
     assert not console._thread.is_alive()
 
 
@@ -74,7 +74,7 @@ def test_while_the_shell_has_the_terminal_nothing_is_written() -> None:
     console = Console(stream=printed, is_held=is_held)
     console.show("something")
     console.start()
-    assert looked.acquire(timeout=10) and looked.acquire(timeout=10)
+    assert looked.acquire(timeout=40) and looked.acquire(timeout=40)
     assert printed.getvalue() == ""
     held.set()
     console.close()

@@ -40,7 +40,7 @@ from megatron_recover.deadlines import Deadlines
 from tests.cluster.recordings import Run
 from tests.cluster.waiting import until_readable
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(150)
 
 PROGRAM = """
 import logging, os, subprocess, sys, traceback
@@ -199,7 +199,7 @@ def test_what_a_full_disk_does_not_take_waits_for_room_and_the_trace_does_not_wa
 
     run.until(lambda: "WARNING: what ranks print cannot be written" in console(), "a warning")
     run.until(lambda: other.log.exists() and other.log.read_bytes() == b"short\n", "the other log")
-    assert output.log.read_bytes() == b"", "a part of a chunk was left there"
+    run.until(lambda: output.log.read_bytes() == b"", "what was taken of a chunk to be cut off")  # it is tried again and again
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, soft)
     run.until(lambda: "what ranks print is written again" in console(), "word that it is over")
     run.finish()
@@ -230,17 +230,16 @@ def test_memory_is_bounded_while_nobody_copies_and_what_is_lost_is_counted_in_th
         os.mkfifo(output.log)  # opening it blocks
     run.until_it_records()
     if who is Who.LAUNCHER:
-        os.kill(run.pid, signal.SIGSTOP)
+        run.stop()
     else:
         run.until(lambda: run.recording._copied.cause(time.monotonic_ns(), 60.0) is Why.DISK, "the disk to be slow")
         monkeypatch.setattr(run.recording, "_drop_output", lambda: None)
     lines = [b"%07d%s\n" % (number, b"x" * 1016) for number in range(4096)]
-    begin = time.monotonic()
     for number, line in enumerate(lines):
         os.write(output.descriptor, line)
         if number % 512 == 511:
             run.until(lambda: resident(output) <= limit + 4096, "the oldest to be dropped")
-    assert output.end().endswith(lines[-1].decode()) and time.monotonic() - begin < 15.0
+    assert output.end().endswith(lines[-1].decode())
     if who is Who.LAUNCHER:
         time.sleep(Deadlines.of().still_s)  # so long the recorder has not looked, and this is the last that is dropped
         os.write(output.descriptor, bytes(limit).replace(b"\0", b"y"))
@@ -250,7 +249,7 @@ def test_memory_is_bounded_while_nobody_copies_and_what_is_lost_is_counted_in_th
     else:
         reader = subprocess.Popen(["cat", str(output.log)], stdout=os.open(tmp_path / "read", os.O_WRONLY | os.O_CREAT))
     run.finish()
-    written = output.log.read_bytes() if who is Who.LAUNCHER else (reader.wait(10.0), (tmp_path / "read").read_bytes())[1]
+    written = output.log.read_bytes() if who is Who.LAUNCHER else (reader.wait(40.0), (tmp_path / "read").read_bytes())[1]
     [lost] = re.findall(NOTE, written)
     before, after = re.split(NOTE, written)[0], re.split(NOTE, written)[2]
     everything = b"".join(lines)
@@ -317,7 +316,7 @@ def test_the_launcher_makes_room_whenever_it_looks(record: Callable[..., Run], m
     run = record()
     output = run.output(1)
     run.until_it_records()
-    os.kill(run.pid, signal.SIGSTOP)
+    run.stop()
     for _ in range(3):
         os.write(output.descriptor, b"x" * 2**23)
         run.recording.poll()
@@ -373,7 +372,7 @@ def test_a_program_that_outlives_the_run_can_no_longer_fill_memory(end: str, tmp
     answer, [descriptor], _, _ = socket.recv_fds(ours, 100, 1)
     recorder = os.pidfd_open(int(answer))
     os.waitpid(pid, 0)
-    assert select.select([recorder], [], [], 20.0)[0], "the recorder is still there"
+    assert select.select([recorder], [], [], 60.0)[0], "the recorder is still there"
     for write in (lambda: os.write(descriptor, b"more"), lambda: os.pwrite(descriptor, b"more", 0)):
         with pytest.raises(PermissionError):
             write()
@@ -640,7 +639,7 @@ def test_the_console_says_how_much_it_has_not_had(
     run = record()
     output = run.output(0)
     run.until_it_records()
-    os.kill(run.pid, signal.SIGSTOP)
+    run.stop()
     os.write(output.descriptor, b"x" * 2**21 + b"\n")
     run.recording.poll()
     os.kill(run.pid, signal.SIGCONT)
@@ -683,7 +682,7 @@ def test_an_output_that_was_emptied_and_is_longer_than_before_when_that_is_seen_
     os.write(output.descriptor, b"x" * (size - 1) + b"\n")
     run.until(lambda: output.log.exists() and output.log.stat().st_size == size, "the log")
     run.until(lambda: resident(output) <= KEPT_BYTES + 2**13, "memory to be given back")
-    os.kill(run.pid, signal.SIGSTOP)
+    run.stop()
     rest = b"".join(b"line %d\n" % number for number in range(size // 5))
     with open(f"/proc/self/fd/{output.descriptor}", "wb"):
         os.write(output.descriptor, rest)

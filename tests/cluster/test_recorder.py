@@ -33,9 +33,9 @@ from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.observe.ending import Account
 from megatron_recover.observe.tail import Tail
-from tests.cluster.recordings import DEADLINE_S, Run
+from tests.cluster.recordings import DEADLINE_S, Run, num_waits
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(150)
 
 
 def event(number: int, padding: int = 0) -> trace.Extended:
@@ -319,9 +319,9 @@ def test_a_recorder_that_dies_after_it_was_told_to_finish_is_followed_by_one_tha
     capfd,  # noqa: ANN001
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = record()
+    run = record(deadlines=replace(Deadlines.of(), trace_s=2 * DEADLINE_S))
     run.until_it_records()
-    os.kill(run.pid, signal.SIGSTOP)
+    run.stop()
     send, killed = Recording._send, list[int]()
 
     def kill_after_finish(recording: Recording) -> None:
@@ -334,7 +334,7 @@ def test_a_recorder_that_dies_after_it_was_told_to_finish_is_followed_by_one_tha
     monkeypatch.setattr(Recording, "_send", kill_after_finish)
     begin = time.monotonic()
     assert isinstance(run.finish()[-1], trace.RunFinished)
-    assert time.monotonic() - begin < 10.0 and num_deaths(run.run_dir) == 1
+    assert time.monotonic() - begin < DEADLINE_S and num_deaths(run.run_dir) == 1
     out, err = capfd.readouterr()
     assert "exit code 0 (ok): training finished" in out and err == ""
 
@@ -349,8 +349,7 @@ def has_unread_word(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.recording.ended(1, 0)
     run.recording.poll()
     assert run.recording._control is not None and is_readable(run.recording._control, DEADLINE_S)
-    os.kill(run.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, run.pid, os.WSTOPPED | os.WNOWAIT)
+    run.stop()
     run.recording.says("the last word")
     assert not run.recording._outbox
     monkeypatch.setattr(run.recording, "_receive", receive)
@@ -409,12 +408,12 @@ def test_a_recorder_that_stands_still_loses_only_what_is_counted(record: Callabl
     run = record(ring_bytes=4096)
     log = run.rank(1)
     run.until_it_records()
-    os.kill(run.pid, signal.SIGSTOP)
-    begin = time.monotonic()
+    run.stop()
+    waits = num_waits()
     for number in range(100):
         log.record(event(number, padding=50))
         run.recording.poll()
-    assert time.monotonic() - begin < 1.0, "nobody waits for it"
+    assert num_waits() - waits < 50, "nobody waits for it"
     os.kill(run.pid, signal.SIGCONT)
     run.until(lambda: any(isinstance(each, trace.Gap) for _, each in trace.read(run.run_dir)), "the gap")
     log.record(event(100))
@@ -435,12 +434,10 @@ def test_a_disk_that_stalls_costs_nothing_but_events_and_is_told_once(record: Ca
     """`events.jsonl` is a FIFO: opening and writing it block in the kernel while nobody reads."""
     run = record(fifos=(trace.EVENTS_FILE,), ring_bytes=2**18)
     log = run.rank(0)
-    slowest = 0.0
+    waits = num_waits()
     for number in range(3000):
-        begin = time.monotonic()
         log.record(event(number, padding=50))
-        slowest = max(slowest, time.monotonic() - begin)
-    assert slowest < 0.2, "a rank does not wait"
+    assert num_waits() - waits < 100, "a rank does not wait"
     run.recording.record(trace.Generation(generation=1, roster=(0, 1), reason="start"))
     told: list[str] = []
 
@@ -613,7 +610,7 @@ def test_the_launcher_hears_what_was_saved_before_the_trace_has_it(record: Calla
     begun_and_saved(run)
     run.until(lambda: any(isinstance(each, trace.Checkpoint) for _, each in trace.read(run.run_dir)), "it in the trace")
     former = run.pid
-    os.kill(former, signal.SIGSTOP)  # as if it had died right now: what it has sent is all that there will be
+    run.stop()  # as if it had died right now: what it has sent is all that there will be
     run.recording.poll()
     assert run.recording._account.saved == 40
     os.kill(former, signal.SIGKILL)
@@ -645,7 +642,7 @@ def test_a_line_of_the_launcher_is_told_once_though_the_recorder_dies(instant: s
     run.until_it_records()
     former = run.pid
     if instant == "before it is heard":
-        os.kill(former, signal.SIGSTOP)
+        run.stop()
     run.recording.says("why")
     if instant == "while it is held back":
         run.recording.record(trace.Thawed(replica=1, rank=0))  # behind the line: who has written it has heard that
@@ -697,7 +694,11 @@ def test_the_pause_before_another_recorder_grows_from_death_to_death_and_begins_
     assert [pauses.after(31.9), pauses.after(32.0), pauses.after(0.0)] == [32.0, 0.0, 1.0]
 
 
-def test_a_recorder_follows_however_many_have_died(record: Callable[..., Run], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_recorder_follows_however_many_have_died(
+    record: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    after = Pauses.after
+    monkeypatch.setattr(Pauses, "after", lambda self, lived_s: after(self, 0.0))  # a slow machine's live longer than a pause
     run = record(deadlines=replace(Deadlines.of(), renew_s=0.4))
     for number in range(7):
         run.rank(number % 2).record(event(number))
@@ -742,7 +743,7 @@ def test_a_run_that_ends_in_a_pause_waits_no_longer_for_its_recorder(record: Cal
 
 def test_recorders_that_die_beside_a_stopped_terminal_hold_the_launcher_up_no_moment(record: Callable[..., Run]) -> None:
     """Somebody has pressed Ctrl-S: stderr takes nothing. The launcher's loop is the coordinator's, too."""
-    run = record(deadlines=replace(Deadlines.of(), renew_s=0.1))
+    run = record(deadlines=replace(Deadlines.of(), renew_s=0.1, notice_s=DEADLINE_S))
     run.until_it_records()
     ours, theirs = os.pipe()
     fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)

@@ -21,7 +21,7 @@ from megatron_recover.core import detector
 from megatron_recover.core.detector import Condemned, Named, Phase, Verdict
 from megatron_recover.deadlines import Deadlines
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(240)
 
 _DETACH, _SEIZE, _INTERRUPT = 17, 0x4206, 0x4207
 """Requests of ptrace(2)."""
@@ -41,7 +41,7 @@ def ptrace(request: int, pid: int) -> None:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 40
     while not holds():
         assert time.monotonic() < give_up, "too late"
         time.sleep(0.01)
