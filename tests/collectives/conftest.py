@@ -6,13 +6,14 @@ import contextlib
 import io
 import os
 import select
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from megatron_recover.collectives.wire import address_of, listen
+from megatron_recover.collectives.wire import address_of
 from megatron_recover.config import describe_descriptors
 from tests.collectives.partners import Partner
 
@@ -40,12 +41,15 @@ def hand_down(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.fixture
-def free() -> str:
-    """An address at which nobody listens."""
-    listener = listen("127.0.0.1:0")
-    address = address_of(listener)
-    listener.close()
-    return address
+def free() -> Iterator[str]:
+    """An address at which nobody listens, and nobody but who is told of it: the port stays bound meanwhile."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # `listen` binds to it as well
+        holder.bind(("127.0.0.1", 0))
+        yield address_of(holder)
+
+
+_PATIENCE_S = 40.0
 
 
 class StalledStderr:
@@ -64,24 +68,19 @@ class StalledStderr:
         os.close(writer)
         self._released = False
 
-    def release(self) -> str:
-        """Let everything be written, and return what was."""
+    def release(self, is_all: Callable[[str], bool] = lambda text: True) -> str:
+        """Let everything be written, and return what was: at least so much that `is_all(text)`."""
         self._released = True
         self._goes_on.set()
-        text, seconds = b"", 0.5
-        os.set_blocking(self._reader, False)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                text += os.read(self._reader, 2**20)
-                self._wait(seconds)
-        os.dup2(self._before, 2)
-        return text[self._filled :].decode()
-
-    def _wait(self, seconds: float) -> None:
-        """Wait until something is there to read, at most so long."""
-        poll = select.poll()
+        data, poll = b"", select.poll()
         poll.register(self._reader, select.POLLIN)
-        poll.poll(seconds * 1000)
+        while len(data) < self._filled or not is_all(data[self._filled :].decode()):
+            assert poll.poll(_PATIENCE_S * 1000), f"no more came than {data[self._filled :]!r}"
+            data += os.read(self._reader, 2**20)
+        while poll.poll(0):
+            data += os.read(self._reader, 2**20)
+        os.dup2(self._before, 2)
+        return data[self._filled :].decode()
 
     def close(self) -> None:
         """Put stderr back. Threads that still write get an error."""
