@@ -47,7 +47,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     microbatches: int = 7
     config: RecoverConfig = RecoverConfig()
     deadlines: dict[str, float] = msgspec.field(
-        default_factory=lambda: {**sums(5.0), "stall_s": 5.0, "finish_s": 5.0, "follow_s": 2.0}
+        default_factory=lambda: {**sums(10.0), "stall_s": 10.0, "finish_s": 10.0, "follow_s": 5.0}
     )
     """Waits that differ from those of the config's deadline (fields of `Deadlines`); `deadline_s` for the ranks only."""
     faults: tuple[Fault, ...] = ()
@@ -114,7 +114,7 @@ def command(spec: Spec) -> list[str]:
     return [sys.executable, "-m", "tests.cluster.jobs", msgspec.json.encode(spec).decode()]
 
 
-def run(spec: Spec, deadline_s: float = 60.0) -> Outcome:
+def run(spec: Spec, deadline_s: float = 120.0) -> Outcome:
     """Run a toy job to its end. On the deadline its launcher is killed, which ends all its processes, and the test fails."""
     print(f"cd {ROOT} && {shlex.join(command(spec))}")
     done = subprocess.run(
@@ -126,25 +126,29 @@ def run(spec: Spec, deadline_s: float = 60.0) -> Outcome:
 
 
 class _Hasty(Launcher):
-    """Gives up on a frozen rank's replica at once, but kills it only when another has applied `LATE` more steps.
+    """Gives up on a frozen rank's replica at once, but kills it only when another has applied `LATE` more steps after its thaw.
 
     Nothing in the protocol may rely on a fence that is quick: another node's agent may take as long as it likes.
     """
 
     LATE = 60
-    """So many that it has done something since it was thawed, on a busy machine too."""
+    """So many that it may do what it likes meanwhile. It has also recorded something since it was thawed."""
 
     def _spawn_all(self) -> None:
         super()._spawn_all()
         self._news = Tail(self._job.run_dir / trace.EVENTS_FILE)
         self._overdue: dict[int, int | None] = {}
         """Replica -> the step of the others that its fence waits for, once it is thawed."""
+        self._awake: set[int] = set()
+        """Those that have recorded something since they were thawed."""
         self._step = 0
         self._look()
 
     def _look(self) -> None:
         for line in self._news.lines():
             event, _ = trace.parse(line)
+            if (author := getattr(event, "replica", None)) is not None and self._overdue.get(author) is not None:
+                self._awake.add(author)
             if isinstance(event, trace.Fault) and event.until is not None:
                 self._overdue[event.replica] = None
                 self._membership.lost(Loss(event.replica, LossKind.SUSPECTED, "it is frozen"))
@@ -152,7 +156,8 @@ class _Hasty(Launcher):
                 self._overdue[event.replica] = self._step + self.LATE
             elif isinstance(event, trace.Applied):
                 self._step = max(self._step, event.step)
-                for replica in [each for each, step in self._overdue.items() if step is not None and event.step >= step]:
+                late = [each for each, step in self._overdue.items() if step is not None and event.step >= step]
+                for replica in self._awake.intersection(late):
                     del self._overdue[replica]
                     super()._fence(replica)
         self._loop.after(0.01, self._look)
