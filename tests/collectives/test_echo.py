@@ -14,7 +14,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from megatron_recover.collectives import admission, echo
+from megatron_recover.collectives import admission, direct, echo
 from megatron_recover.collectives.connection import CannotDial
 from megatron_recover.collectives.direct import DirectEndpoint
 from megatron_recover.collectives.echo import EchoServer
@@ -25,7 +25,7 @@ from megatron_recover.deadlines import Deadlines
 from tests.collectives.partners import KEY, within
 from tests.collectives.threads import at_once
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(150)
 
 
 @contextlib.contextmanager
@@ -55,10 +55,10 @@ def test_who_answers_is_within_reach_and_the_others_are_named() -> None:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         closed.close()
         addresses = {number: one.address for number, one in made.items()} | {3: hole, 4: address}
-        assert asked(addresses, 0.3) == (3, 4)
+        assert asked(addresses, 3.0) == (3, 4)
         since = time.monotonic()
-        assert asked({number: one.address for number, one in made.items()}, 20.0) == ()
-        assert time.monotonic() - since < 1, "all have answered: there is nothing to wait for"
+        assert asked({number: one.address for number, one in made.items()}, 100.0) == ()
+        assert time.monotonic() - since < 50, "all have answered: there is nothing to wait for"
 
 
 def test_an_answer_of_who_has_not_the_key_is_none() -> None:
@@ -78,7 +78,7 @@ def test_an_answer_that_is_only_as_long_is_none() -> None:
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         assert asked({0: f"127.0.0.1:{listener.getsockname()[1]}"}, 0.5) == (0,)
-        thread.join(5)
+        thread.join(60)
 
 
 def test_strangers_do_not_keep_an_echo_server_from_answering() -> None:
@@ -149,9 +149,9 @@ def test_a_peer_that_ends_while_it_is_asked_again_is_named_at_once() -> None:
     thread = threading.Thread(target=end, daemon=True)
     thread.start()
     since = time.monotonic()
-    assert asked({0: f"127.0.0.1:{listener.getsockname()[1]}"}, 20.0) == (0,)
-    assert time.monotonic() - since < 5
-    thread.join(5)
+    assert asked({0: f"127.0.0.1:{listener.getsockname()[1]}"}, 100.0) == (0,)
+    assert time.monotonic() - since < 50
+    thread.join(60)
 
 
 def test_a_rank_of_another_position_gets_no_answer() -> None:
@@ -229,7 +229,7 @@ def summed(transport: object, tag: int) -> None:
 
 def test_a_ring_that_stalls_names_who_does_not_answer_and_nobody_else() -> None:
     """The third enters the call and then does not take part in gloo's ring, which stalls on all members alike."""
-    with endpoints("gloo", 3, replace(within(20.0), sum_s=0.5, probe_s=0.3)) as made, black_hole() as hole:
+    with endpoints("gloo", 3, replace(within(20.0), sum_s=0.5, probe_s=3.0)) as made, black_hole() as hole:
         real = {number: endpoint.address for number, endpoint in enumerate(made)}
         cut = real | {2: f"{real[2].partition(' ')[0]} {hole}"}
         for generation, addresses, named in ((1, real, ()), (2, cut, (2,))):
@@ -240,7 +240,7 @@ def test_a_ring_that_stalls_names_who_does_not_answer_and_nobody_else() -> None:
 
             def stall(job: Any, part: Part, *rest: Any, begin: Any = begin, over: threading.Event = over) -> None:
                 if part is Part.SUM:
-                    over.wait(20)
+                    over.wait(60)
                 begin(job, part, *rest)
 
             transports[2]._do = stall
@@ -249,7 +249,7 @@ def test_a_ring_that_stalls_names_who_does_not_answer_and_nobody_else() -> None:
             outcomes = at_once(*[lambda t=t: summed(t, 2) for t in transports[:2]])
             transports[2].revoke()
             over.set()
-            third.join(20)
+            third.join(60)
             assert [getattr(outcome, "part", outcome) for outcome in outcomes] == [Part.SUM] * 2
             assert [peers_of(outcome) for outcome in outcomes] == [named, named]
 
@@ -264,21 +264,37 @@ def test_a_ring_that_breaks_names_whose_process_is_gone() -> None:
         assert [peers_of(outcome) for outcome in outcomes] == [(2,), (2,)]
 
 
-def test_what_was_waited_for_when_a_stalled_call_is_revoked_is_said_and_after_a_short_wait_nothing() -> None:
-    for wait_s, stalled in ((0.4, True), (0.0, False)):
-        with endpoints("direct", 2, within(0.6)) as made:
+class Later:
+    """The clock, `seconds` on."""
+
+    seconds = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.seconds
+
+
+def test_what_was_waited_for_when_a_stalled_call_is_revoked_is_said_and_after_a_short_wait_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for wait_s, stalled in ((25.0, True), (0.0, False)):
+        with endpoints("direct", 2, within(40.0)) as made:
             addresses = {number: endpoint.address for number, endpoint in enumerate(made)}
             transport = made[0].open(1, 0, addresses)
             begun = threading.Event()
+            monkeypatch.setattr(direct, "time", clock := Later())
 
             def call(transport: object = transport, begun: threading.Event = begun) -> None:
                 sources = [torch.ones(4)], [torch.empty(4)]
                 transport.sum_into(*sources, tag=1, probe=lambda _: begun.set())  # type: ignore[attr-defined]
 
-            def revoke(transport: object = transport, begun: threading.Event = begun, wait_s: float = wait_s) -> None:
-                begun.wait(20)
-                time.sleep(wait_s)  # the stall that is being measured
-                transport.revoke()  # type: ignore[attr-defined]
+            def revoke(
+                transport: Any = transport, begun: threading.Event = begun, clock: Later = clock, wait_s: float = wait_s
+            ) -> None:
+                begun.wait(60)
+                while 1 not in transport._reached:  # from then on it waits
+                    time.sleep(0.01)
+                clock.seconds = wait_s
+                transport.revoke()
 
             outcome, _ = at_once(call, revoke)
             assert isinstance(outcome, Revoked)
@@ -288,7 +304,7 @@ def test_what_was_waited_for_when_a_stalled_call_is_revoked_is_said_and_after_a_
 def test_a_bad_link_is_named_by_its_ends_and_not_by_who_waits_for_both() -> None:
     """Of three, 1 and 2 do not reach each other: 0 has all that they can send, and waits for the sums of both."""
     with black_hole() as hole:
-        made = [DirectEndpoint(key=KEY, rank=0, deadlines=within(1.0)) for _ in range(3)]
+        made = [DirectEndpoint(key=KEY, rank=0, deadlines=within(4.0)) for _ in range(3)]
         addresses = {number: endpoint.address for number, endpoint in enumerate(made)}
         seen_by_2 = addresses | {1: hole}
         transports = [one.open(1, number, seen_by_2 if number == 2 else addresses) for number, one in enumerate(made)]
@@ -304,13 +320,18 @@ def test_a_bad_link_is_named_by_its_ends_and_not_by_who_waits_for_both() -> None
 
 
 def test_a_member_that_is_ahead_is_not_accused() -> None:
-    made = [DirectEndpoint(key=KEY, rank=0, deadlines=within(5.0)) for _ in range(2)]
+    made = [DirectEndpoint(key=KEY, rank=0, deadlines=within(40.0)) for _ in range(2)]
     addresses = {number: endpoint.address for number, endpoint in enumerate(made)}
-    made[0].open(2, 0, addresses)
+    ahead = made[0].open(2, 0, addresses)
     behind = made[1].open(1, 1, addresses)
-    outcome, _ = at_once(
-        lambda: summed(behind, 1), lambda: summed(made[0]._current, 1)
-    )  # fmt: skip
+
+    def left_behind() -> None:
+        try:
+            summed(behind, 1)
+        finally:
+            ahead.revoke()  # it has nobody to sum with, and would wait to its deadline
+
+    outcome, _ = at_once(left_behind, lambda: summed(ahead, 1))
     for endpoint in made:
         endpoint.close()
     assert isinstance(outcome, PeerLost) and outcome.peer == 0 and outcome.peers == ()

@@ -108,7 +108,7 @@ def check_an_operation_left_behind_writes_nothing(patch: pytest.MonkeyPatch) -> 
 
     def do(self: GlooTransport, job: Callable[[Any], None], part: Part, *arguments: Any) -> None:
         if part is Part.SUM and self is transports[1]:
-            assert left.wait(20)
+            assert left.wait(60)
         if part is not Part.SUM or self is transports[1]:
             original(self, job, part, *arguments)
             return
@@ -124,7 +124,7 @@ def check_an_operation_left_behind_writes_nothing(patch: pytest.MonkeyPatch) -> 
     result, late = torch.full((100,), -1.0), torch.empty(100)
 
     def revoke() -> None:
-        running.wait(20)
+        running.wait(60)
         transports[0].revoke()
 
     outcomes: list[Any] = []
@@ -136,9 +136,9 @@ def check_an_operation_left_behind_writes_nothing(patch: pytest.MonkeyPatch) -> 
     assert isinstance(outcome, Revoked)
     result.fill_(-2.0)
     left.set()
-    other.join(20)
+    other.join(60)
     assert outcomes == [None]
-    transports[0].thread.join(20)
+    transports[0].thread.join(60)
     values = result.unique().tolist()
     for endpoint in made:
         endpoint.close()
@@ -162,7 +162,7 @@ def check_a_revoke_waits_for_the_copy_to_results(patch: pytest.MonkeyPatch) -> N
 
     def slow(piece: torch.Tensor, into: torch.Tensor) -> None:
         inside.set()
-        assert leave.wait(20)
+        assert leave.wait(60)
         copy(piece, into)
 
     patch.setattr(gloo, "copy", slow)
@@ -172,12 +172,12 @@ def check_a_revoke_waits_for_the_copy_to_results(patch: pytest.MonkeyPatch) -> N
     result = torch.zeros(100)
 
     def revoke() -> int:
-        assert inside.wait(20)
+        assert inside.wait(60)
         waiting = threading.Thread(target=lambda: (transport.revoke(), returned.set()))
         waiting.start()
         early = returned.wait(0.2)
         leave.set()
-        waiting.join(20)
+        waiting.join(60)
         written = int(result.sum())
         assert returned.is_set() and not early, "it returned while the call was writing"
         return written
@@ -228,7 +228,7 @@ class SlowLink:
 
         class Slow:
             def wait(inner) -> None:
-                self.over.wait(20 if stops else seconds)  # the slow link that is the subject
+                self.over.wait(60 if stops else seconds)  # the slow link that is the subject
                 work.wait()
 
         return Slow()
@@ -246,13 +246,13 @@ def test_a_sum_left_in_its_middle_is_freed_by_its_own_thread(monkeypatch: pytest
 
     def slowly(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         held.extend(weakref.ref(tensor) for tensor in tensors)
-        begun.wait(20)
+        begun.wait(60)
         for piece in original(tensors):
             time.sleep(0.002)  # the slow link that is the subject
             yield piece
 
     def revoke() -> None:
-        begun.wait(20)
+        begun.wait(60)
         for transport in transports:
             transport.revoke()
 
@@ -265,7 +265,7 @@ def test_a_sum_left_in_its_middle_is_freed_by_its_own_thread(monkeypatch: pytest
         assert [type(outcome) for outcome in outcomes] == [Revoked, Revoked, type(None)]
         outcomes.clear()  # the callers' errors hold their frames for as long as a caller looks at them
         for transport in transports:
-            transport.thread.join(20)
+            transport.thread.join(60)
         assert len(held) == 2 and not any(scratch() is not None for scratch in held), "it waits for the cyclic collector"
     finally:
         gc.enable()
@@ -296,7 +296,7 @@ def over_a_slow_link(patch: pytest.MonkeyPatch, whole_s: float, sum_s: float, st
         transport.revoke()
         link.over.set()
     for transport in transports:
-        transport.thread.join(20)
+        transport.thread.join(60)
         assert not transport.thread.is_alive()
     for endpoint in made:
         endpoint.close()
@@ -305,17 +305,17 @@ def over_a_slow_link(patch: pytest.MonkeyPatch, whole_s: float, sum_s: float, st
 
 def test_a_large_sum_over_a_slow_link_is_bounded_by_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """One operation for all of it took longer than `sum_s`, and would have in each generation again."""
-    outcomes, results, links = over_a_slow_link(monkeypatch, whole_s=1.8, sum_s=0.6)
+    outcomes, results, links = over_a_slow_link(monkeypatch, whole_s=4.5, sum_s=3.0)
     assert outcomes == [None, None]
     assert all(torch.equal(result, torch.arange(len(result)) * 3.0) for result in results)
     assert [link.num_given for link in links] == [NUM_PIECES] * 2
 
 
 def check_a_sum_that_stops_half_way(patch: pytest.MonkeyPatch) -> None:
-    outcomes, results, links = over_a_slow_link(patch, whole_s=1.2, sum_s=0.6, stops_after=20)
+    outcomes, results, links = over_a_slow_link(patch, whole_s=1.2, sum_s=3.0, stops_after=20)
     for outcome in outcomes:
         assert isinstance(outcome, DeadlineExceeded) and outcome.part is Part.SUM, outcome
-        assert "no progress for 0.6 s" in str(outcome) and outcome.stalled and outcome.peers == ()
+        assert "no progress for 3 s" in str(outcome) and outcome.stalled and outcome.peers == ()
     assert all(bool((result == -1.0).all()) for result in results)
     assert [link.num_given for link in links] == [20 + gloo.PIECES_AT_ONCE] * 2, "the rest of it was left behind, too"
 
@@ -347,7 +347,7 @@ def test_a_revoke_ends_a_copy_that_nobody_sends(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(DirectTransport, "copy_into", announced)
     outcome, _ = at_once(
         lambda: transports[0].copy_into([torch.ones(1)], source=3, targets=[0], tag=1),
-        lambda: begun.wait(20) and transports[0].revoke(),
+        lambda: begun.wait(60) and transports[0].revoke(),
     )
     assert isinstance(outcome, Revoked)
     for endpoint in made:

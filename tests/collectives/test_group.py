@@ -18,9 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_recover.collectives.group import FaultTolerantGroup
 from megatron_recover.collectives.transport import Endpoint, TransportError
+from tests.collectives.partners import within
 from tests.collectives.ranks import ranks
 
 pytestmark = pytest.mark.timeout(240)
+PATIENT = within(200.0)
 """The joiner waits for the others from the start, and their first use of DDP imports a lot."""
 
 
@@ -152,7 +154,7 @@ def use_mesh(group: FaultTolerantGroup, me: int) -> Callable[[], None]:
 
 @pytest.mark.parametrize("use", [use_collectives, use_ddp, use_mesh], ids=["collectives", "ddp", "mesh"])
 def test_one_group_object_before_and_after_members_change(use: Callable[..., Callable[[], None]]) -> None:
-    with ranks("direct", 4) as run:
+    with ranks("direct", 4, deadlines=PATIENT) as run:
         run.tell([0, 1, 2, 3], "call", swap_script, (run.addresses, use))
         assert run.receive(1) == "ended"
         run.tell([1], "call", end, ())
@@ -181,7 +183,7 @@ def hsdp_script(endpoint: Endpoint, me: int, addresses: dict[int, str]) -> list[
 
 
 def test_fsdp2_replicates_over_the_group() -> None:
-    with ranks("direct", 2) as run:
+    with ranks("direct", 2, deadlines=PATIENT) as run:
         first, second = run.call(hsdp_script, run.addresses).values()
         assert first == second
 

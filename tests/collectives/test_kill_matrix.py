@@ -88,7 +88,7 @@ def test_every_survivor_sees_a_death_first_hand(instant: str, size: int) -> None
 @pytest.mark.parametrize("instant", ["before", "middle"])
 def test_a_standstill_ends_at_the_deadline_and_blames_the_right_one(instant: str, size: int) -> None:
     """Direct transport, nobody revokes, a member is stopped: the deadline without progress ends the call."""
-    with ranks("direct", 4, deadlines=within(2.0)) as run:
+    with ranks("direct", 4, deadlines=within(5.0)) as run:
         run.open(1, range(4))
         run.sums(range(4), 4 * KIB, 1)
         run.outcomes(range(4))
@@ -104,7 +104,7 @@ def test_a_standstill_ends_at_the_deadline_and_blames_the_right_one(instant: str
         # At `middle` a small sum may be complete everywhere: the stopped member's whole contribution had left it.
         assert set(check.values()) <= {("DeadlineExceeded", (2,))} | ({("done", ())} if instant == "middle" else set())
         if instant == "before":
-            assert all(1.9 < outcome.seconds < 20 for outcome in outcomes.values())
+            assert all(4.9 < outcome.seconds < 50 for outcome in outcomes.values())
 
 
 @pytest.mark.timeout(200)
