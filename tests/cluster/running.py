@@ -52,7 +52,7 @@ class Running:
         path = Path(self.spec.sums_dir or self.spec.run_dir) / "sums-0-0.jsonl"
         return len(path.read_bytes().splitlines()) if path.exists() else 0
 
-    def end(self, deadline_s: float = 30.0) -> Outcome:
+    def end(self, deadline_s: float = 90.0) -> Outcome:
         try:
             code = self.launcher.wait(deadline_s)
         except subprocess.TimeoutExpired:
@@ -106,7 +106,7 @@ class AtTerminal(Running):
         self.launcher = launcher
         super().until_training()
 
-    def end(self, deadline_s: float = 30.0) -> Outcome:
+    def end(self, deadline_s: float = 90.0) -> Outcome:
         until_ended([self.launcher], deadline_s)
         self.type("echo the exit code was $?.\n")
         self.until(lambda: "\nthe exit code was" in self.output.read_text(), "the shell's word about the exit code")

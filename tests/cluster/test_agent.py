@@ -27,7 +27,7 @@ from megatron_recover.collectives import wire
 from megatron_recover.config import RecoverConfig
 from tests.cluster.waiting import until_ended, until_readable
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(240)
 
 
 class Served:

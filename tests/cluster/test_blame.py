@@ -20,7 +20,7 @@ from megatron_recover.core.values import ExitCode, LossKind
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from tests.cluster.jobs import ROOT, Spec, run
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 
 def strikes(kind: FaultKind) -> tuple[Fault, ...]:

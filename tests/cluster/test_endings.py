@@ -23,7 +23,7 @@ from tests.cluster.jobs import ROOT, SUMS, Spec, command, run
 from tests.cluster.running import FOR_EVER, Start
 from tests.cluster.waiting import until_ended, until_files, until_readable
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -52,7 +52,9 @@ def test_a_microbatch_that_raises_twice_stops_the_job_and_is_named(tmp_path: Pat
     assert outcome.exit_code == ExitCode.POISONED_MICROBATCH
     assert "computing microbatch 0 of train 2" in outcome.output
     assert len(outcome.of(trace.Fault)) == 2, "it was dealt a third time"
-    assert {len(outcome.sums(replica, 0)) for replica in range(3)} == {1}
+    # The third one was told to stop, perhaps before it came to apply the step before.
+    struck = {event.replica for event in outcome.of(trace.Fault)}
+    assert all(len(outcome.sums(replica, 0)) in ((1,) if replica in struck else (0, 1)) for replica in range(3))
     outcome.assert_exactly_once()
 
 
@@ -115,7 +117,7 @@ def test_a_signal_ends_a_dry_run(tmp_path: Path) -> None:
     try:
         until_files(begun.exists, "the dry run", tmp_path)
         launcher.terminate()
-        assert launcher.wait(30) == ExitCode.INTERRUPTED
+        assert launcher.wait(90) == ExitCode.INTERRUPTED
     finally:
         launcher.kill()
 
@@ -134,8 +136,8 @@ def test_a_rank_that_ends_too_early_with_exit_code_0_is_a_loss(tmp_path: Path) -
 @pytest.mark.parametrize("rank", [0, 1])
 def test_inv_8_a_rank_that_is_stopped_after_the_last_commit_does_not_hang_the_job(tmp_path: Path, rank: int) -> None:
     stop = Fault(replica=1, rank=rank, point=FaultPoint.OPTIMIZER, step=3, kind=FaultKind.STOP)
-    job = spec(tmp_path, deadlines=dict.fromkeys((*SUMS, "stall_s", "finish_s", "follow_s"), 2.0), faults=(stop,))
-    outcome = run(job, deadline_s=40.0)
+    job = spec(tmp_path, deadlines=dict.fromkeys((*SUMS, "stall_s", "finish_s", "follow_s"), 5.0), faults=(stop,))
+    outcome = run(job)
     assert outcome.exit_code == 0, outcome.output
     outcome.assert_exactly_once()
     assert [event.replica for event in outcome.of(trace.Fenced)] == [1]
@@ -201,7 +203,7 @@ def test_nothing_is_left_when_a_parent_is_killed(start: Start, tmp_path: Path, w
         os.kill(job.server.pid, signal.SIGSTOP)
     if whom != "fork server":
         os.kill(job.launcher.pid, signal.SIGKILL)
-    code = job.launcher.wait(30)
+    code = job.launcher.wait(90)
     job.assert_nothing_left()
     if whom == "fork server":
         assert code == ExitCode.FAILED and "the fork server has ended" in job.output.read_text()
@@ -226,7 +228,8 @@ def test_a_rank_killed_from_outside_is_seen_and_fenced(start: Start, tmp_path: P
 
 
 def test_a_recorder_that_is_killed_costs_nothing(start: Start, tmp_path: Path) -> None:
-    job = start(spec(tmp_path, steps=FOR_EVER, trace_file_bytes=50_000))
+    # At this pace the rings have room for what happens until the next recorder is there, however long its start takes.
+    job = start(spec(tmp_path, steps=FOR_EVER, trace_file_bytes=50_000, pace_s=0.01))
     job.recorder.kill()
     job.until(lambda: "the recorder ended by SIGKILL: another one goes on with the trace" in job.output.read_text(), "a word")
     job.ranks[-1].kill()  # what happens now is recorded
@@ -301,7 +304,7 @@ def test_what_stands_still_is_told_from_what_runs(tmp_path: Path) -> None:
         agent.spawn(0, 0, argv=(str(script),), environment={}, output=create(tmp_path / "rank.log"))
         with open(gate, "w"):  # it has got there
             assert not agent.is_stopped(0, 0)
-        end = time.monotonic() + 10
+        end = time.monotonic() + 40
         while not agent.is_stopped(0, 0):
             assert time.monotonic() < end
         agent.thaw(0, 0)

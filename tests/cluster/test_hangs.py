@@ -18,10 +18,12 @@ from tests.cluster.jobs import ROOT, Outcome, Spec, command, run
 from tests.cluster.running import FOR_EVER, Start
 from tests.cluster.waiting import until_files
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 PATIENT = RecoverConfig(deadline_s=4500.0)
 """Nothing but the detector ends a rank."""
+AT_LEISURE = {"stacks_s": 9.0}
+"""However busy the machine is, whoever can write stacks has written them before the replica is killed."""
 STEP = 100
 """Late enough for the detector to know how long steps take, which last some milliseconds here."""
 
@@ -44,7 +46,7 @@ def log_of(tmp_path: Path, replica: int, rank: int) -> str:
     ("rank", "point"), [(0, FaultPoint.BACKWARD), (1, FaultPoint.REDUCE), (0, FaultPoint.IN_VOTE), (1, FaultPoint.OPTIMIZER)]
 )
 def test_a_rank_that_is_stopped_costs_its_replica_and_no_timeout(tmp_path: Path, rank: int, point: FaultPoint) -> None:
-    outcome = job(tmp_path, strike(FaultKind.STOP, 1, rank, point))
+    outcome = job(tmp_path, strike(FaultKind.STOP, 1, rank, point), deadlines=AT_LEISURE)
     outcome.assert_finished([0, 2])
     [silent] = [event for event in outcome.of(trace.RankSilent) if event.verdict != "slow"]
     assert (silent.replica, silent.rank, silent.verdict, silent.state) == (1, rank, "stopped", "T")
@@ -56,7 +58,9 @@ def test_a_rank_that_is_stopped_costs_its_replica_and_no_timeout(tmp_path: Path,
     [still] = [one for one in check(tmp_path / "run").summary.standstills if one.verdict == "stopped"]
     assert (still.replica, still.rank, still.lost_in) == (1, rank, 2)
     [fault] = outcome.of(trace.Fault)
-    assert fault.t - 0.5 < still.last_progress <= fault.t + 0.05, "the newest operation that its page shows"
+    own = [each.t for each in outcome.of(trace.MicrobatchStarted) if (each.replica, each.rank) == (1, rank)]
+    # By two looks at the clock, between which the agent may have been put off.
+    assert own[-1] <= still.last_progress + 0.001 <= (fault.t + silent.t) / 2, "the newest operation that its page shows"
     # Its sibling runs, and writes where it waits; what is stopped can write nothing, and people are told so.
     assert "most recent call first" in log_of(tmp_path, 1, 1 - rank)
     assert "most recent call first" not in log_of(tmp_path, 1, rank)
@@ -64,7 +68,7 @@ def test_a_rank_that_is_stopped_costs_its_replica_and_no_timeout(tmp_path: Path,
 
 
 def test_an_endless_loop_is_fenced_with_its_stacks_in_the_log(tmp_path: Path) -> None:
-    outcome = job(tmp_path, strike(FaultKind.LOOP, 1, 0, FaultPoint.BACKWARD, occurrence=1))
+    outcome = job(tmp_path, strike(FaultKind.LOOP, 1, 0, FaultPoint.BACKWARD, occurrence=1), deadlines=AT_LEISURE)
     outcome.assert_finished([0, 2])
     hung = [event for event in outcome.of(trace.RankSilent) if event.verdict == "hung"]
     assert [(event.replica, event.rank, event.phase, event.label) for event in hung] == [

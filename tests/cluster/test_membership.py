@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 import typing
 from collections.abc import Iterator
 
@@ -18,9 +19,9 @@ from megatron_recover.collectives.wire import Announcement, LeaderHello, Message
 from megatron_recover.core.coordinator import Policy
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import Hello
-from tests.collectives.partners import KEY, call
+from tests.collectives.partners import KEY, PATIENCE_S, call
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(240)
 COORDINATOR = Party(Role.COORDINATOR)
 
 
@@ -48,11 +49,10 @@ class Town:
         return [message.new.roster for _, message in self.heard if isinstance(message, Announcement)]
 
     def turn(self, condition) -> None:  # noqa: ANN001
-        for _ in range(500):
-            if condition():
-                return
+        end = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < end, f"in vain: {self.heard} {self.closed}"
             self.loop.run_once(0.01)
-        raise AssertionError(f"in vain: {self.heard} {self.closed}")
 
 
 SETTINGS = typing.get_args(Setting)

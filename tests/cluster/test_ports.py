@@ -20,7 +20,7 @@ from megatron_recover.collectives import rendezvous
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext, RecoverConfig
 from megatron_recover.trace import Layout
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(240)
 
 
 def can_be_taken(port: int) -> bool:

@@ -16,7 +16,7 @@ from tests.cluster.jobs import Spec
 from tests.cluster.running import FOR_EVER, Running, Start
 from tests.disk import Disk, mounted
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 PATIENT = RecoverConfig(deadline_s=4500.0)
 """Nothing but the detector ends a rank."""
@@ -71,15 +71,13 @@ def test_a_run_directory_that_stands_still_holds_up_no_rank_and_gets_all_that_wa
 
 
 def test_a_run_directory_that_never_answers_again_costs_trace_and_logs_only(start: Start, disk: Disk, tmp_path: Path) -> None:
-    wait_s = 3.0  # what the disk has at the end of the run; nobody waits once more for the recorder that the disk holds
-    job = start(chatty(disk, tmp_path, trace_s=wait_s))
+    # The disk has 3 s at the end of the run. A launcher that waited once more for the recorder would wait for minutes.
+    job = start(chatty(disk, tmp_path, trace_s=3.0, terminal_s=300.0))
     disk.stall(on=True)
     reached = job.num_applied()
     job.until(lambda: job.num_applied() > reached + 100, "training to go on beside the disk")
     job.launcher.terminate()
-    began = time.monotonic()
-    code = job.launcher.wait(60.0)
-    assert time.monotonic() - began < wait_s + PATIENT.deadlines.terminal_s
+    code = job.launcher.wait(90.0)
     output = job.output.read_text()
     assert code == ExitCode.INTERRUPTED, output
     assert "the end of the trace is missing" in output and "the disk does not answer" in output

@@ -20,7 +20,7 @@ from tests.cluster.jobs import Spec, sums
 from tests.cluster.running import FOR_EVER, AtTerminal, Running, Start
 from tests.cluster.waiting import until_ended, until_files
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 SOON = {"beat_s": 0.25, "silence_s": 1.0}
 """A silent launcher is noticed in a second, which is shorter than the default's three."""
 
@@ -71,9 +71,8 @@ def test_the_time_in_which_ranks_are_started_is_not_told_as_a_standstill(monkeyp
 def test_a_death_while_the_launcher_is_stopped_is_recovered_from_when_it_goes_on(
     start: Start, tmp_path: Path, how: str
 ) -> None:
-    job = start(
-        Spec(run_dir=str(tmp_path / "run"), steps=FOR_EVER, deadlines={"follow_s": 1.0, **SOON}), at_terminal=how == "Ctrl-Z"
-    )
+    deadlines = {"follow_s": 4.0, "beat_s": 0.25, "silence_s": 5.0}
+    job = start(Spec(run_dir=str(tmp_path / "run"), steps=FOR_EVER, deadlines=deadlines), at_terminal=how == "Ctrl-Z")
     if isinstance(job, AtTerminal):
         job.type("\x1a")
         job.until(lambda: "Stopped" in job.output.read_text(), "the shell's word that the job is stopped")
@@ -124,7 +123,8 @@ def test_inv_8_a_launcher_that_stays_stopped_is_waited_for_until_the_deadline(st
 
 
 def test_a_job_that_ends_while_the_launcher_is_stopped_ends_well_when_it_goes_on(start: Start, tmp_path: Path) -> None:
-    job = start(Spec(run_dir=str(tmp_path / "run"), steps=500, deadlines=SOON))
+    # At this pace it goes on for seconds after it was seen to train.
+    job = start(Spec(run_dir=str(tmp_path / "run"), steps=400, deadlines=SOON, pace_s=0.005))
     job.launcher.send_signal(signal.SIGSTOP)
     until_said(job, "waits for the end of the job", (0, 1, 2))
     job.launcher.send_signal(signal.SIGCONT)

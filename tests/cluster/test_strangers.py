@@ -16,7 +16,7 @@ from tests.cluster.jobs import Spec
 from tests.cluster.running import FOR_EVER, Start
 from tests.cluster.strangers import Siege, ports_of, raise_descriptor_limit
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 NUM_STRANGERS = 10_000
 REPLICAS, RANKS = 2, 2
@@ -61,7 +61,7 @@ def test_a_job_under_siege_loses_nobody(start: Start, tmp_path: Path) -> None:
     num_strangers = min(NUM_STRANGERS, raise_descriptor_limit() - 1000)
     siege = Siege(ports, num_strangers)
     try:
-        assert siege.full.wait(60), f"{siege.num_made} came"
+        assert siege.full.wait(120), f"{siege.num_made} came"
         before = job.num_applied()
         job.until(lambda: job.num_applied() > before + 20, "steps under siege")
         [victim] = [each for each in job.processes if each.name() == f"replica-{REPLICAS}.0"]
@@ -69,7 +69,7 @@ def test_a_job_under_siege_loses_nobody(start: Start, tmp_path: Path) -> None:
         then = job.num_applied()
         job.until(lambda: job.num_applied() > then + 20, "steps after a death under siege")
         job.launcher.terminate()
-        outcome = job.end(60.0)
+        outcome = job.end()
     finally:
         siege.lift()
     print(f"{siege.num_made} strangers, {siege.num_let_go} let go")

@@ -11,7 +11,7 @@ from megatron_recover.config import RecoverConfig
 from tests.cluster.jobs import Spec, run
 from tests.cluster.test_kills import fault, survivors_of
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 # Of seven replicas 0 is above 1 and 2, 1 above 3 and 4, 2 above 5 and 6; who is lost shifts all behind it. An inner member
 # passes the point twice a step: as it hands votes up, and as it hands all of them down.

@@ -21,7 +21,7 @@ from tests.cluster.jobs import SUMS, Spec
 from tests.cluster.running import FOR_EVER, Start
 from tests.cluster.waiting import until_ended, until_readable
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 
 class Freezer:
@@ -65,7 +65,7 @@ def freezer(tmp_path: Path) -> Iterator[Freezer]:
 def test_a_rank_that_sigkill_does_not_end_costs_its_replica_and_nothing_else(
     freezer: Freezer, start: Start, tmp_path: Path
 ) -> None:
-    deadlines = dict.fromkeys((*SUMS, "stall_s", "finish_s", "follow_s", "sigkill_s"), 1.0)
+    deadlines = {**dict.fromkeys((*SUMS, "stall_s", "finish_s"), 5.0), "follow_s": 4.0, "sigkill_s": 1.0}
     job = start(Spec(run_dir=str(tmp_path / "run"), steps=FOR_EVER, deadlines=deadlines))
     victim = next(each for each in job.processes if each.name() == "replica-1.1")
     freezer.freeze(victim)

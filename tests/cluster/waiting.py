@@ -43,7 +43,7 @@ def until_readable(descriptor: int, condition: Callable[[], object], what: str, 
         is_readable(descriptor, left)
 
 
-def until_ended(processes: Iterable[psutil.Process], deadline_s: float = 10.0) -> None:
+def until_ended(processes: Iterable[psutil.Process], deadline_s: float = 40.0) -> None:
     """Return when all processes have ended; whether anybody has reaped them does not matter."""
     end = time.monotonic() + deadline_s
     for process in processes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
@@ -15,6 +16,7 @@ from megatron_recover.deadlines import Deadlines
 
 KEY = b"k" * KEY_BYTES
 """The job's key in tests that start no launcher."""
+PATIENCE_S = 60.0
 
 
 def call(address: str, me: Party, peer: Party, key: bytes = KEY, patience_s: float = 10.0) -> OutgoingLink:
@@ -90,11 +92,10 @@ class Partner:
             self.loop.send(self.link, message)
 
     def wait(self, condition: Callable[[], object]) -> None:
-        for _ in range(1000):
-            if condition():
-                return
+        end = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < end, f"waited in vain; received so far: {self.received}"
             self.loop.run_once(0.01)
-        raise AssertionError(f"waited in vain; received so far: {self.received}")
 
     def expect(self, *messages: Message) -> None:
         """Wait for exactly these messages, in this order."""

@@ -22,9 +22,9 @@ from megatron_recover.collectives.handshake import KEY_BYTES, Connector, Party, 
 from megatron_recover.collectives.loop import Loop
 from megatron_recover.collectives.wire import FORMAT_VERSION, Link, LinkClosed, PeerHello, address_of, listen
 from tests.cluster.strangers import raise_descriptor_limit
-from tests.collectives.partners import KEY, call
+from tests.collectives.partners import KEY, PATIENCE_S, call
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(150)
 
 ME, PEER = Party(Role.LEADER, 0), Party(Role.LEADER, 1)
 
@@ -65,7 +65,7 @@ class House:
         return link
 
     def until(self, condition: Callable[[], object], what: str = "") -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < end, f"in vain: {what} {self.seen}"
             self.loop.run_once(0.05)
@@ -171,7 +171,7 @@ def test_one_call_reads_a_bounded_part_of_a_link() -> None:
     assert len(link._incoming) <= wire._READ_BYTES
     link.close()
     theirs.close()
-    flooding.join(10)
+    flooding.join(60)
 
 
 def _flood(sock: socket.socket) -> None:
@@ -247,7 +247,7 @@ def test_whoever_is_expected_waits_for_no_rest(house: House) -> None:
 
 
 def test_strangers_are_let_go_at_their_deadline(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "INTRODUCTION_S", 0.1)
+    monkeypatch.setattr(admission, "INTRODUCTION_S", 1.0)
     silent, slow = house.stranger(), house.stranger(b"m")
     house.until(lambda: len(house.gate.admission.unproven) == 2)
     house.until(lambda: not house.gate.admission.unproven)
@@ -279,7 +279,7 @@ def test_a_caller_that_is_never_believed_gives_up_in_time(house: House) -> None:
     started = time.monotonic()
     house.watch(call(house.address, PEER, ME, bytes(KEY_BYTES), patience_s=0.3), why)
     house.until(lambda: why)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < PATIENCE_S / 2
     house.until(lambda: not house.gate.admission.unproven)
 
 
@@ -382,7 +382,7 @@ def test_a_response_relayed_from_another_gate_is_refused() -> None:
     try:
         honest = Connector(KEY, PEER, ME, port=int(first.address.split(":")[1]), nonce=os.urandom(32))
         with second.stranger(honest.opening) as relayed:
-            relayed.settimeout(5)
+            relayed.settimeout(PATIENCE_S)
             second.until(lambda: not second.gate.admission.unproven and not second.links, "it is refused")
             for _ in range(5):
                 second.loop.run_once(0.01)

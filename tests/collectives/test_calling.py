@@ -15,7 +15,7 @@ from megatron_recover.collectives.wire import PeerHello
 from tests.collectives.partners import call
 from tests.collectives.test_admission import ME, PEER, House, few_descriptors
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(150)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from megatron_recover.collectives.connection import Connection
 from megatron_recover.collectives.exchange import CONTRIBUTION, COPY, FRAME, SUM, CopyExchange, Exchange, SumExchange
 from megatron_recover.collectives.transport import TransportError
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(150)
 ELEMENTS, GENERATION, TAG = 5, 3, 7
 
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_recover.collectives.listening import LEADER, inherited_listener
 from megatron_recover.collectives.wire import address_of, listen
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(150)
 
 HandDown = Callable[..., None]
 

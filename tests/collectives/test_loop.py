@@ -13,7 +13,7 @@ import pytest
 from megatron_recover.collectives.loop import STILL_S, Loop
 from megatron_recover.collectives.wire import Link, PeerHello
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(150)
 
 
 class Stopped:

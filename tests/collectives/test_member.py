@@ -51,7 +51,7 @@ from megatron_recover.core.values import (
 from megatron_recover.deadlines import Deadlines
 from tests.collectives.partners import KEY, FakeEndpoint, Partner
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(150)
 
 SHAPE = Shape(2, ((0,), (1,)))
 WORK = Work("train 1", 4, (0, 1))
@@ -79,7 +79,7 @@ class Follower:
         self.leader.expect(RankHello(1, SHAPE, f"{SHAPE} print", "fake:1"))
         self.leader.send(Enter(Promise(1, (0, 1)), ((0, "a"), (1, "b"))))
         self.leader.expect(Promised(1, 1))
-        joining.join(10)
+        joining.join(60)
         assert not joining.is_alive()
         return self
 
@@ -134,7 +134,7 @@ def test_a_promise_revokes_reports_what_is_held_and_then_acknowledges(partner: P
     partner.received.clear()
     partner.send(Enter(Promise(1, (0, 1)), ((0, "a"), (1, "b"))))
     partner.expect(Promised(1, 1))
-    joining.join(10)
+    joining.join(60)
     follower.planned()
     follower.member.transport(1)
     assert follower.member.hold(Held(0, 1, 7)), "one of the two results of the plan"
@@ -213,7 +213,7 @@ def test_last_words_are_on_their_way_before_the_process_ends(follower: Follower)
     follower.leader.expect(Raised(1, 0, "train 1", (3,), "ValueError: nan"))
     assert saying.is_alive(), "it did not wait until its leader had passed the report on"
     follower.leader.send(Heard())
-    saying.join(10)
+    saying.join(60)
     assert not saying.is_alive()
 
 
@@ -268,7 +268,7 @@ def test_the_end_waits_for_the_job(partner: Partner) -> None:
     partner.expect(Promised(1, 2))
     assert closing.is_alive(), "it left although another replica may need what it knows"
     partner.send(Stop(0, "training finished"))
-    closing.join(10)
+    closing.join(60)
     assert not closing.is_alive()
     partner.wait(lambda: partner.closed)
     assert follower.seen[-1] == "endpoint closed"
@@ -349,7 +349,7 @@ class Alone:
         coordinator.received.clear()
         coordinator.send(Announcement(NewGeneration(1, (0,)), (hello.peer,), 0.0))
         coordinator.expect(Entered(0, 1, 0))
-        joining.join(10)
+        joining.join(60)
         self.peer = hello.peer
 
     def names(self) -> list[str]:
@@ -371,7 +371,7 @@ def test_a_leader_alone_commits_by_its_own_vote(partner: Partner, free: str) -> 
     closing.start()
     partner.expect(Finished(0, 0))
     partner.send(Stop(0, "training finished"))
-    closing.join(10)
+    closing.join(60)
     assert not closing.is_alive()
 
 

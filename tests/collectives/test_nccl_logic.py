@@ -22,7 +22,7 @@ from tests.collectives.threads import at_once
 LONG = within(10.0)
 SHORT = replace(within(10.0), slowest_s=0.3)
 """Connecting may take its time."""
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(150)
 
 
 class Communicator:
@@ -36,9 +36,9 @@ class Communicator:
         shared.made.append(self)
 
     def allreduce(self, source: torch.Tensor, target: torch.Tensor, op: str, *, stream: int) -> None:
-        self.shared_state.barrier.wait(10)
+        self.shared_state.barrier.wait(60)
         self.shared_state.contributions[self.rank] = source
-        self.shared_state.barrier.wait(10)
+        self.shared_state.barrier.wait(60)
         target.copy_(sum(self.shared_state.contributions[rank] for rank in range(self.size)))
 
     def get_async_error(self) -> int:
@@ -102,7 +102,7 @@ def test_sums_out_of_place_and_copies(fake: SimpleNamespace) -> None:
     assert torch.equal(kept[1], kept[0])
     for transport in transports:
         transport.close()
-    assert fake.aborts.acquire(timeout=10) and fake.aborts.acquire(timeout=10)
+    assert fake.aborts.acquire(timeout=60) and fake.aborts.acquire(timeout=60)
     assert isinstance(at_once(call(transports[0], results[0]))[0], Revoked)
 
 
@@ -112,7 +112,7 @@ def test_a_kernel_that_does_not_end_is_left_behind_and_writes_no_result(fake: Si
     outcomes = at_once(call(transports[0], results[0]), call(transports[1], results[1]))
     assert all(isinstance(outcome, DeadlineExceeded) for outcome in outcomes)
     assert all(torch.equal(result, torch.full((3,), -1.0)) for result in results)
-    assert fake.aborts.acquire(timeout=10) and fake.aborts.acquire(timeout=10)
+    assert fake.aborts.acquire(timeout=60) and fake.aborts.acquire(timeout=60)
     (again,) = at_once(call(transports[0], results[0]))
     assert isinstance(again, TransportError) and "broken" in str(again)
 
@@ -133,19 +133,19 @@ def test_revoke_ends_a_wait_at_once(fake: SimpleNamespace) -> None:
     def sum_into(transport: nccl.NcclTransport, result: torch.Tensor) -> None:
         def probe(instant: str) -> None:
             if instant == "sent":
-                in_flight.wait(10)
+                in_flight.wait(60)
 
         transport.sum_into([torch.ones(3)], [result], tag=1, probe=probe)
 
     def revoke() -> None:
-        in_flight.wait(10)
+        in_flight.wait(60)
         for transport in transports:
             transport.revoke()
 
     *outcomes, _ = at_once(*[lambda t=t, r=r: sum_into(t, r) for t, r in zip(transports, results, strict=True)], revoke)
     assert all(isinstance(outcome, Revoked) for outcome in outcomes)
     assert all(torch.equal(result, torch.full((3,), -1.0)) for result in results)
-    assert fake.aborts.acquire(timeout=10) and fake.aborts.acquire(timeout=10)
+    assert fake.aborts.acquire(timeout=60) and fake.aborts.acquire(timeout=60)
 
 
 def test_an_asynchronous_error_is_reported(fake: SimpleNamespace) -> None:

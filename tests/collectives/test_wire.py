@@ -43,7 +43,7 @@ from megatron_recover.core.values import (
     Work,
 )
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(150)
 
 RECORDS = tuple(commitment(Record(6, "train 7", (), paces=((0, pace),))) for pace in (1, 2))
 MESSAGES: tuple[Message, ...] = (
@@ -239,6 +239,6 @@ def test_deep_nesting_closes_the_link(nested: bytes) -> None:
         for _ in range(10_000):
             select.select([link], [], [], 5)
             list(link.receive())
-    writing.join(10)
+    writing.join(60)
     theirs.close()
     link.close()
