@@ -1,8 +1,8 @@
 """Settings of all tests."""
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# An example may take as long as the machine makes it: the time limit of the test bounds it. A failing example prints the line
-# that replays it.
-settings.register_profile("project", deadline=None, print_blob=True)
+# An example may take as long as the machine makes it, and so may its choice: the time limit of the test bounds both. A failing
+# example prints the line that replays it.
+settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("project")
