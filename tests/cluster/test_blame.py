@@ -245,11 +245,11 @@ def test_a_real_want_of_memory_is_told_from_a_kill(small_group: Path) -> None:
         for each in (killed, eater):
             kills.watch(each.pid, 0.0)
         os.kill(killed.pid, signal.SIGKILL)
-        assert killed.wait(20) == -signal.SIGKILL and not kills.rose(killed.pid, 0.1)
+        assert killed.wait(60) == -signal.SIGKILL and not kills.rose(killed.pid, 0.1)
         assert eater.stdin is not None
         eater.stdin.write(b"\n")
         eater.stdin.flush()
-        assert eater.wait(20) == -signal.SIGKILL and kills.rose(eater.pid, 0.2)
+        assert eater.wait(60) == -signal.SIGKILL and kills.rose(eater.pid, 0.2)
     finally:
         for each in (killed, eater):
             each.kill()

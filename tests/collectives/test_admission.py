@@ -241,8 +241,7 @@ def test_whoever_is_expected_waits_for_no_rest(house: House) -> None:
         house.loop.run_once(0.0)
     assert house.seen == []
     house.expects, house.now = True, 1.1 * admission.REST_S  # the rest that was begun is all that it waits
-    for _ in range(num_strangers // admission.ACCEPTED_AT_ONCE + 100):
-        house.loop.run_once(0.0)
+    house.until(lambda: house.seen, "while the clock stands still")
     assert house.seen == [PeerHello(1)]
 
 

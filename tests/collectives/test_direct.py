@@ -520,6 +520,7 @@ def proven_to(endpoint: DirectEndpoint, *callers: Connection) -> list[str]:
             except (PeerLost, connection.EndedUnproven) as error:
                 found[index] = str(error)
         endpoint.greet(0)
+        time.sleep(0.001)  # for the kernel, which may deliver a little later
     return [each or "proven" for each in found]
 
 
@@ -671,9 +672,10 @@ def descriptors() -> set[str]:
 
 def num_descriptors(made: dict[int, DirectEndpoint]) -> int:
     """How many this process has open, when the endpoints have looked at the watches that have ended."""
-    for replica, endpoint in made.items():
-        endpoint.greet(replica)
-        endpoint.greet(replica)
+    for _ in range(50):
+        for replica, endpoint in made.items():
+            endpoint.greet(replica)
+        time.sleep(0.001)  # for the kernel, which may deliver a little later
     return len(descriptors())
 
 
