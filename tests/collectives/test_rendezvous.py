@@ -16,14 +16,15 @@ import torch.distributed as dist
 from megatron_recover.collectives.rendezvous import DESCRIPTOR, create_store, join_store
 from megatron_recover.config import describe_descriptors
 
-pytestmark = pytest.mark.timeout(60)
-TIMEOUT = timedelta(seconds=30)
+pytestmark = pytest.mark.timeout(240)
+TIMEOUT = timedelta(seconds=120)
+"""Another process imports torch meanwhile."""
 NOBODY = 65534
 """A user that owns no process of a job."""
 OTHER_RANK = """
 import datetime, sys
 from megatron_recover.collectives.rendezvous import join_store
-store = join_store(datetime.timedelta(seconds=30))
+store = join_store(datetime.timedelta(seconds=120))
 assert store.get("said by rank 0") == b"hello"
 store.set("said by rank 1", "welcome")
 """
@@ -45,8 +46,8 @@ def test_ranks_find_what_others_have_set_whoever_comes_first(inherited: int) -> 
     early.start()
     rank_1 = subprocess.Popen([sys.executable, "-c", OTHER_RANK], pass_fds=[inherited])
     join_store(TIMEOUT).set("said by rank 0", "hello")
-    early.join(50)
-    assert seen == [b"welcome"] and rank_1.wait(10) == 0
+    early.join(150)
+    assert seen == [b"welcome"] and rank_1.wait(60) == 0
 
 
 def test_a_key_that_nobody_sets_is_waited_for_no_longer_than_was_said(inherited: int) -> None:
@@ -74,7 +75,7 @@ def test_another_user_cannot_open_the_store(inherited: int) -> None:
     path = f"/proc/{os.getpid()}/fd/{inherited}"
     assert b"hello" in pathlib.Path(path).read_bytes()
     read = f"import os; os.setgid({NOBODY}); os.setuid({NOBODY}); open({path!r}, 'rb')"
-    done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, timeout=90)
     assert done.returncode != 0 and "PermissionError" in done.stderr
 
 
