@@ -16,7 +16,7 @@ from megatron_recover.cluster.readiness import is_readable
 _IN_MODIFY, _IN_CREATE = 0x2, 0x100
 
 
-def until_files(condition: Callable[[], object], what: str, *folders: Path, deadline_s: float = 40.0) -> None:
+def until_files(condition: Callable[[], object], what: str, *folders: Path, deadline_s: float = 90.0) -> None:
     """Return when `condition()` holds; it is looked at whenever a file in one of `folders` is made or written (inotify(7))."""
     libc = ctypes.CDLL(None, use_errno=True)
     changes = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -35,7 +35,7 @@ def _drained(changes: int, condition: Callable[[], object]) -> object:
     return condition()
 
 
-def until_readable(descriptor: int, condition: Callable[[], object], what: str, deadline_s: float = 40.0) -> None:
+def until_readable(descriptor: int, condition: Callable[[], object], what: str, deadline_s: float = 90.0) -> None:
     """Return when `condition()` holds; it is looked at whenever `descriptor` is readable, and has to read what is there."""
     end = time.monotonic() + deadline_s
     while not condition():
@@ -43,7 +43,7 @@ def until_readable(descriptor: int, condition: Callable[[], object], what: str, 
         is_readable(descriptor, left)
 
 
-def until_ended(processes: Iterable[psutil.Process], deadline_s: float = 40.0) -> None:
+def until_ended(processes: Iterable[psutil.Process], deadline_s: float = 90.0) -> None:
     """Return when all processes have ended; whether anybody has reaped them does not matter."""
     end = time.monotonic() + deadline_s
     for process in processes:
