@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -60,9 +59,7 @@ def finish(command: list[str], expected: int = 0) -> str:
 
 
 def torchrun(num_ranks: int, flags: str) -> list[str]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--master-port", str(port)]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]  # on a port that it holds
     return [sys.executable, *launch, SCRIPT, *flags.split()]
 
 
