@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,15 +24,16 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_is_instant_and_names_every_verb() -> None:
-    begin = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = _run("--help")
-    seconds = time.perf_counter() - begin
-    print(f"{seconds:.2f} s")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(f"{seconds:.2f} CPU-seconds")
     assert done.returncode == 0
     assert [verb for verb in cli.VERBS if verb not in done.stdout] == []
     assert "examples:" in done.stdout
-    # The promise is 0.5 s on an idle machine; what keeps it is the next test.
-    assert seconds < 2.5
+    # The promise, which on an idle machine is one of time; what keeps it is the next test.
+    assert seconds < 0.5
 
 
 @pytest.mark.parametrize("verb", ["", *cli.VERBS])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -82,9 +83,8 @@ def ends(monkeypatch: pytest.MonkeyPatch, exit_code: int, *, is_recorded: bool =
     request = EndRequest()
 
     def end() -> int:
-        if threading.current_thread() is threading.main_thread():
-            with request.received(lambda number: None):
-                pass
+        with request.received(lambda number: None):
+            pass
         return exit_code
 
     launcher = SimpleNamespace(
@@ -239,21 +239,27 @@ def test_a_report_of_its_own_process_is_made(job: Job, monkeypatch: pytest.Monke
     assert load(job.run_dir).steps == 5 and (job.run_dir / PLOT_FILE).is_file()
 
 
+def makes_report() -> psutil.Process:
+    """The process that makes the report; waits until there is one."""
+    deadline = time.monotonic() + 30.0
+    while True:
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):  # it has ended
+                if "megatron_recover.cli.finish" in child.cmdline():
+                    return child
+        assert time.monotonic() < deadline, "no process makes the report"
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_report_that_is_killed_changes_nothing(
     stalled: Job, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As the kernel does where memory runs out: the process is ended while it reads."""
-    codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(run.main(COMMAND)))
+    thread = threading.Thread(target=lambda: makes_report().send_signal(number))
     thread.start()
-    deadline = time.monotonic() + 30.0
-    while not (mine := [one for one in psutil.Process().children() if "megatron_recover.cli.finish" in one.cmdline()]):
-        assert time.monotonic() < deadline, "no process makes the report"
-        time.sleep(0.01)
-    mine[0].send_signal(number)
+    assert run.main(COMMAND) == ExitCode.OK
     thread.join(timeout=30.0)
-    assert codes == [ExitCode.OK]
     expected = f"the process that makes them was ended by {number.name}"
     assert told(capsys, stalled) == expected + (" (perhaps for want of memory)" if number is signal.SIGKILL else "")
 
@@ -275,11 +281,16 @@ def test_a_signal_while_the_report_is_made_ends_only_that(
 ) -> None:
     children = psutil.Process().children()
     before = [signal.getsignal(each) for each in TOLD_TO_ALL]
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), number))
-    timer.start()
+
+    def end() -> None:
+        makes_report()
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=end)
+    thread.start()
     assert run.main(COMMAND) == ExitCode.OK
     assert [signal.getsignal(each) for each in TOLD_TO_ALL] == before
-    timer.join(timeout=10.0)
+    thread.join(timeout=30.0)
     assert told(capsys, stalled) == "interrupted"
     assert psutil.Process().children() == children
 
