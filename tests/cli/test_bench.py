@@ -50,7 +50,7 @@ def test_rows_of_all_benchmarks_are_joined_and_a_broken_one_is_told(
 
 def test_a_paced_run_without_its_pace_is_refused() -> None:
     script = Path(common.__file__).parents[1] / "scripts" / "paced_pretrain.py"
-    done = subprocess.run([sys.executable, script, "--lr", "1"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, script, "--lr", "1"], capture_output=True, text=True, timeout=150)
     assert (done.returncode, done.stderr.splitlines()[-1].split(": ")[-1]) == (2, "--paced-forward-s")
 
 
