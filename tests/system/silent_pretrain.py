@@ -2,18 +2,16 @@
 
 DRIFT is "replica rank step what": after that optimizer step of that rank the lowest bit of one element changes, of a moment, of
 a weight that the optimizer keeps, or of a persistent buffer that every model chunk gets here (`what`: exp_avg, exp_avg_sq,
-weight, buffer). EXIT is "replica step": SIGTERM comes after that optimizer step. LONG_SAVES is "replica seconds": saves of that
-replica take so much longer, so that the others are in their next step before one is done.
+weight, buffer). EXIT is "replica step": SIGTERM comes after that optimizer step. With LATE_SAVES the writer saves as
+`late_saves.py` says.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import pathlib
 import runpy
 import signal
-import time
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_recover.config import rank_context
 from megatron_recover.megatron.state import State
+from tests.system.late_saves import save_late
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
 
@@ -45,24 +44,9 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     register_optimizer_step_post_hook(after)
-    if os.environ.get("LONG_SAVES"):
-        replica, seconds = os.environ["LONG_SAVES"].split()
-        if context is not None and str(context.replica) == replica:
-            _lengthen_saves(float(seconds))
+    if os.environ.get("LATE_SAVES") and context is not None and not context.dry_run:
+        save_late(pathlib.Path(context.run_dir))
     runpy.run_path(str(SCRIPT), run_name="__main__")
-
-
-def _lengthen_saves(seconds: float) -> None:
-    from megatron.training import training
-
-    upstream = training.save_checkpoint
-
-    @functools.wraps(upstream)
-    def save_slowly(*args: Any, **kwargs: Any) -> None:
-        time.sleep(seconds)
-        upstream(*args, **kwargs)
-
-    training.save_checkpoint = save_slowly
 
 
 def _add_buffers() -> list[torch.Tensor]:
