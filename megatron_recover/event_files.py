@@ -7,9 +7,12 @@ order, also while the recorder puts one aside; it does not know what a line mean
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gzip
 import os
 import re
+import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import IO, cast
@@ -17,6 +20,38 @@ from typing import IO, cast
 EVENTS_FILE = "events.jsonl"
 """Name of the newest part of the log inside a run directory."""
 _PART = re.compile(r"events\.(\d{4,})\.jsonl(?:\.gz)?")
+_REMEDIES = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "only its owner may read it"),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP), "give the --run-dir of a run"),
+}
+"""For errors of a name; after any other the disk is to be looked at."""
+
+
+class TraceError(ValueError):
+    """A log that cannot be read; the message names the file, and the line and field of it or the remedy."""
+
+
+@contextlib.contextmanager
+def reading(place: Path) -> Iterator[None]:
+    """Turn what keeps a file of a trace from being read into a `TraceError` with the remedy. FileNotFoundError passes.
+
+    `place`: the file or folder, for the errors that do not name it.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise TraceError(f"{place}: {error}; the compressed file is damaged") from error
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0, "see to its disk")
+        raise TraceError(f"{error.filename or place} cannot be read ({error.strerror}): {remedy}") from error
+
+
+def exists(folder: Path) -> bool:
+    """Return whether there is a trace in a folder. Raises `TraceError` where that cannot be seen."""
+    with reading(folder):
+        return (folder / EVENTS_FILE).is_file()
 
 
 def part(folder: Path, number: int) -> Path:
@@ -41,10 +76,15 @@ def _open(path: Path) -> IO[bytes]:
 
 def open_part(folder: Path, number: int) -> tuple[IO[bytes], Path] | None:
     """Open the part `number` of a trace, put aside or not; None where there is none yet. Raises FileNotFoundError for a part
-    that is missing though later ones are there.
+    that is missing though later ones are there, and `TraceError` for one that cannot be opened.
 
     Until the recorder has put the next file in its place, the name `events.jsonl` leads to the part before, too.
     """
+    with reading(folder):
+        return _open_part(folder, number)
+
+
+def _open_part(folder: Path, number: int) -> tuple[IO[bytes], Path] | None:
     newest = folder / EVENTS_FILE
     for _ in range(2):
         for path in (part(folder, number), compressed(part(folder, number))):
@@ -94,11 +134,13 @@ def lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:
     """Yield (file, line number in that file from 1, line) of a trace in order.
 
     `path` is a run directory or its `events.jsonl`, which stand for all parts; any other file is read alone. Raises
-    FileNotFoundError where there is none.
+    FileNotFoundError where there is none, and `TraceError` for what cannot be read.
     """
-    folder = path if path.is_dir() else path.parent
-    if path.name != EVENTS_FILE and not path.is_dir():
-        with _open(path) as file:
+    with reading(path):
+        is_folder = path.is_dir()
+    folder = path if is_folder else path.parent
+    if path.name != EVENTS_FILE and not is_folder:
+        with reading(path), _open(path) as file:
             for count, line in enumerate(file, start=1):
                 yield path, count, line
         return
@@ -108,7 +150,7 @@ def lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:
     while opened is not None:
         file, place = opened
         # Open until the next part is: a file that is compressed and removed meanwhile gives its inode to nobody before.
-        with file:
+        with reading(place), file:
             complete = yield from _lines(file, folder, number, place)
             opened = open_part(folder, number + 1) if complete else None
         number += 1

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     except TraceError as error:
         parser.error(f"cannot read the trace: {error}")
     except OSError as error:
-        parser.error(f"{error.filename} cannot be read ({error.strerror}); give the --run-dir of a run")
+        parser.error(f"{error.filename or 'a checkpoint'} cannot be read ({error.strerror}); make it readable")
     print(_json(verdict) if arguments.json else describe(verdict))
     if not verdict.holds:
         return ExitCode.INVARIANT_VIOLATED

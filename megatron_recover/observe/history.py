@@ -21,7 +21,7 @@ from typing import Any, cast, get_args
 
 import msgspec
 
-from megatron_recover import trace
+from megatron_recover import event_files, trace
 from megatron_recover.core.values import ExitCode, LossKind
 from megatron_recover.faults import FaultKind
 
@@ -194,10 +194,11 @@ class History:
     def read(cls, run_dir: str | Path) -> History:
         """Read the trace of a run directory (or a trace file itself).
 
-        Raises FileNotFoundError where there is none and `trace.TraceError` for a line that is no event.
+        Raises FileNotFoundError where there is none and `trace.TraceError` for a line that is no event or cannot be read.
         """
         path = Path(run_dir)
-        path = path / trace.EVENTS_FILE if path.is_dir() else path
+        with event_files.reading(path):
+            path = path / trace.EVENTS_FILE if path.is_dir() else path
         return cls((), path=str(path), file=_File(path))
 
     # --- The first pass --------------------------------------------------------------------------------------------------

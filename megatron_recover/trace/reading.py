@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from megatron_recover import event_files
+from megatron_recover.event_files import TraceError
 from megatron_recover.trace.catalog import AnyEvent
 
 _START_OF_EVENT = b'{"event":"'
-
-
-class TraceError(ValueError):
-    """A log that cannot be read; the message names file, line and field."""
 
 
 _decode = msgspec.json.Decoder(AnyEvent).decode
@@ -50,19 +45,15 @@ def read(path: str | Path, on_cut: Callable[[int, str], None] | None = None) -> 
     """Yield (line number from 1, event) of a log in its order, one by one; numbers go on from one part of it to the next.
 
     `path` is a run directory, or its `events.jsonl`, for all parts (`event_files`); or one file, compressed or not.
-    `on_cut(line, fragment)` is told of every fragment (see `parse`). Raises `TraceError` for what is no event, and
-    FileNotFoundError.
+    `on_cut(line, fragment)` is told of every fragment (see `parse`). Raises `TraceError` for what is no event or cannot be
+    read, and FileNotFoundError where there is no log.
     """
-    number, place = 0, Path(path)
-    try:
-        for number, (place, line_of_file, line) in enumerate(event_files.lines(Path(path)), start=1):
-            try:
-                event, fragment = parse(line)
-            except ValueError as error:
-                raise TraceError(f"{place}:{line_of_file}: {error}") from error
-            if fragment and on_cut is not None:
-                on_cut(number, fragment)
-            if event is not None:
-                yield number, event
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise TraceError(f"{place}, after line {number} of the trace: {error}; the compressed file is damaged") from error
+    for number, (place, line_of_file, line) in enumerate(event_files.lines(Path(path)), start=1):
+        try:
+            event, fragment = parse(line)
+        except ValueError as error:
+            raise TraceError(f"{place}:{line_of_file}: {error}") from error
+        if fragment and on_cut is not None:
+            on_cut(number, fragment)
+        if event is not None:
+            yield number, event
