@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,10 +11,13 @@ import msgspec
 from megatron_recover import event_files
 from megatron_recover.event_files import TraceError
 from megatron_recover.trace.catalog import AnyEvent
+from megatron_recover.trace.event import Event
 
 _START_OF_EVENT = b'{"event":"'
+_VERSION = re.compile(rb'{"event":"\w+","v":([0-9]+),')
 
 
+_OURS = Event().v
 _decode = msgspec.json.Decoder(AnyEvent).decode
 
 
@@ -37,6 +41,11 @@ def parse(line: bytes) -> tuple[AnyEvent | None, str]:
     try:
         event = _decode(line[max(start, 0) :]) if whole else None
     except msgspec.DecodeError as error:  # ValidationError included; its message names the field
+        version = _VERSION.match(line, max(start, 0))
+        if version is not None and int(version[1]) != _OURS:
+            raise ValueError(
+                "written by another version of megatron-recover (run.json names it, if it is there); read it with that one"
+            ) from error
         raise ValueError(str(error)) from error
     return event, fragment.decode(errors="replace")
 

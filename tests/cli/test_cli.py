@@ -275,7 +275,7 @@ def test_report_on_a_full_disk_says_so_and_leaves_what_was_there(tmp_path: Path)
         done = subprocess.run(
             [sys.executable, "-m", "megatron_recover", "report", str(run_dir), *flags], cwd=tmp_path / "elsewhere",
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)), capture_output=True, text=True,
-            timeout=60,
+            timeout=60, env={**os.environ, "PYTHONPATH": os.getcwd()},
         )  # fmt: skip
         remedy = "cannot be read or written (File too large); make room for it, or write elsewhere by --out"
         assert (done.returncode, done.stderr) == (ExitCode.BAD_INPUT, f"megatron-recover report: {first} {remedy}\n")
