@@ -49,9 +49,9 @@ def reading(place: Path) -> Iterator[None]:
 
 
 def exists(folder: Path) -> bool:
-    """Return whether there is a trace in a folder. Raises `TraceError` where that cannot be seen."""
+    """Return whether there is a trace in a folder, or a part of one. Raises `TraceError` where that cannot be seen."""
     with reading(folder):
-        return (folder / EVENTS_FILE).is_file()
+        return (folder / EVENTS_FILE).is_file() or bool(numbers(folder))
 
 
 def part(folder: Path, number: int) -> Path:
@@ -75,8 +75,8 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def open_part(folder: Path, number: int) -> tuple[IO[bytes], Path] | None:
-    """Open the part `number` of a trace, put aside or not; None where there is none yet. Raises FileNotFoundError for a part
-    that is missing though later ones are there, and `TraceError` for one that cannot be opened.
+    """Open the part `number` of a trace, put aside or not; None where there is none yet. Raises `TraceError` for a part that
+    is missing though later ones are there, and for one that cannot be opened.
 
     Until the recorder has put the next file in its place, the name `events.jsonl` leads to the part before, too.
     """
@@ -85,7 +85,6 @@ def open_part(folder: Path, number: int) -> tuple[IO[bytes], Path] | None:
 
 
 def _open_part(folder: Path, number: int) -> tuple[IO[bytes], Path] | None:
-    newest = folder / EVENTS_FILE
     for _ in range(2):
         for path in (part(folder, number), compressed(part(folder, number))):
             try:
@@ -95,24 +94,27 @@ def _open_part(folder: Path, number: int) -> tuple[IO[bytes], Path] | None:
                 continue
         # Looked at first: once the part before is compressed and gone, `events.jsonl` is another file, perhaps of its inode.
         before = _identity(part(folder, number - 1))
-        try:
-            file = open(newest, "rb")  # noqa: SIM115
-        except FileNotFoundError:
-            return None
-        here = os.fstat(file.fileno())
-        if before == (here.st_dev, here.st_ino):
-            file.close()
-            return None
-        last = max(numbers(folder), default=0)  # first: where later ones are there, this one was put aside before
-        if not is_put_aside(folder, number):
-            if last > number:
+        file = _newest(folder)
+        if file is not None:
+            here = os.fstat(file.fileno())
+            if before == (here.st_dev, here.st_ino):
                 file.close()
-                raise FileNotFoundError(
-                    2, f"parts {number} to {last - 1} of the trace are incomplete", str(part(folder, number))
-                )
-            return file, newest
-        file.close()  # it was, after we had looked for it: this may be the one behind it
+                return None
+        last = max(numbers(folder), default=0)  # first: where later ones are there, this one was put aside before
+        if not is_put_aside(folder, number) and last <= number:
+            return None if file is None else (file, folder / EVENTS_FILE)
+        if file is not None:
+            file.close()  # if the part was put aside after we had looked for it, this may be the one behind it
+        if not is_put_aside(folder, number):
+            raise TraceError(f"part {number} is missing: there is no {compressed(part(folder, number))}; put it back")
     raise AssertionError("unreachable: what was put aside stays there")
+
+
+def _newest(folder: Path) -> IO[bytes] | None:
+    try:
+        return open(folder / EVENTS_FILE, "rb")
+    except FileNotFoundError:
+        return None
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

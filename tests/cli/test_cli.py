@@ -223,6 +223,39 @@ def test_a_trace_that_only_its_owner_may_read_is_named(verb: str, locked: str, t
     assert done.stderr.endswith(" cannot be read (Permission denied): only its owner may read it\n")
 
 
+def _in_parts(folder: Path, *numbers: int, whole: bool) -> Path:
+    """Write a trace in which only the parts of these numbers are there, and the newest one where it is `whole`."""
+    run_dir = traces.write(folder, traces.quiet_run(1).events)
+    lines = (run_dir / trace.EVENTS_FILE).read_bytes().splitlines(keepends=True)
+    for number, line in zip(numbers, lines, strict=False):
+        event_files.part(run_dir, number).write_bytes(line if whole else b"".join(lines))
+    (run_dir / trace.EVENTS_FILE).write_bytes(b"".join(lines[len(numbers) :]))
+    if not whole:
+        (run_dir / trace.EVENTS_FILE).unlink()
+    return run_dir
+
+
+@pytest.mark.parametrize("verb", ["check", "report", "top"])
+@pytest.mark.parametrize(("numbers", "whole"), [((2,), True), ((2,), False), ((1, 3), True)])
+def test_a_trace_without_one_of_its_parts_names_it(
+    verb: str, numbers: tuple[int, ...], whole: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = _in_parts(tmp_path / "run", *numbers, whole=whole)
+    with pytest.raises(SystemExit) as end:
+        cli.main([verb, str(run_dir)])
+    assert end.value.code == ExitCode.BAD_INPUT
+    number = 1 if 1 not in numbers else 2
+    assert capsys.readouterr().err == (
+        f"megatron-recover {verb}: cannot read the trace: part {number} is missing: there is no "
+        f"{run_dir}/events.000{number}.jsonl.gz; put it back\n"
+    )
+
+
+@pytest.mark.parametrize("verb", ["check", "report", "top"])
+def test_a_trace_is_one_without_its_newest_part(verb: str, tmp_path: Path) -> None:
+    assert cli.main([verb, str(_in_parts(tmp_path / "run", 1, whole=False))]) == ExitCode.OK
+
+
 @pytest.mark.parametrize("verb", ["check", "report", "top"])
 def test_a_disk_that_fails_while_a_trace_is_read_is_named(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
