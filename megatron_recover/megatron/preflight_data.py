@@ -7,6 +7,7 @@ Reads the headers of index files only, and the lists that `--data-args-path` and
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from argparse import Namespace
@@ -142,6 +143,9 @@ def _data_set(args: Namespace, blend: _Blend, prefix: str, ratios: Sequence[floa
             missing.append(file)
         except OSError as error:
             return [f"{blend.flag} {prefix}: {file} cannot be read ({error.strerror}); make it readable"]
+    stem, end = os.path.splitext(prefix)
+    if missing and end in (".bin", ".idx") and os.path.exists(prefix):
+        return [f"{blend.flag} {prefix}: name the data without {end}, as {stem}"]
     if missing:
         files = " and ".join(missing)
         return [f"{blend.flag} {prefix}: {files} not found; make them with 'megatron-recover data --output {prefix} PATH...'"]
