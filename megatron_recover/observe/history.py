@@ -4,7 +4,7 @@ A trace can be larger than memory. `History` reads it once and keeps what concer
 losses, faults, and a few numbers of each step); whoever needs more goes through `events` again, as `replay` does, step by step.
 It decides nothing: no rule, no tolerance. Everything keeps the line of its event, so that a verdict can point at it.
 
-What is kept: about 500 bytes a step; one event a member for joining, and the announcement of each generation; of each
+What is kept: about 900 bytes a step; one event a member for joining, and the announcement of each generation; of each
 generation the results that its members held. It does not grow with microbatches, ranks or buckets where nothing fails.
 """
 
