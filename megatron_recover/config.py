@@ -48,7 +48,8 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`same`: refuse to resume from a checkpoint that was trained on other data (content, weights, `--split`, `--seed`) than
     this run would read. `other`: the data was changed on purpose."""
     digest_interval: int = 1
-    """Write the digest of the parameters to the trace every so many steps (0: never)."""
+    """Compare parameters between replicas, and write their digest to the trace, every so many steps (0: only with the state
+    digest)."""
     state_digest_interval: int = 16
     """Compare all state of the replicas, optimizer and buffers included, every so many training steps, and besides before each
     save and at the end, which cannot be switched off."""

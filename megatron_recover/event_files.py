@@ -7,9 +7,12 @@ order, also while the recorder puts one aside; it does not know what a line mean
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gzip
 import os
 import re
+import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import IO, cast
@@ -17,6 +20,38 @@ from typing import IO, cast
 EVENTS_FILE = "events.jsonl"
 """Name of the newest part of the log inside a run directory."""
 _PART = re.compile(r"events\.(\d{4,})\.jsonl(?:\.gz)?")
+_REMEDIES = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "only its owner may read it"),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP), "give the --run-dir of a run"),
+}
+"""For errors of a name; after any other the disk is to be looked at."""
+
+
+class TraceError(ValueError):
+    """A log that cannot be read; the message names the file, and the line and field of it or the remedy."""
+
+
+@contextlib.contextmanager
+def reading(place: Path) -> Iterator[None]:
+    """Turn what keeps a file of a trace from being read into a `TraceError` with the remedy. FileNotFoundError passes.
+
+    `place`: the file or folder, for the errors that do not name it.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise TraceError(f"{place}: {error}; the compressed file is damaged") from error
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0, "see to its disk")
+        raise TraceError(f"{error.filename or place} cannot be read ({error.strerror}): {remedy}") from error
+
+
+def exists(folder: Path) -> bool:
+    """Return whether there is a trace in a folder, or a part of one. Raises `TraceError` where that cannot be seen."""
+    with reading(folder):
+        return (folder / EVENTS_FILE).is_file() or bool(numbers(folder))
 
 
 def part(folder: Path, number: int) -> Path:
@@ -40,12 +75,16 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def open_part(folder: Path, number: int) -> tuple[IO[bytes], Path] | None:
-    """Open the part `number` of a trace, put aside or not; None where there is none yet. Raises FileNotFoundError for a part
-    that is missing though later ones are there.
+    """Open the part `number` of a trace, put aside or not; None where there is none yet. Raises `TraceError` for a part that
+    is missing though later ones are there, and for one that cannot be opened.
 
     Until the recorder has put the next file in its place, the name `events.jsonl` leads to the part before, too.
     """
-    newest = folder / EVENTS_FILE
+    with reading(folder):
+        return _open_part(folder, number)
+
+
+def _open_part(folder: Path, number: int) -> tuple[IO[bytes], Path] | None:
     for _ in range(2):
         for path in (part(folder, number), compressed(part(folder, number))):
             try:
@@ -55,24 +94,27 @@ def open_part(folder: Path, number: int) -> tuple[IO[bytes], Path] | None:
                 continue
         # Looked at first: once the part before is compressed and gone, `events.jsonl` is another file, perhaps of its inode.
         before = _identity(part(folder, number - 1))
-        try:
-            file = open(newest, "rb")  # noqa: SIM115
-        except FileNotFoundError:
-            return None
-        here = os.fstat(file.fileno())
-        if before == (here.st_dev, here.st_ino):
-            file.close()
-            return None
-        last = max(numbers(folder), default=0)  # first: where later ones are there, this one was put aside before
-        if not is_put_aside(folder, number):
-            if last > number:
+        file = _newest(folder)
+        if file is not None:
+            here = os.fstat(file.fileno())
+            if before == (here.st_dev, here.st_ino):
                 file.close()
-                raise FileNotFoundError(
-                    2, f"parts {number} to {last - 1} of the trace are incomplete", str(part(folder, number))
-                )
-            return file, newest
-        file.close()  # it was, after we had looked for it: this may be the one behind it
+                return None
+        last = max(numbers(folder), default=0)  # first: where later ones are there, this one was put aside before
+        if not is_put_aside(folder, number) and last <= number:
+            return None if file is None else (file, folder / EVENTS_FILE)
+        if file is not None:
+            file.close()  # if the part was put aside after we had looked for it, this may be the one behind it
+        if not is_put_aside(folder, number):
+            raise TraceError(f"part {number} is missing: there is no {compressed(part(folder, number))}; put it back")
     raise AssertionError("unreachable: what was put aside stays there")
+
+
+def _newest(folder: Path) -> IO[bytes] | None:
+    try:
+        return open(folder / EVENTS_FILE, "rb")
+    except FileNotFoundError:
+        return None
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -94,11 +136,13 @@ def lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:
     """Yield (file, line number in that file from 1, line) of a trace in order.
 
     `path` is a run directory or its `events.jsonl`, which stand for all parts; any other file is read alone. Raises
-    FileNotFoundError where there is none.
+    FileNotFoundError where there is none, and `TraceError` for what cannot be read.
     """
-    folder = path if path.is_dir() else path.parent
-    if path.name != EVENTS_FILE and not path.is_dir():
-        with _open(path) as file:
+    with reading(path):
+        is_folder = path.is_dir()
+    folder = path if is_folder else path.parent
+    if path.name != EVENTS_FILE and not is_folder:
+        with reading(path), _open(path) as file:
             for count, line in enumerate(file, start=1):
                 yield path, count, line
         return
@@ -108,7 +152,7 @@ def lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:
     while opened is not None:
         file, place = opened
         # Open until the next part is: a file that is compressed and removed meanwhile gives its inode to nobody before.
-        with file:
+        with reading(place), file:
             complete = yield from _lines(file, folder, number, place)
             opened = open_part(folder, number + 1) if complete else None
         number += 1

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
         description="Verify the invariants of a run from its trace alone, and compare it with a reference run.",
         epilog=f"Exit code 0: all hold. {ExitCode.UNFINISHED:d}: all that was judged holds, but the run still goes on or was "
         "cut off, or the trace lacks events, so that part of it was not judged (it says which). "
-        f"{ExitCode.INVARIANT_VIOLATED:d}: one is broken, two exact runs differ, or nothing was committed. "
+        f"{ExitCode.INVARIANT_VIOLATED:d}: one is broken, two exact runs differ, or the run ended without a step. "
         f"{ExitCode.BAD_INPUT:d}: no readable trace.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a directory with events.jsonl, or such a file")
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     except TraceError as error:
         parser.error(f"cannot read the trace: {error}")
     except OSError as error:
-        parser.error(f"{error.filename} cannot be read ({error.strerror}); give the --run-dir of a run")
+        parser.error(f"{error.filename or 'a checkpoint'} cannot be read ({error.strerror}); make it readable")
     print(_json(verdict) if arguments.json else describe(verdict))
     if not verdict.holds:
         return ExitCode.INVARIANT_VIOLATED

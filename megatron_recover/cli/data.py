@@ -23,15 +23,23 @@ PACKAGES = frozenset({"site-packages", "dist-packages"})
 
 
 def files_in(paths: Sequence[Path], suffixes: Sequence[str]) -> Iterator[Path]:
-    """Each path that is a file, and the files with one of the suffixes under each that is a directory, in sorted order."""
+    """Each path that is a file, and the files with one of the suffixes under each that is a directory, in sorted order.
+
+    Raises OSError for a directory that cannot be read: nobody shall train on less than was named.
+    """
     for path in paths:
         if path.is_dir():
-            for file in sorted(path.rglob("*")):
+            found = (folder / name for folder, _, names in path.walk(on_error=_raise) for name in names)
+            for file in sorted(found):
                 installed = PACKAGES & set(file.relative_to(path).parts)
                 if file.is_file() and not installed and (not suffixes or file.suffix in suffixes):
                     yield file
         else:
             yield path
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def write_dataset(output: Path, files: Iterable[Path]) -> tuple[int, int]:
@@ -113,10 +121,13 @@ def _input(paths: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
     return files
 
 
-def _claim(output: Path, *, overwrite: bool) -> None:
+def _claim(prefix: str, *, overwrite: bool) -> Path:
     """See to it that the data set can be written, before seconds go into imports. Raises ValueError, or OSError."""
-    if not output.name or output.name == "..":
-        raise ValueError(f"--output {output} is no PREFIX; give a path that .bin and .idx can be added to, such as data/text")
+    output = Path(prefix)
+    if os.path.basename(prefix) in ("", ".", ".."):
+        raise ValueError(
+            f"--output {prefix or '.'} is no PREFIX; give a path that .bin and .idx can be added to, such as {output / 'text'}"
+        )
     there = [f"{output}{end}" for end in (".bin", ".idx") if os.path.lexists(f"{output}{end}")]
     if there and not overwrite:
         raise ValueError(f"--output {output}: {' and '.join(there)} would be replaced; give another PREFIX, or --overwrite")
@@ -127,6 +138,7 @@ def _claim(output: Path, *, overwrite: bool) -> None:
     binary, _ = _partial(output)
     binary.touch()
     binary.unlink()
+    return output
 
 
 def main(argv: Sequence[str]) -> int:
@@ -139,7 +151,7 @@ def main(argv: Sequence[str]) -> int:
         help="files and directories (default: the sources of Python's standard library)",
     )  # fmt: skip
     parser.add_argument(
-        "--output", metavar="PREFIX", required=True, type=Path, help="write PREFIX.bin and PREFIX.idx (Megatron's --data-path)"
+        "--output", metavar="PREFIX", required=True, help="write PREFIX.bin and PREFIX.idx (Megatron's --data-path)"
     )
     parser.add_argument(
         "--suffix", metavar=".EXT", action="append", default=[],
@@ -152,8 +164,8 @@ def main(argv: Sequence[str]) -> int:
         paths, suffixes = [Path(sysconfig.get_paths()["stdlib"])], suffixes or [".py"]
     try:
         files = _input(paths, suffixes)
-        _claim(options.output, overwrite=options.overwrite)
-        num_documents, num_tokens = write_dataset(options.output, files)
+        output = _claim(options.output, overwrite=options.overwrite)
+        num_documents, num_tokens = write_dataset(output, files)
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:
@@ -161,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
         why = "a file stands where a folder is meant" if in_the_way else error.strerror
         parser.error(f"--output {options.output} cannot be written ({why}); give another PREFIX, or make room there")
     print(
-        f"{options.output}.bin, {options.output}.idx: {num_documents} documents, {num_tokens} tokens; "
-        f"train on it with --data-path {options.output} --tokenizer-type NullTokenizer --vocab-size {VOCABULARY_SIZE}"
+        f"{output}.bin, {output}.idx: {num_documents} documents, {num_tokens} tokens; "
+        f"train on it with --data-path {output} --tokenizer-type NullTokenizer --vocab-size {VOCABULARY_SIZE}"
     )
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from megatron_recover import event_files
 from megatron_recover.cli.run_dirs import no_trace, run_folder
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
@@ -29,18 +30,18 @@ def main(argv: list[str]) -> int:
         help="write the page here, the timeline beside it and nothing else (default: RUN_DIR/report.html)",
     )
     arguments = parser.parse_args(argv)
-    if not (arguments.run_dir / EVENTS_FILE).is_file():
-        parser.error(no_trace(arguments.run_dir / EVENTS_FILE))
     if arguments.out is not None and not arguments.out.parent.is_dir():
         parser.error(f"--out: there is no folder {arguments.out.parent}; make it, or give another place")
     if arguments.out is not None and arguments.out.is_dir():
         parser.error(f"--out: {arguments.out} is a folder; give the page's file, for example {arguments.out / PAGE_FILE}")
     try:
+        if not event_files.exists(arguments.run_dir):
+            parser.error(no_trace(arguments.run_dir / EVENTS_FILE))
         files, cuts = report.write(arguments.run_dir, arguments.against, arguments.out)
     except TraceError as error:
         parser.error(f"cannot read the trace: {error}")
     except OSError as error:
-        place, against = Path(error.filename or arguments.run_dir), arguments.against  # a failed read has no name
+        place, against = Path(error.filename or arguments.run_dir), arguments.against
         if isinstance(error, FileNotFoundError) and against is not None and place in (against, against / EVENTS_FILE):
             parser.error(f"--against: {no_trace(place)}")
         parser.error(f"{place} cannot be read or written ({error.strerror}); make room for it, or write elsewhere by --out")

@@ -159,11 +159,13 @@ def main(argv: list[str]) -> int:
     if misplaced:
         parser.error("\n".join(misplaced))
     arguments = parser.parse_args(argv[:end])
-    existed = arguments.run_dir is not None and arguments.run_dir.exists()
+    existed = arguments.run_dir is not None and os.path.exists(arguments.run_dir)  # False where that cannot be seen
     try:
         job, chaos_text = _job(arguments, argv[end + 1 :])
     except ValueError as error:
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"{error.filename} cannot be read ({error.strerror}); make it readable, or name another")
     try:
         if chaos_text:
             (job.run_dir / chaos.CHAOS_FILE).write_text(chaos_text)

@@ -18,7 +18,10 @@ def run_folder(path: str) -> Path:
 def no_trace(path: Path) -> str:
     """What is wrong with a path at which there is no trace, with the first few inside it (as in the folder of a demo)."""
     folder = path.parent if path.name == EVENTS_FILE else path
-    inside = sorted(str(one.parent) for one in folder.glob(f"*/{EVENTS_FILE}"))
+    try:
+        inside = sorted(str(one.parent) for one in folder.glob(f"*/{EVENTS_FILE}"))
+    except OSError:  # it cannot be looked into
+        inside = []
     if not inside:
         return f"no trace at {path}; give the --run-dir of a run"
     others = f" ({len(inside) - _NAMED} more beside them)" if len(inside) > _NAMED else ""

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from megatron_recover import trace
+from megatron_recover import event_files, trace
 from megatron_recover.cli.run_dirs import no_trace, run_folder
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
@@ -53,14 +53,16 @@ def main(argv: list[str]) -> int:
     )
     run_dir = parser.parse_args(argv).run_dir
     place = run_dir / trace.EVENTS_FILE
-    if not place.is_file() and not _may_start(run_dir):
-        parser.error(no_trace(place))
     try:
+        if not event_files.exists(run_dir) and not _may_start(run_dir):
+            parser.error(no_trace(place))
         follow(place, sys.stdout, time.sleep, time.monotonic)
     except KeyboardInterrupt:  # the usual way to leave; the terminal is whole again by now
         return ExitCode.OK
     except Gone:
         parser.error(f"{place} has gone: the run was refused, or ended before it trained")
+    except trace.TraceError as error:
+        parser.error(f"cannot read the trace: {error}")
     except ValueError as error:
         parser.error(f"cannot read the trace: {place}: {error}")
     return ExitCode.OK
@@ -68,7 +70,8 @@ def main(argv: list[str]) -> int:
 
 def _may_start(run_dir: Path) -> bool:
     """Whether a folder without a trace looks like that of a run which begins."""
-    return run_dir.is_dir() and ((run_dir / LOGS).is_dir() or not any(run_dir.iterdir()))
+    with event_files.reading(run_dir):
+        return run_dir.is_dir() and ((run_dir / LOGS).is_dir() or not any(run_dir.iterdir()))
 
 
 def follow(place: Path, stream: TextIO, wait: Callable[[float], None], clock: Callable[[], float]) -> None:
@@ -92,14 +95,14 @@ def watch(place: Path, wait: Callable[[float], None], clock: Callable[[], float]
     """Lines about the run whose trace is or will be at `place`; the last one is its end, and the only one of its kind.
 
     `wait(seconds)` passes the time between two looks. Raises `Gone` when a trace that was there is there no more, and
-    ValueError for a line of it that is no event.
+    ValueError for a line of it that is no event, `trace.TraceError` where it cannot be read.
     """
     tail, progress = Tail(place), Progress()
-    seen, news_at, was_silent = place.is_file(), clock(), False
+    seen, news_at, was_silent = event_files.exists(place.parent), clock(), False
     if not seen:
         yield "news", _WAITING
     while True:
-        seen |= place.is_file()
+        seen |= event_files.exists(place.parent)
         for line in tail.lines():
             event, _ = trace.parse(line)
             told = progress.take(event) if event is not None else None
@@ -110,7 +113,7 @@ def watch(place: Path, wait: Callable[[float], None], clock: Callable[[], float]
                 yield "now", progress.line()
                 yield "end", f"ended with exit code {event.exit_code} ({ExitCode.words(event.exit_code)}) after {event.t:.0f} s"
                 return
-        if seen and not place.is_file():
+        if seen and not event_files.exists(place.parent):
             raise Gone
         silent_s = clock() - news_at
         is_silent = seen and silent_s >= SILENCE_S

@@ -261,7 +261,7 @@ class Recorder:
             since = round(item.what.since / 1e9 - self._settings.started_at, 6)
             gap = trace.Gap(t=round(seconds, 6), replica=replica, rank=rank, num_events=item.what.num_events, since=since)
             return msgspec.json.encode(gap) + b"\n"
-        # The writer leaves the time open, as the stamp has it: `{"event":"voted","v":1,"t":0.0,...`.
+        # The writer leaves the time open, as the stamp has it: `{"event":"voted","v":2,"t":0.0,...`.
         line = item.what.replace(b'"t":0.0', b'"t":%.6f' % seconds, 1) + b"\n"
         name = line[10:].partition(b'"')[0].decode(errors="replace")
         if name in Narrator.WANTED:

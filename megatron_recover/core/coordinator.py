@@ -57,8 +57,8 @@ Note [Timers]
     - `save`: removes nobody by itself. A save that is overdue is evidence against the member.
     - `start`: removes the replicas that have not said hello, if another has and still lives. Otherwise they get the time to
       load once more.
-    - `load`: the only timer that ends a job. No replica has become ready in that time, so there is no member yet and no
-      training that could be lost.
+    - `load`: ends the job, as besides only `undecided` does. No replica has become ready in that time, so there is no member
+      yet and no training that could be lost.
 """
 
 from __future__ import annotations

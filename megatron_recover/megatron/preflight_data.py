@@ -134,12 +134,21 @@ def _without_data(args: Namespace, blends: Sequence[_Blend], ratios: Sequence[fl
 
 def _data_set(args: Namespace, blend: _Blend, prefix: str, ratios: Sequence[float] | None) -> list[str]:
     """What is wrong with one data set."""
-    missing = [end for end in (".bin", ".idx") if not os.path.isfile(prefix + end)]
+    missing = []
+    for file in (f"{prefix}.bin", f"{prefix}.idx"):
+        try:
+            with open(file, "rb") as opened:
+                header = opened.read(_INDEX_HEADER.size)
+        except FileNotFoundError:
+            missing.append(file)
+        except OSError as error:
+            return [f"{blend.flag} {prefix}: {file} cannot be read ({error.strerror}); make it readable"]
+    stem, end = os.path.splitext(prefix)
+    if missing and end in (".bin", ".idx") and os.path.exists(prefix):
+        return [f"{blend.flag} {prefix}: name the data without {end}, as {stem}"]
     if missing:
-        files = " and ".join(prefix + end for end in missing)
+        files = " and ".join(missing)
         return [f"{blend.flag} {prefix}: {files} not found; make them with 'megatron-recover data --output {prefix} PATH...'"]
-    with open(prefix + ".idx", "rb") as file:
-        header = file.read(_INDEX_HEADER.size)
     if len(header) < _INDEX_HEADER.size or not header.startswith(_INDEX_MAGIC):
         return [f"{blend.flag} {prefix}: {prefix}.idx is no index of Megatron's; make it with 'megatron-recover data'"]
     num = _INDEX_HEADER.unpack(header)[3]

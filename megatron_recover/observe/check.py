@@ -130,10 +130,13 @@ def check(run_dir: Path, against: Path | None = None) -> Verdict:
     gaps, accounts, comparison = Gaps(history), Accounts(history), None
     found = _judge(history, gaps, [accounts])
     unjudged = list(_not_judged(history, gaps))
-    problems = [] if history.records or unjudged else ["no step was committed, so there is nothing to prove"]
-    if history.first(trace.RunStarted) is None:
+    may_still_begin = not history.records and history.first(trace.RunFinished) is None
+    problems = [] if history.records or unjudged or may_still_begin else ["no step was committed, so there is nothing to prove"]
+    if history.first(trace.RunStarted) is None and history.num_events:
         problems.append("there is no run_started, so some rules have nothing to go by; check the whole trace")
-    if reference is not None:
+    if reference is not None and may_still_begin:
+        unjudged.append(f"no step was committed yet that could be compared with {against}")
+    elif reference is not None:
         comparison = compare(history, reference, str(against))
         starts = [one.first(trace.RunStarted) for one in (history, reference)]
         problems += _differences(comparison, all(start and start.determinism == "exact" for start in starts))

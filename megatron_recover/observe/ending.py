@@ -44,9 +44,12 @@ ENDINGS: Mapping[int, Ending] = {
         can_go_on=False,
     ),
     ExitCode.FAILED: Ending(
-        "a defect, an error in the training script on every replica, or a `--run-dir` that takes no file at the start; "
-        "nothing is saved at the end",
-        "read the error that the message names, in the logs of `RUN_DIR`, and mend what raised it; then resume",
+        "a defect; an error in the training script on every replica, or in its dry run; imports or a dry run that outlast "
+        "`--recover-deadline-s`; replicas that do not start alike; no step committed for so long that somebody should have "
+        "been blamed, and nobody can be; a fork server that has ended or starts no process; a `--run-dir` that takes no file "
+        "at the start. Nothing is saved at the end",
+        "do what the message says; where it names an error, read that in the logs of `RUN_DIR` and mend what raised it; then "
+        "resume",
     ),
     ExitCode.BAD_INPUT: Ending(
         "refused before any worker started, by us or, in a dry run, by Megatron's own parser or because the script never calls "

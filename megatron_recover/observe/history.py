@@ -4,7 +4,7 @@ A trace can be larger than memory. `History` reads it once and keeps what concer
 losses, faults, and a few numbers of each step); whoever needs more goes through `events` again, as `replay` does, step by step.
 It decides nothing: no rule, no tolerance. Everything keeps the line of its event, so that a verdict can point at it.
 
-What is kept: about 500 bytes a step; one event a member for joining, and the announcement of each generation; of each
+What is kept: about 900 bytes a step; one event a member for joining, and the announcement of each generation; of each
 generation the results that its members held. It does not grow with microbatches, ranks or buckets where nothing fails.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, cast, get_args
 
 import msgspec
 
-from megatron_recover import trace
+from megatron_recover import event_files, trace
 from megatron_recover.core.values import ExitCode, LossKind
 from megatron_recover.faults import FaultKind
 
@@ -194,10 +194,11 @@ class History:
     def read(cls, run_dir: str | Path) -> History:
         """Read the trace of a run directory (or a trace file itself).
 
-        Raises FileNotFoundError where there is none and `trace.TraceError` for a line that is no event.
+        Raises FileNotFoundError where there is none and `trace.TraceError` for a line that is no event or cannot be read.
         """
         path = Path(run_dir)
-        path = path / trace.EVENTS_FILE if path.is_dir() else path
+        with event_files.reading(path):
+            path = path / trace.EVENTS_FILE if path.is_dir() else path
         return cls((), path=str(path), file=_File(path))
 
     # --- The first pass --------------------------------------------------------------------------------------------------

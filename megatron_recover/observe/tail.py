@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from megatron_recover.event_files import EVENTS_FILE, open_part
+from megatron_recover.event_files import EVENTS_FILE, open_part, reading
 
 
 class Tail:
@@ -24,25 +24,28 @@ class Tail:
         self._position = path.stat().st_size if at_end and path.is_file() else 0
 
     def lines(self) -> Iterator[bytes]:
-        """Every line, newline included, that was completed since the last call; none while there is no such file."""
+        """Every line, newline included, that was completed since the last call; none while there is no such file.
+
+        Raises `event_files.TraceError` for what cannot be read.
+        """
         while (opened := self._open()) is not None:
-            file, is_newest = opened
-            with file:
+            file, place = opened
+            with reading(place), file:
                 file.seek(self._position)
                 for line in file:
                     if not line.endswith(b"\n"):  # still being written: it is read again, whole, the next time
                         return
                     self._position += len(line)
                     yield line
-            if is_newest:
+            if place == self._path:
                 return
             self._number, self._position = self._number + 1, 0
 
-    def _open(self) -> tuple[IO[bytes], bool] | None:
+    def _open(self) -> tuple[IO[bytes], Path] | None:
         try:
-            if not self._is_trace:
-                return open(self._path, "rb"), True
-            opened = open_part(self._path.parent, self._number)
+            if self._is_trace:
+                return open_part(self._path.parent, self._number)
+            with reading(self._path):
+                return open(self._path, "rb"), self._path
         except FileNotFoundError:
             return None
-        return None if opened is None else (opened[0], opened[1].name == EVENTS_FILE)

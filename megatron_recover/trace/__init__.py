@@ -16,7 +16,7 @@ docs/architecture.md, section Trace, lists who writes which event.
 
 from __future__ import annotations
 
-from megatron_recover.event_files import EVENTS_FILE
+from megatron_recover.event_files import EVENTS_FILE, TraceError
 
 # fmt: off
 from megatron_recover.trace.run import (
@@ -33,5 +33,5 @@ from megatron_recover.trace.failure import Failure, Fault, Fenced, MAX_REASON, P
 from megatron_recover.trace.event import Event
 from megatron_recover.trace.catalog import LEFT_OUT, LEVELS, NAMES, AnyEvent, name_of
 from megatron_recover.trace.log import EventLog, Log, Recorder
-from megatron_recover.trace.reading import TraceError, parse, read
+from megatron_recover.trace.reading import parse, read
 # fmt: on

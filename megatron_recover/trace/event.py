@@ -16,7 +16,7 @@ def snake_case(class_name: str) -> str:
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=snake_case, forbid_unknown_fields=True):
     """What every event carries."""
 
-    v: Literal[1] = 1
+    v: Literal[2] = 2
     """Version of the format. Any other is refused: a field of the same name may mean something else there."""
     t: float = 0.0
     """Seconds since the start of the run (CLOCK_MONOTONIC of the launcher's host); set by `EventLog.record`."""

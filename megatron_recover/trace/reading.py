@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from megatron_recover import event_files
+from megatron_recover.event_files import TraceError
 from megatron_recover.trace.catalog import AnyEvent
+from megatron_recover.trace.event import Event
 
 _START_OF_EVENT = b'{"event":"'
+_VERSION = re.compile(rb'{"event":"\w+","v":([0-9]+),')
 
 
-class TraceError(ValueError):
-    """A log that cannot be read; the message names file, line and field."""
-
-
+_OURS = Event().v
 _decode = msgspec.json.Decoder(AnyEvent).decode
 
 
@@ -42,6 +41,11 @@ def parse(line: bytes) -> tuple[AnyEvent | None, str]:
     try:
         event = _decode(line[max(start, 0) :]) if whole else None
     except msgspec.DecodeError as error:  # ValidationError included; its message names the field
+        version = _VERSION.match(line, max(start, 0))
+        if version is not None and int(version[1]) != _OURS:
+            raise ValueError(
+                "written by another version of megatron-recover (run.json names it, if it is there); read it with that one"
+            ) from error
         raise ValueError(str(error)) from error
     return event, fragment.decode(errors="replace")
 
@@ -50,19 +54,15 @@ def read(path: str | Path, on_cut: Callable[[int, str], None] | None = None) -> 
     """Yield (line number from 1, event) of a log in its order, one by one; numbers go on from one part of it to the next.
 
     `path` is a run directory, or its `events.jsonl`, for all parts (`event_files`); or one file, compressed or not.
-    `on_cut(line, fragment)` is told of every fragment (see `parse`). Raises `TraceError` for what is no event, and
-    FileNotFoundError.
+    `on_cut(line, fragment)` is told of every fragment (see `parse`). Raises `TraceError` for what is no event or cannot be
+    read, and FileNotFoundError where there is no log.
     """
-    number, place = 0, Path(path)
-    try:
-        for number, (place, line_of_file, line) in enumerate(event_files.lines(Path(path)), start=1):
-            try:
-                event, fragment = parse(line)
-            except ValueError as error:
-                raise TraceError(f"{place}:{line_of_file}: {error}") from error
-            if fragment and on_cut is not None:
-                on_cut(number, fragment)
-            if event is not None:
-                yield number, event
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise TraceError(f"{place}, after line {number} of the trace: {error}; the compressed file is damaged") from error
+    for number, (place, line_of_file, line) in enumerate(event_files.lines(Path(path)), start=1):
+        try:
+            event, fragment = parse(line)
+        except ValueError as error:
+            raise TraceError(f"{place}:{line_of_file}: {error}") from error
+        if fragment and on_cut is not None:
+            on_cut(number, fragment)
+        if event is not None:
+            yield number, event

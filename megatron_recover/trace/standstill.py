@@ -87,10 +87,10 @@ class Strangers(Event, frozen=True, kw_only=True):
 
     replica: int
     """-1: the coordinator."""
-    rank: int = -1
-    """-1: the coordinator, or a trace of an earlier release."""
-    listener: str = ""
-    """Whose port it is: `coordinator`, `leader`, `data` or `echo`. Empty in a trace of an earlier release."""
+    rank: int
+    """-1: the coordinator."""
+    listener: str
+    """Whose port it is: `coordinator`, `leader`, `data` or `echo`."""
     num_connections: int
     """Since the last such event of this listener."""
 

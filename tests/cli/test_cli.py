@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import resource
@@ -12,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recover import cli, trace
+from megatron_recover import cli, event_files, trace
 from megatron_recover.cli.run_dirs import no_trace
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe import report
 from tests.observe import traces
+from tests.unprivileged import NOBODYS, run_verb
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -63,6 +66,9 @@ def test_help_of_every_verb_imports_no_torch(verb: str) -> None:
         (["demo", "--run-dir", __file__], "cannot be used (a file stands where a folder is meant); give another folder"),
         (["demo", "--run-dir", f"{__file__}/x"], "cannot be used (a file stands where a folder is meant); give another folder"),
         (["demo", "--run-dir", "/proc/x"], "cannot be used (No such file or directory); give another folder"),
+        (["check", "x" * 300], "cannot be read (File name too long): give the --run-dir of a run"),
+        (["report", "x" * 300], "cannot be read (File name too long): give the --run-dir of a run"),
+        (["top", "x" * 300], "cannot be read (File name too long): give the --run-dir of a run"),
         ([], ""),
     ],
 )
@@ -201,6 +207,97 @@ def test_the_trace_itself_is_as_good_as_its_folder(verb: str, tmp_path: Path, ca
     assert f"no trace at {tmp_path / 'other' / trace.EVENTS_FILE};" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", ["check", "report", "top"])
+@pytest.mark.parametrize("locked", [trace.EVENTS_FILE, ".", ".."])
+def test_a_trace_that_only_its_owner_may_read_is_named(verb: str, locked: str, tmp_path: Path) -> None:
+    run_dir = traces.write(tmp_path / "private" / "run", traces.quiet_run(1).events)
+    place = run_dir / locked
+    mode = place.stat().st_mode
+    place.chmod(NOBODYS)
+    try:
+        done = run_verb(verb, str(run_dir))
+    finally:
+        place.chmod(mode)
+    assert (done.returncode, done.stdout) == (ExitCode.BAD_INPUT, "")
+    assert done.stderr.startswith(f"megatron-recover {verb}: cannot read the trace: {run_dir}")
+    assert done.stderr.endswith(" cannot be read (Permission denied): only its owner may read it\n")
+
+
+def _in_parts(folder: Path, *numbers: int, whole: bool) -> Path:
+    """Write a trace in which only the parts of these numbers are there, and the newest one where it is `whole`."""
+    run_dir = traces.write(folder, traces.quiet_run(1).events)
+    lines = (run_dir / trace.EVENTS_FILE).read_bytes().splitlines(keepends=True)
+    for number, line in zip(numbers, lines, strict=False):
+        event_files.part(run_dir, number).write_bytes(line if whole else b"".join(lines))
+    (run_dir / trace.EVENTS_FILE).write_bytes(b"".join(lines[len(numbers) :]))
+    if not whole:
+        (run_dir / trace.EVENTS_FILE).unlink()
+    return run_dir
+
+
+@pytest.mark.parametrize("verb", ["check", "report", "top"])
+@pytest.mark.parametrize(("numbers", "whole"), [((2,), True), ((2,), False), ((1, 3), True)])
+def test_a_trace_without_one_of_its_parts_names_it(
+    verb: str, numbers: tuple[int, ...], whole: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = _in_parts(tmp_path / "run", *numbers, whole=whole)
+    with pytest.raises(SystemExit) as end:
+        cli.main([verb, str(run_dir)])
+    assert end.value.code == ExitCode.BAD_INPUT
+    number = 1 if 1 not in numbers else 2
+    assert capsys.readouterr().err == (
+        f"megatron-recover {verb}: cannot read the trace: part {number} is missing: there is no "
+        f"{run_dir}/events.000{number}.jsonl.gz; put it back\n"
+    )
+
+
+@pytest.mark.parametrize("verb", ["check", "report", "top"])
+def test_a_trace_is_one_without_its_newest_part(verb: str, tmp_path: Path) -> None:
+    assert cli.main([verb, str(_in_parts(tmp_path / "run", 1, whole=False))]) == ExitCode.OK
+
+
+@pytest.mark.parametrize("verb", ["check", "report", "top"])
+def test_a_disk_that_fails_while_a_trace_is_read_is_named(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = traces.write(tmp_path / "run", traces.quiet_run(1).events)
+
+    class Failing(io.RawIOBase):
+        """A file whose disk answers no read: the error names no file."""
+
+        def __init__(self, path: Path) -> None:
+            super().__init__()
+            self.file = open(path, "rb")  # noqa: SIM115
+
+        def fileno(self) -> int:
+            return self.file.fileno()
+
+        def seekable(self) -> bool:
+            return True
+
+        def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+            return self.file.seek(offset, whence)
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: object) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        def close(self) -> None:
+            self.file.close()
+            super().close()
+
+    monkeypatch.setattr(event_files, "open", lambda path, mode: io.BufferedReader(Failing(path)), raising=False)
+    with pytest.raises(SystemExit) as end:
+        cli.main([verb, str(run_dir)])
+    assert end.value.code == ExitCode.BAD_INPUT
+    assert capsys.readouterr().err == (
+        f"megatron-recover {verb}: cannot read the trace: {run_dir / trace.EVENTS_FILE} cannot be read (Input/output error): "
+        "see to its disk\n"
+    )
+
+
 def test_report_on_a_full_disk_says_so_and_leaves_what_was_there(tmp_path: Path) -> None:
     run_dir = traces.write(tmp_path / "run", traces.faulty_run().events)
     report.write(run_dir)
@@ -211,7 +308,7 @@ def test_report_on_a_full_disk_says_so_and_leaves_what_was_there(tmp_path: Path)
         done = subprocess.run(
             [sys.executable, "-m", "megatron_recover", "report", str(run_dir), *flags], cwd=tmp_path / "elsewhere",
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)), capture_output=True, text=True,
-            timeout=60,
+            timeout=60, env={**os.environ, "PYTHONPATH": os.getcwd()},
         )  # fmt: skip
         remedy = "cannot be read or written (File too large); make room for it, or write elsewhere by --out"
         assert (done.returncode, done.stderr) == (ExitCode.BAD_INPUT, f"megatron-recover report: {first} {remedy}\n")

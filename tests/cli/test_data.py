@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_recover.cli import data
+from tests.unprivileged import NOBODYS, run_verb
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -44,6 +45,8 @@ def test_every_mistake_is_named_with_its_remedy(text: Path, capsys: pytest.Captu
         ("/proc/nowhere/set", "--output /proc/nowhere/set cannot be written (No such file or directory)"),
         ("/", "--output / is no PREFIX"),
         ("", "--output . is no PREFIX"),
+        (f"{text}/new/", f"--output {text}/new/ is no PREFIX; give a path that .bin and .idx can be added to, such as "),
+        (f"{text}/.", f"--output {text}/. is no PREFIX"),
     ):
         assert expected in refusal(capsys, file, "--output", output)
     assert {path.name for path in text.iterdir()} == {"text.py", "empty.txt"}, "something was left behind"
@@ -63,6 +66,23 @@ def test_a_file_that_cannot_be_read_is_blamed_and_not_the_output(
     said = refusal(capsys, str(file), "--output", str(text / "set"))
     assert said == f"megatron-recover data: PATH {file} cannot be read (Permission denied); leave it out or make it readable\n"
     assert {path.name for path in text.iterdir()} == {"text.py", "empty.txt"}
+
+
+@pytest.mark.parametrize(("locked", "mode"), [(".", NOBODYS), ("b", NOBODYS), ("b", 0o400), ("a/text.py", NOBODYS)])
+def test_what_is_in_a_folder_and_cannot_be_read_is_not_left_out(locked: str, mode: int, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "texts" / name).mkdir(parents=True)
+        (tmp_path / "texts" / name / "text.py").write_text("a = 1\n")
+    place = tmp_path / "texts" / locked
+    before = place.stat().st_mode
+    place.chmod(mode)
+    try:
+        done = run_verb("data", str(tmp_path / "texts"), "--output", str(tmp_path / "set"))
+    finally:
+        place.chmod(before)
+    assert done.returncode == 2 and not (tmp_path / "set.bin").exists()
+    assert done.stderr.startswith(f"megatron-recover data: PATH {place}")
+    assert done.stderr.endswith(" cannot be read (Permission denied); leave it out or make it readable\n")
 
 
 def test_a_data_set_is_replaced_only_on_request(text: Path, capsys: pytest.CaptureFixture[str]) -> None:

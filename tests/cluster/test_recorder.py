@@ -131,7 +131,7 @@ def test_files_are_put_aside_and_compressed_and_read_as_one(tmp_path: Path) -> N
     late = Tail(tmp_path / event_files.EVENTS_FILE)
     assert list(late.lines()) == followed
     (tmp_path / names[1]).unlink()
-    with pytest.raises(FileNotFoundError, match="incomplete"):
+    with pytest.raises(trace.TraceError, match="part 2 is missing"):
         steps(tmp_path)
 
 

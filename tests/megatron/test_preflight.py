@@ -61,6 +61,8 @@ def test_layout_of_a_job(data: str) -> None:
         ("--step-batch-size-schedule 0:2,10:16", {}, "--step-batch-size-schedule 2 is 1 microbatches"),
         ("--data-path /nowhere/text", {}, "megatron-recover data --output /nowhere/text"),
         ("--data-path 0.5 {data} 0.5 /nowhere/text", {}, "/nowhere/text.bin and /nowhere/text.idx not found"),
+        ("--data-path {data}.bin", {}, "text.bin: name the data without .bin, as "),
+        ("--data-path {data}.idx", {}, "text.idx: name the data without .idx, as "),
         ("--data-path", {}, "--data-path is missing"),
         ("--train-iters 0", {}, "--train-iters is 0; it must be at least 1"),
         ("--split 9999,1,0", {}, "--split 9999,1,0 leaves none of the 1000 documents"),

@@ -928,6 +928,16 @@ def test_a_running_or_orphaned_run_is_said_to_be_one(tmp_path: Path) -> None:
     assert last.startswith("UNFINISHED: the trace has no run_finished") and "its disk did not take the end of the trace" in last
 
 
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_run_that_still_loads_is_unfinished_and_no_more(is_empty: bool, tmp_path: Path) -> None:
+    run_dir = traces.write(tmp_path / "run", [] if is_empty else traces.Run().events)
+    reference = traces.write(tmp_path / "reference", traces.quiet_run().events)
+    for against in (None, reference):
+        verdict = check(run_dir, against)
+        assert verdict.holds and not verdict.is_finished and verdict.is_whole is (against is None)
+        assert describe(verdict).splitlines()[-1].startswith("UNFINISHED: ")
+
+
 @pytest.mark.parametrize(("exit_code", "reason"), [(0, ""), (13, "no replica is left"), (130, "")])
 def test_how_the_run_ended_is_said_beside_what_holds(exit_code: int, reason: str, tmp_path: Path) -> None:
     """All invariants may hold in a run that failed."""

@@ -57,14 +57,16 @@ def test_events_read_back_as_they_were_recorded(tmp_path: Path) -> None:
     assert [type(event) for _, event in read] == [type(event) for event in events]
     assert [event.t for _, event in read] == sorted(event.t for _, event in read)
     line = (tmp_path / "events.jsonl").read_text().splitlines()[0]
-    assert line.startswith('{"event":"run_started","v":1,"t":')
+    assert line.startswith('{"event":"run_started","v":2,"t":')
 
 
-def test_strangers_of_a_trace_from_before_listeners_were_named_can_be_read(tmp_path: Path) -> None:
-    """The version is the same, so whoever reads version 1 reads these too."""
-    (tmp_path / "events.jsonl").write_text('{"event":"strangers","v":1,"t":0.5,"replica":2,"num_connections":16}\n')
-    [(_, event)] = trace.read(tmp_path / "events.jsonl")
-    assert event == trace.Strangers(t=0.5, replica=2, rank=-1, listener="", num_connections=16)
+@pytest.mark.parametrize(
+    "line", ['{"event":"run_finished","v":1,"t":0.5,"exit_code":0}', '{"event":"news","v":3,"t":0.5,"x":1}']
+)
+def test_a_trace_of_another_version_is_refused_as_that(line: str, tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text(line + "\n")
+    with pytest.raises(trace.TraceError, match=r"events.jsonl:1: written by another version of megatron-recover \(run.json"):
+        list(trace.read(tmp_path / "events.jsonl"))
 
 
 def test_lines_of_threads_and_processes_never_mix(tmp_path: Path) -> None:
@@ -118,7 +120,7 @@ def test_a_fragment_before_the_event_of_another_process_is_no_event_and_is_told(
         ('"step":3', '"step":"3"', "$.step"),
         ('"step":3,', "", "step"),
         ('"step":3', '"step":3,"colour":1', "colour"),
-        ('"v":1', '"v":2', "$.v"),
+        ('"v":2', '"v":1', "another version"),
         ("microbatch_finished", "microbatch_eaten", "microbatch_eaten"),
         ('"into":[0,2]}', '"into":[0,2]', "malformed|truncated|end of"),
         ('{"event"', 'noise{"event"', "noise"),
