@@ -25,11 +25,17 @@ class Thawing:
         self._due: list[tuple[int, int]] = []
 
     def due(self) -> list[tuple[int, int]]:
-        """The ranks (replica, rank) whose event has come; a rank is named until `done`, since its stop may be on its way."""
-        for line in self._tail.lines() if self._tail is not None else ():
-            event, _ = trace.parse(line)
-            if event is not None:
-                self._take(event)
+        """The ranks (replica, rank) whose event has come; a rank is named until `done`, since its stop may be on its way.
+
+        A trace that cannot be read any more ends no freeze: the others fence who is frozen, as without an end of it.
+        """
+        try:
+            for line in self._tail.lines() if self._tail is not None else ():
+                event, _ = trace.parse(line)
+                if event is not None:
+                    self._take(event)
+        except trace.TraceError:
+            self._tail = None
         return list(self._due)
 
     def concerns(self, replica: int) -> bool:

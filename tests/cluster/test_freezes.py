@@ -110,3 +110,11 @@ def test_only_what_others_write_ends_a_freeze(tmp_path: Path) -> None:
     reduced(0)
     log.record(trace.Fenced(replica=1, ranks=(0, 1)))
     assert thawing.due() == [], "it is gone"
+
+
+def test_a_trace_that_cannot_be_read_ends_no_freeze_and_no_run(tmp_path: Path) -> None:
+    frozen = freeze(1, 0, "reduce", "reduced")
+    (tmp_path / trace.EVENTS_FILE).touch()
+    (tmp_path / "events.0002.jsonl.gz").touch()
+    thawing = Thawing((frozen,), tmp_path / trace.EVENTS_FILE)
+    assert thawing.due() == thawing.due() == []
