@@ -1,6 +1,22 @@
-"""Names the bytes of tensors in 63 bits: the same on every device, changed by any change of a bit or of a position.
+"""Names the bytes of tensors in 63 bits, the same on every device: it tells corruption and divergence, not forgery.
 
-Not cryptographic: it tells corruption and divergence, not forgery.
+Note [What a checksum misses]
+    A row of words x of 32 bits becomes the sum of w * x modulo 2**64. The weights w are odd and pseudo-random modulo
+    2**33. Two rows have equal sums where the sum of w * d is 0, with d the differences of their words. |d| is less than 2**32,
+    so a d that is not 0 ends in at most 31 zero bits.
+    - One changed word is always seen, since an odd weight has an inverse.
+    - Two flipped bits are always seen. In one word they are one change. In two words, +-2**a and +-2**b cancel only where
+      a = b, as the weights are odd, and where the weights are equal or opposite modulo 2**33: no two of them are.
+    - Any other change goes unseen with probability 2**-32 at most. Take the changed word whose d ends in the fewest zero bits:
+      whatever the other weights are, the sum is 0 for at most one value of its weight modulo 2**33, of 2**32 odd ones. The
+      weights are fixed, so this holds for changes that do not depend on them, such as errors, not for chosen ones.
+    With words of 64 bits none of this would hold: modulo 2**64 every even number of flips of their highest bits cancels.
+    What is hashed (the sums of the rows, and what is left of a tensor) collides with probability 2**-63.
+
+Note [Exact sums]
+    A processor multiplies float64 several times as fast as int64. A weight has three digits of size 2**10 at most, so a word
+    times a digit, summed over a row of 2**11 words, is no larger than 2**52: float64 holds each such sum exactly, in whatever
+    order it is taken. The three sums make the one modulo 2**64. Other devices compute that in int64, which gives the same.
 """
 
 from __future__ import annotations
@@ -16,11 +32,16 @@ from megatron_recover.core.digest import combined
 
 __all__ = ["checksum", "checksums", "combined"]
 
-_ROW = 1024
-"""64-bit words a row. Rows become weighted sums modulo 2**64; these, and what is left of a tensor, are hashed in order. Hashing
-is ten times as slow as summing, so a row is no longer than it takes to leave little to hash."""
-_CHUNK_ROWS = 4096
-"""Rows whose products are in memory at once where the device has no integer matrix product (32 MiB)."""
+_ROW = 2048
+"""32-bit words a row. The sums of the rows, and what is left of a tensor, are hashed in order. Hashing is ten times as slow as
+summing, so a row is no longer than it takes to leave little to hash."""
+_ROW_BYTES = 4 * _ROW
+_DIGIT_BITS, _NUM_DIGITS = 11, 3
+"""Of a weight. See Note [Exact sums]."""
+_CACHED_ROWS = 32
+"""Rows that are float64 at once: 512 KiB, which stay in the cache of a processor."""
+_CHUNK_ROWS = 2048
+"""Rows whose products are in the memory of another device at once: 32 MiB."""
 
 
 def checksum(tensor: Tensor) -> int:
@@ -45,12 +66,12 @@ def _reduced(tensor: Tensor) -> tuple[int, Tensor, Tensor]:
     """Return the size in bytes, the sums of the rows, and the bytes behind the last row; both on the tensor's device."""
     data = tensor.detach().view(-1).view(torch.uint8)
     num_bytes = data.numel()
-    num_rows = num_bytes // (8 * _ROW)
-    summed = num_rows * 8 * _ROW
+    num_rows = num_bytes // _ROW_BYTES
+    summed = num_rows * _ROW_BYTES
     if not num_rows:
         return num_bytes, data[:0], data
-    whole = data[:summed] if data.data_ptr() % 8 == 0 else data[:summed].clone()
-    return num_bytes, _row_sums(whole.view(torch.int64).view(num_rows, _ROW)).view(torch.uint8), data[summed:]
+    whole = data[:summed] if data.data_ptr() % 4 == 0 else data[:summed].clone()
+    return num_bytes, _row_sums(whole.view(torch.int32).view(num_rows, _ROW)).view(torch.uint8), data[summed:]
 
 
 def _to_host(parts: Sequence[Tensor]) -> list[Tensor]:
@@ -65,13 +86,40 @@ def _to_host(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _row_sums(rows: Tensor) -> Tensor:
+    return _sums_in_float64(rows) if rows.device.type == "cpu" else _sums_in_int64(rows)
+
+
+def _sums_in_float64(rows: Tensor) -> Tensor:
+    """Return what `_sums_in_int64` does. See Note [Exact sums]."""
+    words = torch.empty(min(len(rows), _CACHED_ROWS), _ROW, dtype=torch.float64)
+    sums = [_digits() @ words[: len(part)].copy_(part).t() for part in rows.split(_CACHED_ROWS)]
+    return _from_digits(torch.cat(sums, dim=1))
+
+
+def _sums_in_int64(rows: Tensor) -> Tensor:
     weights = _weights(rows.device)
-    if rows.device.type == "cpu":
-        return rows @ weights
     return torch.cat([(part * weights).sum(dim=1) for part in rows.split(_CHUNK_ROWS)])
 
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    # Odd weights are invertible modulo 2**64, so no change of a single word can leave its row's sum as it was.
-    return torch.arange(1, 2 * _ROW, 2, dtype=torch.int64, device=device) * 0x1E3779B97F4A7C15
+    return _from_digits(_digits()).to(device)
+
+
+@functools.cache
+def _digits() -> Tensor:
+    """Return the digits of the weights, lowest first: -1024..1023, the lowest odd, so that every odd weight is as likely."""
+    drawn = bytearray(hashlib.shake_256(b"weights of a row").digest(2 * _NUM_DIGITS * _ROW))
+    digits = torch.frombuffer(drawn, dtype=torch.int16).view(_NUM_DIGITS, _ROW) >> (16 - _DIGIT_BITS)
+    digits[0] |= 1
+    return digits.to(torch.float64)
+
+
+@functools.cache
+def _places() -> Tensor:
+    return torch.tensor([1 << _DIGIT_BITS * place for place in range(_NUM_DIGITS)])
+
+
+def _from_digits(digits: Tensor) -> Tensor:
+    """Return the numbers modulo 2**64 that have these digits (float64), one column a number."""
+    return _places() @ digits.to(torch.int64)

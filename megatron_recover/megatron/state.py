@@ -84,7 +84,10 @@ class State:
         return _digest_of_text([tensor.layout for tensor in self.tensors()], sorted(self.scalars()))
 
     def digest(self) -> int:
-        """Return 63 bits that name all state of this rank: any change of a bit, of a scalar or of the layout changes them."""
+        """Return 63 bits that name all state of this rank: they change with any bit, scalar or layout.
+
+        What is missed, and how rarely: `checksum`, Note [What a checksum misses].
+        """
         tensors = self.tensors()
         text = _digest_of_text([tensor.layout for tensor in tensors], sorted(self.scalars().items()))
         return combined([text, *checksums([tensor.data for tensor in tensors])])
