@@ -17,12 +17,13 @@ Note [Owed]
     that a writer that dies in the last save is found out while others can still save.
 
 Note [A save that fails]
-    A disk that is full or a folder that cannot be written ends no replica: any other would fail alike. The ranks of the writer
-    give the save up together, it is reported with the folder and the remedy, training goes on, and the next save point
-    tries again. At the end of training the last save is tried again and again for `Deadlines.save_s`, while somebody
+    A disk that is full or a folder that cannot be written or read ends no replica: any other would fail alike. The ranks of
+    the writer give the save up together, it is reported with the folder and the remedy, training goes on, and the next save
+    point tries again. At the end of training the last save is tried again and again for `Deadlines.save_s`, while somebody
     may make room; then the job ends with an exit code of its own. All ranks of a replica have to find out that one of them
     failed. In format `torch_dist` Megatron tells them (`CheckpointException`); in format `torch`, and where the checkpoint is
     given its name, the one that failed says so in the replica's store and keeps its place in Megatron's two last barriers.
+    Only rank 0 looks what is in the folder; one that cannot be read has no checkpoint but what this replica has saved there.
 """
 
 from __future__ import annotations
@@ -121,6 +122,8 @@ class Checkpoints:
         """The newest iteration that another replica is or was to save, or that could not be saved. See Note [Owed]."""
         self._failed: int | None = None
         """The newest iteration that could not be saved here."""
+        self._written: int | None = None
+        """The newest iteration that was saved here."""
         self._skipped: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         """What Megatron gave for the owed one."""
         self._writing: int | None = None
@@ -205,11 +208,11 @@ class Checkpoints:
         """
         if f"{MISSING}{self._agreed}" in self._saver.requests:  # not one that has been answered: a later save is agreed on then
             self._save(iteration, *args, **kwargs)
-        elif self._owed is not None and self._owed != self._failed and self._saver.is_writer():
-            if self._agree(not self.folder.has(self._owed)):
-                self._saver.request(f"{MISSING}{self._owed}")
-            else:
+        elif (owed := self._owed) is not None and owed != self._failed and self._saver.is_writer():
+            if self._agree(lambda: self._exists(owed)):
                 self._owed = None
+            else:
+                self._saver.request(f"{MISSING}{owed}")
 
     def settle(self, meet: Callable[[int], None], *, has_trained: bool = True) -> None:
         """Training is over: return when the last checkpoint exists, whoever has to write it, or when nobody can.
@@ -224,7 +227,7 @@ class Checkpoints:
             return
         rounds, since = 0, time.monotonic()
         while True:
-            if self._agree(self.folder.has(iteration)):
+            if self._agree(lambda: self._exists(iteration)):
                 # What each sees for itself would part them: a slow one may look when the next writer has saved already.
                 self._saver.request(SAVED)
             meet(rounds)
@@ -240,7 +243,7 @@ class Checkpoints:
 
     def _may_try_again(self, since: float) -> bool:
         """Wait a little for somebody to make room; False when that took too long."""
-        if not self._agree(time.monotonic() - since <= self._deadlines.save_s):
+        if not self._agree(lambda: time.monotonic() - since <= self._deadlines.save_s):
             return False
         with self._saver.saving():
             time.sleep(min(_RETRY_S, self._deadlines.save_s))
@@ -272,7 +275,7 @@ class Checkpoints:
             self._failed = self._owed = iteration
             self._skipped = (args, kwargs)
         else:
-            self._owed, self._failed = None, None
+            self._owed, self._failed, self._written = None, None, iteration
 
     def _prepare(self, iteration: int, held: contextlib.ExitStack) -> None:
         try:
@@ -346,12 +349,19 @@ class Checkpoints:
         """Whether nothing was trained since `iteration` was loaded from here: saving again could only damage it."""
         args = self._get_args()
         from_here = args.load is not None and os.path.realpath(args.load) == os.path.realpath(args.save)
-        return args.iteration == iteration and from_here and self._agree(self.folder.named() == iteration)
+        return args.iteration == iteration and from_here and self._agree(lambda: self.folder.named() == iteration)
 
-    def _agree(self, mine: bool) -> bool:
-        """What rank 0 of the replica found: a shared file system may show its ranks different instants."""
+    def _exists(self, iteration: int) -> bool:
+        """Whether this job has saved `iteration`. Who has saved it here knows, though the folder can no longer be read."""
+        return self._written == iteration or self.folder.has(iteration)
+
+    def _agree(self, look: Callable[[], bool]) -> bool:
+        """Return what rank 0 of the replica finds: a shared file system may show its ranks different instants.
+
+        `look` raises nothing: the other ranks wait for the answer.
+        """
         import torch
 
-        answer = [mine]
+        answer = [torch.distributed.get_rank() == 0 and look()]
         torch.distributed.broadcast_object_list(answer, src=0)
         return answer[0]

@@ -44,12 +44,21 @@ class SaveFolder:
         self._at_first = self._identity()
 
     def named(self) -> int:
-        """The iteration that the tracker names; -1 if there is none."""
-        return named_in(self.path)
+        """The iteration that the tracker names; -1 if there is none, or none that can be read."""
+        try:
+            return named_in(self.path)
+        except OSError:
+            return -1
 
     def has(self, iteration: int) -> bool:
-        """Whether this job has saved `iteration` or a later one: a tracker that was there before it is no proof of that."""
-        return self.named() >= iteration and self._identity() != self._at_first
+        """Whether this job has saved `iteration` or a later one: a tracker that was there before it is no proof of that.
+
+        Nor is one that cannot be read (NFS answers ESTALE, EACCES or EIO): whoever writes then finds out whether it can.
+        """
+        try:
+            return self.named() >= iteration and self._identity() != self._at_first
+        except OSError:
+            return False
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

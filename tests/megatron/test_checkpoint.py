@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import json
 import multiprocessing
+import operator
 import os
 import shutil
 import signal
@@ -688,6 +689,82 @@ def test_folder_that_cannot_be_created_is_reported(world: None, tmp_path: Path) 
     job = Job(tmp_path)
     job.save(10)
     assert job.phases()[-1] == (0, 10, "failed")
+
+
+@contextlib.contextmanager
+def unreadable(folder: Path) -> Iterator[None]:
+    """Have the kernel refuse every look into the folder (ELOOP), as NFS does with ESTALE, EACCES or EIO."""
+    aside = folder.with_name("aside")
+    folder.rename(aside)
+    folder.symlink_to(folder)
+    with pytest.raises(OSError, match="symbolic links"):
+        os.stat(folder)
+    yield
+    folder.unlink()
+    aside.rename(folder)
+
+
+def test_folder_that_cannot_be_read_at_the_end_ends_no_replica_that_hears_that_all_is_saved(job: Job) -> None:
+    job.save(30)
+    with unreadable(job.folder):
+        job.first.checkpoints.settle(job.meet)
+        job.second.checkpoints.settle(job.meet)
+    assert (job.first.asked, job.second.asked, job.named()) == ([SAVED], [], "30")
+
+
+@pytest.mark.timeout(30)
+def test_last_checkpoint_in_a_folder_that_cannot_be_read_is_given_up_by_all_alike(job: Job) -> None:
+    job.second.checkpoints.save_checkpoint_and_time(30)
+    job.kill_first_in_save(30)
+    with unreadable(job.folder):
+        job.second.checkpoints.settle(job.meet)
+    assert job.second.asked == [UNSAVED] and job.phases()[-1] == (1, 30, "failed")
+
+
+def test_last_checkpoint_is_there_when_its_folder_can_be_read_again(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.first.error = FULL
+    job.save(30)
+    job.first.checkpoints._deadlines = replace(Deadlines.of(), save_s=60.0)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    with contextlib.ExitStack() as held:
+        held.enter_context(unreadable(job.folder))
+
+        def meet(number: int) -> None:
+            if number == 2:
+                job.first.error = None
+                held.close()
+            job.meet(number)
+
+        job.first.checkpoints.settle(meet)
+    assert job.named() == "30" and job.first.asked == [SAVED]
+
+
+def test_checkpoint_that_is_owed_in_a_folder_that_cannot_be_read_is_asked_for(job: Job) -> None:
+    job.second.checkpoints.save_checkpoint_and_time(20)
+    job.kill_first_in_save(20)
+    with unreadable(job.folder):
+        job.make_up(21)
+    assert job.second.asked == [f"{MISSING}20"]
+    job.make_up(22)
+    assert job.named() == "22"
+
+
+def test_what_was_loaded_from_a_folder_that_cannot_be_read_ends_no_replica(job: Job) -> None:
+    job.older(20, named=20)
+    job.first.loaded = 20
+    with unreadable(job.folder):
+        job.first.checkpoints.save_checkpoint_and_time(20)
+    assert job.phases()[-1] == (0, 20, "failed") and job.named() == "20"
+
+
+def test_only_the_first_rank_of_a_replica_looks_into_the_folder(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have its answer."""
+    job.save(30)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda answer, src: operator.setitem(answer, 0, True))
+    monkeypatch.setattr(SaveFolder, "has", lambda *_: pytest.fail("it looked"))
+    job.second.checkpoints.settle(job.meet)
+    assert job.second.asked == [SAVED]
 
 
 # --- Several ranks of a replica ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """`scripts/pretrain_gpt.py` on a disk that is full: while a checkpoint is written, no file may grow beyond `NUM_BYTES`.
 
 So it is for all saves, or with the environment variable `ROOM_FROM` for those of earlier iterations. `PATIENCE_S` is how long
-the last save is tried again.
+the last save is tried again. With `LOST_AT_END` the folder can no longer be read when the last checkpoint is written.
 """
 
 from __future__ import annotations
@@ -45,6 +45,17 @@ def main() -> None:
         patience_s = float(os.environ.get("PATIENCE_S", deadlines.save_s))
         init(self, *args, deadlines=replace(deadlines, save_s=patience_s), **kwargs)
 
+    settle = Checkpoints.settle
+
+    @functools.wraps(settle)
+    def without_the_folder(self: Checkpoints, *args: Any, **kwargs: Any) -> None:
+        if self._saver.is_writer() and self._saver.rank == 0 and "LOST_AT_END" in os.environ:
+            path = self.folder.path
+            path.rename(path.with_name("aside"))
+            path.symlink_to(path)  # every look at it ends with ELOOP
+        settle(self, *args, **kwargs)
+
+    Checkpoints.settle = without_the_folder
     Checkpoints.__init__ = with_patience
     training.save_checkpoint = save_with_little_room
     runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -175,6 +175,18 @@ def test_disk_that_stays_full_has_an_exit_code_of_its_own(
     assert verdict == 0, report
 
 
+def test_folder_that_cannot_be_read_when_all_is_saved_ends_no_replica(
+    tmp_path: pathlib.Path, data: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOM_FROM", "0")
+    monkeypatch.setenv("LOST_AT_END", "1")
+    job = Job(replicas=2, pp=2, steps=2)
+    script = pathlib.Path(__file__).with_name("full_disk_pretrain.py")
+    outcome = run_job(job, tmp_path / "run", data, save=tmp_path / "checkpoints", script=script).expect(0)
+    assert outcome.summary["replicas_end"] == 2
+    assert tracker(tmp_path / "aside") == 2 and (tmp_path / "checkpoints").is_symlink()
+
+
 @pytest.mark.parametrize("point", ["reduce", "optimizer"])
 def test_tensorboard_misses_no_iteration_when_its_writer_is_killed(
     point: str, tmp_path: pathlib.Path, data: pathlib.Path
