@@ -640,6 +640,8 @@ def test_what_was_waited_for_in_a_generation_that_is_over_is_evidence_and_a_brea
     assert effects == [] and state.evidence == Evidence(((1, 2),), (0, 1))
     after, _ = feed(state, died(2), Requested(1, 2, "no progress", (0,), True))
     assert after.evidence == Evidence(), "that is about what the death has ended"
+    after, _ = feed(state, Progressed(0, 1), Requested(1, 1, "no progress", (0,), True))
+    assert after.evidence == Evidence(), "that is about what the committed step has ended"
 
 
 # --- Saves ---------------------------------------------------------------------------------------------------------------
@@ -841,6 +843,7 @@ def test_inv_9_a_request_that_was_made_before_the_deadline_does_not_excuse_beyon
     """Found by the explorer: the time for work ends in the grace of a request that was excused when it came."""
     state, _ = one_more_sum(feed(started(2), AtWork((1,)))[0], 1)
     state, _ = feed(state, Requested(0, 2, "no progress", (1,), True), TimerFired("excuse 2"), TimerFired("grace 2"))
+    assert feed(state, waited(0, 3, 1))[0].waits == ((0, (1,)),), "its generation is judged"
     state, effects = one_more_sum(feed(state, TimerFired(state.trouble))[0], 1)
     assert Fence(1) in effects and announced(effects).roster == (0,)
 

@@ -92,6 +92,14 @@ def test_a_journal_that_a_plan_voids_rides_in_no_promise_whenever_the_plan_is_ta
     assert effects[-1] == ToLeader(Promised(1, 3, Journal())), "the training thread had not taken the plan yet"
 
 
+def test_a_plan_that_voids_a_step_ends_the_journal_when_it_is_taken() -> None:
+    """What was journaled between the promise and then belongs to the void step."""
+    state, _ = feed(at_plan(), Promise(2, (0, 1)), Close(0), replace(PLAN, generation=2, voids=True))
+    state, _ = feed(state, MicrobatchStarted(0), MicrobatchFinished(0), Take(), Take(), MicrobatchStarted(1))
+    _, effects = feed(state, Promise(3, (0,)))
+    assert effects[-1] == ToLeader(Promised(1, 3, Journal((1,))))
+
+
 def test_a_measurement_goes_to_the_leader() -> None:
     assert feed(at_plan(), Measured(4, 1000))[1] == [ToLeader(Computed(1, 4, 1000))]
 

@@ -351,6 +351,17 @@ def test_no_request_is_lost_in_any_phase(phase: Phase, number: int) -> None:
     assert effects == [] and state == replace(before, requests=("exit: SIGTERM",))
 
 
+def test_a_step_that_is_not_the_one_that_others_have_begun_is_reported_and_not_computed() -> None:
+    """The others' step is known from the plan of the recovery before this replica begins its own."""
+    messages = (NewGeneration(1, (0, 1)), Promised(0, 1), status(1, generation=1, work=None), NewGeneration(2, (0, 1)))
+    state, _ = lead(replica.ReplicaState(0, SHAPE), *messages, Promised(0, 2), status(1, contributions=((1,),)))
+    assert state.plan is not None and state.plan.work == WORK
+    _, effects = lead(state, Begun(0, 0, replace(WORK, label="evaluate 0")))
+    [reported] = [effect.message for effect in effects if isinstance(effect, ToCoordinator)]
+    assert isinstance(reported, Diverged) and "begins" in reported.reason
+    assert not [effect for effect in effects if isinstance(effect, ToRanks)]
+
+
 @pytest.mark.parametrize(("mine", "others", "minority"), [(7, (8, 8), (0,)), (7, (7, 8), (2,)), (7, (8, 9), ())])
 def test_differing_checksums_are_reported_and_not_committed(
     mine: int, others: tuple[int, int], minority: tuple[int, ...]
