@@ -134,13 +134,15 @@ class Watch:
     def _waiting(self, least_s: float) -> tuple[trace.WaitingRank, ...]:
         """Return the ranks that have waited for somebody for `least_s` seconds, the longest waits first."""
         found = [
-            (watched.quiet_s, replica, rank, watched.progress.phase)
+            (watched.silent_s, replica, rank, watched.progress.phase)
             for (replica, rank), watched in self._state.ranks.items()
-            if watched.progress.phase in detector.WAITS and watched.quiet_s >= least_s and not watched.told
+            if (watched.progress.phase in detector.WAITS or watched.is_kept)
+            and watched.silent_s >= least_s
+            and not watched.told
         ]
         return tuple(
-            trace.WaitingRank(replica=replica, rank=rank, phase=phase.name.lower(), seconds=round(quiet_s, 3))
-            for quiet_s, replica, rank, phase in heapq.nlargest(_MOST_WAITING, found)
+            trace.WaitingRank(replica=replica, rank=rank, phase=phase.name.lower(), seconds=round(silent_s, 3))
+            for silent_s, replica, rank, phase in heapq.nlargest(_MOST_WAITING, found)
         )
 
     def _due(self, replicas: Collection[int], now_s: float) -> list[int]:

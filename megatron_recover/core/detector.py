@@ -22,14 +22,24 @@ Note [Who may be fenced for a hang]
     and collecting garbage all run on a processor. The price is that an endless loop in such a phase costs the deadline.
     A rank that waits for others never hangs: whoever keeps it waiting does.
 
+Note [Ranks that wait inside their replica]
+    Megatron's own collectives join the ranks of a replica in the middle of a computation: one reads samples and sends them to
+    the others, one compiles what the others have compiled already. The pages of those that wait show a forward. So a rank is
+    kept waiting while another rank of its replica is at something of which nothing seen says how long it takes: a phase of
+    `BOUNDED_BY_NOTHING_SEEN`, or one that nobody has finished yet. Until the deadline such a rank waits. Its time is no silence
+    and teaches nothing, and the replica is at work by the other rank. After the deadline it is named, too, and its replica is
+    ended and charged with nothing, since nobody knows which of the two keeps the other waiting. A rank that is ahead keeps
+    nobody waiting, as it has done its part of all that the other is in. It may itself wait for the other: Megatron logs with a
+    barrier, and who has come that far waits there for a rank that loops in its optimizer.
+
 Note [At work]
-    A rank is at work if its page shows a phase whose length the rank itself decides, its process can run, and it would not be
-    condemned for its silence. Its peers, which wait for it in a sum, cannot know that; the coordinator is told which replicas
-    have such a rank (`SeenAtWork`), and holds no wait for one against anybody (`core/coordinator.py`, Note [Waiting for one at
-    work]). A page that is torn or absent shows no work, and a replica of which a rank is stopped or gone is not at work. Saves
-    are left out: their leaders report them, and they have a time of their own. Between two computations no rank of a replica
-    may be at work for an instant, and who has just arrived at a sum may find that the others have just given it up: so work
-    counts for `Limits.after_work_s` after it was seen last.
+    A rank is at work if its page shows a phase whose length the rank itself decides, its process can run, no other rank of its
+    replica keeps it waiting, and it would not be condemned for its silence. Its peers, which wait for it in a sum, cannot know
+    that; the coordinator is told which replicas have such a rank (`SeenAtWork`), and holds no wait for one against anybody
+    (`core/coordinator.py`, Note [Waiting for one at work]). A page that is torn or absent shows no work, and a replica of which
+    a rank is stopped or gone is not at work. Saves are left out: their leaders report them, and they have a time of their own.
+    Between two computations no rank of a replica may be at work for an instant, and who has just arrived at a sum may find that
+    the others have just given it up: so work counts for `Limits.after_work_s` after it was seen last.
 
 Note [Ranks that a tracer holds]
     A debugger, gcore or strace holds the process of a rank in state `t`, most often because somebody looks into the rank. Such
@@ -91,6 +101,9 @@ LEANS_ON_OTHERS = frozenset({Phase.LOADING, Phase.BUILDING_DATA, Phase.DATA, Pha
 
 BOUNDED_BY_NOTHING_SEEN = LEANS_ON_OTHERS | {Phase.COMPILING}
 """Phases in which a silence is no evidence before the deadline. How long one graph compiles says nothing about the next."""
+
+AFTER_A_STEP = frozenset({Phase.BETWEEN, Phase.DIGEST, Phase.SAVE})
+"""Phases that follow all else of the step that the page shows."""
 
 EVERY_STEP = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.BETWEEN})
 """Phases that a training step goes through. When a step has ended, those that no look has met were shorter than a gap.
@@ -177,6 +190,8 @@ class Named(Value, frozen=True):
     step: int
     label: str
     microbatches: tuple[MicrobatchId, ...]
+    is_kept: bool = False
+    """Another rank of its replica is at work, for which it may wait."""
 
     def __str__(self) -> str:
         """Return what is known in one line, without the replica."""
@@ -190,6 +205,8 @@ class Named(Value, frozen=True):
             text += "; its process is in state D (it waits for a disk or driver, and SIGKILL waits as well)"
         if self.verdict is Verdict.TRACED:
             text += "; a tracer holds its process (a debugger, gcore or strace)"
+        if self.is_kept:
+            text += "; another rank of its replica is at work, and it may wait for that one"
         return text
 
 
@@ -226,7 +243,11 @@ class Watched(Value, frozen=True):
 
     progress: Progress
     quiet_s: float = 0.0
-    """Since the page showed something new, without the time in which a tracer held a rank of the replica."""
+    """Of `silent_s`, what is the rank's own."""
+    kept_s: float = 0.0
+    """The rest of it: another rank of the replica has kept it waiting."""
+    is_kept: bool = False
+    """Whether one does so now (Note [Ranks that wait inside their replica])."""
     stopped_s: float = 0.0
     traced_s: float = 0.0
     """How long a tracer has held the rank since the page showed something new."""
@@ -234,6 +255,11 @@ class Watched(Value, frozen=True):
     """Since the step began, without the time in which a tracer held a rank of the replica."""
     told: frozenset[Verdict] = frozenset()
     """What was said of the rank since it showed progress."""
+
+    @property
+    def silent_s(self) -> float:
+        """Since the page showed something new, without the time in which a tracer held a rank of the replica."""
+        return self.quiet_s + self.kept_s
 
 
 class Limits(Value, frozen=True):
@@ -301,15 +327,16 @@ def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect,
         state = replace(state, generation=look.generation, figures=Figures(), older=older)
     longest_s, steps_s = dict(state.figures.longest_s), state.figures.steps_s
     held = {sight.replica for sight in look.sights if sight.state == TRACED}
+    kept = _kept(state, look)
     ranks: dict[tuple[ReplicaId, int], Watched] = {}
     for sight in look.sights:
         key = sight.replica, sight.rank
         counted_s = 0.0 if sight.replica in held else gap_s
-        watched = _watch(state.ranks.get(key), sight, gap_s, counted_s)
+        before = state.ranks.get(key)
+        watched = _watch(before, sight, gap_s, counted_s, is_kept=key in kept)
         if watched is None:
             continue
-        before = state.ranks.get(key)
-        if before is not None and watched.quiet_s == 0.0:
+        if before is not None and _has_moved(before.progress, watched.progress):
             phase = before.progress.phase
             longest_s[phase] = max(longest_s.get(phase, 0.0), before.quiet_s + counted_s)
             done_s = _steps_done(before, watched.progress, counted_s)
@@ -322,25 +349,60 @@ def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect,
     return _judge(state, look)
 
 
-def _watch(before: Watched | None, sight: Sight, gap_s: float, counted_s: float) -> Watched | None:
+def _kept(state: DetectorState, look: Look) -> set[tuple[ReplicaId, int]]:
+    """Return the ranks that another rank of their replica keeps waiting (Note [Ranks that wait inside their replica])."""
+    bounded = {*state.figures.longest_s, *state.older.longest_s} - BOUNDED_BY_NOTHING_SEEN - WAITS
+    furthest_back: dict[ReplicaId, tuple[int, bool]] = {}
+    for sight in look.sights:
+        progress = sight.progress
+        if progress is not None and sight.state not in CANNOT_RUN and progress.phase not in bounded | WAITS:
+            place = _place(progress)
+            furthest_back[sight.replica] = min(place, furthest_back.get(sight.replica, place))
+    if not furthest_back:
+        return set()
+    known = {key: watched.progress for key, watched in state.ranks.items()}
+    known |= {(sight.replica, sight.rank): sight.progress for sight in look.sights if sight.progress is not None}
+    return {
+        (replica, rank)
+        for (replica, rank), progress in known.items()
+        if progress.phase in bounded and replica in furthest_back and furthest_back[replica] <= _place(progress)
+    }
+
+
+def _place(progress: Progress) -> tuple[int, bool]:
+    """Return how far a rank has come: of two ranks the one with the larger value is ahead."""
+    return progress.step, progress.phase in AFTER_A_STEP
+
+
+def _watch(before: Watched | None, sight: Sight, gap_s: float, counted_s: float, *, is_kept: bool) -> Watched | None:
     """Return what is known of a rank after a look; None for one whose page was never seen whole.
 
-    `gap_s`: time since the look before. `counted_s`: how much of it counts as the rank's own.
+    `gap_s`: time since the look before. `counted_s`: how much of it no tracer has taken from the rank.
     """
     progress = sight.progress
     if before is None:
-        return None if progress is None else Watched(progress)
-    quiet_s, step_s = before.quiet_s + counted_s, before.step_s + counted_s
-    stopped_s = before.stopped_s + gap_s if sight.state == STOPPED else 0.0
-    traced_s = before.traced_s + gap_s if sight.state == TRACED else before.traced_s
+        return None if progress is None else Watched(progress, is_kept=is_kept)
     if progress is None:  # torn: that it is being written shows nothing, and hides nothing
-        return Watched(before.progress, quiet_s, stopped_s, traced_s, step_s, before.told)
-    known = before.progress
-    moved = (progress.begun, progress.ended, progress.phase) != (known.begun, known.ended, known.phase)
-    step_s = 0.0 if progress.step != known.step else step_s
-    if moved:
-        return Watched(progress, 0.0, stopped_s, 0.0, step_s)
-    return Watched(progress, quiet_s, stopped_s, traced_s, step_s, before.told)
+        progress = before.progress
+    stopped_s = before.stopped_s + gap_s if sight.state == STOPPED else 0.0
+    step_s = 0.0 if progress.step != before.progress.step else before.step_s + counted_s
+    if _has_moved(before.progress, progress):
+        return Watched(progress, is_kept=is_kept, stopped_s=stopped_s, step_s=step_s)
+    return replace(
+        before,
+        progress=progress,
+        quiet_s=before.quiet_s + (0.0 if is_kept else counted_s),
+        kept_s=before.kept_s + (counted_s if is_kept else 0.0),
+        is_kept=is_kept,
+        stopped_s=stopped_s,
+        traced_s=before.traced_s + (gap_s if sight.state == TRACED else 0.0),
+        step_s=step_s,
+    )
+
+
+def _has_moved(before: Progress, now: Progress) -> bool:
+    """Return whether the page shows something new."""
+    return (now.begun, now.ended, now.phase) != (before.begun, before.ended, before.phase)
 
 
 def _steps_done(before: Watched, now: Progress, gap_s: float) -> tuple[float, ...]:
@@ -360,15 +422,16 @@ def _judge(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effec
     ranks = dict(state.ranks)
     for sight in look.sights:
         watched = ranks.get((sight.replica, sight.rank))
-        if watched is None or (watched.quiet_s < state.limits.stopped_s and not watched.stopped_s and sight.state != TRACED):
+        if watched is None or (watched.silent_s < state.limits.stopped_s and not watched.stopped_s and sight.state != TRACED):
             continue
         verdict, limit_s = _verdict(state, watched, sight.state)
         if verdict in (Verdict.WORKING, Verdict.WAITING):
             continue
-        seconds = {Verdict.STOPPED: watched.stopped_s, Verdict.TRACED: watched.traced_s}.get(verdict, watched.quiet_s)
+        own_s = watched.silent_s if watched.is_kept else watched.quiet_s
+        seconds = {Verdict.STOPPED: watched.stopped_s, Verdict.TRACED: watched.traced_s}.get(verdict, own_s)
         named = Named(
             sight.replica, sight.rank, verdict, watched.progress.phase, seconds,
-            limit_s, sight.state, watched.progress.step, watched.progress.label, watched.progress.microbatches,
+            limit_s, sight.state, watched.progress.step, watched.progress.label, watched.progress.microbatches, watched.is_kept,
         )  # fmt: skip
         if verdict not in watched.told:
             ranks[sight.replica, sight.rank] = replace(watched, told=watched.told | {verdict})
@@ -397,10 +460,13 @@ def _judge(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effec
 def _see_work(state: DetectorState, look: Look, accused: Collection[ReplicaId]) -> tuple[DetectorState, tuple[SeenAtWork, ...]]:
     """Note which replicas are at work, those that are `accused` of hanging left out, and say so if it is news."""
     still = {sight.replica for sight in look.sights if sight.state in CANNOT_RUN}
+    kept = {key for key, watched in state.ranks.items() if watched.is_kept}
     seen = {
         sight.replica
         for sight in look.sights
-        if sight.progress is not None and sight.progress.phase not in WAITS and sight.progress.phase is not Phase.SAVE
+        if sight.progress is not None
+        and sight.progress.phase not in WAITS | {Phase.SAVE}
+        and (sight.replica, sight.rank) not in kept
     }
     seen -= {*still, *accused, *state.condemned}
     looked_at = {sight.replica for sight in look.sights}
@@ -428,6 +494,8 @@ def _verdict(state: DetectorState, watched: Watched, process: str) -> tuple[Verd
     limit_s = min(hang_limit_s(state, phase) or state.limits.deadline_s, state.limits.deadline_s)
     if not state.generation:
         return Verdict.WORKING, limit_s  # the coordinator gives replicas their time to start
+    if watched.is_kept:
+        return (Verdict.HUNG if watched.silent_s > state.limits.deadline_s else Verdict.WAITING), state.limits.deadline_s
     if watched.quiet_s > limit_s:
         return Verdict.HUNG, limit_s
     return (Verdict.SLOW if watched.quiet_s > limit_s / 2 else Verdict.WORKING), limit_s
@@ -442,6 +510,6 @@ def _is_evidence(named: Named) -> bool:
 
 def _charge(named: Named) -> Failing | None:
     """Return what the hang is charged to: microbatches, only if the rank hangs inside their computation (INV-9)."""
-    if named.verdict is not Verdict.HUNG or named.phase not in COMPUTES or not named.microbatches:
+    if named.verdict is not Verdict.HUNG or named.is_kept or named.phase not in COMPUTES or not named.microbatches:
         return None
     return Failing(named.replica, named.label, named.microbatches, str(named), witnessed=True)

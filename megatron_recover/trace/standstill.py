@@ -39,7 +39,8 @@ class RankSilent(Event, frozen=True, kw_only=True):
     state: str = ""
     """Of the process, as in /proc/PID/stat."""
     waiting: tuple[WaitingRank, ...] = ()
-    """Ranks of the job that have shown nothing new either, in a phase whose length others decide; the longest waits first."""
+    """Ranks of the job that have shown nothing new either, in a phase whose length others decide or beside a rank of their
+    replica that is at work; the longest waits first."""
 
 
 class RankMoved(Event, frozen=True, kw_only=True):

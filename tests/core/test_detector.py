@@ -23,8 +23,12 @@ from tests.core.hang_world import AFTER_WORK_S, DEADLINE_S, GAP_S, HUNG_S, Watch
 LOOK_S = 0.05
 
 
-def page(phase: Phase, begun: int, *, step: int = 20, ids: tuple[int, ...] = (3,)) -> Progress:
-    return Progress(1, step, f"train {step + 1}", phase, ids if phase in COMPUTES else (), begun, begun - 1, 0)
+IN_A_PASS = COMPUTES | {Phase.DATA, Phase.COMPILING, Phase.PIPELINE, Phase.REDUCTION}
+"""Phases in which a page names microbatches; on a device they may still be in work when their sum begins."""
+
+
+def page(phase: Phase, begun: int, *, step: int = 20, label: str = "", ids: tuple[int, ...] = (3,)) -> Progress:
+    return Progress(1, step, label or f"train {step + 1}", phase, ids if phase in IN_A_PASS else (), begun, begun - 1, 0)
 
 
 def trained(
@@ -209,6 +213,13 @@ def test_an_operation_under_a_tracer_raises_no_limit() -> None:
     assert detector.hang_limit_s(watched.state, Phase.FORWARD) == limit_s
 
 
+def test_nothing_is_known_of_a_phase_that_a_rank_has_only_begun_when_a_tracer_takes_it() -> None:
+    watched, now_s = trained()
+    for state, for_s in (("R", LOOK_S), ("t", 1.0), ("R", 20.0)):
+        now_s = silent(watched, now_s, for_s, {0: Phase.REDUCTION, 1: Phase.DIGEST}, {1: state})
+    assert watched.condemned == []
+
+
 def test_whoever_is_traced_again_and_again_is_named_once() -> None:
     """The agent reports a rank as held until its tracer is gone; that tracer may come back."""
     watched, now_s = trained()
@@ -226,6 +237,12 @@ def test_a_phase_that_nobody_has_finished_is_judged_by_the_deadline_alone() -> N
     assert watched.condemned == []
 
 
+def test_nobody_is_judged_before_the_first_generation() -> None:
+    watched = Watched(60.0)
+    silent(watched, 0.0, 100.0, {0: Phase.LOADING, 1: Phase.LOADING}, generation=0, look_s=GAP_S)
+    assert watched.said == []
+
+
 def test_nobody_is_judged_before_steps_are_known() -> None:
     watched = Watched()
     silent(watched, 0.0, 100.0, {0: Phase.REDUCTION, 1: Phase.FORWARD})
@@ -239,6 +256,28 @@ def test_a_new_generation_begins_with_the_figures_before_it_twice() -> None:
     assert limit_s is not None and detector.typical_step_s(watched.state) == pytest.approx(0.8, rel=0.1)
     silent(watched, now_s, 2 * limit_s + 0.5, {0: Phase.REDUCTION, 1: Phase.FORWARD}, generation=2)
     assert [each.named.replica for each in watched.condemned] == [1], "a microbatch that hangs one after the other is not found"
+
+
+def test_generations_that_were_too_short_to_learn_from_do_not_forget_what_was_known() -> None:
+    watched, now_s = trained()
+    limit_s = detector.hang_limit_s(watched.state, Phase.FORWARD)
+    for generation in (2, 3, 4):
+        now_s = silent(watched, now_s, LOOK_S, {0: Phase.REDUCTION, 1: Phase.FORWARD}, generation=generation)
+    assert limit_s is not None and detector.typical_step_s(watched.state) == pytest.approx(0.8, rel=0.1)
+    silent(watched, now_s, 2 * limit_s + 0.5, {0: Phase.REDUCTION, 1: Phase.FORWARD}, generation=4)
+    assert [each.named.replica for each in watched.condemned] == [1]
+
+
+def test_how_long_evaluations_take_says_nothing_of_training_steps() -> None:
+    """The step before an evaluation, those of the evaluation, and the first one after it."""
+    watched, now_s = trained()
+    step_s = detector.typical_step_s(watched.state)
+    for step in range(20, 40):
+        for _ in range(100):
+            now_s += LOOK_S
+            doing = page(Phase.EVALUATION, 1000 + step, step=step, label=f"evaluate 20/{step - 19}")
+            watched.look(now_s, [Sight(replica, 0, doing, "R") for replica in (0, 1)])
+    assert step_s is not None and detector.typical_step_s(watched.state) == step_s
 
 
 def test_a_page_that_was_never_whole_names_nobody() -> None:
@@ -281,6 +320,17 @@ def test_the_stopped_rank_of_a_replica_explains_its_siblings() -> None:
     assert (condemned.named.rank, condemned.named.verdict, condemned.failing) == (1, Verdict.STOPPED, None)
 
 
+def test_of_two_ranks_that_are_silent_the_one_that_is_stopped_is_named_as_the_cause() -> None:
+    """Both are known for long when it is first safe to fence: another replica has gone on."""
+    watched, now_s = trained()
+    for look in range(200):
+        now_s += LOOK_S
+        sights = [Sight(1, rank, page(Phase.FORWARD, 1000), "ST"[rank and look > 100]) for rank in (0, 1)]
+        watched.look(now_s, [Sight(0, 0, page(Phase.OPTIMIZER, 1000 + max(0, look - 190)), "R"), *sights])
+    [condemned] = watched.condemned
+    assert (condemned.named.rank, condemned.named.verdict, condemned.failing) == (1, Verdict.STOPPED, None)
+
+
 @pytest.mark.parametrize("operations", [1, 2, 8])
 def test_no_false_alarm_in_steps_of_varying_length_with_a_replica_three_times_slower(operations: int) -> None:
     """The benchmark `hangs` runs 10**6 steps."""
@@ -296,6 +346,111 @@ def test_the_simulated_job_shows_a_hang() -> None:
         watched, lognormal_steps(31, 1), look_s=GAP_S, hang=lambda step, replica: (step, replica) == hang, stop_s=60.0
     )  # fmt: skip
     assert [each.named.replica for each in watched.condemned] == [1]
+
+
+# --- Ranks of one replica that wait for each other ------------------------------------------------------------------------
+
+LASTS = sorted({*LEANS_ON_OTHERS, Phase.COMPILING})
+"""Phases that nothing seen bounds."""
+AFTER_A_STEP = (Phase.SAVE, Phase.BETWEEN, Phase.DIGEST)
+
+
+def siblings(
+    watched: Watched, now_s: float, for_s: float, first: Progress | None, second: Progress | None, *, look_s: float = LOOK_S,
+    states: tuple[str, str] = ("S", "S"),
+) -> float:  # fmt: skip
+    """Replica 1 has two ranks that show these pages for so long, and replica 0 waits for it; returns the time then."""
+    for _ in range(math.ceil(for_s / look_s)):
+        now_s += look_s
+        sights = [Sight(1, rank, each, states[rank]) for rank, each in enumerate((first, second))]
+        watched.look(now_s, [Sight(0, 0, page(Phase.REDUCTION, 1000), "S"), *sights])
+    return now_s
+
+
+def behind(phase: Phase) -> Progress:
+    """The page of a rank in `phase`, of which a sibling that computes may have to wait for the end."""
+    return page(phase, 1000, step=19 if phase in AFTER_A_STEP else 20)
+
+
+@pytest.mark.parametrize("waits_in", [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.EVALUATION])
+@pytest.mark.parametrize("phase", LASTS)
+def test_who_waits_inside_its_replica_for_a_rank_at_work_is_not_named_learns_nothing_and_is_excused(
+    phase: Phase, waits_in: Phase
+) -> None:
+    """Rank 0 reads samples or compiles; the ranks that share its tensors wait for it in Megatron's own collectives."""
+    watched, now_s = trained(phase=waits_in)
+    limit_s = detector.hang_limit_s(watched.state, waits_in)
+    now_s = siblings(watched, now_s, 45.0, behind(phase), page(waits_in, 1000))
+    assert watched.condemned == []
+    assert {effect.rank for _, effect in watched.said if isinstance(effect, Named)} <= {0}, "who only waits is named"
+    assert watched.at_work == (() if phase is Phase.SAVE else (1,)), "the others may give up on a replica that reads"
+    now_s = siblings(watched, now_s, 1.0, page(waits_in, 1001), page(waits_in, 1000))
+    siblings(watched, now_s, 1.0, page(Phase.REDUCTION, 1002), page(Phase.REDUCTION, 1001))
+    assert watched.condemned == [], "when the data has come, its time is nobody's silence"
+    assert detector.hang_limit_s(watched.state, waits_in) == limit_s
+
+
+def test_a_loop_is_found_as_soon_as_the_rank_that_read_has_gone_on() -> None:
+    watched, now_s = trained()
+    now_s = siblings(watched, now_s, 30.0, page(Phase.DATA, 1000), page(Phase.FORWARD, 1000))
+    siblings(watched, now_s, HUNG_S + 1.0, page(Phase.FORWARD, 1001), page(Phase.FORWARD, 1000))
+    [condemned] = watched.condemned
+    assert condemned.named.rank == 1 and condemned.failing is not None and condemned.failing.microbatches == (3,)
+    assert condemned.named.seconds == pytest.approx(HUNG_S, abs=2 * LOOK_S), "the time of the reader was laid on it"
+
+
+@pytest.mark.parametrize("reads_on", [False, True])
+def test_a_loop_beside_a_rank_that_reads_for_ever_is_named_and_ended_at_the_deadline_and_charged_to_nothing(
+    reads_on: bool,
+) -> None:
+    """`reads_on`: the reader makes progress, so that it is never silent itself."""
+    watched, now_s, begun = trained(deadline_s=60.0)[0], 8.0, 1000
+    for _ in range(65):
+        assert watched.condemned == [] or now_s > 67.0
+        begun += reads_on
+        now_s = siblings(watched, now_s, 1.0, page(Phase.DATA, begun), page(Phase.FORWARD, 1000))
+    named = {(effect.rank, effect.verdict) for _, effect in watched.said if isinstance(effect, Named)}
+    assert (1, Verdict.HUNG) in named
+    [condemned] = watched.condemned
+    assert condemned.named.rank == (1 if reads_on else 0) and condemned.failing is None
+    assert ("another rank of its replica" in str(condemned.named)) is reads_on
+
+
+@pytest.mark.parametrize("phase", [*LEANS_ON_OTHERS - {Phase.LOADING, Phase.BUILDING_DATA}, Phase.DIGEST])
+def test_who_is_ahead_of_a_rank_in_a_loop_does_not_excuse_it(phase: Phase) -> None:
+    """It has done all that the other could wait for, and may well wait for the other itself: Megatron logs with a barrier."""
+    watched, now_s = trained(phase=Phase.OPTIMIZER)
+    ahead = page(phase, 1000, step=20 if phase in AFTER_A_STEP else 21)
+    siblings(watched, now_s, 3.0, ahead, page(Phase.OPTIMIZER, 1000))
+    assert [each.named.rank for each in watched.condemned] == [1]
+
+
+@pytest.mark.parametrize(("state", "torn"), [("Z", False), ("", False), ("S", True)])
+def test_a_reader_that_is_gone_or_cannot_be_read_excuses_no_sibling(state: str, torn: bool) -> None:
+    watched, now_s = trained()
+    now_s = siblings(watched, now_s, LOOK_S, page(Phase.DATA, 1000), page(Phase.FORWARD, 1000))
+    siblings(watched, now_s, 3.0, None if torn else page(Phase.DATA, 1000), page(Phase.FORWARD, 1000), states=(state, "S"))
+    assert [each.named.rank for each in watched.condemned] == [1]
+
+
+def test_a_phase_that_nobody_has_finished_yet_excuses_who_waits_for_it() -> None:
+    """The first digest of one rank takes longer than that of the other, which is in the next forward."""
+    watched, now_s = trained(deadline_s=300.0)
+    siblings(watched, now_s, 100.0, behind(Phase.DIGEST), page(Phase.FORWARD, 1000))
+    assert watched.condemned == [] and watched.at_work == (1,)
+
+
+def test_a_page_that_is_torn_hides_no_wait() -> None:
+    watched, now_s = trained()
+    now_s = siblings(watched, now_s, LOOK_S, page(Phase.DATA, 1000), page(Phase.FORWARD, 1000))
+    siblings(watched, now_s, 5.0, page(Phase.DATA, 1000), None)
+    assert watched.condemned == []
+
+
+def test_a_rank_that_only_waits_excuses_no_sibling() -> None:
+    watched, now_s = trained()
+    siblings(watched, now_s, 3.0, page(Phase.ORDERS, 1000, step=19), page(Phase.FORWARD, 1000))
+    assert [each.named.rank for each in watched.condemned] == [1]
 
 
 # --- At work -------------------------------------------------------------------------------------------------------------
@@ -374,6 +529,17 @@ def test_news_of_work_come_when_they_change_and_at_no_other_time() -> None:
             effects = watched.look(now_s, [Sight(0, 0, page(Phase.REDUCTION, 9), "S"), Sight(1, 0, page(phase, 9), "S")])
             told += [effect.replicas for effect in effects if isinstance(effect, SeenAtWork)]
     assert told[-3:] == [(1,), (), (1,)] and len(told) <= 4
+
+
+def test_a_replica_that_is_condemned_is_not_at_work_whatever_it_does_until_it_is_fenced() -> None:
+    """Its ranks are given a moment to write their stacks."""
+    watched, now_s = trained()
+    now_s = silent(watched, now_s, 3.0, {0: Phase.REDUCTION, 1: Phase.FORWARD})
+    assert [each.named.replica for each in watched.condemned] == [1]
+    for begun in range(2000, 2060):
+        now_s += LOOK_S
+        watched.look(now_s, [Sight(0, 0, page(Phase.REDUCTION, 1000), "S"), Sight(1, 0, page(Phase.FORWARD, begun), "R")])
+    assert watched.at_work == ()
 
 
 def test_a_compilation_is_not_judged_by_how_long_another_took() -> None:

@@ -46,13 +46,14 @@ def events(run_dir: pathlib.Path, kind: str) -> list[dict]:
     return [event for event in (json.loads(line) for line in lines if line.endswith("\n")) if event["event"] == kind]
 
 
-@pytest.mark.parametrize("replicas", [2, 1])
+@pytest.mark.parametrize(("replicas", "tp"), [(2, 1), (1, 1), (2, 2)])
 def test_a_data_disk_that_stands_still_under_all_replicas_ends_none_of_them(
-    replicas: int, cold_data: tuple[Disk, pathlib.Path], tmp_path: pathlib.Path
+    replicas: int, tp: int, cold_data: tuple[Disk, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
+    """With tensor parallelism one rank reads; the other waits for the samples in Megatron's broadcast, in its forward."""
     disk, data = cold_data
     run_dir, output = tmp_path / "run", tmp_path / "output"
-    job = Job(replicas=replicas, steps=STEPS, extra=("--data-cache-path", str(tmp_path / "cache")))
+    job = Job(replicas=replicas, tp=tp, steps=STEPS, extra=("--data-cache-path", str(tmp_path / "cache")))
     command = [
         sys.executable, "-m", "megatron_recover", "run", "--replicas", str(replicas), "--run-dir", str(run_dir), "--",
         str(ROOT / "scripts" / "pretrain_gpt.py"), *job.megatron_flags(data, None),
@@ -61,7 +62,7 @@ def test_a_data_disk_that_stands_still_under_all_replicas_ends_none_of_them(
         launcher = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
     try:
         until_files(
-            lambda: launcher.poll() is not None or len(events(run_dir, "applied")) >= 12 * replicas,
+            lambda: launcher.poll() is not None or len(events(run_dir, "applied")) >= 12 * replicas * tp,
             "training", run_dir, tmp_path, deadline_s=100.0,
         )  # fmt: skip
         assert launcher.poll() is None, output.read_text()
@@ -86,6 +87,10 @@ def test_a_data_disk_that_stands_still_under_all_replicas_ends_none_of_them(
         launcher.wait()
     silent = [each for each in events(run_dir, "rank_silent") if each["verdict"] == "hung"]
     assert {each["phase"] for each in silent} == {"data"} and {each["state"] for each in silent} <= {"D", "S"}, silent
+    assert {each["rank"] for each in silent} == {0}
+    siblings = {(each["replica"], 1) for each in silent if tp > 1}
+    waiting = {(each["replica"], each["rank"]) for event in silent for each in event["waiting"] if each["phase"] == "forward"}
+    assert waiting == siblings, "who waits for the samples is not known to wait"
     moved = {(each["replica"], each["rank"]) for each in events(run_dir, "rank_moved")}
     assert {(each["replica"], each["rank"]) for each in silent} <= moved
     assert "hung for" in output.read_text() and "in data" in output.read_text()
