@@ -30,7 +30,7 @@ from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable
 from megatron_recover.deadlines import Deadlines, figure
-from megatron_recover.process_stat import fields_of
+from megatron_recover.process_stat import cause_of, fields_of
 
 _PF_EXITING = 0x4
 _STATE_FIELD, _FLAGS_FIELD, _EXIT_CODE_FIELD = 3, 9, 52
@@ -57,9 +57,7 @@ class End(msgspec.Struct, frozen=True):
     @property
     def cause(self) -> str:
         """`SIGKILL`, or `exit code 1`."""
-        if self.status < 0:
-            return signal.Signals(-self.status).name
-        return f"exit code {self.status}"
+        return cause_of(self.status)
 
 
 class Undying(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.cluster import agent, forkserver
-from megatron_recover.cluster.agent import Agent, AgentLost
+from megatron_recover.cluster.agent import Agent, AgentLost, End
 from megatron_recover.cluster.job import Job
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.output import create
@@ -117,6 +117,14 @@ def test_a_fork_server_without_descriptors_for_a_rank_says_so(tmp_path: Path, ca
             assert not server._serve()
     assert "ulimit -n" in capfd.readouterr().err
     server._selector.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "cause"),
+    [(-signal.SIGKILL, "SIGKILL"), (-signal.SIGRTMIN - 6, f"signal {signal.SIGRTMIN + 6}"), (3, "exit code 3")],
+)
+def test_every_end_has_a_cause_also_by_a_signal_without_a_name(status: int, cause: str) -> None:
+    assert End(0, 0, status).cause == cause
 
 
 LAUNCHER = """
