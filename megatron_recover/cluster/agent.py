@@ -40,8 +40,8 @@ _TRACED = "t"
 _ALIVE = ("R", "S", "D", "I")
 _CANNOT_WRITE = ("T", _TRACED, "D", "Z", "")
 """States in which a process runs no handler of a signal."""
-_PIDFD_SIGNAL_PROCESS_GROUP = 4
-"""Flag of pidfd_send_signal(2): the process group that the process leads. Linux 6.9."""
+_PIDFD_SIGNAL_THREAD, _PIDFD_SIGNAL_PROCESS_GROUP = 1, 4
+"""Flags of pidfd_send_signal(2): the first thread alone; the process group that the process leads. Linux 6.9."""
 _LOOK_S = 1.0
 """Between two looks at a fork server that is waited for."""
 
@@ -138,6 +138,17 @@ class _Process:
         """Return whether a signal sent to the process is neither pending nor being handled (its thread blocks it meanwhile)."""
         pending = _mask_of(Path(f"/proc/{self.pid}/status"), b"ShdPnd:") >> (number - 1) & 1
         return not pending and not _threads_blocking(self.pid, number) - self.blocking
+
+    def ask_for_stack(self) -> None:
+        """Have the training thread, which is the process's first, write its stack."""
+        with contextlib.suppress(ProcessLookupError):
+            try:
+                signal.pidfd_send_signal(self.pidfd, forkserver.STACK_SIGNAL, None, _PIDFD_SIGNAL_THREAD)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # An older kernel gives the signal to the first thread too, unless another one is faster. That writes its own.
+                signal.pidfd_send_signal(self.pidfd, forkserver.STACK_SIGNAL)
 
     def dying_status(self) -> int | None:
         """How it is ending, once the kernel has begun to take it down; None while it lives."""
@@ -302,20 +313,25 @@ class Agent:
         except OSError:  # of another user, or gone
             return f"pid {pid}"
 
-    def ask_for_stacks(self, replica: int) -> None:
-        """Have the ranks of a replica write their stacks into their logs; `have_written_stacks` says when they are there.
+    def ask_for_stacks(self, replica: int, *, of_all_threads: bool) -> None:
+        """Have each rank of a replica write a stack into its log: its training thread's, or with `of_all_threads` those of all.
 
-        A rank that a tracer holds is left out: the signal would go to the tracer, and stop a debugger.
+        All threads are for a replica that is about to be fenced, and for no other (`forkserver`, Note [Stacks]);
+        `have_written_stacks` says when they are there. A rank that a tracer holds is left out: the signal would go to the
+        tracer, and stop a debugger.
         """
         for process in self._living(replica):
             if self.state(process.replica, process.rank) == _TRACED:
                 continue
-            process.blocking = _threads_blocking(process.pid, forkserver.STACKS_SIGNAL)
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(process.pidfd, forkserver.STACKS_SIGNAL)
+            if of_all_threads:
+                process.blocking = _threads_blocking(process.pid, forkserver.STACKS_SIGNAL)
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(process.pidfd, forkserver.STACKS_SIGNAL)
+            else:
+                process.ask_for_stack()
 
     def have_written_stacks(self, replica: int) -> bool:
-        """Return whether every rank that can has written its stacks since they were asked for.
+        """Return whether every rank that can has written the stacks of all threads since they were asked for.
 
         A rank in state T, t or D can not, and is left out. Reads only /proc.
         """

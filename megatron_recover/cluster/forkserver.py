@@ -6,6 +6,10 @@ that it kills what is left when a rank or the launcher is gone: nothing outlives
 
 Run by `cluster.agent.Agent` as ``python -m megatron_recover.cluster.forkserver FD REAP_S MODULE...``; FD is a SOCK_SEQPACKET
 socket on which each packet is one JSON message, with descriptors attached where said.
+
+Note [Stacks]. Python (3.12) writes the stacks of other threads while these run: it follows frames that change under it, and may
+end the process by SIGSEGV (python/cpython#116008). So all stacks are asked for only of a replica that is about to be fenced
+anyway. A rank that may be healthy writes the stack of one thread, the one that gets the signal, which runs no Python meanwhile.
 """
 
 from __future__ import annotations
@@ -35,8 +39,10 @@ from megatron_recover.config import add_to_environment, describe_descriptors
 MAX_PACKET_BYTES = 2**17
 MAX_DESCRIPTORS = 16
 """That one packet can carry."""
+STACK_SIGNAL = signal.SIGRTMIN + 8
+"""Has a rank write the stack of the thread that gets it into its log, whatever that does; nothing else of it changes."""
 STACKS_SIGNAL = signal.SIGRTMIN + 7
-"""Has a rank write the stacks of all its threads into its log, whatever they do; nothing else of it changes."""
+"""Has a rank write the stacks of all its threads into its log, which may end it (Note [Stacks])."""
 TOLD_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals by which a job is asked to end; server and ranks ignore them, the launcher does not."""
 _IOLBF = 1
@@ -213,6 +219,7 @@ def _become_rank(spawn: Spawn, output: int, handed_down: list[int], inherited: l
         for stream in (1, 2):
             os.dup2(output, stream)
         os.close(output)
+        faulthandler.register(STACK_SIGNAL, file=2, all_threads=False, chain=False)
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=False)
         for descriptor in handed_down:  # of this process alone, not of programs that it starts
             os.set_inheritable(descriptor, False)

@@ -91,11 +91,12 @@ class Watch:
             elif isinstance(effect, detector.SeenAtWork):
                 self._at_work(effect.replicas)
             else:
+                self._agent.ask_for_stacks(effect.named.replica, of_all_threads=True)
                 self._writing[effect.named.replica] = (effect, now_s + self._stacks_s)
         return [self._fence(replica, now_s) for replica in self._due(replicas, now_s)]
 
     def _name(self, named: detector.Named, *, is_waited_for: bool) -> None:
-        """Tell people and the trace, and have the replica write its stacks. `is_waited_for`: it is not fenced now."""
+        """Tell people and the trace. `is_waited_for`: it is not fenced now, and its training threads write their stacks."""
         self._record(
             trace.RankSilent(
                 replica=named.replica,
@@ -113,7 +114,8 @@ class Watch:
         )
         if named.verdict is detector.Verdict.SLOW:
             return
-        self._agent.ask_for_stacks(named.replica)
+        if is_waited_for:
+            self._agent.ask_for_stacks(named.replica, of_all_threads=False)
         text = f"replica {named.replica}, {named}; {about_stacks(named.verdict.value, named.state)}"
         text += f" ({self._log_of(named.replica, named.rank)})"
         if named.verdict is detector.Verdict.TRACED and (tracer := self._agent.tracer(named.replica, named.rank)):
@@ -163,8 +165,13 @@ class Watch:
     def loss(self, end: End, *, started: bool, said: Callable[[], str] = lambda: "") -> tuple[Loss, Failing | None]:
         """Return what the first end of a replica is, and which microbatches it is charged to (INV-9), if any.
 
-        `started`: generation 1 has been made. `said()`: what the rank has printed last.
+        `started`: generation 1 has been made. `said()`: what the rank has printed last. A rank of a replica that is about to be
+        fenced may end by being asked for its stacks (`forkserver`, Note [Stacks]): the replica is lost as it would have been.
         """
+        if end.replica in self._writing:
+            condemned, _ = self._writing[end.replica]
+            detail = f"{condemned.named}; rank {end.rank} ended by {end.cause} before it was fenced"
+            return Loss(end.replica, LossKind.HUNG, detail), condemned.failing
         pid = self._agent.pid(end.replica, end.rank)
         out_of_memory = end.status == -_SIGKILL and self._oom_kills.rose(pid, self._clock())
         kind = loss_of(end.status, started=started, out_of_memory=out_of_memory)
