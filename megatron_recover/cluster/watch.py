@@ -15,7 +15,7 @@ from megatron_recover import trace
 from megatron_recover.cluster.agent import Agent, End
 from megatron_recover.cluster.out_of_memory import OomKills
 from megatron_recover.core import detector
-from megatron_recover.core.policy import first_to_die, loss_of
+from megatron_recover.core.policy import aborted_by_communication, first_to_die, loss_of
 from megatron_recover.core.values import Failing, Loss, LossKind
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.observe.standstills import about_stacks
@@ -180,9 +180,13 @@ class Watch:
             detail += ", by the kernel, which was out of memory"
         if kind is LossKind.EXCEPTION and (error := exception_in(said())):
             detail += f" ({error})"
+        if by_communication := aborted_by_communication(end.status, said()):
+            detail += ", as communication inside its replica failed"
         page = self._pages.get((end.replica, end.rank))
         progress = page.read() if page is not None else None
-        if kind is not LossKind.CRASHED or progress is None or not progress.microbatches:
+        # Elsewhere the page still names what a device may not have finished.
+        is_inside = progress is not None and progress.phase in _OF_A_MICROBATCH
+        if kind is not LossKind.CRASHED or by_communication or not is_inside or not progress.microbatches:
             return Loss(end.replica, kind, detail), None
         which = ", ".join(map(str, progress.microbatches))
         detail += f", with microbatch {which} of {progress.label} in work ({progress.phase.name.lower()})"
@@ -192,6 +196,8 @@ class Watch:
 
 
 _SIGKILL = 9
+_OF_A_MICROBATCH = detector.COMPUTES | {detector.Phase.DATA, detector.Phase.COMPILING, detector.Phase.PIPELINE}
+"""Phases in which a crash is the doing of a microbatch in work; on a device that runs behind, also between two computations."""
 _MOST_WAITING = 64
 """So many waiting ranks an event lists at most: in a large job all others may wait for one."""
 
