@@ -229,11 +229,15 @@ class Agent:
         `descriptors` maps names to open descriptors of this process. The rank gets a copy of each
         (`config.inherited_descriptor`); the caller keeps its own, and that of `output`.
         """
-        request = forkserver.Spawn(
-            replica=replica, rank=rank, argv=argv, environment=environment, descriptors=tuple(descriptors)
-        )
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server is gone: `_receive` says so
-            socket.send_fds(self._control, [msgspec.json.encode(request)], [output.descriptor, *descriptors.values()])
+        spawn = forkserver.Spawn(replica=replica, rank=rank, argv=argv, environment=environment, descriptors=tuple(descriptors))
+        with descriptors_needed():
+            request = forkserver.write_request(spawn)
+        try:
+            socket.send_fds(self._control, [forkserver.REQUEST], [request, output.descriptor, *descriptors.values()])
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the server is gone: `_receive` says so
+        finally:
+            os.close(request)
         until = time.monotonic() + self._deadlines.fork_s
         while not isinstance(reply := self._receive(deadline_s=_LOOK_S), forkserver.Started):
             if reply is None and (self.wake_server() or time.monotonic() < until):

@@ -45,6 +45,13 @@ def test_an_exception_costs_one_replica(tmp_path: Path) -> None:
     run(spec(tmp_path, faults=(raises(0, 0),))).assert_finished([1, 2])
 
 
+@pytest.mark.parametrize("num_arguments", [141, 229, 1000])
+def test_a_long_command_line_reaches_the_ranks(tmp_path: Path, num_arguments: int) -> None:
+    """With 141 KB of it the fork server died of a message that was cut, with 229 KB the launcher could not send it."""
+    outcome = run(spec(tmp_path, num_arguments=num_arguments, replicas=2, ranks=1, steps=2))
+    outcome.assert_finished([0, 1])
+
+
 def test_a_microbatch_that_raises_twice_stops_the_job_and_is_named(tmp_path: Path) -> None:
     points = (FaultPoint.RECOMPUTE, FaultPoint.FORWARD)  # whoever has it next may not have begun the step yet
     again = tuple(raises(replica, 0, point) for replica in (1, 2) for point in points)
