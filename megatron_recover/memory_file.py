@@ -33,11 +33,17 @@ def create(name: str) -> int:
     return os.memfd_create(name, flags)
 
 
-def create_sized(name: str, num_bytes: int) -> int:
-    """Create a file of so many bytes, all 0, whose size nobody can change. Return its descriptor. Raises OSError."""
+def create_sized(name: str, num_bytes: int, *, is_sparse: bool = False) -> int:
+    """Create a file of so many bytes, all 0, whose size nobody can change. Return its descriptor. Raises OSError.
+
+    It gets all its memory now, as a mapping that is written later and finds none ends the writer with SIGBUS (a host that does
+    not overcommit: `vm.overcommit_memory=2`). A sparse file gets each page when it is written first.
+    """
     descriptor = create(name)
     try:
         os.ftruncate(descriptor, num_bytes)
+        if not is_sparse:
+            os.posix_fallocate(descriptor, 0, num_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, FIXED_SIZE)
     except OSError:
         os.close(descriptor)

@@ -1,7 +1,8 @@
-"""Reads /proc/PID/stat, which says of any process of this machine whether it runs, is stopped or is dead (proc(5))."""
+"""Says in what state a process of this machine is, by /proc/PID/stat (proc(5)), and in words how one has ended."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 STATE, START_TIME = 3, 22
@@ -26,3 +27,16 @@ def stat_of(pid: int) -> list[bytes]:
         return fields_of(Path(f"/proc/{pid}/stat").read_bytes())
     except OSError:
         return []
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, such as `SIGKILL`, or `signal 40` for a real-time signal: Python names two of these alone."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def cause_of(status: int) -> str:
+    """Return in words what ended a process, for its exit code or minus the signal: `exit code 1`, `SIGKILL`."""
+    return signal_name(-status) if status < 0 else f"exit code {status}"

@@ -35,7 +35,7 @@ from megatron_recover.config import RankContext, inherited_descriptor
 from megatron_recover.deadlines import STUCK_S
 
 RING_BYTES = 4 * 2**20
-"""Room for the events of one process: some 20,000 of the most common ones."""
+"""Room for the events of one process: some 20,000 of the most common ones. It is allocated at once; most runs fill it."""
 DESCRIPTOR = "events"
 """The name under which a rank inherits its ring."""
 
@@ -67,7 +67,7 @@ def create(*, level: trace.Level = "microbatches", capacity: int = RING_BYTES) -
     try:
         descriptor = memory_file.create_sized("megatron-recover-events", _HEADER_BYTES + capacity)
     except OSError as error:
-        why = f"no shared memory of {capacity} bytes can be made for events ({error.strerror}); see `ulimit -f`"
+        why = f"no shared memory of {capacity} bytes can be made for events ({error.strerror}); see `ulimit -f` and `free`"
         raise OSError(error.errno, why) from error
     with mmap.mmap(descriptor, _HEADER_BYTES) as header:
         struct.pack_into("=QQQ", header, 0, _MAGIC, capacity, trace.LEVELS.index(level))

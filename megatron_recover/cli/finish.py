@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.process_stat import signal_name
 from megatron_recover.trace import TraceError
 
 _LOOK_S = 0.2
@@ -58,7 +59,7 @@ def failure(run_dir: Path, deadlines: Deadlines, is_hurried: Callable[[], bool] 
     if process.returncode < 0 or process.returncode == 128 + signal.SIGKILL:
         number = -process.returncode if process.returncode < 0 else signal.SIGKILL
         reason = " (perhaps for want of memory)" if number == signal.SIGKILL else ""
-        return f"the process that makes them was ended by {signal.Signals(number).name}{reason}"
+        return f"the process that makes them was ended by {signal_name(number)}{reason}"
     words = errors.strip().splitlines()
     return words[-1][:_LAST_WORDS] if words else f"the process that makes them ended with exit code {process.returncode}"
 

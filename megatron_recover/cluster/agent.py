@@ -30,7 +30,7 @@ from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable
 from megatron_recover.deadlines import Deadlines, figure
-from megatron_recover.process_stat import fields_of
+from megatron_recover.process_stat import cause_of, fields_of
 
 _PF_EXITING = 0x4
 _STATE_FIELD, _FLAGS_FIELD, _EXIT_CODE_FIELD = 3, 9, 52
@@ -40,8 +40,8 @@ _TRACED = "t"
 _ALIVE = ("R", "S", "D", "I")
 _CANNOT_WRITE = ("T", _TRACED, "D", "Z", "")
 """States in which a process runs no handler of a signal."""
-_PIDFD_SIGNAL_PROCESS_GROUP = 4
-"""Flag of pidfd_send_signal(2): the process group that the process leads. Linux 6.9."""
+_PIDFD_SIGNAL_THREAD, _PIDFD_SIGNAL_PROCESS_GROUP = 1, 4
+"""Flags of pidfd_send_signal(2): the first thread alone; the process group that the process leads. Linux 6.9."""
 _LOOK_S = 1.0
 """Between two looks at a fork server that is waited for."""
 
@@ -57,9 +57,7 @@ class End(msgspec.Struct, frozen=True):
     @property
     def cause(self) -> str:
         """`SIGKILL`, or `exit code 1`."""
-        if self.status < 0:
-            return signal.Signals(-self.status).name
-        return f"exit code {self.status}"
+        return cause_of(self.status)
 
 
 class Undying(msgspec.Struct, frozen=True):
@@ -141,6 +139,17 @@ class _Process:
         pending = _mask_of(Path(f"/proc/{self.pid}/status"), b"ShdPnd:") >> (number - 1) & 1
         return not pending and not _threads_blocking(self.pid, number) - self.blocking
 
+    def ask_for_stack(self) -> None:
+        """Have the training thread, which is the process's first, write its stack."""
+        with contextlib.suppress(ProcessLookupError):
+            try:
+                signal.pidfd_send_signal(self.pidfd, forkserver.STACK_SIGNAL, None, _PIDFD_SIGNAL_THREAD)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # An older kernel gives the signal to the first thread too, unless another one is faster. That writes its own.
+                signal.pidfd_send_signal(self.pidfd, forkserver.STACK_SIGNAL)
+
     def dying_status(self) -> int | None:
         """How it is ending, once the kernel has begun to take it down; None while it lives."""
         fields = self.stat.read()
@@ -220,11 +229,15 @@ class Agent:
         `descriptors` maps names to open descriptors of this process. The rank gets a copy of each
         (`config.inherited_descriptor`); the caller keeps its own, and that of `output`.
         """
-        request = forkserver.Spawn(
-            replica=replica, rank=rank, argv=argv, environment=environment, descriptors=tuple(descriptors)
-        )
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server is gone: `_receive` says so
-            socket.send_fds(self._control, [msgspec.json.encode(request)], [output.descriptor, *descriptors.values()])
+        spawn = forkserver.Spawn(replica=replica, rank=rank, argv=argv, environment=environment, descriptors=tuple(descriptors))
+        with descriptors_needed():
+            request = forkserver.write_request(spawn)
+        try:
+            socket.send_fds(self._control, [forkserver.REQUEST], [request, output.descriptor, *descriptors.values()])
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the server is gone: `_receive` says so
+        finally:
+            os.close(request)
         until = time.monotonic() + self._deadlines.fork_s
         while not isinstance(reply := self._receive(deadline_s=_LOOK_S), forkserver.Started):
             if reply is None and (self.wake_server() or time.monotonic() < until):
@@ -304,20 +317,25 @@ class Agent:
         except OSError:  # of another user, or gone
             return f"pid {pid}"
 
-    def ask_for_stacks(self, replica: int) -> None:
-        """Have the ranks of a replica write their stacks into their logs; `have_written_stacks` says when they are there.
+    def ask_for_stacks(self, replica: int, *, of_all_threads: bool) -> None:
+        """Have each rank of a replica write a stack into its log: its training thread's, or with `of_all_threads` those of all.
 
-        A rank that a tracer holds is left out: the signal would go to the tracer, and stop a debugger.
+        All threads are for a replica that is about to be fenced, and for no other (`forkserver`, Note [Stacks]);
+        `have_written_stacks` says when they are there. A rank that a tracer holds is left out: the signal would go to the
+        tracer, and stop a debugger.
         """
         for process in self._living(replica):
             if self.state(process.replica, process.rank) == _TRACED:
                 continue
-            process.blocking = _threads_blocking(process.pid, forkserver.STACKS_SIGNAL)
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(process.pidfd, forkserver.STACKS_SIGNAL)
+            if of_all_threads:
+                process.blocking = _threads_blocking(process.pid, forkserver.STACKS_SIGNAL)
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(process.pidfd, forkserver.STACKS_SIGNAL)
+            else:
+                process.ask_for_stack()
 
     def have_written_stacks(self, replica: int) -> bool:
-        """Return whether every rank that can has written its stacks since they were asked for.
+        """Return whether every rank that can has written the stacks of all threads since they were asked for.
 
         A rank in state T, t or D can not, and is left out. Reads only /proc.
         """

@@ -93,7 +93,7 @@ class Ledger:
 
 def create_ledger() -> int:
     """Create an empty ledger, and return its descriptor. Memory that is not used is not taken."""
-    return memory_file.create_sized("megatron-recover-ledger", mmap.PAGESIZE + 2 * _SLOT_BYTES)
+    return memory_file.create_sized("megatron-recover-ledger", mmap.PAGESIZE + 2 * _SLOT_BYTES, is_sparse=True)
 
 
 class EventStore:

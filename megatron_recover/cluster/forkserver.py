@@ -5,7 +5,12 @@ pages. The server starts ranks, waits for them and reports how they ended; it ne
 that it kills what is left when a rank or the launcher is gone: nothing outlives either.
 
 Run by `cluster.agent.Agent` as ``python -m megatron_recover.cluster.forkserver FD REAP_S MODULE...``; FD is a SOCK_SEQPACKET
-socket on which each packet is one JSON message, with descriptors attached where said.
+socket on which each packet of the server is one JSON message, with descriptors attached where said. A request to the server is
+the packet `REQUEST`, with the descriptor of a file in memory that has its JSON: a command line may be longer than a packet.
+
+Note [Stacks]. Python (3.12) writes the stacks of other threads while these run: it follows frames that change under it, and may
+end the process by SIGSEGV (python/cpython#116008). So all stacks are asked for only of a replica that is about to be fenced
+anyway. A rank that may be healthy writes the stack of one thread, the one that gets the signal, which runs no Python meanwhile.
 """
 
 from __future__ import annotations
@@ -29,14 +34,18 @@ from typing import NoReturn
 
 import msgspec
 
+from megatron_recover import memory_file
 from megatron_recover.cluster.packets import receive
 from megatron_recover.config import add_to_environment, describe_descriptors
 
-MAX_PACKET_BYTES = 2**17
+MAX_PACKET_BYTES = 4096
+REQUEST = b"request"
 MAX_DESCRIPTORS = 16
 """That one packet can carry."""
+STACK_SIGNAL = signal.SIGRTMIN + 8
+"""Has a rank write the stack of the thread that gets it into its log, whatever that does; nothing else of it changes."""
 STACKS_SIGNAL = signal.SIGRTMIN + 7
-"""Has a rank write the stacks of all its threads into its log, whatever they do; nothing else of it changes."""
+"""Has a rank write the stacks of all its threads into its log, which may end it (Note [Stacks])."""
 TOLD_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals by which a job is asked to end; server and ranks ignore them, the launcher does not."""
 _IOLBF = 1
@@ -44,7 +53,9 @@ _IOLBF = 1
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):
-    """To the server, with descriptors: where the rank's stdout and stderr go, then those that `descriptors` names."""
+    """To the server, in a file (`write_request`). The packet has these descriptors: that file's, that of the output into which
+    stdout and stderr of the rank go, then those that `descriptors` names.
+    """
 
     replica: int
     rank: int
@@ -80,6 +91,14 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
 
 Reply = Ready | Started | Exited
+
+
+def write_request(spawn: Spawn) -> int:
+    """Return the descriptor of a new file in memory that has the request. The caller closes it. Raises OSError."""
+    descriptor = memory_file.create("megatron-recover-request")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(msgspec.json.encode(spawn))
+    return descriptor
 
 
 def set_parent_death_signal(number: int) -> None:
@@ -149,16 +168,16 @@ class _Server:
         packet, descriptors = receive(self._control, MAX_PACKET_BYTES, MAX_DESCRIPTORS)
         if not packet:
             return False
-        spawn = self._decode(packet)
-        if len(descriptors) != 1 + len(spawn.descriptors):  # the kernel cuts off what a process has no room for
+        spawn = self._decode(os.pread(descriptors[0], os.fstat(descriptors[0]).st_size, 0)) if descriptors else None
+        if spawn is None or len(descriptors) != 2 + len(spawn.descriptors):  # the kernel cuts off what there is no room for
             _say("no descriptor is left to start a rank with; raise `ulimit -n`")
             return False
-        output, *handed_down = descriptors
+        request, output, *handed_down = descriptors
         server = os.getpid()
         _flush()  # or the rank would print it too
         pid = os.fork()
         if pid == 0:
-            inherited = [key.fd for key in self._selector.get_map().values()]
+            inherited = [request, *(key.fd for key in self._selector.get_map().values())]
             self._selector.close()
             _become_rank(spawn, output, handed_down, inherited, server)
         for descriptor in descriptors:
@@ -213,6 +232,7 @@ def _become_rank(spawn: Spawn, output: int, handed_down: list[int], inherited: l
         for stream in (1, 2):
             os.dup2(output, stream)
         os.close(output)
+        faulthandler.register(STACK_SIGNAL, file=2, all_threads=False, chain=False)
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=False)
         for descriptor in handed_down:  # of this process alone, not of programs that it starts
             os.set_inheritable(descriptor, False)

@@ -300,4 +300,4 @@ def _most(sizes: Collection[int], room: int) -> int:
 
 def create_output_ledger() -> int:
     """Create an empty ledger, and return its descriptor. Memory that is not used is not taken."""
-    return memory_file.create_sized("megatron-recover-outputs", 8 * _WORDS * (MAX_OUTPUTS + 1))
+    return memory_file.create_sized("megatron-recover-outputs", 8 * _WORDS * (MAX_OUTPUTS + 1), is_sparse=True)

@@ -29,6 +29,7 @@ from megatron_recover.collectives.speaker import Speaker
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.observe.ending import Account
+from megatron_recover.process_stat import cause_of
 
 _LAUNCHER = -1
 """What the trace calls the launcher where it names a replica."""
@@ -158,9 +159,8 @@ class Recording:
         if self._process is not None and self._process.poll() is not None and self._shown is None:
             self._receive()
             status, self._process = self._process.returncode, None
-            how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
             self._account.is_complete = False  # its last word on what was saved may not have come
-            self._start_later(f"the recorder ended by {how}")
+            self._start_later(f"the recorder ended by {cause_of(status)}")
         if time.monotonic() >= self._start_at:
             self._start()
 

@@ -15,7 +15,7 @@ from megatron_recover import trace
 from megatron_recover.cluster.agent import Agent, End
 from megatron_recover.cluster.out_of_memory import OomKills
 from megatron_recover.core import detector
-from megatron_recover.core.policy import first_to_die, loss_of
+from megatron_recover.core.policy import aborted_by_communication, first_to_die, loss_of
 from megatron_recover.core.values import Failing, Loss, LossKind
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.observe.standstills import about_stacks
@@ -91,11 +91,12 @@ class Watch:
             elif isinstance(effect, detector.SeenAtWork):
                 self._at_work(effect.replicas)
             else:
+                self._agent.ask_for_stacks(effect.named.replica, of_all_threads=True)
                 self._writing[effect.named.replica] = (effect, now_s + self._stacks_s)
         return [self._fence(replica, now_s) for replica in self._due(replicas, now_s)]
 
     def _name(self, named: detector.Named, *, is_waited_for: bool) -> None:
-        """Tell people and the trace, and have the replica write its stacks. `is_waited_for`: it is not fenced now."""
+        """Tell people and the trace. `is_waited_for`: it is not fenced now, and its training threads write their stacks."""
         self._record(
             trace.RankSilent(
                 replica=named.replica,
@@ -113,7 +114,8 @@ class Watch:
         )
         if named.verdict is detector.Verdict.SLOW:
             return
-        self._agent.ask_for_stacks(named.replica)
+        if is_waited_for:
+            self._agent.ask_for_stacks(named.replica, of_all_threads=False)
         text = f"replica {named.replica}, {named}; {about_stacks(named.verdict.value, named.state)}"
         text += f" ({self._log_of(named.replica, named.rank)})"
         if named.verdict is detector.Verdict.TRACED and (tracer := self._agent.tracer(named.replica, named.rank)):
@@ -165,8 +167,13 @@ class Watch:
     def loss(self, end: End, *, started: bool, said: Callable[[], str] = lambda: "") -> tuple[Loss, Failing | None]:
         """Return what the first end of a replica is, and which microbatches it is charged to (INV-9), if any.
 
-        `started`: generation 1 has been made. `said()`: what the rank has printed last.
+        `started`: generation 1 has been made. `said()`: what the rank has printed last. A rank of a replica that is about to be
+        fenced may end by being asked for its stacks (`forkserver`, Note [Stacks]): the replica is lost as it would have been.
         """
+        if end.replica in self._writing:
+            condemned, _ = self._writing[end.replica]
+            detail = f"{condemned.named}; rank {end.rank} ended by {end.cause} before it was fenced"
+            return Loss(end.replica, LossKind.HUNG, detail), condemned.failing
         pid = self._agent.pid(end.replica, end.rank)
         out_of_memory = end.status == -_SIGKILL and self._oom_kills.rose(pid, self._clock())
         kind = loss_of(end.status, started=started, out_of_memory=out_of_memory)
@@ -175,9 +182,13 @@ class Watch:
             detail += ", by the kernel, which was out of memory"
         if kind is LossKind.EXCEPTION and (error := exception_in(said())):
             detail += f" ({error})"
+        if by_communication := aborted_by_communication(end.status, said()):
+            detail += ", as communication inside its replica failed"
         page = self._pages.get((end.replica, end.rank))
         progress = page.read() if page is not None else None
-        if kind is not LossKind.CRASHED or progress is None or not progress.microbatches:
+        # Elsewhere the page still names what a device may not have finished.
+        is_inside = progress is not None and progress.phase in _OF_A_MICROBATCH
+        if kind is not LossKind.CRASHED or by_communication or not is_inside or not progress.microbatches:
             return Loss(end.replica, kind, detail), None
         which = ", ".join(map(str, progress.microbatches))
         detail += f", with microbatch {which} of {progress.label} in work ({progress.phase.name.lower()})"
@@ -187,6 +198,8 @@ class Watch:
 
 
 _SIGKILL = 9
+_OF_A_MICROBATCH = detector.COMPUTES | {detector.Phase.DATA, detector.Phase.COMPILING, detector.Phase.PIPELINE}
+"""Phases in which a crash is the doing of a microbatch in work; on a device that runs behind, also between two computations."""
 _MOST_WAITING = 64
 """So many waiting ranks an event lists at most: in a large job all others may wait for one."""
 

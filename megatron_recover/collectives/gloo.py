@@ -10,6 +10,7 @@ of place costs here.
 Rendezvous: gloo wants a store; it gets one that swaps the members' entries over a `direct` transport of the same generation. So
 forming a group has that transport's fences and is ended by a revoke, and no member serves the others. (A TCPStore has neither,
 and looks up each peer's name at every connection: with a name server that drops a packet, 5 s in the middle of a recovery.)
+That store lives only while the group is built, so gloo connects then also where `TORCH_GLOO_LAZY_INIT` asks for the first sum.
 Transfers go over the same sockets: a wait for gloo's send or receive that ends early would close all connections of the group.
 
 Note [Pieces of a sum]. Gloo does not tell a sum that is slow from one that stalls: an operation reports nothing until it is
@@ -92,7 +93,7 @@ class GlooTransport:
             def build() -> ProcessGroupGloo:
                 options = ProcessGroupGloo._Options()
                 options._timeout = timedelta(seconds=PATIENCE * deadlines.slowest_s)
-                options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+                options._devices = [ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
                 meeting = _Meeting(direct, self._met)
                 try:
                     return ProcessGroupGloo(meeting, self.members.index(self.me), len(self.members), options)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -63,6 +64,34 @@ def loss_of(status: int, *, started: bool, out_of_memory: bool = False) -> LossK
     if status == ExitCode.OK and not started:
         return LossKind.ENDED_EARLY
     return LossKind.EXCEPTION if status > 0 else LossKind.PROCESS_ENDED
+
+
+_COMMUNICATION = re.compile(
+    r"/gloo/\w+"
+    r"|Connection (closed|reset|refused) by peer"
+    r"|Timed out waiting \d+ms for \w+ operation"
+    r"|NCCL (error|communicator was aborted)"
+    r"|Watchdog caught collective operation timeout"
+    r"|taking the entire process down"
+)
+_DEVICE = "CUDA error"
+_LAST_WORDS = 16_384
+"""Characters in which the watchdog's words are looked for: it prints the stack of its own C++ behind them."""
+
+
+def tells_of_communication(text: str) -> bool:
+    """Return whether torch says in `text` that communication inside a replica failed; gloo's errors have no class."""
+    return _COMMUNICATION.search(text) is not None
+
+
+def aborted_by_communication(status: int, said: str) -> bool:
+    """Return whether torch's watchdog of NCCL has ended a process (SIGABRT) because communication inside its replica failed.
+
+    `said`: what the process has printed last. The watchdog also ends a process whose device has failed, in a kernel that was
+    given a wrong index for example. It names that error, which is the computation's.
+    """
+    said = said[-_LAST_WORDS:]
+    return status == -_SIGABRT and tells_of_communication(said) and _DEVICE not in said
 
 
 def first_to_die(statuses: Sequence[int]) -> int:

@@ -7,17 +7,9 @@ raises plain RuntimeErrors whose text begins with the place in its sources.
 
 from __future__ import annotations
 
-import re
-
 import torch.distributed as dist
 
-_TEXTS = re.compile(
-    r"/gloo/\w+"
-    r"|Connection (closed|reset|refused) by peer"
-    r"|Timed out waiting \d+ms for \w+ operation"
-    r"|NCCL (error|communicator was aborted)"
-    r"|Watchdog caught collective operation timeout"
-)
+from megatron_recover.core.policy import tells_of_communication
 
 
 def is_communication_error(error: BaseException | None) -> bool:
@@ -26,7 +18,7 @@ def is_communication_error(error: BaseException | None) -> bool:
     An OSError is not: a data set that is read over a network raises those, and reading belongs to the microbatch.
     """
     while error is not None:
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _TEXTS.search(str(error))):
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and tells_of_communication(str(error))):
             return True
         error = error.__cause__
     return False

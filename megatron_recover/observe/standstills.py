@@ -77,7 +77,7 @@ def about_stacks(verdict: str, state: str) -> str:
         return "its log has no stacks of it"
     if state == UNINTERRUPTIBLE:
         return "its log may have no stacks of it"
-    return "the stacks of all its threads are in its log"
+    return "the stack of its training thread is in its log"
 
 
 def standstills(history: History) -> tuple[Standstill, ...]:

@@ -60,6 +60,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where ranks write what they have applied, if not in `run_dir`."""
     trace_level: trace.Level = "microbatches"
     trace_file_bytes: int = 0
+    num_arguments: int = 0
+    """So many more arguments of 1,000 characters each: a command line may be longer than one message."""
     hasty: bool = False
     """Run it under a launcher that gives up on whoever is frozen, and fences it late (`_Hasty`)."""
 
@@ -187,7 +189,8 @@ def main() -> int:
     }
     os.chdir(ROOT)
     job = Job(
-        argv=(spec.script, json.dumps(settings)), num_replicas=spec.replicas, layout=trace.Layout(tp=1, pp=spec.ranks),
+        argv=(spec.script, json.dumps(settings), *("x" * 1000,) * spec.num_arguments),
+        num_replicas=spec.replicas, layout=trace.Layout(tp=1, pp=spec.ranks),
         config=spec.config, run_dir=create_run_dir(Path(spec.run_dir)), faults=spec.faults,
         trace_level=spec.trace_level, trace_file_bytes=spec.trace_file_bytes,
         preload=("torch", "megatron_recover.collectives.direct", "megatron_recover.collectives.member"),

@@ -19,7 +19,7 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.cluster import agent, forkserver
-from megatron_recover.cluster.agent import Agent, AgentLost
+from megatron_recover.cluster.agent import Agent, AgentLost, End
 from megatron_recover.cluster.job import Job
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.output import create
@@ -107,16 +107,27 @@ def test_a_replica_that_finds_no_descriptor_is_not_started_and_it_is_said(tmp_pa
         launcher._spawn_replica(0, listening)
 
 
-def test_a_fork_server_without_descriptors_for_a_rank_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("num_left", [0, 1, 2])
+def test_a_fork_server_without_descriptors_for_a_rank_says_so(num_left: int, capfd: pytest.CaptureFixture[str]) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = forkserver._Server(theirs, 1.0)
     spawn = forkserver.Spawn(replica=0, rank=0, argv=("train.py",), environment={}, descriptors=("key",))
+    request = forkserver.write_request(spawn)
     with open(os.devnull) as null, ours, theirs:
-        socket.send_fds(ours, [msgspec.json.encode(spawn)], [null.fileno(), null.fileno()])
-        with descriptors_left(1):
+        socket.send_fds(ours, [forkserver.REQUEST], [request, null.fileno(), null.fileno()])
+        with descriptors_left(num_left):
             assert not server._serve()
+    os.close(request)
     assert "ulimit -n" in capfd.readouterr().err
     server._selector.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "cause"),
+    [(-signal.SIGKILL, "SIGKILL"), (-signal.SIGRTMIN - 6, f"signal {signal.SIGRTMIN + 6}"), (3, "exit code 3")],
+)
+def test_every_end_has_a_cause_also_by_a_signal_without_a_name(status: int, cause: str) -> None:
+    assert End(0, 0, status).cause == cause
 
 
 LAUNCHER = """

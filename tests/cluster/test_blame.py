@@ -9,15 +9,19 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_recover import trace
 from megatron_recover.cluster.agent import End
 from megatron_recover.cluster.out_of_memory import OomKills
-from megatron_recover.cluster.watch import explaining_first
+from megatron_recover.cluster.watch import Watch, explaining_first
+from megatron_recover.core.detector import Phase
 from megatron_recover.core.values import ExitCode, LossKind
+from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
+from tests.cluster.aborting_toy import WATCHDOG
 from tests.cluster.jobs import ROOT, Spec, run
 
 pytestmark = pytest.mark.timeout(180)
@@ -47,6 +51,46 @@ def test_a_file_that_is_cut_under_its_memory_map_stops_the_job_and_the_microbatc
     assert outcome.exit_code == ExitCode.POISONED_MICROBATCH, outcome.output
     assert "computing microbatch 0 of train 2" in outcome.output and "SIGBUS" in outcome.output
     assert len(outcome.of(trace.Failure)) == 2
+
+
+def test_links_that_break_inside_two_replicas_while_they_compute_one_microbatch_do_not_stop_the_job(tmp_path: Path) -> None:
+    outcome = run(Spec(run_dir=str(tmp_path / "run"), replicas=4, script=str(ROOT / "tests" / "cluster" / "aborting_toy.py")))
+    outcome.assert_finished(outcome.roster)
+    assert len(outcome.roster) == 2 and 0 not in outcome.roster
+    assert {event.cause for event in outcome.of(trace.Failure)} == {"SIGABRT"}
+    details = {lost.detail for event in outcome.of(trace.Generation) for lost in event.losses}
+    assert details == {"rank 0: SIGABRT, as communication inside its replica failed"}
+
+
+@pytest.mark.parametrize(
+    ("number", "phase", "said", "is_charged"),
+    [
+        (signal.SIGABRT, Phase.FORWARD, WATCHDOG, False),
+        (signal.SIGABRT, Phase.PIPELINE, WATCHDOG, False),
+        (signal.SIGSEGV, Phase.FORWARD, WATCHDOG, True),
+        (signal.SIGABRT, Phase.BACKWARD, "free(): invalid pointer", True),
+        # An index out of range in a kernel: the watchdog finds it first, and it is the microbatch's.
+        (signal.SIGABRT, Phase.PIPELINE, f"CUDA error: device-side assert triggered\n{WATCHDOG}", True),
+        (signal.SIGBUS, Phase.DATA, "", True),
+        (signal.SIGSEGV, Phase.PIPELINE, "", True),  # a device that runs behind
+        (signal.SIGSEGV, Phase.REDUCTION, "", False),
+        (signal.SIGSEGV, Phase.ORDERS, "", False),
+        (signal.SIGSEGV, Phase.SAVE, "", False),
+    ],
+)
+def test_a_crash_is_charged_only_inside_a_microbatch_and_not_where_communication_failed(
+    number: int, phase: Phase, said: str, is_charged: bool
+) -> None:
+    agent = SimpleNamespace(pid=lambda replica, rank: os.getpid())
+    watch = Watch(
+        agent, deadlines=Deadlines.of(60.0), log_of=lambda *rank: Path("rank.log"), record=lambda event: None,
+        says=lambda line: None, at_work=lambda replicas: None,
+    )  # type: ignore[arg-type]  # fmt: skip
+    page = SimpleNamespace(read=lambda: SimpleNamespace(microbatches=(3,), phase=phase, label="train 2"))
+    watch._pages[1, 0] = page  # type: ignore[assignment]
+    loss, failing = watch.loss(End(1, 0, -number), started=True, said=lambda: said)
+    assert loss.kind is LossKind.CRASHED
+    assert (failing is not None and failing.microbatches == (3,)) if is_charged else failing is None
 
 
 def test_a_microbatch_in_which_two_replicas_are_killed_does_not_stop_the_job(tmp_path: Path) -> None:

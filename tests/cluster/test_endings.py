@@ -16,7 +16,7 @@ from megatron_recover import trace
 from megatron_recover.cluster.agent import Agent
 from megatron_recover.cluster.output import create
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.values import ExitCode
+from megatron_recover.core.values import ExitCode, LossKind
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from megatron_recover.observe.check import check, describe
 from tests.cluster.jobs import ROOT, SUMS, Spec, command, run
@@ -43,6 +43,13 @@ def raises(replica: int, microbatch: int, point: FaultPoint = FaultPoint.FORWARD
 
 def test_an_exception_costs_one_replica(tmp_path: Path) -> None:
     run(spec(tmp_path, faults=(raises(0, 0),))).assert_finished([1, 2])
+
+
+@pytest.mark.parametrize("num_arguments", [141, 229, 1000])
+def test_a_long_command_line_reaches_the_ranks(tmp_path: Path, num_arguments: int) -> None:
+    """With 141 KB of it the fork server died of a message that was cut, with 229 KB the launcher could not send it."""
+    outcome = run(spec(tmp_path, num_arguments=num_arguments, replicas=2, ranks=1, steps=2))
+    outcome.assert_finished([0, 1])
 
 
 def test_a_microbatch_that_raises_twice_stops_the_job_and_is_named(tmp_path: Path) -> None:
@@ -339,3 +346,20 @@ def test_a_rank_inherits_what_is_handed_down_to_it_and_its_children_do_not(tmp_p
         agent.close()
         os.close(key)
         os.close(answer)
+
+
+def test_a_rank_that_a_signal_without_a_name_ends_costs_its_replica_alone(start: Start, tmp_path: Path) -> None:
+    """Python has no name for most real-time signals: the launcher ended by a ValueError, and all with it."""
+    job = start(spec(tmp_path, steps=FOR_EVER, replicas=2, ranks=1))
+    number = signal.SIGRTMIN + 6
+    [victim] = [each for each in job.ranks if each.name() == "replica-1.0"]
+    victim.send_signal(number)
+    events = tmp_path / "run" / trace.EVENTS_FILE
+    job.until(lambda: f'"cause":"signal {number}"'.encode() in events.read_bytes(), "the end of the rank in the trace")
+    applied = job.num_applied()
+    job.until(lambda: job.num_applied() > applied + 5, "steps of the replica that is left")
+    job.launcher.send_signal(signal.SIGTERM)
+    outcome = job.end()
+    assert outcome.exit_code == ExitCode.INTERRUPTED, outcome.output
+    [lost] = [lost for event in outcome.of(trace.Generation) for lost in event.losses]
+    assert (lost.replica, lost.kind, lost.detail) == (1, LossKind.PROCESS_ENDED, f"rank 0: signal {number}")

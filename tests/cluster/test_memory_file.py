@@ -51,3 +51,23 @@ def test_it_is_made_where_executable_ones_are_forbidden_and_where_the_flag_is_un
 
     monkeypatch.setattr(os, "memfd_create", memfd_create)
     os.close(FILES[which]())
+
+
+@pytest.mark.parametrize("which", FILES)
+def test_what_a_rank_writes_has_its_memory_from_the_start_and_a_sparse_ledger_takes_none(which: str) -> None:
+    """Where memory is not overcommitted (`vm.overcommit_memory=2`) the first write to a page that finds none is SIGBUS."""
+    descriptor = FILES[which]()
+    found = os.fstat(descriptor)
+    os.close(descriptor)
+    assert (found.st_blocks * 512 >= found.st_size) == (which != "ledger")
+
+
+def test_a_host_without_memory_for_a_ring_says_so_before_a_rank_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, offset: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="no shared memory of"):
+        ring.create()
+    assert len(os.listdir("/proc/self/fd")) == len(before), "its descriptor is still there"

@@ -64,6 +64,23 @@ def test_sums_and_copies_of_all_types_over_generations() -> None:
         endpoint.close()
 
 
+def test_members_connect_while_the_group_is_built_also_where_the_user_has_asked_torch_for_lazy_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lazy group looks addresses up at its first sum. By then the store that it was built with is gone."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    made = [open_endpoint("gloo", key=KEY, rank=0) for _ in range(2)]
+    results = [torch.empty(3) for _ in made]
+    calls = [
+        lambda t=transport, r=result: t.sum_into([torch.ones(3)], [r], tag=1)
+        for transport, result in zip(pair(1, made), results, strict=True)
+    ]
+    assert at_once(*calls) == [None, None]
+    assert [result.tolist() for result in results] == [[2.0] * 3] * 2
+    for endpoint in made:
+        endpoint.close()
+
+
 def abandon_and_wait_for_the_threads(endpoint: Endpoint, me: int, addresses: dict[int, str]) -> int:
     """Wait for a member that is stopped, leave by revoke: the threads left behind end long before gloo's timeout."""
     transport: Any = endpoint.open(1, me, addresses)

@@ -80,7 +80,7 @@ def test_a_rank_that_is_slow_and_then_hangs_stood_still_once_from_its_last_progr
     assert one.begin == pytest.approx(told[0].t - 2.0) and one.told_at == told[0].t
     assert (one.end, one.lost_in) == (announced.t, 2)
     assert one.outcome == "its replica was fenced in generation 2 (rank 1: hung for 4.0 s)"
-    assert (one.log, one.stacks) == ("logs/replica-1-rank-1.log", "the stacks of all its threads are in its log")
+    assert (one.log, one.stacks) == ("logs/replica-1-rank-1.log", "the stack of its training thread is in its log")
     assert [(replica, rank) for replica, rank, _ in one.waiting] == [(0, 0), (0, 1), (2, 1)]
 
 
