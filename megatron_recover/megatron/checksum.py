@@ -51,27 +51,26 @@ def checksum(tensor: Tensor) -> int:
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
     """Return the checksum of each of these contiguous tensors; a device is waited for once, not once a tensor."""
-    parts = [_reduced(tensor) for tensor in tensors]
-    on_host = iter(_to_host([part for _, *both in parts for part in both]))
+    all_bytes = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
+    ends = [data.numel() // _ROW_BYTES * _ROW_BYTES for data in all_bytes]  # of what is whole rows
+    sums = _row_sums([_rows(data[:end]) for data, end in zip(all_bytes, ends, strict=True) if end])
+    on_host = iter(_to_host([*sums, *(data[end:] if end else data for data, end in zip(all_bytes, ends, strict=True))]))
+    summed = [next(on_host) if end else None for end in ends]
     found = []
-    for num_bytes, _, _ in parts:
-        digest = hashlib.blake2b(num_bytes.to_bytes(8, "little"), digest_size=8)
-        digest.update(next(on_host).numpy())
+    for data, part in zip(all_bytes, summed, strict=True):
+        digest = hashlib.blake2b(data.numel().to_bytes(8, "little"), digest_size=8)
+        if part is not None:
+            digest.update(part.numpy())
         digest.update(next(on_host).numpy())
         found.append(int.from_bytes(digest.digest(), "little") >> 1)
     return found
 
 
-def _reduced(tensor: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Return the size in bytes, the sums of the rows, and the bytes behind the last row; both on the tensor's device."""
-    data = tensor.detach().view(-1).view(torch.uint8)
-    num_bytes = data.numel()
-    num_rows = num_bytes // _ROW_BYTES
-    summed = num_rows * _ROW_BYTES
-    if not num_rows:
-        return num_bytes, data[:0], data
-    whole = data[:summed] if data.data_ptr() % 4 == 0 else data[:summed].clone()
-    return num_bytes, _row_sums(whole.view(torch.int32).view(num_rows, _ROW)).view(torch.uint8), data[summed:]
+def _rows(whole: Tensor) -> Tensor:
+    """Return bytes as rows of words, of shape (rows, `_ROW`)."""
+    if whole.data_ptr() % 4:
+        whole = whole.clone()
+    return whole.view(torch.int32).view(-1, _ROW)
 
 
 def _to_host(parts: Sequence[Tensor]) -> list[Tensor]:
@@ -85,14 +84,24 @@ def _to_host(parts: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _row_sums(rows: Tensor) -> Tensor:
-    return _sums_in_float64(rows) if rows.device.type == "cpu" else _sums_in_int64(rows)
+def _row_sums(many: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sums of the rows of each of `many` (rows, `_ROW`), as bytes on its device."""
+    on_cpu = [rows for rows in many if rows.device.type == "cpu"]
+    sums = iter(_sums_in_float64(on_cpu).split([len(rows) for rows in on_cpu])) if on_cpu else iter(())
+    return [(next(sums) if rows.device.type == "cpu" else _sums_in_int64(rows)).view(torch.uint8) for rows in many]
 
 
-def _sums_in_float64(rows: Tensor) -> Tensor:
-    """Return what `_sums_in_int64` does. See Note [Exact sums]."""
-    words = torch.empty(min(len(rows), _CACHED_ROWS), _ROW, dtype=torch.float64)
-    sums = [_digits() @ words[: len(part)].copy_(part).t() for part in rows.split(_CACHED_ROWS)]
+def _sums_in_float64(many: Sequence[Tensor]) -> Tensor:
+    """Return what `_sums_in_int64` does, of all rows of `many`. See Note [Exact sums]."""
+    words = torch.empty(min(_CACHED_ROWS, sum(map(len, many))), _ROW, dtype=torch.float64)
+    filled, sums = 0, list[Tensor]()
+    for part in (part for rows in many for part in rows.split(_CACHED_ROWS)):  # small tensors share a product
+        if filled + len(part) > _CACHED_ROWS:
+            sums.append(_digits() @ words[:filled].t())
+            filled = 0
+        words[filled : filled + len(part)].copy_(part)
+        filled += len(part)
+    sums.append(_digits() @ words[:filled].t())
     return _from_digits(torch.cat(sums, dim=1))
 
 

@@ -38,7 +38,7 @@ from megatron_recover.core.detector import Phase
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import Apply, Plan, Shape, Work
 from megatron_recover.faults import FaultInjector, FaultPoint
-from megatron_recover.megatron.checksum import checksum, combined
+from megatron_recover.megatron.checksum import checksums, combined
 from megatron_recover.megatron.communication import is_communication_error
 from megatron_recover.megatron.compiling import show_compilations
 from megatron_recover.megatron.data import MicrobatchCursor
@@ -213,7 +213,7 @@ class CommitLoop:
                 self._stopwatch = Stopwatch(self._reduction.device)
             self._in_work = InWork.on(self._reduction.device)
             show_compilations(self._page)
-            self._reduction.parameters_checksum = combined([checksum(parameter) for parameter, _ in self._parameters])
+            self._reduction.parameters_checksum = combined(checksums([parameter for parameter, _ in self._parameters]))
             parts = self._parts(self._reduction)
             self._before_joining()
             self._member.join(self._reduction.shape, hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest(), parts)
@@ -412,7 +412,8 @@ class CommitLoop:
         interval = self._config.digest_interval
         digests: dict[str, str] = {}
         if trained and interval and step % interval == 0:
-            each = [(checksum(parameter), held_by) for parameter, held_by in self._parameters]
+            found = checksums([parameter for parameter, _ in self._parameters])
+            each = [(value, held_by) for value, (_, held_by) in zip(found, self._parameters, strict=True)]
             everything = combined([value for value, _ in each])
             if self._reduction is not None:
                 self._reduction.parameters_checksum = everything

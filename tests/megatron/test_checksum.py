@@ -122,13 +122,13 @@ def test_sums_of_the_largest_words_are_exact() -> None:
     assert largest * 2**31 * (ROW // 4) <= 2**53
     rows = torch.full((70, ROW // 4), -(2**31), dtype=torch.int32)
     rows[1::2] = 2**31 - 1
-    assert torch.equal(module._sums_in_float64(rows), module._sums_in_int64(rows))
+    assert torch.equal(module._sums_in_float64([rows]), module._sums_in_int64(rows))
 
 
 @settings(max_examples=20, deadline=None)
 @given(seed=SEEDS, num_rows=st.integers(1, 70))
 def test_sums_are_the_same_on_all_kinds_of_devices(seed: int, num_rows: int) -> None:
     rows = torch.frombuffer(bytearray(Random(seed).randbytes(num_rows * ROW)), dtype=torch.int32).view(num_rows, -1)
-    assert torch.equal(module._sums_in_float64(rows), module._sums_in_int64(rows))
+    assert torch.equal(module._sums_in_float64([rows]), module._sums_in_int64(rows))
     last = sum(word * weight for word, weight in zip(rows[-1].tolist(), module._weights(rows.device).tolist(), strict=True))
     assert (int(module._sums_in_int64(rows)[-1]) - last) % 2**64 == 0
