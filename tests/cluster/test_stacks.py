@@ -22,14 +22,18 @@ from megatron_recover.core.values import Failing, LossKind
 from megatron_recover.deadlines import Deadlines
 from tests.cluster.waiting import until_readable
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 SCRIPT = """
-import json, threading, time
+import json, sys, threading, time
+begun = threading.Event()
 def work():
-    while True:
+    begun.set()
+    while "busy" in sys.argv:
         json.loads(json.dumps({"a": list(range(50)), "b": {"c": "x" * 50}}, indent=1))
+    time.sleep(3600)
 threading.Thread(target=work, daemon=True).start()
+begun.wait()
 def train():
     print("it trains")
     while True:
@@ -40,14 +44,14 @@ HEADER = "most recent call first"
 
 
 @pytest.fixture
-def rank(tmp_path: Path) -> Iterator[tuple[Agent, Output]]:
-    """A rank whose training thread waits while another thread of it computes; `train` is on its stack."""
+def rank(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Agent, Output]]:
+    """A rank whose training thread, with `train` on its stack, waits while another thread computes (`busy`), or waits too."""
     (tmp_path / "script.py").write_text(SCRIPT)
     agent = Agent(preload=(), environment=dict(os.environ), output=create(tmp_path / "server.log"))
     try:
         until_readable(agent.fileno(), agent.is_ready, "the fork server")
         output = create(tmp_path / "rank.log")
-        agent.spawn(1, 0, argv=(str(tmp_path / "script.py"),), environment={}, output=output)
+        agent.spawn(1, 0, argv=(str(tmp_path / "script.py"), request.param), environment={}, output=output)
         until(lambda: "it trains" in printed(output))
         yield agent, output
     finally:
@@ -55,7 +59,7 @@ def rank(tmp_path: Path) -> Iterator[tuple[Agent, Output]]:
 
 
 def until(holds: Callable[[], object]) -> None:
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 50
     while not holds():
         assert time.monotonic() < give_up, "too late"
         time.sleep(0.002)
@@ -65,6 +69,7 @@ def printed(output: Output) -> str:
     return os.pread(output.descriptor, 2**24, 0).decode()
 
 
+@pytest.mark.parametrize("rank", ["busy"], indirect=True)
 @pytest.mark.parametrize("kernel", ["6.9", "6.8"])
 def test_a_healthy_rank_survives_being_asked_for_its_stack(
     rank: tuple[Agent, Output], kernel: str, monkeypatch: pytest.MonkeyPatch
@@ -90,7 +95,9 @@ def test_a_healthy_rank_survives_being_asked_for_its_stack(
     assert stacks.count("in train") == stacks.count(HEADER) == 500, "another thread wrote its stack"
 
 
+@pytest.mark.parametrize("rank", ["idle"], indirect=True)
 def test_a_rank_that_is_to_be_fenced_writes_the_stacks_of_all_its_threads(rank: tuple[Agent, Output]) -> None:
+    """Of a thread that runs meanwhile nothing is certain."""
     agent, output = rank
     agent.ask_for_stacks(1, of_all_threads=True)
     until(lambda: agent.have_written_stacks(1))
