@@ -54,14 +54,14 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
     all_bytes = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
     ends = [data.numel() // _ROW_BYTES * _ROW_BYTES for data in all_bytes]  # of what is whole rows
     sums = _row_sums([_rows(data[:end]) for data, end in zip(all_bytes, ends, strict=True) if end])
-    on_host = iter(_to_host([*sums, *(data[end:] if end else data for data, end in zip(all_bytes, ends, strict=True))]))
-    summed = [next(on_host) if end else None for end in ends]
+    on_host = _to_host([*sums, *(data[end:] for data, end in zip(all_bytes, ends, strict=True))])
+    summed, rests = iter(on_host[: len(sums)]), on_host[len(sums) :]
     found = []
-    for data, part in zip(all_bytes, summed, strict=True):
+    for data, end, rest in zip(all_bytes, ends, rests, strict=True):
         digest = hashlib.blake2b(data.numel().to_bytes(8, "little"), digest_size=8)
-        if part is not None:
-            digest.update(part.numpy())
-        digest.update(next(on_host).numpy())
+        if end:
+            digest.update(next(summed).numpy())
+        digest.update(rest.numpy())
         found.append(int.from_bytes(digest.digest(), "little") >> 1)
     return found
 
