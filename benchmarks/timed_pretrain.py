@@ -53,7 +53,7 @@ def _put_clocks() -> None:
     clock(Reduction, "_check_finite", "check for values that are not finite")
     clock(Member, "started", "journal")
     clock(Member, "finished", "journal")
-    clock(Leader, "_step", "machine of the replica, in the leader's control thread")
+    clock(Leader, "_feed", "machine of the replica, in the leader's control thread")
     train_step: Callable[..., Any] = CommitLoop.train_step
 
     @functools.wraps(train_step)

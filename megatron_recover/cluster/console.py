@@ -80,7 +80,7 @@ class Console:
                 live.start()
                 self._live = live
         while not self._over.wait(_INTERVAL_S):
-            if not self._is_held():
+            if (self._live is not None or not self._lines.empty()) and not self._is_held():
                 self._show_news()
         self._show_news()
         with contextlib.suppress(OSError):

@@ -30,7 +30,7 @@ from megatron_recover.cluster.output import (
     lost_note,
 )
 
-_INTERVAL_S = 0.1
+_INTERVAL_S = 0.2
 _RETRY_S = 1.0
 """Before a log is tried again that had an error."""
 _CHUNKS_AT_ONCE = 16
@@ -61,9 +61,12 @@ class _Log:
             self._file = self._open()
         copied, first = ledger.copied(number), ledger.first(number)
         done = max(copied.position, first)
+        unneeded = self._unneeded(done)
+        if ledger.end(number, output) == done and unneeded == self._freed:
+            return False
         if ledger.is_emptied(number, output):
             return False  # the recorder's own thread is about to notice it
-        self._free(done)  # only now: where somebody has emptied the output, what is new stands there
+        self._free(unneeded)  # only now: where somebody has emptied the output, what is new stands there
         begin = max(done, ledger.lost(number))
         data = ledger.read(number, output, begin)
         if ledger.lost(number) > begin or ledger.first(number) != first:
@@ -84,10 +87,12 @@ class _Log:
                 os.close(self._file)
             self._file = None
 
+    def _unneeded(self, position: int) -> int:
+        """Return the position before which nobody needs the output, where it is copied up to `position`."""
+        return min(position, self._ledger.shown(self.number)) if self._is_shown else position
+
     def _free(self, position: int) -> None:
-        """Give back the memory of what nobody needs any more, where the output is copied up to `position`."""
-        if self._is_shown:
-            position = min(position, self._ledger.shown(self.number))
+        """Give back the memory before `position`, but for the newest output."""
         if position != self._freed:
             self._ledger.free(self.number, self._output, position - KEPT_BYTES)
             self._freed = position

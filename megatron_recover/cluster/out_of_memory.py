@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_recover.deadlines import OOM_S
 
-_LOOK_S = 0.1
+_LOOK_S = 0.25
 
 
 class _Counter:

@@ -83,7 +83,9 @@ class Recording:
             os.close(os.open(events, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._ledger, self._output_ledger = event_store.create_ledger(), output.create_output_ledger()
         self._copied = output.OutputLedger(self._output_ledger)
-        self._outputs: list[tuple[Output, int | None]] = []
+        self._outputs: dict[int, Output] = {}
+        self._shown_of: dict[int, int] = {}
+        """Output -> replica whose lines are for the console, or the log of our own that it is."""
         self._rings: dict[int, _Ring] = {}
         self._numbers: dict[tuple[int, int], int] = {}
         self._outbox: deque[messages.Told] = deque()
@@ -124,8 +126,11 @@ class Recording:
         `shown_of`: the replica that it belongs to, if its lines are for the console.
         """
         made = output.create(log)
-        self._outputs.append((made, shown_of))
-        self._outbox.append(messages.Prints(len(self._outputs) - 1, str(log), shown_of))
+        number = len(self._outputs)
+        self._outputs[number] = made
+        if shown_of is not None:
+            self._shown_of[number] = shown_of
+        self._outbox.append(messages.Prints(number, str(log), shown_of))
         return made
 
     def output_of_rank(self, replica: int, rank: int) -> Output:
@@ -212,7 +217,7 @@ class Recording:
         for each in self._rings.values():
             os.close(each.descriptor)
         self._rings.clear()
-        for made, _ in self._outputs:
+        for made in self._outputs.values():
             with contextlib.suppress(OSError):
                 made.seal()
             made.close()
@@ -261,8 +266,8 @@ class Recording:
             self._outbox.append(messages.Ring(number, *each.place))
             if each.has_ended:
                 self._outbox.append(messages.Ended(number))
-        for number, (made, shown_of) in enumerate(self._outputs):
-            self._outbox.append(messages.Prints(number, str(made.log), shown_of))
+        for number, made in self._outputs.items():
+            self._outbox.append(messages.Prints(number, str(made.log), self._shown_of.get(number)))
         self._outbox.extend(others)
         if self._finish is not None:
             self._outbox.append(self._finish)
@@ -300,10 +305,9 @@ class Recording:
 
     def _drop_output(self) -> None:
         """Drop what finds no room in memory: the recorder may be stopped, or gone."""
-        outputs = {number: made for number, (made, _) in enumerate(self._outputs)}
-        shown = {number for number, (_, shown_of) in enumerate(self._outputs) if shown_of is not None and shown_of >= 0}
+        shown = {number for number, shown_of in self._shown_of.items() if shown_of >= 0}
         why = self._copied.cause(time.monotonic_ns(), self._deadlines.still_s)
-        self._copied.drop(outputs, self._settings.output_bytes, Who.LAUNCHER, why=why, shown=shown)
+        self._copied.drop(self._outputs, self._settings.output_bytes, Who.LAUNCHER, why=why, shown=shown)
 
     def _hang_up(self) -> None:
         if self._control is not None:
@@ -317,7 +321,7 @@ class Recording:
             if isinstance(told, messages.Ring):
                 handed = [self._rings[told.number].descriptor]
             elif isinstance(told, messages.Prints):
-                handed = [self._outputs[told.number][0].descriptor]
+                handed = [self._outputs[told.number].descriptor]
             try:
                 socket.send_fds(self._control, [msgspec.json.encode(told)], handed)
             except BlockingIOError:

@@ -1,22 +1,20 @@
 """Names the bytes of tensors in 63 bits, the same on every device: it tells corruption and divergence, not forgery.
 
 Note [What a checksum misses]
-    A row of words x of 32 bits becomes the sum of w * x modulo 2**64. The weights w are odd and pseudo-random modulo
-    2**33. Two rows have equal sums where the sum of w * d is 0, with d the differences of their words. |d| is less than 2**32,
-    so a d that is not 0 ends in at most 31 zero bits.
-    - One changed word is always seen, since an odd weight has an inverse.
-    - Two flipped bits are always seen. In one word they are one change. In two words, +-2**a and +-2**b cancel only where
-      a = b, as the weights are odd, and where the weights are equal or opposite modulo 2**33: no two of them are.
-    - Any other change goes unseen with probability 2**-32 at most. Take the changed word whose d ends in the fewest zero bits:
-      whatever the other weights are, the sum is 0 for at most one value of its weight modulo 2**33, of 2**32 odd ones. The
-      weights are fixed, so this holds for changes that do not depend on them, such as errors, not for chosen ones.
-    With words of 64 bits none of this would hold: modulo 2**64 every even number of flips of their highest bits cancels.
+    A row of 1024 bytes x, taken as -128..127, becomes 8 sums of w * x, each with weights w of its own, -63..63. Integers are
+    added, and nothing is taken modulo anything. Two rows have equal sums where the 8 sums of w * d are 0, with d the differences
+    of their bytes, -255..255.
+    - One changed byte is always seen, since no byte has 8 weights 0.
+    - Two changed bytes, and so any two flipped bits, are always seen: the 8 weights of one byte are no multiple of another's.
+    - Any other change goes unseen with probability 2**-55 at most. Take one changed byte: whatever the other weights are, each
+      of the sums is 0 for at most one value of its weight, of 127, and the 8 are drawn apart. The weights are fixed, so this
+      holds for changes that do not depend on them, such as errors, not for chosen ones.
     What is hashed (the sums of the rows, and what is left of a tensor) collides with probability 2**-63.
 
 Note [Exact sums]
-    A processor multiplies float64 several times as fast as int64. A weight has three digits of size 2**10 at most, so a word
-    times a digit, summed over a row of 2**11 words, is no larger than 2**52: float64 holds each such sum exactly, in whatever
-    order it is taken. The three sums make the one modulo 2**64. Other devices compute that in int64, which gives the same.
+    A sum is no larger than 2**10 * 2**7 * 63 < 2**23. Processors have products of int8 that are summed in int32, with nothing
+    to convert. Elsewhere float32 holds each such sum exactly, in whatever order it is taken. So do products in TF32 or bfloat16
+    that are summed in float32, since bytes and weights have 8 bits.
 """
 
 from __future__ import annotations
@@ -32,16 +30,15 @@ from megatron_recover.core.digest import combined
 
 __all__ = ["checksum", "checksums", "combined"]
 
-_ROW = 2048
-"""32-bit words a row. The sums of the rows, and what is left of a tensor, are hashed in order. Hashing is ten times as slow as
-summing, so a row is no longer than it takes to leave little to hash."""
-_ROW_BYTES = 4 * _ROW
-_DIGIT_BITS, _NUM_DIGITS = 11, 3
-"""Of a weight. See Note [Exact sums]."""
-_CACHED_ROWS = 32
-"""Rows that are float64 at once: 512 KiB, which stay in the cache of a processor."""
-_CHUNK_ROWS = 2048
-"""Rows whose products are in the memory of another device at once: 32 MiB."""
+_ROW = 1024
+"""Bytes a row. The sums of the rows, and what is left of a tensor, are hashed in order: a thirty-second of the bytes."""
+_NUM_SUMS, _LARGEST_WEIGHT = 8, 63
+_FEW_ROWS = 1024
+"""Tensors with fewer share a product."""
+_CHUNK_ROWS = 8192
+"""Rows that are float32 in the memory of another device at once: 32 MiB."""
+_CACHED_ROWS = 64
+"""The same on a processor: 256 KiB, which stay in its cache."""
 
 
 def checksum(tensor: Tensor) -> int:
@@ -51,9 +48,9 @@ def checksum(tensor: Tensor) -> int:
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
     """Return the checksum of each of these contiguous tensors; a device is waited for once, not once a tensor."""
-    all_bytes = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
-    ends = [data.numel() // _ROW_BYTES * _ROW_BYTES for data in all_bytes]  # of what is whole rows
-    sums = _row_sums([_rows(data[:end]) for data, end in zip(all_bytes, ends, strict=True) if end])
+    all_bytes = [tensor.detach().view(-1).view(torch.int8) for tensor in tensors]
+    ends = [data.numel() // _ROW * _ROW for data in all_bytes]  # of what is whole rows
+    sums = _sums([data[:end].view(-1, _ROW) for data, end in zip(all_bytes, ends, strict=True) if end])
     on_host = _to_host([*sums, *(data[end:] for data, end in zip(all_bytes, ends, strict=True))])
     summed, rests = iter(on_host[: len(sums)]), on_host[len(sums) :]
     found = []
@@ -66,15 +63,8 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
     return found
 
 
-def _rows(whole: Tensor) -> Tensor:
-    """Return bytes as rows of words, of shape (rows, `_ROW`)."""
-    if whole.data_ptr() % 4:
-        whole = whole.clone()
-    return whole.view(torch.int32).view(-1, _ROW)
-
-
 def _to_host(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return these byte tensors in host memory: what is on one device comes in one copy."""
+    """Return these int8 tensors in host memory: what is on one device comes in one copy."""
     found: list[Tensor] = list(parts)
     for device in {part.device for part in parts if part.device.type != "cpu"}:
         there = [index for index, part in enumerate(parts) if part.device == device]
@@ -84,51 +74,47 @@ def _to_host(parts: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _row_sums(many: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sums of the rows of each of `many` (rows, `_ROW`), as bytes on its device."""
-    on_cpu = [rows for rows in many if rows.device.type == "cpu"]
-    sums = iter(_sums_in_float64(on_cpu).split([len(rows) for rows in on_cpu])) if on_cpu else iter(())
-    return [(next(sums) if rows.device.type == "cpu" else _sums_in_int64(rows)).view(torch.uint8) for rows in many]
+def _sums(many: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sums of the rows of each of `many` (rows, `_ROW`), as int8 on its device."""
+    found = dict[int, Tensor]()
+    for index, rows in enumerate(many):
+        if len(rows) >= _FEW_ROWS:
+            found[index] = _products(rows)
+    few = [index for index in range(len(many)) if index not in found]
+    for device in {many[index].device for index in few}:
+        there = [index for index in few if many[index].device == device]
+        products = _products(torch.cat([many[index] for index in there]))
+        found.update(zip(there, products.split([len(many[index]) for index in there]), strict=True))
+    return [found[index].reshape(-1).view(torch.int8) for index in range(len(many))]
 
 
-def _sums_in_float64(many: Sequence[Tensor]) -> Tensor:
-    """Return what `_sums_in_int64` does, of all rows of `many`. See Note [Exact sums]."""
-    words = torch.empty(min(_CACHED_ROWS, sum(map(len, many))), _ROW, dtype=torch.float64)
-    filled, sums = 0, list[Tensor]()
-    for part in (part for rows in many for part in rows.split(_CACHED_ROWS)):  # small tensors share a product
-        if filled + len(part) > _CACHED_ROWS:
-            sums.append(_digits() @ words[:filled].t())
-            filled = 0
-        words[filled : filled + len(part)].copy_(part)
-        filled += len(part)
-    sums.append(_digits() @ words[:filled].t())
-    return _from_digits(torch.cat(sums, dim=1))
+def _products(rows: Tensor) -> Tensor:
+    """Return the sums of int8 `rows` (rows, `_ROW`) as int32 (rows, `_NUM_SUMS`). See Note [Exact sums]."""
+    if rows.device.type == "cpu" and _has_exact_products():
+        return torch._int_mm(rows, _weights(rows.device, torch.int8))
+    return _products_in_float32(rows)
 
 
-def _sums_in_int64(rows: Tensor) -> Tensor:
-    weights = _weights(rows.device)
-    return torch.cat([(part * weights).sum(dim=1) for part in rows.split(_CHUNK_ROWS)])
-
-
-@functools.cache
-def _weights(device: torch.device) -> Tensor:
-    return _from_digits(_digits()).to(device)
+def _products_in_float32(rows: Tensor) -> Tensor:
+    weights = _weights(rows.device, torch.float32)
+    chunks = rows.split(_CACHED_ROWS if rows.device.type == "cpu" else _CHUNK_ROWS)
+    return torch.cat([(chunk.to(torch.float32) @ weights).to(torch.int32) for chunk in chunks])
 
 
 @functools.cache
-def _digits() -> Tensor:
-    """Return the digits of the weights, lowest first: -1024..1023, the lowest odd, so that every odd weight is as likely."""
-    drawn = bytearray(hashlib.shake_256(b"weights of a row").digest(2 * _NUM_DIGITS * _ROW))
-    digits = torch.frombuffer(drawn, dtype=torch.int16).view(_NUM_DIGITS, _ROW) >> (16 - _DIGIT_BITS)
-    digits[0] |= 1
-    return digits.to(torch.float64)
+def _has_exact_products() -> bool:
+    """Return whether this processor's products of int8 are there and exact: without VNNI some libraries saturate in int16."""
+    rows = torch.arange(4 * _ROW, dtype=torch.int32).mul_(37).to(torch.int8).view(4, _ROW)
+    rows[0], rows[1] = -128, 127
+    try:
+        return torch.equal(torch._int_mm(rows, _weights(rows.device, torch.int8)), _products_in_float32(rows))
+    except (AttributeError, RuntimeError):  # a torch without it, or for another kind of processor
+        return False
 
 
 @functools.cache
-def _places() -> Tensor:
-    return torch.tensor([1 << _DIGIT_BITS * place for place in range(_NUM_DIGITS)])
-
-
-def _from_digits(digits: Tensor) -> Tensor:
-    """Return the numbers modulo 2**64 that have these digits (float64), one column a number."""
-    return _places() @ digits.to(torch.int64)
+def _weights(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the weights (`_ROW`, `_NUM_SUMS`)."""
+    drawn = bytearray(hashlib.shake_256(b"weights of a row").digest(2 * _ROW * _NUM_SUMS))
+    numbers = torch.frombuffer(drawn, dtype=torch.int16).to(torch.int32).remainder(2 * _LARGEST_WEIGHT + 1)
+    return (numbers - _LARGEST_WEIGHT).view(_ROW, _NUM_SUMS).to(device, dtype)

@@ -29,7 +29,7 @@ INTERVALS = {
     "cluster/logs.py _RETRY_S": "before a log that had an error is tried again; its text is kept",
     "cluster/out_of_memory.py _LOOK_S": "between two looks at a counter of the kernel",
     "cluster/recorder.py _INTERVAL_S": "between two drains of the rings",
-    "cluster/recorder.py _OUTPUTS_S": "between two looks at what ranks print",
+    "cluster/recorder.py _SOON_S": "the same where every moment counts",
     "cluster/recorder.py _TELL_LOSSES_S": "between two messages about lost events",
     "cluster/recording.py _LOOK_S": "between two looks at the recorder, while `trace_s` and `terminal_s` run",
     "collectives/admission.py PAUSE_S": "a listener without a descriptor rests, and its queue is the kernel's",

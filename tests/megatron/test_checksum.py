@@ -16,8 +16,8 @@ WORDS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DTYPES = (*FLOATS, torch.int32, torch.int64)
 SEEDS = st.integers(0, 2**32 - 1)
-ROW = 8192
-"""Bytes that make one sum."""
+ROW = 1024
+"""Bytes that are summed together."""
 
 
 def values(dtype: torch.dtype, number: int, seed: int) -> torch.Tensor:
@@ -111,24 +111,57 @@ def test_a_negated_tensor_is_another_one(dtype: torch.dtype, kind: str) -> None:
     assert checksum(-tensor) != checksum(tensor)
 
 
-def test_weights_are_odd_and_no_two_are_equal_or_opposite_where_the_highest_bit_looks() -> None:
-    weights = module._weights(torch.device("cpu"))
-    low = torch.cat([weights, -weights]) & (1 << 33) - 1
-    assert bool((weights & 1).all()) and low.unique().numel() == 2 * len(weights) == ROW // 2
+def test_no_bytes_weights_are_zero_or_a_multiple_of_anothers() -> None:
+    weights = module._weights(torch.device("cpu"), torch.float64)
+    assert weights.abs().max() == 63 and bool((weights != 0).any(dim=1).all())
+    lengths = (weights * weights).sum(dim=1)
+    # By Cauchy and Schwarz, only multiples reach it. All figures are integers below 2**53.
+    reached = (weights @ weights.t()) ** 2 == lengths[:, None] * lengths[None, :]
+    assert torch.equal(reached, torch.eye(ROW, dtype=torch.bool))
 
 
-def test_sums_of_the_largest_words_are_exact() -> None:
-    largest = int(module._digits().abs().max())
-    assert largest * 2**31 * (ROW // 4) <= 2**53
-    rows = torch.full((70, ROW // 4), -(2**31), dtype=torch.int32)
-    rows[1::2] = 2**31 - 1
-    assert torch.equal(module._sums_in_float64([rows]), module._sums_in_int64(rows))
+def test_each_weight_is_as_likely() -> None:
+    counts = torch.bincount(module._weights(torch.device("cpu"), torch.int64).reshape(-1) + 63, minlength=127)
+    assert len(counts) == 127 and counts.min() > 32 and counts.max() < 105, "8192 draws: 64.5 of each, within 5 deviations"
+
+
+@pytest.mark.parametrize("byte", [-128, 127])
+def test_sums_of_the_largest_bytes_are_exact(byte: int) -> None:
+    rows = torch.full((70, ROW), byte, dtype=torch.int8)
+    exact = rows.long() @ module._weights(rows.device, torch.int64)
+    assert torch.equal(module._products_in_float32(rows).long(), exact)
+    assert torch.equal(module._products(rows).long(), exact)
+    assert 128 * 63 * ROW < 2**23, "what any weights could come to"
 
 
 @settings(max_examples=20, deadline=None)
-@given(seed=SEEDS, num_rows=st.integers(1, 70))
+@given(seed=SEEDS, num_rows=st.integers(1, 140))
 def test_sums_are_the_same_on_all_kinds_of_devices(seed: int, num_rows: int) -> None:
-    rows = torch.frombuffer(bytearray(Random(seed).randbytes(num_rows * ROW)), dtype=torch.int32).view(num_rows, -1)
-    assert torch.equal(module._sums_in_float64([rows]), module._sums_in_int64(rows))
-    last = sum(word * weight for word, weight in zip(rows[-1].tolist(), module._weights(rows.device).tolist(), strict=True))
-    assert (int(module._sums_in_int64(rows)[-1]) - last) % 2**64 == 0
+    rows = torch.frombuffer(bytearray(Random(seed).randbytes(num_rows * ROW)), dtype=torch.int8).view(num_rows, -1)
+    exact = rows.long() @ module._weights(rows.device, torch.int64)
+    assert torch.equal(module._products(rows).long(), exact)
+    assert torch.equal(module._products_in_float32(rows).long(), exact)
+
+
+def test_a_processor_whose_products_saturate_or_are_missing_has_the_same_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.randn(size) for size in (0, 5, 300, 40_000)]
+    before = checksums(tensors)
+
+    def saturating(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return (rows.int() @ weights.int()).clamp(-(2**15), 2**15 - 1)
+
+    def missing(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("not implemented for this processor")
+
+    for replacement in (saturating, missing):
+        monkeypatch.setattr(torch, "_int_mm", replacement)
+        module._has_exact_products.cache_clear()
+        assert not module._has_exact_products()
+        assert checksums(tensors) == before
+    monkeypatch.undo()
+    module._has_exact_products.cache_clear()
+
+
+def test_tensors_that_share_a_product_have_their_own_checksums() -> None:
+    tensors = [torch.randn(size) for size in (256, 3, 20_000, 300, 0, 513, 16_384)]
+    assert checksums(tensors) == [checksum(tensor) for tensor in tensors]
