@@ -2,8 +2,8 @@
 
 Note [What a checksum misses]
     A row of 1024 bytes x, taken as -128..127, becomes 8 sums of w * x, each with weights w of its own, -63..63. Integers are
-    added, and nothing is taken modulo anything. Two rows have equal sums where the 8 sums of w * d are 0, with d the differences
-    of their bytes, -255..255.
+    added, and nothing is taken modulo anything. Two rows have equal sums where the 8 sums of w * d are 0, with d the
+    differences of their bytes, -255..255.
     - One changed byte is always seen, since no byte has 8 weights 0.
     - Two changed bytes, and so any two flipped bits, are always seen: the 8 weights of one byte are no multiple of another's.
     - Any other change goes unseen with probability 2**-55 at most. Take one changed byte: whatever the other weights are, each
