@@ -34,7 +34,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """All waits of a run in seconds. The docstring of each says who waits for whom, and who ends the wait."""
 
     gap_s: float
-    """The detector counts so much of the time between two looks at a rank, at most. Fixed: the agent looks every 0.1 s, and a
+    """The detector counts so much of the time between two looks at a rank, at most. Fixed: the agent looks every 0.05 s, and a
     longer gap is the agent's own."""
     stacks_s: float
     """The agent waits so long for the ranks of a hung replica to write their stacks. Then it kills them. Fixed: a stopped rank
@@ -60,8 +60,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """The coordinator sends each leader a beat so often, and the leader answers. Nobody is judged by beats."""
     grace_s: float
     """The coordinator waits so long for the agent to see a death, which would explain a member's request. Then it makes a
-    generation with the same roster. Fixed: the agent looks every 0.1 s, and at once when a member asks, and every repair
-    waits for this."""
+    generation with the same roster. Fixed: the agent sees a death within 0.1 s, and every repair waits for this."""
     silence_s: float
     """Leader and coordinator call each other silent after so long without a message. They say so and end nothing."""
     words_s: float

@@ -123,6 +123,8 @@ class _Process:
     def __init__(self, replica: int, rank: int, pid: int, pidfd: int) -> None:
         self.replica, self.rank, self.pid, self.pidfd = replica, rank, pid, pidfd
         self.stat = _Stat(pid)
+        self.fields: list[bytes] = []
+        """Of /proc/PID/stat at the newest look."""
         self.reported = False
         """Its end was handed out by `poll`."""
         self.confirmed = False
@@ -152,7 +154,7 @@ class _Process:
 
     def dying_status(self) -> int | None:
         """How it is ending, once the kernel has begun to take it down; None while it lives."""
-        fields = self.stat.read()
+        fields = self.fields = self.stat.read()
         if not fields or not int(fields[_FLAGS_FIELD]) & _PF_EXITING:
             return None
         return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE_FIELD]))
@@ -295,14 +297,17 @@ class Agent:
         """Return the process id of a rank that was started; the process may have ended."""
         return self._processes[replica, rank].pid
 
-    def state(self, replica: int, rank: int) -> str:
+    def state(self, replica: int, rank: int, *, at_the_poll: bool = False) -> str:
         """Return the state of a rank's process as in /proc/PID/stat, one letter; empty once it is reaped.
 
+        `at_the_poll`: as the newest `poll` has found it, which has read the same.
         A process that was seen in state `t` is reported as `t` until its tracer is gone: strace lets it run between its system
         calls, and its time is not its own there either.
         """
         process = self._processes[replica, rank]
-        fields = process.stat.read()
+        if process.reported or not at_the_poll:
+            process.fields = process.stat.read()
+        fields = process.fields
         state = fields[_STATE_FIELD].decode() if fields else ""
         process.traced = state == _TRACED or (process.traced and bool(_tracer_pid(process.pid)))
         return _TRACED if process.traced and state in _ALIVE else state

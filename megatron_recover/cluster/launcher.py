@@ -43,10 +43,9 @@ from megatron_recover.megatron.arguments import BAD_ARGUMENTS
 
 _DRY_RUN = -1
 """What the agent calls the process that judges the arguments: it belongs to no replica."""
-_POLL_S = 0.1
+_POLL_S = 0.05
 """Between two looks at every rank, its /proc entry, page and output, and at the recorder. Without any other sign a death is
-known after half of it on average (`agent.py`, Note [Seeing a death]). A look takes half a millisecond of CPU time from the
-ranks."""
+known after half of it on average (`agent.py`, Note [Seeing a death])."""
 _CALLS_PRETRAIN = "called megatron_recover.megatron.pretrain; does it call Megatron's own instead?"
 
 

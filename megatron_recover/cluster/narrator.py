@@ -22,7 +22,7 @@ from megatron_recover.deadlines import figure
 from megatron_recover.observe.ending import Account
 from megatron_recover.observe.progress import Progress
 
-HOLD_S = 0.3
+HOLD_S = 0.5
 """See Note [Order of lines]."""
 _WORTH_SHOWING = re.compile(
     r"\biteration\s+\d+\s*/|validation loss|saving checkpoint|saved checkpoint|loading checkpoint|nothing was left to train"

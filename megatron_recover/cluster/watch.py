@@ -68,14 +68,14 @@ class Watch:
         self._pages.clear()
 
     def look(self, generation: int, replicas: Collection[int]) -> list[tuple[Loss, Failing | None]]:
-        """Judge the ranks of the `replicas` that are in the job; call it at every poll.
+        """Judge the ranks of the `replicas` that are in the job; call it behind every poll of the agent.
 
         Returns the replicas that hang and whose ranks have written their stacks, with what that is charged to.
         """
         now_s = self._clock()
         self._oom_kills.look(now_s)
         sights = tuple(
-            detector.Sight(replica, rank, page.read(), self._agent.state(replica, rank))
+            detector.Sight(replica, rank, page.read(), self._agent.state(replica, rank, at_the_poll=True))
             for (replica, rank), page in self._pages.items()
             if replica in replicas
         )

@@ -387,7 +387,7 @@ def _watch(before: Watched | None, sight: Sight, gap_s: float, counted_s: float,
     stopped_s = before.stopped_s + gap_s if sight.state == STOPPED else 0.0
     step_s = 0.0 if progress.step != before.progress.step else before.step_s + counted_s
     if _has_moved(before.progress, progress):
-        return Watched(progress, is_kept=is_kept, stopped_s=stopped_s, step_s=step_s)
+        return Watched(progress, is_kept=is_kept, step_s=step_s)  # it has run since the last look, also if it is stopped now
     return replace(
         before,
         progress=progress,

@@ -1,7 +1,7 @@
 """Names the bytes of tensors in 63 bits, the same on every device: it tells corruption and divergence, not forgery.
 
 Note [What a checksum misses]
-    A row of 1024 bytes x, taken as -128..127, becomes 8 sums of w * x, each with weights w of its own, -63..63. Integers are
+    A row of 16 KiB x, taken as bytes -128..127, becomes 8 sums of w * x, each with weights w of its own, -63..63. Integers are
     added, and nothing is taken modulo anything. Two rows have equal sums where the 8 sums of w * d are 0, with d the
     differences of their bytes, -255..255.
     - One changed byte is always seen, since no byte has 8 weights 0.
@@ -12,9 +12,11 @@ Note [What a checksum misses]
     What is hashed (the sums of the rows, and what is left of a tensor) collides with probability 2**-63.
 
 Note [Exact sums]
-    A sum is no larger than 2**10 * 2**7 * 63 < 2**23. Processors have products of int8 that are summed in int32, with nothing
-    to convert. Elsewhere float32 holds each such sum exactly, in whatever order it is taken. So do products in TF32 or bfloat16
-    that are summed in float32, since bytes and weights have 8 bits.
+    A sum is no larger than 2**14 * 2**7 * 63 < 2**27. Processors with VNNI sum products of int8 in int32, with nothing to
+    convert. Elsewhere the bytes are multiplied as float32 in pieces of 1024, whose sums are below 2**23: float32 holds them
+    exactly, in whatever order they are taken. So do products in TF32 or bfloat16 that are summed in float32, since bytes and
+    weights have 8 bits. Autocast would give sums of 8 bits, and is off. Weights up to 63 also keep libraries exact that sum
+    pairs of products in int16 (255 * 63 * 2 < 2**15).
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ from megatron_recover.core.digest import combined
 
 __all__ = ["checksum", "checksums", "combined"]
 
-_ROW = 1024
-"""Bytes a row. The sums of the rows, and what is left of a tensor, are hashed in order: a thirty-second of the bytes."""
+_ROW = 16384
+"""Bytes a row. The sums of the rows, and what is left of a tensor, are copied to the host and hashed in order. That is slow, so
+it is 1/512 of the bytes."""
 _NUM_SUMS, _LARGEST_WEIGHT = 8, 63
-_FEW_ROWS = 1024
+_PIECE = 1024
+"""Bytes of a row whose products float32 sums exactly."""
+_FEW_ROWS = 16
 """Tensors with fewer share a product."""
-_CHUNK_ROWS = 8192
+_CHUNK_ROWS = 512
 """Rows that are float32 in the memory of another device at once: 32 MiB."""
-_CACHED_ROWS = 64
+_CACHED_ROWS = 4
 """The same on a processor: 256 KiB, which stay in its cache."""
 
 
@@ -90,26 +95,37 @@ def _sums(many: Sequence[Tensor]) -> list[Tensor]:
 
 def _products(rows: Tensor) -> Tensor:
     """Return the sums of int8 `rows` (rows, `_ROW`) as int32 (rows, `_NUM_SUMS`). See Note [Exact sums]."""
-    if rows.device.type == "cpu" and _has_exact_products():
-        return torch._int_mm(rows, _weights(rows.device, torch.int8))
+    if rows.device.type == "cpu" and _multiplies_int8():
+        weights = _weights(rows.device, torch.int8)
+        return torch.cat([torch._int_mm(chunk, weights) for chunk in rows.split(_CHUNK_ROWS)])
     return _products_in_float32(rows)
 
 
 def _products_in_float32(rows: Tensor) -> Tensor:
-    weights = _weights(rows.device, torch.float32)
-    chunks = rows.split(_CACHED_ROWS if rows.device.type == "cpu" else _CHUNK_ROWS)
-    return torch.cat([(chunk.to(torch.float32) @ weights).to(torch.int32) for chunk in chunks])
+    weights = _weights(rows.device, torch.float32).view(-1, _PIECE, _NUM_SUMS)
+    found = []
+    with torch.autocast(rows.device.type, enabled=False):
+        for chunk in rows.split(_CACHED_ROWS if rows.device.type == "cpu" else _CHUNK_ROWS):
+            pieces = chunk.view(len(chunk), -1, _PIECE).transpose(0, 1).to(torch.float32)
+            found.append(torch.bmm(pieces, weights).to(torch.int32).sum(dim=0, dtype=torch.int32))
+    return torch.cat(found)
 
 
 @functools.cache
-def _has_exact_products() -> bool:
-    """Return whether this processor's products of int8 are there and exact: without VNNI some libraries saturate in int16."""
-    rows = torch.arange(4 * _ROW, dtype=torch.int32).mul_(37).to(torch.int8).view(4, _ROW)
+def _multiplies_int8() -> bool:
+    """Return whether products of int8 are fast on this processor, and exact: elsewhere torch has a loop of scalars, if any."""
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled and _has_vnni()):
+        return False
+    rows = torch.arange(4 * _ROW, dtype=torch.int32, device="cpu").mul_(37).to(torch.int8).view(4, _ROW)
     rows[0], rows[1] = -128, 127
     try:
         return torch.equal(torch._int_mm(rows, _weights(rows.device, torch.int8)), _products_in_float32(rows))
-    except (AttributeError, RuntimeError):  # a torch without it, or for another kind of processor
+    except (AttributeError, RuntimeError):  # a torch without it
         return False
+
+
+def _has_vnni() -> bool:
+    return bool(getattr(torch.cpu, "_is_vnni_supported", lambda: False)())
 
 
 @functools.cache

@@ -324,6 +324,23 @@ def test_the_launcher_makes_room_whenever_it_looks(record: Callable[..., Run], m
     os.kill(run.pid, signal.SIGCONT)
 
 
+def test_the_launcher_makes_room_also_if_one_output_was_emptied_while_another_one_grew(
+    record: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "WAITING_BYTES", 2**21)
+    run = record()
+    emptied, growing = run.output(0), run.output(1)
+    os.write(emptied.descriptor, b"x" * 2**20)
+    run.until(lambda: emptied.log.exists() and emptied.log.stat().st_size == 2**20, "the log of the first")
+    run.stop()
+    run.recording.poll()
+    os.ftruncate(emptied.descriptor, 0)
+    os.write(growing.descriptor, b"x" * (2**19 + 2**21))
+    run.recording.poll()
+    assert resident(growing) <= 2**21 + 4096
+    os.kill(run.pid, signal.SIGCONT)
+
+
 def test_the_recorder_makes_room_between_the_lines_that_it_reads(tmp_path: Path) -> None:
     """A rank prints on while its lines are shown, faster than they are."""
     limit, most, made = 2 * CHUNK_BYTES, 0, create(tmp_path / "log")

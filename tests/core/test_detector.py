@@ -90,6 +90,15 @@ def test_a_stopped_process_is_found_within_the_goal_and_charged_with_nothing(ste
     assert condemned.named.verdict is Verdict.STOPPED and condemned.failing is None
 
 
+def test_a_process_that_is_stopped_at_every_look_and_runs_between_is_not_condemned() -> None:
+    """As cpulimit has it, where its period happens to be that of the looks."""
+    watched, now_s = trained(0.4)
+    for begun in range(1000, 1200):
+        now_s += LOOK_S
+        watched.look(now_s, [Sight(0, 0, page(Phase.FORWARD, begun), "R"), Sight(1, 0, page(Phase.FORWARD, begun), "T")])
+    assert watched.said == []
+
+
 def test_steps_that_are_shorter_than_the_time_between_two_looks_teach_all_the_same() -> None:
     watched, now_s = Watched(), 0.0
     for step in (0, 4, 9, 12):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from math import gcd
 from random import Random
 
 import pytest
@@ -16,7 +18,7 @@ WORDS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DTYPES = (*FLOATS, torch.int32, torch.int64)
 SEEDS = st.integers(0, 2**32 - 1)
-ROW = 1024
+ROW = 16384
 """Bytes that are summed together."""
 
 
@@ -112,17 +114,15 @@ def test_a_negated_tensor_is_another_one(dtype: torch.dtype, kind: str) -> None:
 
 
 def test_no_bytes_weights_are_zero_or_a_multiple_of_anothers() -> None:
-    weights = module._weights(torch.device("cpu"), torch.float64)
-    assert weights.abs().max() == 63 and bool((weights != 0).any(dim=1).all())
-    lengths = (weights * weights).sum(dim=1)
-    # By Cauchy and Schwarz, only multiples reach it. All figures are integers below 2**53.
-    reached = (weights @ weights.t()) ** 2 == lengths[:, None] * lengths[None, :]
-    assert torch.equal(reached, torch.eye(ROW, dtype=torch.bool))
+    weights = module._weights(torch.device("cpu"), torch.int64).tolist()
+    assert len(weights) == ROW and all(any(each) and max(map(abs, each)) <= 63 for each in weights)
+    directions = {tuple(weight // gcd(*each) for weight in each) for each in weights}
+    assert len(directions | {tuple(-weight for weight in each) for each in directions}) == 2 * ROW
 
 
 def test_each_weight_is_as_likely() -> None:
     counts = torch.bincount(module._weights(torch.device("cpu"), torch.int64).reshape(-1) + 63, minlength=127)
-    assert len(counts) == 127 and counts.min() > 32 and counts.max() < 105, "8192 draws: 64.5 of each, within 5 deviations"
+    assert len(counts) == 127 and counts.min() > 870 and counts.max() < 1194, "1032 of each, within 5 deviations"
 
 
 @pytest.mark.parametrize("byte", [-128, 127])
@@ -131,7 +131,7 @@ def test_sums_of_the_largest_bytes_are_exact(byte: int) -> None:
     exact = rows.long() @ module._weights(rows.device, torch.int64)
     assert torch.equal(module._products_in_float32(rows).long(), exact)
     assert torch.equal(module._products(rows).long(), exact)
-    assert 128 * 63 * ROW < 2**23, "what any weights could come to"
+    assert 128 * 63 * module._PIECE < 2**23 and 128 * 63 * ROW < 2**31, "what any weights could come to"
 
 
 @settings(max_examples=20, deadline=None)
@@ -143,7 +143,18 @@ def test_sums_are_the_same_on_all_kinds_of_devices(seed: int, num_rows: int) -> 
     assert torch.equal(module._products_in_float32(rows).long(), exact)
 
 
-def test_a_processor_whose_products_saturate_or_are_missing_has_the_same_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def probing() -> Iterator[None]:
+    """What the processor can do is found out anew, in the test and after it."""
+    module._multiplies_int8.cache_clear()
+    yield
+    module._multiplies_int8.cache_clear()
+
+
+@pytest.mark.parametrize("lack", ["saturates", "is missing", "no VNNI", "no oneDNN"])
+def test_a_processor_without_fast_and_exact_products_has_the_same_checksums(
+    lack: str, probing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = [torch.randn(size) for size in (0, 5, 300, 40_000)]
     before = checksums(tensors)
 
@@ -153,13 +164,25 @@ def test_a_processor_whose_products_saturate_or_are_missing_has_the_same_checksu
     def missing(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("not implemented for this processor")
 
-    for replacement in (saturating, missing):
-        monkeypatch.setattr(torch, "_int_mm", replacement)
-        module._has_exact_products.cache_clear()
-        assert not module._has_exact_products()
+    monkeypatch.setattr(module, "_has_vnni", lambda: lack != "no VNNI")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: lack != "no oneDNN")
+    if lack in ("saturates", "is missing"):
+        monkeypatch.setattr(torch, "_int_mm", saturating if lack == "saturates" else missing)
+    module._multiplies_int8.cache_clear()
+    assert not module._multiplies_int8()
+    assert checksums(tensors) == before
+
+
+@pytest.mark.parametrize("has_vnni", [False, True])
+def test_autocast_and_another_default_device_change_nothing(
+    has_vnni: bool, probing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = [torch.randn(40_000)]
+    before = checksums(tensors)
+    monkeypatch.setattr(module, "_has_vnni", lambda: has_vnni)
+    module._multiplies_int8.cache_clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
         assert checksums(tensors) == before
-    monkeypatch.undo()
-    module._has_exact_products.cache_clear()
 
 
 def test_tensors_that_share_a_product_have_their_own_checksums() -> None:
