@@ -330,10 +330,12 @@ def test_the_launcher_makes_room_also_if_one_output_was_emptied_while_another_on
     monkeypatch.setattr(outputs, "WAITING_BYTES", 2**21)
     run = record()
     emptied, growing = run.output(0), run.output(1)
-    os.write(emptied.descriptor, b"x" * 2**20)
-    run.until(lambda: emptied.log.exists() and emptied.log.stat().st_size == 2**20, "the log of the first")
+    os.write(emptied.descriptor, b"x\n" * 2**19)
+    copied = run.recording._copied
+    run.until(lambda: min(copied.copied(2).position, copied.shown(2)) == 2**20 + 1, "the first to be copied and shown")
     run.stop()
-    run.recording.poll()
+    run.recording._sizes.clear()
+    run.recording.poll()  # finds that nothing waits
     os.ftruncate(emptied.descriptor, 0)
     os.write(growing.descriptor, b"x" * (2**19 + 2**21))
     run.recording.poll()
