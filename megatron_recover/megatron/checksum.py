@@ -38,7 +38,7 @@ it is 1/512 of the bytes."""
 _NUM_SUMS, _LARGEST_WEIGHT = 8, 63
 _PIECE = 1024
 """Bytes of a row whose products float32 sums exactly."""
-_FEW_ROWS = 16
+_FEW_ROWS = 64
 """Tensors with fewer share a product."""
 _CHUNK_ROWS = 512
 """Rows that are float32 in the memory of another device at once: 32 MiB."""
