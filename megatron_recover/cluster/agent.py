@@ -305,7 +305,7 @@ class Agent:
         calls, and its time is not its own there either.
         """
         process = self._processes[replica, rank]
-        if process.reported or not at_the_poll:
+        if process.reported or not (at_the_poll and process.fields):
             process.fields = process.stat.read()
         fields = process.fields
         state = fields[_STATE_FIELD].decode() if fields else ""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_recover.deadlines import OOM_S
 
-_LOOK_S = 0.25
+_LOOK_S = 0.1
 
 
 class _Counter:

@@ -186,5 +186,9 @@ def test_autocast_and_another_default_device_change_nothing(
 
 
 def test_tensors_that_share_a_product_have_their_own_checksums() -> None:
-    tensors = [torch.randn(size) for size in (256, 3, 20_000, 300, 0, 513, 16_384)]
+    sizes = [256, 3, 20_000, 300, 0, 513, 16_384, 300_000, 4096, 8192, *[200_000] * 20, 4096, 300_000]
+    tensors = [torch.randn(size) for size in sizes]
     assert checksums(tensors) == [checksum(tensor) for tensor in tensors]
+    rows = [torch.empty(tensor.numel() * 4 // ROW, ROW, dtype=torch.int8) for tensor in tensors]
+    shared = [sum(map(len, part)) for part in module._sharing(rows)]
+    assert max(shared) <= module._CHUNK_ROWS and sum(shared) == sum(map(len, rows)) and len(shared) < len(rows) / 2
