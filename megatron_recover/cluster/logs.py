@@ -31,6 +31,8 @@ from megatron_recover.cluster.output import (
 )
 
 _INTERVAL_S = 0.2
+_SOON_S = 0.003
+"""The same at the end of a run, for which somebody waits."""
 _RETRY_S = 1.0
 """Before a log is tried again that had an error."""
 _CHUNKS_AT_ONCE = 16
@@ -135,7 +137,8 @@ class LogWriter:
         self._ledger = ledger
         self._logs: tuple[_Log, ...] = ()
         self._errors: dict[int, OSError] = {}
-        self._over = threading.Event()
+        self._woken = threading.Event()
+        self._is_hurried = self._is_over = False
         self.busy_since: float | None = None
         """`time.monotonic()` at which the write under way began; None while there is none."""
         self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
@@ -155,15 +158,23 @@ class LogWriter:
         """Return how many bytes are not in their logs."""
         return sum(each.num_left for each in self._logs)
 
+    def hurry(self) -> None:
+        """Copy at once from now on: the run is over."""
+        self._is_hurried = True
+        self._woken.set()
+
     def close(self, deadline_s: float) -> None:
         """End the thread, unless the disk holds it for longer than `deadline_s`."""
-        self._over.set()
+        self._is_over = True
+        self._woken.set()
         self._thread.join(deadline_s)
 
     def _run(self) -> None:
         has_more = False
-        while not self._over.wait(0.0 if has_more else _INTERVAL_S):
+        while not self._is_over:
             has_more = sum(self._copy(log) for log in self._logs) > 0  # each has its turn
+            self._woken.wait(0.0 if has_more else _SOON_S if self._is_hurried else _INTERVAL_S)
+            self._woken.clear()
         for log in self._logs:
             log.close()
 

@@ -118,6 +118,7 @@ class Recorder:
             while time.monotonic() < end:
                 time.sleep(_INTERVAL_S)
                 self._turn()
+        self._outputs.writer.hurry()
         for number in self._merge.sources:
             self._merge.ended(number)
         until = time.monotonic() + self._deadlines.trace_s

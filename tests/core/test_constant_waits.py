@@ -26,6 +26,7 @@ INTERVALS = {
     "cluster/event_store.py _RETRY_S": "between two tries to write the same batch, which is kept meanwhile",
     "cluster/launcher.py _POLL_S": "between two looks at every rank",
     "cluster/logs.py _INTERVAL_S": "between two copies of what ranks print",
+    "cluster/logs.py _SOON_S": "the same at the end of a run",
     "cluster/logs.py _RETRY_S": "before a log that had an error is tried again; its text is kept",
     "cluster/out_of_memory.py _LOOK_S": "between two looks at a counter of the kernel",
     "cluster/recorder.py _INTERVAL_S": "between two drains of the rings",
