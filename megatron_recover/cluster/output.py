@@ -254,22 +254,21 @@ class OutputLedger:
 
     def drop(
         self, outputs: Mapping[int, Output], limit: int, who: Who, *, why: Why = Why.FASTER, shown: Container[int] = ()
-    ) -> int:
+    ) -> None:
         """Free the oldest output that waits, where more than `limit` bytes of all outputs do (Note [Dropping]).
 
-        Return how many wait then. `shown`: those that wait for the console, too.
+        `shown`: those that wait for the console, too.
         """
         ends = {number: self.end(number, output) for number, output in outputs.items()}
         waiting = {number: max(0, end - self._done(number, is_shown=number in shown)) for number, end in ends.items()}
         if sum(waiting.values()) <= limit:
-            return sum(waiting.values())
+            return
         most = _most(waiting.values(), limit - limit // 8)  # a part of it at once, not each byte by itself
         for number, num_bytes in waiting.items():
             if num_bytes > most:
                 begin, until = _WORDS * number, ends[number] - most
                 self._words[begin + _WHY], self._words[begin + _LOST + who] = why, until
                 self.free(number, outputs[number], until)
-        return sum(min(num_bytes, most) for num_bytes in waiting.values())
 
     def look(self, now_ns: int, disk: Why) -> None:
         """Note that the recorder looks at what is printed, and what the disk does."""

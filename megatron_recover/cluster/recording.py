@@ -7,7 +7,6 @@ of the run.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import socket
@@ -87,10 +86,6 @@ class Recording:
         self._outputs: dict[int, Output] = {}
         self._shown_of: dict[int, int] = {}
         """Output -> replica whose lines are for the console, or the log of our own that it is."""
-        self._sizes: list[int] = []
-        """Of all outputs, before the newest look at what waits."""
-        self._room = 0
-        """How much more found room in memory then."""
         self._rings: dict[int, _Ring] = {}
         self._numbers: dict[tuple[int, int], int] = {}
         self._outbox: deque[messages.Told] = deque()
@@ -310,15 +305,9 @@ class Recording:
 
     def _drop_output(self) -> None:
         """Drop what finds no room in memory: the recorder may be stopped, or gone."""
-        sizes = [os.fstat(made.descriptor).st_size for made in self._outputs.values()]
-        printed = [now - before for now, before in itertools.zip_longest(sizes, self._sizes, fillvalue=0)]
-        if min(printed) >= 0 and sum(printed) <= self._room:
-            return  # nobody has emptied one, and all that was printed finds room beside what waited
         shown = {number for number, shown_of in self._shown_of.items() if shown_of >= 0}
         why = self._copied.cause(time.monotonic_ns(), self._deadlines.still_s)
-        limit = self._settings.output_bytes
-        self._room = limit - self._copied.drop(self._outputs, limit, Who.LAUNCHER, why=why, shown=shown)
-        self._sizes = sizes
+        self._copied.drop(self._outputs, self._settings.output_bytes, Who.LAUNCHER, why=why, shown=shown)
 
     def _hang_up(self) -> None:
         if self._control is not None:
