@@ -6,12 +6,14 @@ the rows of all into one table and `bench.json`.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import signal
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -62,11 +64,24 @@ def row(
     )  # fmt: skip
 
 
-def end(process: subprocess.Popen[str], patience_s: float = 30.0) -> None:
-    """Ask a job to end, and kill it if it does not within `patience_s`."""
-    process.send_signal(signal.SIGTERM)
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Put off signals that end a benchmark: jobs run in sessions of their own, and one that nobody ends trains for hours."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     try:
-        process.wait(timeout=patience_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end(*processes: subprocess.Popen[Any], patience_s: float = 30.0) -> None:
+    """Ask jobs to end, and kill those that do not within `patience_s`. Signals that end the benchmark wait meanwhile."""
+    with undisturbed():
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        for process in processes:
+            try:
+                process.wait(timeout=patience_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -62,7 +62,7 @@ class Case:
     sequence: int
     """Tokens of a microbatch."""
     steps: int
-    """Of each side, at least, while both are in steady state."""
+    """Of each side, at least, in steady state; twice as many where it runs alone."""
     pairs: int
     overlap: bool = False
     """Both sides reduce gradients beside the backward (`--overlap-grad-reduce`)."""
@@ -81,7 +81,7 @@ def tree_cpu_s(pid: int) -> float:
 
 
 class Side:
-    """One of two jobs that run at the same time."""
+    """One of the two jobs that are compared."""
 
     def __init__(
         self, command: list[str], output: pathlib.Path, log: pathlib.Path, used: Callable[[int], float] = tree_cpu_s
@@ -92,7 +92,7 @@ class Side:
         """
         environment = {"OMP_NUM_THREADS": "1"} | inherited_environment() | KEEP_MEMORY  # one thread: as both launchers choose
         with open(output, "wb") as stream:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )  # fmt: skip
         self._output, self._log, self._num_read, self._used = output, log, 0, used
@@ -100,14 +100,14 @@ class Side:
 
     def look(self) -> None:
         """Note a new iteration. Raises RuntimeError when the job has ended."""
-        if self._process.poll() is not None:
-            raise RuntimeError(f"the run has ended: {self._process.args!r}\n{self._output.read_text(errors='replace')[-4000:]}")
+        if self.process.poll() is not None:
+            raise RuntimeError(f"the run has ended: {self.process.args!r}\n{self._output.read_text(errors='replace')[-4000:]}")
         with open(self._log, "rb") if self._log.exists() else io.BytesIO() as stream:
             stream.seek(self._num_read)
             news = stream.read().rpartition(b"\n")[0]
         self._num_read += len(news)
         if found := ITERATION.findall(news):
-            self.stamps.append(Stamp(int(found[-1]), self._used(self._process.pid), time.monotonic()))
+            self.stamps.append(Stamp(int(found[-1]), self._used(self.process.pid), time.monotonic()))
 
     def between(self, begin_s: float, end_s: float) -> tuple[int, float]:
         """Steps between two instants, and what was used a step."""
@@ -117,15 +117,14 @@ class Side:
         steps = stamps[-1].iteration - stamps[0].iteration
         return steps, (stamps[-1].used - stamps[0].used) / steps
 
-    def end(self) -> None:
-        """Stop the job."""
-        end(self._process)
 
-
-def measure(sides: Sequence[Side], steps: int, deadline_s: float) -> list[float]:
-    """What each side used a step, over at least so many of its steps while all are in steady state; ends them."""
+def measure(starts: Sequence[Callable[[], Side]], steps: int, deadline_s: float) -> list[float]:
+    """Start the sides; return what each used a step, over at least so many of its steps while all are in steady state."""
     deadline = time.monotonic() + deadline_s
+    sides: list[Side] = []
     try:
+        for start in starts:
+            sides.append(start())
         while time.monotonic() < deadline:
             for side in sides:
                 side.look()
@@ -136,8 +135,7 @@ def measure(sides: Sequence[Side], steps: int, deadline_s: float) -> list[float]
                     return [used for _, used in measured]
             time.sleep(_LOOK_S)
     finally:
-        for side in sides:
-            side.end()
+        end(*(side.process for side in sides))
     raise RuntimeError(f"{steps} steps took more than {deadline_s:g} s; iterations: {[side.stamps[-1:] for side in sides]}")
 
 
@@ -197,14 +195,17 @@ def shaped(case: Case, *, steps: int) -> Job:
 def _pair(case: Case, data: pathlib.Path, folder: pathlib.Path, name: str, *, at_once: bool, ours_first: bool = True) -> float:
     """Percent of CPU-seconds a step that ours takes more than the baseline. `at_once`: the two run at the same time."""
     job = shaped(case, steps=10_000)
-    ours, baseline = commands(job, data, folder, name)
     log = folder / name / "logs" / f"replica-0-rank-{job.tp * job.pp - 1}.log"
     output = folder / f"{name}.baseline.log"
-    begin = (lambda: Side(ours, folder / f"{name}.log", log), lambda: Side(baseline, output, output))
+    # The baseline's port is chosen when it starts.
+    begin = (
+        lambda: Side(commands(job, data, folder, name)[0], folder / f"{name}.log", log),
+        lambda: Side(commands(job, data, folder, name)[1], output, output),
+    )
     if at_once:
-        ours_s, baseline_s = measure([start() for start in begin], case.steps, DEADLINE_S)
+        ours_s, baseline_s = measure(begin, case.steps, DEADLINE_S)
     else:
-        used = {which: measure([begin[which]()], 2 * case.steps, DEADLINE_S)[0] for which in ((0, 1) if ours_first else (1, 0))}
+        used = {which: measure([begin[which]], 2 * case.steps, DEADLINE_S)[0] for which in ((0, 1) if ours_first else (1, 0))}
         ours_s, baseline_s = used[0], used[1]
     print(f"{case.title}: {ours_s:.3f} against {baseline_s:.3f} CPU-seconds a step", file=sys.stderr, flush=True)
     return 100 * (ours_s / baseline_s - 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pathlib
 import shlex
 import tempfile
+from functools import partial
 
 from benchmarks.common import Row, row
 from benchmarks.overhead import CASES, DEADLINE_S, Side, commands, measure, shaped
@@ -39,8 +40,8 @@ def rows() -> list[Row]:
             ours, baseline = commands(job, data, folder, f"run-{index}")
             log = folder / f"run-{index}" / "logs" / f"replica-0-rank-{job.tp * job.pp - 1}.log"
             output = folder / f"{index}.baseline.log"
-            [moved] = measure([Side(_alone(ours), folder / f"{index}.log", log, sent_bytes)], STEPS, DEADLINE_S)
-            [expected] = measure([Side(_alone(baseline), output, output, sent_bytes)], STEPS, DEADLINE_S)
+            [moved] = measure([partial(Side, _alone(ours), folder / f"{index}.log", log, sent_bytes)], STEPS, DEADLINE_S)
+            [expected] = measure([partial(Side, _alone(baseline), output, output, sent_bytes)], STEPS, DEADLINE_S)
             result.append(
                 row(
                     f"bytes moved a step ({case.title}; ours {moved / 1e6:.2f} MB)", [moved / expected], "ratio",

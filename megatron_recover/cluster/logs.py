@@ -158,6 +158,10 @@ class LogWriter:
         """Return how many bytes are not in their logs."""
         return sum(each.num_left for each in self._logs)
 
+    def wake(self) -> None:
+        """Copy what is there now."""
+        self._woken.set()
+
     def hurry(self) -> None:
         """Copy at once from now on: the run is over."""
         self._is_hurried = True
@@ -203,19 +207,26 @@ class Outputs:
     """All outputs of a run, as the recorder's own thread sees them. It waits for no disk."""
 
     def __init__(
-        self, ledger: OutputLedger, *, limit_bytes: int, slow_disk_s: float, keep: Callable[[int, bytes], bool]
-    ) -> None:
-        """`limit_bytes` of all outputs may wait for the disk. `keep(replica, lines)` returns whether lines are to be shown.
+        self, ledger: OutputLedger, *, limit_bytes: int, slow_disk_s: float, speaks: Callable[[int], bool],
+        keep: Callable[[bytes], None],
+    ) -> None:  # fmt: skip
+        """`limit_bytes` of all outputs may wait for the disk. A disk that takes longer than `slow_disk_s` does not answer.
 
-        `slow_disk_s`: a disk that takes longer does not answer.
+        `speaks(replica)` returns whether a replica speaks for the job at present. Its lines are shown, and given to `keep`.
         """
-        self._ledger, self._limit_bytes, self._slow_disk_s, self._keep = ledger, limit_bytes, slow_disk_s, keep
+        self._ledger, self._limit_bytes, self._slow_disk_s = ledger, limit_bytes, slow_disk_s
+        self._speaks, self._keep = speaks, keep
         self._outputs: dict[int, Output] = {}
         self._shown: dict[int, int] = {}
         """Output -> replica."""
-        self._printed, self._looked_at = 0, time.monotonic()
+        self._ends: dict[int, int] = {}
+        """Output -> the end that it had in this turn, and in the one before."""
+        self._ends_before: dict[int, int] = {}
+        self._looked_at = time.monotonic()
         self.is_filling = False
         """Whether what is printed would fill the memory within a second: then every moment counts."""
+        self.has_more = False
+        """Whether the last `look` has left lines for the next one."""
         self.num_emptied = 0
         """How often somebody has emptied an output (`output.py`, Note [Emptied])."""
         self.num_unshown = 0
@@ -230,35 +241,34 @@ class Outputs:
         self.writer.add(number, output, is_shown=shown_of is not None)
 
     def make_room(self) -> None:
-        """Drop what finds no room in memory, and notice which outputs somebody has emptied. Called as often as can be."""
-        ledger, now = self._ledger, time.monotonic()
-        for number, output in self._outputs.items():
-            if ledger.notice_emptied(number, output):
-                self.num_emptied += 1
-                if number in self._shown:
-                    self._keep(self._shown[number], EMPTIED_NOTE)
-        since = self.writer.busy_since
-        is_stuck = self.writer.error is not None or (since is not None and now - since > self._slow_disk_s)
-        disk = Why.DISK if is_stuck else Why.FASTER
-        ledger.look(time.monotonic_ns(), disk)
-        ledger.drop(self._outputs, self._limit_bytes, Who.RECORDER, why=disk, shown=self._shown)
-        printed = sum(ledger.end(number, output) for number, output in self._outputs.items())
-        self.is_filling = printed - self._printed > self._limit_bytes * (now - self._looked_at)
-        self._printed, self._looked_at = printed, now
+        """Drop what finds no room in memory, and notice how fast it fills. Called once a turn: calls that follow each other
+        at once would measure nothing.
+        """
+        self._drop()
+        now, ends = time.monotonic(), {number: self._ledger.end(number, output) for number, output in self._outputs.items()}
+        num_new = sum(ends.values()) - sum(self._ends.values())
+        self.is_filling = num_new > self._limit_bytes * (now - self._looked_at)
+        self._ends_before, self._ends, self._looked_at = self._ends, ends, now
 
     def look(self, *, at_end: bool = False) -> Iterator[str]:
-        """Yield new lines that are to be shown, and make room between them.
+        """Yield new lines of who speaks for the job, and drop what finds no room meanwhile.
 
         `at_end`: all that is there now, and what follows the last newline. Else so much of each that all have their turn.
+        What others have printed since the turn before stays: the event by which one of them speaks for the job from now on
+        can be on its way.
         """
-        self.make_room()
+        self.has_more = False
+        self._drop()
         for number, replica in self._shown.items():
+            if not self._speaks(replica):
+                before = self._ends_before.get(number, 0)
+                self._ledger.show(number, max(before, self._ledger.shown(number)))
+                continue
             for text, position in self._new_lines(number, self._outputs[number], at_end=at_end):
-                is_kept = self._keep(replica, text)
+                self._keep(text)
                 self._ledger.show(number, position)  # right behind that: who is killed in between keeps lines twice
-                if is_kept:
-                    yield from text.decode(errors="replace").splitlines()
-                self.make_room()
+                yield from text.decode(errors="replace").splitlines()
+                self._drop()
 
     def seal(self) -> None:
         """Have nobody print any more: the run is over, and a program that outlives it would fill the memory."""
@@ -279,14 +289,29 @@ class Outputs:
         """Return the newest output of each process, with its log."""
         return sorted((each.log, each.end()) for each in self._outputs.values())
 
+    def _drop(self) -> None:
+        """Drop what finds no room in memory, and notice which outputs somebody has emptied."""
+        ledger = self._ledger
+        for number, output in self._outputs.items():
+            if ledger.notice_emptied(number, output):
+                self.num_emptied += 1
+                self.writer.wake()  # what is printed now is lost if the output is emptied again before it is copied
+                if number in self._shown and self._speaks(self._shown[number]):
+                    self._keep(EMPTIED_NOTE)
+        since = self.writer.busy_since
+        is_stuck = self.writer.error is not None or (since is not None and time.monotonic() - since > self._slow_disk_s)
+        disk = Why.DISK if is_stuck else Why.FASTER
+        ledger.look(time.monotonic_ns(), disk)
+        ledger.drop(self._outputs, self._limit_bytes, Who.RECORDER, why=disk, shown=self._shown)
+
     def _new_lines(self, number: int, output: Output, *, at_end: bool) -> Iterator[tuple[bytes, int]]:
         """Yield whole lines, with the position behind them, which the caller enters in the ledger."""
         ledger, end = self._ledger, self._ledger.end(number, output)  # what somebody prints meanwhile would have no end
         for _ in itertools.count() if at_end else range(_CHUNKS_AT_ONCE):
             begin, first = ledger.shown(number), ledger.first(number)
             if num_missing := ledger.num_unshown(number):
-                if self._keep(self._shown[number], lost_note(num_missing, ledger.why(number))):
-                    self.num_unshown += num_missing
+                self._keep(lost_note(num_missing, ledger.why(number)))
+                self.num_unshown += num_missing
                 ledger.show(number, begin)
             if end <= begin:
                 return
@@ -300,3 +325,4 @@ class Outputs:
                 return  # the line is still being written
             whole = whole or len(data)
             yield data[:whole], begin + whole
+        self.has_more = True

@@ -6,7 +6,8 @@ lines of ours to `launcher.log`. It waits for nobody, and decides nothing.
 Note [Order of lines]. Events have the time of the trace, what the launcher says has the time at which that was said, and a line
 that a rank has printed has the time at which it was found, up to 0.2 s later. All of them reach the recorder in ways of their
 own. So each is kept for `HOLD_S`, and what is older is told by its time. What arrives later still (from a process that stood
-still) is told at once, with its own time. Only words wait: the account has an event as soon as it is taken.
+still, or was held up while it recorded) is told at once, with its own time. Only words wait: the account has an event as soon
+as it is taken.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Why(enum.IntEnum):
 
     def __str__(self) -> str:
         return (
-            "ranks printed faster than the disk took it", "the disk did not answer, or refused it", "the recorder did not run"
+            "ranks printed faster than it was copied", "the disk did not answer, or refused it", "the recorder did not run"
         )[self]  # fmt: skip
 
 

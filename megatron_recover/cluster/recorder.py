@@ -56,11 +56,11 @@ from megatron_recover.process_stat import state_of
 from megatron_recover.ring import Dropped, Item, Merge, RingReader
 
 _INTERVAL_S = 0.2
-"""Between two turns: how old the newest line of the file is while the disk takes it. A turn costs 0.5 ms of CPU time."""
+"""Between two turns: how old the newest line of the file is while the disk takes it."""
 _SOON_S = 0.003
-"""The same where every moment counts."""
-_BATCH_BYTES = 2**23
-"""Written at once: one batch a turn, and a disk may take 40 MiB/s."""
+"""The same where every moment counts, and how long a turn waits for a batch to be written."""
+_BATCH_BYTES = 2**20
+"""Written at once. Rings have room again when a batch is written."""
 _AHEAD_BYTES = 16 * 2**20
 """Events that are taken out of the rings and not written: the console shows them while the disk stalls. They stay in the rings
 until they are written."""
@@ -77,8 +77,9 @@ class Recorder:
         """`control` leads to the launcher."""
         self._control, self._ledger, self._settings, self._deadlines = control, ledger, settings, settings.deadlines
         self._outputs = Outputs(
-            outputs, limit_bytes=settings.output_bytes, slow_disk_s=self._deadlines.slow_disk_s, keep=self._keep_lines
-        )
+            outputs, limit_bytes=settings.output_bytes, slow_disk_s=self._deadlines.slow_disk_s,
+            speaks=lambda replica: self._narrator.is_writer(replica), keep=lambda lines: self._keep(TRAIN_LOG, lines),
+        )  # fmt: skip
         self._own_logs: dict[int, Output] = {}
         launcher = os.getppid()
         self._console = Console(quiet=settings.quiet, is_held=lambda: _is_stopped(launcher), deadlines=self._deadlines)
@@ -102,21 +103,20 @@ class Recorder:
         self._finish: Finish | None = None
         self._is_orphan = False
         self._num_lost, self._losses_told_at, self._was_told = 0, 0.0, (0, 0, 0, 0)
-        self._looked_at = 0.0
         self._troubles = dict.fromkeys(_WHAT, "")
 
     def run(self) -> None:
         """Record until the launcher says `Finish`, or is gone."""
         self._console.start()
         while self._finish is None and not self._is_orphan:
-            is_readable(self._control, _SOON_S if self._outputs.is_filling else _INTERVAL_S)
+            is_readable(self._control, self._pause_s())
             if self._turn():
                 # A message ends the wait, and there may be thousands: drains keep their pace.
                 time.sleep(_SOON_S)
         if self._is_orphan:
             end = time.monotonic() + self._deadlines.orphan_s
             while time.monotonic() < end:
-                time.sleep(_INTERVAL_S)
+                time.sleep(self._pause_s())
                 self._turn()
         self._outputs.writer.hurry()
         for number in self._merge.sources:
@@ -137,18 +137,27 @@ class Recorder:
 
     def _turn(self) -> bool:
         """Do what there is to do. Return whether the launcher had something to say."""
-        now = time.monotonic_ns()
         has_heard = self._receive()
         self._send_unsent()
-        self._look_at_outputs(at_once=has_heard)
+        self._outputs.make_room()
+        now = time.monotonic_ns()
+        # Events up to now can name another writer. What the former one printed before them is there now, and is shown first.
+        self._narrator.take_lines(self._outputs.look(), self._seconds())
         if len(self._places) >= self._settings.num_rings:
             self._drain(now)
-        self._write()
+        self._write(wait_s=_SOON_S)
         self._tell(time.monotonic())
         self._narrate(self._seconds() - HOLD_S)
         if self._console.is_live:
             self._console.now = self._narrator.progress.line()
         return has_heard
+
+    def _pause_s(self) -> float:
+        """Return how long the next turn has time."""
+        since = self._keeper.busy_since
+        is_written_soon = since is None or time.monotonic() - since < _INTERVAL_S
+        is_behind = self._outputs.has_more or (bool(self._lines) and is_written_soon)
+        return _SOON_S if self._outputs.is_filling or is_behind else _INTERVAL_S
 
     def _seconds(self) -> float:
         """Return the time by the clock of the trace."""
@@ -224,21 +233,6 @@ class Recorder:
 
     # --- From the outputs --------------------------------------------------------------------------------------------
 
-    def _look_at_outputs(self, *, at_once: bool) -> None:
-        # Before the events: what the writer printed while it was the writer is shown before a newer roster names another.
-        if at_once or time.monotonic() - self._looked_at >= _INTERVAL_S:
-            self._looked_at = time.monotonic()
-            self._narrator.take_lines(self._outputs.look(), self._seconds())
-        else:
-            self._outputs.make_room()
-
-    def _keep_lines(self, replica: int, lines: bytes) -> bool:
-        """Keep lines that a replica has printed for `train.log`, and return True, if the replica speaks for the job."""
-        if not self._narrator.is_writer(replica):
-            return False
-        self._keep(TRAIN_LOG, lines)
-        return True
-
     def _keep(self, which: int, lines: bytes) -> None:
         """Write into memory what is to be in a log of our own."""
         if which in self._own_logs:
@@ -274,20 +268,24 @@ class Recorder:
 
     # --- To the disk -------------------------------------------------------------------------------------------------
 
-    def _write(self, wait_s: float = 0.0) -> None:
-        """Note what was written, and give the next batch to the thread that writes."""
-        if (batch := self._keeper.done(wait_s)) is not None:
-            for number, (position, told) in batch.positions.items():
-                self._merge.sources[number].release(position, told)
-            self._ahead -= len(batch.lines)
-        if self._keeper.busy_since is not None:
-            return
-        if self._lines:
+    def _write(self, wait_s: float) -> None:
+        """Have the thread that writes take one batch after the other, as long as each takes less than `wait_s`."""
+        self._note_written(0.0)
+        while self._keeper.busy_since is None and self._lines:
             self._keeper.give(self._next_batch())
+            self._note_written(wait_s)
+        if self._keeper.busy_since is None:
+            for number in self._merge.exhausted():
+                self._merge.remove(number)
+                self._send(Drained(number))
+
+    def _note_written(self, wait_s: float) -> None:
+        """Give the rings room for what is written, if that is so within `wait_s`."""
+        if self._keeper.busy_since is None or (batch := self._keeper.done(wait_s)) is None:
             return
-        for number in self._merge.exhausted():
-            self._merge.remove(number)
-            self._send(Drained(number))
+        for number, (position, told) in batch.positions.items():
+            self._merge.sources[number].release(position, told)
+        self._ahead -= len(batch.lines)
 
     def _next_batch(self) -> Batch:
         lines: list[bytes] = []
@@ -308,13 +306,17 @@ class Recorder:
         refused_until = min(until, time.monotonic() + self._deadlines.refused_s)
         left = True
         half = (time.monotonic() + until) / 2  # hundreds of megabytes of lines must not cost the events
-        lines = itertools.takewhile(lambda _: time.monotonic() < half, self._outputs.look(at_end=True))
-        self._narrator.take_lines(lines, self._seconds())
+        self._look_for_the_last_time(half)
         while left and time.monotonic() < (until if self._error is None else refused_until):
             self._drain(time.monotonic_ns())
             self._write(wait_s=_SOON_S)
             left = bool(self._lines) or self._keeper.busy_since is not None or self._merge.has_more
+        self._look_for_the_last_time(half)  # the last events may have named another writer
         return left
+
+    def _look_for_the_last_time(self, until: float) -> None:
+        lines = itertools.takewhile(lambda _: time.monotonic() < until, self._outputs.look(at_end=True))
+        self._narrator.take_lines(lines, self._seconds())
 
     def _show_end(self) -> None:
         """Tell the rest, and how the run ended: on the console behind the last lines of what failed."""

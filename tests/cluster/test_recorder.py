@@ -23,10 +23,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover import event_files, trace
+from megatron_recover import event_files, ring, trace
 from megatron_recover.cluster import recorder
 from megatron_recover.cluster import recorder_messages as messages
 from megatron_recover.cluster.event_store import Batch, EventStore, Keeper, Ledger, create_ledger
+from megatron_recover.cluster.output import OutputLedger, create_output_ledger
 from megatron_recover.cluster.readiness import is_readable
 from megatron_recover.cluster.recording import Pauses, Recording
 from megatron_recover.core.values import ExitCode
@@ -402,6 +403,39 @@ def test_word_of_a_drained_ring_that_the_launcher_has_no_room_for_is_sent_later(
     assert heard == list(range(5000))
     ours.close()
     theirs.close()
+
+
+def test_what_waits_is_written_in_pieces_and_rings_have_room_again_in_the_turn_that_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "_SOON_S", DEADLINE_S)  # as long as a write takes
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    settings = messages.Settings(
+        run_dir=str(tmp_path), started_at=0.0, account=Account(replicas=1, run_dir=""), quiet=True, part_bytes=2**30,
+        output_bytes=2**20, num_rings=1, deadlines=Deadlines.of(),
+    )  # fmt: skip
+    sizes: list[int] = []
+
+    def write(file: int, data: memoryview) -> int:
+        sizes.append(len(data))
+        return os.write(file, data)
+
+    ledger = Ledger(create_ledger())
+    store = EventStore(tmp_path, ledger, part_bytes=2**30, close_s=DEADLINE_S, write=write)
+    made = recorder.Recorder(theirs, ledger, OutputLedger(create_output_ledger()), settings, store)
+    descriptor = ring.create(capacity=2**23)
+    socket.send_fds(ours, [msgspec.json.encode(messages.Ring(3, 0, 0))], [descriptor])
+    log = ring.RingLog(descriptor)
+    for number in range(300):
+        log.record(event(number, padding=5000))
+    made._turn()
+    assert steps(tmp_path) == list(range(300))
+    assert made._ahead == 0, "the ring has room for as much again"
+    assert len(sizes) > 2 and max(sizes) < 2**20 + 2**15, "a slow disk answers once a piece"
+    made._keeper.close(DEADLINE_S)
+    made._outputs.writer.close(DEADLINE_S)
+    for each in (ours, theirs):
+        each.close()
 
 
 def test_a_recorder_that_stands_still_loses_only_what_is_counted(record: Callable[..., Run], capfd) -> None:  # noqa: ANN001

@@ -12,7 +12,7 @@ from megatron_recover.cli import run
 from megatron_recover.cluster.job import Job
 from megatron_recover.cluster.launcher import Launcher
 
-RING_BYTES = 2**14
+RING_BYTES = 2**15
 
 
 def main() -> int:
