@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from tests.cluster.jobs import Spec
-from tests.cluster.recordings import Run
 from tests.cluster.running import AtTerminal, Running, Start
 
 
@@ -26,17 +24,3 @@ def start() -> Iterator[Start]:
     yield starting
     for job in started:
         job.close()
-
-
-@pytest.fixture
-def record(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Starts recordings, whose recorders are ended at the end of the test."""
-    runs: list[Run] = []
-
-    def starting(run_dir: Path = tmp_path / "run", **fields: object) -> Run:
-        runs.append(Run(run_dir, **fields))
-        return runs[-1]
-
-    yield starting
-    for run in runs:
-        run.recording.close()

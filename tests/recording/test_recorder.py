@@ -34,7 +34,7 @@ from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.observe.ending import Account
 from megatron_recover.observe.tail import Tail
-from tests.cluster.recordings import DEADLINE_S, Run, num_waits
+from tests.recording.runs import DEADLINE_S, Run, num_waits
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -37,8 +37,8 @@ from megatron_recover.cluster.output import (
 )
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
-from tests.cluster.recordings import Run
 from tests.cluster.waiting import until_readable
+from tests.recording.runs import Run
 
 pytestmark = pytest.mark.timeout(150)
 
