@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.common import Row, row
 from megatron_recover.config import RecoverConfig
-from megatron_recover.megatron.state import State
+from megatron_recover.trainer.state import State
 
 LAYERS, WIDTH, TOKENS, RUNS = 4, 1024, 2048, 15
 _GOAL = "<= 0.02"

@@ -75,9 +75,9 @@ def small_cases(chance: random.Random) -> Iterator[tuple[int, list[int], Pipelin
 
 def journal_ns() -> list[float]:
     """Nanoseconds of CPU a microbatch, in the training thread of rank 0: begun and ended, steps of 128 microbatches."""
-    from megatron_recover.collectives.direct import DirectEndpoint
-    from megatron_recover.collectives.handshake import KEY_BYTES
-    from megatron_recover.collectives.member import Member
+    from megatron_recover.authentication.handshake import KEY_BYTES
+    from megatron_recover.control_plane.rank_driver import Member
+    from megatron_recover.data_plane.direct import DirectEndpoint
 
     context = RankContext(
         replica=0, rank=0, num_ranks=1, num_replicas=1, coordinator="", leader="127.0.0.1:0", run_dir="", started_at=0.0

@@ -14,9 +14,9 @@ import torch
 from msgspec.structs import replace
 
 from benchmarks.common import Row, row
-from megatron_recover.cluster.membership import announcements
-from megatron_recover.collectives.encoding import Peer
-from megatron_recover.collectives.wire import frame
+from megatron_recover.control_plane.coordinator_driver import announcements
+from megatron_recover.control_plane.encoding import Peer
+from megatron_recover.control_plane.wire import frame
 from megatron_recover.core import replica
 from megatron_recover.core.recovery import recover
 from megatron_recover.core.values import (
@@ -33,8 +33,8 @@ from megatron_recover.core.values import (
     Vote,
     Work,
 )
-from megatron_recover.megatron.ledger import Ledger, read_losses
-from megatron_recover.megatron.provenance import Counts, is_once
+from megatron_recover.trainer.ledger import Ledger, read_losses
+from megatron_recover.trainer.provenance import Counts, is_once
 
 REPLICAS, MICROBATCHES, STAGES, TENSOR_PARALLEL, BUCKETS_A_STAGE = 64, 8192, 16, 8, 25
 SHARE = MICROBATCHES // REPLICAS

@@ -24,7 +24,7 @@ import psutil
 
 from benchmarks.common import Row, row
 from megatron_recover import trace
-from megatron_recover.collectives.wire import listen
+from megatron_recover.control_plane.wire import listen
 from tests.cluster.jobs import Spec
 from tests.cluster.running import FOR_EVER, Running
 from tests.cluster.strangers import Siege, ports_of, raise_descriptor_limit

@@ -18,13 +18,13 @@ MARK = "parts of a step: "
 
 
 def _put_clocks() -> None:
-    from megatron_recover.collectives.direct import DirectTransport
-    from megatron_recover.collectives.leader import Leader
-    from megatron_recover.collectives.member import Member
+    from megatron_recover.control_plane.rank_driver import Member
+    from megatron_recover.control_plane.replica_driver import Leader
+    from megatron_recover.data_plane.direct import DirectTransport
     from megatron_recover.megatron import commit
     from megatron_recover.megatron.commit import CommitLoop
-    from megatron_recover.megatron.microbatches import Microbatches
-    from megatron_recover.megatron.reduction import Reduction
+    from megatron_recover.trainer.microbatches import Microbatches
+    from megatron_recover.trainer.reduction import Reduction
 
     spent: collections.Counter[str] = collections.Counter()
     num_steps = 0

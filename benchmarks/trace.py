@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 
 from benchmarks.common import Row, row
-from megatron_recover import ring, trace
+from megatron_recover import trace
+from megatron_recover.trace import ring
 
 RUNS = 15
 EVENTS = 5_000

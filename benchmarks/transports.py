@@ -41,8 +41,8 @@ def rank_main(pipe: Connection, rank: int, num_ranks: int) -> None:
     import torch
     from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-    from megatron_recover.collectives.endpoints import open_endpoint
-    from megatron_recover.collectives.handshake import KEY_BYTES
+    from megatron_recover.authentication.handshake import KEY_BYTES
+    from megatron_recover.data_plane.endpoints import open_endpoint
 
     torch.set_num_threads(1)
     endpoints = {kind: open_endpoint(kind, key=bytes(KEY_BYTES), rank=0) for kind in OURS}
@@ -77,7 +77,7 @@ def rank_main(pipe: Connection, rank: int, num_ranks: int) -> None:
 def measure(num_ranks: int) -> Iterator[tuple[int, dict[str, list[float]]]]:
     """Size in bytes and seconds per repetition of each kind, the slowest rank's."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "megatron_recover.collectives.gloo"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "megatron_recover.data_plane.gloo"])
     pipes: list[Connection] = []
     processes: list[Any] = []
     try:
@@ -115,8 +115,8 @@ def checksum_s(num_bytes: int) -> dict[str, float]:
     """Seconds that a checksum of so many bytes takes, the least of several, in segments of a MiB as contributions travel."""
     import torch
 
-    from megatron_recover.collectives.exchange import SEGMENT_BYTES
-    from megatron_recover.megatron.checksum import checksum
+    from megatron_recover.data_plane.exchange import SEGMENT_BYTES
+    from megatron_recover.trainer.checksum import checksum
 
     torch.set_num_threads(1)
     size = min(num_bytes, SEGMENT_BYTES)

@@ -24,9 +24,9 @@ import time
 import zlib
 from collections.abc import Iterator
 
-from megatron_recover import memory_file
 from megatron_recover.config import inherited_descriptor
 from megatron_recover.core.detector import Phase, Progress
+from megatron_recover.host import memory_file
 
 DESCRIPTOR = "progress"
 """The name under which the agent hands the page down."""

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_recover import megatron as recover
-from megatron_recover.megatron.microbatches import Microbatches
-from megatron_recover.megatron.work_queue import WorkQueue
+from megatron_recover.trainer.microbatches import Microbatches
+from megatron_recover.trainer.work_queue import WorkQueue
 
 SCRIPT = pathlib.Path(__file__).resolve().with_name("pretrain_gpt.py")
 

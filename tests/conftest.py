@@ -1,8 +1,49 @@
-"""Settings of all tests."""
+"""Settings of all tests, and what tests of several rooms share."""
 
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+from megatron_recover.config import describe_descriptors
+from megatron_recover.control_plane.wire import address_of
+from tests.stderr import StalledStderr
 
 # An example may take as long as the machine makes it, and so may its choice: the time limit of the test bounds both. A failing
 # example prints the line that replays it.
 settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("project")
+
+
+@pytest.fixture
+def hand_down(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Call it with names and descriptors, which this process then finds as a rank finds what the launcher handed down."""
+    return lambda **named: [monkeypatch.setenv(*each) for each in describe_descriptors(named).items()]  # type: ignore[return-value]
+
+
+@pytest.fixture
+def free() -> Iterator[str]:
+    """An address at which nobody listens, and nobody but who is told of it: the port stays bound meanwhile."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # `listen` binds to it as well
+        holder.bind(("127.0.0.1", 0))
+        yield address_of(holder)
+
+
+@pytest.fixture
+def stalled_stderr(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], StalledStderr]]:
+    """Have stderr of this process stall from the call on. (pytest would put it back between this fixture and the test.)"""
+    made: list[StalledStderr] = []
+
+    def stall() -> StalledStderr:
+        made.append(StalledStderr())
+        monkeypatch.setattr(sys, "stderr", made[0].file())
+        return made[0]
+
+    yield stall
+    for each in made:
+        each.close()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.process_stat import signal_name
+from megatron_recover.host.process_stat import signal_name
 from megatron_recover.trace import TraceError
 
 _LOOK_S = 0.2

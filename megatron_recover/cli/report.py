@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_recover import event_files
 from megatron_recover.cli.run_dirs import no_trace, run_folder
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
 from megatron_recover.observe import report
 from megatron_recover.observe.page import PAGE_FILE
-from megatron_recover.trace import EVENTS_FILE, TraceError
+from megatron_recover.trace import EVENTS_FILE, TraceError, event_files
 
 
 def main(argv: list[str]) -> int:

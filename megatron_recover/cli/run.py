@@ -22,8 +22,8 @@ from megatron_recover.cluster.output import file_limit_mistake
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault
 from megatron_recover.flags import Parser
-from megatron_recover.megatron.arguments import add_recover_arguments, recover_flags
-from megatron_recover.megatron.preflight import FLAGS, Preflight, preflight
+from megatron_recover.megatron.launch.arguments import add_recover_arguments, recover_flags
+from megatron_recover.megatron.launch.preflight import FLAGS, Preflight, preflight
 from megatron_recover.observe import summary
 
 PRELOAD = (
@@ -31,10 +31,10 @@ PRELOAD = (
     "megatron.training",
     "megatron_recover.megatron.training",
     "megatron_recover.megatron.commit",
-    "megatron_recover.megatron.checkpoint",
+    "megatron_recover.megatron.checkpoint.checkpoints",
 )
 """What every rank finds imported."""
-DRY_RUN = Path(megatron_recover.__file__).parent / "megatron" / "dry_run.py"
+DRY_RUN = Path(megatron_recover.__file__).parent / "megatron" / "launch" / "dry_run.py"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 """What a folder says that takes no more."""
 _NO_SCRIPT = "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from megatron_recover import event_files, trace
+from megatron_recover import trace
 from megatron_recover.cli.run_dirs import no_trace, run_folder
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
@@ -24,6 +24,7 @@ from megatron_recover.observe import launcher
 from megatron_recover.observe.files import LOGS
 from megatron_recover.observe.progress import Progress
 from megatron_recover.observe.tail import Tail
+from megatron_recover.trace import event_files
 
 INTERVAL_S = 0.25
 """Between two looks at the trace."""

@@ -30,7 +30,7 @@ from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable
 from megatron_recover.deadlines import Deadlines, figure
-from megatron_recover.process_stat import cause_of, fields_of
+from megatron_recover.host.process_stat import cause_of, fields_of
 
 _PF_EXITING = 0x4
 _STATE_FIELD, _FLAGS_FIELD, _EXIT_CODE_FIELD = 3, 9, 52

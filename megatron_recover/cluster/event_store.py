@@ -29,8 +29,9 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_recover import event_files, memory_file
-from megatron_recover.event_files import EVENTS_FILE
+from megatron_recover.host import memory_file
+from megatron_recover.trace import event_files
+from megatron_recover.trace.event_files import EVENTS_FILE
 
 MAX_RINGS = 2**16
 """Of one run on one node: one for each process that ever records."""

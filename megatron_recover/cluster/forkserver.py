@@ -34,9 +34,9 @@ from typing import NoReturn
 
 import msgspec
 
-from megatron_recover import memory_file
 from megatron_recover.cluster.packets import receive
 from megatron_recover.config import add_to_environment, describe_descriptors
+from megatron_recover.host import memory_file
 
 MAX_PACKET_BYTES = 4096
 REQUEST = b"request"

@@ -15,8 +15,8 @@ from megatron_recover.config import RecoverConfig
 from megatron_recover.faults import Fault
 from megatron_recover.observe import launcher
 from megatron_recover.observe.files import LOGS, log_name
-from megatron_recover.ring import RING_BYTES
 from megatron_recover.trace import Layout, Level
+from megatron_recover.trace.ring import RING_BYTES
 
 TRAIN_LOG = "train.log"
 """What the writer prints."""

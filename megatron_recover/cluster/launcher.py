@@ -22,24 +22,24 @@ import msgspec
 
 from megatron_recover import config as settings
 from megatron_recover import trace
+from megatron_recover.authentication import key as keys
 from megatron_recover.cluster.agent import Agent, AgentLost, End, Undying, descriptors_needed
 from megatron_recover.cluster.job import LOGS, Job, sharing_a_gpu, write_description
-from megatron_recover.cluster.membership import Membership
 from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
 from megatron_recover.cluster.thawing import Thawing
 from megatron_recover.cluster.watch import Watch, explaining_first
-from megatron_recover.collectives import key as keys
-from megatron_recover.collectives import listening, rendezvous
-from megatron_recover.collectives.loop import Loop
-from megatron_recover.collectives.wire import address_of, listen
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext
+from megatron_recover.control_plane import listening, rendezvous
+from megatron_recover.control_plane.coordinator_driver import Membership
+from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.wire import address_of, listen
 from megatron_recover.core.coordinator import Policy
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.megatron.arguments import BAD_ARGUMENTS
+from megatron_recover.megatron.launch.arguments import BAD_ARGUMENTS
 
 _DRY_RUN = -1
 """What the agent calls the process that judges the arguments: it belongs to no replica."""

@@ -38,8 +38,8 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_recover import memory_file
 from megatron_recover.cluster.event_store import MAX_RINGS
+from megatron_recover.host import memory_file
 
 WAITING_BYTES = 2**29
 """So much output of all processes of a node may wait in memory for a disk."""

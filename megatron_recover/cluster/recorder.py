@@ -52,8 +52,8 @@ from megatron_recover.cluster.recorder_messages import (
     Told,
 )
 from megatron_recover.core.values import ExitCode
-from megatron_recover.process_stat import state_of
-from megatron_recover.ring import Dropped, Item, Merge, RingReader
+from megatron_recover.host.process_stat import state_of
+from megatron_recover.trace.ring import Dropped, Item, Merge, RingReader
 
 _INTERVAL_S = 0.2
 """Between two turns: how old the newest line of the file is while the disk takes it."""

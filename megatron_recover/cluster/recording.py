@@ -18,18 +18,19 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_recover import ring, trace
+from megatron_recover import trace
 from megatron_recover.cluster import event_store, output
 from megatron_recover.cluster import recorder_messages as messages
 from megatron_recover.cluster.job import LAUNCHER_LOG, LOGS, TRAIN_LOG, Job
 from megatron_recover.cluster.output import Output, Who
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable
-from megatron_recover.collectives.speaker import Speaker
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines, figure
+from megatron_recover.host.process_stat import cause_of
+from megatron_recover.host.speaker import Speaker
 from megatron_recover.observe.ending import Account
-from megatron_recover.process_stat import cause_of
+from megatron_recover.trace import ring
 
 _LAUNCHER = -1
 """What the trace calls the launcher where it names a replica."""

@@ -1,0 +1,1 @@
+"""The protocol as pure state machines over frozen values."""

@@ -4,10 +4,10 @@ Never decides who is a member, how fast one is (`core/speed.py`), nor what is lo
 
 Note [What a pass takes]
     A tick is the forward and backward of one model chunk of a stage. 1F1B over q microbatches on PP stages takes q + PP - 1
-    ticks. With V chunks a stage microbatches pass in groups of PP (`megatron/interleaved.py`), PP V ticks each. A last group
-    of r < PP has vacant slots, which stages have to wait through in all chunks but the last: PP (V - 1) + r ticks, most of a
-    whole group. So the first microbatch of a group is dear, the others are cheap, and quotas of the least makespan fill groups
-    where that pays.
+    ticks. With V chunks a stage microbatches pass in groups of PP (`megatron/schedule/interleaved.py`), PP V ticks each. A last
+    group of r < PP has vacant slots, which stages have to wait through in all chunks but the last: PP (V - 1) + r ticks, most
+    of a whole group. So the first microbatch of a group is dear, the others are cheap, and quotas of the least makespan fill
+    groups where that pays.
 
 Note [Quota 0]
     A member gets nothing where its one microbatch would end later than the whole shares of the others: then it only takes

@@ -38,20 +38,20 @@ from megatron_recover.core.detector import Phase
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import Apply, Plan, Shape, Work
 from megatron_recover.faults import FaultInjector, FaultPoint
-from megatron_recover.megatron.checksum import checksums, combined
-from megatron_recover.megatron.communication import is_communication_error
-from megatron_recover.megatron.compiling import show_compilations
-from megatron_recover.megatron.data import MicrobatchCursor
-from megatron_recover.megatron.in_work import InWork
-from megatron_recover.megatron.ledger import count_tokens, read_losses
-from megatron_recover.megatron.microbatches import JournalKeeper, Microbatches
-from megatron_recover.megatron.overlap import Overlap
-from megatron_recover.megatron.reduction import Gather, ReducingMember, Reduction, gather_over_replica
-from megatron_recover.megatron.schedule import run_pass
-from megatron_recover.megatron.state import Scalar, State
-from megatron_recover.megatron.stopwatch import Stopwatch
-from megatron_recover.megatron.work_queue import PlanningMember, WorkQueue
+from megatron_recover.megatron.data.loaders import MicrobatchCursor
+from megatron_recover.megatron.schedule.passes import run_pass
 from megatron_recover.progress_page import ProgressPage
+from megatron_recover.trainer.checksum import checksums, combined
+from megatron_recover.trainer.communication import is_communication_error
+from megatron_recover.trainer.compiling import show_compilations
+from megatron_recover.trainer.in_work import InWork
+from megatron_recover.trainer.ledger import count_tokens, read_losses
+from megatron_recover.trainer.microbatches import JournalKeeper, Microbatches
+from megatron_recover.trainer.overlap import Overlap
+from megatron_recover.trainer.reduction import Gather, ReducingMember, Reduction, gather_over_replica
+from megatron_recover.trainer.state import Scalar, State
+from megatron_recover.trainer.stopwatch import Stopwatch
+from megatron_recover.trainer.work_queue import PlanningMember, WorkQueue
 
 OF_A_STEP_GIVEN_UP = ({}, True, True, True, 0, None, None, None)
 """What upstream's train_step returns where a result is not to be trusted: no losses, nothing is trained, save a checkpoint of
@@ -61,7 +61,7 @@ _NUM_FIRST_STEPS = 2
 
 
 class Member(ReducingMember, PlanningMember, JournalKeeper, Protocol):
-    """What of `collectives.member.Member` the commit loop needs."""
+    """What of `control_plane.rank_driver.Member` the commit loop needs."""
 
     generation: int
     roster: tuple[int, ...]
@@ -111,8 +111,8 @@ class CommitLoop:
     ) -> None:
         """`originals`: what Megatron has behind the seams of `replacements`. `seed(iteration, microbatch, chunk)` sets the
         random state; `iteration()` is Megatron's current one, from 1; `alike()` names what has to be equal on the same rank of
-        all replicas (`megatron/alike.py`); `counters()` are scalars of the state (`State`). `page` shows what this rank does;
-        None: nobody looks. `before_joining()` is called once, when Megatron has loaded what there is to load.
+        all replicas (`megatron/data/alike.py`); `counters()` are scalars of the state (`State`). `page` shows what this rank
+        does; None: nobody looks. `before_joining()` is called once, when Megatron has loaded what there is to load.
         """
         self._before_joining = before_joining
         self._page = page or ProgressPage()

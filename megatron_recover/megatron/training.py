@@ -19,15 +19,15 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from megatron_recover import flags, ring, trace
-from megatron_recover.collectives.rendezvous import join_store
+from megatron_recover import flags, trace
 from megatron_recover.config import DRY_RUN_PASSED, RankContext, RecoverConfig, rank_context
+from megatron_recover.control_plane.rendezvous import join_store
 from megatron_recover.core import policy
 from megatron_recover.core.detector import Phase
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import FaultInjector
-from megatron_recover.megatron.arguments import (
+from megatron_recover.megatron.launch.arguments import (
     BAD_ARGUMENTS,
     add_recover_arguments,
     cpu_refusals,
@@ -36,11 +36,12 @@ from megatron_recover.megatron.arguments import (
     refusals,
 )
 from megatron_recover.progress_page import ProgressPage
+from megatron_recover.trace import ring
 
 if TYPE_CHECKING:
-    from megatron_recover.collectives.member import Member
-    from megatron_recover.collectives.transport import Endpoint
-    from megatron_recover.megatron.checkpoint import Checkpoints
+    from megatron_recover.control_plane.rank_driver import Member
+    from megatron_recover.data_plane.transport import Endpoint
+    from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
     from megatron_recover.megatron.commit import CommitLoop
 
 Provider = Callable[[ArgumentParser], ArgumentParser]
@@ -125,9 +126,9 @@ class _Training:
     """Everything that one rank of a recoverable job is made of."""
 
     def __init__(self, context: RankContext) -> None:
-        from megatron_recover.collectives.key import inherited_key
-        from megatron_recover.megatron import seams
+        from megatron_recover.authentication.key import inherited_key
         from megatron_recover.megatron.reporting import TensorBoardFactory
+        from megatron_recover.megatron.seams import seams
 
         self._context, self._key = context, inherited_key()
         self._page = ProgressPage.inherited()
@@ -160,7 +161,7 @@ class _Training:
         from megatron.training import pretrain as upstream
         from megatron.training import print_rank_0
 
-        from megatron_recover.megatron import resuming
+        from megatron_recover.megatron.checkpoint import resuming
 
         args, config = self._arguments(extra_args_provider, args_defaults)
         with bad_input_ends():
@@ -228,7 +229,7 @@ class _Training:
             return args, config
 
     def _create_member(self, config: RecoverConfig) -> Member:
-        from megatron_recover.collectives.member import Member
+        from megatron_recover.control_plane.rank_driver import Member
 
         with bad_input_ends():
             endpoint = _endpoint(config, self._context, self._key, self._log.record)
@@ -240,11 +241,11 @@ class _Training:
     def _install(self, args: Namespace, config: RecoverConfig, member: Member) -> tuple[Checkpoints, CommitLoop]:
         from megatron.training import get_args
 
-        from megatron_recover.megatron import alike as parts
-        from megatron_recover.megatron.boundary import Boundary
-        from megatron_recover.megatron.checkpoint import Checkpoints, TrackerFile
+        from megatron_recover.megatron.checkpoint.boundary import Boundary
+        from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints, TrackerFile
         from megatron_recover.megatron.commit import CommitLoop
-        from megatron_recover.megatron.data import Loaders, MicrobatchCursor
+        from megatron_recover.megatron.data import alike as parts
+        from megatron_recover.megatron.data.loaders import Loaders, MicrobatchCursor
         from megatron_recover.megatron.reporting import LogLine
 
         originals = self._installation.originals
@@ -287,7 +288,7 @@ def _endpoint(config: RecoverConfig, context: RankContext, key: bytes, record: C
     """This rank's address on the data plane. Raises ValueError where the transport does not serve the device."""
     import torch
 
-    from megatron_recover.collectives.endpoints import open_endpoint
+    from megatron_recover.data_plane.endpoints import open_endpoint
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -301,7 +302,7 @@ def _endpoint(config: RecoverConfig, context: RankContext, key: bytes, record: C
 
 def _seeding(seed: int) -> Callable[[int, int, int], None]:
     """What puts this rank's random state at the beginning of a microbatch (iteration, microbatch, chunk)."""
-    from megatron_recover.megatron.randomness import seed_microbatch
+    from megatron_recover.megatron.data.randomness import seed_microbatch
 
     @functools.cache
     def place() -> dict[str, int]:  # asked for in the first step: Megatron makes its groups after the arguments
@@ -325,7 +326,7 @@ def alike(args: Namespace, *, rank: int, exact: bool) -> dict[str, str]:
     """Return what has to be equal on the same rank of all replicas, by name; the state is not among it."""
     from megatron.core import parallel_state
 
-    from megatron_recover.megatron import alike as parts
+    from megatron_recover.megatron.data import alike as parts
 
     reads = parallel_state.get_tensor_model_parallel_rank() == 0  # as upstream has it: the others get their samples from it
     return parts.arguments(args, rank) | parts.software(exact=exact) | (parts.data(args) if reads else {})
@@ -340,7 +341,7 @@ def building_cache_once(provider: Callable[..., Any], args: Namespace, page: Pro
     """The datasets provider, with one process of the whole job at a time in upstream's index building; `page` shows it."""
     import torch
 
-    from megatron_recover.megatron.data import building_cache, cache_directory
+    from megatron_recover.megatron.data.loaders import building_cache, cache_directory
 
     prefixes = [word for word in args.data_path or args.train_data_path or [] if os.path.isfile(f"{word}.idx")]
     directory = cache_directory(args.data_cache_path, prefixes)

@@ -14,7 +14,7 @@ import msgspec
 from megatron_recover import trace
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import value_of
-from megatron_recover.megatron.save_folder import TRACKER
+from megatron_recover.megatron.checkpoint.save_folder import TRACKER
 
 KILLED = -1
 """Stands for all codes above 128 in `ENDINGS`."""

@@ -21,9 +21,10 @@ from typing import Any, cast, get_args
 
 import msgspec
 
-from megatron_recover import event_files, trace
+from megatron_recover import trace
 from megatron_recover.core.values import ExitCode, LossKind
 from megatron_recover.faults import FaultKind
+from megatron_recover.trace import event_files
 
 Line = int
 Numbered = tuple[Line, trace.AnyEvent]

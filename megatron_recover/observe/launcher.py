@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_recover.process_stat import START_TIME, STATE, stat_of
+from megatron_recover.host.process_stat import START_TIME, STATE, stat_of
 
 RUN_FILE = "run.json"
 

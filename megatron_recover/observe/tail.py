@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from megatron_recover.event_files import EVENTS_FILE, open_part, reading
+from megatron_recover.trace.event_files import EVENTS_FILE, open_part, reading
 
 
 class Tail:

@@ -1,0 +1,1 @@
+"""The machines of `core` without processes: exhaustive exploration, and jobs on a virtual clock."""

@@ -1,7 +1,7 @@
 """Network faults of the data plane: which channels lose what is sent, which operations that stops, and who reports whom.
 
 A channel goes from one replica to another. What a member of a stopped operation reports follows from how sums go over the
-direct transport: contributions go from all to all, then each member's sums to all (`collectives/direct.py`).
+direct transport: contributions go from all to all, then each member's sums to all (`data_plane/direct.py`).
 """
 
 from __future__ import annotations

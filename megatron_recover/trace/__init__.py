@@ -16,7 +16,7 @@ docs/architecture.md, section Trace, lists who writes which event.
 
 from __future__ import annotations
 
-from megatron_recover.event_files import EVENTS_FILE, TraceError
+from megatron_recover.trace.event_files import EVENTS_FILE, TraceError
 
 # fmt: off
 from megatron_recover.trace.run import (

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_recover import event_files
-from megatron_recover.event_files import TraceError
+from megatron_recover.trace import event_files
 from megatron_recover.trace.catalog import AnyEvent
 from megatron_recover.trace.event import Event
+from megatron_recover.trace.event_files import TraceError
 
 _START_OF_EVENT = b'{"event":"'
 _VERSION = re.compile(rb'{"event":"\w+","v":([0-9]+),')

@@ -16,7 +16,7 @@ from megatron_recover.cluster import chaos
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import FaultPoint
-from megatron_recover.megatron.arguments import REFUSALS, cpu_refusals, flag_of
+from megatron_recover.megatron.launch.arguments import REFUSALS, cpu_refusals, flag_of
 from megatron_recover.sim.timed import models
 
 ROOT = Path(__file__).resolve().parents[2]

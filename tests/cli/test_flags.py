@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from megatron_recover import cli, flags
-from megatron_recover.megatron.arguments import recover_flags
+from megatron_recover.megatron.launch.arguments import recover_flags
 
 NO_SCRIPT = "run: the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."
 

@@ -28,10 +28,10 @@ from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
-from megatron_recover.megatron.arguments import recover_flags
+from megatron_recover.host.process_stat import signal_name
+from megatron_recover.megatron.launch.arguments import recover_flags
 from megatron_recover.observe.plot import PLOT_FILE
 from megatron_recover.observe.summary import load
-from megatron_recover.process_stat import signal_name
 from tests.observe import traces
 from tests.unprivileged import NOBODYS, run_verb
 

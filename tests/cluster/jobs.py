@@ -193,7 +193,7 @@ def main() -> int:
         num_replicas=spec.replicas, layout=trace.Layout(tp=1, pp=spec.ranks),
         config=spec.config, run_dir=create_run_dir(Path(spec.run_dir)), faults=spec.faults,
         trace_level=spec.trace_level, trace_file_bytes=spec.trace_file_bytes,
-        preload=("torch", "megatron_recover.collectives.direct", "megatron_recover.collectives.member"),
+        preload=("torch", "megatron_recover.data_plane.direct", "megatron_recover.control_plane.rank_driver"),
     )  # fmt: skip
     others = {name: seconds for name, seconds in spec.deadlines.items() if name != "deadline_s"}  # its imports take their time
     deadlines = msgspec.structs.replace(spec.config.deadlines, **others)

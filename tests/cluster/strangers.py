@@ -21,8 +21,8 @@ from collections.abc import Sequence
 
 import psutil
 
-from megatron_recover.collectives.handshake import KEY_BYTES, NONCE_BYTES, Connector, Party, Role
-from megatron_recover.collectives.wire import FORMAT_VERSION
+from megatron_recover.authentication.handshake import KEY_BYTES, NONCE_BYTES, Connector, Party, Role
+from megatron_recover.control_plane.wire import FORMAT_VERSION
 
 _LISTENING = "0A"
 

@@ -23,8 +23,8 @@ from megatron_recover.cluster.agent import Agent, AgentLost, End
 from megatron_recover.cluster.job import Job
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.output import create
-from megatron_recover.collectives import wire
 from megatron_recover.config import RecoverConfig
+from megatron_recover.control_plane import wire
 from tests.cluster.waiting import until_ended, until_readable
 
 pytestmark = pytest.mark.timeout(240)

@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_recover import memory_file, ring
+from megatron_recover.authentication import key
 from megatron_recover.cluster.event_store import create_ledger
-from megatron_recover.collectives import key
+from megatron_recover.host import memory_file
 from megatron_recover.progress_page import PageReader
+from megatron_recover.trace import ring
 
 FILES: dict[str, Callable[[], int]] = {
     "ring": ring.create,

@@ -16,8 +16,8 @@ import pytest
 
 from megatron_recover.cluster.job import Job
 from megatron_recover.cluster.launcher import Launcher
-from megatron_recover.collectives import rendezvous
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext, RecoverConfig
+from megatron_recover.control_plane import rendezvous
 from megatron_recover.trace import Layout
 
 pytestmark = pytest.mark.timeout(240)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron_recover.core.detector import Phase, Progress
-from megatron_recover.megatron.compiling import show_compilations
-from megatron_recover.megatron.in_work import InWork
 from megatron_recover.progress_page import MAX_MICROBATCHES, PAGE_BYTES, PageReader, ProgressPage, parse
+from megatron_recover.trainer.compiling import show_compilations
+from megatron_recover.trainer.in_work import InWork
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.cluster.launcher import Launcher
-from megatron_recover.collectives.loop import Loop
+from megatron_recover.control_plane.loop import Loop
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.observe.check import check, describe

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.collectives.handshake import KEY_BYTES
+from megatron_recover.authentication.handshake import KEY_BYTES
 from megatron_recover.core.values import ExitCode
 from tests.cluster.jobs import Spec
 from tests.cluster.running import FOR_EVER, Start

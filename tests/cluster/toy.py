@@ -15,17 +15,18 @@ import zlib
 import msgspec
 import torch
 
-from megatron_recover import ring, trace
-from megatron_recover.collectives.direct import DirectEndpoint
-from megatron_recover.collectives.key import inherited_key
-from megatron_recover.collectives.member import Member
-from megatron_recover.collectives.transport import Revoked, Transport, TransportError
+from megatron_recover import trace
+from megatron_recover.authentication.key import inherited_key
 from megatron_recover.config import DRY_RUN_PASSED, RecoverConfig, rank_context
+from megatron_recover.control_plane.rank_driver import Member
 from megatron_recover.core.detector import Phase
 from megatron_recover.core.quota import share
 from megatron_recover.core.values import Apply, Compute, Held, Plan, Shape, Work
+from megatron_recover.data_plane.direct import DirectEndpoint
+from megatron_recover.data_plane.transport import Revoked, Transport, TransportError
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.progress_page import ProgressPage
+from megatron_recover.trace import ring
 
 ELEMENTS = 1000
 

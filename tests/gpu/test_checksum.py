@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_recover.megatron.checksum import checksums
+from megatron_recover.trainer.checksum import checksums
 
 pytestmark = pytest.mark.gpu
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_recover.cluster.job import sharing_a_gpu
-from megatron_recover.collectives.group import FaultTolerantGroup
-from megatron_recover.collectives.transport import Endpoint
-from tests.collectives.ranks import Fault, ranks
-from tests.collectives.survival import survive
+from megatron_recover.data_plane.group import FaultTolerantGroup
+from megatron_recover.data_plane.transport import Endpoint
+from tests.data_plane.ranks import Fault, ranks
+from tests.data_plane.survival import survive
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 MIB = 1 << 20
@@ -41,7 +41,7 @@ def test_sums_over_generations(num_ranks: int) -> None:
 @pytest.mark.parametrize("size", [MIB // 4, 4 * MIB, 64 * MIB])
 @pytest.mark.parametrize("members", [2, 3])
 def test_survivors_go_on(members: int, size: int, instant: str, number: signal.Signals) -> None:
-    """As tests/collectives/test_kill_matrix.py; the communicator is warm, since making one together needs everyone."""
+    """As tests/data_plane/test_kill_matrix.py; the communicator is warm, since making one together needs everyone."""
     seed = zlib.crc32(f"{members} {size} {instant} {number}".encode())
     print(f"seed {seed}")
     victim = Random(seed).randrange(members)

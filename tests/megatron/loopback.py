@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_recover.collectives.transport import PeerLost, Probe, Revoked
 from megatron_recover.core import rank as rank_machine
 from megatron_recover.core import replica as replica_machine
 from megatron_recover.core.policy import MISCOUNTED
@@ -36,6 +35,7 @@ from megatron_recover.core.values import (
     Void,
     Work,
 )
+from megatron_recover.data_plane.transport import PeerLost, Probe, Revoked
 from megatron_recover.faults import FaultPoint
 
 DEADLINE_S = 30.0
@@ -104,7 +104,7 @@ class MemoryTransport:
 
 
 class LoopbackMember:
-    """`collectives.member.Member` over shared memory."""
+    """`control_plane.rank_driver.Member` over shared memory."""
 
     def __init__(self, job: Job, replica: int, rank: int) -> None:
         self.job, self.replica, self.rank, self.num_ranks = job, replica, rank, job.num_ranks

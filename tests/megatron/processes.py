@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_recover.collectives.transport import Revoked
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import Apply, BucketVersion, Compute, Held, Plan, Record, Shape, Work
+from megatron_recover.data_plane.transport import Revoked
 
 DEADLINE_S = 120.0
 
@@ -184,7 +184,7 @@ class Training:
         from megatron.core.transformer.module import Float16Module
         from megatron.training.training import wrap_model_chunks_with_ddp
 
-        from megatron_recover.megatron.data import MicrobatchCursor, MicrobatchIterator
+        from megatron_recover.megatron.data.loaders import MicrobatchCursor, MicrobatchIterator
 
         self.layout = layout
         dtype = torch.bfloat16 if layout.bf16 else torch.float32
@@ -286,8 +286,8 @@ def recovered(layout: Layout, rounds: Sequence[Round]) -> list[dict[str, Any]]:
     """Two steps through the commit loop; each by these rounds."""
     from megatron.core import parallel_state
 
-    from megatron_recover.megatron import seams
     from megatron_recover.megatron.commit import CommitLoop
+    from megatron_recover.megatron.seams import seams
 
     ours = [seam for seam in seams.load() if "CommitLoop" in seam.replacement or "chedule" in seam.replacement]
     ours += [seam for seam in seams.load() if seam.name == "finish_grad_sync"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_recover.core.alike import differences
-from megatron_recover.megatron import alike
+from megatron_recover.megatron.data import alike
 
 
 def of(parts: dict[str, str]) -> tuple[tuple[str, str], ...]:

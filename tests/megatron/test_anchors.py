@@ -14,10 +14,11 @@ from types import ModuleType
 
 import pytest
 
-from megatron_recover.megatron import anchors, cpu, seams
-from megatron_recover.megatron.anchors import Anchors
+from megatron_recover.megatron import cpu
+from megatron_recover.megatron.seams import anchors, seams
+from megatron_recover.megatron.seams.anchors import Anchors
 
-PACKAGE = Path(anchors.__file__).parents[1]
+PACKAGE = Path(anchors.__file__).parents[2]
 DECLARED = seams.load_anchors()
 
 
@@ -60,7 +61,8 @@ def test_every_name_that_is_used_is_declared() -> None:
 
 def test_every_argument_that_a_rank_reads_is_declared() -> None:
     files = [
-        PACKAGE / "megatron" / f"{name}.py" for name in ("boundary", "checkpoint", "data", "reporting", "resuming", "training")
+        *(PACKAGE / "megatron" / "checkpoint" / f"{name}.py" for name in ("boundary", "checkpoints", "resuming")),
+        *(PACKAGE / "megatron" / f"{name}.py" for name in ("data/loaders", "reporting", "training")),
     ]
     used = {name for path in files for name in re.findall(r"(?:\bargs|get_args\(\))\.(\w+)", path.read_text())}
     assert set(DECLARED.arguments) == used - {"iteration", "curr_iteration"}  # not parsed

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_recover.core.policy import EXIT, SAVED, UNSAVED
-from megatron_recover.megatron.boundary import Boundary
+from megatron_recover.megatron.checkpoint.boundary import Boundary
 
 
 class Member:

@@ -25,9 +25,9 @@ from megatron_recover import trace
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.policy import MISCOUNTED, MISSING, SAVED, UNSAVED, UNTRAINED, untrained
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.megatron import save_folder
-from megatron_recover.megatron.checkpoint import Checkpoints, TrackerFile
-from megatron_recover.megatron.save_folder import TRACKER, SaveFolder, samples_of
+from megatron_recover.megatron.checkpoint import save_folder
+from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints, TrackerFile
+from megatron_recover.megatron.checkpoint.save_folder import TRACKER, SaveFolder, samples_of
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.megatron.preload"])

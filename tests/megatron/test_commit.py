@@ -29,12 +29,12 @@ from megatron_recover.core.quota import balanced, share
 from megatron_recover.core.values import Apply, Pipeline, Plan, Record, Shape
 from megatron_recover.faults import FaultPoint
 from megatron_recover.megatron import commit
-from megatron_recover.megatron.checksum import checksum, combined
 from megatron_recover.megatron.commit import CommitLoop, GivenUp
-from megatron_recover.megatron.data import MicrobatchCursor
-from megatron_recover.megatron.microbatches import Microbatches
-from megatron_recover.megatron.work_queue import Task
+from megatron_recover.megatron.data.loaders import MicrobatchCursor
 from megatron_recover.progress_page import ProgressPage
+from megatron_recover.trainer.checksum import checksum, combined
+from megatron_recover.trainer.microbatches import Microbatches
+from megatron_recover.trainer.work_queue import Task
 from tests.megatron.loopback import Job, LoopbackMember, Strike
 from tests.megatron.toy import SIZES, Events, Threads, Trainer
 

@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 
-from megatron_recover.megatron.data import MicrobatchCursor, MicrobatchIterator, building_cache, cache_directory
+from megatron_recover.megatron.data.loaders import MicrobatchCursor, MicrobatchIterator, building_cache, cache_directory
 
 
 class Numbers:

@@ -13,11 +13,11 @@ from torch import Tensor
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import Plan, Work
-from megatron_recover.megatron.overlap import Overlap
-from megatron_recover.megatron.reduction import Reduction
-from megatron_recover.megatron.work_queue import Task
-from tests.megatron.test_reducing import Member
+from megatron_recover.trainer.overlap import Overlap
+from megatron_recover.trainer.reduction import Reduction
+from megatron_recover.trainer.work_queue import Task
 from tests.megatron.toy import model_config, wrap
+from tests.trainer.test_reducing import Member
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -15,9 +15,9 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
 
 from megatron_recover.core.values import Compute, Plan, Work
-from megatron_recover.megatron.interleaved import InterleavedStage
-from megatron_recover.megatron.pipeline import Stage, Upstream
-from megatron_recover.megatron.work_queue import Task, WorkQueue
+from megatron_recover.megatron.schedule.interleaved import InterleavedStage
+from megatron_recover.megatron.schedule.pipeline import Stage, Upstream
+from megatron_recover.trainer.work_queue import Task, WorkQueue
 from tests.megatron.toy import Stage as Model
 from tests.megatron.toy import model_config
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_recover.cli.data import write_dataset
-from megatron_recover.megatron.arguments import REFUSALS, gpu_refusals
-from megatron_recover.megatron.preflight import FLAGS, Preflight, preflight
+from megatron_recover.megatron.launch.arguments import REFUSALS, gpu_refusals
+from megatron_recover.megatron.launch.preflight import FLAGS, Preflight, preflight
 from megatron_recover.trace import Layout
 
 
@@ -290,7 +290,9 @@ def _index(prefix: Path, num_documents: int) -> str:
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, megatron_recover.megatron.preflight; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    code = (
+        "import sys, megatron_recover.megatron.launch.preflight; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 
 

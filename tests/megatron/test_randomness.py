@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_recover.megatron.randomness import microbatch_seed
+from megatron_recover.megatron.data.randomness import microbatch_seed
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.megatron.preload"])
@@ -30,7 +30,7 @@ def gradients(order: list[tuple[int, int]], recompute: bool, answers: Any) -> No
     from megatron.core.transformer import TransformerConfig
 
     from megatron_recover.megatron.cpu import enable_cpu
-    from megatron_recover.megatron.randomness import seed_microbatch
+    from megatron_recover.megatron.data.randomness import seed_microbatch
 
     enable_cpu()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_recover.megatron import alike, resuming
-from megatron_recover.megatron.save_folder import TRACKER, SaveFolder
+from megatron_recover.megatron.checkpoint import resuming
+from megatron_recover.megatron.checkpoint.save_folder import TRACKER, SaveFolder
+from megatron_recover.megatron.data import alike
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_recover.megatron.schedule import run_pass
-from megatron_recover.megatron.work_queue import Task
+from megatron_recover.megatron.schedule.passes import run_pass
+from megatron_recover.trainer.work_queue import Task
 from tests.megatron.test_pipeline import Given, Rank
 
 pytestmark = pytest.mark.usefixtures("world")

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatron_recover.megatron import seams
-from megatron_recover.megatron.data import Loaders, MicrobatchCursor
+from megatron_recover.megatron.data.loaders import Loaders, MicrobatchCursor
+from megatron_recover.megatron.seams import seams
 
 SEAMS = seams.load()
 
@@ -80,7 +80,7 @@ def test_installs_what_the_seam_declares_and_nothing_else(installation: seams.In
     training = importlib.import_module("megatron.training.training")
     original = training.build_pretraining_data_loader
     build = Loaders(MicrobatchCursor(), lambda: None).build
-    with pytest.raises(RuntimeError, match="declares megatron_recover.megatron.data:Loaders.build"):
+    with pytest.raises(RuntimeError, match="declares megatron_recover.megatron.data.loaders:Loaders.build"):
         installation.install({"data_loader": len})
     assert installation.missing() == ["data_loader"]
     installation.install({"data_loader": build})
@@ -91,7 +91,7 @@ def test_installs_what_the_seam_declares_and_nothing_else(installation: seams.In
 
 
 def test_another_version_is_refused_before_any_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_recover.megatron.preflight import preflight
+    from megatron_recover.megatron.launch.preflight import preflight
 
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.16.1")
     with pytest.raises(ValueError, match="not supported; install megatron-core 0.19") as refusal:

@@ -17,10 +17,10 @@ from megatron_recover import trace
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.quota import balanced, share
 from megatron_recover.faults import FaultPoint
-from megatron_recover.megatron import work_queue
-from megatron_recover.megatron.buckets import BackwardWatch
-from megatron_recover.megatron.microbatches import Microbatches
-from megatron_recover.megatron.reduction import Reduction
+from megatron_recover.trainer import work_queue
+from megatron_recover.trainer.buckets import BackwardWatch
+from megatron_recover.trainer.microbatches import Microbatches
+from megatron_recover.trainer.reduction import Reduction
 from tests.megatron.loopback import Strike
 from tests.megatron.test_commit import NUM_BUCKETS, Run, first_strikes, second_strikes
 from tests.megatron.toy import Threads

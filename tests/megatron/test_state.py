@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_recover.megatron.state import State, StateTensor, _leaves
+from megatron_recover.trainer.state import State, StateTensor, _leaves
 from tests.megatron.processes import Layout, Training, _InOrder, run
 
 LAYOUTS = {

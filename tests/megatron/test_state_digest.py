@@ -19,8 +19,8 @@ from megatron_recover.core.alike import differences
 from megatron_recover.core.detector import Phase
 from megatron_recover.core.digest import combined
 from megatron_recover.faults import FaultPoint
-from megatron_recover.megatron.state import State
 from megatron_recover.progress_page import ProgressPage
+from megatron_recover.trainer.state import State
 from tests.megatron.loopback import Job, Killed, LoopbackMember, Strike
 from tests.megatron.toy import Events, Threads, Trainer
 

@@ -17,7 +17,7 @@ from megatron_recover.core.policy import MISCOUNTED, exit_code
 from megatron_recover.core.values import ExitCode, Void
 from megatron_recover.faults import FaultPoint
 from megatron_recover.megatron.commit import CommitLoop
-from megatron_recover.megatron.reduction import Reduction
+from megatron_recover.trainer.reduction import Reduction
 from tests.megatron.loopback import Strike
 from tests.megatron.test_commit import Run
 from tests.megatron.toy import Threads

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_recover.config import RecoverConfig
 from megatron_recover.faults import FaultInjector
 from megatron_recover.megatron.commit import CommitLoop, gradient_is_reduced
-from megatron_recover.megatron.data import MicrobatchCursor, MicrobatchIterator
+from megatron_recover.megatron.data.loaders import MicrobatchCursor, MicrobatchIterator
 from tests.megatron.loopback import Job, Link, LoopbackMember
 
 SIZES = (21, 16, 5)

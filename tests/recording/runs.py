@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_recover import ring, trace
+from megatron_recover import trace
 from megatron_recover.cluster.job import Job, create_run_dir
 from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
+from megatron_recover.trace import ring
 
 DEADLINE_S = 60.0
 

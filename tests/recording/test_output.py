@@ -750,7 +750,7 @@ def test_a_recorder_that_dies_when_it_has_noticed_an_emptying_leaves_it_to_the_n
         raise RuntimeError
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError):
-        patch.setattr("megatron_recover.memory_file.zero", dies)
+        patch.setattr("megatron_recover.host.memory_file.zero", dies)
         OutputLedger(descriptor).notice_emptied(0, made)
     ledger = OutputLedger(descriptor)
     log = _Log(0, made, ledger, is_shown=False)

@@ -23,7 +23,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover import event_files, ring, trace
+from megatron_recover import trace
 from megatron_recover.cluster import recorder
 from megatron_recover.cluster import recorder_messages as messages
 from megatron_recover.cluster.event_store import Batch, EventStore, Keeper, Ledger, create_ledger
@@ -34,6 +34,7 @@ from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.observe.ending import Account
 from megatron_recover.observe.tail import Tail
+from megatron_recover.trace import event_files, ring
 from tests.recording.runs import DEADLINE_S, Run, num_waits
 
 pytestmark = pytest.mark.timeout(150)

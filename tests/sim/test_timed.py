@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from megatron_recover.collectives.encoding import packed_status
-from megatron_recover.collectives.wire import STATUSES_A_FRAME
+from megatron_recover.control_plane.encoding import packed_status
+from megatron_recover.control_plane.wire import STATUSES_A_FRAME
 from megatron_recover.core.digest import commitment
 from megatron_recover.core.quota import ticks
 from megatron_recover.core.replica import Committed, LinkLost

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pathlib
 import runpy
 
-from megatron_recover.megatron.microbatches import Microbatches
-from megatron_recover.megatron.stopwatch import Stopwatch
+from megatron_recover.trainer.microbatches import Microbatches
+from megatron_recover.trainer.stopwatch import Stopwatch
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
 SECONDS = 0.005

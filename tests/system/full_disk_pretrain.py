@@ -16,7 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.megatron.checkpoint import Checkpoints
+from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
 NUM_BYTES = 100_000

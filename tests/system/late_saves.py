@@ -10,8 +10,8 @@ import pathlib
 import time
 from typing import Any
 
-from megatron_recover.collectives.member import Member
-from megatron_recover.megatron.checkpoint import Checkpoints
+from megatron_recover.control_plane.rank_driver import Member
+from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
 
 DEADLINE_S = 60.0
 

@@ -11,7 +11,7 @@ import runpy
 from typing import Any
 
 from megatron_recover.config import rank_context
-from megatron_recover.megatron.reduction import Reduction
+from megatron_recover.trainer.reduction import Reduction
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
 SILENT = pathlib.Path(__file__).with_name("silent_pretrain.py")

@@ -12,9 +12,9 @@ import runpy
 import time
 from typing import Any
 
-from megatron_recover.collectives.member import Member
 from megatron_recover.config import rank_context
-from megatron_recover.megatron.work_queue import WorkQueue
+from megatron_recover.control_plane.rank_driver import Member
+from megatron_recover.trainer.work_queue import WorkQueue
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
 

@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_recover.config import rank_context
-from megatron_recover.megatron.state import State
+from megatron_recover.trainer.state import State
 from tests.system.late_saves import save_late
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_recover import trace
 from megatron_recover.config import RankContext, rank_context
-from megatron_recover.ring import RingLog
+from megatron_recover.trace.ring import RingLog
 from tests.system.strikes import DONE, NOW, STRIKE
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pathlib
 import runpy
 
-from megatron_recover.collectives.member import Member
+from megatron_recover.control_plane.rank_driver import Member
 from megatron_recover.core.values import Held
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"

@@ -1,0 +1,1 @@
+"""Pictures and tables of docs/, drawn from the code."""

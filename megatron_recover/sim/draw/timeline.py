@@ -1,8 +1,8 @@
 """When a pipeline does what: the real schedules, run over a link to nobody, and a model of how long each operation takes.
 
-The order of the operations is that of `megatron.pipeline` and `megatron.interleaved`, whose code runs here for every stage
-with a real `WorkQueue`. Of time it knows that a forward of a stage takes 1 and a backward 2 (a chunk's share of them with
-several chunks), and that messages take none, so what it shows as waiting is the schedule's own (its bubbles).
+The order of the operations is that of `megatron.schedule.pipeline` and `megatron.schedule.interleaved`, whose code runs here
+for every stage with a real `WorkQueue`. Of time it knows that a forward of a stage takes 1 and a backward 2 (a chunk's share of
+them with several chunks), and that messages take none, so what it shows as waiting is the schedule's own (its bubbles).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from megatron_recover.core.values import Compute, Pipeline, Plan, Work
-from megatron_recover.megatron.interleaved import InterleavedStage
-from megatron_recover.megatron.pipeline import Stage
-from megatron_recover.megatron.work_queue import Task, WorkQueue
+from megatron_recover.megatron.schedule.interleaved import InterleavedStage
+from megatron_recover.megatron.schedule.pipeline import Stage
+from megatron_recover.trainer.work_queue import Task, WorkQueue
 
 FORWARD, BACKWARD = 1.0, 2.0
 """Of a microbatch on a whole stage."""

@@ -8,7 +8,7 @@ What is simulated, and why it is enough
 ---------------------------------------
 * Nodes interact by messages only. A rank that arrives at a reduction publishes its local gradient (`Part`); a rank whose
   members have all published may complete, at any later time or never, independently of the others: that is all that a
-  transport promises (collectives/transport.py). Fetching a decided bucket is the same with `Copy`.
+  transport promises (data_plane/transport.py). Fetching a decided bucket is the same with `Copy`.
 * Inside a node only one thing is left to chance: when a rank other than the leader's carries out a `Promise`, since until
   then it may still complete a reduction. Every other internal step (orders, reports, passes, publishing) follows at once.
   Each of them is invisible outside its node until the next message, commutes with everything elsewhere, and is undone by

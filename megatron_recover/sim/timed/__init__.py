@@ -1,0 +1,1 @@
+"""Jobs of any size on a virtual clock."""

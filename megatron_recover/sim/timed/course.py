@@ -1,6 +1,7 @@
 """Which step of a simulated job comes next: training steps, the agreement before each save, and the end.
 
-A function of the committed records alone, so all members come to the same step, as in `megatron/checkpoint.py`, Note [Agreed].
+A function of the committed records alone, so all members come to the same step, as in
+`megatron/checkpoint/checkpoints.py`, Note [Agreed].
 A save that its writer did not live to finish is made up for at the end only; in production also at the next step boundary.
 """
 

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from megatron_recover.collectives.encoding import packed_status
-from megatron_recover.collectives.wire import STATUSES_A_FRAME
+from megatron_recover.control_plane.encoding import packed_status
+from megatron_recover.control_plane.wire import STATUSES_A_FRAME
 from megatron_recover.core import coordinator, invariants, replica, words
 from megatron_recover.core import plan as planning
 from megatron_recover.core.tree import TREE_ABOVE, neighbours

@@ -1,6 +1,6 @@
 """The data plane on the virtual clock: where same-position ranks meet for a sum or a copy, and how long that takes.
 
-It promises what a transport promises (`collectives/transport.py`): a result only when all members took part, and a failure at
+It promises what a transport promises (`data_plane/transport.py`): a result only when all members took part, and a failure at
 each of those that wait when one of them is dead.
 """
 

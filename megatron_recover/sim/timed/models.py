@@ -25,7 +25,7 @@ PACE_BYTES = 12.0
 HOUR_S = 3600.0
 _REAL = Deadlines.of()
 LEDGER_COLUMNS = 64
-"""Of `megatron/ledger.py`, whose import needs torch; a test compares them."""
+"""Of `trainer/ledger.py`, whose import needs torch; a test compares them."""
 
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]

@@ -1,0 +1,276 @@
+"""Every listening end of a job, on all planes: strangers are held short until they have proven the job's key, or are let go.
+
+A connection that has not proven itself costs one descriptor and less than a hundred bytes. It has a deadline, and there is a
+cap on how many there are. Nothing of what it sends is decoded. Running out of descriptors delays connections and ends nothing.
+
+Note [Whom a listener expects]. Every listener knows whether the job still needs a connection to it: a rank that has not greeted
+its leader, a neighbour in the roster, a leader that has not greeted the coordinator, a member that the sum in progress waits
+for. While it expects one it accepts as fast as it can, so a peer waits no longer than it takes to let go of the strangers
+before it in the kernel's queue, which is bounded (`net.core.somaxconn`). Nothing can be computed meanwhile anyway. An echo
+server always expects a probe, since a peer that does not answer within `probe_s` is accused. A listener that expects nobody
+accepts `UNEXPECTED_AT_ONCE` and rests for `REST_S`, so that strangers take no time from the training thread. The others wait in
+the kernel, where they cost nothing. Such a listener does not stop accepting, since a full queue refuses peers as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import select
+import socket
+import time
+from collections.abc import Callable
+
+from megatron_recover.authentication.handshake import MAGIC, NONCE_BYTES, Acceptor, Admits, Refused, Verdict
+from megatron_recover.deadlines import INTRODUCTION_S
+from megatron_recover.host.speaker import Speaker
+
+MAX_UNPROVEN = 256
+"""Connections that have not proven themselves; with one more the oldest is closed."""
+ACCEPTED_AT_ONCE = 64
+"""Connections that one turn of the loop accepts, before it serves the others."""
+UNEXPECTED_AT_ONCE = 16
+"""Connections that a listener accepts before it rests, while it expects nobody. See Note [Whom a listener expects]."""
+REST_S = 0.1
+"""How long that rest is."""
+MANY = 16
+"""Connections that are let go without a word: a peer that dies or dials again leaves a few."""
+TELL_S = 60.0
+"""Between two reports of strangers."""
+PAUSE_S = 0.05
+"""How long a listener rests that cannot accept for want of descriptors, and how long it gathers strangers before a report."""
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def is_hopeless(sock: socket.socket) -> bool:
+    """Return whether a connection is over already, or begins with what no peer sends. Nothing need be made for such a one."""
+    try:
+        begin = sock.recv(len(MAGIC), socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return not begin or not MAGIC.startswith(begin)
+
+
+class Unproven:
+    """A connection whose peer has still to prove who it is: its socket, its side of the handshake, its deadline."""
+
+    def __init__(self, sock: socket.socket, acceptor: Acceptor, until: float) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.acceptor = acceptor
+        self.until = until
+
+    def advance(self) -> bool:
+        """Read and answer what is there without waiting; return whether the peer has proven itself.
+
+        Raises `Refused` or OSError when the connection is of no use.
+        """
+        while wanted := self.acceptor.wanted:
+            try:
+                chunk = self.sock.recv(wanted)
+            except BlockingIOError:
+                return False
+            if not chunk:
+                raise Refused("the other end hung up")
+            if answer := self.acceptor.feed(chunk):
+                self.say(answer)
+        return True
+
+    def decide(self, verdict: Verdict, generation: int = 0) -> None:
+        """Send a proven peer the verdict. Raises OSError where the peer is gone."""
+        self.say(self.acceptor.decide(verdict, generation))
+
+    def say(self, message: bytes) -> None:
+        """Send a message of the handshake. Raises OSError where the empty socket does not take it whole."""
+        if self.sock.send(message) != len(message):
+            raise OSError(errno.ENOBUFS, "the socket took a part of a message")
+
+
+class Reserve:
+    """A descriptor that is kept to be given up: with it a connection can be accepted, and closed, when there are no others."""
+
+    def __init__(self) -> None:
+        self._descriptor = -1
+        self._said = False
+        self._speaker = Speaker()
+        self._refill()
+
+    def turn_away(self, listener: socket.socket, error: OSError) -> bool:
+        """Accept a connection and close it. Return whether that was possible. The first time, say what is wrong."""
+        if not self._said:
+            self._said = True
+            self._speaker.say(f"megatron-recover: cannot accept a connection ({error.strerror}); raise `ulimit -n`")
+        self.close()
+        try:
+            listener.accept()[0].close()
+        except OSError:
+            return False
+        finally:
+            self._refill()
+        return self._descriptor >= 0
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _refill(self) -> None:
+        with contextlib.suppress(OSError):
+            self._descriptor = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def out_of_descriptors(error: OSError) -> bool:
+    """Return whether `accept` failed for want of descriptors or memory, rather than because a connection was gone again."""
+    return error.errno in _OUT_OF_DESCRIPTORS
+
+
+Report = Callable[[str, int], None]
+"""`report(name, number)`: so many connections to the listener of that name were let go.
+
+Called in the thread of `Admission.turn`."""
+
+
+class Admission:
+    """One listener and the connections to it that have not proven themselves. It never waits; its owner calls `turn`.
+
+    Its descriptor is readable when `turn` has something to do, and `due_s` says when else. One thread at a time.
+    """
+
+    def __init__(
+        self, listener: socket.socket, key: bytes, name: str, report: Report, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`name` is the listener's in reports, which come at most every `TELL_S`, and not for few connections."""
+        listener.setblocking(False)
+        self._listener, self._key, self._name, self._report, self._clock = listener, key, name, report, clock
+        self._port = listener.getsockname()[1]
+        self.unproven: dict[int, Unproven] = {}
+        """By descriptor, the oldest first."""
+        self.is_stuck = False
+        """Whether a connection can be neither accepted nor turned away: the owner rests for `PAUSE_S`."""
+        self._reserve = Reserve()
+        self._poll = select.epoll()
+        self._poll.register(listener, select.EPOLLIN)
+        self._watches_listener = True
+        self._rests_until = 0.0
+        self._num_let_go, self._told_at = 0, -TELL_S
+        self._tell_at: float | None = None
+        self._speaker = Speaker()
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when somebody has arrived or has sent something."""
+        return self._poll.fileno()
+
+    def close(self) -> None:
+        """Close the listener, and the connections that have not proven themselves. In a forked child: the copies of them."""
+        self._poll.close()
+        self._listener.close()
+        for unproven in self.unproven.values():
+            unproven.sock.close()
+        self.unproven.clear()
+        self._reserve.close()
+
+    @property
+    def rests(self) -> bool:
+        """Whether nobody is accepted for now who is not expected."""
+        return self._clock() < self._rests_until
+
+    def due_s(self) -> float | None:
+        """Return the seconds until `turn` has something to do though nobody arrives or sends; None: it has not."""
+        oldest = next(iter(self.unproven.values())).until if self.unproven else None
+        listens_at = None if self._watches_listener else self._rests_until
+        times = [each for each in (oldest, listens_at, self._tell_at) if each is not None]
+        return max(0.0, min(times) - self._clock()) if times else None
+
+    def turn(self, admits: Admits, *, expects: bool) -> list[Unproven]:
+        """Accept whoever has arrived, go on with all handshakes, and let go of those that are overdue.
+
+        Return the connections that are proven now. They are the caller's, and each still has to be told a verdict.
+        `expects`: the caller needs someone who has not connected. See Note [Whom a listener expects].
+        """
+        now, self.is_stuck = self._clock(), False
+        accepts = expects or not self.rests
+        if accepts:
+            self._rests_until = now if expects else now + REST_S
+            self._watch_listener(True)
+        proven, has_arrived = [], False
+        for descriptor, _ in self._poll.poll(0):
+            if (unproven := self.unproven.get(descriptor)) is None:
+                has_arrived = True
+                continue
+            try:
+                if unproven.advance():
+                    self._forget(unproven)
+                    proven.append(unproven)
+            except (Refused, OSError):
+                self.let_go(unproven)
+        if has_arrived:
+            self._watch_listener(expects)
+            if accepts:
+                self._accept(admits, ACCEPTED_AT_ONCE if expects else UNEXPECTED_AT_ONCE)
+        while self.unproven and (oldest := next(iter(self.unproven.values()))).until <= now:
+            self.let_go(oldest)
+        if self._tell_at is not None and now >= self._tell_at:
+            self.tell()
+        return proven
+
+    def let_go(self, unproven: Unproven) -> None:
+        """Close a connection that has not proven itself, and count it."""
+        self._forget(unproven)
+        unproven.sock.close()
+        self._count()
+
+    def tell(self) -> None:
+        """Report how many connections were let go, unless they are few."""
+        self._tell_at = None
+        if self._num_let_go < MANY:
+            return
+        number, self._num_let_go, self._told_at = self._num_let_go, 0, self._clock()
+        self._report(self._name, number)
+        self._speaker.say(
+            f"megatron-recover: WARNING: {number} connections to port {self._port} ({self._name}) came from "
+            f"strangers and were let go unheard; `ss -tnp sport = :{self._port} or dport = :{self._port}` shows whose they are"
+        )
+
+    def _watch_listener(self, wanted: bool) -> None:
+        """Have the descriptor be readable, or not, when somebody arrives."""
+        if wanted != self._watches_listener:
+            self._poll.modify(self._listener, select.EPOLLIN if wanted else 0)
+            self._watches_listener = wanted
+
+    def _accept(self, admits: Admits, at_most: int) -> None:
+        for _ in range(at_most):
+            try:
+                sock = self._listener.accept()[0]
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if not out_of_descriptors(error):
+                    continue  # that connection was gone again before we looked
+                turned_away = self._reserve.turn_away(self._listener, error)
+                self.is_stuck = not self.unproven and not turned_away
+                if self.unproven:
+                    self.let_go(next(iter(self.unproven.values())))
+                return
+            if is_hopeless(sock):
+                sock.close()
+                self._count()
+                continue
+            if len(self.unproven) >= MAX_UNPROVEN:
+                self.let_go(next(iter(self.unproven.values())))
+            acceptor = Acceptor(self._key, admits, port=self._port, nonce=secrets.token_bytes(NONCE_BYTES))
+            self.unproven[sock.fileno()] = Unproven(sock, acceptor, self._clock() + INTRODUCTION_S)
+            self._poll.register(sock, select.EPOLLIN)
+
+    def _forget(self, unproven: Unproven) -> None:
+        del self.unproven[unproven.sock.fileno()]
+        self._poll.unregister(unproven.sock)
+
+    def _count(self) -> None:
+        self._num_let_go += 1
+        if self._num_let_go >= MANY and self._tell_at is None:
+            self._tell_at = max(self._clock() + PAUSE_S, self._told_at + TELL_S)

@@ -1,0 +1,54 @@
+"""The key of a job: made by the launcher, handed to every rank by an inherited descriptor, and by nothing else.
+
+The descriptor is an anonymous file in memory that is sealed against every change. It has no name, and the kernel lets only
+processes that may trace the rank open it by /proc. So neither arguments, environment nor any file of the run show the key.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+
+from megatron_recover.authentication.handshake import KEY_BYTES
+from megatron_recover.config import inherited_descriptor
+from megatron_recover.host import memory_file
+
+DESCRIPTOR = "key"
+"""Name under which ranks inherit the descriptor."""
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+def make_key() -> bytes:
+    """Return a new random key."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def sealed(key: bytes) -> int:
+    """Return a descriptor of a sealed file in memory that contains `key`. The caller closes the descriptor."""
+    descriptor = memory_file.create("megatron-recover-key")
+    os.fchmod(descriptor, 0o400)
+    os.write(descriptor, key)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    return descriptor
+
+
+def inherited_key() -> bytes:
+    """Return the key that this rank inherited, and close its descriptor: called once in a process.
+
+    Raises RuntimeError where the launcher handed down none.
+    """
+    descriptor = inherited_descriptor(DESCRIPTOR)
+    if descriptor is None:
+        raise RuntimeError("this process inherited no job key; start it by `megatron-recover run`")
+    try:
+        is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    except OSError:  # closed, or of another kind
+        is_sealed = False
+    if not is_sealed:
+        raise RuntimeError(f"descriptor {descriptor} is not the sealed job key; start this process by `megatron-recover run`")
+    key = os.pread(descriptor, KEY_BYTES + 1, 0)
+    if len(key) != KEY_BYTES:
+        raise RuntimeError(f"the inherited job key has {len(key)} bytes instead of {KEY_BYTES}")
+    os.close(descriptor)
+    return key

@@ -1,0 +1,195 @@
+"""Beats between the coordinator and the leaders: each end notices that the other is silent, says so once, and judges nobody.
+
+Note [Beats]. The coordinator sends each leader a `Beat` every `Deadlines.beat_s`, and a leader's control thread answers it. A
+beat is sent only when the one before was answered, so at most one waits for a process that is stopped. Any message counts as
+a sign of life of the process that sent it, never of a training thread.
+
+Training goes on without the coordinator until something fails. From then on the replicas need it, and it may be stopped
+(Ctrl-Z, SIGSTOP of the launcher). A leader then says what it waits for, and where the launcher is. It waits no longer than the
+one deadline that the user sets (INV-8): then its replica ends, because nobody could fence a broken one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from megatron_recover import trace
+from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.wire import Beat, LeaderBeat, Link, frame
+from megatron_recover.deadlines import Deadlines
+from megatron_recover.host.process_stat import state_of
+from megatron_recover.host.speaker import Speaker
+
+_STATES = {
+    "R": "running", "S": "asleep", "D": "in an uninterruptible wait", "T": "stopped", "t": "stopped by a debugger",
+    "Z": "dead", "X": "dead",
+}  # fmt: skip
+"""States of a process (proc(5), /proc/PID/stat)."""
+
+
+class CoordinatorWatch:
+    """A leader's view of its coordinator. Everything runs in the loop's thread."""
+
+    def __init__(
+        self,
+        replica: int,
+        *,
+        loop: Loop,
+        deadlines: Deadlines,
+        answer: Callable[[], LeaderBeat],
+        waits: Callable[[], str],
+        record: Callable[[trace.Event], None],
+        give_up: Callable[[str], None],
+    ) -> None:
+        """Begin to watch.
+
+        `answer()` returns where the leader is. `waits()` returns what the leader needs the coordinator for, empty if nothing.
+        `give_up(reason)` is called once, when that has lasted for the user's deadline beside a silent coordinator.
+        """
+        self._replica, self._loop, self._deadlines = replica, loop, deadlines
+        self._answer, self._waits, self._record, self._give_up = answer, waits, record, give_up
+        self._heard_at = self._waiting_since = loop.time()
+        self._waits_for = ""
+        self.speaker = Speaker()
+        self._said: str | None = None
+        """What the replica needed when it last said that the coordinator is silent; None: it has not, in this silence."""
+        self._pid = 0
+        self._is_over = False
+        loop.after(deadlines.beat_s, self._look)
+
+    def heard(self, beat: Beat | None = None) -> None:
+        """Note that the coordinator has sent something, perhaps a beat."""
+        now = self._loop.time()
+        silent_s, self._heard_at = now - self._heard_at, now
+        if beat is not None:
+            self._pid = beat.pid
+        if self._said is not None:
+            self._said = None
+            self._tell("over", silent_s)
+
+    def stop(self) -> None:
+        """Watch no longer: the job is over."""
+        self._is_over = True
+
+    def _look(self) -> None:
+        if self._is_over:
+            return
+        self._loop.after(self._deadlines.beat_s, self._look)
+        now, waits_for = self._loop.time(), self._waits()
+        if bool(waits_for) != bool(self._waits_for):
+            self._waiting_since = now
+        self._waits_for = waits_for
+        silent_s = now - self._heard_at
+        if silent_s < self._deadlines.silence_s:
+            return
+        if self._said != waits_for:
+            self._said = waits_for
+            self._tell("began", silent_s)
+        waited_s = now - max(self._heard_at, self._waiting_since)
+        if waits_for and waited_s >= self._deadlines.deadline_s:
+            self._is_over = True
+            self._give_up(
+                f"waited {waited_s:.0f} s for {waits_for}, and the coordinator ({self._who()}) was silent all the time: nobody "
+                "could fence a broken replica, so this one ends"
+            )
+
+    def _tell(self, phase: str, seconds: float) -> None:
+        where = self._answer()
+        self._record(
+            trace.CoordinatorSilent(
+                replica=self._replica,
+                generation=where.generation,
+                phase="began" if phase == "began" else "over",
+                seconds=round(seconds, 3),
+                waits=self._waits_for,
+                waiting_for=where.waiting_for,
+                pid=self._pid,
+                state=state_of(self._pid),
+            )  # fmt: skip
+        )
+        if phase == "over":
+            text = f"the coordinator answers again, after {seconds:.0f} s"
+        else:
+            waits = (
+                f"replica {self._replica} waits for {self._waits_for}, at most {self._deadlines.deadline_s:g} s"
+                if self._waits_for
+                else "training goes on until it is needed"
+            )
+            text = f"the coordinator ({self._who()}) has sent nothing for {seconds:.0f} s; {waits}"
+        self.speaker.say(f"megatron-recover: {text}")
+
+    def _who(self) -> str:
+        """The process of the coordinator, how it is, and what to do about it."""
+        if not self._pid:
+            return "the launcher, not heard since the start"
+        state = state_of(self._pid)
+        remedy = f": continue it with `fg` or `kill -CONT {self._pid}`" if state == "T" else ""
+        return f"the launcher, pid {self._pid}, {_STATES.get(state, 'not to be seen in /proc here')}{remedy}"
+
+
+class LeaderWatch:
+    """The coordinator's view of its leaders. Everything runs in the loop's thread."""
+
+    def __init__(
+        self, *, loop: Loop, deadlines: Deadlines, beat: Callable[[], Beat], record: Callable[[trace.Event], None]
+    ) -> None:
+        """Begin to send beats to all leaders that are `watch`ed. `beat()` returns what to send now."""
+        self._loop, self._deadlines, self._beat, self._record = loop, deadlines, beat, record
+        self._links: dict[int, Link] = {}
+        self._unanswered_since: dict[int, float] = {}
+        self._newest: dict[int, LeaderBeat] = {}
+        self._silent: set[int] = set()
+        self._is_over = False
+        loop.after(deadlines.beat_s, self._send)
+
+    def watch(self, replica: int, link: Link) -> None:
+        """Send beats to this leader too, the first one at once."""
+        self._links[replica] = link
+        self._send_to([replica])
+
+    def answered(self, beat: LeaderBeat) -> None:
+        """Take a leader's answer."""
+        self._newest[beat.replica] = beat
+        since = self._unanswered_since.pop(beat.replica, self._loop.time())
+        if beat.replica in self._silent:
+            self._silent.discard(beat.replica)
+            self._tell(beat.replica, "over", self._loop.time() - since)
+
+    def forget(self, replica: int) -> None:
+        """Send no more beats to this leader: its replica is lost."""
+        self._links.pop(replica, None)
+        self._unanswered_since.pop(replica, None)
+        self._silent.discard(replica)
+
+    def stop(self) -> None:
+        """Send no more beats: the job is over."""
+        self._is_over = True
+
+    def _send(self) -> None:
+        if self._is_over:
+            return
+        self._loop.after(self._deadlines.beat_s, self._send)
+        now = self._loop.time()
+        for replica, since in self._unanswered_since.items():
+            if now - since >= self._deadlines.silence_s and replica not in self._silent:
+                self._silent.add(replica)
+                self._tell(replica, "began", now - since)
+        self._send_to([replica for replica in self._links if replica not in self._unanswered_since])
+
+    def _send_to(self, replicas: Sequence[int]) -> None:
+        framed = frame(self._beat())
+        for replica in replicas:
+            self._unanswered_since[replica] = self._loop.time()
+            self._loop.put(self._links[replica], framed)
+
+    def _tell(self, replica: int, phase: str, seconds: float) -> None:
+        beat = self._newest.get(replica)
+        self._record(
+            trace.LeaderSilent(
+                member=replica,
+                generation=beat.generation if beat is not None else 0,
+                phase="began" if phase == "began" else "over",
+                seconds=round(seconds, 3),
+                waiting_for=beat.waiting_for if beat is not None else (),
+            )  # fmt: skip
+        )

@@ -1,0 +1,127 @@
+"""The dialling end of the control plane: a link that proves itself, and dials again while it was not believed.
+
+An acceptor that is crowded by strangers may let a connection go before its peer has proven itself. Nothing that was sent is
+lost then: frames are kept until the acceptor has welcomed this end. So a caller sees one link, which either works or is closed.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+
+from megatron_recover.authentication.handshake import NONCE_BYTES, Connector, Party, Refused, Verdict
+from megatron_recover.control_plane.wire import CannotDial, Link, LinkClosed, Message, dial, largest_body
+
+_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 1.0
+_NOT_YET = (errno.EAGAIN, errno.ENOTCONN)
+
+
+class OutgoingLink(Link):
+    """A link to one party at one address. Messages are queued until that party has proven itself and welcomed this end."""
+
+    def __init__(self, address: str, key: bytes, me: Party, peer: Party, *, patience_s: float) -> None:
+        """Begin to dial `address` (host:port). Raises `LinkClosed` if nobody listens there.
+
+        `patience_s` limits how long the link goes on dialling if connections end before the peer was proven, or if this process
+        has no descriptor left for one. Then the link has no connection at first (`fileno()` is -1), and is to be dialled again.
+        """
+        self._address, self._key, self._me, self._peer = address, key, me, peer
+        self._give_up_at = time.monotonic() + patience_s
+        self._pause_s = _PAUSE_S
+        self.proven = False
+        """Whether the peer has proven itself, and welcomed this end."""
+        self._refused = False
+        self._is_dialled = False
+        """Whether there has been a connection at all."""
+        super().__init__(None, largest_body(peer.role, me.role))
+        try:
+            self.redial()
+        except CannotDial as error:
+            print(f"megatron-recover: {error}; this is tried again", file=sys.stderr, flush=True)
+
+    def fileno(self) -> int:
+        """Return the descriptor, or -1 while there is no connection."""
+        return super().fileno() if self._is_dialled else -1
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether something is queued that the socket can take when it is writable."""
+        return super().wants_write if self.proven else bool(self._to_say)
+
+    def flush(self) -> None:
+        """Hand the socket what it takes of the queue, or of the handshake before that. Raises `LinkClosed`."""
+        if self.proven:
+            super().flush()
+        elif self.fileno() >= 0:
+            self._advance()
+
+    def receive(self) -> Iterator[Message]:
+        """Yield every complete message that was read. Raises `LinkClosed`."""
+        if self.proven:
+            yield from super().receive()
+        else:
+            self._advance()
+
+    def retry_s(self) -> float | None:
+        """Return how long to wait before `redial`, or None if the link is closed for good."""
+        if self.proven or self._refused or time.monotonic() + self._pause_s > self._give_up_at:
+            return None
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return pause_s
+
+    def redial(self) -> None:
+        """Begin anew with another connection.
+
+        Raises `LinkClosed` if nobody listens there any more, and `CannotDial` where another try may succeed (`retry_s`).
+        """
+        self._take_socket(dial(self._address))
+        self._is_dialled = True
+        port = int(self._address.rpartition(":")[2])
+        self._connector = Connector(self._key, self._me, self._peer, port=port, nonce=secrets.token_bytes(NONCE_BYTES))
+        self._to_say = self._connector.opening
+
+    def close(self) -> None:
+        """Close the socket, if there is one. What is queued is kept for `redial`."""
+        if self._is_dialled:
+            super().close()
+
+    def _advance(self) -> None:
+        """Go on with the handshake as far as it goes without waiting. Raises `LinkClosed`."""
+        try:
+            self._say()
+            while (wanted := self._connector.wanted) and not self._to_say:
+                chunk = self._socket.recv(wanted)
+                if not chunk:
+                    raise LinkClosed("the other end hung up before it had proven itself")
+                self._to_say = self._connector.feed(chunk)
+                self._say()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._refused = error.errno == errno.ECONNREFUSED
+            raise LinkClosed(str(error)) from error
+        except Refused as refused:
+            raise LinkClosed(str(refused)) from refused
+        verdict = self._connector.verdict
+        if verdict is None:
+            return
+        if verdict is not Verdict.WELCOME:
+            self._refused = True
+            raise LinkClosed(f"refused by the other end ({verdict.name})")
+        self.proven = True
+        super().flush()
+
+    def _say(self) -> None:
+        if not self._to_say:
+            return
+        try:
+            sent = self._socket.send(self._to_say)
+        except OSError as error:
+            if error.errno in _NOT_YET:
+                return
+            raise
+        self._to_say = self._to_say[sent:]

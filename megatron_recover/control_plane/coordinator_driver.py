@@ -1,0 +1,224 @@
+"""The coordinator's driver: sockets, timers and addresses around the machine of `core.coordinator`.
+
+The machine decides who is in the job; this module only knows how to reach the leaders. It keeps the two things that the core
+does not know: the addresses of every replica's ranks, and since when something has been wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from megatron_recover import trace
+from megatron_recover.authentication.handshake import Party, Role
+from megatron_recover.control_plane.beats import LeaderWatch
+from megatron_recover.control_plane.gate import Gate
+from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.wire import (
+    Announcement,
+    Beat,
+    LeaderBeat,
+    LeaderHello,
+    Link,
+    Message,
+    Peer,
+    address_of,
+    frame,
+    listen,
+)
+from megatron_recover.core import coordinator as machine
+from megatron_recover.core import values
+from megatron_recover.deadlines import Deadlines
+
+
+def announcements(
+    new: values.NewGeneration, peers: Mapping[int, Peer], announced: Collection[int], noticed_s: float
+) -> Iterator[tuple[int, bytes]]:
+    """Yield the frame for each leader of the roster: at most two different ones, each encoded once.
+
+    `announced` has the replicas of earlier rosters. Their leaders need to be told of the replicas that are new only; the leader
+    of a replica that is new itself needs to be told of all.
+    """
+    fresh = tuple(peers[replica] for replica in new.roster if replica not in announced)
+    to_old = frame(Announcement(new, fresh, noticed_s))
+    to_new = frame(Announcement(new, tuple(peers[replica] for replica in new.roster), noticed_s)) if fresh else b""
+    for replica in new.roster:
+        yield replica, to_old if replica in announced else to_new
+
+
+class Membership:
+    """Drives the one coordinator of a run. Everything runs in the loop's thread."""
+
+    def __init__(
+        self,
+        policy: machine.Policy,
+        *,
+        key: bytes,
+        loop: Loop,
+        timers_s: Mapping[machine.Setting, float],
+        record: Callable[[trace.Event], None],
+        fence: Callable[[int], None],
+        on_end: Callable[[int, str], None],
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        """Listen for leaders on a free port of the loopback interface.
+
+        `key` is the job's: leaders prove that they hold it.
+        `timers_s` has the seconds of every `core.coordinator.Setting`. `fence(replica)` starts killing it;
+        `on_end(exit_code, reason)` comes once, when the leaders have been told to stop.
+        """
+        self._loop, self._timers_s, self._record, self._fence, self._on_end = loop, timers_s, record, fence, on_end
+        self._state = machine.CoordinatorState(policy)
+        self._peers: dict[int, Peer] = {}
+        self._links: dict[int, Link] = {}
+        self._announced: set[int] = set()
+        """Replicas that were in a roster, so that the leaders of that roster know where they are."""
+        self._noticed: float | None = None
+        self._leaders = LeaderWatch(loop=loop, deadlines=deadlines or Deadlines.of(), beat=self._beat, record=record)
+        self._asked: dict[int, int] = {}
+        """Replica -> the newest generation in which its request was heard; a beat repeats one that may not have been."""
+        listener = listen("127.0.0.1:0")
+        self.address = address_of(listener)
+        """Where leaders find the coordinator."""
+        self._gate = Gate(
+            loop, listener, key, Role.COORDINATOR, self._admits, self._accept,
+            expects=lambda: not self._state.generation,  # later nobody greets
+            report=lambda name, number: record(
+                trace.Strangers(replica=-1, rank=-1, listener=name, num_connections=number)
+            ),
+        )  # fmt: skip
+
+    @property
+    def generation(self) -> int:
+        """The newest; 0 before the first."""
+        return self._state.generation
+
+    def lost(self, loss: values.Loss) -> None:
+        """A replica is gone; losing it twice is fine."""
+        self._notice()
+        self._step(machine.Lost(loss))
+
+    def failing(self, failing: values.Failing) -> None:
+        """What the loss that follows is charged to, as the agent has seen it."""
+        self._step(failing)
+
+    def at_work(self, replicas: tuple[int, ...]) -> None:
+        """Take from the agent which replicas are at work of their own, by their progress pages."""
+        self._step(machine.AtWork(replicas))
+
+    def ask_exit(self, reason: str) -> None:
+        """Have all replicas save and end at a common step."""
+        self._notice()
+        self._step(machine.ExitAsked(reason))
+
+    def launched(self) -> None:
+        """The processes of all replicas were started."""
+        self._step(machine.Launched())
+
+    def close(self) -> None:
+        """Stop listening. The links belong to the loop."""
+        self._gate.close()
+
+    # --- From the leaders --------------------------------------------------------------------------------------------
+
+    def _admits(self, peer: Party, wanted: Party) -> bool:
+        """Return whether `peer` is a leader of this job that wants the coordinator."""
+        known = peer.role is Role.LEADER and peer.replica < self._state.policy.num_replicas and peer.rank == 0
+        return known and wanted == Party(Role.COORDINATOR)
+
+    def _accept(self, link: Link, peer: Party) -> None:
+        self._loop.watch(
+            link, lambda link, message: self._introduced(peer.replica, link, message), lambda link, why: None
+        )  # fmt: skip
+
+    def _introduced(self, replica: int, link: Link, message: Message) -> None:
+        """Take the first message of a leader, which must be the greeting of the replica that it has proven to be of."""
+        own = isinstance(message, LeaderHello) and message.hello.replica == message.peer.replica == replica
+        if not own or replica in self._links:
+            self._loop.drop(link)
+            return
+        self._peers[replica], self._links[replica] = message.peer, link
+        # A link that breaks says nothing: the agent sees whether the process lives.
+        self._loop.watch(link, lambda link, message: self._from_leader(replica, link, message), lambda link, why: None)
+        self._leaders.watch(replica, link)
+        self._step(message.hello)
+
+    def _from_leader(self, replica: int, link: Link, message: Message) -> None:
+        match message:
+            case values.Requested() | values.Diverged() | values.Miscounted() if message.replica == replica:
+                self._request(message)
+            case LeaderBeat() if message.replica == replica:
+                self._leaders.answered(message)
+                self._step(machine.Progressed(replica, message.step))
+                if message.request is not None and message.request.replica == replica:
+                    self._request(message.request)
+            case values.Entered() | values.Busy() | values.Failing() | values.Finished() if message.replica == replica:
+                self._step(message)
+            case _:
+                self._loop.drop(link)
+                kind = type(message).__name__
+                self.lost(values.Loss(replica, values.LossKind.SUSPECTED, f"its leader sent a {kind} to the coordinator"))
+
+    def _request(self, message: values.Requested | values.Diverged | values.Miscounted) -> None:
+        """Take a request, however often the leader repeats it: to the machine it is the same once and many times."""
+        if self._asked.get(message.replica, 0) < message.generation:
+            self._asked[message.replica] = message.generation
+            self._notice()
+        self._step(message)
+
+    def _beat(self) -> Beat:
+        """Return what all leaders are told every second."""
+        state = self._state
+        missing = state.roster if state.generation else range(state.policy.num_replicas)
+        here = state.entered if state.generation else [hello.replica for hello in state.hellos]
+        return Beat(os.getpid(), state.generation, state.step, tuple(each for each in missing if each not in here))
+
+    # --- The machine -------------------------------------------------------------------------------------------------
+
+    def _notice(self) -> None:
+        if self._noticed is None:
+            self._noticed = time.monotonic()
+
+    def _step(self, event: machine.Input) -> None:
+        self._state, effects = machine.step(self._state, event)
+        for effect in effects:
+            match effect:
+                case machine.Announce(new):
+                    self._announce(new)
+                case machine.Fence(replica):
+                    self._leaders.forget(replica)
+                    self._fence(replica)
+                case machine.Arm(timer, setting):
+                    self._arm(timer, self._timers_s[setting])
+                case machine.Waits(replicas, reason, limit):
+                    limit_s = self._timers_s[limit] if limit is not None else None
+                    self._record(trace.Waiting(replicas=replicas, reason=reason, limit_s=limit_s))
+                case machine.EndJob(exit_code, reason):
+                    self._end(exit_code, reason)
+
+    def _announce(self, new: values.NewGeneration) -> None:
+        noticed_s = time.monotonic() - self._noticed if self._noticed is not None else 0.0
+        self._noticed = None
+        losses = tuple(trace.Lost(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in new.losses)
+        void = (new.void.step, new.void.since) if new.void is not None else None
+        gives_up = new.void is not None and new.void.gives_up
+        self._record(
+            trace.Generation(
+                generation=new.generation, roster=new.roster, losses=losses, reason=new.reason, void=void, gives_up=gives_up
+            )
+        )
+        for replica, framed in announcements(new, self._peers, self._announced, noticed_s):
+            self._loop.put(self._links[replica], framed)
+        self._announced |= set(new.roster)
+
+    def _arm(self, timer: str, seconds: float) -> None:
+        self._loop.after(seconds, lambda: self._step(machine.TimerFired(timer)))
+
+    def _end(self, exit_code: int, reason: str) -> None:
+        if exit_code != values.ExitCode.OK:
+            self._record(trace.Stopping(exit_code=exit_code, reason=reason))
+        for link in self._links.values():
+            self._loop.send(link, values.Stop(exit_code, reason))
+        self._leaders.stop()
+        self._on_end(exit_code, reason)

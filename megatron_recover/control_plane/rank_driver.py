@@ -1,0 +1,443 @@
+"""The member: what a rank's training thread sees of the rest of the job.
+
+It joins two threads. The control thread reads the links and answers `Promise` at once; the training thread begins steps and
+obeys orders. Both drive the machine of `core.rank` under one lock, which is also what makes `hold` and `Promise` exclude each
+other. The member decides nothing about the protocol and never looks into a tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from megatron_recover import trace
+from megatron_recover.authentication.handshake import Party, Role
+from megatron_recover.config import RankContext, RecoverConfig
+from megatron_recover.control_plane.calling import OutgoingLink
+from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.replica_driver import Leader
+from megatron_recover.control_plane.wire import Enter, Heard, Link, LinkClosed, Message, RankHello
+from megatron_recover.core import rank as machine
+from megatron_recover.core import values
+from megatron_recover.core.alike import Parts
+from megatron_recover.core.detector import Phase
+from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.values import Apply, Close, ExitCode, Held, Plan, Shape, Stop, Work
+from megatron_recover.data_plane.transport import Endpoint, Revoked, Transport, TransportError
+from megatron_recover.deadlines import Deadlines
+from megatron_recover.faults import FaultInjector, FaultPoint
+from megatron_recover.host.speaker import Speaker
+from megatron_recover.progress_page import ProgressPage
+
+_RETRY_S = 0.02
+
+
+class JobStopped(SystemExit):
+    """This replica has to end: the job is over, or can not go on here.
+
+    A `SystemExit`, so that no ``except Exception`` of a training script keeps a replica alive that has been told to end, and
+    so that the process ends with `exit_code` when nobody catches it.
+    """
+
+    def __init__(self, exit_code: int, reason: str) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class Member:
+    """A rank's membership in the job, from `join` to `close`."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        config: RecoverConfig,
+        endpoint: Endpoint,
+        *,
+        key: bytes,
+        record: Callable[[trace.Event], None],
+        faults: FaultInjector | None = None,
+        page: ProgressPage | None = None,
+        end_process: Callable[[int], None] = os._exit,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        """`key` is the job's (`key.inherited_key`). `page` shows what the training thread waits for; None: nobody looks.
+
+        `end_process(exit_code)` is called in the control thread when the training thread does not end as it has to.
+        """
+        self.replica, self.rank, self.num_ranks = context.replica, context.rank, context.num_ranks
+        self.generation = 0
+        """Of the newest `Plan` or `Apply` that the training thread took; 0 before the first."""
+        self.roster: tuple[int, ...] = tuple(range(context.num_replicas))
+        """Members of `generation`, ascending."""
+        self.step = -1
+        """The newest step that this rank has begun; -1 before the first."""
+        self.quotas: tuple[int, ...] = ()
+        """Of the newest `Plan` that was taken, in the order of its roster."""
+        self.requests: frozenset[str] = frozenset()
+        """All that the records have carried so far; the same on every replica after the same step."""
+        self._context, self._config, self._endpoint, self._key = context, config, endpoint, key
+        self._record, self._faults, self._end_process = record, faults, end_process
+        self._deadlines = deadlines or config.deadlines
+        self._page = page or ProgressPage()
+        self._changed = threading.Condition(threading.RLock())
+        """Guards everything below; notified when the training thread may have something to do."""
+        self._state = machine.RankState(context.replica, context.rank, ())
+        self._known_addresses: dict[int, str] = {}
+        """All that were ever told: replica -> data address of its rank at this one's position."""
+        self._addresses: dict[int, str] = {}
+        """Of the promised generation's members."""
+        self._transport: Transport | None = None
+        self._unsaid: list[str] = []
+        self._failure: JobStopped | None = None
+        self._has_raised = self._heard = False
+        self._closed = False
+        self._outbox: deque[values.Report] = deque()
+        self._loop = Loop()
+        self._speaker = Speaker()
+        self._leader: Leader | None = None
+        self._uplink: Link | None = None
+        self._control = threading.Thread(target=self._run_control, name="recover-control", daemon=True)
+
+    def is_writer(self) -> bool:
+        """Whether this replica is the one that logs, saves and writes TensorBoard: the lowest of the roster."""
+        return self.replica == min(self.roster)
+
+    # --- The life of a training thread, in order -----------------------------------------------------------------------
+
+    def join(self, shape: Shape, fingerprint: str, parts: Parts = ()) -> None:
+        """Report this rank ready, once, when its buckets are known; wait until the job has its first generation.
+
+        `fingerprint` is of all that has to be equal in the same rank of every replica (configuration, initial state, data);
+        `parts` is that by name and value, for the message where it is not.
+        Raises `JobStopped` when the job ends before it has begun.
+        """
+        if self._faults is not None:
+            self._faults.at(FaultPoint.START_UP)
+        buckets = tuple(bucket for bucket, ranks in enumerate(shape.bucket_ranks) if self.rank in ranks)
+        self._state = machine.RankState(self.replica, self.rank, buckets)
+        hello = RankHello(self.rank, shape, f"{shape} {fingerprint}", self._endpoint.address, parts)
+        itself = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: member.close_in_child() if (member := itself()) is not None else None)
+        self._loop.post(lambda: self._introduce(hello))
+        self._control.start()
+        with self._changed:
+            self._wait_until(lambda: self._state.promised > 0 or self._stopped_by() is not None)
+            self._raise_if_stopped()
+
+    def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int:
+        """Arrive at the next step and return its number. `digest` is of all state of this rank, where `work.digests`."""
+        with self._changed:
+            self._raise_if_stopped()
+            asked = tuple(sorted({*requests, *self._unsaid}))
+            self._unsaid.clear()
+            self.step = self._state.step
+            self._page.begin_step(self.step, work.label)
+            self._feed(machine.Begin(work, asked, digest))
+            return self.step
+
+    def next_order(self) -> Plan | Apply:
+        """Wait for what to do next. Raises `JobStopped`."""
+        with self._changed:
+            self._wait_until(lambda: bool(self._state.queue) or self._failure is not None)
+            if self._failure is not None:
+                raise self._last_words_written(self._failure)
+            self._feed(machine.Take())
+            order = self._state.taken
+            if isinstance(order, Stop):
+                raise JobStopped(order.exit_code, order.reason)
+            assert isinstance(order, Plan | Apply)
+            self.generation, self.roster = order.generation, order.roster
+            self._page.obey(order.generation)
+        if isinstance(order, Apply):
+            self.requests |= frozenset(order.record.requests)
+            return order
+        self.quotas = order.quotas
+        if self._leader is not None:
+            self._leader.clock.taken(order.generation)
+        return order
+
+    def more_work(self) -> Plan | None:
+        """Inside a pass that has run out of microbatches: the next plan that it takes in, or None when it is closed.
+
+        Waits for either. Raises `JobStopped`.
+        """
+        with self._changed:
+            self._wait_until(lambda: bool(self._state.queue) or self._failure is not None)
+            closed = self._failure is None and isinstance(self._state.queue[0], Close)
+            if closed:
+                self._feed(machine.Take())
+                return None
+        order = self.next_order()
+        assert isinstance(order, Plan), order
+        return order
+
+    def has_order(self) -> bool:
+        """Whether `more_work` would not wait."""
+        with self._changed:
+            return bool(self._state.queue) or self._failure is not None
+
+    def ask_close(self) -> None:
+        """Nothing more is known to compute: have the pass closed. Plans that are on their way still belong to it."""
+        with self._changed:
+            self._feed(machine.EndPass())
+
+    def started(self, microbatch: int) -> None:
+        """Rank 0 begins the forward of a microbatch: journalled, so that all know who computes what when somebody is lost."""
+        with self._changed:
+            self._feed(machine.MicrobatchStarted(microbatch))
+
+    def finished(self, microbatch: int) -> None:
+        """Rank 0 has ended the backward of a microbatch (in evaluation its forward)."""
+        with self._changed:
+            self._feed(machine.MicrobatchFinished(microbatch))
+
+    def measured(self, num_microbatches: int, elapsed_ns: int) -> None:
+        """Rank 0 knows how long the first pass of a training step took: in this replica's next vote all learn it."""
+        with self._changed:
+            self._feed(machine.Measured(num_microbatches, elapsed_ns))
+
+    def transport(self, generation: int) -> Transport:
+        """The data plane of the plan that is being obeyed, when its pass is closed. Raises `Revoked` when it is overtaken."""
+        with self._changed:
+            if not machine.may_run(self._state, generation):
+                raise Revoked(f"generation {self._state.promised} has been promised")
+            retired = None
+            if self._transport is None or self._transport.generation != generation:
+                retired = self._transport
+                self._transport = self._endpoint.open(generation, self.replica, self._addresses)
+            transport = self._transport
+        if retired is not None:
+            retired.close()
+        return transport
+
+    def pass_ended(self, generation: int) -> None:
+        """A pass is done whose newest plan is of `generation`."""
+        if self._leader is not None:
+            self._leader.clock.computed(generation)
+
+    def hold(self, held: Held) -> bool:
+        """A result is complete here. False, and nothing has happened, if a newer generation was promised."""
+        with self._changed:
+            self._feed(machine.Completed(held))
+            return held in self._state.held
+
+    def blocked(self, generation: int, error: BaseException) -> None:
+        """A reduction or transfer of `generation` failed; the rest of its plan is left undone."""
+        known = error if isinstance(error, TransportError) else TransportError()
+        failed = machine.Failed(
+            generation, trace.reason_of(error), known.peers, known.stalled, known.miscounted
+        )  # fmt: skip
+        with self._changed:
+            self._feed(failed)
+
+    def raised(self, microbatches: Sequence[int], error: BaseException) -> None:
+        """Computing one of `microbatches` (empty: something else) raised; returns when the coordinator will know. Then end.
+
+        The first to report an exception knows the microbatch; whoever sees it pass by later does not, and is not heard.
+        """
+        if self._has_raised or not self._control.is_alive():
+            return
+        self._has_raised = True
+        with self._changed:
+            self._feed(machine.Raise(tuple(microbatches), trace.reason_of(error)))
+            self._changed.wait_for(lambda: self._heard or self._failure is not None, self._deadlines.words_s)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around a checkpoint save, on all ranks of the replica: meanwhile the others know why they have to wait for it."""
+        with self._changed:
+            self._feed(machine.Save(over=False))
+        with self._page.within(Phase.SAVE):
+            yield
+        # Not after an exception: the replica is about to end, and its end says more.
+        with self._changed:
+            self._feed(machine.Save(over=True))
+
+    def request(self, request: str) -> None:
+        """Have `request` ("exit: SIGTERM", ...) ride in this replica's next vote. Any thread."""
+        with self._changed:
+            self._unsaid.append(request)
+
+    def close(self) -> None:
+        """End a training loop that is over: answer the others until the whole job ends, then close everything.
+
+        Raises `JobStopped` when the job does not end well, or this replica loses touch with it.
+        """
+        with self._changed:
+            if self._closed:
+                return
+            if self._control.is_alive():
+                self._feed(machine.End())
+                self._wait_until(lambda: self._stopped_by() is not None)
+            stopped = self._stopped_by()
+            self._closed = True
+            transport, self._transport = self._transport, None
+            self._loop.post(lambda: None)  # under the lock: who sees `_closed` by itself does not close the loop before
+        if self._control.is_alive():
+            self._control.join()
+        if transport is not None:
+            transport.close()
+        self._endpoint.close()
+        if stopped is not None and stopped.exit_code != ExitCode.OK:
+            raise self._last_words_written(stopped)
+
+    def close_in_child(self) -> None:
+        """In a forked child (data loader, asynchronous save): close the copies of our sockets.
+
+        Called by the interpreter after every fork. While a child holds them, the connections of a dead rank stay open.
+        """
+        self._loop.close_in_child()
+
+    # --- Waiting, under the lock ---------------------------------------------------------------------------------------
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        # No deadline of its own: the leader's stall timer, the coordinator's follow timer and the agent's eye on every
+        # process end each wait for another party; the control thread ends it when the leader is lost (INV-8).
+        if not condition():
+            with self._page.within(Phase.ORDERS):
+                self._changed.wait_for(condition)
+
+    def _stopped_by(self) -> JobStopped | None:
+        if self._failure is not None:
+            return self._failure
+        for order in (self._state.taken, *self._state.queue):
+            if isinstance(order, Stop):
+                return JobStopped(order.exit_code, order.reason)
+        return None
+
+    def _raise_if_stopped(self) -> None:
+        stopped = self._stopped_by()
+        if stopped is not None:
+            raise self._last_words_written(stopped)
+
+    # --- The machine, under the lock -----------------------------------------------------------------------------------
+
+    def _feed(self, event: machine.Input) -> None:
+        self._state, effects = machine.step(self._state, event)
+        for effect in effects:
+            match effect:
+                case machine.Retire(generation):
+                    if self._transport is not None and self._transport.generation < generation:
+                        self._transport.revoke()
+                case machine.ToLeader(report):
+                    # Posted, never sent from here: a leader carries out all effects of one input before the next input.
+                    self._outbox.append(report)
+                    self._loop.post(self._send_reports)
+        self._changed.notify_all()
+
+    # --- Control thread ------------------------------------------------------------------------------------------------
+
+    def _run_control(self) -> None:
+        try:
+            while not self._closed:
+                self._loop.run_once()
+            if self._leader is not None:
+                self._leader.see_ranks_off()
+        except BaseException as error:
+            # Nothing may go unnoticed here: without this thread the rank neither promises nor hears of the job's end.
+            self._speaker.say(traceback.format_exc().rstrip())
+            code = ExitCode.INVARIANT_VIOLATED if isinstance(error, InvariantViolation) else ExitCode.FAILED
+            self._fail(f"{type(error).__name__}: {error}", code)
+            while not self._closed:
+                self._loop.run_once()
+        finally:
+            if self._leader is not None:
+                self._leader.close()
+            with self._changed:
+                self._loop.close()
+
+    def _introduce(self, hello: RankHello, since: float | None = None) -> None:
+        """Link to the leader, or begin to be it. `since`: the loop's time when the first link was tried; None: this is it."""
+        if self.rank == 0:
+            self._leader = Leader(
+                self._context, self._config, hello, key=self._key, loop=self._loop, deliver=self._deliver, fail=self._fail,
+                record=self._record, faults=self._faults, deadlines=self._deadlines,
+            )  # fmt: skip
+            return
+        began = self._loop.time() if since is None else since
+
+        def again(why: str) -> None:
+            if (waited_s := self._loop.time() - began) > self._deadlines.leader_s:
+                self._fail(f"rank 0 of replica {self.replica} was not there after {waited_s:.0f} s ({why})")
+            else:
+                self._loop.after(_RETRY_S, lambda: self._introduce(hello, began))
+
+        try:
+            me, leader = Party(Role.RANK, self.replica, self.rank), Party(Role.LEADER, self.replica)
+            self._uplink = OutgoingLink(self._context.leader, self._key, me, leader, patience_s=self._deadlines.leader_s)
+        except LinkClosed as closed:
+            again(str(closed))
+            return
+        self._loop.watch(self._uplink, lambda link, message: self._deliver(message), lambda link, why: again(why))
+        self._loop.send(self._uplink, hello)
+
+    def _deliver(self, message: Message) -> None:
+        """An order of the leader."""
+        match message:
+            case Enter(promise, data_addresses):
+                if self._faults is not None:
+                    self._faults.at(FaultPoint.PROMISE, step=self._state.step)
+                with self._changed:
+                    self._known_addresses |= dict(data_addresses)
+                    if promise.generation > self._state.promised:
+                        self._addresses = {replica: self._known_addresses[replica] for replica in promise.roster}
+                    self._feed(promise)
+                if self._uplink is not None:  # from here on a lost leader is no late start
+                    self._loop.watch(self._uplink, lambda link, message: self._deliver(message), self._leader_lost)
+            case Plan() | Close() | Apply() | Stop():
+                with self._changed:
+                    self._feed(message)
+            case Heard():
+                with self._changed:
+                    self._heard = True
+                    self._changed.notify_all()
+            case _:
+                self._fail(f"the leader sent a {type(message).__name__}")
+
+    def _send_reports(self) -> None:
+        while self._outbox:
+            report = self._outbox.popleft()
+            is_follower = self._leader is None
+            if is_follower and self._faults is not None and isinstance(report, values.Holds):
+                self._faults.at(FaultPoint.BEFORE_VOTE, step=report.step)
+            if self._leader is not None:
+                self._leader.report(report)
+            elif self._uplink is not None:
+                self._loop.send(self._uplink, report)
+            if isinstance(report, values.Raised) and self._leader is not None:
+                self._deliver(Heard())
+            if is_follower and self._faults is not None and isinstance(report, values.Holds):
+                self._faults.at(FaultPoint.AFTER_VOTE, step=report.step)
+
+    def _leader_lost(self, link: Link, why: str) -> None:
+        if self._stopped_by() is None:
+            reason = f"rank 0 of replica {self.replica} is gone ({why})"
+            # The agent kills what is left of a broken replica; only if it does not, this process ends by itself.
+            self._loop.after(self._deadlines.follow_s, lambda: self._fail(reason))
+
+    def _fail(self, reason: str, exit_code: int = ExitCode.FAILED) -> None:
+        """This rank cannot go on: tell the training thread, and end the process if that does not."""
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._failure = JobStopped(exit_code, reason)
+            if self._transport is not None:
+                self._transport.revoke()
+            self._loop.after(self._deadlines.follow_s, lambda: self._end_process(exit_code))
+            # Not printed: this thread must come to that timer, and to the messages of others, whatever stderr is.
+            self._speaker.say(f"megatron-recover: replica {self.replica} rank {self.rank} ends: {reason}")
+            self._changed.notify_all()
+
+    def _last_words_written(self, stopped: JobStopped) -> JobStopped:
+        """Return what ends the training thread when its reason is in the log, or the log has had its time to take it."""
+        self._speaker.wait(self._deadlines.words_s)
+        return stopped

@@ -1,0 +1,499 @@
+"""Rank 0's second role: it runs the replica's machine and connects it to the ranks, the other leaders and the coordinator.
+
+It carries out what `core.replica` decides, keeps the stall timer, and writes the leader's trace events. It decides nothing
+about the protocol and never touches a tensor. Everything here runs in the control thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import batched
+
+import msgspec
+
+from megatron_recover import trace
+from megatron_recover.authentication.handshake import Party, Role
+from megatron_recover.config import RankContext, RecoverConfig
+from megatron_recover.control_plane.beats import CoordinatorWatch
+from megatron_recover.control_plane.calling import OutgoingLink
+from megatron_recover.control_plane.gate import Gate
+from megatron_recover.control_plane.listening import LEADER, inherited_listener
+from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.timing import RecoveryClock
+from megatron_recover.control_plane.wire import (
+    STATUSES_A_FRAME,
+    Announcement,
+    Beat,
+    Enter,
+    Heard,
+    LeaderBeat,
+    LeaderHello,
+    Link,
+    LinkClosed,
+    Message,
+    Peer,
+    PeerHello,
+    RankHello,
+    frame,
+    listen,
+)
+from megatron_recover.core import replica as machine
+from megatron_recover.core import values
+from megatron_recover.core.alike import together
+from megatron_recover.core.digest import bare, digest
+from megatron_recover.core.tree import neighbours
+from megatron_recover.deadlines import Deadlines
+from megatron_recover.faults import FaultInjector, FaultPoint
+
+
+def _parts(message: machine.Word) -> Iterator[machine.Word]:
+    """The message in frames of bounded size: the machine takes in parts what several members say."""
+    if not isinstance(message, values.Statuses):
+        yield message
+        return
+    for statuses in batched(message.statuses, STATUSES_A_FRAME):
+        yield msgspec.structs.replace(message, statuses=statuses)
+
+
+def _hex(state_digest: int | None) -> str | None:
+    """Return a state digest as the trace has it."""
+    return None if state_digest is None else f"{state_digest:016x}"
+
+
+def _results(record: values.Record) -> tuple[trace.Result, ...]:
+    """Return the versions of a record as the trace has them."""
+    return tuple(trace.Result(bucket=each.bucket, version=each.version, checksums=each.checksums) for each in record.versions)
+
+
+Deliver = Callable[[Message], None]
+"""Hands a message of the leader to its own rank."""
+
+_AGREED = (machine.Phase.IDLE, machine.Phase.WORKING, machine.Phase.VOTED)
+
+
+class Leader:
+    """Drives one replica's machine."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        config: RecoverConfig,
+        own: RankHello,
+        *,
+        key: bytes,
+        loop: Loop,
+        deliver: Deliver,
+        fail: Callable[..., None],
+        record: Callable[[trace.Event], None],
+        faults: FaultInjector | None,
+        deadlines: Deadlines,
+    ) -> None:
+        """Accept at the replica's address, on the socket that this rank inherited if there is one, and link to the coordinator.
+
+        `fail(reason)`, or `fail(reason, exit_code)`: the replica cannot go on. `key` is the job's: every link is proven by it.
+        """
+        self._context, self._config, self._deadlines = context, config, deadlines
+        self._loop, self._deliver, self._fail, self._record, self._faults = loop, deliver, fail, record, faults
+        self._state = machine.ReplicaState(context.replica, own.shape, config.tree_above)
+        self._hellos: dict[int, RankHello] = {own.rank: own}
+        self._ranks: dict[int, Link] = {}
+        self._peers: dict[int, Peer] = {}
+        """All that were ever announced: an address belongs to a replica for the whole run."""
+        self._introduced_peers: set[int] = set()
+        """Replicas whose addresses this replica's ranks have."""
+        self._outgoing: dict[int, Link] = {}
+        self._incoming: dict[Link, int] = {}
+        self._decided: machine.Decided | None = None
+        self._voted: machine.Voted | None = None
+        self._vote_digest = b""
+        """Of the record that was voted for."""
+        self.clock = RecoveryClock(context.replica, record)
+        self._waiting: tuple[object, ...] = ()
+        self._key, self._me = key, Party(Role.LEADER, context.replica)
+        listener = inherited_listener(LEADER, context.leader) or listen(context.leader)
+        self._neighbours: tuple[int, ...] = ()
+        """Members of the roster that link to this leader."""
+        self._gate = Gate(
+            loop, listener, key, Role.LEADER, self._admits, self._accept, expects=self._expects,
+            report=lambda name, number: record(
+                trace.Strangers(replica=context.replica, rank=own.rank, listener=name, num_connections=number)
+            ),
+        )  # fmt: skip
+        self._coordinator = OutgoingLink(
+            context.coordinator, key, self._me, Party(Role.COORDINATOR), patience_s=self._deadlines.leader_s
+        )  # fmt: skip
+        self._request: values.Requested | values.Diverged | values.Miscounted | None = None
+        """What the coordinator was asked for last."""
+        loop.watch(self._coordinator, self._from_coordinator, self._coordinator_lost)
+        self._coordinator_watch = CoordinatorWatch(
+            context.replica, loop=loop, deadlines=deadlines, answer=self._where, waits=self._needs_coordinator,
+            record=record, give_up=lambda reason: fail(reason, values.ExitCode.NO_REPLICA_LEFT),
+        )  # fmt: skip
+        self._join_when_complete()
+
+    def report(self, report: values.Report) -> None:
+        """A report of one of this replica's ranks."""
+        self._feed(report)
+
+    def see_ranks_off(self) -> None:
+        """Give the ranks a moment to read their `Stop` and hang up: closing first could reset the link under it."""
+        until = time.monotonic() + self._deadlines.words_s
+        while self._ranks and (left := until - time.monotonic()) > 0:
+            self._loop.run_once(left)
+
+    def close(self) -> None:
+        """Stop listening. The links belong to the loop."""
+        self._gate.close()
+
+    # --- Joining -----------------------------------------------------------------------------------------------------
+
+    def _admits(self, peer: Party, wanted: Party) -> bool:
+        """Return whether `peer` is another rank of this replica, or the leader of another one, and wants this leader."""
+        if peer.role is Role.RANK:
+            known = peer.replica == self._context.replica and 0 < peer.rank < self._context.num_ranks
+        else:
+            known = peer.role is Role.LEADER and peer.replica != self._context.replica and peer.rank == 0
+        return known and wanted == self._me
+
+    def _expects(self) -> bool:
+        """Return whether a rank of this replica, or a leader that sends to this one, has still to connect."""
+        is_complete = len(self._hellos) == self._context.num_ranks
+        return not is_complete or not set(self._incoming.values()).issuperset(self._neighbours)
+
+    def _accept(self, link: Link, peer: Party) -> None:
+        self._loop.watch(link, lambda link, message: self._introduced(peer, link, message), lambda link, why: None)
+
+    def _introduced(self, proven: Party, link: Link, message: Message) -> None:
+        """Take the first message of a connection, which must be of the rank or replica that the connection has proven."""
+        match message:
+            case RankHello(rank=rank) if proven.role is Role.RANK and proven.rank == rank and rank not in self._hellos:
+                self._hellos[rank] = message
+                self._ranks[rank] = link
+                self._loop.watch(
+                    link,
+                    lambda link, message: self._from_rank(rank, link, message),
+                    lambda link, why: self._rank_lost(rank, why),
+                )
+                self._join_when_complete()
+            case PeerHello(replica=peer) if proven.role is Role.LEADER and proven.replica == peer:
+                self._incoming[link] = peer
+                self._loop.watch(link, self._from_peer, self._peer_lost)
+            case _:
+                self._loop.drop(link)
+
+    def _join_when_complete(self) -> None:
+        if len(self._hellos) < self._context.num_ranks:
+            return
+        hellos = [self._hellos[rank] for rank in range(self._context.num_ranks)]
+        if any(hello.shape != hellos[0].shape for hello in hellos):
+            self._fail("the ranks of this replica do not agree on their buckets")
+            return
+        # Ranks differ (stages, shards); replicas do not: the replica's fingerprint covers those of its ranks in order.
+        fingerprint = hashlib.blake2b("\n".join(hello.fingerprint for hello in hellos).encode(), digest_size=16).hexdigest()
+        replica = self._context.replica
+        self._record(trace.Joined(replica=replica, fingerprint=fingerprint, bucket_ranks=hellos[0].shape.bucket_ranks))
+        peer = Peer(replica, self._context.leader, tuple(hello.data_address for hello in hellos))
+        parts = together([hello.parts for hello in hellos])
+        self._loop.send(self._coordinator, LeaderHello(values.Hello(replica, fingerprint, parts), peer))
+
+    # --- What arrives ------------------------------------------------------------------------------------------------
+
+    def _from_rank(self, rank: int, link: Link, message: Message) -> None:
+        match message:
+            case values.Begun() | values.Promised() | values.Holds() | values.Blocked() | values.Ended():
+                self.report(message)
+            case values.Raised():
+                self.report(message)
+                self._loop.send(link, Heard())
+            case _:
+                self._fail(f"rank {rank} of this replica sent a {type(message).__name__}")
+
+    def _rank_lost(self, rank: int, why: str) -> None:
+        """The agent kills what is left of a broken replica; only if it does not, this process ends by itself."""
+        self._ranks.pop(rank, None)
+        reason = f"rank {rank} of this replica is gone ({why})"
+        if self._state.phase is not machine.Phase.STOPPED:
+            self._loop.after(self._deadlines.follow_s, lambda: self._fail(reason))
+
+    def _from_coordinator(self, link: Link, message: Message) -> None:
+        self._coordinator_watch.heard(message if isinstance(message, Beat) else None)
+        match message:
+            case Beat():
+                self._loop.send(link, self._where())
+            case Announcement(new=new):
+                self._peers |= {peer.replica: peer for peer in message.peers}
+                self._neighbours = neighbours(new.roster, self._context.replica, self._config.tree_above)
+                for peer in self._outgoing.keys() - set(self._neighbours):
+                    self._loop.drop(self._outgoing.pop(peer))
+                self.clock.announced(new.generation, message.noticed_s)
+                self._feed(new)
+            case values.Stop():
+                self._coordinator_watch.stop()
+                self._feed(message)
+            case _:
+                self._fail(f"the coordinator sent a {type(message).__name__}")
+
+    def _coordinator_lost(self, link: Link, why: str) -> None:
+        if self._state.phase is not machine.Phase.STOPPED:
+            self._fail(f"the coordinator is gone ({why}): nobody could fence a broken replica, so this one ends")
+
+    def _where(self) -> LeaderBeat:
+        """Return where this replica is, with the request that the coordinator has not answered yet."""
+        state, request = self._state, self._request
+        is_open = state.blocked and request is not None and request.generation == state.generation
+        return LeaderBeat(state.replica, state.generation, state.step, machine.waiting_for(state), request if is_open else None)
+
+    def _needs_coordinator(self) -> str:
+        """Return what this replica cannot go on without the coordinator for; an empty string if nothing."""
+        state = self._state
+        if state.phase is machine.Phase.STOPPED or len(self._hellos) < self._context.num_ranks:
+            return ""
+        if state.generation == 0:
+            return "the first generation"
+        if state.blocked and self._request is not None:
+            return f"a new generation ({self._request.reason})"
+        return "the end of the job" if len(state.ended) == state.shape.num_ranks else ""
+
+    def _from_peer(self, link: Link, message: Message) -> None:
+        said = isinstance(message, values.Status | values.Statuses | values.Vote | values.Votes)
+        if said and message.replica == self._incoming[link]:
+            self._feed(message)
+        else:
+            self._peer_lost(link, f"sent a {type(message).__name__}")
+            self._loop.drop(link)
+
+    def _peer_lost(self, link: Link, why: str) -> None:
+        peer = self._incoming.pop(link, None)
+        if peer is not None:
+            self._feed(machine.LinkLost(peer, why))
+
+    # --- The machine -------------------------------------------------------------------------------------------------
+
+    def _feed(self, event: machine.Input) -> None:
+        self._state, effects = machine.step(self._state, event)
+        if self._state.phase in _AGREED:  # noted before the ranks hear of it, who note what they do next
+            self.clock.agreed(self._state.step, begun=self._state.phase is not machine.Phase.IDLE)
+        for effect in effects:
+            self._carry_out(effect)
+        self._watch_for_a_stall()
+
+    def _carry_out(self, effect: machine.Effect) -> None:
+        match effect:
+            case machine.ToRanks(order):
+                self._order(order)
+            case machine.ToPeers(peers, message):
+                if isinstance(message, values.Status):
+                    self._record_status(message)
+                elif isinstance(message, values.Vote):
+                    self._record_vote(message)
+                if peers or len(self._state.roster) == 1:
+                    self._send_to_peers(peers, message)
+            case machine.ToCoordinator(message):
+                if isinstance(message, values.Entered):
+                    self._record(
+                        trace.Entered(
+                            replica=message.replica, generation=message.generation, seconds=self.clock.since_announced_s()
+                        )  # fmt: skip
+                    )
+                elif isinstance(message, values.Diverged):
+                    self._record_disagreement(message)
+                is_request = isinstance(message, values.Requested | values.Diverged | values.Miscounted)
+                if is_request and message.generation == self._state.generation:  # late evidence is of an older one
+                    self._request = message
+                self._loop.send(self._coordinator, message)
+            case machine.Decided():
+                self._decided = effect
+            case machine.Voted():
+                self._voted = effect
+            case machine.Committed(record, generation, adopted):
+                self._record_committed(record, generation, adopted)
+                self.clock.committed(generation, record.step)
+
+    def _order(self, order: values.Order) -> None:
+        if isinstance(order, values.Plan):
+            self._record_plan(order)
+        if isinstance(order, values.Promise):
+            self._order_to_enter(order)
+            return
+        framed = frame(order) if self._ranks else b""
+        for rank in range(self._context.num_ranks):
+            if rank == self._context.rank:
+                self._deliver(order)
+            elif rank in self._ranks:
+                self._loop.put(self._ranks[rank], framed)
+
+    def _order_to_enter(self, order: values.Promise) -> None:
+        """Send the order to promise, to each rank with its position's addresses in members that are new to the ranks."""
+        fresh = [peer for peer in order.roster if peer not in self._introduced_peers]
+        self._introduced_peers.update(fresh)
+        for rank in range(self._context.num_ranks):
+            message = Enter(order, tuple((peer, self._peers[peer].data_addresses[rank]) for peer in fresh))
+            if rank == self._context.rank:
+                self._deliver(message)
+            elif rank in self._ranks:
+                self._loop.send(self._ranks[rank], message)
+
+    def _record_vote(self, vote: values.Vote) -> None:
+        if self._faults is not None:
+            self._faults.at(FaultPoint.BEFORE_VOTE, step=vote.step)
+        self._vote_digest = vote.digest
+        self._record(trace.Voted(replica=vote.replica, generation=vote.generation, step=vote.step, digest=vote.digest.hex()))
+        self.clock.voted(vote.generation)
+
+    def _send_to_peers(self, peers: tuple[int, ...], message: machine.Word) -> None:
+        """Send to all, passing the fault point behind the first: some have it then, the others do not."""
+        match message:
+            case values.Status() | values.Statuses():
+                said = message.statuses if isinstance(message, values.Statuses) else (message,)
+                [step] = [status.step for status in said if status.replica == self._context.replica]
+                point, last = FaultPoint.STATUS, None
+            case values.Vote(step=step) | values.Votes(step=step):
+                point, last = FaultPoint.IN_VOTE, FaultPoint.AFTER_VOTE
+        framed = [frame(part) for part in _parts(message)] if peers else []
+        for index, peer in enumerate(peers or (None,)):
+            if peer is not None:
+                self._send_to_peer(peer, framed)
+            if index == 0 and self._faults is not None:
+                self._faults.at(point, step=step)
+        if last is not None and self._faults is not None:
+            self._faults.at(last, step=step)
+
+    def _send_to_peer(self, peer: int, framed: Sequence[bytes]) -> None:
+        link = self._outgoing.get(peer)
+        try:
+            if link is None:
+                link = self._outgoing[peer] = OutgoingLink(
+                    self._peers[peer].leader_address, self._key, self._me, Party(Role.LEADER, peer),
+                    patience_s=self._deadlines.stall_s,
+                )  # fmt: skip
+                self._loop.watch(link, self._unexpected_answer, self._outgoing_lost)
+                self._loop.send(link, PeerHello(self._context.replica))
+        except LinkClosed as closed:
+            why = str(closed)
+            self._loop.post(lambda: self._feed(machine.LinkLost(peer, why)))
+            return
+        for each in framed:
+            self._loop.put(link, each)
+
+    def _unexpected_answer(self, link: Link, message: Message) -> None:
+        self._loop.drop(link)
+        self._outgoing_lost(link, f"sent a {type(message).__name__} on a link that is ours to write")
+
+    def _outgoing_lost(self, link: Link, why: str) -> None:
+        for peer, known in list(self._outgoing.items()):
+            if known is link:
+                del self._outgoing[peer]
+                self._feed(machine.LinkLost(peer, why))
+
+    # --- Waits (INV-8) -----------------------------------------------------------------------------------------------
+
+    def _watch_for_a_stall(self) -> None:
+        """Request a new generation when a wait for other members has lasted for `stall_s`. See Note [One wait].
+
+        Note [One wait]. A wait for statuses, or for votes, has one deadline, from its start. Messages that arrive meanwhile do
+        not extend it: with many members it would last many times as long (INV-8). Nobody is blamed for the request itself. In
+        the generation that follows each member names whom it waits for, and one that waits itself passes the blame on
+        (`policy.blamed`): so in a tree that was making progress blame falls on the last in the row, not on those in between.
+        It has no consequence before several generations in a row without a committed step, and a commit clears it.
+        """
+        state = self._state
+        now = (state.phase, state.generation, state.step) if machine.waiting_for(state) else ()
+        if now == self._waiting:
+            return
+        self._waiting = now
+        if now:
+            self._loop.after(self._deadlines.stall_s, lambda: self._stalled(now))
+
+    def _stalled(self, waiting: tuple[object, ...]) -> None:
+        # Compared by identity: the same wait may have ended and begun again in the meantime.
+        if self._waiting is waiting:
+            self._waiting = ()
+            self._feed(machine.WaitExpired(self._state.generation, self._state.step))
+
+    # --- Trace -------------------------------------------------------------------------------------------------------
+
+    def _record_status(self, status: values.Status) -> None:
+        self._record(
+            trace.Status(
+                replica=status.replica,
+                generation=status.generation,
+                step=status.step,
+                work=status.work is not None,
+                contributions=tuple(
+                    trace.Contribution(buckets=each.buckets, microbatches=each.microbatches) for each in status.contributions
+                ),
+                complete=tuple(sorted((bucket, each.version) for each in status.complete for bucket in each.buckets)),
+                committed=status.committed.record.step if status.committed is not None else None,
+                finished=status.journal.finished,
+                computing=status.journal.computing,
+            )  # fmt: skip
+        )
+
+    def _record_plan(self, plan: values.Plan) -> None:
+        decided = self._decided
+        if decided is not None and (decided.step, decided.generation) != (plan.step, plan.generation):
+            decided = None
+        self._record(
+            trace.Plan(
+                replica=self._context.replica,
+                generation=plan.generation,
+                step=plan.step,
+                label=plan.work.label,
+                num_microbatches=plan.work.num_microbatches,
+                roster=plan.roster,
+                quotas=plan.quotas,
+                transfers=tuple(
+                    trace.Transfer(bucket=each.bucket, version=each.version, source=each.source, targets=each.targets)
+                    for each in plan.transfers
+                ),
+                computes=tuple(trace.Compute(microbatches=each.microbatches, into=each.into) for each in plan.computes),
+                reduces=plan.reduces,
+                decided=tuple(
+                    trace.Decided(bucket=bucket, version=version, source=source)
+                    for bucket, version, source in (decided.decided if decided is not None else ())
+                ),
+            )  # fmt: skip
+        )
+
+    def _record_committed(self, record: values.Record, generation: int, adopted: bool) -> None:
+        self._record(
+            trace.Committed(
+                replica=self._context.replica,
+                generation=generation,
+                step=record.step,
+                label=record.label,
+                digest=self._digest_of(record).hex(),
+                adopted=adopted,
+                requests=record.requests,
+                paces=record.paces,
+                state_digest=_hex(record.state_digest),
+                versions=_results(record),
+            )  # fmt: skip
+        )
+
+    def _digest_of(self, record: values.Record) -> bytes:
+        """Return the digest of a committed record: that of the vote where what was committed is what was voted for."""
+        voted = self._voted
+        if voted is not None and bare(voted.record) == bare(record):
+            return self._vote_digest
+        return digest(record)
+
+    def _record_disagreement(self, report: values.Diverged) -> None:
+        """Write what this replica voted for, if votes are what members disagree on: the votes had digests only."""
+        voted = self._voted
+        if voted is None or (voted.record.step, voted.generation) != (report.step, report.generation):
+            return
+        self._record(
+            trace.Disagreed(
+                replica=report.replica,
+                generation=report.generation,
+                step=report.step,
+                label=voted.record.label,
+                digest=self._vote_digest.hex(),
+                versions=_results(voted.record),
+                state_digest=_hex(voted.record.state_digest),
+                reason=report.reason,
+            )  # fmt: skip
+        )

@@ -1,0 +1,432 @@
+"""Direct reduction over TCP: everyone sends shard j to its owner j, who adds in canonical order and sends the sum to all.
+
+Every member talks to every other one, so a death is seen first hand by all survivors and there is no far neighbour that hangs.
+As many bytes as a ring, in two hops instead of 2(n - 1).
+
+One thread does everything: the caller's, inside the call, with non-blocking sockets and `poll`. Bytes go straight from the
+source and straight into the result. So when a call has returned or raised, nothing can write to anybody's memory any more:
+there is nothing else that runs. `revoke` sets a flag, wakes the poll, shuts the sockets down, and waits for the piece of at
+most a megabyte that the call may be receiving or adding (`writing.py`); it touches no memory and closes no descriptor.
+
+What fences generations: a connection belongs to one generation, bound into its handshake and refused unless it is the
+acceptor's own; an older transport is retired when a newer one is opened; each frame repeats generation and tag.
+
+Of two members the higher id connects. While the lower one waits for that, it watches the other's listener with a connection
+that carries nothing but a handshake: its end or refusal tells that the process is gone before it ever connected. A connection
+that ends before the acceptor has proven itself tells nothing: strangers may have crowded it out. It is dialled again.
+
+A member whose call failed does not shut its sockets down, so that the others blame the culprit and not the first that noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from megatron_recover.authentication.admission import Report
+from megatron_recover.authentication.handshake import Role, Verdict
+from megatron_recover.data_plane.arrivals import Arrivals, Parked
+from megatron_recover.data_plane.connection import REDIAL_S, CannotDial, Connection, EndedUnproven, connect
+from megatron_recover.data_plane.exchange import CopyExchange, Exchange, SumExchange
+from megatron_recover.data_plane.transport import (
+    DeadlineExceeded,
+    Part,
+    PeerAhead,
+    PeerLost,
+    Probe,
+    Revoked,
+    TransportError,
+    check_operands,
+    no_probe,
+)
+from megatron_recover.data_plane.writing import WriteGate
+from megatron_recover.deadlines import Deadlines
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class DirectEndpoint:
+    """A rank's TCP listener on `host`, port chosen by the kernel. Address: `host:port`.
+
+    Peers prove the job's key, their replica, and that they are ranks of the same position. Connections wait in the kernel until
+    a transport of this endpoint is inside a call; there is no accepting thread. In forked children all sockets are closed at
+    once: a data loader's worker must not keep a dead rank's connections open.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        *,
+        key: bytes,
+        rank: int,
+        deadlines: Deadlines | None = None,
+        report: Report = lambda name, number: None,
+    ) -> None:
+        """`rank` is this rank's position inside its replica. `deadlines`: how long the parts of a call may last.
+
+        `report`: see `Admission`; called in the thread of a call.
+        """
+        self.deadlines = deadlines or Deadlines.of()
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        # Not `socket.create_server`: it sets SO_REUSEADDR, with which another user could listen on the port first.
+        listener.bind((host, 0))
+        listener.listen(socket.SOMAXCONN)
+        self.address = f"{host}:{listener.getsockname()[1]}"
+        self._key, self._rank = key, rank
+        self._arrivals = Arrivals(listener, key, rank, report)
+        self._lock = threading.Lock()
+        self._current: DirectTransport | None = None
+        self._generation = 0
+        self._closed = False
+        endpoint = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: (alive := endpoint()) and alive._abandon())
+
+    def open(self, generation: int, me: int, addresses: Mapping[int, str]) -> DirectTransport:
+        """Return the transport of `generation`, and retire the previous one.
+
+        Raises Revoked unless `generation` is newer than all that were opened before, and TransportError where this process has
+        no descriptor left.
+        """
+        previous = None
+        try:
+            with self._lock:
+                if self._closed or generation <= self._generation:
+                    reason = "the endpoint is closed" if self._closed else f"it is in generation {self._generation}"
+                    raise Revoked(f"cannot open generation {generation}: {reason}")
+                previous, self._current, self._generation = self._current, None, generation
+                self._current = transport = DirectTransport(self, generation, me, addresses)
+        finally:
+            if previous is not None:
+                previous.close()
+        return transport
+
+    def close(self) -> None:
+        """Stop listening and retire the current transport."""
+        with self._lock:
+            self._closed = True
+            current, self._current = self._current, None
+            self._arrivals.admission.tell()
+            self._arrivals.close()
+        if current is not None:
+            current.close()
+
+    def connect(self, address: str, role: Role, *, generation: int, me: int, peer: int) -> Connection:
+        """Begin to connect to the same-position rank of another replica. Raises PeerLost or `CannotDial` (`dial`)."""
+        return connect(address, self._key, role, generation=generation, me=me, peer=peer, rank=self._rank)
+
+    def greet(self, me: int, *, expects: bool = True) -> int:
+        """Accept whoever has arrived and go on with the handshakes, without waiting.
+
+        `expects`: the caller needs someone who has not connected. Returns the descriptor that is readable when more came.
+        """
+        with self._lock:
+            if self._closed:
+                raise Revoked("the endpoint is closed")
+            self._arrivals.greet(me, self._generation, expects=expects)
+            return self._arrivals.admission.fileno()
+
+    def take(self, generation: int) -> tuple[dict[int, Parked], dict[int, int]]:
+        """The proven connections for `generation`, by peer; and the peers that were seen in a newer one."""
+        with self._lock:
+            parked = self._arrivals.parked
+            arrived = {peer: parked.pop((g, peer)) for g, peer in list(parked) if g == generation}
+            for stale in [key for key in parked if key[0] < generation]:
+                parked.pop(stale).refuse(Verdict.OLDER, self._generation)
+            return arrived, {peer: newer for newer, peer in parked}
+
+    def _abandon(self) -> None:
+        """In a forked child: close its copies of the sockets. The locks are new: another thread may have held the old ones."""
+        self._lock = threading.Lock()
+        self._closed = True
+        current, self._current = self._current, None
+        self._arrivals.close()
+        if current is not None:
+            current.abandon()
+
+
+class DirectTransport:
+    """One generation among `addresses`. Only `revoke` and `close` may be called by other threads than the caller's."""
+
+    def __init__(self, endpoint: DirectEndpoint, generation: int, me: int, addresses: Mapping[int, str]) -> None:
+        """Connect to nobody yet. Raises TransportError where this process has no descriptor left."""
+        try:
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as error:
+            raise TransportError(f"cannot open generation {generation} ({error.strerror}); raise `ulimit -n`") from error
+        self.generation = generation
+        self.members = tuple(sorted(addresses))
+        self.me = me
+        self._endpoint = endpoint
+        self._addresses = dict(addresses)
+        self._connections: dict[int, Connection] = {}
+        self._watches: dict[int, Connection] = {}
+        self._reached: set[int] = set()
+        """Peers to which a connection was once established, or from which one came."""
+        self._dial_at: dict[int, float] = {}
+        """When a peer is dialled again whose connection ended too early, by the monotonic clock."""
+        self._not_dialled: dict[int, str] = {}
+        """Peers that could not be dialled for want of something on this side, and of what."""
+        self._scratch: dict[int, Tensor] = {}
+        self._arrivals: int | None = None
+        """Readable when someone has arrived; None while nobody is awaited."""
+        self._failure = ""
+        self._revoked = False
+        self._retired = False
+        self._released = False
+        self._lock = threading.Lock()
+        self._calling = threading.Lock()
+        self._writing = WriteGate()
+
+    def sum_into(self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, probe: Probe | None = None) -> None:
+        """See `Transport.sum_into`: CPU tensors, added in ascending order of replica id (`shards.add_in_order`)."""
+        check_operands(sources, results, device="cpu")
+        probe = probe or no_probe
+        with self._call():
+            probe("begin")
+            exchange = SumExchange(self.generation, tag, self.members, self.me, sources, results, self._scratch, probe)
+            for add in exchange.alone():
+                self._check()
+                with self._writing:
+                    add()
+            self._run(exchange, [member for member in self.members if member != self.me])
+            exchange.finish()
+
+    def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int) -> None:
+        """See `Transport.copy_into`: CPU tensors."""
+        check_operands(tensors, device="cpu")
+        if not {source, *targets} <= set(self.members):
+            raise ValueError(f"copy from {source} to {list(targets)}, but the members are {list(self.members)}")
+        sending = self.me == source
+        peers = [target for target in targets if target != source] if sending else [source] if self.me in targets else []
+        with self._call():
+            self._run(CopyExchange(self.generation, tag, peers, tensors, sending=sending), peers)
+
+    def revoke(self) -> None:
+        """See `Transport.revoke`. Sockets are shut down, so that the peers notice even while this rank computes.
+
+        Returns when the call that runs in another thread, if any, has left its piece of memory, and writes no more.
+        """
+        with self._lock:
+            if not self._revoked:
+                self._revoked = True
+                os.eventfd_write(self._wake, 1)
+                for connection in self._connections.values():
+                    connection.shut_down()
+        self._writing.shut()
+
+    def close(self) -> None:
+        """See `Transport.close`. If another thread is inside a call, that call is revoked and releases the sockets itself."""
+        self._retired = True
+        self.revoke()
+        if self._calling.acquire(blocking=False):
+            self._release()
+            self._calling.release()
+
+    def abandon(self) -> None:
+        """In a forked child: close its copies of the sockets, without telling the peers."""
+        self._lock, self._calling, self._writing = threading.Lock(), threading.Lock(), WriteGate()
+        self._revoked = True
+        self._release()
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        if not self._calling.acquire(blocking=False):
+            raise RuntimeError("a transport is used by one thread at a time")
+        try:
+            self._check()
+            if self._failure:
+                raise TransportError(f"generation {self.generation} is broken: {self._failure}")
+            yield
+        except Revoked as error:
+            self._failure = self._failure or str(error)
+            raise
+        except TransportError as error:
+            self._failure = self._failure or str(error)
+            self._check()  # after a revoke the sockets' errors are its consequence
+            raise
+        except BaseException as error:
+            self._failure = self._failure or repr(error)  # frames were left half sent
+            raise
+        finally:
+            self._calling.release()
+            if self._retired:
+                self.close()
+
+    def _check(self) -> None:
+        if self._revoked:
+            raise self._revoked_error()
+
+    def _revoked_error(self, peers: Sequence[int] = (), *, stalled: bool = False) -> Revoked:
+        return Revoked(f"generation {self.generation} was revoked", peers, stalled=stalled)
+
+    def _release(self) -> None:
+        with self._lock:
+            if not self._released:
+                self._released = True
+                os.close(self._wake)
+                for connection in (*self._watches.values(), *self._connections.values()):
+                    connection.sock.close()
+                self._scratch.clear()
+
+    def _run(self, exchange: Exchange, peers: Sequence[int]) -> None:
+        """Connect to `peers`, the higher id to the lower, then move bytes until the exchange is complete."""
+        part, limit_s = Part.CONNECT, Part.CONNECT.limit_s(self._endpoint.deadlines)
+        progressed_at = time.monotonic()
+        self._endpoint.greet(self.me, expects=False)  # strangers are let go even so: the kernel's queue is short
+        while not exchange.complete():
+            if self._revoked:
+                stalled = time.monotonic() - progressed_at >= limit_s / 2
+                raise self._revoked_error(self._suspects(exchange, peers) if stalled else (), stalled=stalled)
+            self._dial(peers)
+            self._adopt(peers)
+            moved = [self._advance(peer, exchange) for peer in peers]
+            exchange.tell()
+            part = self._part(exchange, peers)
+            now, limit_s = time.monotonic(), part.limit_s(self._endpoint.deadlines)
+            if any(moved):
+                progressed_at = now
+            elif now - progressed_at >= limit_s:
+                if missing := [self._not_dialled[each] for each in peers if each < self.me and each in self._not_dialled]:
+                    raise TransportError(missing[0])  # not the peers' fault: this member connects to those of lower id
+                unreached = self._unreached(peers)
+                raise DeadlineExceeded(part, unreached or self._suspects(exchange, peers), limit_s)
+            else:
+                self._wait(exchange, peers, progressed_at + limit_s - now)
+
+    def _part(self, exchange: Exchange, peers: Sequence[int]) -> Part:
+        """Return what the call waits for."""
+        if self._unreached(peers):
+            return Part.CONNECT
+        return Part.SUM if all(exchange.has_entered(peer) for peer in peers) else Part.SLOWEST
+
+    def _unreached(self, peers: Sequence[int]) -> list[int]:
+        """Return the peers to which there never was a connection, unless this member had no descriptor to watch them with."""
+        return [peer for peer in peers if peer not in self._reached and not (peer > self.me and peer in self._not_dialled)]
+
+    def _dial(self, peers: Sequence[int]) -> None:
+        """Connect to the peers of lower id, and watch those of higher id that have not connected."""
+        for peer in peers:
+            role, known = (Role.DATA, self._connections) if peer < self.me else (Role.WATCH, self._watches)
+            if peer in self._connections or peer in known or self._dial_at.get(peer, 0.0) > time.monotonic():
+                continue
+            try:
+                made = self._endpoint.connect(self._addresses[peer], role, generation=self.generation, me=self.me, peer=peer)
+            except CannotDial as error:
+                self._not_dialled[peer] = str(error)
+                self._dial_at[peer] = time.monotonic() + REDIAL_S
+                continue
+            self._not_dialled.pop(peer, None)
+            if role is Role.DATA:
+                self._add(made)
+            else:
+                self._watches[peer] = made
+
+    def _dial_again(self, connection: Connection) -> None:
+        """Give up a connection that ended before its acceptor had proven itself; `_dial` makes another one soon."""
+        for known in (self._connections, self._watches):
+            if known.get(connection.peer) is connection:
+                with self._lock:
+                    del known[connection.peer]
+                connection.sock.close()
+        self._dial_at[connection.peer] = time.monotonic() + REDIAL_S
+
+    def _advance(self, peer: int, exchange: Exchange) -> bool:
+        """Send and receive what is possible without waiting; whether anything moved."""
+        connection = self._connections.get(peer)
+        try:
+            if connection is None and (watch := self._watches.get(peer)) is not None and not watch.ready:
+                watch.handshake()
+                if watch.is_established:
+                    self._reached.add(peer)
+            if connection is None:
+                return False
+            is_ready = connection.ready or connection.handshake()
+            if connection.is_established:
+                self._reached.add(peer)
+            if not is_ready:
+                return False
+            moved = bool(exchange.outgoing[peer]) and connection.send(exchange.outgoing[peer])
+            with self._writing:
+                return (exchange.wants(peer) and exchange.receive(peer, connection)) or moved
+        except EndedUnproven:
+            self._dial_again(connection or self._watches[peer])
+            return False
+        except OSError as error:
+            raise PeerLost(peer, error.strerror or str(error)) from error
+
+    def _wait(self, exchange: Exchange, peers: Sequence[int], timeout_s: float) -> None:
+        """Sleep until a socket may move, a peer arrives, somebody revokes, or the time is over."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        if self._arrivals is not None:
+            poll.register(self._arrivals, select.POLLIN)
+        idle: dict[int, int] = {}
+        watched: dict[int, int] = {}
+        for peer in peers:
+            connection = self._connections.get(peer)
+            if connection is None:
+                if (watch := self._watches.get(peer)) is None:
+                    timeout_s = min(timeout_s, max(0.0, self._dial_at.get(peer, 0.0) - time.monotonic()))
+                    continue
+                if watch.ready:
+                    watched[watch.sock.fileno()] = peer
+                poll.register(watch.sock, watch.poll_mask(sending=False, receiving=True))
+            else:
+                mask = connection.poll_mask(sending=bool(exchange.outgoing[peer]), receiving=exchange.wants(peer))
+                poll.register(connection.sock, mask)
+                if not mask:
+                    idle[connection.sock.fileno()] = peer
+        for descriptor, _ in poll.poll(timeout_s * 1000):
+            if descriptor in idle:
+                # Nothing was asked of it, so this is a reset: the peer gave up, since it can not be done before us.
+                raise PeerLost(idle[descriptor], "connection reset")
+            if descriptor in watched:
+                self._check()
+                raise PeerLost(watched[descriptor], "ended before it connected")
+
+    def _adopt(self, peers: Sequence[int]) -> None:
+        """Welcome the peers that have connected to this generation."""
+        self._arrivals = None
+        if all(peer in self._connections for peer in peers):
+            return
+        self._arrivals = self._endpoint.greet(self.me)
+        arrived, newer = self._endpoint.take(self.generation)
+        for peer, parked in arrived.items():
+            if peer in self._connections or peer not in self.members or peer < self.me:
+                parked.refuse(Verdict.NO_ROOM, self.generation)
+                continue
+            self._add(Connection(peer, parked.sock))
+            if (watch := self._watches.pop(peer, None)) is not None:
+                watch.sock.close()
+            parked.decide(Verdict.WELCOME, self.generation)
+        for peer in peers:
+            if peer not in self._connections and peer in newer:
+                raise PeerAhead(peer, newer[peer])
+
+    def _add(self, connection: Connection) -> None:
+        with self._lock:
+            self._connections[connection.peer] = connection
+            if self._revoked:
+                connection.shut_down()
+
+    def _suspects(self, exchange: Exchange, peers: Sequence[int]) -> list[int]:
+        """Return who keeps this member waiting: the peers that never connected, or that have not sent their own data.
+
+        Else the only one that does not take this member's data, or owes a sum. Several of these wait for a third themselves.
+        """
+        connected = [peer for peer in peers if peer in self._connections and self._connections[peer].ready]
+        first_hand = [peer for peer in peers if peer not in connected] or [
+            peer for peer in connected if exchange.waits_for(peer)
+        ]
+        if first_hand:
+            return first_hand
+        late = [peer for peer in connected if exchange.outgoing[peer]] or [peer for peer in connected if exchange.wants(peer)]
+        return late if len(late) == 1 else []

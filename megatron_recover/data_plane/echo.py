@@ -1,0 +1,124 @@
+"""A pairwise probe: which peers answer on a connection of their own, within a bounded time.
+
+A collective over a ring stalls on all members alike and cannot say which peer is out of reach. So each rank whose framework
+works that way keeps an `EchoServer`, which answers whatever the rank is doing, and a rank whose collective has failed asks all
+peers at once (`unreachable`). A peer that answers is within reach, however late its collective is. The probe says nothing about
+the peer's training thread. It is the handshake of every other connection (`handshake.py`), so no stranger can answer for a
+peer, and nothing follows the handshake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+
+from megatron_recover.authentication.admission import PAUSE_S, Admission, Report
+from megatron_recover.authentication.handshake import Party, Role, Verdict
+from megatron_recover.data_plane.connection import REDIAL_S, CannotDial, Connection, EndedUnproven, connect
+from megatron_recover.data_plane.transport import PeerLost
+
+
+class EchoServer:
+    """Answers probes in a daemon thread until it is closed. In forked children the sockets are closed at once."""
+
+    def __init__(self, host: str, key: bytes, rank: int, report: Report = lambda name, number: None) -> None:
+        """Listen on a free port of `host` as the rank of this position in its replica. `key` is the job's."""
+        self._rank = rank
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        listener.bind((host, 0))  # without SO_REUSEADDR, as in `DirectEndpoint`
+        listener.listen(socket.SOMAXCONN)
+        self.address = f"{host}:{listener.getsockname()[1]}"
+        """As `connection.dial` takes it."""
+        self.admission = Admission(listener, key, "echo", report)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._serve, name="recover-echo", daemon=True)
+        server = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: (alive := server()) and alive._close_sockets())
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering; returns when the thread has ended."""
+        if self._thread.is_alive():
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+
+    def _serve(self) -> None:
+        try:
+            while not self._is_woken():
+                for proven in self.admission.turn(self._admits, expects=True):
+                    with contextlib.suppress(OSError):  # the prober is gone
+                        proven.decide(Verdict.WELCOME)
+                    proven.sock.close()
+            self.admission.tell()
+        finally:
+            self._close_sockets()
+
+    def _admits(self, peer: Party, wanted: Party) -> bool:
+        """Whether the peer has the same position: this server need not know its replica, since its port is its own."""
+        return peer.role is wanted.role is Role.ECHO and peer.rank == wanted.rank == self._rank
+
+    def _is_woken(self) -> bool:
+        """Wait for something to happen; whether the server is to be closed."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        wait_s = self.admission.due_s()
+        if self.admission.is_stuck:
+            wait_s = PAUSE_S
+        else:
+            poll.register(self.admission, select.POLLIN)
+        ready = poll.poll(None if wait_s is None else wait_s * 1000)
+        return any(descriptor == self._wake for descriptor, _ in ready)
+
+    def _close_sockets(self) -> None:
+        self.admission.close()
+        wake, self._wake = self._wake, -1
+        if wake >= 0:  # closed once: its number may belong to another one later
+            os.close(wake)
+
+
+def unreachable(addresses: Mapping[int, str], key: bytes, me: Party, timeout_s: float) -> tuple[int, ...]:
+    """Return the peers of `addresses` (replica -> address of its `EchoServer`) that do not answer within so many seconds.
+
+    `me` is the replica and the rank that ask. A peer that cannot be asked, for want of a descriptor here, is not among them. A
+    probe that ends before the peer has proven itself is sent again: strangers may have crowded it out.
+    """
+    until, rank = time.monotonic() + timeout_s, me.rank
+    silent = set(addresses)
+    probes: dict[int, Connection] = {}
+    dial_at = dict.fromkeys(addresses, 0.0)
+    try:
+        while (now := time.monotonic()) < until:
+            for peer in [each for each, at in dial_at.items() if at <= now]:
+                del dial_at[peer]
+                try:
+                    probes[peer] = connect(addresses[peer], key, Role.ECHO, generation=0, me=me.replica, peer=peer, rank=rank)
+                except PeerLost:  # nobody listens there
+                    continue
+                except CannotDial:
+                    silent.discard(peer)
+            if not probes and not dial_at:
+                break
+            poll = select.poll()
+            for probe in probes.values():
+                poll.register(probe.sock, probe.poll_mask(sending=False, receiving=True))
+            ready = {descriptor for descriptor, _ in poll.poll((min((until, *dial_at.values())) - now) * 1000)}
+            for peer, probe in [each for each in probes.items() if each[1].sock.fileno() in ready]:
+                try:
+                    if not probe.handshake():
+                        continue
+                    silent.discard(peer)
+                except EndedUnproven:
+                    dial_at[peer] = time.monotonic() + REDIAL_S
+                except (OSError, PeerLost):  # nobody listens there
+                    pass
+                probes.pop(peer).sock.close()
+    finally:
+        for probe in probes.values():
+            probe.sock.close()
+    return tuple(sorted(silent))

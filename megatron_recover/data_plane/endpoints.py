@@ -1,0 +1,117 @@
+"""Which data plane a rank uses, by name. Imports a framework only when it is asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from megatron_recover.authentication.admission import Report
+from megatron_recover.authentication.handshake import Party, Role
+from megatron_recover.data_plane.direct import DirectEndpoint, DirectTransport
+from megatron_recover.data_plane.echo import EchoServer, unreachable
+from megatron_recover.data_plane.transport import Endpoint, Transport
+from megatron_recover.deadlines import Deadlines
+
+TransportKind = Literal["auto", "direct", "gloo", "nccl"]
+
+
+_HOST = "127.0.0.1"
+"""All ranks are on one machine (docs/supported.md)."""
+
+
+def open_endpoint(
+    kind: TransportKind,
+    *,
+    key: bytes,
+    rank: int,
+    device: str = "cpu",
+    deadlines: Deadlines | None = None,
+    report: Report = lambda name, number: None,
+) -> Endpoint:
+    """A rank's address on the data plane, to be published to the same-position ranks of the other replicas.
+
+    `key` is the job's, and `rank` this rank's position inside its replica: connections are proven by both.
+    `auto` is direct sockets for CPU tensors and NCCL for CUDA tensors. `device` is where the tensors are (``cpu`` or ``cuda``).
+    `deadlines`: how long the parts of a call may last. `report`: see `Admission`; called in any thread.
+    Raises ValueError if the kind can not serve the device.
+    """
+    deadlines = deadlines or Deadlines.of()
+    on_cuda = device.split(":")[0] == "cuda"
+    chosen = ("nccl" if on_cuda else "direct") if kind == "auto" else kind
+    if (chosen == "nccl") != on_cuda:
+        remedy = "nccl" if on_cuda else "direct"
+        raise ValueError(f"--recover-transport {chosen} does not move {device} tensors; use {remedy} or auto")
+    direct = functools.partial(DirectEndpoint, _HOST, key=key, rank=rank, deadlines=deadlines, report=report)
+    if chosen == "direct":
+        return direct()
+    if chosen == "gloo":
+        from megatron_recover.data_plane.gloo import GlooTransport
+
+        return RendezvousEndpoint(
+            _HOST,
+            direct(),
+            lambda direct, unreachable: GlooTransport(direct, deadlines, host=_HOST, unreachable=unreachable),
+            key=key, rank=rank, report=report,
+        )  # fmt: skip
+    if chosen == "nccl":
+        from megatron_recover.data_plane import nccl
+
+        binding = nccl.load()
+        return RendezvousEndpoint(
+            _HOST,
+            direct(),
+            lambda direct, unreachable: nccl.NcclTransport(binding, direct, deadlines, unreachable=unreachable),
+            key=key, rank=rank, report=report,
+        )  # fmt: skip
+    raise ValueError(f"--recover-transport is {kind!r}; choose auto, direct, gloo or nccl")
+
+
+class RendezvousEndpoint:
+    """The endpoint of a framework whose members meet over a `direct` transport of the same generation.
+
+    Address: the one of `direct`, a blank, and the one of this rank's `EchoServer`.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        direct: DirectEndpoint,
+        transport: Callable[[DirectTransport, Callable[[], tuple[int, ...]]], Transport],
+        *,
+        key: bytes,
+        rank: int,
+        report: Report,
+    ) -> None:
+        """`transport(direct, unreachable)` makes the transport of the generation of `direct`, which it then owns.
+
+        `unreachable()` probes the other members and returns those that do not answer.
+        """
+        self._direct = direct
+        self._key, self._rank = key, rank
+        self._echo = EchoServer(host, key, rank, report)
+        self._transport = transport
+        self._current: Transport | None = None
+        self.address = f"{self._direct.address} {self._echo.address}"
+
+    def open(self, generation: int, me: int, addresses: Mapping[int, str]) -> Transport:
+        """The transport of `generation`; retires the previous one.
+
+        Raises Revoked unless `generation` is newer than all that were opened before.
+        """
+        both = {member: address.partition(" ") for member, address in addresses.items()}
+        direct = self._direct.open(generation, me, {member: each[0] for member, each in both.items()})
+        if self._current is not None:
+            self._current.close()
+        echoes = {member: each[2] for member, each in both.items() if member != me}
+        probe_s = self._direct.deadlines.probe_s
+        asker = Party(Role.ECHO, me, self._rank)
+        self._current = self._transport(direct, lambda: unreachable(echoes, self._key, asker, probe_s))
+        return self._current
+
+    def close(self) -> None:
+        """Stop listening and retire the current transport."""
+        if self._current is not None:
+            self._current.close()
+        self._direct.close()
+        self._echo.close()

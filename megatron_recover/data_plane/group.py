@@ -1,0 +1,289 @@
+"""What torch holds: one stable `ProcessGroup` over a transport that is exchanged with each generation.
+
+A native process group can neither shrink nor change its rank, and everything that caches a group (Megatron's DDP, buffers and
+optimizers; torch's DDP, DeviceMesh and FSDP2) keeps it for life. So the object stays and what is inside is replaced. The verbs,
+in the words of MPI's fault tolerance (ULFM):
+
+revoke
+    retire the current transport: every pending and future collective raises, on any thread.
+agree
+    is not here: which members form the next generation, and what becomes of a step, is decided by the members' status
+    exchange and vote (`member.py`, `core/replica.py`). A group acts on what was agreed, by
+shrink, grow
+    go over to a generation with fewer or more members. Purely local; peers connect in the first collective.
+
+Every collective works on scratch and changes its tensors only after it succeeded, all of them or none: a failed collective
+changes nothing. It raises inside the call (also with `async_op=True`, whose work is complete when it is returned).
+
+Collectives: all_reduce, reduce_scatter_tensor (both SUM and AVG), all_gather, all_gather_into_tensor, broadcast, barrier, and
+their coalesced forms; all others are refused. AVG divides by the current number of members, so it means something else after a
+swap; gradients are better summed and divided by a count of microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
+from torch.distributed import distributed_c10d
+
+from megatron_recover.data_plane.transport import Endpoint, Revoked, Transport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BACKEND = "fault_tolerant"
+
+
+class FaultTolerantGroup(dist.ProcessGroup):
+    """The same-position ranks of all replicas as a `torch.distributed` group; group ranks follow ascending replica ids.
+
+    Belongs to one thread, except `revoke`. How long its calls wait is the endpoint's business.
+    """
+
+    def __init__(self, endpoint: Endpoint, me: int, *, name: str, device: str = "cpu") -> None:
+        """`me` is this replica's id, `name` is unique in this process. Collectives need a generation: see `grow`."""
+        super().__init__(0, 1)
+        self._endpoint = endpoint
+        self._me = me
+        self._transport: Transport | None = None
+        self._addresses: dict[int, str] = {}
+        self._num_calls = 0
+        self._name = name
+        self._device = device
+
+    # --- the verbs ----------------------------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """Of the current transport; 0 before the first."""
+        return 0 if self._transport is None else self._transport.generation
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Replica ids of the current generation, ascending; group rank = position."""
+        return (self._me,) if self._transport is None else self._transport.members
+
+    def revoke(self) -> None:
+        """Make every pending and future collective raise `Revoked` until the group goes over to a newer generation."""
+        if self._transport is not None:
+            self._transport.revoke()
+
+    def shrink(self, generation: int, members: Iterable[int]) -> None:
+        """Go over to `generation`, which consists of these of the known members.
+
+        Raises ValueError for an unknown member or if this replica is left out.
+        """
+        self._enter(generation, set(members))
+
+    def grow(self, generation: int, addresses: Mapping[int, str]) -> None:
+        """Go over to `generation`: the current members and those at `addresses` (replica id -> endpoint address).
+
+        The first generation is grown from nothing, this replica's own address included.
+        """
+        self._addresses.update(addresses)
+        members = set(self._transport.members) if self._transport is not None else set()
+        self._enter(generation, members | set(addresses))
+
+    def _enter(self, generation: int, members: set[int]) -> None:
+        if self._me not in members or not members <= set(self._addresses):
+            known = sorted(self._addresses)
+            raise ValueError(f"replica {self._me} cannot form a group of {sorted(members)}; it knows the addresses of {known}")
+        addresses = {member: self._addresses[member] for member in sorted(members)}
+        self._transport = self._endpoint.open(generation, self._me, addresses)
+        self._num_calls = 0
+        if self in distributed_c10d._world.pg_map:
+            distributed_c10d._world.pg_group_ranks[self] = rank_map(self)
+
+    def close(self) -> None:
+        """Retire the transport and forget the group in torch. The endpoint is the caller's."""
+        self.revoke()
+        if self in distributed_c10d._world.pg_map:
+            dist.destroy_process_group(self)
+
+    def shutdown(self) -> None:
+        """Called by `destroy_process_group`."""
+        self.revoke()
+
+    def abort(self) -> None:
+        """What torch calls revoke."""
+        self.revoke()
+
+    # --- what torch asks of a group -----------------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        return self.members.index(self._me)
+
+    def size(self) -> int:
+        return len(self.members)
+
+    def getRank(self) -> int:  # noqa: N802 - the name by which C++ callers ask
+        return self.rank()
+
+    def getSize(self) -> int:  # noqa: N802
+        return self.size()
+
+    def name(self) -> str:
+        return BACKEND
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        results = self._sum(tensors, getattr(opts, "reduceOp", dist.ReduceOp.SUM))
+        return _replace(tensors, results)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        return self.allreduce(tensors, opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Sums whole inputs and keeps a part: as many bytes as an all-reduce."""
+        results = self._sum(inputs, getattr(opts, "reduceOp", dist.ReduceOp.SUM))
+        return _replace(outputs, [_chunks(result, self.size())[self.rank()] for result in results])
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        gathered = [torch.empty(output.numel(), dtype=output.dtype, device=output.device) for output in outputs]
+        parts = [_chunks(part, self.size()) for part in gathered]
+        for mine, own in zip(parts, inputs, strict=True):
+            mine[self.rank()].copy_(own.detach().reshape(-1))
+        for position, member in enumerate(self.members):
+            self._copy([chunks[position] for chunks in parts], member)
+        return _replace(outputs, gathered)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        (targets,), (own,) = outputs, inputs
+        gathered = own.new_empty(own.numel() * self.size())
+        self.all_gather_single(gathered, own)
+        return _replace(targets, gathered.chunk(self.size()), outputs)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """From group rank `opts.rootRank` (`group_src=` in Python: foreign replicas have no global rank here)."""
+        copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        self._copy(copies, self.members[getattr(opts, "rootRank", 0)])
+        return _replace(tensors, copies)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        self._sum([torch.ones(1, device=self._device)], dist.ReduceOp.SUM)
+        return _work([])
+
+    # Names of the same before torch 2.13.
+    _reduce_scatter_base = reduce_scatter_single
+    _allgather_base = all_gather_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def _refuse(self, *arguments: Any, **options: Any) -> NoReturn:
+        raise ValueError(
+            "a fault-tolerant group does all_reduce, reduce_scatter_tensor, all_gather(_into_tensor), broadcast and barrier; "
+            "run any other collective on a group inside the replica"
+        )
+
+    send = recv = recv_anysource = gather = scatter = reduce = reduce_scatter = _refuse
+    alltoall = alltoall_base = all_to_all_single = allgather_coalesced = _refuse
+    monitored_barrier = split_group = merge_remote_group = _refuse
+
+    # --- on the transport ---------------------------------------------------------------------------------------------
+
+    def _sum(self, tensors: Sequence[Tensor], op: Any) -> list[Tensor]:
+        average = op == dist.ReduceOp.AVG  # in this order: the enumeration's own == does not know the C++ type
+        if not average and not op == dist.ReduceOp.SUM:  # noqa: SIM201
+            raise ValueError(f"a fault-tolerant group reduces by SUM or AVG, not by {op}")
+        sources = [tensor.detach().contiguous() for tensor in tensors]
+        results = [torch.empty_like(source) for source in sources]
+        self._current().sum_into(sources, results, tag=self._next_tag())
+        if average:
+            for result in results:
+                result.div_(self.size())
+        return results
+
+    def _copy(self, tensors: Sequence[Tensor], source: int) -> None:
+        targets = [member for member in self.members if member != source]
+        tag = self._next_tag()
+        self._current().copy_into(tensors, source=source, targets=targets, tag=tag)
+
+    def _current(self) -> Transport:
+        if self._transport is None:
+            raise Revoked("the group has no generation yet; grow it")
+        return self._transport
+
+    def _next_tag(self) -> int:
+        self._num_calls += 1
+        return self._num_calls
+
+    def register(self) -> Self:
+        """Make the group known to torch, without any communication; see `register_group`."""
+        register_group(self)
+        return self
+
+
+def register_group(group: FaultTolerantGroup) -> None:
+    """Tell torch's registries about `group`: by object (`group=`), by name (functional collectives) and its ranks.
+
+    Needs the default group (the replica's own world). The one place that uses torch's private names, and so the one that a new
+    torch can break: then it raises ValueError.
+    """
+    register = getattr(distributed_c10d, "_register_pg_in_world", None)
+    if register is None:
+        raise ValueError(f"torch {torch.__version__} cannot register a process group locally; use torch 2.13")
+    group._set_group_name(group.group_name)
+    register(
+        group,
+        backend_name=BACKEND,
+        store=dist.HashStore(),
+        group_name=group.group_name,
+        backend_config=str(dist.distributed_c10d.BackendConfig(dist.Backend("gloo"))),
+        rank_mapping=rank_map(group),
+    )
+
+
+def rank_map(group: FaultTolerantGroup) -> dict[int, int]:
+    """Global rank -> group rank, in the order of group ranks.
+
+    This rank has its own global rank. The others are in foreign worlds where that number means somebody else; they get numbers
+    beyond this world's, good for counting and for DeviceMesh, and refused by everything that would talk to them.
+    """
+    world_size = dist.get_world_size()
+    return {
+        dist.get_rank() if position == group.rank() else world_size + member: position
+        for position, member in enumerate(group.members)
+    }
+
+
+def _chunks(tensor: Tensor, num_chunks: int) -> list[Tensor]:
+    """Equal parts of a contiguous tensor, flat; no copy."""
+    flat = tensor.view(-1)
+    if flat.numel() % num_chunks:
+        raise ValueError(f"{flat.numel()} elements do not divide among {num_chunks} members")
+    return list(flat.split(max(1, flat.numel() // num_chunks)) if flat.numel() else [flat] * num_chunks)
+
+
+def _replace(targets: Sequence[Tensor], results: Sequence[Tensor], value: Any = None) -> dist.Work:
+    with torch.no_grad():
+        for target, result in zip(targets, results, strict=True):
+            target.copy_(result.view(target.shape))
+    return _work(list(targets) if value is None else value)
+
+
+def _work(value: Any) -> dist.Work:
+    """A work that is complete."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
+    return _create_work_from_future(future)

@@ -1,0 +1,1 @@
+"""What one machine offers to processes: files in memory, locks on files, states of processes, lines on stderr."""

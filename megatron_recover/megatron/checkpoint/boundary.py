@@ -1,0 +1,75 @@
+"""Between two iterations: asking for the end of the job, ending when it was committed, and making up for a lost save.
+
+Decides when this rank asks (a signal, a time limit). It never ends a replica by itself: the request rides in a vote, and
+every replica ends at the iteration whose record carries it, with the checkpoint that Megatron saves when it exits.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from megatron_recover.core.policy import EXIT
+from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
+
+
+class Requester(Protocol):
+    """What of the member is asked and told."""
+
+    requests: frozenset[str]
+    """All that records have carried so far."""
+
+    def request(self, request: str) -> None: ...
+
+
+class Boundary:
+    """Stands in for `checkpoint_and_decide_exit` (seam `exit`)."""
+
+    def __init__(
+        self, member: Requester, checkpoints: Checkpoints, original: Callable[..., bool], get_args: Callable[[], Namespace]
+    ) -> None:
+        self._member, self._checkpoints, self._original, self._get_args = member, checkpoints, original, get_args
+        self._received: list[str] = []
+        self._minutes: float | None = None
+        self._began = time.monotonic()
+
+    def take_over(self, args: Namespace) -> None:
+        """From now on SIGTERM, `--exit-signal` and `--exit-duration-in-mins` are ours.
+
+        Megatron would act on them in one replica alone.
+        """
+        self._minutes, args.exit_duration_in_mins = args.exit_duration_in_mins, None
+        wanted = {signal.SIGTERM, *([signal.Signals(args.exit_signal)] if args.exit_signal_handler else [])}
+        args.exit_signal_handler = False
+        for number in wanted:
+            signal.signal(number, lambda received, _: self._received.append(signal.Signals(received).name))
+
+    def decide(
+        self,
+        model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        iteration: int,
+        num_floating_point_operations_so_far: Any,
+        checkpointing_context: Any,
+        train_data_iterator: Any,
+    ) -> bool:
+        """Whether Megatron leaves its training loop after `iteration`; saves what is due, as Megatron does."""
+        if self._minutes is not None and time.monotonic() - self._began > self._minutes * 60:
+            self._received.append(f"ran for {self._minutes} minutes")
+            self._minutes = None
+        while self._received:
+            self._member.request(EXIT + self._received.pop())
+        if any(request.startswith(EXIT) for request in self._member.requests):
+            self._get_args().exit_interval = iteration
+        self._checkpoints.make_up(
+            iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far, checkpointing_context,
+            train_data_iterator=train_data_iterator,
+        )  # fmt: skip
+        return self._original(
+            model, optimizer, opt_param_scheduler, iteration, num_floating_point_operations_so_far, checkpointing_context,
+            train_data_iterator,
+        )  # fmt: skip

@@ -1,0 +1,115 @@
+"""What one rank says of all that has to be alike on every replica: arguments, packages, device, data.
+
+Decides what is compared when replicas start, and names it for whoever has to mend a difference. `commit.CommitLoop` adds the
+parameters and the state as they were made or loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megatron_recover.megatron.launch.preflight_data import is_number
+
+_OF_ONE_RANK = frozenset({"rank", "local_rank"})
+_PACKAGES = ("torch", "megatron-core", "numpy", "megatron-recover")
+_DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+"""Arguments that name indexed data."""
+_LONGEST = 120
+"""Characters of a value; what is longer is cut and told apart by a digest."""
+_BLOCK_BYTES = 2**16
+_NUM_BLOCKS = 64
+"""Of a file that is larger than as many blocks only so many are read, the first and the last among them."""
+
+
+def arguments(args: Namespace, rank: int) -> dict[str, str]:
+    """Return all arguments by name on rank 0, and their digest on every rank. What is not set (None, False) has no name."""
+    values = {name: repr(value) for name, value in sorted(vars(args).items()) if name not in _OF_ONE_RANK}
+    unset = ("None", "False", "[]")
+    named = {f"argument {name}": _cut(value) for name, value in values.items() if value not in unset} if rank == 0 else {}
+    return {**named, "the digest of all arguments": _digest(repr(sorted(values.items())).encode())}
+
+
+def software(*, exact: bool) -> dict[str, str]:
+    """Return the versions of what computes; with `exact`, which is equal on equal hardware only, also the kind of device."""
+    parts = {f"the version of {name}": _version(name) for name in _PACKAGES}
+    parts["the version of Python"] = platform.python_version()
+    if exact and torch.cuda.is_available():
+        parts["the device"] = torch.cuda.get_device_name()
+    elif exact:
+        parts["the device"] = f"{platform.machine()} CPU, {torch.backends.cpu.get_cpu_capability()}"
+    return parts
+
+
+def data(args: Namespace) -> dict[str, str]:
+    """Return a digest of each indexed data set that the arguments name: of its index, and of blocks of its samples."""
+    words = [word for name in _DATA_PATHS for word in _words(getattr(args, name, None))]
+    return {f"the data of {prefix}": _digest_of_data(prefix) for prefix in dict.fromkeys(words) if _is_indexed(prefix)}
+
+
+def samples(args: Namespace) -> dict[str, str]:
+    """Return what decides which samples a run reads, by name, wherever the files lie: for a run that resumes this one.
+
+    Unlike `data`, which names paths: those of all replicas are equal.
+    """
+    found: dict[str, str] = {}
+    for name in _DATA_PATHS:
+        flag, words = "--" + name.replace("_", "-"), _words(getattr(args, name, None))
+        prefixes = [word for word in words if _is_indexed(word)]
+        found |= {f"data set {number} of {flag}": _digest_of_data(each) for number, each in enumerate(prefixes, 1)}
+        if weights := [word for word in words if is_number(word)]:
+            found[f"the weights of {flag}"] = _cut(" ".join(weights))
+    return found | {f"--{name}": str(getattr(args, name)) for name in ("split", "seed") if found and hasattr(args, name)}
+
+
+def _is_indexed(prefix: str) -> bool:
+    return os.path.isfile(f"{prefix}.idx") and os.path.isfile(f"{prefix}.bin")
+
+
+def _digest_of_data(prefix: str) -> str:
+    return " ".join(f"{ending[1:]} {_digest_of_file(prefix + ending)}" for ending in (".idx", ".bin"))
+
+
+def _words(value: Sequence[str] | str | None) -> Sequence[str]:
+    return [value] if isinstance(value, str) else value or []
+
+
+def _digest_of_file(path: str) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(size.to_bytes(8, "little"))
+        for start in _starts(size):
+            file.seek(start)
+            digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def _starts(size: int) -> Iterator[int]:
+    """Yield where blocks begin: all of a small file, and of a large one as many as are read, evenly spread."""
+    if size <= _NUM_BLOCKS * _BLOCK_BYTES:
+        yield from range(0, size, _BLOCK_BYTES)
+        return
+    for index in range(_NUM_BLOCKS):
+        yield (size - _BLOCK_BYTES) * index // (_NUM_BLOCKS - 1)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cut(value: str) -> str:
+    return value if len(value) <= _LONGEST else f"{value[:_LONGEST]}... ({_digest(value.encode())})"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -1,0 +1,1 @@
+"""The judgement of a command line before any rank starts."""

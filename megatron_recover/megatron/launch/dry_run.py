@@ -1,0 +1,41 @@
+"""What the launcher runs before there is any rank: the training script, up to where training would begin.
+
+`python dry_run.py SCRIPT ARGUMENT...` behaves like `python SCRIPT ARGUMENT...`. A script that calls our `pretrain` ends there,
+with its arguments judged. One that begins to train by itself is refused before it does: alone, it would train on the user's
+data, write to the user's checkpoints, or wait for ranks that nobody has started.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from megatron_recover.core.values import ExitCode
+from megatron_recover.megatron.launch.arguments import BAD_ARGUMENTS
+
+
+def main() -> None:
+    """Run the script that the command line names."""
+    import megatron.training
+    import torch.distributed
+
+    del sys.argv[0]
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    megatron.training.pretrain = megatron.training.training.pretrain = _refused("Megatron's pretrain")
+    torch.distributed.init_process_group = _refused("torch.distributed.init_process_group")
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        print(f"{BAD_ARGUMENTS}{sys.argv[0]} calls {name}; call megatron_recover.megatron.pretrain instead", file=sys.stderr)
+        sys.exit(ExitCode.BAD_INPUT)
+
+    return refuse
+
+
+if __name__ == "__main__":
+    main()

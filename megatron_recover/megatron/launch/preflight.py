@@ -1,0 +1,384 @@
+"""Judges a Megatron command line before any worker starts: shapes, data, and what is not supported.
+
+Reads only the flags that matter here, without torch and without Megatron (a second instead of ten), and leaves all others
+to Megatron's own parser. It decides nothing: it returns the layout of a replica, or says everything that is wrong at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from argparse import ArgumentError, ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from megatron_recover.config import RecoverConfig
+from megatron_recover.flags import did_you_mean
+from megatron_recover.megatron.launch import preflight_data as data
+from megatron_recover.megatron.launch.arguments import add_recover_arguments, recover_config, recover_flags, refusals
+from megatron_recover.megatron.seams import seams
+from megatron_recover.trace import Layout
+
+_INT: Final = {"type": int, "default": None}
+_ONE: Final = {"type": int, "default": 1}
+_TEXT: Final = {"default": None}
+_ON: Final = {"action": "store_true"}
+
+FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    # Shape.
+    "--tensor-model-parallel-size": _ONE,
+    "--pipeline-model-parallel-size": _ONE,
+    "--context-parallel-size": _ONE,
+    "--expert-model-parallel-size": _ONE,
+    "--num-layers-per-virtual-pipeline-stage": _INT,
+    "--num-virtual-stages-per-pipeline-rank": _INT,
+    "--pipeline-model-parallel-layout": _TEXT,
+    "--decoder-first-pipeline-num-layers": _INT,
+    "--decoder-last-pipeline-num-layers": _INT,
+    "--account-for-embedding-in-pipeline-split": _ON,
+    "--account-for-loss-in-pipeline-split": _ON,
+    "--num-layers": _INT,
+    "--hidden-size": _INT,
+    "--num-attention-heads": _INT,
+    "--kv-channels": _INT,
+    "--ffn-hidden-size": _INT,
+    "--seq-length": _INT,
+    "--vocab-size": _INT,
+    "--log-interval": {"type": int, "default": 100},
+    "--group-query-attention": _ON,
+    "--num-query-groups": _ONE,
+    "--train-iters": _INT,
+    "--train-samples": _INT,
+    # Batch.
+    "--micro-batch-size": _INT,
+    "--global-batch-size": _INT,
+    "--step-batch-size-schedule": _TEXT,
+    "--rampup-batch-size": {"nargs": 3, "default": None},
+    "--eval-micro-batch-size": _INT,
+    "--eval-global-batch-size": _INT,
+    # Data.
+    "--data-path": {"nargs": "*", "default": None},
+    "--train-data-path": {"nargs": "*", "default": None},
+    "--valid-data-path": {"nargs": "*", "default": None},
+    "--test-data-path": {"nargs": "*", "default": None},
+    "--data-args-path": _TEXT,
+    "--per-split-data-args-path": _TEXT,
+    "--mock-data": _ON,
+    "--split": _TEXT,
+    "--eval-iters": {"type": int, "default": 100},
+    "--seed": {"type": int, "default": 1234},
+    # Folders.
+    "--save": _TEXT,
+    "--save-interval": _INT,
+    "--persistent-save-interval": _INT | {"dest": "save_interval"},
+    "--tensorboard-dir": _TEXT,
+    "--data-cache-path": _TEXT,
+    # What may be refused.
+    "--moe-router-enable-expert-bias": _ON,
+    "--moe-router-load-balancing-type": {"nargs": "+", "default": "aux_loss"},
+    "--fp8-format": {"dest": "fp8", "default": None},
+    "--fp4-format": {"dest": "fp4", "default": None},
+    "--qk-clip": _ON,
+    "--log-max-attention-logit": _ON,
+    "--check-weight-hash-across-dp-replicas-interval": _INT,
+    "--defer-embedding-wgrad-compute": _ON,
+    "--overlap-moe-expert-parallel-comm": _ON,
+    "--no-overlap-p2p-communication": {"action": "store_false", "dest": "overlap_p2p_comm"},
+    "--overlap-p2p-communication-warmup-flush": _ON | {"dest": "overlap_p2p_comm_warmup_flush"},
+    "--fine-grained-activation-offloading": _ON,
+    "--moe-paged-stash": _ON,
+    "--moe-expert-rank-capacity-factor": {"type": float, "default": None},
+    "--skip-train": _ON,
+    "--save-dgrads-interval": _INT,
+    "--save-params-interval": _INT,
+    "--save-activations-interval": _INT,
+    "--save-tokens-per-expert-interval": _INT,
+    "--ckpt-convert-format": _TEXT,
+    "--moe-use-upcycling": _ON,
+    "--record-memory-history": _ON,
+    "--log-world-size-to-tensorboard": _ON,
+    "--log-energy": _ON,
+    "--ddp-average-in-collective": _ON,
+    "--overlap-param-gather": _ON,
+    "--num-distributed-optimizer-instances": _ONE,
+    "--use-megatron-fsdp": _ON,
+    "--use-torch-fsdp2": _ON,
+    "--save-wgrads-interval": _INT,
+    "--cuda-graph-impl": {"default": "none"},
+    "--enable-cuda-graph": _ON,
+    "--external-cuda-graph": _ON,
+    "--optimizer-cuda-graph": _ON,
+    "--rerun-mode": {"default": None},
+    "--error-injection-rate": {"type": int, "default": 0},
+    "--inprocess-restart": _ON,
+    "--enable-ft-package": _ON,
+    "--distributed-timeout-minutes": {"type": int, "default": 10},
+    "--log-straggler": _ON,
+    "--adlr-autoresume": _ON,
+    "--exit-signal-handler-for-training": _ON,
+    "--dataloader-type": _TEXT,
+    "--iterations-to-skip": {"nargs": "+", "type": int, "default": []},
+    "--full-validation": _ON,
+    "--multiple-validation-sets": _ON,
+    "--hybrid-context-parallel": _ON,
+    "--perform-rl-step": _ON,
+    "--sft": _ON,
+    "--mtp-num-layers": _INT,
+    "--tensor-parallel-num-weight-shards": _INT,
+    "--async-save": _ON,
+    "--non-persistent-save-interval": _INT,
+    "--ckpt-format": {"default": "torch_dist"},
+    "--log-progress": _ON,
+    "--wandb-project": _TEXT,
+    "--yaml-cfg": _TEXT,
+}
+"""Megatron's flags that are judged here, declared as Megatron declares them (a test compares the two)."""
+
+
+class Preflight(msgspec.Struct, frozen=True):
+    """What the launcher learns from a command line that it may start."""
+
+    layout: Layout
+    config: RecoverConfig
+    seed: int
+    num_microbatches: int
+    """M of the first training step."""
+    microbatch_samples: int
+    """Samples of one microbatch, over all lanes."""
+    batch_changes: bool = False
+    """Whether later steps can have another M: a ramp-up or a schedule of the batch size."""
+    train_iters: int | None = None
+    """Iterations to train; None where the length is given in samples."""
+
+
+def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Preflight:
+    """Judge `argv`, the flags after the training script's name, for a job of so many replicas with so many lanes each.
+
+    Raises ValueError with one line per mistake, each with the offending flag and the remedy.
+    """
+    declared = seams.load()
+    unsupported = seams.unsupported_version(declared)
+    if unsupported:
+        raise ValueError(seams.refusal(declared, unsupported))
+    parser = ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    for flag, declaration in FLAGS.items():
+        parser.add_argument(flag, **declaration)
+    add_recover_arguments(parser)
+    args, others, unreadable = _parsed(parser, argv)
+    found = [*unreadable.values(), *_unknown(others), *refusals(args, lanes=lanes)]
+    if num_replicas < 1 or lanes < 1:
+        raise ValueError(f"--replicas is {num_replicas} and --lanes is {lanes}; both must be at least 1")
+    settings = RecoverConfig()
+    try:
+        settings = recover_config(args)
+    except ValueError as error:
+        found += str(error).splitlines()
+    if settings.min_replicas > num_replicas:
+        found.append(
+            f"--recover-min-replicas is {settings.min_replicas}, but the job starts with --replicas {num_replicas}; lower it"
+        )
+    if not unreadable.keys() <= {*recover_flags()}:  # what has no value cannot be compared with the rest
+        raise ValueError("\n".join(found))
+    layout, wrong = _layout(args, lanes)
+    num_microbatches, too_few = _num_microbatches(args, num_replicas, lanes)
+    found += [*wrong, *too_few, *_length(args), *data.mistakes(args), *_saving(args), *_unwritable(args)]
+    if found:
+        raise ValueError("\n".join(found))
+    batch_changes = args.rampup_batch_size is not None or args.step_batch_size_schedule is not None
+    return Preflight(
+        layout, settings, args.seed, num_microbatches, args.micro_batch_size * lanes, batch_changes, args.train_iters
+    )  # fmt: skip
+
+
+def _parsed(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, list[str], dict[str, str]]:
+    """The arguments, the words that are none of them, and what is wrong with each flag whose value is of another type.
+
+    argparse stops at the first such flag: it is taken out, and the rest is parsed again.
+    """
+    words, wrong = list(argv), dict[str, str]()
+    while True:
+        try:
+            return *parser.parse_known_args(words), wrong
+        except ArgumentError as error:
+            flag = error.argument_name or ""
+            rest = _without(flag, words)
+            if rest == words:
+                raise ValueError(str(error)) from error
+            wrong[flag], words = f"{flag}: {error.message}", rest
+
+
+def _without(flag: str, words: Sequence[str]) -> list[str]:
+    """The words without a flag and its values."""
+    kept: list[str] = []
+    dropping = False
+    for word in words:
+        if word.startswith("--"):
+            dropping = word.partition("=")[0] == flag
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
+def _unknown(others: Sequence[str]) -> list[str]:
+    known = recover_flags()
+    mistyped = [flag for flag in (word.partition("=")[0] for word in others) if flag.startswith("--recover-")]
+    return [f"{flag} is unknown; " + did_you_mean(flag, known, f"there are {', '.join(known)}") for flag in mistyped]
+
+
+def _layout(args: Namespace, lanes: int) -> tuple[Layout, list[str]]:
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    found = [
+        f"{flag} is {size}; it must be at least 1"
+        for flag, size in (
+            ("--tensor-model-parallel-size", tp),
+            ("--pipeline-model-parallel-size", pp),
+            ("--context-parallel-size", cp),
+        )
+        if size < 1
+    ]
+    if found:
+        return Layout(tp=1, pp=1), found
+    found, ep = _model(args, tp), args.expert_model_parallel_size
+    if ep < 1 or (tp * cp * lanes) % ep:
+        found.append(
+            f"--expert-model-parallel-size {ep} does not divide TP x CP x lanes = {tp} x {cp} x {lanes}; "
+            "experts are spread inside a replica: raise --lanes of megatron-recover run"
+        )
+    vpp = 1
+    uneven = (
+        args.pipeline_model_parallel_layout,
+        args.decoder_first_pipeline_num_layers,
+        args.decoder_last_pipeline_num_layers,
+        args.account_for_embedding_in_pipeline_split or None,
+        args.account_for_loss_in_pipeline_split or None,
+    )
+    if args.num_layers is not None and not any(setting is not None for setting in uneven):
+        vpp, wrong = _num_chunks(args, pp)
+        found += wrong
+    elif args.num_virtual_stages_per_pipeline_rank is not None:
+        vpp = args.num_virtual_stages_per_pipeline_rank
+    return Layout(tp=tp, pp=pp, cp=cp, lanes=lanes, vpp=vpp), found
+
+
+def _model(args: Namespace, tp: int) -> list[str]:
+    """What is wrong with the model's numbers: those that are below 1, and heads that do not divide what they have to."""
+    heads, hidden, groups = args.num_attention_heads, args.hidden_size, args.num_query_groups
+    numbers = {
+        "--num-attention-heads": heads,
+        "--hidden-size": hidden,
+        "--num-layers": args.num_layers,
+        "--ffn-hidden-size": args.ffn_hidden_size,
+        "--seq-length": args.seq_length,
+        "--vocab-size": args.vocab_size,
+        "--log-interval": args.log_interval,
+    }
+    found = _below_one(numbers)
+    if found or heads is None:
+        return found
+    pairs = [("--tensor-model-parallel-size", tp, "--num-attention-heads", heads)]
+    if hidden is not None and args.kv_channels is None:  # else a head has the size that is given
+        pairs.append(("--num-attention-heads", heads, "--hidden-size", hidden))
+    if args.group_query_attention:
+        pairs.append(("--num-query-groups", groups, "--num-attention-heads", heads))
+    return [
+        f"{flag} {divisor} does not divide {whole_flag} {whole}; change one of them"
+        for flag, divisor, whole_flag, whole in pairs
+        if divisor < 1 or whole % divisor
+    ]
+
+
+def _num_chunks(args: Namespace, pp: int) -> tuple[int, list[str]]:
+    """Model chunks per stage of an even split, and what is wrong with it."""
+    layers, per_chunk, chunks = (
+        args.num_layers,
+        args.num_layers_per_virtual_pipeline_stage,
+        args.num_virtual_stages_per_pipeline_rank,
+    )
+    if layers % pp:
+        return 1, [f"--pipeline-model-parallel-size {pp} does not divide --num-layers {layers}; change one of them"]
+    if per_chunk is None and chunks is None:
+        return 1, []
+    flag = "--num-layers-per-virtual-pipeline-stage" if per_chunk is not None else "--num-virtual-stages-per-pipeline-rank"
+    size, layers_of_stage = (per_chunk if per_chunk is not None else chunks), layers // pp
+    if per_chunk is not None and chunks is not None:
+        return 1, ["--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank exclude each other"]
+    if pp < 2:
+        return 1, [f"{flag} needs --pipeline-model-parallel-size of at least 2"]
+    if size < 1 or layers_of_stage % size:
+        return 1, [f"{flag} {size} does not divide the {layers_of_stage} layers of a pipeline stage; change one of them"]
+    return (layers_of_stage // size if per_chunk is not None else size), []
+
+
+def _num_microbatches(args: Namespace, num_replicas: int, lanes: int) -> tuple[int, list[str]]:
+    """M of the first step, and what is wrong with the batch sizes."""
+    micro = args.micro_batch_size
+    if micro is None or micro < 1:
+        return 0, ["--micro-batch-size is missing or below 1; it is needed to count the microbatches of a step"]
+    if args.step_batch_size_schedule is not None:
+        first = re.match(r"\D*\d+\D+(\d+)", args.step_batch_size_schedule)
+        batch, flag = (int(first.group(1)) if first else None), "--step-batch-size-schedule"
+    elif args.rampup_batch_size is not None:
+        first_size = args.rampup_batch_size[0]
+        batch, flag = (int(first_size) if first_size.isdecimal() else None), "--rampup-batch-size"
+    else:
+        batch, flag = args.global_batch_size, "--global-batch-size"
+    if batch is None:
+        return 0, [f"{flag} is missing or no number; it is the batch of the whole job, split over the replicas"]
+    num, found = _count(flag, batch, "--micro-batch-size", micro, num_replicas, lanes)
+    evaluated, eval_micro = args.eval_global_batch_size, args.eval_micro_batch_size
+    if evaluated is not None or eval_micro is not None:
+        _, wrong = _count(
+            "--eval-global-batch-size", evaluated or args.global_batch_size or batch,
+            "--eval-micro-batch-size", eval_micro or micro, 1, lanes,
+        )  # fmt: skip
+        found += wrong
+    return num, found
+
+
+def _length(args: Namespace) -> list[str]:
+    if args.train_iters is None and args.train_samples is None:
+        return ["--train-iters is missing; say how many iterations to train (or how many samples, with --train-samples)"]
+    return _below_one({"--train-iters": args.train_iters, "--train-samples": args.train_samples})
+
+
+def _below_one(numbers: Mapping[str, int | None]) -> list[str]:
+    given = ((flag, number) for flag, number in numbers.items() if number is not None)
+    return [f"{flag} is {number}; it must be at least 1" for flag, number in given if number < 1]
+
+
+def _count(flag: str, batch: int, micro_flag: str, micro: int, num_replicas: int, lanes: int) -> tuple[int, list[str]]:
+    one = micro * lanes
+    of = f"{micro_flag} {micro}" + (f" x --lanes {lanes}" if lanes > 1 else "")
+    if batch < 1 or batch % one:
+        return 0, [f"{flag} {batch} is not a multiple of {of} = {one}, the samples of a microbatch; change one of them"]
+    if batch // one < num_replicas:
+        return 0, [
+            f"{flag} {batch} is {batch // one} microbatches of {of}, fewer than --replicas {num_replicas}; "
+            f"raise it to at least {num_replicas * one}, or use fewer replicas"
+        ]
+    return batch // one, []
+
+
+def _saving(args: Namespace) -> list[str]:
+    if args.save is None or (args.save_interval is not None and args.save_interval > 0):
+        return []
+    return ["--save needs --save-interval, and that of at least 1; say every how many iterations to save"]
+
+
+def _unwritable(args: Namespace) -> list[str]:
+    """The folders that cannot be made or written, which a job would notice at its first checkpoint only."""
+    found = []
+    folders = {"--save": args.save, "--tensorboard-dir": args.tensorboard_dir, "--data-cache-path": args.data_cache_path}
+    for flag, folder in folders.items():
+        if folder is None or "://" in folder:
+            continue
+        there = os.path.abspath(folder)
+        while not os.path.lexists(there):
+            there = os.path.dirname(there)
+        if not os.path.isdir(there):
+            found.append(f"{flag} {folder} cannot be made: {there} is no folder; give another")
+        elif not os.access(there, os.W_OK | os.X_OK):
+            found.append(f"{flag} {folder} cannot be written: no permission in {there}; give another")
+    return found

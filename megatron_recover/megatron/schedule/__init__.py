@@ -1,0 +1,1 @@
+"""The pipeline schedules that compute a plan's microbatches: 1F1B, plain and interleaved."""

@@ -1,0 +1,231 @@
+"""Interleaved 1F1B over a queue of microbatches: as `pipeline`, for stages that hold several model chunks.
+
+Stands where upstream's `forward_backward_pipelining_with_interleaving` stands (`core/pipeline_parallel/schedules.py`; Narayanan
+et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 2.2.2), with its overlapped messages
+(`overlap_p2p_comm`). Where upstream takes the number of microbatches and nothing is added to the queue, the order of forwards,
+backwards, sends and receives is exactly upstream's.
+
+Note [Slots]
+    Microbatches go through the chunks in groups: a group passes the first chunk, then the second, and so on. Its forward on
+    one chunk is a slot; all stages go through the same list of slots (upstream's schedule table), once forwards and once, with
+    the chunks the other way round, backwards. The queue is asked at the slots of the first chunk only. A group that has begun
+    need not be complete: while the queue is open its next microbatch may still come.
+
+Note [Vacant slots]
+    Upstream refuses a last group that is smaller than the number of stages, because the output of a chunk could not be back
+    at the first stage when the next chunk begins. Here such a group is filled up with vacant slots: nothing is computed in
+    them and nothing is sent. What is left of upstream's order for the full group cannot block, because with every send its
+    receive is left out too; and stages that find nothing in a slot go on to the next.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+from megatron_recover.megatron.schedule.pipeline import Queue, Upstream
+from megatron_recover.trainer.work_queue import Task
+
+
+class Slot(NamedTuple):
+    """A forward, in the order in which every stage does them, and a backward. See Note [Slots]."""
+
+    index: int | None
+    """Of the microbatch in the pass; None: vacant."""
+    chunk: int
+    """Of the forward; the backward's is counted from the last chunk."""
+
+
+class Slots:
+    """The slots of a pass, as far as they are known."""
+
+    def __init__(self, queue: Queue, *, num_stages: int, num_chunks: int, group_size: int) -> None:
+        """`group_size`: the most microbatches that pass a chunk before the next one begins, at least `num_stages`."""
+        self._queue, self._num_stages, self._num_chunks, self._group_size = queue, num_stages, num_chunks, group_size
+        self._slots: list[Slot] = []
+        self.tasks: list[Task] = []
+        """The microbatches of the pass, as far as they are known."""
+        self._num_in_group = 0
+        self._has_ended = False
+
+    def at(self, index: int) -> Slot | None:
+        """Slot `index`; None if the pass ends before it. May wait for either to be known."""
+        while len(self._slots) <= index and not self._has_ended:
+            self._grow()
+        return self._slots[index] if index < len(self._slots) else None
+
+    def prepare(self, index: int) -> None:
+        """The next to be asked for is slot `index`, after one more forward."""
+        if len(self._slots) <= index and not self._has_ended:
+            self._queue.prepare()
+
+    def _grow(self) -> None:
+        task = self._queue.next()
+        if task is None:
+            self._has_ended = True
+        else:
+            self._slots.append(Slot(len(self.tasks), 0))
+            self.tasks.append(task)
+            self._num_in_group += 1
+        if self._num_in_group == self._group_size or self._has_ended and self._num_in_group:
+            self._complete_group()
+
+    def _complete_group(self) -> None:
+        vacant = [Slot(None, 0)] * (self._num_stages - self._num_in_group)
+        self._slots += vacant
+        group = self._slots[-max(self._num_stages, self._num_in_group) :]
+        for chunk in range(1, self._num_chunks):
+            self._slots += [slot._replace(chunk=chunk) for slot in group]
+        self._num_in_group = 0
+
+
+class InterleavedStage:
+    """One pipeline stage and its chunks in one pass."""
+
+    def __init__(self, upstream: Upstream, queue: Queue) -> None:
+        self._upstream, self._queue, self._link = upstream, queue, upstream.link
+        self._shape = upstream.shape()
+        self._num_stages, self._num_chunks = self._link.total_stages, upstream.num_chunks
+        group_size = upstream.config.microbatch_group_size_per_vp_stage
+        self._slots = Slots(queue, num_stages=self._num_stages, num_chunks=self._num_chunks, group_size=group_size)
+        self._num_warmup = 2 * (self._num_stages - self._link.current_stage - 1) + (self._num_chunks - 1) * group_size
+        """Forwards before the first backward."""
+        self._num_backwards = [0] * self._num_chunks
+        self._inputs: list[deque[_Message]] = [deque() for _ in range(self._num_chunks)]
+        self._gradients: list[deque[_Message]] = [deque() for _ in range(self._num_chunks)]
+        self._pending: list[deque[tuple[Any, Any]]] = [deque() for _ in range(self._num_chunks)]
+        """By chunk, (input, output) of the forwards whose backward has yet to come."""
+        self._sends: dict[str, Any] = {}
+        """Handle of the last send in each direction."""
+
+    def run(self) -> None:
+        """Forward and backward of all that the queue gives (or forward alone), in upstream's order."""
+        if self._slots.at(0) is None:
+            return
+        if not self._is_first(0):
+            self._inputs[0].append(_Message(self._link.recv_forward(self._shape, False)))
+        forward = backward = 0
+        while self._slots.at(forward) is not None and (forward < self._num_warmup or self._upstream.forward_only):
+            self._pass_on(forward, self._forward(forward), overlap=False)
+            forward += 1
+        if self._upstream.forward_only:
+            return
+        self._expect_first_gradient(overlap=self._slots.at(forward) is not None)
+        while self._slots.at(forward) is not None:
+            self._pass_on(forward, self._forward(forward), overlap=True)
+            self._pass_back(backward, self._backward(backward), overlap=True)
+            forward, backward = forward + 1, backward + 1
+        while backward < forward:
+            self._pass_back(backward, self._backward(backward), overlap=False)
+            backward += 1
+        for handle in self._sends.values():
+            handle.wait()
+
+    def _is_first(self, chunk: int) -> bool:
+        """Whether the chunk here is the model's first."""
+        return self._link.is_pp_first_stage and chunk == 0
+
+    def _is_last(self, chunk: int) -> bool:
+        return self._link.is_pp_last_stage and chunk == self._num_chunks - 1
+
+    # --- upstream's steps ------------------------------------------------------------------------------------------------
+
+    def _forward(self, index: int) -> Any:
+        """The forward of a slot: what there is to send."""
+        self._slots.prepare(index + 1)
+        number, chunk = self._slots.at(index)
+        if number is None:
+            return None
+        received = None if self._is_first(chunk) else self._inputs[chunk].popleft().get()
+        partial = self._upstream.config.num_microbatches_with_partial_activation_checkpoints
+        in_flight = index if self._upstream.forward_only else index % (self._num_warmup + 1)
+        output = self._upstream.forward(
+            self._slots.tasks[number], received, number, chunk, is_last_stage=self._is_last(chunk),
+            recompute_all=None if partial is None else in_flight >= partial,
+        )  # fmt: skip
+        if not self._upstream.forward_only:
+            self._pending[chunk].append((received, output))
+        return None if self._is_last(chunk) else output
+
+    def _backward(self, index: int) -> Any:
+        """The backward of a slot: what there is to send."""
+        number, from_last = self._slots.at(index)
+        if number is None:
+            return None
+        chunk = self._num_chunks - 1 - from_last
+        gradient = None if self._is_last(chunk) else self._gradients[chunk].popleft().get()
+        self._num_backwards[chunk] += 1
+        last = self._num_backwards[chunk] == len(self._slots.tasks) and self._queue.has_ended()
+        gradient = self._upstream.backward(
+            self._slots.tasks[number], *self._pending[chunk].popleft(), gradient, chunk, last=last
+        )  # fmt: skip
+        return None if self._is_first(chunk) else gradient
+
+    # --- upstream's messages ---------------------------------------------------------------------------------------------
+
+    def _pass_on(self, index: int, output: Any, *, overlap: bool) -> None:
+        """Send the output of a forward slot; receive the input of a later one."""
+        chunk = self._comes(index, self._link.is_pp_first_stage)
+        answer = self._link.send_forward_recv_forward(
+            output, recv_prev=chunk is not None, tensor_shape=self._shape, overlap_p2p_comm=overlap
+        )
+        received, handles = answer if overlap else (answer, {})
+        if chunk is not None:
+            self._inputs[chunk].append(_Message(received, handles.get("recv_prev")))
+        self._sent("send_next", handles)
+        if self._upstream.config.deallocate_pipeline_outputs and "send_next" in self._sends:
+            self._sends.pop("send_next").wait()  # it still reads what is freed
+        self._upstream.release(output)
+
+    def _pass_back(self, index: int, gradient: Any, *, overlap: bool) -> None:
+        """Send the gradient of a backward slot; receive that of a later one."""
+        from_last = self._comes(index, self._link.is_pp_last_stage)
+        answer = self._link.send_backward_recv_backward(
+            gradient, recv_next=from_last is not None, tensor_shape=self._shape, overlap_p2p_comm=overlap
+        )
+        received, handles = answer if overlap else (answer, {})
+        if from_last is not None:
+            self._gradients[self._num_chunks - 1 - from_last].append(_Message(received, handles.get("recv_next")))
+        self._sent("send_prev", handles)
+
+    def _expect_first_gradient(self, *, overlap: bool) -> None:
+        if self._link.is_pp_last_stage:
+            return
+        if overlap:
+            received, handles = self._link.send_backward_recv_backward(
+                None, recv_next=True, tensor_shape=self._shape, overlap_p2p_comm=True
+            )
+            self._gradients[-1].append(_Message(received, handles.get("recv_next")))
+        else:
+            self._gradients[-1].append(_Message(self._link.recv_backward(self._shape, False)))
+
+    def _comes(self, index: int, is_leading: bool) -> int | None:
+        """Of which chunk is what comes while slot `index` is passed on; None if nothing does. Backwards count from the last.
+
+        A stage receives for its next slot. The first in line has what the last in line made: that is `num_stages - 1` slots
+        behind it, and goes one chunk on.
+        """
+        behind = index + 1 - self._num_stages if is_leading else index + 1
+        slot = self._slots.at(behind) if behind >= 0 else None
+        if slot is None or slot.index is None or (is_leading and slot.chunk == self._num_chunks - 1):
+            return None
+        return slot.chunk + is_leading
+
+    def _sent(self, way: str, handles: dict[str, Any]) -> None:
+        """Upstream's limit: one send is on its way while the next is made."""
+        if way in self._sends:
+            self._sends.pop(way).wait()
+        if way in handles:
+            self._sends[way] = handles[way]
+
+
+class _Message(NamedTuple):
+    """What is received, and when it will be there."""
+
+    tensor: Any
+    handle: Any = None
+
+    def get(self) -> Any:
+        if self.handle is not None:
+            self.handle.wait()
+        return self.tensor

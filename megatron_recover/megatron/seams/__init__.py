@@ -1,0 +1,1 @@
+"""Where Megatron is replaced or relied on, and whether the installed version fits."""

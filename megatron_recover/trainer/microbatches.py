@@ -1,0 +1,155 @@
+"""What becomes of each microbatch of a step on this rank, while the schedule runs it.
+
+Puts the rank into the microbatch (samples, random state), passes its fault points, and notes what came of it: provenance,
+ledger, trace. Decides nothing: which ids are computed, and into which buckets, comes with each pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_recover import trace
+from megatron_recover.core.detector import Phase
+from megatron_recover.core.values import BucketId
+from megatron_recover.faults import FaultInjector, FaultPoint
+from megatron_recover.progress_page import ProgressPage
+from megatron_recover.trainer.in_work import InWork
+from megatron_recover.trainer.overlap import Overlap
+from megatron_recover.trainer.reduction import Reduction
+from megatron_recover.trainer.work_queue import Task
+
+
+class JournalKeeper(Protocol):
+    """Who is told how far a step is: of rank 0 the control endpoint (`control_plane.rank_driver.Member`)."""
+
+    def started(self, microbatch: int) -> None: ...
+    def finished(self, microbatch: int) -> None: ...
+
+
+class Microbatches:
+    """The `Listener` of the passes of one step."""
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        step: int,
+        *,
+        forward_only: bool,
+        num_chunks: int,
+        enter: Callable[[int, int], None],
+        record: trace.Recorder,
+        faults: FaultInjector | None,
+        journal: JournalKeeper | None = None,
+        page: ProgressPage | None = None,
+        in_work: InWork | None = None,
+        is_first: bool = False,
+    ) -> None:
+        """`enter(microbatch, chunk)` puts samples and random state at the beginning of a microbatch. `journal`: of rank 0.
+
+        `page` shows what is computed (None: nobody looks), `in_work` knows what the device has not done yet. `is_first`: in one
+        of the process's first steps everything takes longer.
+        """
+        self._page, self._in_work = page or ProgressPage(), in_work or InWork(None)
+        self._forward = Phase.EVALUATION if forward_only else Phase.FIRST_STEPS if is_first else Phase.FORWARD
+        self._backward = Phase.FIRST_STEPS if is_first else Phase.BACKWARD
+        self._reduction, self._step, self._forward_only, self._num_chunks = reduction, step, forward_only, num_chunks
+        self._enter, self._record, self._faults, self._journal = enter, record, faults, journal
+        self._current: Task | None = None
+        """What is being computed."""
+        self.num_passes = 0
+        """Of the step, begun."""
+        self._of_pass: list[int] = []
+        self._overlap: Overlap | None = None
+        self._since = 0.0
+        self._seconds: dict[tuple[Task, int], float] = {}
+
+    def begin_pass(self, overlap: Overlap) -> None:
+        """What follows belongs to a new pass, which `overlap` reduces."""
+        self.num_passes += 1
+        self._of_pass.clear()
+        self._overlap = overlap
+
+    def end_pass(self) -> int:
+        """All microbatches of the pass are done, so many; an exception from here on is about any of them."""
+        self._current = None
+        self._reduction.collect_into(None)
+        return len(self._of_pass)
+
+    def suspects(self) -> tuple[int, ...]:
+        """The ids one of which an exception is about: only within a microbatch is it known which."""
+        return tuple(self._of_pass) if self._current is None else (self._current.microbatch,)
+
+    # --- Listener --------------------------------------------------------------------------------------------------------
+
+    def forward_begins(self, task: Task, chunk: int) -> None:
+        self._current = task
+        self._page.enter(self._forward, self._in_work.begins(task.microbatch))
+        if not chunk:
+            self._of_pass.append(task.microbatch)
+            if self._journal is not None:
+                self._journal.started(task.microbatch)
+        self._record(
+            trace.MicrobatchStarted, generation=task.generation, step=self._step, microbatch=task.microbatch, chunk=chunk
+        )  # fmt: skip
+        is_again = task.generation != self._reduction.first_generation
+        point = FaultPoint.EVALUATE if self._forward_only else FaultPoint.RECOMPUTE if is_again else FaultPoint.FORWARD
+        self._pass_fault(point, task)
+        self._enter(task.microbatch, chunk)
+        # Fused weight gradients look up where they go in the forward, others in the backward.
+        self._reduction.collect_into(task.into)
+        self._since = time.perf_counter()
+
+    def forward_ended(self, task: Task, chunk: int, tokens: Tensor, losses: dict[str, Tensor] | None) -> None:
+        self._seconds[task, chunk] = self._elapsed_s()
+        if losses is not None and self._takes_ledger(task) and self._reduction.ledger is not None:
+            self._reduction.ledger.write(task.microbatch, tokens, losses)
+        if self._forward_only:
+            self._finish(task, chunk, 0.0, ())
+        self._page.enter(Phase.PIPELINE, self._in_work.ended(task.microbatch))
+
+    def backward_begins(self, task: Task, chunk: int, last: bool) -> None:
+        self._current = task
+        self._page.enter(self._backward, self._in_work.begins(task.microbatch))
+        self._pass_fault(FaultPoint.BACKWARD, task)
+        self._reduction.collect_into(task.into)
+        if last and self._overlap is not None:
+            self._overlap.last_backward_begins(task, chunk)
+        self._since = time.perf_counter()
+
+    def backward_ended(self, task: Task, chunk: int) -> None:
+        backward_s = self._elapsed_s()
+        self._seconds[task, chunk] += backward_s
+        self._finish(task, chunk, backward_s, self._reduction.end_backward(task.microbatch, chunk, task.into))
+        self._page.enter(Phase.PIPELINE, self._in_work.ended(task.microbatch))
+
+    def _takes_ledger(self, task: Task) -> bool:
+        return self._reduction.is_last_stage and self._reduction.ledger_bucket in task.into
+
+    def _elapsed_s(self) -> float:
+        """Of the forward or backward that ends now."""
+        seconds = time.perf_counter() - self._since
+        return seconds if self._faults is None else self._faults.stretch(self._step, seconds)
+
+    def _pass_fault(self, point: FaultPoint, task: Task) -> None:
+        if self._faults is not None:
+            self._faults.at(point, step=self._step, microbatch=task.microbatch)
+
+    def _finish(self, task: Task, chunk: int, backward_s: float, taken: tuple[BucketId, ...]) -> None:
+        seconds = self._seconds.pop((task, chunk))
+        if self._takes_ledger(task) and self._reduction.ledger is not None:
+            self._reduction.ledger.add_seconds(task.microbatch, seconds)
+            if chunk == self._num_chunks - 1:
+                self._reduction.count_ledger(task.microbatch)
+                taken = (*taken, self._reduction.ledger_bucket)
+        self._record(
+            trace.MicrobatchFinished, generation=task.generation, step=self._step, microbatch=task.microbatch, chunk=chunk,
+            seconds=round(seconds, 6), backward_s=round(backward_s, 6), into=taken,
+        )  # fmt: skip
+        # The first chunk of the first stage comes last in a backward; an evaluation leaves the stage at the last chunk.
+        if self._journal is not None and chunk == (self._num_chunks - 1 if self._forward_only else 0):
+            self._journal.finished(task.microbatch)
+        self._current = None

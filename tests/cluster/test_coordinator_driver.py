@@ -1,0 +1,109 @@
+"""The coordinator's driver with leaders that the test plays: a leader speaks for the replica that it proved, for no other."""
+
+from __future__ import annotations
+
+import socket
+import time
+import typing
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_recover import trace
+from megatron_recover.authentication import admission
+from megatron_recover.authentication.handshake import Party, Role
+from megatron_recover.control_plane.calling import OutgoingLink
+from megatron_recover.control_plane.coordinator_driver import Membership
+from megatron_recover.control_plane.loop import Loop
+from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, Peer
+from megatron_recover.core.coordinator import Policy
+from megatron_recover.core.coordinator_state import Setting
+from megatron_recover.core.values import Hello
+from tests.control_plane.partners import KEY, PATIENCE_S, call
+
+pytestmark = pytest.mark.timeout(240)
+COORDINATOR = Party(Role.COORDINATOR)
+
+
+class Town:
+    """A coordinator of three replicas, and callers, in one loop."""
+
+    def __init__(self) -> None:
+        self.loop = Loop()
+        self.events: list[trace.Event] = []
+        self.membership = Membership(
+            Policy(num_replicas=3), key=KEY, loop=self.loop, timers_s=dict.fromkeys(SETTINGS, 60.0), record=self.events.append,
+            fence=lambda replica: None, on_end=lambda code, reason: None,
+        )  # fmt: skip
+        self.closed: list[Party] = []
+        self.heard: list[tuple[Party, Message]] = []
+
+    def call(self, me: Party, said: Hello, peer: int | None = None) -> OutgoingLink:
+        link = call(self.membership.address, me, COORDINATOR, patience_s=0.05)
+        self.loop.watch(link, lambda link, message: self.heard.append((me, message)), lambda link, why: self.closed.append(me))
+        self.loop.send(link, LeaderHello(said, Peer(said.replica if peer is None else peer, "a:1", ("b",))))
+        return link
+
+    def announced(self) -> list[tuple[int, ...]]:
+        """The roster that each leader was told."""
+        return [message.new.roster for _, message in self.heard if isinstance(message, Announcement)]
+
+    def turn(self, condition) -> None:  # noqa: ANN001
+        end = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < end, f"in vain: {self.heard} {self.closed}"
+            self.loop.run_once(0.01)
+
+
+SETTINGS = typing.get_args(Setting)
+
+
+@pytest.fixture
+def town() -> Iterator[Town]:
+    made = Town()
+    yield made
+    made.membership.close()
+    made.loop.close()
+
+
+@pytest.mark.parametrize(
+    ("me", "said", "peer"),
+    [
+        (Party(Role.LEADER, 99), Hello(99, "f"), None), (Party(Role.LEADER, 1), Hello(2, "f"), None),
+        (Party(Role.LEADER, 1), Hello(1, "f"), 2), (Party(Role.LEADER, 1, 1), Hello(1, "f"), None),
+        (Party(Role.RANK, 1), Hello(1, "f"), None),
+    ],
+    ids=["no replica of this job", "another's name", "another's address", "not its leader", "not a leader"],
+)  # fmt: skip
+def test_a_greeting_for_another_is_refused_and_the_right_ones_start_the_job(
+    town: Town, me: Party, said: Hello, peer: int | None
+) -> None:
+    town.call(me, said, peer)
+    town.turn(lambda: town.closed)
+    links = [town.call(Party(Role.LEADER, replica), Hello(replica, "f")) for replica in range(3)]
+    town.turn(lambda: len(town.announced()) == 3)
+    assert set(town.announced()) == {(0, 1, 2)}
+    assert all(link.proven for link in links) and town.closed == [me]
+
+
+def test_a_coordinator_rests_from_strangers_once_the_job_has_started(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before that it expects leaders, and accepts without a rest."""
+    monkeypatch.setattr(admission, "REST_S", 1000.0)
+    host, _, port = town.membership.address.rpartition(":")
+
+    def strangers_come() -> int:
+        for _ in range(40):
+            strangers.append(socket.create_connection((host, int(port))))
+        before = len(town.membership._gate.admission.unproven)
+        for _ in range(20):
+            town.loop.run_once(0.0)
+        return len(town.membership._gate.admission.unproven) - before
+
+    strangers: list[socket.socket] = []
+    assert strangers_come() == 40
+    for replica in range(3):
+        town.call(Party(Role.LEADER, replica), Hello(replica, "f"))
+    town.turn(lambda: len(town.announced()) == 3)
+    assert strangers_come() == admission.UNEXPECTED_AT_ONCE
+    for each in strangers:
+        each.close()

@@ -1,0 +1,357 @@
+"""What a rank does with a plan's transfers and sums, on a gradient buffer made by hand: which results count, which never."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_recover import trace
+from megatron_recover.config import RecoverConfig
+from megatron_recover.core.values import Held, Plan, Transfer, Work
+from megatron_recover.data_plane.transport import PeerLost, Revoked, TransportError
+from megatron_recover.faults import FaultPoint
+from megatron_recover.trainer.reduction import Miscounted, Reduction
+
+M = 2
+EVERYTHING = (0, 1, 2)
+"""Two buckets of 6 elements, and the ledger."""
+
+
+class Parameter(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def chunk() -> Any:
+    """What a reduction reads of upstream's DDP module: one gradient buffer of 12 elements."""
+    grad_data = torch.zeros(12)
+    upstream = SimpleNamespace(
+        grad_data=grad_data, param_to_index={Parameter(main_grad=grad_data): (0, 12)}, gradient_scaling_factor=1.0
+    )
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    buffer = SimpleNamespace(extra_main_grads=[], data_parallel_group=alone, buckets=[upstream])
+    settings = SimpleNamespace(use_distributed_optimizer=False, overlap_grad_reduce=False, check_for_nan_in_grad=True)
+    return SimpleNamespace(buffers=[buffer], expert_parallel_buffers=[], ddp_config=settings)
+
+
+class Transport:
+    """Sums over this rank alone, and copies the `sent` provenance; notes every call."""
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.sent: Sequence[float] = [1.0] * M + [0.0]
+        self.fails_at: dict[int, Exception] = {}
+        """By number of the call."""
+        self.promises_at: dict[int, int] = {}
+        """By number of the call: a generation that is promised while it is under way."""
+
+    def _called(self, what: str, tag: int) -> None:
+        self.member.calls.append(what)
+        self.member.tags.append(tag)
+        self.member.promised = self.promises_at.get(len(self.member.calls) - 1, self.member.promised)
+        if (error := self.fails_at.get(len(self.member.calls) - 1)) is not None:
+            raise error
+
+    def sum_into(self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, probe: Any, **_: Any) -> None:
+        self._called("sum", tag)
+        for instant in ("begin", "sent", "middle", "end") if probe is not None else ():
+            probe(instant)
+        for source, result in zip(sources, results, strict=True):
+            result.copy_(source)
+
+    def copy_into(self, tensors: Sequence[Tensor], *, source: int, tag: int, **_: Any) -> None:
+        self._called("copy", tag)
+        if source != self.member.replica:
+            tensors[0].fill_(7)
+            for provenance in tensors[1:]:
+                provenance.copy_(torch.tensor(self.sent))
+
+
+class Member:
+    """A control endpoint that holds whatever it is told, unless a newer generation is promised."""
+
+    replica, rank = 1, 0
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.tags: list[int] = []
+        self.held: list[Held] = []
+        self.errors: list[tuple[int, BaseException]] = []
+        self.open = Transport(self)
+        self.generation = self.promised = 0
+
+    def transport(self, generation: int) -> Transport:
+        self.generation = generation
+        if generation < self.promised:
+            raise Revoked("overtaken")
+        return self.open
+
+    def hold(self, held: Held) -> bool:
+        if self.promised > self.generation:
+            return False
+        self.held.append(held)
+        return True
+
+    def blocked(self, generation: int, error: BaseException) -> None:
+        self.errors.append((generation, error))
+
+
+class Points:
+    """A fault injector that notes what is passed."""
+
+    def __init__(self) -> None:
+        self.passed: list[tuple[FaultPoint, int | None]] = []
+
+    def at(self, point: FaultPoint, *, step: int | None = None, bucket: int | None = None) -> None:
+        self.passed.append((point, bucket))
+
+
+def begun(
+    ids: Sequence[int] = range(M),
+    faults: Any = None,
+    determinism: str = "fast",
+    num_chunks: int = 1,
+    log: Any = None,
+) -> tuple[Reduction, Member]:
+    """A reduction in which each id of `ids` was computed, and added 2**id to every element of the first chunk."""
+    member = Member()
+    config = RecoverConfig(bucket_elements=6, determinism=determinism)
+    made = Reduction(
+        [chunk() for _ in range(num_chunks)],
+        stage=0,
+        is_last_stage=True,
+        config=config,
+        member=member,
+        gather=lambda value: [value],
+        record=trace.Recorder(log, replica=member.replica, rank=member.rank),
+        faults=faults,
+    )
+    made.begin(3, M)
+    compute(made, ids)
+    return made, member
+
+
+def compute(reduction: Reduction, ids: Sequence[int]) -> None:
+    for microbatch in ids:
+        reduction.regions[0].local += 2.0**microbatch
+        reduction.end_backward(microbatch, 0, EVERYTHING)
+        reduction.count_ledger(microbatch)
+
+
+def plan(generation: int = 1, transfers: Sequence[Transfer] = (), reduces: Sequence[int] = EVERYTHING) -> Plan:
+    work = Work("train 1", M, EVERYTHING)
+    return Plan(3, generation, (0, 1), work, (1, 1), tuple(transfers), (), tuple(reduces))
+
+
+def versions(member: Member) -> list[tuple[int, int]]:
+    return [(held.bucket, held.version) for held in member.held]
+
+
+def test_a_backward_counts_for_the_buckets_of_its_own_chunk() -> None:
+    reduction, _ = begun((), num_chunks=2)
+    everything = range(5)
+    assert reduction.end_backward(0, 0, everything) == (0, 1)
+    assert reduction.end_backward(0, 1, everything) == (2, 3)
+    assert reduction.end_backward(1, 1, (0, 3)) == (3,)
+
+
+@pytest.mark.parametrize("determinism", ["fast", "exact"])
+@pytest.mark.parametrize(
+    ("values", "is_finite"), [((3e38, 3e38), True), ((float("nan"), 1.0), False), ((1.0, float("inf")), False)]
+)
+def test_values_that_are_not_finite_are_found_wherever_the_gradient_is(
+    determinism: str, values: tuple[float, float], is_finite: bool
+) -> None:
+    reduction, member = begun((0,), determinism=determinism)
+    reduction.regions[0].local[4:6] = torch.tensor(values)
+    compute(reduction, (1,))
+    with contextlib.nullcontext() if is_finite else pytest.raises(RuntimeError, match="microbatches .0, 1. .*not finite"):
+        reduction.reduce(plan())
+    assert bool(member.held) == is_finite
+
+
+def test_every_bucket_gets_its_own_provenance_over_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    reduction, _ = begun(())
+    reduction.end_backward(0, 0, (0,))
+    reduction.end_backward(1, 0, (1,))
+    for slot in reduction._slots[:2]:
+        slot.lanes = "both lanes"
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group: tensor.mul_(2))
+    provenances = [reduction._provenance_over_lanes(reduction._slots[at]) for at in (1, 2, 0)]
+    assert [provenance.tolist() for provenance in provenances] == [[0, 2, 0], [0, 0, 0], [2, 0, 0]]
+
+
+@pytest.mark.parametrize("ids", [(0,), (0, 1, 1)], ids=["one is missing", "one is there twice"])
+def test_inv_1_a_sum_that_is_not_of_every_microbatch_once_is_not_even_offered(ids: tuple[int, ...]) -> None:
+    reduction, member = begun(ids)
+    reduction.reduce(plan())
+    ((generation, error),) = member.errors
+    assert member.held == [] and generation == 1 and isinstance(error, Miscounted) and error.miscounted
+    assert "bucket 0: counts that are not 1, by microbatch: {1: " in str(error)
+
+
+@pytest.mark.parametrize("provenance", [[1.0, 0.0, 0.0], [1.0, 2.0, 0.0]], ids=["one is missing", "one is there twice"])
+def test_inv_1_a_transferred_result_is_checked_like_a_sum(provenance: list[float]) -> None:
+    reduction, member = begun()
+    member.open.sent = provenance
+    reduction.reduce(plan(2, [Transfer(0, 1, 0, (1,))], [1]))
+    ((_, error),) = member.errors
+    assert member.held == [] and "the copy of bucket 0 from replica 0 is damaged" in str(error)
+    assert isinstance(error, TransportError) and not error.miscounted and error.peers == (0,), "its source does not hold that"
+
+
+def test_a_target_holds_what_its_source_held_and_a_source_nothing_new() -> None:
+    reduction, member = begun()
+    transfers = [Transfer(0, 4, 0, (1,)), Transfer(1, 3, 1, (0,))]
+    reduction.reduce(plan(5, transfers, [2]))
+    assert member.calls == ["copy", "copy", "sum"]
+    assert versions(member) == [(0, 4), (2, 5)]
+    reduction.apply((0,))
+    assert reduction.regions[0].local[:6].tolist() == [7.0] * 6
+
+
+def test_buckets_are_summed_in_the_order_of_backward() -> None:
+    """All members sum in one order: a rank with an order of its own would wait for the others for ever."""
+    reduction, member = begun(num_chunks=2)
+    for microbatch in range(M):
+        reduction.end_backward(microbatch, 1, (2, 3))
+    reduction.reduce(plan(1, reduces=(4, 1, 3, 2, 0)))
+    assert versions(member) == [(2, 1), (3, 1), (0, 1), (1, 1), (4, 1)]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_what_follows_a_failure_is_left_undone_and_the_leader_hears_of_it(failing: int) -> None:
+    reduction, member = begun()
+    lost = PeerLost(0, "gone")
+    member.open.fails_at[failing] = lost
+    reduction.reduce(plan(2, [Transfer(0, 1, 0, (1,))], [1, 2]))
+    assert len(member.calls) == failing + 1
+    assert versions(member) == [(0, 1), (1, 2), (2, 2)][:failing]
+    assert member.errors == [(2, lost)]
+
+
+def test_a_plan_that_was_overtaken_is_no_failure() -> None:
+    reduction, member = begun()
+    member.promised = 2
+    reduction.reduce(plan(1))
+    assert (member.calls, member.held, member.errors) == ([], [], [])
+
+
+@pytest.mark.parametrize("overtaken", [0, 1, 2], ids=["transfer", "sum", "last sum"])
+def test_inv_5_a_result_that_comes_after_a_newer_promise_does_not_count(overtaken: int) -> None:
+    """It is the one operation that a revocation came too late for: what follows is left undone, and nobody is to blame."""
+    events: list[trace.Event] = []
+    reduction, member = begun(log=SimpleNamespace(record=events.append))
+    member.open.promises_at[overtaken] = 3
+    reduction.reduce(plan(2, [Transfer(0, 1, 0, (1,))], [1, 2]))
+    assert len(member.calls) == overtaken + 1
+    assert (versions(member), member.errors) == ([(0, 1), (1, 2), (2, 2)][:overtaken], [])
+    assert isinstance(events[-1], trace.ReductionFailed) and "Revoked" in events[-1].reason
+    reduction.reduce(plan(3))
+    assert versions(member)[overtaken:] == [(bucket, 3) for bucket in EVERYTHING]
+    reduction.apply(EVERYTHING)
+    assert reduction.regions[0].local.tolist() == [3.0] * 12, "the result that did not count was used"
+
+
+def test_a_defect_is_not_taken_for_a_failure_of_the_network() -> None:
+    reduction, member = begun()
+    member.open.fails_at[0] = RuntimeError("a defect")
+    with pytest.raises(RuntimeError, match="a defect"):
+        reduction.reduce(plan())
+    assert member.errors == []
+
+
+@pytest.mark.parametrize("determinism", ["fast", "exact"])
+def test_inv_3_a_reduction_leaves_the_local_gradient_to_the_next_one(determinism: str) -> None:
+    """A sum was lost after it had been taken; what it is taken from the second time is the same."""
+    reduction, member = begun(determinism=determinism)
+    member.open.fails_at[2] = PeerLost(0, "gone")
+    reduction.reduce(plan(1))
+    first = [slot.result.clone() for slot in reduction._slots[:2]]
+    reduction.reduce(plan(2))
+    assert versions(member) == [(0, 1), (1, 1), (0, 2), (1, 2), (2, 2)]
+    reduction.apply(EVERYTHING)
+    assert reduction.regions[0].local.tolist() == torch.cat(first).float().tolist() == [3.0] * 12
+
+
+@pytest.mark.parametrize("determinism", ["fast", "exact"])
+def test_a_step_begins_with_nothing(determinism: str) -> None:
+    reduction, member = begun(determinism=determinism)
+    reduction.reduce(plan())
+    reduction.apply(EVERYTHING)
+    reduction.regions[0].local.zero_()  # as Megatron does
+    reduction.begin(4, M)
+    compute(reduction, (1, 0))
+    reduction.reduce(plan(1))
+    reduction.apply(EVERYTHING)
+    assert reduction.regions[0].local.tolist() == [3.0] * 12
+
+
+def test_whether_a_step_is_exact_depends_on_its_own_gradient(caplog: pytest.LogCaptureFixture) -> None:
+    reduction, _ = begun((), determinism="exact")
+
+    def step(values: tuple[float, float], scale: float) -> str:
+        caplog.clear()
+        reduction.begin(0, M, scale)
+        for microbatch, value in enumerate(values):
+            reduction.regions[0].local[:6] += value
+            reduction.end_backward(microbatch, 0, EVERYTHING)
+            reduction.count_ledger(microbatch)
+        reduction.reduce(plan(1))
+        reduction.apply(EVERYTHING)
+        reduction.regions[0].local.zero_()
+        return caplog.text
+
+    for _ in range(4):  # what is added in four steps would not fit on the grid
+        assert step((30.0, 30.0), 1.0) == ""
+    assert "the gradient of bucket 0 outgrew the grid" in step((100.0, -100.0), 1.0)
+    assert step((100.0, -100.0), 2.0) == "", "a loss that is a sum has gradients that are larger alike"
+
+
+def test_only_the_buckets_of_the_record_are_applied() -> None:
+    reduction, _ = begun()
+    reduction.reduce(plan())
+    reduction.regions[0].local.fill_(-1)
+    reduction.apply((1, 2))
+    assert reduction.regions[0].local.tolist() == [-1.0] * 6 + [3.0] * 6
+
+
+def test_no_two_operations_of_a_generation_share_a_tag() -> None:
+    """A generation lasts many steps; the transport tells their messages apart by the tag alone."""
+    reduction, member = begun()
+    for step in (3, 4, 5):
+        reduction.begin(step, M)
+        compute(reduction, range(M))
+        reduction.reduce(plan(1))
+        reduction.reduce(plan(1, [Transfer(bucket, 1, 0, (1,)) for bucket in EVERYTHING], []))
+    assert len(set(member.tags)) == len(member.tags) == 3 * 2 * len(EVERYTHING)
+
+
+def test_inv_2_parameters_that_differ_make_checksums_that_differ() -> None:
+    checksums = []
+    for parameters in (0, 1):
+        reduction, member = begun()
+        reduction.parameters_checksum = parameters
+        reduction.reduce(plan(1, [Transfer(0, 1, 0, (1,))], [1]))
+        checksums.append([held.checksum for held in member.held])
+    assert all(one != other for one, other in zip(*checksums, strict=True))
+
+
+def test_fault_points_say_whether_it_is_the_steps_first_reduction() -> None:
+    points = Points()
+    reduction, _ = begun(faults=points)
+    reduction.first_generation = 1
+    reduction.reduce(plan(1, reduces=[0]))
+    reduction.reduce(plan(2, [Transfer(0, 1, 0, (1,))], [1]))
+    reduction.begin(4, M)
+    reduction.first_generation = 2
+    compute(reduction, range(M))
+    reduction.reduce(plan(2, reduces=[2]))
+    before = (FaultPoint.BEFORE_REDUCE, None)
+    again = [before, (FaultPoint.TRANSFER, 0), (FaultPoint.SECOND_REDUCE, 1)]
+    assert points.passed == [before, (FaultPoint.REDUCE, 0), *again, before, (FaultPoint.REDUCE, 2)]
