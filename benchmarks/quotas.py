@@ -76,14 +76,14 @@ def small_cases(chance: random.Random) -> Iterator[tuple[int, list[int], Pipelin
 def journal_ns() -> list[float]:
     """Nanoseconds of CPU a microbatch, in the training thread of rank 0: begun and ended, steps of 128 microbatches."""
     from megatron_recover.authentication.handshake import KEY_BYTES
-    from megatron_recover.control_plane.rank_driver import Member
+    from megatron_recover.control_plane.rank_driver import RankDriver
     from megatron_recover.data_plane.direct import DirectEndpoint
 
     context = RankContext(
         replica=0, rank=0, num_ranks=1, num_replicas=1, coordinator="", leader="127.0.0.1:0", run_dir="", started_at=0.0
     )  # fmt: skip
     key = bytes(KEY_BYTES)
-    member = Member(context, RecoverConfig(), DirectEndpoint(key=key, rank=0), key=key, record=lambda event: None)
+    member = RankDriver(context, RecoverConfig(), DirectEndpoint(key=key, rank=0), key=key, record=lambda event: None)
 
     def step() -> None:
         member._state = rank.RankState(0, 0, ())

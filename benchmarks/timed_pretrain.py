@@ -18,8 +18,8 @@ MARK = "parts of a step: "
 
 
 def _put_clocks() -> None:
-    from megatron_recover.control_plane.rank_driver import Member
-    from megatron_recover.control_plane.replica_driver import Leader
+    from megatron_recover.control_plane.rank_driver import RankDriver
+    from megatron_recover.control_plane.replica_driver import ReplicaDriver
     from megatron_recover.data_plane.direct import DirectTransport
     from megatron_recover.megatron import commit
     from megatron_recover.megatron.commit import CommitLoop
@@ -51,9 +51,9 @@ def _put_clocks() -> None:
     clock(Reduction, "_checksum", "checksums of the results")
     clock(Reduction, "apply", "results into the gradient buffer")
     clock(Reduction, "_check_finite", "check for values that are not finite")
-    clock(Member, "started", "journal")
-    clock(Member, "finished", "journal")
-    clock(Leader, "_feed", "machine of the replica, in the leader's control thread")
+    clock(RankDriver, "started", "journal")
+    clock(RankDriver, "finished", "journal")
+    clock(ReplicaDriver, "_feed", "machine of the replica, in the leader's control thread")
     train_step: Callable[..., Any] = CommitLoop.train_step
 
     @functools.wraps(train_step)

@@ -32,7 +32,7 @@ from megatron_recover.cluster.thawing import Thawing
 from megatron_recover.cluster.watch import Watch, explaining_first
 from megatron_recover.config import CONTEXT_VARIABLE, RankContext
 from megatron_recover.control_plane import listening, rendezvous
-from megatron_recover.control_plane.coordinator_driver import Membership
+from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import address_of, listen
 from megatron_recover.core.coordinator import Policy
@@ -77,7 +77,7 @@ class Launcher:
         self._recording: Recording
         self._agent: Agent
         self._ranks: Watch
-        self._membership: Membership
+        self._membership: CoordinatorDriver
 
     def run(self) -> int:
         """Run the job to its end; its exit code (core.values.ExitCode, or 128 + signal when it was killed on request)."""
@@ -132,7 +132,7 @@ class Launcher:
             record=self._recording.record, says=self._recording.says,
             at_work=lambda replicas: self._membership.at_work(replicas),
         )  # fmt: skip
-        self._membership = Membership(
+        self._membership = CoordinatorDriver(
             Policy(num_replicas=job.num_replicas, min_replicas=job.config.min_replicas, samples=_samples(job)),
             key=self._key,
             loop=self._loop,

@@ -1,4 +1,4 @@
-"""The coordinator's driver: sockets, timers and addresses around the machine of `core.coordinator`.
+"""The driver of the coordinator machine (`core/coordinator.py`): sockets, timers and addresses around it.
 
 The machine decides who is in the job; this module only knows how to reach the leaders. It keeps the two things that the core
 does not know: the addresses of every replica's ranks, and since when something has been wrong.
@@ -47,7 +47,7 @@ def announcements(
         yield replica, to_old if replica in announced else to_new
 
 
-class Membership:
+class CoordinatorDriver:
     """Drives the one coordinator of a run. Everything runs in the loop's thread."""
 
     def __init__(

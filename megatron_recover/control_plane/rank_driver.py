@@ -1,8 +1,8 @@
-"""The member: what a rank's training thread sees of the rest of the job.
+"""The driver of the rank machine (`core/rank.py`): what a rank's training thread sees of the rest of the job.
 
 It joins two threads. The control thread reads the links and answers `Promise` at once; the training thread begins steps and
-obeys orders. Both drive the machine of `core.rank` under one lock, which is also what makes `hold` and `Promise` exclude each
-other. The member decides nothing about the protocol and never looks into a tensor.
+obeys orders. Both drive the machine under one lock, which is also what makes `hold` and `Promise` exclude each other. The
+driver decides nothing about the protocol and never looks into a tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.loop import Loop
-from megatron_recover.control_plane.replica_driver import Leader
+from megatron_recover.control_plane.replica_driver import ReplicaDriver
 from megatron_recover.control_plane.wire import Enter, Heard, Link, LinkClosed, Message, RankHello
 from megatron_recover.core import rank as machine
 from megatron_recover.core import values
@@ -53,8 +53,8 @@ class JobStopped(SystemExit):
         return self.reason
 
 
-class Member:
-    """A rank's membership in the job, from `join` to `close`."""
+class RankDriver:
+    """A rank's part in the job, from `join` to `close`."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Member:
         self._outbox: deque[values.Report] = deque()
         self._loop = Loop()
         self._speaker = Speaker()
-        self._leader: Leader | None = None
+        self._leader: ReplicaDriver | None = None
         self._uplink: Link | None = None
         self._control = threading.Thread(target=self._run_control, name="recover-control", daemon=True)
 
@@ -126,7 +126,7 @@ class Member:
         self._state = machine.RankState(self.replica, self.rank, buckets)
         hello = RankHello(self.rank, shape, f"{shape} {fingerprint}", self._endpoint.address, parts)
         itself = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: member.close_in_child() if (member := itself()) is not None else None)
+        os.register_at_fork(after_in_child=lambda: driver.close_in_child() if (driver := itself()) is not None else None)
         self._loop.post(lambda: self._introduce(hello))
         self._control.start()
         with self._changed:
@@ -358,7 +358,7 @@ class Member:
     def _introduce(self, hello: RankHello, since: float | None = None) -> None:
         """Link to the leader, or begin to be it. `since`: the loop's time when the first link was tried; None: this is it."""
         if self.rank == 0:
-            self._leader = Leader(
+            self._leader = ReplicaDriver(
                 self._context, self._config, hello, key=self._key, loop=self._loop, deliver=self._deliver, fail=self._fail,
                 record=self._record, faults=self._faults, deadlines=self._deadlines,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rank 0's second role: it runs the replica's machine and connects it to the ranks, the other leaders and the coordinator.
+"""The driver of the replica machine (`core/replica.py`), rank 0's second role: links to ranks, other leaders, coordinator.
 
 It carries out what `core.replica` decides, keeps the stall timer, and writes the leader's trace events. It decides nothing
 about the protocol and never touches a tensor. Everything here runs in the control thread.
@@ -73,7 +73,7 @@ Deliver = Callable[[Message], None]
 _AGREED = (machine.Phase.IDLE, machine.Phase.WORKING, machine.Phase.VOTED)
 
 
-class Leader:
+class ReplicaDriver:
     """Drives one replica's machine."""
 
     def __init__(

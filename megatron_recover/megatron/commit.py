@@ -23,7 +23,7 @@ import contextlib
 import enum
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -36,7 +36,7 @@ from megatron_recover.config import RecoverConfig
 from megatron_recover.core.alike import Parts
 from megatron_recover.core.detector import Phase
 from megatron_recover.core.invariants import InvariantViolation
-from megatron_recover.core.values import Apply, Plan, Shape, Work
+from megatron_recover.core.values import Apply, Plan, Work
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.data.loaders import MicrobatchCursor
 from megatron_recover.megatron.schedule.passes import run_pass
@@ -44,34 +44,21 @@ from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trainer.checksum import checksums, combined
 from megatron_recover.trainer.communication import is_communication_error
 from megatron_recover.trainer.compiling import show_compilations
+from megatron_recover.trainer.driver import Driver
 from megatron_recover.trainer.in_work import InWork
 from megatron_recover.trainer.ledger import count_tokens, read_losses
-from megatron_recover.trainer.microbatches import JournalKeeper, Microbatches
+from megatron_recover.trainer.microbatches import Microbatches
 from megatron_recover.trainer.overlap import Overlap
-from megatron_recover.trainer.reduction import Gather, ReducingMember, Reduction, gather_over_replica
+from megatron_recover.trainer.reduction import Gather, Reduction, gather_over_replica
 from megatron_recover.trainer.state import Scalar, State
 from megatron_recover.trainer.stopwatch import Stopwatch
-from megatron_recover.trainer.work_queue import PlanningMember, WorkQueue
+from megatron_recover.trainer.work_queue import WorkQueue
 
 OF_A_STEP_GIVEN_UP = ({}, True, True, True, 0, None, None, None)
 """What upstream's train_step returns where a result is not to be trusted: no losses, nothing is trained, save a checkpoint of
 the iteration before, and leave the training loop (the exit code follows from the record: `core.policy.exit_code`)."""
 _NUM_FIRST_STEPS = 2
 """Training steps of a process in which its libraries compile, tune and allocate."""
-
-
-class Member(ReducingMember, PlanningMember, JournalKeeper, Protocol):
-    """What of `control_plane.rank_driver.Member` the commit loop needs."""
-
-    generation: int
-    roster: tuple[int, ...]
-
-    def join(self, shape: Shape, fingerprint: str, parts: Parts = ()) -> None: ...
-    def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int: ...
-    def next_order(self) -> Plan | Apply: ...
-    def pass_ended(self, generation: int) -> None: ...
-    def measured(self, num_microbatches: int, elapsed_ns: int) -> None: ...
-    def raised(self, microbatches: Sequence[int], error: BaseException) -> None: ...
 
 
 class GivenUp(Exception):
@@ -94,7 +81,7 @@ class CommitLoop:
 
     def __init__(
         self,
-        member: Member,
+        driver: Driver,
         config: RecoverConfig,
         originals: Mapping[str, Callable[..., Any]],
         *,
@@ -119,10 +106,10 @@ class CommitLoop:
         self._in_work = InWork(None)
         self._num_trained = 0
         """Training steps of this process."""
-        self._member, self._config, self._originals = member, config, originals
+        self._driver, self._config, self._originals = driver, config, originals
         self._cursor, self._seed, self._iteration, self._alike = cursor, seed, iteration, alike
         self._faults, self._gather, self._counters = faults, gather, counters
-        self._record = trace.Recorder(log, replica=member.replica, rank=member.rank)
+        self._record = trace.Recorder(log, replica=driver.replica, rank=driver.rank)
         self._reduction: Reduction | None = None
         self._stopwatch: Stopwatch | None = None
         """Of rank 0, which speaks for the pace of the replica."""
@@ -207,16 +194,16 @@ class CommitLoop:
             self._reduction = Reduction(
                 chunks, stage=parallel_state.get_pipeline_model_parallel_rank(),
                 is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True), config=self._config,
-                member=self._member, gather=self._gather, record=self._record, faults=self._faults,
+                driver=self._driver, gather=self._gather, record=self._record, faults=self._faults,
             )  # fmt: skip
-            if self._member.rank == 0 and self._config.rebalance == "on":
+            if self._driver.rank == 0 and self._config.rebalance == "on":
                 self._stopwatch = Stopwatch(self._reduction.device)
             self._in_work = InWork.on(self._reduction.device)
             show_compilations(self._page)
             self._reduction.parameters_checksum = combined(checksums([parameter for parameter, _ in self._parameters]))
             parts = self._parts(self._reduction)
             self._before_joining()
-            self._member.join(self._reduction.shape, hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest(), parts)
+            self._driver.join(self._reduction.shape, hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest(), parts)
         return self._reduction
 
     def _parts(self, reduction: Reduction) -> Parts:
@@ -237,7 +224,7 @@ class CommitLoop:
 
         Returns the loss dictionaries of all ids in their order on the last stage, else an empty list; that also for an
         evaluation step that is given up and for all that follow it. Raises `GivenUp` in a training step that is, ValueError for
-        `collect_non_loss_data`, which no replica has for the whole batch, and whatever `Member.next_order` raises.
+        `collect_non_loss_data`, which no replica has for the whole batch, and whatever `Driver.next_order` raises.
         """
         if self._has_given_up:  # the job ends at upstream's next step boundary
             return []
@@ -255,7 +242,7 @@ class CommitLoop:
         reduction.begin(step, num_microbatches, _gradient_scale(chunks[0], arguments) if exactly else 1.0)
         microbatches = Microbatches(
             reduction, step, forward_only=forward_only, num_chunks=len(chunks), enter=self._enter_microbatch,
-            record=self._record, faults=self._faults, journal=self._member if self._member.rank == 0 else None,
+            record=self._record, faults=self._faults, journal=self._driver if self._driver.rank == 0 else None,
             page=self._page, in_work=self._in_work, is_first=self._num_trained < _NUM_FIRST_STEPS,
         )  # fmt: skip
         order = self._next_order(work)
@@ -266,7 +253,7 @@ class CommitLoop:
             if order.computes:
                 self._run_pass(arguments, reduction, microbatches, order)
             else:
-                self._member.pass_ended(order.generation)
+                self._driver.pass_ended(order.generation)
                 self._reduce(order)
             order = self._next_order(work)
         if order.record.gives_up:
@@ -280,7 +267,7 @@ class CommitLoop:
 
     def _next_order(self, work: Work) -> Plan | Apply:
         """Wait for the next order. Raises RuntimeError if it is not for this step, or of an older generation than the last."""
-        order = self._member.next_order()
+        order = self._driver.next_order()
         asked: Work | str
         known: tuple[Work | str, ...]
         if isinstance(order, Plan):
@@ -309,7 +296,7 @@ class CommitLoop:
         """A pass of the schedule that begins with `plan`, and the reduction that follows it."""
         times = not microbatches.num_passes and not arguments.get("forward_only")
         stopwatch = self._stopwatch if times else None
-        queue = WorkQueue(self._member, plan, self._extended)
+        queue = WorkQueue(self._driver, plan, self._extended)
         overlap = Overlap(reduction, lambda: queue.plan)
         try:
             with overlap:
@@ -322,21 +309,21 @@ class CommitLoop:
                 if stopwatch is not None:
                     stopwatch.end(num_computed)
                     self._tell_pace(stopwatch)
-                self._member.pass_ended(queue.plan.generation)
+                self._driver.pass_ended(queue.plan.generation)
                 self._page.enter(Phase.REDUCTION)
                 overlap.finish()
         except InvariantViolation:  # of no microbatch's making: it is no reason to deal it to fewer (INV-9)
             raise
         except Exception as error:
-            self._member.raised(() if is_communication_error(error) else microbatches.suspects(), error)
+            self._driver.raised(() if is_communication_error(error) else microbatches.suspects(), error)
             raise
 
     def _tell_pace(self, stopwatch: Stopwatch) -> None:
         if (measured := stopwatch.take()) is not None:
-            self._member.measured(*measured)
+            self._driver.measured(*measured)
 
     def _extended(self, plan: Plan) -> None:
-        if self._member.rank == 0:
+        if self._driver.rank == 0:
             dealt = tuple(microbatch for compute in plan.computes for microbatch in compute.microbatches)
             self._record(trace.Extended, generation=plan.generation, step=plan.step, microbatches=dealt)
 
@@ -371,7 +358,7 @@ class CommitLoop:
                 digest = state.digest()
         if digest is not None:  # recorded before the leader can vote on it, so before the member says which step this is
             self._record(trace.StateDigested, step=self._next_step, label=work.label, digest=f"{digest:016x}")
-        step = self._member.begin(work, digest=digest)
+        step = self._driver.begin(work, digest=digest)
         self._next_step = step + 1
         return step
 

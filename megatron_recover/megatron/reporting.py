@@ -8,42 +8,31 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
+
+from megatron_recover.trainer.driver import Driver
 
 _PER_DEVICE = re.compile(r"(throughput per GPU \(TFLOP/s/GPU\): )([\d.]+)")
-
-
-class Speaker(Protocol):
-    """What of the member is reported."""
-
-    generation: int
-    roster: tuple[int, ...]
-    quotas: tuple[int, ...]
-    """Microbatches of the last step per member, in the order of the roster."""
-    step: int
-    """The newest step that it has begun."""
-
-    def is_writer(self) -> bool: ...
 
 
 class LogLine:
     """Stands in for `print_rank_last` in Megatron's training loop (seam `log_line`)."""
 
-    def __init__(self, speaker: Speaker, num_replicas: int, original: Callable[[str], None], flush: Callable[[], None]) -> None:
+    def __init__(self, driver: Driver, num_replicas: int, original: Callable[[str], None], flush: Callable[[], None]) -> None:
         """`num_replicas` at the start of the run; `flush()` brings TensorBoard's values to the disk."""
-        self._speaker, self._num_replicas, self._original, self._flush = speaker, num_replicas, original, flush
+        self._driver, self._num_replicas, self._original, self._flush = driver, num_replicas, original, flush
 
     def print_rank_last(self, message: str) -> None:
         """Print on the last rank of the writer; an iteration's line ends with generation, replicas and quotas."""
-        speaker = self._speaker
-        if not speaker.is_writer():
+        driver = self._driver
+        if not driver.is_writer():
             return
         if " iteration " in message and "consumed samples" in message:
             # Megatron divides the job's throughput by the ranks that it knows: those of one replica.
-            num = len(speaker.roster)
+            num = len(driver.roster)
             message = _PER_DEVICE.sub(lambda found: f"{found[1]}{float(found[2]) / num:.1f}", message)
-            quotas = " ".join(map(str, speaker.quotas))
-            message += f" generation: {speaker.generation} | replicas: {num}/{self._num_replicas} | quotas: {quotas} |"
+            quotas = " ".join(map(str, driver.quotas))
+            message += f" generation: {driver.generation} | replicas: {num}/{self._num_replicas} | quotas: {quotas} |"
         # Megatron has written an iteration's values before its line.
         self._flush()
         self._original(message)
@@ -56,8 +45,8 @@ class TensorBoard:
     newest iteration that they would have written; who takes over begins with them. They may be there twice then, and are equal.
     """
 
-    def __init__(self, speaker: Speaker, create: Callable[[], Any]) -> None:
-        self._speaker, self._create = speaker, create
+    def __init__(self, driver: Driver, create: Callable[[], Any]) -> None:
+        self._driver, self._create = driver, create
         self._writer: Any = None
         self._newest: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         """What was to be written since `_of_step` began, while another replica was the writer."""
@@ -65,7 +54,7 @@ class TensorBoard:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._speaker.is_writer():
+            if not self._driver.is_writer():
                 if name.startswith("add_"):
                     self._remember(name, args, kwargs)
                 return None
@@ -80,15 +69,13 @@ class TensorBoard:
 
     def add_scalar(self, tag: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """`SummaryWriter.add_scalar`, with Megatron's throughput per device made one of all replicas."""
-        self.__getattr__("add_scalar")(
-            tag, value / len(self._speaker.roster) if tag == "throughput" else value, *args, **kwargs
-        )
+        self.__getattr__("add_scalar")(tag, value / len(self._driver.roster) if tag == "throughput" else value, *args, **kwargs)
 
     def _remember(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # By the member's step: the writer began it after it had flushed what came before. (Megatron's own numbers will not do:
         # of one iteration some values are written by iteration and some by samples.)
-        if self._of_step != self._speaker.step:
-            self._of_step = self._speaker.step
+        if self._of_step != self._driver.step:
+            self._of_step = self._driver.step
             self._newest.clear()
         self._newest.append((name, args, kwargs))
 
@@ -96,9 +83,9 @@ class TensorBoard:
 class TensorBoardFactory:
     """Stands in for `_set_tensorboard_writer` (seam `tensorboard`)."""
 
-    def __init__(self, speaker: Callable[[], Speaker]) -> None:
+    def __init__(self, driver: Callable[[], Driver]) -> None:
         """`speaker()` is asked at the first value that is written: arguments are parsed before there is a member."""
-        self._speaker = speaker
+        self._driver = driver
         self._board: TensorBoard | None = None
 
     def flush(self) -> None:
@@ -118,14 +105,14 @@ class TensorBoardFactory:
 
             return SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
 
-        self._board = TensorBoard(_Late(self._speaker), create)
+        self._board = TensorBoard(_Late(self._driver), create)
         global_vars._GLOBAL_TENSORBOARD_WRITER = self._board
 
 
 class _Late:
     """The speaker that there will be."""
 
-    def __init__(self, find: Callable[[], Speaker]) -> None:
+    def __init__(self, find: Callable[[], Driver]) -> None:
         self._find = find
 
     def __getattr__(self, name: str) -> Any:

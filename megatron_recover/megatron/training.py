@@ -39,7 +39,7 @@ from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trace import ring
 
 if TYPE_CHECKING:
-    from megatron_recover.control_plane.rank_driver import Member
+    from megatron_recover.control_plane.rank_driver import RankDriver
     from megatron_recover.data_plane.transport import Endpoint
     from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
     from megatron_recover.megatron.commit import CommitLoop
@@ -141,8 +141,8 @@ class _Training:
         )
         with bad_input_ends():
             self._installation = seams.Installation(seams.load(), seams.load_anchors())
-        self._member: Member | None = None
-        self._tensorboard = TensorBoardFactory(lambda: self._member)
+        self._driver: RankDriver | None = None
+        self._tensorboard = TensorBoardFactory(lambda: self._driver)
 
     def run(
         self,
@@ -177,8 +177,8 @@ class _Training:
         if self._context.rank == 0 and (note := resuming.judge(args, "other")):
             print(f"megatron-recover: {note}", flush=True)
         store = join_store(timedelta(seconds=config.deadlines.leader_s))
-        member = self._member = self._create_member(config)
-        checkpoints, loop = self._install(args, config, member)
+        driver = self._driver = self._create_driver(config)
+        checkpoints, loop = self._install(args, config, driver)
         try:
             provider = building_cache_once(datasets_provider, args, self._page)
             upstream(configure(args), provider, model_type, forward_step, store=store, **others)
@@ -187,18 +187,18 @@ class _Training:
                 raise
         except InvariantViolation as error:
             traceback.print_exc()
-            member.raised((), error)
+            driver.raised((), error)
             return ExitCode.INVARIANT_VIOLATED
         except BaseException as error:
-            member.raised((), error)
+            driver.raised((), error)
             raise
         if args.iteration >= args.train_iters:
             print_rank_0(f"nothing was left to train: the checkpoint is of iteration {args.iteration} of {args.train_iters}")
         checkpoints.settle(loop.meet, has_trained=loop.has_trained)
         if not loop.has_joined:  # nothing was left to evaluate or to save either: that is a good end too, for all together
             loop.meet(0)
-        member.close()
-        return policy.exit_code(sorted(member.requests))
+        driver.close()
+        return policy.exit_code(sorted(driver.requests))
 
     # --- Setting up ------------------------------------------------------------------------------------------------------
 
@@ -228,17 +228,17 @@ class _Training:
             args.distributed_timeout_minutes = config.deadlines.deadline_s / 60
             return args, config
 
-    def _create_member(self, config: RecoverConfig) -> Member:
-        from megatron_recover.control_plane.rank_driver import Member
+    def _create_driver(self, config: RecoverConfig) -> RankDriver:
+        from megatron_recover.control_plane.rank_driver import RankDriver
 
         with bad_input_ends():
             endpoint = _endpoint(config, self._context, self._key, self._log.record)
-        return Member(
+        return RankDriver(
             self._context, config, endpoint,
             key=self._key, record=self._log.record, faults=self._faults, page=self._page,
         )  # fmt: skip
 
-    def _install(self, args: Namespace, config: RecoverConfig, member: Member) -> tuple[Checkpoints, CommitLoop]:
+    def _install(self, args: Namespace, config: RecoverConfig, driver: RankDriver) -> tuple[Checkpoints, CommitLoop]:
         from megatron.training import get_args
 
         from megatron_recover.megatron.checkpoint.boundary import Boundary
@@ -251,25 +251,25 @@ class _Training:
         originals = self._installation.originals
         cursor = MicrobatchCursor(self._page)
         loop = CommitLoop(
-            member, config, originals, cursor=cursor, seed=_seeding(args.seed),
+            driver, config, originals, cursor=cursor, seed=_seeding(args.seed),
             iteration=lambda: args.curr_iteration + 1,
-            alike=lambda: alike(args, rank=member.rank, exact=config.determinism == "exact"),
+            alike=lambda: alike(args, rank=driver.rank, exact=config.determinism == "exact"),
             counters=lambda: counters(args), log=self._log, faults=self._faults, page=self._page,
             before_joining=lambda: checkpoints.tell_what_was_loaded(),
         )  # fmt: skip
         checkpoints = Checkpoints(
-            member, originals, get_args, agree=lambda iteration, *state: loop.agree(f"save {iteration}", *state),
-            save=args.save, samples=parts.samples(args) if args.save and member.rank == 0 else {},
+            driver, originals, get_args, agree=lambda iteration, *state: loop.agree(f"save {iteration}", *state),
+            save=args.save, samples=parts.samples(args) if args.save and driver.rank == 0 else {},
             deadlines=config.deadlines, log=self._log, faults=self._faults,
         )  # fmt: skip
-        boundary = Boundary(member, checkpoints, originals["exit"], get_args)
+        boundary = Boundary(driver, checkpoints, originals["exit"], get_args)
         boundary.take_over(args)
         self._installation.install(
             {
                 **loop.replacements(),
                 "data_loader": Loaders(cursor, get_args).build,
                 "log_line": LogLine(
-                    member, self._context.num_replicas, originals["log_line"], self._tensorboard.flush
+                    driver, self._context.num_replicas, originals["log_line"], self._tensorboard.flush
                 ).print_rank_last,
                 "save_checkpoint": checkpoints.save_checkpoint_and_time,
                 "write_checkpoint": checkpoints.write_checkpoint,

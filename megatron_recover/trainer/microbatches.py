@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from torch import Tensor
 
@@ -17,17 +16,11 @@ from megatron_recover.core.detector import Phase
 from megatron_recover.core.values import BucketId
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.progress_page import ProgressPage
+from megatron_recover.trainer.driver import Driver
 from megatron_recover.trainer.in_work import InWork
 from megatron_recover.trainer.overlap import Overlap
 from megatron_recover.trainer.reduction import Reduction
 from megatron_recover.trainer.work_queue import Task
-
-
-class JournalKeeper(Protocol):
-    """Who is told how far a step is: of rank 0 the control endpoint (`control_plane.rank_driver.Member`)."""
-
-    def started(self, microbatch: int) -> None: ...
-    def finished(self, microbatch: int) -> None: ...
 
 
 class Microbatches:
@@ -43,7 +36,7 @@ class Microbatches:
         enter: Callable[[int, int], None],
         record: trace.Recorder,
         faults: FaultInjector | None,
-        journal: JournalKeeper | None = None,
+        journal: Driver | None = None,
         page: ProgressPage | None = None,
         in_work: InWork | None = None,
         is_first: bool = False,

@@ -18,7 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,22 +33,12 @@ from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.trainer import exact
 from megatron_recover.trainer.buckets import BackwardWatch, Bucket, Collector, find_regions, number
 from megatron_recover.trainer.checksum import checksum, combined
+from megatron_recover.trainer.driver import Driver
 from megatron_recover.trainer.ledger import NUM_COLUMNS, Ledger
 from megatron_recover.trainer.provenance import Counts, is_once, wrong_ids
 from megatron_recover.trainer.work_queue import Task
 
 logger = logging.getLogger(__name__)
-
-
-class ReducingMember(Protocol):
-    """What of a rank's control endpoint (`control_plane.rank_driver.Member`) a reduction needs."""
-
-    replica: int
-    rank: int
-
-    def transport(self, generation: int) -> Transport: ...
-    def hold(self, held: Held) -> bool: ...
-    def blocked(self, generation: int, error: BaseException) -> None: ...
 
 
 Gather = Callable[[Any], Sequence[Any]]
@@ -105,14 +95,14 @@ class Reduction:
         stage: int,
         is_last_stage: bool,
         config: RecoverConfig,
-        member: ReducingMember,
+        driver: Driver,
         gather: Gather = gather_over_replica,
         record: trace.Recorder | None = None,
         faults: FaultInjector | None = None,
     ) -> None:
         """`chunks`: upstream's DDP modules of this rank. Collective over the replica (`gather`)."""
-        self._member, self._faults = member, faults
-        self._record = record or trace.Recorder(None, replica=member.replica, rank=member.rank)
+        self._driver, self._faults = driver, faults
+        self._record = record or trace.Recorder(None, replica=driver.replica, rank=driver.rank)
         self.regions = find_regions(chunks, config.bucket_elements)
         local = [bucket for region in self.regions for bucket in region.buckets]
         holdings = gather((stage, tuple(bucket.size for bucket in local)))
@@ -260,7 +250,7 @@ class Reduction:
         if self._faults is not None:
             self._faults.at(FaultPoint.BEFORE_REDUCE, step=self._step)
         slots = {slot.id: slot for slot in sorted(self._slots, key=lambda slot: slot.order)}
-        due = operations(plan, self._member.replica, slots)
+        due = operations(plan, self._driver.replica, slots)
         copies = [each for each in due if each.source is not None]
         transport = self._cross(plan.generation, None, lambda: self._begin_crossing(plan.generation, slots, copies))
         for slot in (slots[each.bucket] for each in due if each.source is None):
@@ -282,7 +272,7 @@ class Reduction:
             return None
 
     def _begin_crossing(self, generation: int, slots: Mapping[BucketId, _Slot], copies: Sequence[Operation]) -> Transport:
-        transport = self._member.transport(generation)
+        transport = self._driver.transport(generation)
         for copy in copies:
             self._copy(transport, slots[copy.bucket], copy)
         return transport
@@ -335,7 +325,7 @@ class Reduction:
         transport.copy_into(
             [slot.result, slot.provenance], source=copy.source, targets=copy.members[1:], tag=self._tag(slot.id, 1)
         )
-        if self._member.replica != copy.source:
+        if self._driver.replica != copy.source:
             value = self._checksum(slot)
             if not is_once(slot.provenance, slot.num_lanes):
                 # The source would not hold it: it is the copy that is wrong, and the next generation makes another.
@@ -377,14 +367,14 @@ class Reduction:
         return f"counts that are not 1, by microbatch: {counts}"
 
     def _hold(self, held: Held) -> None:
-        if not self._member.hold(held):
+        if not self._driver.hold(held):
             raise Revoked("a newer generation was promised while the result was on its way")
 
     def _fail(self, generation: int, bucket: BucketId | None, error: TransportError) -> None:
         reason = trace.reason_of(error)
         self._record(trace.ReductionFailed, generation=generation, step=self._step, reason=reason, bucket=bucket)
         if not isinstance(error, Revoked) or error.stalled:
-            self._member.blocked(generation, error)
+            self._driver.blocked(generation, error)
 
     def _tag(self, bucket: BucketId, kind: int) -> int:
         """Unique in a transport's life: a generation may last many steps, and has one sum and one transfer a bucket in each."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from megatron_recover.core.values import BucketId, Generation, MicrobatchId, Plan
+from megatron_recover.trainer.driver import Driver
 
 
 class Task(NamedTuple):
@@ -23,22 +24,14 @@ class Task(NamedTuple):
     """Of the plan that asks for it."""
 
 
-class PlanningMember(Protocol):
-    """What of a rank's control endpoint (`control_plane.rank_driver.Member`) the work of a pass needs."""
-
-    def more_work(self) -> Plan | None: ...
-    def has_order(self) -> bool: ...
-    def ask_close(self) -> None: ...
-
-
 class WorkQueue:
     """The microbatches of one pass: those of the plan that opens it, and of every plan that arrives before it is closed."""
 
-    def __init__(self, member: PlanningMember, plan: Plan, extended: Callable[[Plan], None] = lambda plan: None) -> None:
+    def __init__(self, driver: Driver, plan: Plan, extended: Callable[[Plan], None] = lambda plan: None) -> None:
         """`extended(plan)` is called for each plan that is taken in later."""
         self.plan = plan
         """The newest plan that was taken in: what is to be reduced after the pass."""
-        self._member, self._work, self._extended = member, plan.work, extended
+        self._driver, self._work, self._extended = driver, plan.work, extended
         self._waiting: deque[Task] = deque(_tasks(plan))
         self._is_open = True
 
@@ -48,7 +41,7 @@ class WorkQueue:
         Asked now, known when it is needed. Not earlier, so that what is dealt until then is still taken in.
         """
         if not self.has_ended() and not self._waiting:
-            self._member.ask_close()
+            self._driver.ask_close()
 
     def next(self) -> Task | None:
         """The next microbatch; None, for good, when there is none left. Waits while neither is known. Raises `JobStopped`."""
@@ -60,12 +53,12 @@ class WorkQueue:
 
     def has_ended(self) -> bool:
         """Whether it is known already that there is none left. Never waits."""
-        while self._is_open and not self._waiting and self._member.has_order():
+        while self._is_open and not self._waiting and self._driver.has_order():
             self._take()
         return not self._is_open and not self._waiting
 
     def _take(self) -> None:
-        plan = self._member.more_work()
+        plan = self._driver.more_work()
         if plan is None:
             self._is_open = False
             return

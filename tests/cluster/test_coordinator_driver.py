@@ -13,7 +13,7 @@ from megatron_recover import trace
 from megatron_recover.authentication import admission
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.control_plane.calling import OutgoingLink
-from megatron_recover.control_plane.coordinator_driver import Membership
+from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, Peer
 from megatron_recover.core.coordinator import Policy
@@ -31,7 +31,7 @@ class Town:
     def __init__(self) -> None:
         self.loop = Loop()
         self.events: list[trace.Event] = []
-        self.membership = Membership(
+        self.membership = CoordinatorDriver(
             Policy(num_replicas=3), key=KEY, loop=self.loop, timers_s=dict.fromkeys(SETTINGS, 60.0), record=self.events.append,
             fence=lambda replica: None, on_end=lambda code, reason: None,
         )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from megatron_recover import trace
 from megatron_recover.authentication.key import inherited_key
 from megatron_recover.config import DRY_RUN_PASSED, RecoverConfig, rank_context
-from megatron_recover.control_plane.rank_driver import Member
+from megatron_recover.control_plane.rank_driver import RankDriver
 from megatron_recover.core.detector import Phase
 from megatron_recover.core.quota import share
 from megatron_recover.core.values import Apply, Compute, Held, Plan, Shape, Work
@@ -67,7 +67,7 @@ class Toy:
         )
         self.page = ProgressPage.inherited()
         key = inherited_key()
-        self.member = Member(
+        self.member = RankDriver(
             context, config, DirectEndpoint(key=key, rank=context.rank, deadlines=self.deadlines, report=self.report_strangers),
             key=key, record=self.log.record, faults=self.faults, page=self.page, deadlines=self.deadlines,
         )  # fmt: skip

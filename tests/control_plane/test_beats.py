@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from megatron_recover import trace
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.control_plane.beats import CoordinatorWatch, LeaderWatch
-from megatron_recover.control_plane.coordinator_driver import Membership
+from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import Announcement, Beat, LeaderBeat, LeaderHello, Link, Message, Peer
 from megatron_recover.core.coordinator import Policy
@@ -181,7 +181,7 @@ class Leaders:
         self.loop = Loop()
         self.events: list[trace.Event] = []
         timers_s = dict.fromkeys(typing.get_args(Setting), 1000.0)
-        self.membership = Membership(
+        self.membership = CoordinatorDriver(
             Policy(num_replicas=2), key=KEY, loop=self.loop, timers_s={**timers_s, "grace_s": 0.0},
             record=self.events.append, fence=lambda replica: None, on_end=lambda code, reason: None,
         )  # fmt: skip

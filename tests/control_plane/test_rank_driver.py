@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from megatron_recover import trace
 from megatron_recover.config import RankContext, RecoverConfig
-from megatron_recover.control_plane.rank_driver import JobStopped, Member
+from megatron_recover.control_plane.rank_driver import JobStopped, RankDriver
 from megatron_recover.control_plane.wire import Announcement, Enter, Heard, LeaderHello, RankHello
 from megatron_recover.core.values import (
     Apply,
@@ -61,7 +61,7 @@ class Follower:
         context = RankContext(
             replica=1, rank=1, num_ranks=2, num_replicas=2, coordinator="", leader=leader.address, run_dir="", started_at=0.0
         )  # fmt: skip
-        self.member = Member(
+        self.member = RankDriver(
             context, RecoverConfig(), FakeEndpoint(self.seen), key=KEY, record=lambda event: None,
             end_process=lambda code: self.ended.append(int(code)), deadlines=replace(Deadlines.of(), **deadlines),
         )  # fmt: skip
@@ -331,7 +331,7 @@ class Alone:
             replica=0, rank=0, num_ranks=1, num_replicas=1, coordinator=coordinator.address, leader=free, run_dir="",
             started_at=0.0,
         )  # fmt: skip
-        self.member = Member(
+        self.member = RankDriver(
             context, RecoverConfig(), FakeEndpoint([]), key=KEY, record=self.events.append,
             end_process=lambda code: self.ended.append(int(code)), deadlines=replace(Deadlines.of(), follow_s=0.05),
         )  # fmt: skip

@@ -15,7 +15,7 @@ from megatron_recover import trace
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.control_plane import replica_driver as leader
-from megatron_recover.control_plane.rank_driver import JobStopped, Member
+from megatron_recover.control_plane.rank_driver import JobStopped, RankDriver
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Link, Peer, PeerHello, RankHello, address_of, listen
 from megatron_recover.core.digest import digest
 from megatron_recover.core.replica import ToCoordinator, waiting_for
@@ -66,7 +66,7 @@ class Leading:
         )  # fmt: skip
         self.replica = replica
         self.events: list[trace.Event] = []
-        self.member = Member(
+        self.member = RankDriver(
             context,
             RecoverConfig(**config),
             FakeEndpoint([]),

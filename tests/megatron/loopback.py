@@ -103,8 +103,8 @@ class MemoryTransport:
         return PeerLost(lost[0], "killed") if lost else None
 
 
-class LoopbackMember:
-    """`control_plane.rank_driver.Member` over shared memory."""
+class LoopbackDriver:
+    """`control_plane.rank_driver.RankDriver` over shared memory."""
 
     def __init__(self, job: Job, replica: int, rank: int) -> None:
         self.job, self.replica, self.rank, self.num_ranks = job, replica, rank, job.num_ranks
@@ -287,12 +287,12 @@ class Job:
 
     # --- threads ---------------------------------------------------------------------------------------------------------
 
-    def run(self, life: Callable[[LoopbackMember, _Injector], None]) -> None:
+    def run(self, life: Callable[[LoopbackDriver, _Injector], None]) -> None:
         """Run `life` as every rank; returns when all have ended. Raises what the first failing rank raised."""
 
         def thread(replica: int, rank: int) -> None:
             try:
-                life(LoopbackMember(self, replica, rank), _Injector(self, replica, rank))
+                life(LoopbackDriver(self, replica, rank), _Injector(self, replica, rank))
             except Killed:
                 pass
             except BaseException as error:

@@ -72,7 +72,7 @@ class AloneTransport:
         raise AssertionError("nobody to copy from")
 
 
-class ScriptedMember:
+class ScriptedDriver:
     """A member whose leader orders the rounds of a script, then commits."""
 
     replica, rank, generation, roster = 0, 0, 0, (0,)
@@ -293,10 +293,10 @@ def recovered(layout: Layout, rounds: Sequence[Round]) -> list[dict[str, Any]]:
     ours += [seam for seam in seams.load() if seam.name == "finish_grad_sync"]
     installation = seams.Installation(ours)
     training = Training(layout, overlap=layout.overlap)
-    member = ScriptedMember(rounds)
+    driver = ScriptedDriver(rounds)
     iteration = iter(range(1, 100))
     loop = CommitLoop(
-        member, RecoverConfig(bucket_elements=3000, determinism=layout.determinism, rebalance="off"), installation.originals,
+        driver, RecoverConfig(bucket_elements=3000, determinism=layout.determinism, rebalance="off"), installation.originals,
         cursor=training.cursor, seed=lambda *_: None, iteration=lambda: next(iteration), alike=dict,
     )  # fmt: skip
     installation.install(loop.replacements())
@@ -304,11 +304,11 @@ def recovered(layout: Layout, rounds: Sequence[Round]) -> list[dict[str, Any]]:
         steps = []
         for _ in range(2):
             steps.append(training.step(loop.run))
-            mine = {bucket for bucket, ranks in enumerate(member.shape.bucket_ranks) if member.rank in ranks}
-            assert mine == member.held.keys(), "not all buckets of this rank were held"
+            mine = {bucket for bucket, ranks in enumerate(driver.shape.bucket_ranks) if driver.rank in ranks}
+            assert mine == driver.held.keys(), "not all buckets of this rank were held"
     finally:
         installation.remove()
-    steps[0]["shape"] = member.shape
+    steps[0]["shape"] = driver.shape
     assert parallel_state.get_data_parallel_world_size() == layout.lanes
     return steps
 

@@ -14,7 +14,7 @@ from megatron_recover.core.policy import EXIT, SAVED, UNSAVED
 from megatron_recover.megatron.checkpoint.boundary import Boundary
 
 
-class Member:
+class Driver:
     """What exits see of one."""
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ def decide(boundary: Boundary, iteration: int) -> bool:
     return boundary.decide(None, None, None, iteration, 0, {}, None)
 
 
-def boundary_of(member: Member, args: Namespace) -> Boundary:
+def boundary_of(driver: Driver, args: Namespace) -> Boundary:
     def upstream(*values: Any) -> bool:
         return bool(args.exit_interval) and values[3] % args.exit_interval == 0
 
-    boundary = Boundary(member, Saves(), upstream, lambda: args)  # type: ignore[arg-type]
+    boundary = Boundary(driver, Saves(), upstream, lambda: args)  # type: ignore[arg-type]
     boundary.take_over(args)
     return boundary
 
@@ -59,35 +59,35 @@ def boundary_of(member: Member, args: Namespace) -> Boundary:
 @pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGUSR2])
 def test_signal_asks_and_only_a_record_ends(asked: signal.Signals, args: Namespace) -> None:
     args.exit_signal_handler, args.exit_signal = True, signal.SIGUSR2
-    member = Member()
-    boundary = boundary_of(member, args)
+    driver = Driver()
+    boundary = boundary_of(driver, args)
     assert not args.exit_signal_handler, "Megatron would act on it in one replica alone"
     os.kill(os.getpid(), asked)
     assert not decide(boundary, 5), "no other replica knows of it yet"
     assert boundary._checkpoints.asked == [5], "what a dead writer owes is not made up for"  # type: ignore[attr-defined]
-    assert member.requested == [EXIT + asked.name]
+    assert driver.requested == [EXIT + asked.name]
     assert not decide(boundary, 6)
-    assert len(member.requested) == 1
-    member.requests = frozenset({EXIT + "something that another replica was asked"})
+    assert len(driver.requested) == 1
+    driver.requests = frozenset({EXIT + "something that another replica was asked"})
     assert decide(boundary, 7)
 
 
 def test_time_limit_asks_once(args: Namespace) -> None:
     args.exit_duration_in_mins = 0
-    member = Member()
-    boundary = boundary_of(member, args)
+    driver = Driver()
+    boundary = boundary_of(driver, args)
     assert args.exit_duration_in_mins is None
     assert not decide(boundary, 1)
     assert not decide(boundary, 2)
-    assert member.requested == [EXIT + "ran for 0 minutes"]
+    assert driver.requested == [EXIT + "ran for 0 minutes"]
 
 
 def test_a_request_that_is_no_exit_ends_nothing(args: Namespace) -> None:
-    member = Member()
-    boundary = boundary_of(member, args)
-    member.requests = frozenset({SAVED, UNSAVED})
+    driver = Driver()
+    boundary = boundary_of(driver, args)
+    driver.requests = frozenset({SAVED, UNSAVED})
     assert not decide(boundary, 3) and args.exit_interval is None
-    assert member.requested == []
+    assert driver.requested == []
 
 
 def test_what_is_owed_is_made_up_for_before_megatron_saves_and_leaves(args: Namespace) -> None:
@@ -102,7 +102,7 @@ def test_what_is_owed_is_made_up_for_before_megatron_saves_and_leaves(args: Name
         seen.append(("upstream", *values))
         return True
 
-    boundary = Boundary(Member(), Owed(), upstream, lambda: args)  # type: ignore[arg-type]
+    boundary = Boundary(Driver(), Owed(), upstream, lambda: args)  # type: ignore[arg-type]
     assert boundary.decide("model", "optimizer", "scheduler", 7, 1.5, {"context": 1}, "samples")
     given = ("model", "optimizer", "scheduler")
     assert seen == [

@@ -35,7 +35,7 @@ from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trainer.checksum import checksum, combined
 from megatron_recover.trainer.microbatches import Microbatches
 from megatron_recover.trainer.work_queue import Task
-from tests.megatron.loopback import Job, LoopbackMember, Strike
+from tests.megatron.loopback import Job, LoopbackDriver, Strike
 from tests.megatron.toy import SIZES, Events, Threads, Trainer
 
 M = 4
@@ -61,12 +61,12 @@ class Run:
         self.job.paces = paces
         config = RecoverConfig(bucket_elements=16, determinism=determinism, rebalance="on" if paces else "off")
 
-        def life(member: Any, faults: Any) -> None:
+        def life(driver: Any, faults: Any) -> None:
             trainer = Trainer(
-                self.job, threads, member, faults, config, num_microbatches=num_microbatches, noisy=noisy, broken=broken,
+                self.job, threads, driver, faults, config, num_microbatches=num_microbatches, noisy=noisy, broken=broken,
                 log=self.log, **model_fields,
             )  # fmt: skip
-            self.trainers[member.replica, member.rank] = trainer
+            self.trainers[driver.replica, driver.rank] = trainer
             for forward_only in (False, False, True, False):
                 with contextlib.suppress(GivenUp):
                     trainer.step(forward_only)
@@ -195,7 +195,7 @@ def test_quotas_follow_what_replicas_measure(threads: Threads, num_ranks: int, s
 
 
 def test_only_the_first_pass_of_a_step_is_timed(threads: Threads) -> None:
-    """`LoopbackMember.measured` fails at another."""
+    """`LoopbackDriver.measured` fails at another."""
     strike = Strike(1, 0, FaultPoint.BEFORE_REDUCE, step=1)
     run = Run(threads, 3, 1, [strike], paces=(1000, 1000, 1000)).check()
     assert strike.struck
@@ -389,13 +389,13 @@ def test_inv_9_only_the_microbatch_being_computed_is_suspected() -> None:
 
 def test_an_order_for_other_work_than_megatrons_is_refused(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """An iteration counted otherwise, say after a resumption, would mix two steps into one gradient."""
-    next_order = LoopbackMember.next_order
+    next_order = LoopbackDriver.next_order
 
-    def of_another_step(self: LoopbackMember) -> Any:
+    def of_another_step(self: LoopbackDriver) -> Any:
         order = next_order(self)
         return msgspec.structs.replace(order, work=msgspec.structs.replace(order.work, label="train 7"))
 
-    monkeypatch.setattr(LoopbackMember, "next_order", of_another_step)
+    monkeypatch.setattr(LoopbackDriver, "next_order", of_another_step)
     with pytest.raises(RuntimeError, match="ordered to work on .*train 7.* where Megatron is at .*train 1"):
         Run(threads, 2, 1, [])
 
@@ -421,13 +421,13 @@ def test_an_order_that_is_not_for_the_agreement_in_which_a_rank_is_is_refused(
     threads: Threads, monkeypatch: pytest.MonkeyPatch, foreign: Callable[[Plan], Plan | Apply]
 ) -> None:
     """It would call a state agreed on, and have it saved, that nobody has compared."""
-    next_order = LoopbackMember.next_order
+    next_order = LoopbackDriver.next_order
 
-    def another(self: LoopbackMember) -> Any:
+    def another(self: LoopbackDriver) -> Any:
         order = next_order(self)
         return foreign(order) if isinstance(order, Plan) and order.work.label == "save 7" else order
 
-    monkeypatch.setattr(LoopbackMember, "next_order", another)
+    monkeypatch.setattr(LoopbackDriver, "next_order", another)
     with pytest.raises(RuntimeError, match=r"where Megatron is at .*save 7|comes after one of generation"):
         Run(threads, 2, 1, [], then=lambda trainer: trainer.loop.agree("save 7"))
 
@@ -435,13 +435,13 @@ def test_an_order_that_is_not_for_the_agreement_in_which_a_rank_is_is_refused(
 def test_every_step_has_a_name_of_its_own_and_starts_from_known_parameters(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    join, joined_with = LoopbackMember.join, set()
+    join, joined_with = LoopbackDriver.join, set()
 
-    def noted(self: LoopbackMember, shape: Shape, fingerprint: str, parts: Any) -> None:
+    def noted(self: LoopbackDriver, shape: Shape, fingerprint: str, parts: Any) -> None:
         joined_with.add((fingerprint, self.rank, parts))
         join(self, shape, fingerprint)
 
-    monkeypatch.setattr(LoopbackMember, "join", noted)
+    monkeypatch.setattr(LoopbackDriver, "join", noted)
     run = Run(threads, 2, 2, [], then=lambda trainer: [trainer.loop.meet(round) for round in (1, 2)])
     assert len(joined_with) == 2, "two replicas of two ranks, and not each rank is alike"
     parameters = f"{combined([checksum(torch.zeros(size)) for size in SIZES]):016x}"

@@ -17,7 +17,7 @@ from megatron_recover.trainer.overlap import Overlap
 from megatron_recover.trainer.reduction import Reduction
 from megatron_recover.trainer.work_queue import Task
 from tests.megatron.toy import model_config, wrap
-from tests.trainer.test_reducing import Member
+from tests.trainer.test_reducing import Driver
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -58,17 +58,17 @@ class Job:
     def __init__(self, determinism: str = "fast", plan: Plan = PLAN, **ddp: Any) -> None:
         self.model = wrap(TwoLayers(), overlap_grad_reduce=True, **ddp)
         self.model.zero_grad_buffer()
-        self.member = Member()
+        self.driver = Driver()
         self.reduction = Reduction(
             [self.model], stage=0, is_last_stage=True, config=RecoverConfig(bucket_elements=SIZE, determinism=determinism),
-            member=self.member, gather=lambda value: [value], record=self.record,  # type: ignore[arg-type]
+            driver=self.driver, gather=lambda value: [value], record=self.record,  # type: ignore[arg-type]
         )  # fmt: skip
         assert [bucket.size for region in self.reduction.regions for bucket in region.buckets] == [SIZE, SIZE]
         self.reduction.begin(0, 1)
         self.overlap = Overlap(self.reduction, lambda: plan)
 
     def record(self, event: type[trace.Event], **fields: Any) -> None:
-        self.member.calls.append(f"{event.__name__} {fields['bucket']}")
+        self.driver.calls.append(f"{event.__name__} {fields['bucket']}")
 
     def backward(self, then: Any = lambda: None, into: tuple[int, ...] = BUCKETS) -> None:
         with self.model.no_sync():
@@ -80,7 +80,7 @@ class Job:
             self.reduction.collect_into(None)
 
     def held(self) -> list[int]:
-        return [item.bucket for item in self.member.held]
+        return [item.bucket for item in self.driver.held]
 
 
 def threads() -> list[threading.Thread]:
@@ -92,14 +92,14 @@ def test_a_bucket_is_reduced_as_soon_as_the_last_backward_has_passed_it(determin
     job = Job(determinism)
     seen: list[list[int]] = []
     reached = threading.Event()
-    original = job.member.hold
+    original = job.driver.hold
 
     def hold(held: Any) -> bool:
         done = original(held)
         reached.set()
         return done
 
-    job.member.hold = hold  # type: ignore[method-assign]
+    job.driver.hold = hold  # type: ignore[method-assign]
 
     def in_the_middle() -> None:
         assert reached.wait(DEADLINE_S), "nothing is reduced beside the backward"
@@ -115,7 +115,7 @@ def test_a_bucket_is_reduced_as_soon_as_the_last_backward_has_passed_it(determin
     results = [slot.result for slot in job.reduction._gradient_slots]
     assert [result.tolist() for result in results] == [[6.0] * SIZE] * 2
     # The trace says first what others may get.
-    assert job.member.calls == [
+    assert job.driver.calls == [
         "BucketPassed 0", "sum", "Reduced 0", "BucketPassed 1", "sum", "Reduced 1", "sum", "Reduced 2",
     ]  # fmt: skip
 

@@ -396,10 +396,10 @@ class Stream:
         self.asked_after = self.asked_after or [self.handed_out]  # as the rank's machine: once in a pass
 
 
-def drain(queue: WorkQueue, member: Stream) -> list[int]:
+def drain(queue: WorkQueue, driver: Stream) -> list[int]:
     found = []
     while (task := queue.next()) is not None:
-        member.handed_out += 1
+        driver.handed_out += 1
         found.append(task.microbatch)
         queue.prepare()
     assert queue.next() is None
@@ -407,31 +407,31 @@ def drain(queue: WorkQueue, member: Stream) -> list[int]:
 
 
 def test_the_pass_ends_where_the_stream_says() -> None:
-    member = Stream(None)
-    assert drain(WorkQueue(member, plan(1, 0, 1, 2)), member) == [0, 1, 2]
-    assert member.asked_after == [3], "asked when the last one that is known was handed out, once"
+    driver = Stream(None)
+    assert drain(WorkQueue(driver, plan(1, 0, 1, 2)), driver) == [0, 1, 2]
+    assert driver.asked_after == [3], "asked when the last one that is known was handed out, once"
 
 
 def test_a_plan_before_the_end_extends_the_pass() -> None:
-    member = Stream(plan(2, 5), plan(3), plan(4, 6, 7), None)
+    driver = Stream(plan(2, 5), plan(3), plan(4, 6, 7), None)
     extended: list[Plan] = []
-    queue = WorkQueue(member, plan(1, 0, 1), extended.append)
-    assert drain(queue, member) == [0, 1, 5, 6, 7]
-    assert member.asked_after == [2]
+    queue = WorkQueue(driver, plan(1, 0, 1), extended.append)
+    assert drain(queue, driver) == [0, 1, 5, 6, 7]
+    assert driver.asked_after == [2]
     assert queue.plan.generation == 4
     assert [each.generation for each in extended] == [2, 4], "a plan without work for this replica extends nothing"
 
 
 def test_nobody_asks_for_the_end_while_more_is_known() -> None:
-    member = Stream(plan(2, 5, 6), plan(3, 7), None)
-    member.arrived = 1
-    assert drain(WorkQueue(member, plan(1, 0, 1)), member) == [0, 1, 5, 6, 7]
-    assert member.asked_after == [4], "the plan that was there was taken in first, and what comes meanwhile still is"
+    driver = Stream(plan(2, 5, 6), plan(3, 7), None)
+    driver.arrived = 1
+    assert drain(WorkQueue(driver, plan(1, 0, 1)), driver) == [0, 1, 5, 6, 7]
+    assert driver.asked_after == [4], "the plan that was there was taken in first, and what comes meanwhile still is"
 
 
 def test_a_plan_for_something_else_is_refused() -> None:
-    member = Stream(plan(2, 5, work=Work("train 2", 8, BUCKETS)))
-    queue = WorkQueue(member, plan(1, 0))
+    driver = Stream(plan(2, 5, work=Work("train 2", 8, BUCKETS)))
+    queue = WorkQueue(driver, plan(1, 0))
     queue.next()
     queue.prepare()
     with pytest.raises(RuntimeError, match="ordered to work on"):

@@ -9,7 +9,7 @@ from megatron_recover.megatron.reporting import LogLine, TensorBoard
 LINE = " [now] iteration        7/      10 | consumed samples: 84 | throughput per GPU (TFLOP/s/GPU): 12.0 | lm loss: 3.9 |"
 
 
-class Member:
+class Driver:
     """What reporting sees of one."""
 
     def __init__(self) -> None:
@@ -21,14 +21,14 @@ class Member:
 
 
 def test_log_line_says_generation_replicas_and_quotas() -> None:
-    member, printed, flushed = Member(), [], []
-    line = LogLine(member, 3, printed.append, lambda: flushed.append(len(printed)))
+    driver, printed, flushed = Driver(), [], []
+    line = LogLine(driver, 3, printed.append, lambda: flushed.append(len(printed)))
     line.print_rank_last(LINE)
     line.print_rank_last(" validation loss at iteration 7 | lm loss value: 3.9 |")
     assert printed[0].endswith("lm loss: 3.9 | generation: 2 | replicas: 2/3 | quotas: 6 6 |")
     assert "throughput per GPU (TFLOP/s/GPU): 6.0" in printed[0], "the job's throughput is that of all its devices"
     assert printed[1].endswith("3.9 |")
-    member.writer = False
+    driver.writer = False
     line.print_rank_last(LINE)
     assert len(printed) == 2
     assert flushed == [0, 1], "values are on the disk before their line is"
@@ -44,15 +44,15 @@ def test_tensorboard_is_taken_over_and_not_opened_before() -> None:
         def flush(self) -> None:
             written.append(("flush",))
 
-    member, created = Member(), []
-    board = TensorBoard(member, lambda: created.append(1) or Writer())
-    member.writer = False
-    for member.step in (6, 7):
-        board.add_scalar("lm loss", 3.9, member.step)
-        board.add_scalar("lm loss vs samples", 3.9, 12 * member.step)
+    driver, created = Driver(), []
+    board = TensorBoard(driver, lambda: created.append(1) or Writer())
+    driver.writer = False
+    for driver.step in (6, 7):
+        board.add_scalar("lm loss", 3.9, driver.step)
+        board.add_scalar("lm loss vs samples", 3.9, 12 * driver.step)
     board.flush()
     assert (created, written) == ([], [])
-    member.writer = True
+    driver.writer = True
     board.add_scalar("lm loss", 3.9, 8)
     board.add_scalar("throughput", 12.0, 8)
     board.flush()

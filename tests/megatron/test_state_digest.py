@@ -21,7 +21,7 @@ from megatron_recover.core.digest import combined
 from megatron_recover.faults import FaultPoint
 from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trainer.state import State
-from tests.megatron.loopback import Job, Killed, LoopbackMember, Strike
+from tests.megatron.loopback import Job, Killed, LoopbackDriver, Strike
 from tests.megatron.toy import Events, Threads, Trainer
 
 pytestmark = pytest.mark.usefixtures("threads")
@@ -63,21 +63,21 @@ class Run:
         self.digests: dict[tuple[int, int], int] = {}
         config = RecoverConfig(bucket_elements=16, rebalance="off", state_digest_interval=interval)
 
-        def life(member: Any, faults: Any) -> None:
+        def life(driver: Any, faults: Any) -> None:
             trainer = Trainer(
-                self.job, threads, member, faults, config, num_microbatches=4, num_chunks=num_chunks, log=self.log
+                self.job, threads, driver, faults, config, num_microbatches=4, num_chunks=num_chunks, log=self.log
             )  # fmt: skip
             leaf = optimizer_of(trainer)
             trainer.loop.know_state(trainer.chunks, leaf)
             for step in range(steps):
                 trainer.step()
-                if step == 0 and drift is not None and (member.replica, member.rank) == (1, rank):
+                if step == 0 and drift is not None and (driver.replica, driver.rank) == (1, rank):
                     flip(DRIFTS[drift](trainer, leaf))
             if evaluate:
                 trainer.step(forward_only=True)
             trainer.loop.agree(f"save {steps}")
-            self.saved.append(member.replica)
-            self.digests[member.replica, member.rank] = State(trainer.chunks, leaf).digest()
+            self.saved.append(driver.replica)
+            self.digests[driver.replica, driver.rank] = State(trainer.chunks, leaf).digest()
 
         self.job.run(life)
 
@@ -146,16 +146,16 @@ def test_a_wrongly_read_optimizer_is_named_at_the_start(threads: Threads, monkey
     """Parameters are equal, a moment is not: as of a shard that was read wrongly."""
     joined: dict[int, tuple[tuple[str, str], ...]] = {}
 
-    def join(self: LoopbackMember, shape: Any, fingerprint: str, parts: tuple[tuple[str, str], ...]) -> None:
+    def join(self: LoopbackDriver, shape: Any, fingerprint: str, parts: tuple[tuple[str, str], ...]) -> None:
         joined[self.replica] = parts
         raise Killed
 
-    monkeypatch.setattr(LoopbackMember, "join", join)
+    monkeypatch.setattr(LoopbackDriver, "join", join)
 
-    def life(member: Any, faults: Any) -> None:
-        trainer = Trainer(job, threads, member, faults, RecoverConfig(bucket_elements=16), num_microbatches=4)
+    def life(driver: Any, faults: Any) -> None:
+        trainer = Trainer(job, threads, driver, faults, RecoverConfig(bucket_elements=16), num_microbatches=4)
         leaf = optimizer_of(trainer)
-        if member.replica == 1:
+        if driver.replica == 1:
             flip(DRIFTS["a moment"](trainer, leaf))
         trainer.loop.know_state(trainer.chunks, leaf)
         trainer.step()

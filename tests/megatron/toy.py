@@ -26,7 +26,7 @@ from megatron_recover.config import RecoverConfig
 from megatron_recover.faults import FaultInjector
 from megatron_recover.megatron.commit import CommitLoop, gradient_is_reduced
 from megatron_recover.megatron.data.loaders import MicrobatchCursor, MicrobatchIterator
-from tests.megatron.loopback import Job, Link, LoopbackMember
+from tests.megatron.loopback import Job, Link, LoopbackDriver
 
 SIZES = (21, 16, 5)
 """Elements of a stage's parameters; buckets of 16 elements cut them in two."""
@@ -154,7 +154,7 @@ class Trainer:
     """One rank's life: the toy's steps through the product's commit loop. Keeps what each step came to."""
 
     def __init__(
-        self, job: Job, threads: Threads, member: LoopbackMember, faults: FaultInjector, config: RecoverConfig, *,
+        self, job: Job, threads: Threads, driver: LoopbackDriver, faults: FaultInjector, config: RecoverConfig, *,
         num_microbatches: int, num_chunks: int = 1, noisy: bool = False, broken: int | None = None, overlap: bool = False,
         fused: bool = False, log: Any = None, **model_fields: Any,
     ) -> None:  # fmt: skip
@@ -173,13 +173,13 @@ class Trainer:
         ]
         self.cursor = MicrobatchCursor()
         self.iteration = 0
-        self.link = Link(job, member.replica, member.rank, num_stages, self.config) if num_stages > 1 else None
+        self.link = Link(job, driver.replica, driver.rank, num_stages, self.config) if num_stages > 1 else None
         self.loop = CommitLoop(
-            member, config, {}, cursor=self.cursor, seed=lambda *_: None, iteration=lambda: self.iteration,
+            driver, config, {}, cursor=self.cursor, seed=lambda *_: None, iteration=lambda: self.iteration,
             alike=lambda: {"toy": ""}, log=log, faults=faults,
-            gather=lambda holding: job.gather(member.replica, member.rank, holding),
+            gather=lambda holding: job.gather(driver.replica, driver.rank, holding),
         )  # fmt: skip
-        threads.enter(member.rank, num_stages)
+        threads.enter(driver.rank, num_stages)
         self.iterators, self.validation = ([self._samples() for _ in self.chunks] for _ in range(2))
         self.gradients: list[list[Tensor]] = []
         """Per training step the gradient of each parameter, as the optimizer finds it."""

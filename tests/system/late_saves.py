@@ -10,7 +10,7 @@ import pathlib
 import time
 from typing import Any
 
-from megatron_recover.control_plane.rank_driver import Member
+from megatron_recover.control_plane.rank_driver import RankDriver
 from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
 
 DEADLINE_S = 60.0
@@ -18,16 +18,16 @@ DEADLINE_S = 60.0
 
 def save_late(run_dir: pathlib.Path) -> None:
     """Have this rank say when it begins a step, and write late."""
-    begin, write = Member.begin, Checkpoints._write
+    begin, write = RankDriver.begin, Checkpoints._write
 
-    def begin_and_say(self: Member, *args: Any, **others: Any) -> int:
+    def begin_and_say(self: RankDriver, *args: Any, **others: Any) -> int:
         step = begin(self, *args, **others)
         _begun(run_dir, step, self.replica, self.rank).touch()
         return step
 
     def write_late(self: Checkpoints, *args: Any, **others: Any) -> None:
         writer = self._saver
-        assert isinstance(writer, Member)
+        assert isinstance(writer, RankDriver)
         awaited = [
             _begun(run_dir, writer.step + 1, replica, rank)
             for replica in set(writer.roster) - {writer.replica}
@@ -39,7 +39,7 @@ def save_late(run_dir: pathlib.Path) -> None:
             time.sleep(0.005)
         write(self, *args, **others)
 
-    Member.begin, Checkpoints._write = begin_and_say, write_late  # type: ignore[method-assign]
+    RankDriver.begin, Checkpoints._write = begin_and_say, write_late  # type: ignore[method-assign]
 
 
 def _begun(run_dir: pathlib.Path, step: int, replica: int, rank: int) -> pathlib.Path:

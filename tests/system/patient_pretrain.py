@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from megatron_recover.config import rank_context
-from megatron_recover.control_plane.rank_driver import Member
+from megatron_recover.control_plane.rank_driver import RankDriver
 from megatron_recover.trainer.work_queue import WorkQueue
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
@@ -31,9 +31,9 @@ def main() -> None:
 
 def _be_patient(folder: pathlib.Path, victims: dict[int, int]) -> None:
     """`victims`: who is to die in a step."""
-    begin, ask_close = WorkQueue.__init__, Member.ask_close
+    begin, ask_close = WorkQueue.__init__, RankDriver.ask_close
 
-    def begin_together(self: WorkQueue, member: Member, *args: Any, **others: Any) -> None:
+    def begin_together(self: WorkQueue, member: RankDriver, *args: Any, **others: Any) -> None:
         begin(self, member, *args, **others)
         step = member.step
         (folder / f"begun.{step}.{member.replica}").touch()
@@ -42,14 +42,14 @@ def _be_patient(folder: pathlib.Path, victims: dict[int, int]) -> None:
         ):
             time.sleep(0.005)  # the others are other processes; nothing but the files tells what they are at
 
-    def end_knowing(self: Member) -> None:
+    def end_knowing(self: RankDriver) -> None:
         if victims.get(self.step, self.replica) in set(self.roster) - {self.replica}:  # its loss is still to come
             with self._changed:
                 self._wait_until(lambda: bool(self._state.queue))
         ask_close(self)
 
     WorkQueue.__init__ = begin_together  # type: ignore[method-assign]
-    Member.ask_close = end_knowing  # type: ignore[method-assign]
+    RankDriver.ask_close = end_knowing  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pathlib
 import runpy
 
-from megatron_recover.control_plane.rank_driver import Member
+from megatron_recover.control_plane.rank_driver import RankDriver
 from megatron_recover.core.values import Held
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
@@ -18,10 +18,10 @@ STEPS = (1, 4)
 
 def main() -> None:
     """Train; be late."""
-    hold = Member.hold
+    hold = RankDriver.hold
     late: set[int] = set()
 
-    def hold_late(self: Member, held: Held) -> bool:
+    def hold_late(self: RankDriver, held: Held) -> bool:
         step = self._state.step
         # Without replica 0 nobody has all results and calls for a newer generation when no vote of the others comes.
         if (
@@ -36,7 +36,7 @@ def main() -> None:
                 self._changed.wait_for(lambda: self._state.promised > self.generation)
         return hold(self, held)
 
-    Member.hold = hold_late
+    RankDriver.hold = hold_late
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 

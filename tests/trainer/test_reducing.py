@@ -42,8 +42,8 @@ def chunk() -> Any:
 class Transport:
     """Sums over this rank alone, and copies the `sent` provenance; notes every call."""
 
-    def __init__(self, member: Member) -> None:
-        self.member = member
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
         self.sent: Sequence[float] = [1.0] * M + [0.0]
         self.fails_at: dict[int, Exception] = {}
         """By number of the call."""
@@ -51,10 +51,10 @@ class Transport:
         """By number of the call: a generation that is promised while it is under way."""
 
     def _called(self, what: str, tag: int) -> None:
-        self.member.calls.append(what)
-        self.member.tags.append(tag)
-        self.member.promised = self.promises_at.get(len(self.member.calls) - 1, self.member.promised)
-        if (error := self.fails_at.get(len(self.member.calls) - 1)) is not None:
+        self.driver.calls.append(what)
+        self.driver.tags.append(tag)
+        self.driver.promised = self.promises_at.get(len(self.driver.calls) - 1, self.driver.promised)
+        if (error := self.fails_at.get(len(self.driver.calls) - 1)) is not None:
             raise error
 
     def sum_into(self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, probe: Any, **_: Any) -> None:
@@ -66,13 +66,13 @@ class Transport:
 
     def copy_into(self, tensors: Sequence[Tensor], *, source: int, tag: int, **_: Any) -> None:
         self._called("copy", tag)
-        if source != self.member.replica:
+        if source != self.driver.replica:
             tensors[0].fill_(7)
             for provenance in tensors[1:]:
                 provenance.copy_(torch.tensor(self.sent))
 
 
-class Member:
+class Driver:
     """A control endpoint that holds whatever it is told, unless a newer generation is promised."""
 
     replica, rank = 1, 0
@@ -117,23 +117,23 @@ def begun(
     determinism: str = "fast",
     num_chunks: int = 1,
     log: Any = None,
-) -> tuple[Reduction, Member]:
+) -> tuple[Reduction, Driver]:
     """A reduction in which each id of `ids` was computed, and added 2**id to every element of the first chunk."""
-    member = Member()
+    driver = Driver()
     config = RecoverConfig(bucket_elements=6, determinism=determinism)
     made = Reduction(
         [chunk() for _ in range(num_chunks)],
         stage=0,
         is_last_stage=True,
         config=config,
-        member=member,
+        driver=driver,
         gather=lambda value: [value],
-        record=trace.Recorder(log, replica=member.replica, rank=member.rank),
+        record=trace.Recorder(log, replica=driver.replica, rank=driver.rank),
         faults=faults,
     )
     made.begin(3, M)
     compute(made, ids)
-    return made, member
+    return made, driver
 
 
 def compute(reduction: Reduction, ids: Sequence[int]) -> None:
@@ -148,8 +148,8 @@ def plan(generation: int = 1, transfers: Sequence[Transfer] = (), reduces: Seque
     return Plan(3, generation, (0, 1), work, (1, 1), tuple(transfers), (), tuple(reduces))
 
 
-def versions(member: Member) -> list[tuple[int, int]]:
-    return [(held.bucket, held.version) for held in member.held]
+def versions(driver: Driver) -> list[tuple[int, int]]:
+    return [(held.bucket, held.version) for held in driver.held]
 
 
 def test_a_backward_counts_for_the_buckets_of_its_own_chunk() -> None:
@@ -167,12 +167,12 @@ def test_a_backward_counts_for_the_buckets_of_its_own_chunk() -> None:
 def test_values_that_are_not_finite_are_found_wherever_the_gradient_is(
     determinism: str, values: tuple[float, float], is_finite: bool
 ) -> None:
-    reduction, member = begun((0,), determinism=determinism)
+    reduction, driver = begun((0,), determinism=determinism)
     reduction.regions[0].local[4:6] = torch.tensor(values)
     compute(reduction, (1,))
     with contextlib.nullcontext() if is_finite else pytest.raises(RuntimeError, match="microbatches .0, 1. .*not finite"):
         reduction.reduce(plan())
-    assert bool(member.held) == is_finite
+    assert bool(driver.held) == is_finite
 
 
 def test_every_bucket_gets_its_own_provenance_over_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,100 +188,100 @@ def test_every_bucket_gets_its_own_provenance_over_the_lanes(monkeypatch: pytest
 
 @pytest.mark.parametrize("ids", [(0,), (0, 1, 1)], ids=["one is missing", "one is there twice"])
 def test_inv_1_a_sum_that_is_not_of_every_microbatch_once_is_not_even_offered(ids: tuple[int, ...]) -> None:
-    reduction, member = begun(ids)
+    reduction, driver = begun(ids)
     reduction.reduce(plan())
-    ((generation, error),) = member.errors
-    assert member.held == [] and generation == 1 and isinstance(error, Miscounted) and error.miscounted
+    ((generation, error),) = driver.errors
+    assert driver.held == [] and generation == 1 and isinstance(error, Miscounted) and error.miscounted
     assert "bucket 0: counts that are not 1, by microbatch: {1: " in str(error)
 
 
 @pytest.mark.parametrize("provenance", [[1.0, 0.0, 0.0], [1.0, 2.0, 0.0]], ids=["one is missing", "one is there twice"])
 def test_inv_1_a_transferred_result_is_checked_like_a_sum(provenance: list[float]) -> None:
-    reduction, member = begun()
-    member.open.sent = provenance
+    reduction, driver = begun()
+    driver.open.sent = provenance
     reduction.reduce(plan(2, [Transfer(0, 1, 0, (1,))], [1]))
-    ((_, error),) = member.errors
-    assert member.held == [] and "the copy of bucket 0 from replica 0 is damaged" in str(error)
+    ((_, error),) = driver.errors
+    assert driver.held == [] and "the copy of bucket 0 from replica 0 is damaged" in str(error)
     assert isinstance(error, TransportError) and not error.miscounted and error.peers == (0,), "its source does not hold that"
 
 
 def test_a_target_holds_what_its_source_held_and_a_source_nothing_new() -> None:
-    reduction, member = begun()
+    reduction, driver = begun()
     transfers = [Transfer(0, 4, 0, (1,)), Transfer(1, 3, 1, (0,))]
     reduction.reduce(plan(5, transfers, [2]))
-    assert member.calls == ["copy", "copy", "sum"]
-    assert versions(member) == [(0, 4), (2, 5)]
+    assert driver.calls == ["copy", "copy", "sum"]
+    assert versions(driver) == [(0, 4), (2, 5)]
     reduction.apply((0,))
     assert reduction.regions[0].local[:6].tolist() == [7.0] * 6
 
 
 def test_buckets_are_summed_in_the_order_of_backward() -> None:
     """All members sum in one order: a rank with an order of its own would wait for the others for ever."""
-    reduction, member = begun(num_chunks=2)
+    reduction, driver = begun(num_chunks=2)
     for microbatch in range(M):
         reduction.end_backward(microbatch, 1, (2, 3))
     reduction.reduce(plan(1, reduces=(4, 1, 3, 2, 0)))
-    assert versions(member) == [(2, 1), (3, 1), (0, 1), (1, 1), (4, 1)]
+    assert versions(driver) == [(2, 1), (3, 1), (0, 1), (1, 1), (4, 1)]
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_what_follows_a_failure_is_left_undone_and_the_leader_hears_of_it(failing: int) -> None:
-    reduction, member = begun()
+    reduction, driver = begun()
     lost = PeerLost(0, "gone")
-    member.open.fails_at[failing] = lost
+    driver.open.fails_at[failing] = lost
     reduction.reduce(plan(2, [Transfer(0, 1, 0, (1,))], [1, 2]))
-    assert len(member.calls) == failing + 1
-    assert versions(member) == [(0, 1), (1, 2), (2, 2)][:failing]
-    assert member.errors == [(2, lost)]
+    assert len(driver.calls) == failing + 1
+    assert versions(driver) == [(0, 1), (1, 2), (2, 2)][:failing]
+    assert driver.errors == [(2, lost)]
 
 
 def test_a_plan_that_was_overtaken_is_no_failure() -> None:
-    reduction, member = begun()
-    member.promised = 2
+    reduction, driver = begun()
+    driver.promised = 2
     reduction.reduce(plan(1))
-    assert (member.calls, member.held, member.errors) == ([], [], [])
+    assert (driver.calls, driver.held, driver.errors) == ([], [], [])
 
 
 @pytest.mark.parametrize("overtaken", [0, 1, 2], ids=["transfer", "sum", "last sum"])
 def test_inv_5_a_result_that_comes_after_a_newer_promise_does_not_count(overtaken: int) -> None:
     """It is the one operation that a revocation came too late for: what follows is left undone, and nobody is to blame."""
     events: list[trace.Event] = []
-    reduction, member = begun(log=SimpleNamespace(record=events.append))
-    member.open.promises_at[overtaken] = 3
+    reduction, driver = begun(log=SimpleNamespace(record=events.append))
+    driver.open.promises_at[overtaken] = 3
     reduction.reduce(plan(2, [Transfer(0, 1, 0, (1,))], [1, 2]))
-    assert len(member.calls) == overtaken + 1
-    assert (versions(member), member.errors) == ([(0, 1), (1, 2), (2, 2)][:overtaken], [])
+    assert len(driver.calls) == overtaken + 1
+    assert (versions(driver), driver.errors) == ([(0, 1), (1, 2), (2, 2)][:overtaken], [])
     assert isinstance(events[-1], trace.ReductionFailed) and "Revoked" in events[-1].reason
     reduction.reduce(plan(3))
-    assert versions(member)[overtaken:] == [(bucket, 3) for bucket in EVERYTHING]
+    assert versions(driver)[overtaken:] == [(bucket, 3) for bucket in EVERYTHING]
     reduction.apply(EVERYTHING)
     assert reduction.regions[0].local.tolist() == [3.0] * 12, "the result that did not count was used"
 
 
 def test_a_defect_is_not_taken_for_a_failure_of_the_network() -> None:
-    reduction, member = begun()
-    member.open.fails_at[0] = RuntimeError("a defect")
+    reduction, driver = begun()
+    driver.open.fails_at[0] = RuntimeError("a defect")
     with pytest.raises(RuntimeError, match="a defect"):
         reduction.reduce(plan())
-    assert member.errors == []
+    assert driver.errors == []
 
 
 @pytest.mark.parametrize("determinism", ["fast", "exact"])
 def test_inv_3_a_reduction_leaves_the_local_gradient_to_the_next_one(determinism: str) -> None:
     """A sum was lost after it had been taken; what it is taken from the second time is the same."""
-    reduction, member = begun(determinism=determinism)
-    member.open.fails_at[2] = PeerLost(0, "gone")
+    reduction, driver = begun(determinism=determinism)
+    driver.open.fails_at[2] = PeerLost(0, "gone")
     reduction.reduce(plan(1))
     first = [slot.result.clone() for slot in reduction._slots[:2]]
     reduction.reduce(plan(2))
-    assert versions(member) == [(0, 1), (1, 1), (0, 2), (1, 2), (2, 2)]
+    assert versions(driver) == [(0, 1), (1, 1), (0, 2), (1, 2), (2, 2)]
     reduction.apply(EVERYTHING)
     assert reduction.regions[0].local.tolist() == torch.cat(first).float().tolist() == [3.0] * 12
 
 
 @pytest.mark.parametrize("determinism", ["fast", "exact"])
 def test_a_step_begins_with_nothing(determinism: str) -> None:
-    reduction, member = begun(determinism=determinism)
+    reduction, driver = begun(determinism=determinism)
     reduction.reduce(plan())
     reduction.apply(EVERYTHING)
     reduction.regions[0].local.zero_()  # as Megatron does
@@ -323,22 +323,22 @@ def test_only_the_buckets_of_the_record_are_applied() -> None:
 
 def test_no_two_operations_of_a_generation_share_a_tag() -> None:
     """A generation lasts many steps; the transport tells their messages apart by the tag alone."""
-    reduction, member = begun()
+    reduction, driver = begun()
     for step in (3, 4, 5):
         reduction.begin(step, M)
         compute(reduction, range(M))
         reduction.reduce(plan(1))
         reduction.reduce(plan(1, [Transfer(bucket, 1, 0, (1,)) for bucket in EVERYTHING], []))
-    assert len(set(member.tags)) == len(member.tags) == 3 * 2 * len(EVERYTHING)
+    assert len(set(driver.tags)) == len(driver.tags) == 3 * 2 * len(EVERYTHING)
 
 
 def test_inv_2_parameters_that_differ_make_checksums_that_differ() -> None:
     checksums = []
     for parameters in (0, 1):
-        reduction, member = begun()
+        reduction, driver = begun()
         reduction.parameters_checksum = parameters
         reduction.reduce(plan(1, [Transfer(0, 1, 0, (1,))], [1]))
-        checksums.append([held.checksum for held in member.held])
+        checksums.append([held.checksum for held in driver.held])
     assert all(one != other for one, other in zip(*checksums, strict=True))
 
 

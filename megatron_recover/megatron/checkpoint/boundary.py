@@ -10,28 +10,20 @@ import signal
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_recover.core.policy import EXIT
 from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
-
-
-class Requester(Protocol):
-    """What of the member is asked and told."""
-
-    requests: frozenset[str]
-    """All that records have carried so far."""
-
-    def request(self, request: str) -> None: ...
+from megatron_recover.trainer.driver import Driver
 
 
 class Boundary:
     """Stands in for `checkpoint_and_decide_exit` (seam `exit`)."""
 
     def __init__(
-        self, member: Requester, checkpoints: Checkpoints, original: Callable[..., bool], get_args: Callable[[], Namespace]
+        self, driver: Driver, checkpoints: Checkpoints, original: Callable[..., bool], get_args: Callable[[], Namespace]
     ) -> None:
-        self._member, self._checkpoints, self._original, self._get_args = member, checkpoints, original, get_args
+        self._driver, self._checkpoints, self._original, self._get_args = driver, checkpoints, original, get_args
         self._received: list[str] = []
         self._minutes: float | None = None
         self._began = time.monotonic()
@@ -62,8 +54,8 @@ class Boundary:
             self._received.append(f"ran for {self._minutes} minutes")
             self._minutes = None
         while self._received:
-            self._member.request(EXIT + self._received.pop())
-        if any(request.startswith(EXIT) for request in self._member.requests):
+            self._driver.request(EXIT + self._received.pop())
+        if any(request.startswith(EXIT) for request in self._driver.requests):
             self._get_args().exit_interval = iteration
         self._checkpoints.make_up(
             iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far, checkpointing_context,

@@ -35,7 +35,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from megatron_recover import trace
 from megatron_recover.core.invariants import InvariantViolation
@@ -43,26 +43,10 @@ from megatron_recover.core.policy import MISCOUNTED, MISSING, SAVED, UNSAVED, UN
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.checkpoint.save_folder import TRACKER, SaveFolder, replace_tracker
+from megatron_recover.trainer.driver import Driver
 
 _RETRY_S = 10.0
 """Between two attempts at the last checkpoint of a run."""
-
-
-class Saver(Protocol):
-    """What of the member decides about saving."""
-
-    replica: int
-    rank: int
-    step: int
-    """The newest step that it has begun."""
-    requests: frozenset[str]
-    """All that records have carried so far."""
-
-    def is_writer(self) -> bool: ...
-
-    def saving(self) -> contextlib.AbstractContextManager[None]: ...
-
-    def request(self, request: str) -> None: ...
 
 
 class TrackerFile:
@@ -97,7 +81,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        saver: Saver,
+        saver: Driver,
         originals: Mapping[str, Callable[..., Any]],
         get_args: Callable[[], Any],
         *,
