@@ -20,7 +20,6 @@ Note [Giving up]
 from __future__ import annotations
 
 import contextlib
-import enum
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -39,9 +38,10 @@ from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import Apply, Plan, Work
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.data.loaders import MicrobatchCursor
+from megatron_recover.megatron.gradient_buffers import GradientBuffers
+from megatron_recover.megatron.parameter_digest import ParameterDigest
 from megatron_recover.megatron.schedule.passes import run_pass
 from megatron_recover.progress_page import ProgressPage
-from megatron_recover.trainer.checksum import checksums, combined
 from megatron_recover.trainer.communication import is_communication_error
 from megatron_recover.trainer.compiling import show_compilations
 from megatron_recover.trainer.driver import Driver
@@ -63,17 +63,6 @@ _NUM_FIRST_STEPS = 2
 
 class GivenUp(Exception):
     """The training step of this rank is over without a gradient (`core.values.Void.gives_up`): ends upstream's train_step."""
-
-
-class HeldBy(enum.Enum):
-    """Which ranks of a replica must hold a parameter alike."""
-
-    STAGE = "stage"
-    """All of the stage."""
-    LANES = "lanes"
-    """Those of all lanes at the same tensor-parallel position."""
-    RANK = "rank"
-    """Perhaps no other: it is an expert's."""
 
 
 class CommitLoop:
@@ -114,8 +103,9 @@ class CommitLoop:
         self._stopwatch: Stopwatch | None = None
         """Of rank 0, which speaks for the pace of the replica."""
         self._chunks: list[Any] = []
-        self._parameters: list[tuple[Tensor, HeldBy]] = []
-        """Of all chunks, and who else in the replica holds them; walking the modules anew is slow."""
+        self._parameter_digest = ParameterDigest(())
+        self._parameters_checksum = 0
+        """The newest digest of the parameters, which the next step starts from."""
         self._state: State | None = None
         """Known from the first step on, or from the first save."""
         self._num_evaluations = 0
@@ -190,9 +180,9 @@ class CommitLoop:
         """Tell the run what this rank holds (once); blocks until the first generation."""
         if self._reduction is None:
             self._chunks = list(chunks)
-            self._parameters = [(each, _held_by(each)) for chunk in chunks for each in chunk.parameters()]
+            self._parameter_digest = ParameterDigest(chunks)
             self._reduction = Reduction(
-                chunks, stage=parallel_state.get_pipeline_model_parallel_rank(),
+                GradientBuffers(chunks, self._config.bucket_elements), stage=parallel_state.get_pipeline_model_parallel_rank(),
                 is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True), config=self._config,
                 driver=self._driver, gather=self._gather, record=self._record, faults=self._faults,
             )  # fmt: skip
@@ -200,7 +190,7 @@ class CommitLoop:
                 self._stopwatch = Stopwatch(self._reduction.device)
             self._in_work = InWork.on(self._reduction.device)
             show_compilations(self._page)
-            self._reduction.parameters_checksum = combined(checksums([parameter for parameter, _ in self._parameters]))
+            self._parameters_checksum = self._parameter_digest.compute().everything
             parts = self._parts(self._reduction)
             self._before_joining()
             self._driver.join(self._reduction.shape, hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest(), parts)
@@ -214,7 +204,7 @@ class CommitLoop:
             "the shape": f"{shape.num_ranks} ranks with {len(shape.bucket_ranks)} buckets ({buckets})",
             **self._alike(),
             "the digest of names and shapes of the state": f"{state.layout_digest():016x}",
-            "the digest of the parameters": f"{reduction.parameters_checksum:016x}",
+            "the digest of the parameters": f"{self._parameters_checksum:016x}",
             "the digest of all state, optimizer included": f"{state.digest():016x}",
         }
         return tuple(parts.items())
@@ -239,14 +229,17 @@ class CommitLoop:
         self._cursor.begin(arguments["data_iterator"], num_microbatches)
         self._step = step = self._begin(work, self.know_state(chunks))
         exactly = self._config.determinism == "exact"
-        reduction.begin(step, num_microbatches, _gradient_scale(chunks[0], arguments) if exactly else 1.0)
+        reduction.begin(
+            step, num_microbatches, _gradient_scale(chunks[0], arguments) if exactly else 1.0,
+            parameters_checksum=self._parameters_checksum,
+        )  # fmt: skip
         microbatches = Microbatches(
             reduction, step, forward_only=forward_only, num_chunks=len(chunks), enter=self._enter_microbatch,
             record=self._record, faults=self._faults, journal=self._driver if self._driver.rank == 0 else None,
             page=self._page, in_work=self._in_work, is_first=self._num_trained < _NUM_FIRST_STEPS,
         )  # fmt: skip
         order = self._next_order(work)
-        reduction.first_generation = order.generation
+        reduction.takes(order)
         while not isinstance(order, Apply):
             if order.voids:
                 reduction.void()
@@ -378,9 +371,9 @@ class CommitLoop:
         reduction = self.join(chunks)
         work = Work(label, 0, reduction.buckets(forward_only=True), digests=True)
         self._step = self._begin(work, self.know_state(chunks, optimizer, scheduler))
-        reduction.begin(self._step, 0)
+        reduction.begin(self._step, 0, parameters_checksum=self._parameters_checksum)
         order = self._next_order(work)
-        reduction.first_generation = order.generation
+        reduction.takes(order)
         while not isinstance(order, Apply):
             if order.voids:
                 reduction.void()
@@ -399,17 +392,8 @@ class CommitLoop:
         interval = self._config.digest_interval
         digests: dict[str, str] = {}
         if trained and interval and step % interval == 0:
-            found = checksums([parameter for parameter, _ in self._parameters])
-            each = [(value, held_by) for value, (_, held_by) in zip(found, self._parameters, strict=True)]
-            everything = combined([value for value, _ in each])
-            if self._reduction is not None:
-                self._reduction.parameters_checksum = everything
-            digests = {
-                "parameter_digest": f"{everything:016x}",
-                "replicated_digest": f"{combined([value for value, held_by in each if held_by is HeldBy.STAGE]):016x}",
-            }
-            if any(held_by is HeldBy.RANK for _, held_by in each):
-                digests["lane_digest"] = f"{combined([value for value, held_by in each if held_by is not HeldBy.RANK]):016x}"
+            found = self._parameter_digest.compute()
+            self._parameters_checksum, digests = found.everything, found.fields()
         self._record(
             trace.Applied, generation=order.generation, step=step, label=order.record.label, loss=loss, **digests,
         )  # fmt: skip
@@ -442,12 +426,6 @@ def _gradient_scale(chunk: Any, arguments: Mapping[str, Any]) -> float:
     if config.grad_scale_func is not None:
         scale *= float(config.grad_scale_func(torch.ones(1, device=chunk.buffers[0].grad_data.device)))
     return scale
-
-
-def _held_by(parameter: Any) -> HeldBy:
-    if not getattr(parameter, "allreduce", True):  # upstream's mark of an expert's
-        return HeldBy.RANK
-    return HeldBy.LANES if getattr(parameter, "tensor_model_parallel", False) else HeldBy.STAGE
 
 
 def _mean_loss(losses: Sequence[dict[str, Tensor]]) -> float | None:

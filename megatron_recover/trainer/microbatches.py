@@ -88,7 +88,7 @@ class Microbatches:
         self._record(
             trace.MicrobatchStarted, generation=task.generation, step=self._step, microbatch=task.microbatch, chunk=chunk
         )  # fmt: skip
-        is_again = task.generation != self._reduction.first_generation
+        is_again = self._reduction.is_again(task.generation)
         point = FaultPoint.EVALUATE if self._forward_only else FaultPoint.RECOMPUTE if is_again else FaultPoint.FORWARD
         self._pass_fault(point, task)
         self._enter(task.microbatch, chunk)

@@ -28,9 +28,10 @@ from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.quota import balanced, share
 from megatron_recover.core.values import Apply, Pipeline, Plan, Record, Shape
 from megatron_recover.faults import FaultPoint
-from megatron_recover.megatron import commit
+from megatron_recover.megatron import commit, parameter_digest
 from megatron_recover.megatron.commit import CommitLoop, GivenUp
 from megatron_recover.megatron.data.loaders import MicrobatchCursor
+from megatron_recover.megatron.parameter_digest import HeldBy
 from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trainer.checksum import checksum, combined
 from megatron_recover.trainer.microbatches import Microbatches
@@ -366,7 +367,7 @@ def test_inv_9_no_microbatch_is_suspected_of_a_check_that_fails_in_its_pass(
 
 def test_inv_9_only_the_microbatch_being_computed_is_suspected() -> None:
     reduction: Any = SimpleNamespace(
-        ledger=None, ledger_bucket=1, is_last_stage=False, first_generation=1, end_backward=lambda *_: (0,),
+        ledger=None, ledger_bucket=1, is_last_stage=False, is_again=lambda generation: False, end_backward=lambda *_: (0,),
         collect_into=lambda into: None,
     )  # fmt: skip
     microbatches = Microbatches(
@@ -454,7 +455,7 @@ def test_every_step_has_a_name_of_its_own_and_starts_from_known_parameters(
         assert [[version.bucket for version in record.versions] for record in records[-2:]] == [[ledger]] * 2
     for trainer in run.trainers.values():
         values = [checksum(weight) for chunk in trainer.chunks for weight in chunk.parameters()]
-        assert trainer.loop.join(trainer.chunks).parameters_checksum == combined(values)
+        assert trainer.loop._parameters_checksum == combined(values)
     joined = {event.label: event.parameter_digest for event in run.log.of(trace.Applied) if event.rank == 0}
     assert len({joined[label] for label in labels if label.startswith("train")}) == 3
     assert {joined[label] for label in labels if not label.startswith("train")} == {None}
@@ -509,8 +510,8 @@ def test_the_loss_of_a_step_is_averaged_as_upstream_averages_it(threads: Threads
 
 def test_which_ranks_hold_a_parameter_alike() -> None:
     split, of_an_expert = SimpleNamespace(tensor_model_parallel=True), SimpleNamespace(allreduce=False)
-    held_by = [commit._held_by(each) for each in (split, of_an_expert, SimpleNamespace())]
-    assert held_by == [commit.HeldBy.LANES, commit.HeldBy.RANK, commit.HeldBy.STAGE]
+    held_by = [parameter_digest._held_by(each) for each in (split, of_an_expert, SimpleNamespace())]
+    assert held_by == [HeldBy.LANES, HeldBy.RANK, HeldBy.STAGE]
 
 
 @pytest.mark.parametrize(("num_microbatches", "outgrown"), [(4, False), (12, True)])

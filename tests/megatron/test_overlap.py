@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import Plan, Work
+from megatron_recover.megatron.gradient_buffers import GradientBuffers
 from megatron_recover.trainer.overlap import Overlap
 from megatron_recover.trainer.reduction import Reduction
 from megatron_recover.trainer.work_queue import Task
@@ -60,10 +61,10 @@ class Job:
         self.model.zero_grad_buffer()
         self.driver = Driver()
         self.reduction = Reduction(
-            [self.model], stage=0, is_last_stage=True, config=RecoverConfig(bucket_elements=SIZE, determinism=determinism),
+            GradientBuffers([self.model], SIZE), stage=0, is_last_stage=True, config=RecoverConfig(determinism=determinism),
             driver=self.driver, gather=lambda value: [value], record=self.record,  # type: ignore[arg-type]
         )  # fmt: skip
-        assert [bucket.size for region in self.reduction.regions for bucket in region.buckets] == [SIZE, SIZE]
+        assert [bucket.size for region in self.reduction._gradients.regions for bucket in region.buckets] == [SIZE, SIZE]
         self.reduction.begin(0, 1)
         self.overlap = Overlap(self.reduction, lambda: plan)
 
@@ -122,7 +123,7 @@ def test_a_bucket_is_reduced_as_soon_as_the_last_backward_has_passed_it(determin
 
 def test_without_the_flag_nothing_is_reduced_before_the_pass_is_over() -> None:
     job = Job()
-    job.reduction._watch = None
+    job.reduction._gradients.can_watch = False
     with job.overlap:
         job.backward(lambda: None)
         assert not threads() and not job.held()

@@ -17,8 +17,8 @@ from megatron_recover import trace
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.quota import balanced, share
 from megatron_recover.faults import FaultPoint
+from megatron_recover.megatron.gradient_buffers import BackwardWatch
 from megatron_recover.trainer import work_queue
-from megatron_recover.trainer.buckets import BackwardWatch
 from megatron_recover.trainer.microbatches import Microbatches
 from megatron_recover.trainer.reduction import Reduction
 from tests.megatron.loopback import Strike
@@ -108,7 +108,7 @@ def test_a_bucket_that_is_read_before_backward_has_passed_it_is_seen(threads: Th
     begin = BackwardWatch.begin
 
     def early(self: BackwardWatch, chunk: int, passed: Callable[[int], None]) -> None:
-        for bucket in {bucket for buckets in self._buckets[chunk].values() for bucket in buckets}:
+        for bucket in {bucket.id for buckets in self._buckets[chunk].values() for bucket in buckets}:
             passed(bucket)
         begin(self, chunk, lambda bucket: None)
 

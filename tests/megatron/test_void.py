@@ -35,7 +35,7 @@ class Flaw:
 
         def strikes(self: Reduction) -> bool:
             with flaw.lock:
-                here = (self._member.replica, self._member.rank, self._step) == (1, rank, step)
+                here = (self._driver.replica, self._driver.rank, self._step) == (1, rank, step)
                 strikes = here and flaw.is_due and flaw.left > 0
                 flaw.left -= strikes
                 flaw.is_due &= not strikes
@@ -45,7 +45,7 @@ class Flaw:
             count(self, slot, microbatch)
             if strikes(self):
                 count(self, slot, microbatch)
-                slot.bucket.region.local.add_(1000.0)
+                slot._bucket.region.local.add_(1000.0)
 
         def miscount_ledger(self: Reduction, microbatch: int) -> None:
             count_ledger(self, microbatch)
@@ -55,7 +55,7 @@ class Flaw:
         def once_more(self: Reduction) -> None:
             void(self)
             with flaw.lock:
-                flaw.is_due |= self._member.replica == 1
+                flaw.is_due |= self._driver.replica == 1
 
         monkeypatch.setattr(Reduction, "_count", miscount)
         monkeypatch.setattr(Reduction, "count_ledger", miscount_ledger)
@@ -113,7 +113,7 @@ def test_a_second_miscount_in_the_step_gives_it_up_and_all_agree_on_the_state_be
     def remember(self: CommitLoop, trained: bool = True) -> None:
         if trained and self._applied is not None:
             assert self._state is not None
-            states[self._member.replica, self._member.rank] = self._state.digest()
+            states[self._driver.replica, self._driver.rank] = self._state.digest()
         stepped(self, trained)
 
     monkeypatch.setattr(CommitLoop, "stepped", remember)
@@ -160,9 +160,9 @@ def test_a_void_step_that_keeps_the_local_gradient_is_seen(threads: Threads, mon
     void = Reduction.void
 
     def keeps(self: Reduction) -> None:
-        kept = [region.local.clone() for region in self.regions]
+        kept = [region.local.clone() for region in self._gradients.regions]
         void(self)
-        for region, gradient in zip(self.regions, kept, strict=True):
+        for region, gradient in zip(self._gradients.regions, kept, strict=True):
             region.local.copy_(gradient)
 
     monkeypatch.setattr(Reduction, "void", keeps)

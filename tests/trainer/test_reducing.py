@@ -17,26 +17,28 @@ from megatron_recover.core.values import Held, Plan, Transfer, Work
 from megatron_recover.data_plane.transport import PeerLost, Revoked, TransportError
 from megatron_recover.faults import FaultPoint
 from megatron_recover.trainer.reduction import Miscounted, Reduction
+from megatron_recover.trainer.regions import Region
 
 M = 2
 EVERYTHING = (0, 1, 2)
 """Two buckets of 6 elements, and the ledger."""
 
 
-class Parameter(SimpleNamespace):
-    __hash__ = object.__hash__
+class Buffers:
+    """One gradient buffer of 12 elements a chunk."""
 
+    checks_finite, can_watch = True, False
 
-def chunk() -> Any:
-    """What a reduction reads of upstream's DDP module: one gradient buffer of 12 elements."""
-    grad_data = torch.zeros(12)
-    upstream = SimpleNamespace(
-        grad_data=grad_data, param_to_index={Parameter(main_grad=grad_data): (0, 12)}, gradient_scaling_factor=1.0
-    )
-    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    buffer = SimpleNamespace(extra_main_grads=[], data_parallel_group=alone, buckets=[upstream])
-    settings = SimpleNamespace(use_distributed_optimizer=False, overlap_grad_reduce=False, check_for_nan_in_grad=True)
-    return SimpleNamespace(buffers=[buffer], expert_parallel_buffers=[], ddp_config=settings)
+    def __init__(self, num_chunks: int) -> None:
+        alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+        self.num_chunks = num_chunks
+        self.regions = [
+            Region(torch.zeros(12), chunk=chunk, group=alone, scale=1.0, sharded=False, bucket_elements=6)
+            for chunk in range(num_chunks)
+        ]
+
+    def collect_into(self, into: Any) -> None:
+        assert into is None or set(into) >= {0, 1}, "no test here leaves out a bucket of gradients"
 
 
 class Transport:
@@ -117,12 +119,13 @@ def begun(
     determinism: str = "fast",
     num_chunks: int = 1,
     log: Any = None,
+    parameters_checksum: int = 0,
 ) -> tuple[Reduction, Driver]:
     """A reduction in which each id of `ids` was computed, and added 2**id to every element of the first chunk."""
     driver = Driver()
     config = RecoverConfig(bucket_elements=6, determinism=determinism)
     made = Reduction(
-        [chunk() for _ in range(num_chunks)],
+        Buffers(num_chunks),
         stage=0,
         is_last_stage=True,
         config=config,
@@ -131,14 +134,14 @@ def begun(
         record=trace.Recorder(log, replica=driver.replica, rank=driver.rank),
         faults=faults,
     )
-    made.begin(3, M)
+    made.begin(3, M, parameters_checksum=parameters_checksum)
     compute(made, ids)
     return made, driver
 
 
 def compute(reduction: Reduction, ids: Sequence[int]) -> None:
     for microbatch in ids:
-        reduction.regions[0].local += 2.0**microbatch
+        reduction._gradients.regions[0].local += 2.0**microbatch
         reduction.end_backward(microbatch, 0, EVERYTHING)
         reduction.count_ledger(microbatch)
 
@@ -168,7 +171,7 @@ def test_values_that_are_not_finite_are_found_wherever_the_gradient_is(
     determinism: str, values: tuple[float, float], is_finite: bool
 ) -> None:
     reduction, driver = begun((0,), determinism=determinism)
-    reduction.regions[0].local[4:6] = torch.tensor(values)
+    reduction._gradients.regions[0].local[4:6] = torch.tensor(values)
     compute(reduction, (1,))
     with contextlib.nullcontext() if is_finite else pytest.raises(RuntimeError, match="microbatches .0, 1. .*not finite"):
         reduction.reduce(plan())
@@ -180,9 +183,9 @@ def test_every_bucket_gets_its_own_provenance_over_the_lanes(monkeypatch: pytest
     reduction.end_backward(0, 0, (0,))
     reduction.end_backward(1, 0, (1,))
     for slot in reduction._slots[:2]:
-        slot.lanes = "both lanes"
+        slot.num_lanes = 2
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group: tensor.mul_(2))
-    provenances = [reduction._provenance_over_lanes(reduction._slots[at]) for at in (1, 2, 0)]
+    provenances = [reduction._slots[at].summed_counts() for at in (1, 2, 0)]
     assert [provenance.tolist() for provenance in provenances] == [[0, 2, 0], [0, 0, 0], [2, 0, 0]]
 
 
@@ -212,7 +215,7 @@ def test_a_target_holds_what_its_source_held_and_a_source_nothing_new() -> None:
     assert driver.calls == ["copy", "copy", "sum"]
     assert versions(driver) == [(0, 4), (2, 5)]
     reduction.apply((0,))
-    assert reduction.regions[0].local[:6].tolist() == [7.0] * 6
+    assert reduction._gradients.regions[0].local[:6].tolist() == [7.0] * 6
 
 
 def test_buckets_are_summed_in_the_order_of_backward() -> None:
@@ -255,7 +258,7 @@ def test_inv_5_a_result_that_comes_after_a_newer_promise_does_not_count(overtake
     reduction.reduce(plan(3))
     assert versions(driver)[overtaken:] == [(bucket, 3) for bucket in EVERYTHING]
     reduction.apply(EVERYTHING)
-    assert reduction.regions[0].local.tolist() == [3.0] * 12, "the result that did not count was used"
+    assert reduction._gradients.regions[0].local.tolist() == [3.0] * 12, "the result that did not count was used"
 
 
 def test_a_defect_is_not_taken_for_a_failure_of_the_network() -> None:
@@ -276,7 +279,7 @@ def test_inv_3_a_reduction_leaves_the_local_gradient_to_the_next_one(determinism
     reduction.reduce(plan(2))
     assert versions(driver) == [(0, 1), (1, 1), (0, 2), (1, 2), (2, 2)]
     reduction.apply(EVERYTHING)
-    assert reduction.regions[0].local.tolist() == torch.cat(first).float().tolist() == [3.0] * 12
+    assert reduction._gradients.regions[0].local.tolist() == torch.cat(first).float().tolist() == [3.0] * 12
 
 
 @pytest.mark.parametrize("determinism", ["fast", "exact"])
@@ -284,12 +287,12 @@ def test_a_step_begins_with_nothing(determinism: str) -> None:
     reduction, driver = begun(determinism=determinism)
     reduction.reduce(plan())
     reduction.apply(EVERYTHING)
-    reduction.regions[0].local.zero_()  # as Megatron does
+    reduction._gradients.regions[0].local.zero_()  # as Megatron does
     reduction.begin(4, M)
     compute(reduction, (1, 0))
     reduction.reduce(plan(1))
     reduction.apply(EVERYTHING)
-    assert reduction.regions[0].local.tolist() == [3.0] * 12
+    assert reduction._gradients.regions[0].local.tolist() == [3.0] * 12
 
 
 def test_whether_a_step_is_exact_depends_on_its_own_gradient(caplog: pytest.LogCaptureFixture) -> None:
@@ -299,12 +302,12 @@ def test_whether_a_step_is_exact_depends_on_its_own_gradient(caplog: pytest.LogC
         caplog.clear()
         reduction.begin(0, M, scale)
         for microbatch, value in enumerate(values):
-            reduction.regions[0].local[:6] += value
+            reduction._gradients.regions[0].local[:6] += value
             reduction.end_backward(microbatch, 0, EVERYTHING)
             reduction.count_ledger(microbatch)
         reduction.reduce(plan(1))
         reduction.apply(EVERYTHING)
-        reduction.regions[0].local.zero_()
+        reduction._gradients.regions[0].local.zero_()
         return caplog.text
 
     for _ in range(4):  # what is added in four steps would not fit on the grid
@@ -316,9 +319,9 @@ def test_whether_a_step_is_exact_depends_on_its_own_gradient(caplog: pytest.LogC
 def test_only_the_buckets_of_the_record_are_applied() -> None:
     reduction, _ = begun()
     reduction.reduce(plan())
-    reduction.regions[0].local.fill_(-1)
+    reduction._gradients.regions[0].local.fill_(-1)
     reduction.apply((1, 2))
-    assert reduction.regions[0].local.tolist() == [-1.0] * 6 + [3.0] * 6
+    assert reduction._gradients.regions[0].local.tolist() == [-1.0] * 6 + [3.0] * 6
 
 
 def test_no_two_operations_of_a_generation_share_a_tag() -> None:
@@ -335,8 +338,7 @@ def test_no_two_operations_of_a_generation_share_a_tag() -> None:
 def test_inv_2_parameters_that_differ_make_checksums_that_differ() -> None:
     checksums = []
     for parameters in (0, 1):
-        reduction, driver = begun()
-        reduction.parameters_checksum = parameters
+        reduction, driver = begun(parameters_checksum=parameters)
         reduction.reduce(plan(1, [Transfer(0, 1, 0, (1,))], [1]))
         checksums.append([held.checksum for held in driver.held])
     assert all(one != other for one, other in zip(*checksums, strict=True))
@@ -345,11 +347,11 @@ def test_inv_2_parameters_that_differ_make_checksums_that_differ() -> None:
 def test_fault_points_say_whether_it_is_the_steps_first_reduction() -> None:
     points = Points()
     reduction, _ = begun(faults=points)
-    reduction.first_generation = 1
+    reduction.takes(plan(1))
     reduction.reduce(plan(1, reduces=[0]))
     reduction.reduce(plan(2, [Transfer(0, 1, 0, (1,))], [1]))
     reduction.begin(4, M)
-    reduction.first_generation = 2
+    reduction.takes(plan(2))
     compute(reduction, range(M))
     reduction.reduce(plan(2, reduces=[2]))
     before = (FaultPoint.BEFORE_REDUCE, None)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_recover.trainer.buckets import Collector, Redirection, Region
+from megatron_recover.megatron.gradient_buffers import Collector, Redirection
+from megatron_recover.trainer.regions import Region
 
 
 class Parameter(SimpleNamespace):
@@ -26,15 +27,15 @@ def region() -> Region:
     params = {}
     for start in (0, 4, 8):
         params[Parameter(main_grad=grad_data[start : start + 4])] = (start, start + 4)
-    upstream = SimpleNamespace(grad_data=grad_data, param_to_index=params, gradient_scaling_factor=1.0)
-    made = Region(0, SimpleNamespace(data_parallel_group=LONE), upstream, bucket_elements=6, sharded=False)
+    made = Region(grad_data, chunk=0, group=LONE, scale=1.0, sharded=False, bucket_elements=6)
+    made.params = params  # type: ignore[attr-defined]
     for number, bucket in enumerate(made.buckets):
         bucket.id = number
     return made
 
 
 def begin(cut: Region, *into: int) -> Redirection:
-    redirection = Redirection(cut, into)
+    redirection = Redirection(cut, cut.params, into)
     redirection.begin()
     return redirection
 
@@ -67,7 +68,7 @@ def test_microbatches_in_flight_go_into_different_buckets(fused: bool) -> None:
     Each forward and backward stands in the redirection of its own microbatch; a fused one adds where its forward bound it.
     """
     cut = region()
-    collector = Collector([cut])
+    collector = Collector({cut: cut.params})
 
     def forwards(*into: int) -> list[tuple[Any, Tensor]]:
         collector.collect_into(into)
@@ -89,7 +90,7 @@ def test_microbatches_in_flight_go_into_different_buckets(fused: bool) -> None:
 
 def test_a_pass_that_is_over_keeps_no_memory() -> None:
     cut = region()
-    collector = Collector([cut])
+    collector = Collector({cut: cut.params})
     collector.collect_into((1,))
     targets = [weakref.ref(param.main_grad) for param in list(cut.params)[:2]]  # the third lies in bucket 1, whole
     assert all(target() is not None for target in targets)

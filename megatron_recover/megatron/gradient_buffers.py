@@ -1,0 +1,193 @@
+"""Upstream's gradient buffers as regions: where a pass puts its gradient, and what a backward has passed.
+
+Redirects what backward accumulates for buckets that a pass must not add to. It never communicates across replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_recover.core.values import BucketId
+from megatron_recover.trainer.regions import Bucket, Region
+
+Params = Mapping[Any, tuple[int, int]]
+"""Parameters of a region, each with the begin and end of its elements in `Region.local`."""
+
+
+class GradientBuffers:
+    """The gradient buffers of a rank's model chunks (`trainer.regions.Regions`)."""
+
+    def __init__(self, chunks: Sequence[Any], bucket_elements: int) -> None:
+        """Find the buffers of upstream's DDP modules. Raises ValueError for gradients that do not live in them."""
+        self._params = find_regions(chunks, bucket_elements)
+        self.regions, self.num_chunks = list(self._params), len(chunks)
+        self.checks_finite = any(chunk.ddp_config.check_for_nan_in_grad for chunk in chunks)
+        self.can_watch = any(chunk.ddp_config.overlap_grad_reduce for chunk in chunks)
+        self._collector = Collector(self._params)
+        self._watch = BackwardWatch(self._params) if self.can_watch else None
+
+    def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
+        """Let gradient go into these buckets and no other from now on. None: the pass is over, and it goes into all."""
+        self._collector.collect_into(into)
+
+    def watch(self, chunk: int, passed: Callable[[BucketId], None]) -> None:
+        """Call `passed(bucket)` in the backward of `chunk` that is about to begin, once it will not touch the bucket again."""
+        assert self._watch is not None
+        self._watch.begin(chunk, passed)
+
+    def end_watch(self) -> None:
+        """Watch no longer: the backward is over, or has failed."""
+        if self._watch is not None:
+            self._watch.end()
+
+
+def params_of(bucket: Bucket, params: Params) -> list[Any]:
+    """Return the parameters that a bucket has a part of."""
+    parts = bucket.slices()
+    return [
+        param for param, (start, stop) in params.items() if any(max(part.start, start) < min(part.stop, stop) for part in parts)
+    ]
+
+
+class Redirection:
+    """Where a region's gradient goes while it is collected for some of its buckets only.
+
+    Between `begin` and `end` backward adds to the local gradient of the buckets `into`; one small dump takes the rest. It may
+    begin and end any number of times, and every time parameters get the same targets: a fused weight gradient goes where
+    `main_grad` pointed in its *forward*, and its backward makes that `main_grad` again (upstream's
+    `core/tensor_parallel/layers.py`). With several microbatches in flight that forward can lie before another redirection.
+    """
+
+    def __init__(self, region: Region, params: Params, into: Sequence[BucketId]) -> None:
+        """Prepare to collect the gradient of `params`, those of the region, into its buckets `into`."""
+        dump = region.local.new_empty(max(stop - start for start, stop in params.values()))
+        kept = [part for bucket in region.buckets if bucket.id in into for part in bucket.slices()]
+        self._redirected: list[tuple[Any, Tensor, Tensor, list[slice]]] = []
+        """Parameter, its own main gradient, the target instead, and the parts of it that count."""
+        for param, (start, stop) in params.items():
+            overlaps = [slice(max(part.start, start) - start, min(part.stop, stop) - start) for part in kept]
+            overlaps = [part for part in overlaps if part.start < part.stop]
+            if sum(part.stop - part.start for part in overlaps) == stop - start:
+                continue
+            target = torch.zeros_like(param.main_grad) if overlaps else dump[: stop - start].view(param.main_grad.shape)
+            self._redirected.append((param, param.main_grad, target, overlaps))
+
+    def begin(self) -> None:
+        """From now on."""
+        for param, _, target, _ in self._redirected:
+            param.main_grad = target
+
+    def end(self) -> None:
+        """Until now: what has come for the buckets goes into the local gradient."""
+        for param, main_grad, target, overlaps in self._redirected:
+            param.main_grad = main_grad
+            for part in overlaps:
+                main_grad.view(-1)[part] += target.view(-1)[part]
+            if overlaps:
+                target.zero_()
+
+
+class Collector:
+    """Into which buckets backward's gradient goes at the moment, region by region. Between passes it goes into all."""
+
+    def __init__(self, regions: Mapping[Region, Params]) -> None:
+        self._regions = regions
+        self._into: tuple[BucketId, ...] | None = None
+        self._redirections: dict[tuple[BucketId, ...] | None, list[Redirection]] = {}
+        """Of the pass that runs, by the buckets that they collect into. They hold memory."""
+
+    def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
+        """From now on gradient goes into these buckets and no other (None: the pass is over)."""
+        if into == self._into:
+            return
+        for redirection in self._redirections.get(self._into, ()):
+            redirection.end()
+        self._into = into
+        if into is None:
+            self._redirections.clear()
+        elif into not in self._redirections:
+            self._redirections[into] = [
+                Redirection(region, params, into)
+                for region, params in self._regions.items()
+                if any(bucket.id not in into for bucket in region.buckets)
+            ]
+        for redirection in self._redirections.get(into, ()):
+            redirection.begin()
+
+
+class BackwardWatch:
+    """Tells, during a backward, which buckets it will not touch any more."""
+
+    def __init__(self, regions: Mapping[Region, Params]) -> None:
+        self._buckets: dict[int, dict[Any, list[Bucket]]] = {}
+        """Model chunk -> parameter -> buckets that have a part of it."""
+        for region, params in regions.items():
+            of_chunk = self._buckets.setdefault(region.chunk, {})
+            of_chunk.update((param, []) for param in params)
+            for bucket in region.buckets:
+                for param in params_of(bucket, params):
+                    of_chunk[param].append(bucket)
+        self._awaited: dict[Bucket, int] = {}
+        """How many parameters of each bucket the backward has yet to reach."""
+        self._left: dict[Any, list[Bucket]] | None = None
+        self._passed: Callable[[BucketId], None] = lambda bucket: None
+        self._nodes = []
+        for param in (param for of_chunk in self._buckets.values() for param in of_chunk):
+            with torch.enable_grad():
+                # The node that accumulates into a leaf. Upstream has hung its hook, which adds to `main_grad`, on it already;
+                # hooks run in the order of their registration. Kept, since the leaf itself does not keep it.
+                node = param.expand_as(param).grad_fn.next_functions[0][0]
+            node.register_hook(lambda *_, param=param: self._reached(param))
+            self._nodes.append(node)
+
+    def begin(self, chunk: int, passed: Callable[[BucketId], None]) -> None:
+        """Watch the backward of `chunk` that is about to begin: `passed(bucket)` is called within it."""
+        self._left = dict(self._buckets.get(chunk, {}))
+        self._passed = passed
+        self._awaited = {}
+        for buckets in self._left.values():
+            for bucket in buckets:
+                self._awaited[bucket] = self._awaited.get(bucket, 0) + 1
+
+    def end(self) -> None:
+        """The backward is over, or has failed."""
+        self._left = None
+
+    def _reached(self, param: Any) -> None:
+        if self._left is None:
+            return
+        if param not in self._left:
+            raise RuntimeError(
+                "a parameter's gradient came twice in one backward, after its bucket may have been reduced: the model cannot "
+                "be trained with --overlap-grad-reduce; leave it out"
+            )
+        for bucket in self._left.pop(param):
+            self._awaited[bucket] -= 1
+            if not self._awaited[bucket]:
+                self._passed(bucket.id)
+
+
+def find_regions(chunks: Sequence[Any], bucket_elements: int) -> dict[Region, Params]:
+    """Return the regions of a rank's model chunks (upstream's DDP modules) with their parameters, in upstream's order.
+
+    A region is one of upstream's own buckets: without overlap a whole gradient buffer. Raises ValueError for gradients that do
+    not live in upstream's buffers.
+    """
+    regions: dict[Region, Params] = {}
+    for chunk, model in enumerate(chunks):
+        for buffer in [*model.buffers, *model.expert_parallel_buffers]:
+            if buffer.extra_main_grads:
+                raise ValueError(
+                    "gradients kept outside the gradient buffer are not supported; drop the fp32 accumulation patterns"
+                )
+            for upstream in buffer.buckets:
+                region = Region(
+                    upstream.grad_data, chunk=chunk, group=buffer.data_parallel_group, scale=upstream.gradient_scaling_factor,
+                    sharded=bool(model.ddp_config.use_distributed_optimizer), bucket_elements=bucket_elements,
+                )  # fmt: skip
+                regions[region] = upstream.param_to_index
+    return regions
