@@ -8,7 +8,7 @@ revoke
     retire the current transport: every pending and future collective raises, on any thread.
 agree
     is not here: which members form the next generation, and what becomes of a step, is decided by the members' status
-    exchange and vote (`member.py`, `core/replica.py`). A group acts on what was agreed, by
+    exchange and vote (`core/replica.py`). A group acts on what was agreed, by
 shrink, grow
     go over to a generation with fewer or more members. Purely local; peers connect in the first collective.
 

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import sys
+import tomllib
 from argparse import Namespace
 from pathlib import Path
 
@@ -96,7 +97,9 @@ def test_every_package_that_is_imported_is_declared_and_explained() -> None:
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
     packages = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"megatron_recover"}
     imported = {{"megatron": "megatron-core", "nccl": "nccl4py"}.get(name, name) for name in packages}
-    declared = {*re.findall(r'"([\w-]+)(?:\[\w+\])?(?:>=|")', _text("setup.py").split("install_requires")[1].split('"dev"')[0])}
+    project = tomllib.loads(_text("pyproject.toml"))["project"]
+    required = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
+    declared = {re.split(r"[\[<>=]", requirement)[0] for requirement in required}
     explained = {*re.findall(r"^\| ([\w-]+)", _text("docs/dependencies.md"), re.MULTILINE), "nccl4py"}
     assert imported - declared == set() and imported - explained == set()
 
@@ -104,7 +107,8 @@ def test_every_package_that_is_imported_is_declared_and_explained() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_files_and_commands_that_a_document_names_exist(document: Path) -> None:
     text = document.read_text()
-    paths = re.findall(r"`((?:tests|docs|scripts|patches|benchmarks|core|megatron|collectives|observe)/[\w/-]+\.\w+)`", text)
+    rooms = "|".join(path.parent.name for path in (ROOT / "megatron_recover").glob("*/__init__.py"))
+    paths = re.findall(rf"`((?:tests|docs|scripts|patches|benchmarks|{rooms})/[\w/-]+\.\w+)`", text)
     missing = [path for path in paths if not (ROOT / path).exists() and not (ROOT / "megatron_recover" / path).exists()]
     links = [link for link in re.findall(r"\]\(([^)#:]+)[^)]*\)", text) if not (document.parent / link).exists()]
     targets = re.findall(r"^([a-z-]+):", _text("Makefile"), re.MULTILINE)
