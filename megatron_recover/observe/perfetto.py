@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_recover.observe.files import replacing
+from megatron_recover.host.whole_file import replacing
 from megatron_recover.observe.goodput import Goodput
 from megatron_recover.observe.history import History, is_training
 from megatron_recover.observe.standstills import standstills

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_recover import trace
-from megatron_recover.observe.files import replacing
+from megatron_recover.host.whole_file import replacing
 from megatron_recover.observe.history import History, is_training, iteration_of
 from megatron_recover.observe.summary import faults
 

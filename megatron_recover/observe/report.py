@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_recover.host.whole_file import replacing
 from megatron_recover.observe import page, perfetto, plot, summary
 from megatron_recover.observe.check import check
-from megatron_recover.observe.files import replacing
 from megatron_recover.observe.history import Line
 from megatron_recover.observe.timeline import Timeline
 

@@ -14,8 +14,8 @@ import msgspec
 
 from megatron_recover import trace
 from megatron_recover.faults import STANDS_STILL
+from megatron_recover.host.whole_file import replacing
 from megatron_recover.observe.compare import Comparison
-from megatron_recover.observe.files import replacing
 from megatron_recover.observe.gaps import Gaps
 from megatron_recover.observe.goodput import Goodput
 from megatron_recover.observe.history import History, is_evaluation, is_training

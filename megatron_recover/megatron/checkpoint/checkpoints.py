@@ -29,6 +29,7 @@ Note [A save that fails]
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import sys
@@ -42,7 +43,8 @@ from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.policy import MISCOUNTED, MISSING, SAVED, UNSAVED, UNTRAINED
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.faults import FaultInjector, FaultPoint
-from megatron_recover.megatron.checkpoint.save_folder import TRACKER, SaveFolder, replace_tracker
+from megatron_recover.host.whole_file import replacing
+from megatron_recover.megatron.checkpoint.save_folder import TRACKER, SaveFolder
 from megatron_recover.trainer.driver import Driver
 
 _RETRY_S = 10.0
@@ -68,12 +70,10 @@ class TrackerFile:
     @contextlib.contextmanager
     def _replacing(self, path: Path) -> Iterator[IO[str]]:
         partial = path.with_name(f"{path.name}.partial")
-        with open(partial, "w") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        self._before_naming()
-        replace_tracker(partial, path)
+        with replacing(path, partial=partial, durable=True, before_naming=self._before_naming) as file:
+            text = io.TextIOWrapper(file)
+            yield text
+            text.detach()  # writes what it holds
 
 
 class Checkpoints:

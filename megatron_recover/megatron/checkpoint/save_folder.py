@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron_recover.host import lock_file
+from megatron_recover.host.whole_file import sync
 
 TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL = ".partial"
@@ -94,7 +95,7 @@ class SaveFolder:
                 _exchange(each, target)
             else:
                 os.rename(each, target)
-        _sync(self.path)
+        sync(self.path)
 
     def _identity(self) -> tuple[int, int] | None:
         """Of the tracker file: another one after every save."""
@@ -121,12 +122,6 @@ def samples_of(path: Path, iteration: int) -> dict[str, str] | None:
     except (FileNotFoundError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def replace_tracker(written: Path, tracker: Path) -> None:
-    """Put a tracker file that is written in full in the place of the old one, durably."""
-    os.replace(written, tracker)
-    _sync(tracker.parent)
 
 
 def _exchange(new: Path, old: Path) -> None:
@@ -157,13 +152,5 @@ def _sync_tree(folder: Path) -> None:
     """Have all of it on the disk, whichever process of this machine wrote it."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in sorted(files):
-            _sync(Path(parent, name))
-        _sync(Path(parent))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync(Path(parent, name))
+        sync(Path(parent))

@@ -26,6 +26,7 @@ from torch.utils.data import default_collate
 from megatron_recover.core.detector import Phase
 from megatron_recover.deadlines import figure
 from megatron_recover.host import lock_file
+from megatron_recover.host.whole_file import replacing
 from megatron_recover.progress_page import ProgressPage
 
 
@@ -171,15 +172,7 @@ def _atomic(save: Callable[..., None]) -> Callable[..., None]:
         if not isinstance(file, str | os.PathLike):
             save(file, array, *args, **kwargs)
             return
-        path = Path(file)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with open(partial, "wb") as stream:
-                save(stream, array, *args, **kwargs)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with replacing(Path(file), durable=True) as stream:
+            save(stream, array, *args, **kwargs)
 
     return atomic_save
