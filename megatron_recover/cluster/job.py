@@ -13,6 +13,7 @@ from megatron_recover import __version__
 from megatron_recover.cluster.event_store import PART_BYTES
 from megatron_recover.config import RecoverConfig
 from megatron_recover.faults import Fault
+from megatron_recover.host.addresses import INTERFACE
 from megatron_recover.observe import launcher
 from megatron_recover.observe.files import LOGS, log_name
 from megatron_recover.trace import Layout, Level
@@ -123,7 +124,7 @@ def sharing_a_gpu(place: int) -> dict[str, str]:
         "NCCL_HOSTID": f"rank-{place}",
         "NCCL_SHM_DISABLE": "1",
         "NCCL_P2P_DISABLE": "1",
-        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": INTERFACE,
         "NCCL_MAX_CTAS": "2",
         "NCCL_NVLS_ENABLE": "0",
     }

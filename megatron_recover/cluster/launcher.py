@@ -39,6 +39,7 @@ from megatron_recover.core.coordinator import Policy
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.host.addresses import ANY_PORT, INTERFACE
 from megatron_recover.megatron.launch.arguments import BAD_ARGUMENTS
 
 _DRY_RUN = -1
@@ -191,7 +192,7 @@ class Launcher:
         script = self._job.argv[0]
         with descriptors_needed():
             output = self._recording.output(self._job.run_dir / LOGS / "dry-run.log")
-        environment = self._environment(0, 0, leader="127.0.0.1:0", dry_run=True)
+        environment = self._environment(0, 0, leader=ANY_PORT, dry_run=True)
         argv = self._job.argv if self._job.dry_run is None else (str(self._job.dry_run), *self._job.argv)
         self._agent.spawn(_DRY_RUN, 0, argv=argv, environment=environment, output=output, descriptors=self._handed_down)
         late = f"in {self._deadlines.deadline_s:.0f} s {script} never {_CALLS_PRETRAIN}; see {output.log}"
@@ -210,7 +211,7 @@ class Launcher:
     def _spawn_all(self) -> None:
         for replica in range(self._job.num_replicas):
             # Closed here as soon as rank 0 has them: a copy would keep a dead leader's port answering.
-            with listen("127.0.0.1:0") as leader:
+            with listen(ANY_PORT) as leader:
                 self._spawn_replica(replica, leader)
         self._loop.waited_elsewhere()  # for the fork server, once for each rank
         self._membership.launched()
@@ -417,4 +418,4 @@ def raise_descriptor_limit() -> None:
 def _environment_of_workers(environment: dict[str, str]) -> dict[str, str]:
     """Return the user's environment, with settings that many ranks on one machine need unless the user has his own."""
     # All ranks of a job are on this machine: gloo would listen where the host name resolves, for remote hosts to connect.
-    return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | environment
+    return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE} | environment

@@ -30,6 +30,7 @@ from megatron_recover.control_plane.wire import (
 from megatron_recover.core import coordinator as machine
 from megatron_recover.core import values
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.host.addresses import ANY_PORT
 
 
 def announcements(
@@ -62,7 +63,7 @@ class CoordinatorDriver:
         on_end: Callable[[int, str], None],
         deadlines: Deadlines | None = None,
     ) -> None:
-        """Listen for leaders on a free port of the loopback interface.
+        """Listen for leaders on a free port (`host.addresses`).
 
         `key` is the job's: leaders prove that they hold it.
         `timers_s` has the seconds of every `core.coordinator.Setting`. `fence(replica)` starts killing it;
@@ -78,7 +79,7 @@ class CoordinatorDriver:
         self._leaders = LeaderWatch(loop=loop, deadlines=deadlines or Deadlines.of(), beat=self._beat, record=record)
         self._asked: dict[int, int] = {}
         """Replica -> the newest generation in which its request was heard; a beat repeats one that may not have been."""
-        listener = listen("127.0.0.1:0")
+        listener = listen(ANY_PORT)
         self.address = address_of(listener)
         """Where leaders find the coordinator."""
         self._gate = Gate(

@@ -48,6 +48,7 @@ from megatron_recover.data_plane.transport import (
 )
 from megatron_recover.data_plane.writing import WriteGate
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.host.addresses import HOST
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +64,7 @@ class DirectEndpoint:
 
     def __init__(
         self,
-        host: str = "127.0.0.1",
+        host: str = HOST,
         *,
         key: bytes,
         rank: int,

@@ -12,12 +12,9 @@ from megatron_recover.data_plane.direct import DirectEndpoint, DirectTransport
 from megatron_recover.data_plane.echo import EchoServer, unreachable
 from megatron_recover.data_plane.transport import Endpoint, Transport
 from megatron_recover.deadlines import Deadlines
+from megatron_recover.host.addresses import HOST
 
 TransportKind = Literal["auto", "direct", "gloo", "nccl"]
-
-
-_HOST = "127.0.0.1"
-"""All ranks are on one machine (docs/supported.md)."""
 
 
 def open_endpoint(
@@ -42,16 +39,16 @@ def open_endpoint(
     if (chosen == "nccl") != on_cuda:
         remedy = "nccl" if on_cuda else "direct"
         raise ValueError(f"--recover-transport {chosen} does not move {device} tensors; use {remedy} or auto")
-    direct = functools.partial(DirectEndpoint, _HOST, key=key, rank=rank, deadlines=deadlines, report=report)
+    direct = functools.partial(DirectEndpoint, HOST, key=key, rank=rank, deadlines=deadlines, report=report)
     if chosen == "direct":
         return direct()
     if chosen == "gloo":
         from megatron_recover.data_plane.gloo import GlooTransport
 
         return RendezvousEndpoint(
-            _HOST,
+            HOST,
             direct(),
-            lambda direct, unreachable: GlooTransport(direct, deadlines, host=_HOST, unreachable=unreachable),
+            lambda direct, unreachable: GlooTransport(direct, deadlines, host=HOST, unreachable=unreachable),
             key=key, rank=rank, report=report,
         )  # fmt: skip
     if chosen == "nccl":
@@ -59,7 +56,7 @@ def open_endpoint(
 
         binding = nccl.load()
         return RendezvousEndpoint(
-            _HOST,
+            HOST,
             direct(),
             lambda direct, unreachable: nccl.NcclTransport(binding, direct, deadlines, unreachable=unreachable),
             key=key, rank=rank, report=report,

@@ -7,11 +7,11 @@ has ended, so the time at which the process was started is kept beside it.
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 import msgspec
 
+from megatron_recover.host.addresses import host_name
 from megatron_recover.host.process_stat import START_TIME, STATE, stat_of
 
 RUN_FILE = "run.json"
@@ -33,7 +33,7 @@ class _Description(msgspec.Struct):
 def this_process() -> Launcher:
     """Return the process that calls."""
     found = _stat(os.getpid())
-    return Launcher(socket.gethostname(), os.getpid(), found[1] if found is not None else 0)
+    return Launcher(host_name(), os.getpid(), found[1] if found is not None else 0)
 
 
 def about(run_dir: Path) -> str:
@@ -42,7 +42,7 @@ def about(run_dir: Path) -> str:
         launcher = msgspec.json.decode((run_dir / RUN_FILE).read_bytes(), type=_Description).launcher
     except (OSError, msgspec.MsgspecError):
         launcher = None
-    if launcher is None or launcher.host != socket.gethostname():
+    if launcher is None or launcher.host != host_name():
         where = f"; look at process {launcher.pid} on {launcher.host}" if launcher is not None else ""
         return f"the run may hang, or its launcher was stopped or killed{where}"
     found = _stat(launcher.pid)
