@@ -17,6 +17,8 @@ from megatron_recover.deadlines import DEFAULT_S, Deadlines
 
 CONTEXT_VARIABLE = "MEGATRON_RECOVER_CONTEXT"
 _DESCRIPTORS_VARIABLE = "MEGATRON_RECOVER_DESCRIPTORS"
+BAD_ARGUMENTS = "bad arguments: "
+"""How a rank begins each line that says what it does not accept; the launcher shows what follows."""
 DRY_RUN_PASSED = 100
 """Exit code of a dry run that got to where training begins; with 0 ends a script that never gets there."""
 

@@ -19,18 +19,21 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
 
 from megatron_recover.cluster import forkserver
+from megatron_recover.cluster.node import End, NodeLost, Undying
 from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable
+from megatron_recover.core.detector import Progress
 from megatron_recover.deadlines import Deadlines, figure
-from megatron_recover.host.process_stat import cause_of, fields_of
+from megatron_recover.host.process_stat import fields_of
+from megatron_recover.progress_page import DESCRIPTOR, PageReader
 
 _PF_EXITING = 0x4
 _STATE_FIELD, _FLAGS_FIELD, _EXIT_CODE_FIELD = 3, 9, 52
@@ -46,55 +49,18 @@ _LOOK_S = 1.0
 """Between two looks at a fork server that is waited for."""
 
 
-class End(msgspec.Struct, frozen=True):
-    """A rank's process has ended, or is certain to."""
-
-    replica: int
-    rank: int
-    status: int
-    """Exit code, or minus the signal."""
-
-    @property
-    def cause(self) -> str:
-        """`SIGKILL`, or `exit code 1`."""
-        return cause_of(self.status)
-
-
-class Undying(msgspec.Struct, frozen=True):
-    """A process that SIGKILL has not ended, most often one in an uninterruptible wait (state D) for a disk or device."""
-
-    replica: int
-    """-1: no replica's; rank -1 is then the fork server, rank 0 the dry run."""
-    rank: int
-    pid: int
-    state: str
-    """As /proc/PID/stat has it; empty where it cannot be read."""
-    wchan: str
-    """The kernel function in which it waits; empty where it cannot be read."""
-
-    def __str__(self) -> str:
-        ours = "the dry run" if self.rank >= 0 else "the fork server"
-        who = f"replica {self.replica} rank {self.rank}" if self.replica >= 0 else ours
-        where = f" in {self.wchan}" if self.wchan else ""
-        return f"{who} (pid {self.pid}, state {self.state or 'unknown'}{where})"
-
-
-class AgentLost(RuntimeError):
-    """The fork server does not answer; the kernel kills the ranks of one that has ended."""
-
-
 _NO_DESCRIPTOR = "the launcher has no descriptor left to watch a rank with; raise `ulimit -n`"
 
 
 @contextlib.contextmanager
 def descriptors_needed() -> Iterator[None]:
-    """Raise `AgentLost` with the remedy where something inside finds that this process may open no more descriptors."""
+    """Raise `NodeLost` with the remedy where something inside finds that this process may open no more descriptors."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        raise AgentLost(_NO_DESCRIPTOR) from error
+        raise NodeLost(_NO_DESCRIPTOR) from error
 
 
 class _Stat:
@@ -210,10 +176,11 @@ class Agent:
         self._output = output
         self._pending: deque[forkserver.Reply] = deque()
         self._processes: dict[tuple[int, int], _Process] = {}
+        self._pages: dict[tuple[int, int], PageReader] = {}
         self._decode = msgspec.json.Decoder(forkserver.Reply).decode
 
     def is_ready(self) -> bool:
-        """Whether the modules are imported. Raises `AgentLost`, with the log's last line, when they cannot be."""
+        """Whether the modules are imported. Raises `NodeLost`, with the log's last line, when they cannot be."""
         return isinstance(self._receive(), forkserver.Ready)
 
     def spawn(
@@ -231,24 +198,37 @@ class Agent:
         `descriptors` maps names to open descriptors of this process. The rank gets a copy of each
         (`config.inherited_descriptor`); the caller keeps its own, and that of `output`.
         """
-        spawn = forkserver.Spawn(replica=replica, rank=rank, argv=argv, environment=environment, descriptors=tuple(descriptors))
         with descriptors_needed():
-            request = forkserver.write_request(spawn)
+            page = self._pages[replica, rank] = PageReader(f"progress-{replica}.{rank}")
+        handed_down = {**descriptors, DESCRIPTOR: page.descriptor}
+        spawn = forkserver.Spawn(replica=replica, rank=rank, argv=argv, environment=environment, descriptors=tuple(handed_down))
         try:
-            socket.send_fds(self._control, [forkserver.REQUEST], [request, output.descriptor, *descriptors.values()])
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the server is gone: `_receive` says so
+            self._request(spawn, [output.descriptor, *handed_down.values()])
         finally:
-            os.close(request)
+            page.release()
         until = time.monotonic() + self._deadlines.fork_s
         while not isinstance(reply := self._receive(deadline_s=_LOOK_S), forkserver.Started):
             if reply is None and (self.wake_server() or time.monotonic() < until):
                 continue
             if reply is None:
-                raise AgentLost(
+                raise NodeLost(
                     f"the fork server did not start a rank within {figure(self._deadlines.fork_s)} s; see {self._output.log}"
                 )
             self._pending.append(reply)
+
+    def _request(self, spawn: forkserver.Spawn, descriptors: Sequence[int]) -> None:
+        with descriptors_needed():
+            request = forkserver.write_request(spawn)
+        try:
+            socket.send_fds(self._control, [forkserver.REQUEST], [request, *descriptors])
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the server is gone: `_receive` says so
+        finally:
+            os.close(request)
+
+    def page(self, replica: int, rank: int) -> Progress | None:
+        """Return what the progress page of a rank says, also after its end. None where it is torn or was never written."""
+        return self._pages[replica, rank].read()
 
     def wake_server(self) -> bool:
         """Continue the fork server if somebody has stopped it (SIGSTOP), and whether that was so.
@@ -409,25 +389,28 @@ class Agent:
                 left.append(process.undying())
             process.close()
         self._processes.clear()
+        for page in self._pages.values():
+            page.close()
+        self._pages.clear()
         self._server_stat.close()
         return left
 
     def _receive(self, *, deadline_s: float = 0.0) -> forkserver.Reply | None:
-        """Return the next reply, or None if none comes in time; starts are entered into the books here. Raises `AgentLost`."""
+        """Return the next reply, or None if none comes in time; starts are entered into the books here. Raises `NodeLost`."""
         # Asked first: `receive` waits.
         if not is_readable(self._control, deadline_s):
             return None
         packet, descriptors = receive(self._control, forkserver.MAX_PACKET_BYTES, 1)
         if not packet:
             lines = self._output.end().strip().splitlines()
-            raise AgentLost(
+            raise NodeLost(
                 f"the fork server has ended; its output is in {self._output.log}; it ends with: "
                 f"{lines[-1] if lines else 'no output'}"
             )
         reply: forkserver.Reply = self._decode(packet)
         if isinstance(reply, forkserver.Started):
             if not descriptors:  # the kernel cuts off what a process has no room for
-                raise AgentLost(_NO_DESCRIPTOR)
+                raise NodeLost(_NO_DESCRIPTOR)
             with descriptors_needed():
                 process = _Process(reply.replica, reply.rank, reply.pid, descriptors[0])
             self._processes[reply.replica, reply.rank] = process

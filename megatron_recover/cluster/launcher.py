@@ -8,7 +8,6 @@ that has been told to end may take.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import resource
@@ -23,14 +22,15 @@ import msgspec
 from megatron_recover import config as settings
 from megatron_recover import trace
 from megatron_recover.authentication import key as keys
-from megatron_recover.cluster.agent import Agent, AgentLost, End, Undying, descriptors_needed
+from megatron_recover.cluster.agent import Agent, descriptors_needed
 from megatron_recover.cluster.job import LOGS, Job, sharing_a_gpu, write_description
+from megatron_recover.cluster.node import End, Node, NodeLost, Undying
 from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
 from megatron_recover.cluster.thawing import Thawing
 from megatron_recover.cluster.watch import Watch, explaining_first
-from megatron_recover.config import CONTEXT_VARIABLE, RankContext
+from megatron_recover.config import BAD_ARGUMENTS, CONTEXT_VARIABLE, RankContext
 from megatron_recover.control_plane import listening, rendezvous
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.loop import Loop
@@ -40,7 +40,6 @@ from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import ANY_PORT, INTERFACE
-from megatron_recover.megatron.launch.arguments import BAD_ARGUMENTS
 
 _DRY_RUN = -1
 """What the agent calls the process that judges the arguments: it belongs to no replica."""
@@ -76,7 +75,7 @@ class Launcher:
         self.is_recorded = False
         """Whether the whole trace was written, as far as the recorder has answered; known at the end of `run`."""
         self._recording: Recording
-        self._agent: Agent
+        self._node: Node
         self._ranks: Watch
         self._membership: CoordinatorDriver
 
@@ -124,12 +123,12 @@ class Launcher:
     def _run(self) -> int:
         job = self._job
         environment = _environment_of_workers(settings.inherited_environment())
-        self._agent = Agent(
+        self._node = Agent(
             preload=job.preload, environment=environment, deadlines=self._deadlines,
             output=self._recording.output(job.run_dir / LOGS / "forkserver.log"),
         )  # fmt: skip
         self._ranks = Watch(
-            self._agent, deadlines=self._deadlines, log_of=job.log_of,
+            self._node, deadlines=self._deadlines, log_of=job.log_of,
             record=self._recording.record, says=self._recording.says,
             at_work=lambda replicas: self._membership.at_work(replicas),
         )  # fmt: skip
@@ -150,12 +149,11 @@ class Launcher:
             if self._wait_for_imports() and self._dry_run():
                 self._spawn_all()
                 self._watch()
-        except AgentLost as error:
+        except NodeLost as error:
             self._end(ExitCode.FAILED, str(error))
         finally:
-            for process in self._agent.close():
+            for process in self._node.close():
                 self._give_up(process)
-            self._ranks.close()
             self._membership.close()
             self._loop.close()
             os.close(self._sealed_key)
@@ -180,11 +178,11 @@ class Launcher:
         return None
 
     def _wait_for_imports(self) -> bool:
-        """False if a signal or the deadline ended the wait. Raises `AgentLost` where an import fails."""
+        """False if a signal or the deadline ended the wait. Raises `NodeLost` where an import fails."""
         late = f"importing took more than {self._deadlines.deadline_s:.0f} s"
-        if not self._until(self._agent.is_ready, self._deadlines.deadline_s, late):
+        if not self._until(self._node.is_ready, self._deadlines.deadline_s, late):
             return False
-        self._loop.watch_readable(self._agent.fileno(), lambda: None)
+        self._loop.watch_readable(self._node.fileno(), lambda: None)
         return True
 
     def _dry_run(self) -> bool:
@@ -194,9 +192,9 @@ class Launcher:
             output = self._recording.output(self._job.run_dir / LOGS / "dry-run.log")
         environment = self._environment(0, 0, leader=ANY_PORT, dry_run=True)
         argv = self._job.argv if self._job.dry_run is None else (str(self._job.dry_run), *self._job.argv)
-        self._agent.spawn(_DRY_RUN, 0, argv=argv, environment=environment, output=output, descriptors=self._handed_down)
+        self._node.spawn(_DRY_RUN, 0, argv=argv, environment=environment, output=output, descriptors=self._handed_down)
         late = f"in {self._deadlines.deadline_s:.0f} s {script} never {_CALLS_PRETRAIN}; see {output.log}"
-        ends = self._until(self._agent.poll, self._deadlines.deadline_s, late)
+        ends = self._until(self._node.poll, self._deadlines.deadline_s, late)
         if not ends:
             return False
         [end] = ends
@@ -234,11 +232,10 @@ class Launcher:
                 output = self._outputs[replica, rank] = self._recording.output_of_rank(replica, rank)
             if rank == 0:
                 handed_down |= {listening.LEADER: leader.fileno()}
-            start = functools.partial(self._agent.spawn, replica, rank, argv=job.argv, environment=environment, output=output)
-            self._ranks.spawn(
-                replica, rank,
-                lambda page, start=start, handed_down=handed_down: start(descriptors=handed_down | page),
+            self._node.spawn(
+                replica, rank, argv=job.argv, environment=environment, output=output, descriptors=handed_down
             )  # fmt: skip
+            self._ranks.watches(replica, rank)
 
     @property
     def _handed_down(self) -> dict[str, int]:
@@ -278,7 +275,7 @@ class Launcher:
             self._say_if_it_stood_still()
             self._wake_server()
             self._recording.poll()
-            ends = self._agent.poll()
+            ends = self._node.poll()
             if ends:
                 # What a dying rank has said arrived before its end was seen: it comes first.
                 self._loop.run_once(0.0)
@@ -286,20 +283,20 @@ class Launcher:
                 self._ended(end)
             self._look_for_hangs()
             for replica, rank in self._thawing.due():
-                if self._agent.is_stopped(replica, rank):
+                if self._node.is_stopped(replica, rank):
                     self._thawing.done(replica, rank)
                     self._recording.record(trace.Thawed(replica=replica, rank=rank))  # before the rank can write anything
-                    self._agent.thaw(replica, rank)
+                    self._node.thaw(replica, rank)
             self._follow_fences()
 
     def _follow_fences(self) -> None:
         """Record which ranks of fenced replicas have ended, and set aside those that SIGKILL does not end."""
-        for replica, rank in [each for each in self._set_aside if self._agent.has_ended(*each)]:
+        for replica, rank in [each for each in self._set_aside if self._node.has_ended(*each)]:
             self._set_aside.discard((replica, rank))
             self._recording.record(trace.Fenced(replica=replica, ranks=(rank,)))
-        for process in self._agent.undying():
+        for process in self._node.undying():
             self._give_up(process)
-        for replica in [each for each in self._fencing if self._agent.is_fenced(each, but=self._set_aside)]:
+        for replica in [each for each in self._fencing if self._node.is_fenced(each, but=self._set_aside)]:
             self._fencing.discard(replica)
             ranks = tuple(rank for rank in range(self._job.num_ranks) if (replica, rank) not in self._set_aside)
             self._recording.record(trace.Fenced(replica=replica, ranks=ranks))
@@ -332,7 +329,7 @@ class Launcher:
             self._membership.lost(loss)
 
     def _wake_server(self) -> None:
-        if self._agent.wake_server():
+        if self._node.wake_server():
             self._recording.says("somebody stopped the fork server: continued it, since no rank can be fenced without it")
 
     def _say_if_it_stood_still(self) -> None:
@@ -342,7 +339,7 @@ class Launcher:
             self._recording.says(f"the launcher stood still for {gap_s:.0f} s; all that it waits for has as much more time")
 
     def _is_over(self) -> bool:
-        return self._agent.num_living() <= len(self._set_aside) or self._loop.time() > self._end_by
+        return self._node.num_living() <= len(self._set_aside) or self._loop.time() > self._end_by
 
     def _ended(self, end: End) -> None:
         self._recording.ended(end.replica, end.rank)
@@ -362,7 +359,7 @@ class Launcher:
     def _fence(self, replica: int) -> None:
         self._fencing.add(replica)
         self._gone.add(replica)
-        self._agent.fence(replica)
+        self._node.fence(replica)
 
     def _end(self, exit_code: int, reason: str) -> None:
         self._ending = (exit_code, reason)

@@ -12,22 +12,21 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from megatron_recover import trace
-from megatron_recover.cluster.agent import Agent, End
+from megatron_recover.cluster.node import End, Node
 from megatron_recover.cluster.out_of_memory import OomKills
 from megatron_recover.core import detector
 from megatron_recover.core.policy import aborted_by_communication, first_to_die, loss_of
 from megatron_recover.core.values import Failing, Loss, LossKind
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.observe.standstills import about_stacks
-from megatron_recover.progress_page import DESCRIPTOR, PageReader
 
 
 class Watch:
-    """Watches the ranks of one agent. Used by the agent's thread."""
+    """Watches the ranks of one node. Used by the thread of the node."""
 
     def __init__(
         self,
-        agent: Agent,
+        node: Node,
         *,
         deadlines: Deadlines,
         log_of: Callable[[int, int], Path],
@@ -41,7 +40,7 @@ class Watch:
         `at_work(replicas)` is told which replicas are at work of their own, when that changes.
         """
         self._log_of = log_of
-        self._agent, self._record, self._says, self._clock = agent, record, says, clock
+        self._node, self._record, self._says, self._clock = node, record, says, clock
         self._at_work = at_work
         self._deadline_s, self._stacks_s = deadlines.deadline_s, deadlines.stacks_s
         self._state = detector.DetectorState(
@@ -52,31 +51,23 @@ class Watch:
         self._writing: dict[int, tuple[detector.Condemned, float]] = {}
         """Replicas that are to be fenced when their ranks have written their stacks, and until when that is waited for."""
         self._oom_kills = OomKills()
-        self._pages: dict[tuple[int, int], PageReader] = {}
+        self._ranks: list[tuple[int, int]] = []
 
-    def spawn(self, replica: int, rank: int, start: Callable[[dict[str, int]], None]) -> None:
-        """Start a rank by `start(descriptors)` with a progress page, and watch it."""
-        page = self._pages[replica, rank] = PageReader(f"progress-{replica}.{rank}")
-        start({DESCRIPTOR: page.descriptor})
-        page.release()
-        self._oom_kills.watch(self._agent.pid(replica, rank), self._clock())
-
-    def close(self) -> None:
-        """Give the pages up."""
-        for page in self._pages.values():
-            page.close()
-        self._pages.clear()
+    def watches(self, replica: int, rank: int) -> None:
+        """Watch a rank that was started."""
+        self._ranks.append((replica, rank))
+        self._oom_kills.watch(self._node.pid(replica, rank), self._clock())
 
     def look(self, generation: int, replicas: Collection[int]) -> list[tuple[Loss, Failing | None]]:
-        """Judge the ranks of the `replicas` that are in the job; call it behind every poll of the agent.
+        """Judge the ranks of the `replicas` that are in the job; call it behind every poll of the node.
 
         Returns the replicas that hang and whose ranks have written their stacks, with what that is charged to.
         """
         now_s = self._clock()
         self._oom_kills.look(now_s)
         sights = tuple(
-            detector.Sight(replica, rank, page.read(), self._agent.state(replica, rank, at_the_poll=True))
-            for (replica, rank), page in self._pages.items()
+            detector.Sight(replica, rank, self._node.page(replica, rank), self._node.state(replica, rank, at_the_poll=True))
+            for replica, rank in self._ranks
             if replica in replicas
         )
         before = self._state.ranks
@@ -91,7 +82,7 @@ class Watch:
             elif isinstance(effect, detector.SeenAtWork):
                 self._at_work(effect.replicas)
             else:
-                self._agent.ask_for_stacks(effect.named.replica, of_all_threads=True)
+                self._node.ask_for_stacks(effect.named.replica, of_all_threads=True)
                 self._writing[effect.named.replica] = (effect, now_s + self._stacks_s)
         return [self._fence(replica, now_s) for replica in self._due(replicas, now_s)]
 
@@ -115,17 +106,17 @@ class Watch:
         if named.verdict is detector.Verdict.SLOW:
             return
         if is_waited_for:
-            self._agent.ask_for_stacks(named.replica, of_all_threads=False)
+            self._node.ask_for_stacks(named.replica, of_all_threads=False)
         text = f"replica {named.replica}, {named}; {about_stacks(named.verdict.value, named.state)}"
         text += f" ({self._log_of(named.replica, named.rank)})"
-        if named.verdict is detector.Verdict.TRACED and (tracer := self._agent.tracer(named.replica, named.rank)):
+        if named.verdict is detector.Verdict.TRACED and (tracer := self._node.tracer(named.replica, named.rank)):
             text += f"; it goes on when {tracer} lets it go"
         if is_waited_for:
             left_s = max(0.0, self._deadline_s - named.seconds)
             until = time.strftime("%H:%M:%S", time.localtime(time.time() + left_s))
             text += (
                 f". It is waited for until {until} at the latest (--recover-deadline-s {self._deadline_s:g}); "
-                f"`kill -9 {self._agent.pid(named.replica, named.rank)}` ends its replica now"
+                f"`kill -9 {self._node.pid(named.replica, named.rank)}` ends its replica now"
             )
         self._says(text)
 
@@ -154,13 +145,13 @@ class Watch:
         return [
             replica
             for replica, (_, until_s) in self._writing.items()
-            if self._agent.have_written_stacks(replica) or now_s >= until_s
+            if self._node.have_written_stacks(replica) or now_s >= until_s
         ]
 
     def _fence(self, replica: int, now_s: float) -> tuple[Loss, Failing | None]:
         condemned, until_s = self._writing.pop(replica)
         detail = str(condemned.named)
-        if now_s >= until_s and not self._agent.have_written_stacks(replica):
+        if now_s >= until_s and not self._node.have_written_stacks(replica):
             detail += f"; not all of its ranks wrote their stacks within {figure(self._stacks_s)} s"
         return Loss(replica, LossKind.HUNG, detail), condemned.failing
 
@@ -174,7 +165,7 @@ class Watch:
             condemned, _ = self._writing[end.replica]
             detail = f"{condemned.named}; rank {end.rank} ended by {end.cause} before it was fenced"
             return Loss(end.replica, LossKind.HUNG, detail), condemned.failing
-        pid = self._agent.pid(end.replica, end.rank)
+        pid = self._node.pid(end.replica, end.rank)
         out_of_memory = end.status == -_SIGKILL and self._oom_kills.rose(pid, self._clock())
         kind = loss_of(end.status, started=started, out_of_memory=out_of_memory)
         detail = f"rank {end.rank}: {end.cause}"
@@ -184,8 +175,7 @@ class Watch:
             detail += f" ({error})"
         if by_communication := aborted_by_communication(end.status, said()):
             detail += ", as communication inside its replica failed"
-        page = self._pages.get((end.replica, end.rank))
-        progress = page.read() if page is not None else None
+        progress = self._node.page(end.replica, end.rank)
         # Elsewhere the page still names what a device may not have finished.
         is_inside = progress is not None and progress.phase in _OF_A_MICROBATCH
         if kind is not LossKind.CRASHED or by_communication or not is_inside or not progress.microbatches:

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from megatron_recover import flags, trace
-from megatron_recover.config import DRY_RUN_PASSED, RankContext, RecoverConfig, rank_context
+from megatron_recover.config import BAD_ARGUMENTS, DRY_RUN_PASSED, RankContext, RecoverConfig, rank_context
 from megatron_recover.control_plane.rendezvous import join_store
 from megatron_recover.core import policy
 from megatron_recover.core.detector import Phase
@@ -28,7 +28,6 @@ from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import FaultInjector
 from megatron_recover.megatron.launch.arguments import (
-    BAD_ARGUMENTS,
     add_recover_arguments,
     cpu_refusals,
     gpu_refusals,

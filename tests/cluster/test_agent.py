@@ -19,9 +19,10 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.cluster import agent, forkserver
-from megatron_recover.cluster.agent import Agent, AgentLost, End
+from megatron_recover.cluster.agent import Agent
 from megatron_recover.cluster.job import Job
 from megatron_recover.cluster.launcher import Launcher
+from megatron_recover.cluster.node import End, NodeLost
 from megatron_recover.cluster.output import create
 from megatron_recover.config import RecoverConfig
 from megatron_recover.control_plane import wire
@@ -63,7 +64,7 @@ def test_a_launcher_without_a_descriptor_for_a_rank_says_so(tmp_path: Path, num_
     pidfd = os.pidfd_open(pid)
     started = forkserver.Started(replica=1, rank=2, pid=pid)
     socket.send_fds(served.server, [msgspec.json.encode(started)], [pidfd])
-    with descriptors_left(num_left), pytest.raises(AgentLost, match="ulimit -n"):
+    with descriptors_left(num_left), pytest.raises(NodeLost, match="ulimit -n"):
         served.agent._receive(deadline_s=5.0)
     assert served.agent._processes == {}
     for each in (served.server, served.agent._control):
@@ -103,7 +104,7 @@ def test_a_replica_that_finds_no_descriptor_is_not_started_and_it_is_said(tmp_pa
     )
     launcher._sealed_key, launcher._ranks = -1, SimpleNamespace(spawn=lambda *arguments: pytest.fail("it was started"))
     launcher._environment = lambda replica, rank, **others: {}
-    with wire.listen("127.0.0.1:0") as listening, descriptors_left(num_left), pytest.raises(AgentLost, match="ulimit -n"):
+    with wire.listen("127.0.0.1:0") as listening, descriptors_left(num_left), pytest.raises(NodeLost, match="ulimit -n"):
         launcher._spawn_replica(0, listening)
 
 
@@ -191,7 +192,7 @@ def test_a_fork_server_that_is_killed_around_a_start_is_lost(
             made._server.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, made._server.pid, os.WSTOPPED | os.WNOWAIT)
             monkeypatch.setattr(made, "wake_server", lambda: made._server.kill() or True)
-        with pytest.raises(AgentLost, match="the fork server has ended"):
+        with pytest.raises(NodeLost, match="the fork server has ended"):
             made.spawn(0, 0, argv=("train.py",), environment={}, output=create(tmp_path / "rank.log"))
     finally:
         monkeypatch.undo()

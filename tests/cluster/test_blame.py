@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.cluster.agent import End
+from megatron_recover.cluster.node import End
 from megatron_recover.cluster.out_of_memory import OomKills
 from megatron_recover.cluster.watch import Watch, explaining_first
 from megatron_recover.core.detector import Phase
@@ -81,13 +81,12 @@ def test_links_that_break_inside_two_replicas_while_they_compute_one_microbatch_
 def test_a_crash_is_charged_only_inside_a_microbatch_and_not_where_communication_failed(
     number: int, phase: Phase, said: str, is_charged: bool
 ) -> None:
-    agent = SimpleNamespace(pid=lambda replica, rank: os.getpid())
+    progress = SimpleNamespace(microbatches=(3,), phase=phase, label="train 2")
+    agent = SimpleNamespace(pid=lambda replica, rank: os.getpid(), page=lambda replica, rank: progress)
     watch = Watch(
         agent, deadlines=Deadlines.of(60.0), log_of=lambda *rank: Path("rank.log"), record=lambda event: None,
         says=lambda line: None, at_work=lambda replicas: None,
     )  # type: ignore[arg-type]  # fmt: skip
-    page = SimpleNamespace(read=lambda: SimpleNamespace(microbatches=(3,), phase=phase, label="train 2"))
-    watch._pages[1, 0] = page  # type: ignore[assignment]
     loss, failing = watch.loss(End(1, 0, -number), started=True, said=lambda: said)
     assert loss.kind is LossKind.CRASHED
     assert (failing is not None and failing.microbatches == (3,)) if is_charged else failing is None

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_recover.cluster.agent import Agent, End
+from megatron_recover.cluster.agent import Agent
 from megatron_recover.cluster.forkserver import STACK_SIGNAL
+from megatron_recover.cluster.node import End
 from megatron_recover.cluster.output import Output, create
 from megatron_recover.cluster.watch import Watch
 from megatron_recover.core import detector
@@ -119,6 +120,9 @@ class Asked:
     def pid(self, replica: int, rank: int) -> int:
         return os.getpid()
 
+    def page(self, replica: int, rank: int) -> SimpleNamespace:
+        return SimpleNamespace(microbatches=(7,), phase=Phase.FORWARD, label="train 21")
+
 
 HUNG = [Named(replica, 0, Verdict.HUNG, Phase.FORWARD, 3.0, 2.0, "S", 20, "train 21", (3,)) for replica in range(2)]
 FAILING = Failing(1, "train 21", (3,), "it hangs", witnessed=True)
@@ -146,10 +150,6 @@ def test_a_rank_that_dies_while_it_writes_its_stacks_is_lost_as_its_replica_woul
     watch: tuple[Watch, Asked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, _ = watch
-    page = SimpleNamespace(
-        read=lambda: SimpleNamespace(microbatches=(7,), phase=Phase.FORWARD, label="train 21"), close=lambda: None
-    )
-    made._pages[1, 0] = made._pages[0, 0] = page  # type: ignore[assignment]
     loss, failing = made.loss(End(1, 0, -signal.SIGSEGV), started=True)
     assert (loss.kind, failing) == (LossKind.HUNG, FAILING) and "hung" in loss.detail and "SIGSEGV" in loss.detail
     loss, failing = made.loss(End(0, 0, -signal.SIGSEGV), started=True)

@@ -13,7 +13,8 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.cluster import agent as agent_module
-from megatron_recover.cluster.agent import Agent, Undying
+from megatron_recover.cluster.agent import Agent
+from megatron_recover.cluster.node import Undying
 from megatron_recover.cluster.output import create
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.check import check, describe

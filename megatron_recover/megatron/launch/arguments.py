@@ -17,8 +17,6 @@ import msgspec
 
 from megatron_recover.config import RecoverConfig
 
-BAD_ARGUMENTS = "bad arguments: "
-"""How a rank begins each line that says what it does not accept; the launcher shows what follows."""
 _PREFIX = "recover_"
 
 

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from megatron_recover.config import BAD_ARGUMENTS
 from megatron_recover.core.values import ExitCode
-from megatron_recover.megatron.launch.arguments import BAD_ARGUMENTS
 
 
 def main() -> None:

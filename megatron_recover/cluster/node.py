@@ -1,0 +1,126 @@
+"""What a launcher asks of a node: starting its ranks, seeing them end, ending them, and looking at what they do.
+
+`cluster.agent.Agent` is the node that this process runs on. One that runs elsewhere has the same methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+import msgspec
+
+from megatron_recover.cluster.output import Output
+from megatron_recover.core.detector import Progress
+from megatron_recover.host.process_stat import cause_of
+
+
+class End(msgspec.Struct, frozen=True):
+    """A rank's process has ended, or is certain to."""
+
+    replica: int
+    rank: int
+    status: int
+    """Exit code, or minus the signal."""
+
+    @property
+    def cause(self) -> str:
+        """`SIGKILL`, or `exit code 1`."""
+        return cause_of(self.status)
+
+
+class Undying(msgspec.Struct, frozen=True):
+    """A process that SIGKILL has not ended, most often one in an uninterruptible wait (state D) for a disk or device."""
+
+    replica: int
+    """-1: no replica's; rank -1 is then the fork server, rank 0 the dry run."""
+    rank: int
+    pid: int
+    state: str
+    """As /proc/PID/stat has it; empty where it cannot be read."""
+    wchan: str
+    """The kernel function in which it waits; empty where it cannot be read."""
+
+    def __str__(self) -> str:
+        ours = "the dry run" if self.rank >= 0 else "the fork server"
+        who = f"replica {self.replica} rank {self.rank}" if self.replica >= 0 else ours
+        where = f" in {self.wchan}" if self.wchan else ""
+        return f"{who} (pid {self.pid}, state {self.state or 'unknown'}{where})"
+
+
+class NodeLost(RuntimeError):
+    """The node cannot start, watch or end processes any more. Its ranks end with it."""
+
+
+class Node(Protocol):
+    """The processes of one node. Used by one thread. Every method may raise `NodeLost`."""
+
+    def is_ready(self) -> bool:
+        """Return whether the node can start ranks."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `poll` has something to report."""
+
+    def spawn(
+        self,
+        replica: int,
+        rank: int,
+        *,
+        argv: tuple[str, ...],
+        environment: dict[str, str],
+        output: Output,
+        descriptors: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Start a rank that runs the script `argv`, prints into `output` and has a progress page."""
+
+    def poll(self) -> list[End]:
+        """Return the ranks whose end is certain and was not reported before."""
+
+    def page(self, replica: int, rank: int) -> Progress | None:
+        """Return what the progress page of a rank says, also after its end. None where it is torn or was never written."""
+
+    def state(self, replica: int, rank: int, *, at_the_poll: bool = False) -> str:
+        """Return the state of a rank's process, one letter (proc(5)); empty once it is reaped.
+
+        `at_the_poll`: as the newest `poll` has found it.
+        """
+
+    def pid(self, replica: int, rank: int) -> int:
+        """Return the process id of a rank that was started; the process may have ended."""
+
+    def tracer(self, replica: int, rank: int) -> str:
+        """Return the name and pid of the process that traces a rank; empty if none does."""
+
+    def ask_for_stacks(self, replica: int, *, of_all_threads: bool) -> None:
+        """Have each rank of a replica write its stack, or those of all its threads, into its log."""
+
+    def have_written_stacks(self, replica: int) -> bool:
+        """Return whether every rank that can has written the stacks of all threads since they were asked for."""
+
+    def fence(self, replica: int) -> None:
+        """Kill every rank of a replica that is not known to be dead, with what it started."""
+
+    def is_fenced(self, replica: int, but: Container[tuple[int, int]] = ()) -> bool:
+        """Return whether no process of a replica is left, other than those of the ranks (replica, rank) in `but`."""
+
+    def has_ended(self, replica: int, rank: int) -> bool:
+        """Return whether the process of a rank is confirmed dead."""
+
+    def undying(self) -> list[Undying]:
+        """Return the ranks that do not end although they were killed."""
+
+    def num_living(self) -> int:
+        """Return the number of ranks that are not confirmed dead."""
+
+    def is_stopped(self, replica: int, rank: int) -> bool:
+        """Return whether a rank is stopped (SIGSTOP)."""
+
+    def thaw(self, replica: int, rank: int) -> None:
+        """Continue a rank that is stopped."""
+
+    def wake_server(self) -> bool:
+        """Continue what starts the ranks if somebody has stopped it, and return whether that was so."""
+
+    def close(self) -> list[Undying]:
+        """Kill every rank and end the node; return what did not end in time."""
