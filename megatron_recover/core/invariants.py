@@ -2,8 +2,8 @@
 
 `observe(history, fact) -> history` raises `InvariantViolation` at the first fact that breaks an invariant; `check(facts)` does
 it for a whole list. The explorer feeds what its simulated machines do. The checker of traces judges by rules of its own
-(`observe/rules.py`), so that one mistake cannot hide in both. A field that a source cannot know is None. Facts come in an
-order in which they can have happened: cause before effect.
+(`observe/verify/rules.py`), so that one mistake cannot hide in both. A field that a source cannot know is None. Facts come in
+an order in which they can have happened: cause before effect.
 
 - INV-1 exactly once: a result that counts has each microbatch exactly once (`Held.counts`, `Applied.counts`).
 - INV-2 agreement: one record a step, from which all members learn the same paces; all ranks of a replica hold what it names,

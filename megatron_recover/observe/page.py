@@ -15,15 +15,15 @@ import jinja2
 
 from megatron_recover import __version__, trace
 from megatron_recover.observe import charts
-from megatron_recover.observe.check import SHOWN_VIOLATIONS, Verdict, Violation, how_it_ended
 from megatron_recover.observe.goodput import Goodput, StepTime
 from megatron_recover.observe.history import History, is_training, iteration_of
 from megatron_recover.observe.lanes import Picture, picture
 from megatron_recover.observe.perfetto import TRACE_FILE
-from megatron_recover.observe.rules import RULES
 from megatron_recover.observe.standstills import Standstill
 from megatron_recover.observe.summary import FaultSummary, RecoverySummary, Summary
 from megatron_recover.observe.timeline import MAX_DRAWN, Episode, Timeline
+from megatron_recover.observe.verify.check import SHOWN_VIOLATIONS, Verdict, Violation, how_it_ended
+from megatron_recover.observe.verify.rules import RULES
 
 PAGE_FILE = "report.html"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from megatron_recover.host.whole_file import replacing
 from megatron_recover.observe import page, perfetto, plot, summary
-from megatron_recover.observe.check import check
 from megatron_recover.observe.history import Line
 from megatron_recover.observe.timeline import Timeline
+from megatron_recover.observe.verify.check import check
 
 
 def write(run_dir: Path, against: Path | None = None, place: Path | None = None) -> tuple[tuple[Path, ...], tuple[Line, ...]]:

@@ -21,8 +21,8 @@ from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import Loss, LossKind
 from megatron_recover.faults import Fault
-from megatron_recover.observe.check import check, describe
 from megatron_recover.observe.tail import Tail
+from megatron_recover.observe.verify.check import check, describe
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = Path(__file__).with_name("toy.py")

@@ -18,7 +18,7 @@ from megatron_recover.cluster.output import create
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode, LossKind
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
-from megatron_recover.observe.check import check, describe
+from megatron_recover.observe.verify.check import check, describe
 from tests.cluster.jobs import ROOT, SUMS, Spec, command, run
 from tests.cluster.running import FOR_EVER, Start
 from tests.cluster.waiting import until_ended, until_files, until_readable

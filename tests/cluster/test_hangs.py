@@ -13,7 +13,7 @@ from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode, LossKind
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
-from megatron_recover.observe.check import check
+from megatron_recover.observe.verify.check import check
 from tests.cluster.jobs import ROOT, Outcome, Spec, command, run
 from tests.cluster.running import FOR_EVER, Start
 from tests.cluster.waiting import until_files

@@ -11,7 +11,7 @@ import pytest
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
-from megatron_recover.observe.check import check, describe
+from megatron_recover.observe.verify.check import check, describe
 from tests.cluster.jobs import Spec
 from tests.cluster.running import FOR_EVER, Running, Start
 from tests.disk import Disk, mounted

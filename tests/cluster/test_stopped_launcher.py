@@ -15,7 +15,7 @@ from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
-from megatron_recover.observe.check import check, describe
+from megatron_recover.observe.verify.check import check, describe
 from tests.cluster.jobs import Spec, sums
 from tests.cluster.running import FOR_EVER, AtTerminal, Running, Start
 from tests.cluster.waiting import until_ended, until_files

@@ -13,10 +13,10 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.core.values import ExitCode, LossKind
-from megatron_recover.observe.check import check, describe, violations
 from megatron_recover.observe.history import History
-from megatron_recover.observe.plans import not_once
+from megatron_recover.observe.step import not_once
 from megatron_recover.observe.summary import summarize
+from megatron_recover.observe.verify.check import check, describe, violations
 from tests.observe import traces
 
 Events = list[trace.Event]

@@ -16,12 +16,12 @@ import pytest
 from megatron_recover import trace
 from megatron_recover.cli import check as verb
 from megatron_recover.core.values import ExitCode
-from megatron_recover.observe.check import Violation, check, describe, violations
 from megatron_recover.observe.gaps import LAUNCHER, Gaps
 from megatron_recover.observe.history import History
 from megatron_recover.observe.page import render
 from megatron_recover.observe.summary import summarize
 from megatron_recover.observe.timeline import Timeline
+from megatron_recover.observe.verify.check import Violation, check, describe, violations
 from tests.observe import test_check, traces
 
 Events = list[trace.Event]

@@ -14,10 +14,10 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.observe import charts, page, perfetto, report
-from megatron_recover.observe.check import check
 from megatron_recover.observe.page import render
-from megatron_recover.observe.rules import RULES
 from megatron_recover.observe.timeline import Timeline
+from megatron_recover.observe.verify.check import check
+from megatron_recover.observe.verify.rules import RULES
 from tests.observe import traces
 
 PARTS = ["loss", "goodput", "faults", "standstills", "recoveries", "quotas", "verdict"]

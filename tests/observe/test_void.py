@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_recover import trace
 from megatron_recover.observe.gaps import Gaps
 from megatron_recover.observe.history import History
-from megatron_recover.observe.void import miscounts, void_for_a_reason
+from megatron_recover.observe.verify.exactly_once import miscounts, void_for_a_reason
 
 
 def generation(number: int, void: tuple[int, int] | None = None, *, gives_up: bool = False) -> trace.Generation:

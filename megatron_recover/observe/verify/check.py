@@ -18,11 +18,11 @@ from megatron_recover.observe.compare import Comparison, compare
 from megatron_recover.observe.gaps import LAUNCHER, Gaps
 from megatron_recover.observe.history import Finding, History, Line
 from megatron_recover.observe.replay import Taker, replay
-from megatron_recover.observe.rule import LEVELS, Rule, provides
-from megatron_recover.observe.rules import RULES
 from megatron_recover.observe.step import Step
 from megatron_recover.observe.summary import Accounts, Summary, summarize
-from megatron_recover.observe.void import miscounts
+from megatron_recover.observe.verify.exactly_once import miscounts
+from megatron_recover.observe.verify.rule import LEVELS, Rule, provides
+from megatron_recover.observe.verify.rules import RULES
 
 SHOWN_VIOLATIONS = 20
 """So many violations of one invariant are printed; the rest is counted."""

@@ -1,0 +1,80 @@
+"""INV-8: every wait ends, as far as a trace tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from megatron_recover import trace
+from megatron_recover.core.values import ExitCode
+from megatron_recover.observe.gaps import Gaps
+from megatron_recover.observe.history import Finding, Findings, History, Line
+from megatron_recover.observe.replay import Taker
+from megatron_recover.observe.verify.common import survivors
+from megatron_recover.observe.verify.rule import Rule, of_run
+
+NEVER_ALONE = (
+    ExitCode.TOO_FEW_REPLICAS, ExitCode.POISONED_MICROBATCH, ExitCode.DIVERGED, ExitCode.NO_REPLICA_LEFT,
+)  # fmt: skip
+"""Exit codes that only the coordinator gives, which says so by `stopping`."""
+
+
+def honest_end(history: History, gaps: Gaps) -> Findings:
+    """The exit code is that of `stopping`, and 12 has votes that differ; with 0 all survivors committed what was begun."""
+    found = history.of(trace.RunFinished)
+    if not found:
+        return
+    line, ended = found[-1]
+    stops = [event.exit_code for _, event in history.of(trace.Stopping)]
+    killed_on_request = ended.exit_code > 128
+    if stops and ended.exit_code not in stops and not killed_on_request:
+        yield line, f"the run ended with exit code {ended.exit_code}, but was stopping with {stops[-1]}"
+    elif not stops and ended.exit_code in NEVER_ALONE and not gaps.of_launcher:
+        yield line, f"the run ended with exit code {ended.exit_code}, but nothing says that it was stopping"
+    elif ended.exit_code == ExitCode.DIVERGED and not history.of(trace.Disagreed) and not gaps:
+        yield line, "the run ended because replicas disagreed, but none of them has written of a vote that differs from its own"
+    if ended.exit_code != ExitCode.OK or history.last_step is None:
+        return
+    last = history.last_step
+    begun = sorted(step for step, facts in history.steps.items() if step > last and facts.planned_at is not None)
+    if begun := [step for step in begun if step not in gaps.touched]:
+        yield line, f"the run ended with exit code 0, but steps {begun} were planned and never committed"
+    if last in gaps.touched:
+        return
+    if behind := [replica for replica in survivors(history) if replica not in history.final_commits]:
+        yield line, f"the run ended with exit code 0, but replicas {behind} live and never committed step {last}"
+
+
+class EntersTheLast(Rule):
+    """INV-8, as far as a trace tells: every member of the last generation enters it, unless it had nothing left to do."""
+
+    def __init__(self, history: History, gaps: Gaps) -> None:
+        super().__init__(history, gaps)
+        announced = history.of(trace.Generation)
+        self._newest = announced[-1] if announced else None
+        self._entered: set[int] = set()
+
+    def takes(self) -> Mapping[type, Taker]:
+        return {trace.Entered: self._enters}
+
+    def _enters(self, line: Line, event: trace.Entered, step: None) -> Iterable[Finding]:
+        if self._newest is not None and event.generation == self._newest[1].generation:
+            self._entered.add(event.replica)
+        return ()
+
+    def ended(self) -> Findings:
+        history = self.history
+        has_failed = any(event.exit_code for _, event in history.of(trace.Stopping))
+        if self._newest is None or history.first(trace.RunFinished) is None or has_failed:
+            return
+        line, newest = self._newest
+        for replica in newest.roster:
+            is_excused = replica in history.final_commits or self.gaps.explain(replica, newest.t, float("inf"))
+            if replica not in self._entered and not is_excused:
+                yield line, f"replica {replica} never entered generation {newest.generation}"
+
+
+RULES: tuple[type[Rule], ...] = (
+    of_run(honest_end),
+    EntersTheLast,
+)
+"""In the order in which their findings are told."""

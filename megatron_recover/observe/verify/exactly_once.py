@@ -1,0 +1,342 @@
+"""INV-1: a committed bucket counts each microbatch of its step exactly once.
+
+Exactly-once is counted from the computed microbatches, not from the provenance alone. Steps that were made void and computed
+anew are judged here as well: the void attempts are left out of all other rules (`replay.py`), as if they had never been.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from megatron_recover import trace
+from megatron_recover.observe.gaps import Gaps
+from megatron_recover.observe.history import (
+    Finding,
+    Findings,
+    History,
+    Line,
+    is_evaluation,
+    is_given_up,
+    is_training,
+    iteration_of,
+    who,
+)
+from megatron_recover.observe.replay import Taker
+from megatron_recover.observe.step import Ids, Step, not_each_once
+from megatron_recover.observe.verify.rule import Rule, of_run, of_step
+
+
+def counted_once(history: History, step: Step) -> Findings:
+    """A committed bucket counts each microbatch of its step once, by its provenance."""
+    versions = [(result.bucket, result.version) for result in step.record[1].versions] if step.record else []
+    for key in versions if step.miscounted else ():
+        for at, held in step.miscounted:
+            if (held.bucket, held.version) == key:
+                wrong = {microbatch: count for microbatch, count in enumerate(held.provenance) if count != 1}
+                yield at, f"step {step.number} committed bucket {held.bucket}, which counts microbatch: times {wrong}"
+
+
+def computed_once(history: History, step: Step) -> Findings:
+    """On each rank position the members of a committed version put each microbatch into the bucket once, and no other."""
+    if step.record is None:
+        return
+    line, record = step.record
+    num_microbatches = step.num_microbatches()
+    by_version: dict[int, dict[int, list[tuple[frozenset[int], Ids]]]] = {}
+    judged: dict[tuple[int, ...], dict[int, int]] = {}  # most buckets of a rank have the same parts
+    for result in record.versions:
+        if num_microbatches is None:
+            yield line, f"step {step.number} was committed, but nobody planned it"
+            continue
+        by_rank = by_version.get(result.version)
+        if by_rank is None:
+            by_rank = by_version[result.version] = _computed(history, step, result.version)
+        for rank in history.ranks_of(result.bucket):
+            parts = [ids for into, ids in by_rank.get(rank, ()) if result.bucket in into]
+            key = tuple(map(id, parts))
+            if key not in judged:
+                judged[key] = not_each_once(parts, num_microbatches)
+            if wrong := judged[key]:
+                members, ids = list(history.roster(result.version)), f"0..{num_microbatches - 1}"
+                what = (
+                    f"step {step.number} committed bucket {result.bucket} version {result.version}; rank {rank} of its members"
+                )
+                yield line, f"{what} {members} computed microbatch: times {wrong}, not each of {ids} once"
+
+
+def _computed(history: History, step: Step, version: int) -> dict[int, list[tuple[frozenset[int], Ids]]]:
+    """Rank -> what the members of a generation had computed of a step up to then, and the buckets that it went into."""
+    members = history.members.get(version, frozenset())
+    found: dict[int, list[tuple[frozenset[int], Ids]]] = defaultdict(list)
+    for (replica, rank), work in step.ranks.items():
+        for (generation, _, into), ids in work.groups.items() if replica in members else ():
+            if generation <= version:
+                found[rank].append((step.shared(frozenset(into)), ids))
+    return found
+
+
+def applied_once(history: History, step: Step) -> Findings:
+    """No rank applies a step twice."""
+    applied: set[tuple[int, int]] = set()
+    for line, event in step.applied:
+        if (event.replica, event.rank) in applied:
+            yield line, f"{who(event)} applied step {event.step} twice"
+        applied.add((event.replica, event.rank))
+
+
+class AskedFor(Rule):
+    """M is what the command line asked for; evaluations are only equal to each other."""
+
+    def __init__(self, history: History, gaps: Gaps) -> None:
+        super().__init__(history, gaps)
+        started = history.first(trace.RunStarted)
+        self._asked = started.num_microbatches if started else None
+        evaluations = (
+            facts.num_microbatches for _, facts in sorted(history.steps.items())
+            if facts.label is not None and is_evaluation(facts.label)
+        )  # fmt: skip
+        self._evaluated = next(evaluations, None)
+
+    def closed(self, step: Step) -> Findings:
+        if self._asked is None or not step.plans:
+            return
+        line, plan = step.plans[0]
+        wanted = self._asked if is_training(plan.label) else self._evaluated if is_evaluation(plan.label) else 0
+        if plan.num_microbatches != wanted:
+            yield line, f"step {step.number} ({plan.label}) has {plan.num_microbatches} microbatches; {wanted} are asked for"
+
+
+class StartedAndFinished(Rule):
+    """What was finished was started."""
+
+    needs = "microbatches"
+
+    def __init__(self, history: History, gaps: Gaps) -> None:
+        super().__init__(history, gaps)
+        self._open: dict[int, dict[tuple[int, ...], int]] = {}
+        """Step -> what is begun (above 0), or was finished more often than begun (below)."""
+
+    def takes(self) -> Mapping[type, Taker]:
+        return {trace.MicrobatchStarted: self._started, trace.MicrobatchFinished: self._finished}
+
+    def closed(self, step: Step) -> Iterable[Finding]:
+        self._open.pop(step.number, None)
+        return ()
+
+    def _started(self, line: Line, event: trace.MicrobatchStarted, step: Step) -> Iterable[Finding]:
+        return self._count(line, event, 1)
+
+    def _finished(self, line: Line, event: trace.MicrobatchFinished, step: Step) -> Iterable[Finding]:
+        return self._count(line, event, -1)
+
+    def _count(self, line: Line, event: trace.MicrobatchStarted | trace.MicrobatchFinished, by: int) -> Iterable[Finding]:
+        begun = self._open.get(event.step)
+        if begun is None:
+            begun = self._open[event.step] = {}
+        key = (event.replica, event.rank, event.generation, event.microbatch, event.chunk)
+        count = begun.pop(key, 0) + by
+        if count:
+            begun[key] = count
+        if count >= 0:
+            return ()
+        return ((line, f"{who(event)} finished microbatch {event.microbatch} of step {event.step}, which it never started"),)
+
+
+def every_iteration(history: History, gaps: Gaps) -> Findings:
+    """Training goes through the iterations one by one."""
+    last: tuple[int, int] | None = None
+    for step, record in history.records.items():
+        planned = history.steps[step].label
+        if planned is not None and planned != record.label and step not in gaps.touched:
+            yield record.line, f"step {step} was committed as {record.label!r}, but planned as {planned!r}"
+        if not is_training(record.label):
+            continue
+        iteration = iteration_of(record.label)
+        is_next = last is None or iteration == last[1] + 1
+        if last is not None and not is_next and not _may_lie_between(gaps, last, (step, iteration)):
+            yield record.line, f"step {step} trained iteration {iteration} after step {last[0]} had trained {last[1]}"
+        last = (step, iteration)
+
+
+def _may_lie_between(gaps: Gaps, last: tuple[int, int], now: tuple[int, int]) -> bool:
+    """Whether iterations that are missing between two steps can be those of steps that a gap took out whole."""
+    return 1 < now[1] - last[1] <= now[0] - last[0] and any(one in gaps.touched for one in range(last[0] + 1, now[0]))
+
+
+def deals_what_is_missing(history: History, step: Step) -> Findings:
+    """What members hold by their statuses and what their plans deal them is each microbatch once, for every bucket to reduce.
+
+    Asked only where all members of a generation have planned: one that is lost before it does takes what it was dealt along.
+    """
+    held = {(one.generation, one.replica): one.contributions for _, one in step.statuses}
+    whole: dict[int, dict[int, tuple[Line, trace.Plan]]] = defaultdict(dict)
+    for line, plan in step.plans:
+        whole[plan.generation][plan.replica] = line, plan
+    for generation, of_members in whole.items():
+        if of_members.keys() != history.members.get(generation, frozenset()):
+            continue
+        parts: dict[int, list[Ids]] = defaultdict(list)
+        known: dict[tuple[int, ...], Ids] = {}
+        for replica, (_, plan) in of_members.items():
+            for one in held.get((generation, replica), ()):
+                if one.microbatches not in known:
+                    known[one.microbatches] = Ids(one.microbatches)
+                for bucket in one.buckets:
+                    parts[bucket].append(known[one.microbatches])
+            for compute in plan.computes:
+                ids = Ids(compute.microbatches)
+                for bucket in compute.into:
+                    parts[bucket].append(ids)
+        line, plan = max(of_members.values(), key=lambda one: one[0])
+        judged: dict[tuple[int, ...], dict[int, int]] = {}  # most buckets have the same parts
+        for bucket in plan.reduces:
+            key = tuple(map(id, parts[bucket]))
+            if key not in judged:
+                judged[key] = not_each_once(parts[bucket], plan.num_microbatches)
+            if wrong := judged[key]:
+                what = f"generation {generation} reduces bucket {bucket} of step {step.number}"
+                yield line, f"{what}, to which its members hold or are dealt microbatch: times {wrong}, not each once"
+                break
+
+
+class ComputedAsDealt(Rule):
+    """A rank computes what the plan of its replica deals, into those buckets, and a pass takes in all of it or nothing."""
+
+    needs = "microbatches"
+
+    def __init__(self, history: History, gaps: Gaps) -> None:
+        super().__init__(history, gaps)
+        self._dealt: dict[int, dict[tuple[int, int], dict[int, frozenset[int]]]] = {}
+        """Step -> (replica, generation) -> microbatch -> the buckets that it goes into."""
+
+    def takes(self) -> Mapping[type, Taker]:
+        return {
+            trace.Plan: self._planned, trace.MicrobatchStarted: self._started, trace.MicrobatchFinished: self._finished,
+            trace.Extended: self._extended,
+        }  # fmt: skip
+
+    def closed(self, step: Step) -> Iterable[Finding]:
+        self._dealt.pop(step.number, None)
+        return ()
+
+    def _planned(self, line: Line, event: trace.Plan, step: Step) -> Iterable[Finding]:
+        dealt = self._dealt.setdefault(event.step, {}).setdefault((event.replica, event.generation), {})
+        for compute in event.computes:
+            into = step.shared(frozenset(compute.into))
+            for microbatch in compute.microbatches:
+                before = dealt.get(microbatch)
+                dealt[microbatch] = into if before is None else step.shared(before | into)
+        return ()
+
+    def _of(self, event: trace.MicrobatchStarted | trace.MicrobatchFinished | trace.Extended) -> Mapping[int, frozenset[int]]:
+        by_plan = self._dealt.get(event.step)
+        return by_plan.get((event.replica, event.generation), {}) if by_plan else {}
+
+    def _started(self, line: Line, event: trace.MicrobatchStarted, step: Step) -> Iterable[Finding]:
+        return () if event.microbatch in self._of(event) else self._not_dealt(line, event)
+
+    def _finished(self, line: Line, event: trace.MicrobatchFinished, step: Step) -> Iterable[Finding]:
+        dealt = self._of(event).get(event.microbatch)
+        if dealt is None:
+            return self._not_dealt(line, event)
+        if dealt.issuperset(event.into):
+            return ()
+        other = sorted(set(event.into) - dealt)
+        what = f"{who(event)} computes microbatch {event.microbatch} of step {event.step} into buckets {other}"
+        return ((line, f"{what}, which generation {event.generation} does not ask for"),)
+
+    def _not_dealt(self, line: Line, event: trace.MicrobatchStarted | trace.MicrobatchFinished) -> Iterable[Finding]:
+        what = f"{who(event)} computes microbatch {event.microbatch} of step {event.step}"
+        return ((line, f"{what}, which no plan of generation {event.generation} had dealt to it"),)
+
+    def _extended(self, line: Line, event: trace.Extended, step: Step) -> Iterable[Finding]:
+        plan = self._of(event)
+        if set(event.microbatches) == plan.keys():
+            return ()
+        what = f"{who(event)} takes microbatches {list(event.microbatches)} of step {event.step} into its pass"
+        return ((line, f"{what}; generation {event.generation} dealt {sorted(plan)}"),)
+
+
+def void_for_a_reason(history: History, gaps: Gaps) -> Findings:
+    """INV-1: a step is made void because a member reported a miscount of it, once, and before anybody has committed it.
+
+    If that was miscounted, too, it is given up, and its record says so.
+    """
+    told: dict[int, list[tuple[int, Line]]] = defaultdict(list)
+    for line, event in history.of(trace.Miscounted):
+        told[event.step].append((event.generation, line))
+    voided: dict[int, int] = {}
+    given_up: set[int] = set()
+    for line, event in history.of(trace.Generation):
+        if event.void is None or event.void[0] in gaps.touched:
+            continue
+        step, since = event.void
+        # Of the attempt that it ends: for a step that is given up that is the second one.
+        first = voided.get(step, 0) if event.gives_up and step not in given_up else 0
+        if not any(generation >= first and at < line for generation, at in told[step]):
+            yield line, f"generation {event.generation} makes step {step} void, of which nobody has reported a miscount"
+        if event.gives_up and step not in voided:
+            yield line, f"generation {event.generation} gives step {step} up, which was not computed anew"
+        if event.gives_up and step not in given_up:
+            given_up.add(step)
+            voided[step] = since
+        if voided.setdefault(step, since) != since:
+            yield line, f"generation {event.generation} makes step {step} void for the second time"
+        record = history.records.get(step)
+        if event.generation == since and record is not None and record.line < line:
+            yield line, f"generation {event.generation} makes step {step} void, which is committed"
+    for step, record in history.records.items():
+        if is_given_up(record.label) != (step in given_up) and step not in gaps.touched:
+            yield (
+                record.line,
+                f"step {step} was committed as {record.label!r}; it was {'' if step in given_up else 'not '}given up",
+            )
+
+
+def miscounts(history: History) -> Iterator[str]:
+    """Yield for each microbatch that a sum did not count once who had it in its local gradient, and by which plans.
+
+    Reads the trace once more where there is any.
+    """
+    told: dict[tuple[int, int, int, int], dict[int, trace.Miscounted]] = defaultdict(dict)
+    for _, event in history.of(trace.Miscounted):
+        told[event.step, event.generation, event.bucket, event.rank][event.replica] = event
+    steps = {step for step, _, _, _ in told}
+    plans = [event for _, event in history.events if isinstance(event, trace.Plan) and event.step in steps] if told else []
+    for (step, generation, bucket, rank), by_replica in sorted(told.items()):
+        for microbatch in sorted({wrong for event in by_replica.values() for wrong in event.microbatches}):
+            planned: dict[int, list[int]] = defaultdict(list)
+            for plan in plans:
+                is_asked = any(microbatch in one.microbatches and bucket in one.into for one in plan.computes)
+                if plan.step == step and plan.generation <= generation and is_asked:
+                    planned[plan.replica].append(plan.generation)
+            found = []
+            for replica in sorted({*by_replica, *planned}):
+                by = (
+                    f"planned in generation {', '.join(map(str, planned[replica]))}"
+                    if planned[replica]
+                    else "planned by nobody"
+                )
+                event = by_replica.get(replica)  # None: a newer generation came before its sum was complete
+                if event is None:
+                    found.append(f"replica {replica} did not report how often it has it, {by}")
+                elif planned[replica] or event.own_counts[microbatch]:
+                    found.append(f"replica {replica} has it {event.own_counts[microbatch]} times, {by}")
+            where = f"step {step}, bucket {bucket}, rank {rank}"
+            what = f"{where}: microbatch {microbatch} was miscounted in generation {generation}"
+            yield f"{what}; {'; '.join(found) or 'no replica that reported it has it'}"
+
+
+RULES: tuple[type[Rule], ...] = (
+    of_step(counted_once),
+    of_step(computed_once, "microbatches"),
+    of_step(deals_what_is_missing),
+    ComputedAsDealt,
+    AskedFor,
+    StartedAndFinished,
+    of_run(every_iteration, "steps"),
+    of_step(applied_once),
+    of_run(void_for_a_reason),
+)
+"""In the order in which their findings are told."""

@@ -1,0 +1,159 @@
+"""INV-5: nothing of an older generation changes any state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import get_args
+
+from megatron_recover import trace
+from megatron_recover.observe.gaps import Gaps
+from megatron_recover.observe.history import Finding, Findings, History, Line, who
+from megatron_recover.observe.replay import Taker
+from megatron_recover.observe.step import Step
+from megatron_recover.observe.verify.common import RANK_WORK
+from megatron_recover.observe.verify.rule import Rule, of_run, of_step
+
+
+def honest_journals(history: History, step: Step) -> Findings:
+    """A status tells as finished only microbatches whose backward had ended."""
+    for line, status, missing in step.unfinished:
+        if missing:
+            yield line, f"replica {status.replica} says that it has finished microbatches {missing} of step {status.step}"
+
+
+def backed_statuses(history: History, step: Step) -> Findings:
+    """A status counts only results that all ranks of the replica held before they promised."""
+    for line, status in step.statuses:
+        for bucket, version in status.complete:
+            held = step.results.get((bucket, version))
+            for rank in history.ranks_of(bucket):
+                since = held.since(status.replica, rank) if held else None
+                if version >= status.generation or since is None or since > line:
+                    what = f"replica {status.replica} counts bucket {bucket} version {version}"
+                    what += f" in generation {status.generation}"
+                    yield line, f"{what}, though its rank {rank} had not completed it when it entered"
+                    break
+
+
+class Promised(Rule):
+    """Who acts in a generation has entered it and told its status."""
+
+    def __init__(self, history: History, gaps: Gaps) -> None:
+        super().__init__(history, gaps)
+        self._seen: dict[type, set[tuple[int, int]]] = {trace.Entered: set(), trace.Status: set()}
+        self._ready: set[tuple[int, int]] = set()
+        """(replica, generation) of those who have done both."""
+
+    def takes(self) -> Mapping[type, Taker]:
+        acts = (trace.Plan, trace.Voted, trace.Committed, *RANK_WORK)
+        return {trace.Entered: self._promises, trace.Status: self._promises, **dict.fromkeys(acts, self._acts)}
+
+    def _promises(self, line: Line, event: trace.Entered | trace.Status, step: Step | None) -> Iterable[Finding]:
+        self._seen[type(event)].add((event.replica, event.generation))
+        return ()
+
+    def _acts(self, line: Line, event: trace.Voted, step: Step) -> Iterable[Finding]:
+        key = (event.replica, event.generation)
+        return () if key in self._ready else self._look(line, event, key)
+
+    def _look(self, line: Line, event: trace.Voted, key: tuple[int, int]) -> Findings:
+        for kind, had in self._seen.items():
+            if key not in had:
+                what = f"replica {event.replica} acts in generation {event.generation} without"
+                yield line, f"{what} {'a status' if kind is trace.Status else 'having entered it'}"
+            had.add(key)  # once is enough
+        self._ready.add(key)
+
+
+def what_was_lost_is_fenced(history: History, gaps: Gaps) -> Findings:
+    """Every rank of a replica that left the roster by a loss is confirmed dead by the end of the run, or was set aside."""
+    started = history.first(trace.RunStarted)
+    if started is None or history.first(trace.RunFinished) is None or gaps.of_launcher:
+        return
+    dead = {(event.replica, rank) for _, event in history.of(trace.Fenced) for rank in event.ranks}
+    dead |= {(event.replica, event.rank) for _, event in history.of(trace.SetAside)}
+    for replica, (line, _) in history.lost_at.items():
+        if alive := [rank for rank in range(started.layout.num_ranks) if (replica, rank) not in dead]:
+            yield line, f"replica {replica} was lost, and its ranks {alive} were never fenced"
+
+
+_OF_OTHERS = (
+    trace.Fenced, trace.SetAside, trace.Failure, trace.Fault, trace.Gap, trace.RankSilent, trace.RankMoved,
+)  # fmt: skip
+"""Events about a replica that others write, or that say nothing of what it does."""
+
+
+class Fencing(Rule):
+    """Nothing stamped with an older generation, and nothing of a replica outside the roster, changes any state."""
+
+    needs = "faults"
+
+    def __init__(self, history: History, gaps: Gaps) -> None:
+        super().__init__(history, gaps)
+        self._entered: dict[int, int] = {}
+        self._fenced: dict[tuple[int, int], Line] = {}
+        self._good: set[tuple[int, int, int | None]] = set()
+        """(replica, rank, generation) that may act, until the next one is fenced: to look at most events only once."""
+
+    def takes(self) -> Mapping[type, Taker]:
+        kinds: dict[type, Taker] = {
+            kind: self._acts for kind in get_args(trace.AnyEvent)
+            if kind not in _OF_OTHERS and "replica" in kind.__struct_fields__
+        }  # fmt: skip
+        special: dict[type, Taker] = {
+            trace.Fenced: self._is_fenced, trace.Reduced: self._sums, trace.Entered: self._enters, trace.Voted: self._commits,
+            trace.Committed: self._commits,
+        }  # fmt: skip
+        ranked = (trace.MicrobatchStarted, trace.MicrobatchFinished, trace.BucketPassed)
+        return {**kinds, **special, **dict.fromkeys(ranked, self._computes)}
+
+    def _is_fenced(self, line: Line, event: trace.Fenced, step: None) -> Iterable[Finding]:
+        self._fenced.update({(event.replica, rank): line for rank in event.ranks})
+        self._good.clear()
+        return ()
+
+    def _computes(self, line: Line, event: trace.MicrobatchStarted, step: Step) -> Iterable[Finding]:
+        return () if (event.replica, event.rank, event.generation) in self._good else self._acts(line, event, step)
+
+    def _acts(self, line: Line, event: trace.MicrobatchStarted, step: Step | None) -> list[Finding]:
+        replica, rank, generation = event.replica, getattr(event, "rank", 0), getattr(event, "generation", None)
+        if (replica, rank, generation) in self._good:
+            return []
+        found, did = [], f"{who(event)} wrote {type(event).__name__}"
+        dead_since = self._fenced.get((replica, rank))
+        if dead_since is not None:
+            found.append((line, f"{did} after it was fenced (line {dead_since})"))
+        if generation in self.history.members and replica not in self.history.members[generation]:
+            found.append((line, f"{did} in generation {generation}, to which it does not belong"))
+        if not found:
+            self._good.add((replica, rank, generation))
+        return found
+
+    def _sums(self, line: Line, event: trace.Reduced, step: Step) -> list[Finding]:
+        found = self._acts(line, event, step)  # type: ignore[arg-type]
+        if event.version != event.generation:
+            what = f"{who(event)} wrote Reduced of version {event.version}"
+            found.append((line, f"{what}, which generation {event.generation} cannot make"))
+        return found
+
+    def _enters(self, line: Line, event: trace.Entered, step: None) -> list[Finding]:
+        self._entered[event.replica] = max(event.generation, self._entered.get(event.replica, 0))
+        return self._acts(line, event, step)  # type: ignore[arg-type]
+
+    def _commits(self, line: Line, event: trace.Voted | trace.Committed, step: Step) -> list[Finding]:
+        found = self._acts(line, event, step)  # type: ignore[arg-type]
+        entered = self._entered.get(event.replica, 0)
+        if event.generation < entered:
+            did = f"{who(event)} wrote {type(event).__name__}"
+            found.append((line, f"{did} of generation {event.generation} after it had entered {entered}"))
+        return found
+
+
+RULES: tuple[type[Rule], ...] = (
+    Promised,
+    of_run(what_was_lost_is_fenced),
+    Fencing,
+    of_step(honest_journals, "microbatches"),
+    of_step(backed_statuses),
+)
+"""In the order in which their findings are told."""

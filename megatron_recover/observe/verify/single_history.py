@@ -1,0 +1,129 @@
+"""INV-6: of two sides of a partition at most one goes on, and a checkpoint is named only for agreed state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from megatron_recover import trace
+from megatron_recover.observe.gaps import Gaps
+from megatron_recover.observe.history import Finding, Findings, History, Line, is_agreement, is_training, iteration_of, who
+from megatron_recover.observe.replay import Taker
+from megatron_recover.observe.step import Step
+from megatron_recover.observe.verify.rule import LEVELS, Rule, of_run, provides
+
+
+class MembersHaveJoined(Rule):
+    """Only a replica that was ready becomes a member."""
+
+    needs = "faults"
+
+    def __init__(self, history: History, gaps: Gaps) -> None:
+        super().__init__(history, gaps)
+        self._joined: set[int] = set()
+
+    def takes(self) -> Mapping[type, Taker]:
+        return {trace.Joined: self._joins, trace.Generation: self._announced}
+
+    def _joins(self, line: Line, event: trace.Joined, step: None) -> Iterable[Finding]:
+        self._joined.add(event.replica)
+        return ()
+
+    def _announced(self, line: Line, event: trace.Generation, step: None) -> Findings:
+        strange = set(event.roster) - self._joined
+        self._joined |= strange  # once is enough
+        if strange := {one for one in strange if not self.gaps.explain(one, 0.0, event.t)}:
+            yield line, f"generation {event.generation} has members {sorted(strange)} that never joined"
+
+
+class SingleHistory(Rule):
+    """One roster a generation, generations and checkpoints only go forward, a lost replica never returns."""
+
+    needs = "faults"
+
+    def __init__(self, history: History, gaps: Gaps) -> None:
+        super().__init__(history, gaps)
+        self._newest: trace.Generation | None = None
+        self._lost: set[int] = set()
+        self._entered: dict[int, int] = {}
+        self._saved = -1
+        self._knows_who_finished = provides(history) != LEVELS[0] and not gaps.of_launcher
+
+    def takes(self) -> Mapping[type, Taker]:
+        return {
+            trace.Generation: self._announced, trace.Entered: self._enters, trace.Plan: self._plans,
+            trace.Checkpoint: self._saves,
+        }  # fmt: skip
+
+    def _announced(self, line: Line, event: trace.Generation, step: None) -> list[Finding]:
+        finished = {replica for replica, committed in self.history.final_commits.items() if committed < line}
+        found = [(line, message) for message in self._follows(event, finished)]
+        self._newest = event
+        self._lost |= {one.replica for one in event.losses}
+        return found
+
+    def _follows(self, event: trace.Generation, finished: set[int]) -> Iterator[str]:
+        """`finished`: replicas that have committed the run's last step; one that ends then owes nothing and is no loss."""
+        before, number, roster = self._newest, event.generation, list(event.roster)
+        if before and number <= before.generation:
+            yield f"generation {number} was announced after generation {before.generation}"
+        if not roster or roster != sorted(set(roster)):
+            yield f"generation {number} has the roster {roster}"
+        if back := self._lost & set(roster):
+            yield f"generation {number} contains replicas that were lost before: {sorted(back)}"
+        gone = set(before.roster if before else ()) - set(roster)
+        unexplained = gone - {one.replica for one in event.losses} - finished
+        if unexplained and self._knows_who_finished:
+            yield f"generation {number} leaves out {sorted(unexplained)} without naming a loss"
+
+    def _enters(self, line: Line, event: trace.Entered, step: None) -> Findings:
+        is_announced = self._newest is not None and event.generation <= self._newest.generation
+        if not is_announced and not self.gaps.of_launcher:
+            yield line, f"replica {event.replica} entered generation {event.generation} before it was announced"
+        before = self._entered.get(event.replica, 0)
+        if event.generation <= before:
+            yield line, f"replica {event.replica} entered {event.generation} after {before}"
+        self._entered[event.replica] = event.generation
+
+    def _plans(self, line: Line, event: trace.Plan, step: Step) -> Findings:
+        roster, first = self.history.roster(event.generation), step.plans[0][1] if step.plans else event
+        if event.roster != roster:
+            what = f"replica {event.replica} plans generation {event.generation} with roster {list(event.roster)}"
+            yield line, f"{what}; announced was {list(roster)}"
+        if (event.label, event.num_microbatches) != (first.label, first.num_microbatches):
+            yield line, f"step {event.step} is {event.label!r} on {who(event)} and {first.label!r} on {who(first)}"
+
+    def _saves(self, line: Line, event: trace.Checkpoint, step: None) -> Findings:
+        if event.phase != "finished":
+            return
+        if event.iteration <= self._saved:
+            yield line, f"the checkpoint of iteration {event.iteration} became the latest after that of {self._saved}"
+        self._saved = event.iteration
+
+
+def saved_what_was_agreed(history: History, gaps: Gaps) -> Findings:
+    """A checkpoint gets its name only after a record has carried the digest of the state that is in it.
+
+    That is the record of `save N`; or that of the end of training, where what is saved is the last state.
+    """
+    if gaps.touched:  # one of those steps may have been the agreement
+        return
+    agreed: dict[int, int] = {}
+    trained = None
+    for record in history.records.values():
+        if is_training(record.label):
+            trained = iteration_of(record.label)
+        elif is_agreement(record.label) and record.has_digest:
+            iteration = iteration_of(record.label) if record.label.startswith("save ") else trained
+            if iteration is not None:
+                agreed.setdefault(iteration, record.line)
+    for line, event in history.of(trace.Checkpoint):
+        if event.phase == "finished" and agreed.get(event.iteration, line) >= line:
+            yield line, f"the checkpoint of iteration {event.iteration} was named, and no record had carried its digest"
+
+
+RULES: tuple[type[Rule], ...] = (
+    MembersHaveJoined,
+    SingleHistory,
+    of_run(saved_what_was_agreed, "steps"),
+)
+"""In the order in which their findings are told."""
