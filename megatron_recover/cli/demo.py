@@ -29,9 +29,9 @@ from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultKind
 from megatron_recover.flags import Parser
-from megatron_recover.observe import report
 from megatron_recover.observe.history import History
-from megatron_recover.observe.page import PAGE_FILE
+from megatron_recover.observe.report import writing as report
+from megatron_recover.observe.report.page import PAGE_FILE
 from megatron_recover.observe.summary import SUMMARY_FILE, FaultSummary, Summary
 from megatron_recover.observe.verify.check import Verdict, check, describe
 from megatron_recover.observe.work import Redone, Work

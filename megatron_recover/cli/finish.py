@@ -74,8 +74,9 @@ def _kill(process: subprocess.Popen[str], deadlines: Deadlines) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Make the files of one run directory; says on stderr, in its last line, why it cannot."""
-    from megatron_recover.observe import plot, summary
+    from megatron_recover.observe import summary
     from megatron_recover.observe.history import History
+    from megatron_recover.observe.report import plot
 
     run_dir = Path(argv[0])
     with contextlib.suppress(OSError):  # where memory runs out, this process goes first

@@ -8,8 +8,8 @@ from pathlib import Path
 from megatron_recover.cli.run_dirs import no_trace, run_folder
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
-from megatron_recover.observe import report
-from megatron_recover.observe.page import PAGE_FILE
+from megatron_recover.observe.report import writing as report
+from megatron_recover.observe.report.page import PAGE_FILE
 from megatron_recover.trace import EVENTS_FILE, TraceError, event_files
 
 

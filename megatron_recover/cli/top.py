@@ -20,10 +20,10 @@ from megatron_recover import trace
 from megatron_recover.cli.run_dirs import no_trace, run_folder
 from megatron_recover.core.values import ExitCode
 from megatron_recover.flags import Parser
-from megatron_recover.observe import launcher
 from megatron_recover.observe.files import LOGS
-from megatron_recover.observe.progress import Progress
-from megatron_recover.observe.tail import Tail
+from megatron_recover.observe.follow import launcher
+from megatron_recover.observe.follow.progress import Progress
+from megatron_recover.observe.follow.tail import Tail
 from megatron_recover.trace import event_files
 
 INTERVAL_S = 0.25

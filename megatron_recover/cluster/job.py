@@ -14,8 +14,8 @@ from megatron_recover.cluster.event_store import PART_BYTES
 from megatron_recover.config import RecoverConfig
 from megatron_recover.faults import Fault
 from megatron_recover.host.addresses import INTERFACE
-from megatron_recover.observe import launcher
 from megatron_recover.observe.files import LOGS, log_name
+from megatron_recover.observe.follow import launcher
 from megatron_recover.trace import Layout, Level
 from megatron_recover.trace.ring import RING_BYTES
 

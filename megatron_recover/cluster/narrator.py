@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from megatron_recover import trace
 from megatron_recover.deadlines import figure
 from megatron_recover.observe.ending import Account
-from megatron_recover.observe.progress import Progress
+from megatron_recover.observe.follow.progress import Progress
 
 HOLD_S = 0.5
 """See Note [Order of lines]."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_recover import trace
 from megatron_recover.faults import Fault, FaultKind
-from megatron_recover.observe.tail import Tail
+from megatron_recover.observe.follow.tail import Tail
 
 
 class Thawing:

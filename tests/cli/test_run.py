@@ -30,7 +30,7 @@ from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
 from megatron_recover.host.process_stat import signal_name
 from megatron_recover.megatron.launch.arguments import recover_flags
-from megatron_recover.observe.plot import PLOT_FILE
+from megatron_recover.observe.report.plot import PLOT_FILE
 from megatron_recover.observe.summary import load
 from tests.observe import traces
 from tests.unprivileged import NOBODYS, run_verb

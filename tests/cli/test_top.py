@@ -22,8 +22,8 @@ from megatron_recover.cli import top
 from megatron_recover.cluster.job import Job, write_description
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
-from megatron_recover.observe import launcher
-from megatron_recover.observe.launcher import RUN_FILE
+from megatron_recover.observe.follow import launcher
+from megatron_recover.observe.follow.launcher import RUN_FILE
 from tests.observe import traces
 
 

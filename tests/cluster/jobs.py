@@ -21,7 +21,7 @@ from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import Loss, LossKind
 from megatron_recover.faults import Fault
-from megatron_recover.observe.tail import Tail
+from megatron_recover.observe.follow.tail import Tail
 from megatron_recover.observe.verify.check import check, describe
 
 ROOT = Path(__file__).resolve().parents[2]

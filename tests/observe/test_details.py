@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.observe import details, report, timeline
-from megatron_recover.observe.details import Window, collect
 from megatron_recover.observe.history import History
-from megatron_recover.observe.lanes import picture
-from megatron_recover.observe.timeline import Timeline
+from megatron_recover.observe.report import details, timeline
+from megatron_recover.observe.report import writing as report
+from megatron_recover.observe.report.details import Window, collect
+from megatron_recover.observe.report.lanes import picture
+from megatron_recover.observe.report.timeline import Timeline
 from tests.observe import traces
 
 

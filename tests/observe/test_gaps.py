@@ -18,9 +18,9 @@ from megatron_recover.cli import check as verb
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.gaps import LAUNCHER, Gaps
 from megatron_recover.observe.history import History
-from megatron_recover.observe.page import render
+from megatron_recover.observe.report.page import render
+from megatron_recover.observe.report.timeline import Timeline
 from megatron_recover.observe.summary import summarize
-from megatron_recover.observe.timeline import Timeline
 from megatron_recover.observe.verify.check import Violation, check, describe, violations
 from tests.observe import test_check, traces
 

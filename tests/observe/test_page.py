@@ -13,9 +13,10 @@ import msgspec
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.observe import charts, page, perfetto, report
-from megatron_recover.observe.page import render
-from megatron_recover.observe.timeline import Timeline
+from megatron_recover.observe.report import charts, page, perfetto
+from megatron_recover.observe.report import writing as report
+from megatron_recover.observe.report.page import render
+from megatron_recover.observe.report.timeline import Timeline
 from megatron_recover.observe.verify.check import check
 from megatron_recover.observe.verify.rules import RULES
 from tests.observe import traces
@@ -343,5 +344,5 @@ def test_an_installed_package_has_the_templates(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
     subprocess.run(command, cwd=root, check=True, capture_output=True, timeout=60)
-    place = Path("megatron_recover") / "observe" / "templates"
+    place = Path("megatron_recover") / "observe" / "report" / "templates"
     assert {path.name for path in (tmp_path / place).iterdir()} == {path.name for path in (root / place).iterdir()}

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.observe import perfetto
 from megatron_recover.observe.history import History
-from megatron_recover.observe.timeline import Span, Timeline
+from megatron_recover.observe.report import perfetto
+from megatron_recover.observe.report.timeline import Span, Timeline
 from tests.observe import traces
 
 

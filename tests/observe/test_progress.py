@@ -8,8 +8,8 @@ import msgspec
 
 from megatron_recover import trace
 from megatron_recover.core.values import LossKind
-from megatron_recover.observe.progress import Progress
-from megatron_recover.observe.tail import Tail
+from megatron_recover.observe.follow.progress import Progress
+from megatron_recover.observe.follow.tail import Tail
 from tests.observe import traces
 
 

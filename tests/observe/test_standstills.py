@@ -10,11 +10,13 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.core.values import LossKind
-from megatron_recover.observe import perfetto, report, summary
+from megatron_recover.observe import summary
 from megatron_recover.observe.history import History
-from megatron_recover.observe.lanes import picture
+from megatron_recover.observe.report import perfetto
+from megatron_recover.observe.report import writing as report
+from megatron_recover.observe.report.lanes import picture
+from megatron_recover.observe.report.timeline import Timeline
 from megatron_recover.observe.standstills import Standstill, standstills
-from megatron_recover.observe.timeline import Timeline
 from tests.observe import traces
 
 

@@ -10,9 +10,9 @@ import pytest
 from megatron_recover import trace
 from megatron_recover.core.values import LossKind
 from megatron_recover.observe.history import History
-from megatron_recover.observe.lanes import MAX_BARS, MAX_LANES, Picture, picture
+from megatron_recover.observe.report.lanes import MAX_BARS, MAX_LANES, Picture, picture
+from megatron_recover.observe.report.timeline import Span, Timeline, within
 from megatron_recover.observe.summary import faults
-from megatron_recover.observe.timeline import Span, Timeline, within
 from tests.observe import traces
 
 

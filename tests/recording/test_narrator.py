@@ -15,7 +15,7 @@ from megatron_recover import trace
 from megatron_recover.cluster.narrator import Narrator
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.ending import Account
-from megatron_recover.observe.progress import Progress
+from megatron_recover.observe.follow.progress import Progress
 
 BEGAN_AT = 1_700_000_000.25
 PREFIX = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] megatron-recover: "

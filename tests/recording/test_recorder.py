@@ -33,7 +33,7 @@ from megatron_recover.cluster.recording import Pauses, Recording
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.observe.ending import Account
-from megatron_recover.observe.tail import Tail
+from megatron_recover.observe.follow.tail import Tail
 from megatron_recover.trace import event_files, ring
 from tests.recording.runs import DEADLINE_S, Run, num_waits
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_recover import trace
-from megatron_recover.observe import charts
 from megatron_recover.observe.history import History
-from megatron_recover.observe.timeline import Episode, Span, Still, Timeline, within
+from megatron_recover.observe.report import charts
+from megatron_recover.observe.report.timeline import Episode, Span, Still, Timeline, within
 
 MAX_LANES = 24
 MIN_REPLICAS = 6

@@ -14,14 +14,14 @@ from typing import get_args
 import jinja2
 
 from megatron_recover import __version__, trace
-from megatron_recover.observe import charts
 from megatron_recover.observe.goodput import Goodput, StepTime
 from megatron_recover.observe.history import History, is_training, iteration_of
-from megatron_recover.observe.lanes import Picture, picture
-from megatron_recover.observe.perfetto import TRACE_FILE
+from megatron_recover.observe.report import charts
+from megatron_recover.observe.report.lanes import Picture, picture
+from megatron_recover.observe.report.perfetto import TRACE_FILE
+from megatron_recover.observe.report.timeline import MAX_DRAWN, Episode, Timeline
 from megatron_recover.observe.standstills import Standstill
 from megatron_recover.observe.summary import FaultSummary, RecoverySummary, Summary
-from megatron_recover.observe.timeline import MAX_DRAWN, Episode, Timeline
 from megatron_recover.observe.verify.check import SHOWN_VIOLATIONS, Verdict, Violation, how_it_ended
 from megatron_recover.observe.verify.rules import RULES
 
@@ -51,7 +51,7 @@ def render(
     the run directory, so that the logs of ranks can be linked to.
     """
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("megatron_recover.observe"), autoescape=True, undefined=jinja2.StrictUndefined,
+        loader=jinja2.PackageLoader("megatron_recover.observe.report"), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {"ms": _milliseconds, "seconds": _seconds, "percent": _percent, "plural": _plural}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_recover.host.whole_file import replacing
-from megatron_recover.observe import page, perfetto, plot, summary
+from megatron_recover.observe import summary
 from megatron_recover.observe.history import Line
-from megatron_recover.observe.timeline import Timeline
+from megatron_recover.observe.report import page, perfetto, plot
+from megatron_recover.observe.report.timeline import Timeline
 from megatron_recover.observe.verify.check import check
 
 

@@ -15,8 +15,8 @@ from typing import Literal
 
 from megatron_recover import trace
 from megatron_recover.faults import STANDS_STILL, FaultKind
-from megatron_recover.observe.details import Details, Window, collect
 from megatron_recover.observe.history import History, Numbered
+from megatron_recover.observe.report.details import Details, Window, collect
 from megatron_recover.observe.standstills import standstills
 from megatron_recover.observe.summary import FaultSummary, faults, struck_at
 

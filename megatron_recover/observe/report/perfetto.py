@@ -16,9 +16,9 @@ import msgspec
 from megatron_recover.host.whole_file import replacing
 from megatron_recover.observe.goodput import Goodput
 from megatron_recover.observe.history import History, is_training
+from megatron_recover.observe.report.timeline import MAX_SPANS, Span, Timeline
 from megatron_recover.observe.standstills import standstills
 from megatron_recover.observe.summary import faults
-from megatron_recover.observe.timeline import MAX_SPANS, Span, Timeline
 
 TRACE_FILE = "perfetto.json"
 
