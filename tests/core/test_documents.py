@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import get_args
 
 from megatron_recover.core import coordinator, rank, replica
-from megatron_recover.sim.draw.diagram import page
 from megatron_recover.sim.explore.scenario import CONFIGS
+from scripts.draw.diagram import page
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 def test_the_drawn_tables_are_current() -> None:
     expected = page()
     actual = (DOCS / "states.md").read_text()
-    assert actual == expected, "run: python -m megatron_recover.sim.draw.diagram > docs/states.md"
+    assert actual == expected, "run: python -m scripts.draw.diagram > docs/states.md"
 
 
 def test_every_handler_says_what_it_does() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.quotas import major_minor, over_recover
 from megatron_recover.core import quota
 from megatron_recover.core.values import Pipeline
-from megatron_recover.sim.draw.timeline import undisturbed
+from scripts.draw.timeline import undisturbed
 
 paces = st.lists(st.integers(1, 4000), min_size=1, max_size=6)
 pipelines = st.builds(Pipeline, st.integers(1, 4), st.just(1)) | st.builds(Pipeline, st.integers(2, 4), st.integers(2, 3))

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_recover import trace
 from megatron_recover.core.values import LossKind
+from megatron_recover.host.whole_file import replacing
 from megatron_recover.observe import summary
 from megatron_recover.observe.compare import compare
-from megatron_recover.host.whole_file import replacing
 from megatron_recover.observe.history import History
 from megatron_recover.observe.report import plot
 from megatron_recover.observe.report import writing as report

@@ -13,10 +13,10 @@ from megatron_recover.core.quota import ticks
 from megatron_recover.core.replica import Committed, LinkLost
 from megatron_recover.core.values import Pipeline, Record, Status, Statuses
 from megatron_recover.faults import Fault, FaultPoint
-from megatron_recover.sim.draw.timeline import BACKWARD, FORWARD, Action, undisturbed
 from megatron_recover.sim.timed.job import TimedJob, TimedReplica
 from megatron_recover.sim.timed.models import LEDGER_COLUMNS, Scenario, Timing
 from megatron_recover.sim.timed.rank import Pass
+from scripts.draw.timeline import BACKWARD, FORWARD, Action, undisturbed
 from tests.sim.build import job_of, kill, scenario, step_seconds
 
 TALK_S = 0.01

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_recover.core.values import Pipeline
-from megatron_recover.sim.draw.gantt import DRAWINGS, drawn
-from megatron_recover.sim.draw.timeline import Action, Timeline, disturbed, reopened, undisturbed
+from scripts.draw.gantt import DRAWINGS, drawn
+from scripts.draw.timeline import Action, Timeline, disturbed, reopened, undisturbed
 
 PAGE = Path(__file__).parents[2] / "docs" / "schedule.md"
 PIPES = [Pipeline(1), Pipeline(2), Pipeline(4), Pipeline(2, 2), Pipeline(4, 2), Pipeline(3, 3)]
@@ -16,7 +16,7 @@ PIPES = [Pipeline(1), Pipeline(2), Pipeline(4), Pipeline(2, 2), Pipeline(4, 2), 
 
 def test_the_drawn_schedules_are_current() -> None:
     page = PAGE.read_text()
-    assert drawn(page) == page, "run: python -m megatron_recover.sim.draw.gantt docs/schedule.md"
+    assert drawn(page) == page, "run: python -m scripts.draw.gantt docs/schedule.md"
     assert all(f"<!-- drawn: {name} -->" in page for name in DRAWINGS)
 
 

@@ -1,6 +1,6 @@
 """Draws the machines' tables for docs/states.md, so that the picture cannot differ from the code.
 
-python -m megatron_recover.sim.draw.diagram > docs/states.md
+python -m scripts.draw.diagram > docs/states.md
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def page() -> str:
     """docs/states.md as it has to be."""
     parts = [
         "# States",
-        "Drawn from the tables of the machines by `python -m megatron_recover.sim.draw.diagram > docs/states.md`; a test "
+        "Drawn from the tables of the machines by `python -m scripts.draw.diagram > docs/states.md`; a test "
         "keeps it current.\n"
         "Inputs that a table does not list for a phase are dropped: they are late, repeated, or mean nothing there.",
         "## One replica (`core/replica.py`)",

@@ -1,6 +1,6 @@
 """Draws the pictures and tables of docs/schedule.md from the schedules themselves, so that they cannot differ from the code.
 
-python -m megatron_recover.sim.draw.gantt docs/schedule.md
+python -m scripts.draw.gantt docs/schedule.md
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron_recover.core.values import Pipeline
-from megatron_recover.sim.draw.timeline import Action, Timeline, disturbed, reopened, undisturbed
+from scripts.draw.timeline import Action, Timeline, disturbed, reopened, undisturbed
 
 _CHARACTERS = 2
 """Of a picture's line for a forward; a backward has twice as many."""
