@@ -6,16 +6,12 @@ each of those that wait when one of them is dead.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megatron_recover.core.plan import Operation
 from megatron_recover.core.values import ReplicaId
 from megatron_recover.faults import FaultPoint
 from megatron_recover.sim import channels
 from megatron_recover.sim.timed.rank import TimedRank, key_of
-
-if TYPE_CHECKING:
-    from megatron_recover.sim.timed.job import TimedJob
+from megatron_recover.sim.timed.world import World
 
 Key = tuple[object, ...]
 """An operation without its members, who may be many, and the position of those that meet."""
@@ -39,7 +35,7 @@ class Meeting:
 class Meetings:
     """All meetings of a job that are not over."""
 
-    def __init__(self, job: TimedJob) -> None:
+    def __init__(self, job: World) -> None:
         self.job = job
         self.open: dict[Key, Meeting] = {}
 

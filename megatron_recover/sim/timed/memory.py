@@ -7,24 +7,21 @@ gradient of a bucket, and the results, are multisets of microbatch ids.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from megatron_recover.core import invariants
 from megatron_recover.core.plan import Operation
 from megatron_recover.core.values import Apply, BucketId, Compute, Plan, ReplicaId
 from megatron_recover.sim.multiset import Multiset, add, checksum, digest, state_digest, voted
-
-if TYPE_CHECKING:
-    from megatron_recover.sim.timed.rank import TimedRank
+from megatron_recover.sim.timed.world import Rank
 
 
 class Memory:
     """Holds nothing: all results are equal."""
 
-    def compute(self, rank: TimedRank, plan: Plan) -> None:
+    def compute(self, rank: Rank, plan: Plan) -> None:
         """A rank computes all of a plan."""
 
-    def read(self, rank: TimedRank, operation: Operation) -> object:
+    def read(self, rank: Rank, operation: Operation) -> object:
         """What a rank hands in to an operation."""
         return None
 
@@ -36,15 +33,15 @@ class Memory:
         """True if a sum shows that a member counts what is not there. All else that is wrong with it is told as a fact."""
         return False
 
-    def result(self, rank: TimedRank, operation: Operation, result: object) -> int:
+    def result(self, rank: Rank, operation: Operation, result: object) -> int:
         """A rank holds what an operation brought; its checksum."""
         return operation.version
 
-    def state_digest(self, rank: TimedRank) -> int:
+    def state_digest(self, rank: Rank) -> int:
         """Return the digest of the state that a rank begins its step with."""
         return 0
 
-    def apply(self, rank: TimedRank, order: Apply) -> None:
+    def apply(self, rank: Rank, order: Apply) -> None:
         """The results become the gradient."""
 
 
@@ -54,8 +51,8 @@ class Counts(Memory):
     def __init__(self, num_microbatches: int, observe: Callable[[invariants.Fact], None]) -> None:
         self.zeros: Multiset = (0,) * num_microbatches
         self.observe = observe
-        self.gradients: dict[TimedRank, dict[BucketId, Multiset]] = {}
-        self.results: dict[TimedRank, dict[BucketId, Multiset]] = {}
+        self.gradients: dict[Rank, dict[BucketId, Multiset]] = {}
+        self.results: dict[Rank, dict[BucketId, Multiset]] = {}
         self.flawed: set[tuple[ReplicaId, int]] = set()
         """(replica, step): it counts microbatch 0 once too often in all that it hands in, until that is made void."""
         self.drifted: dict[ReplicaId, int] = {}
@@ -63,7 +60,7 @@ class Counts(Memory):
         self.state_drifted: dict[ReplicaId, int] = {}
         """The first step that a replica begins with other state than the rest, of which no sum depends."""
 
-    def computes(self, rank: TimedRank, plan: Plan) -> tuple[Compute, ...]:
+    def computes(self, rank: Rank, plan: Plan) -> tuple[Compute, ...]:
         """What a rank computes: all of a plan, whether or not it has been overtaken."""
         return plan.computes
 
@@ -71,21 +68,21 @@ class Counts(Memory):
         """The local gradient after a reduction that delivered `result`: untouched (INV-3)."""
         return before
 
-    def _has_drifted(self, rank: TimedRank, step: int) -> bool:
+    def _has_drifted(self, rank: Rank, step: int) -> bool:
         return step >= self.drifted.get(rank.replica.number, step + 1)
 
     def has_other_state(self, replica: ReplicaId, step: int) -> bool:
         """Whether a replica begins a step with other parameters or other state than the rest."""
         return any(step >= drifted.get(replica, step + 1) for drifted in (self.drifted, self.state_drifted))
 
-    def state_digest(self, rank: TimedRank) -> int:
+    def state_digest(self, rank: Rank) -> int:
         step = rank.machine.step
         drifted = self.has_other_state(rank.replica.number, step)
         digest = state_digest(step, rank.position, drifted=drifted)
         self.observe(invariants.Digested(rank.replica.number, rank.position, step, digest))
         return digest
 
-    def compute(self, rank: TimedRank, plan: Plan) -> None:
+    def compute(self, rank: Rank, plan: Plan) -> None:
         if plan.voids:
             self.gradients.pop(rank, None)
             self.flawed.discard((rank.replica.number, plan.step))
@@ -96,7 +93,7 @@ class Counts(Memory):
                     before = mine.get(bucket, self.zeros)
                     mine[bucket] = tuple(count + (i in one.microbatches) for i, count in enumerate(before))
 
-    def read(self, rank: TimedRank, operation: Operation) -> object:
+    def read(self, rank: Rank, operation: Operation) -> object:
         if operation.source is not None:
             return self.results[rank][operation.bucket]
         counts = self.gradients.get(rank, {}).get(operation.bucket, self.zeros)
@@ -112,7 +109,7 @@ class Counts(Memory):
     def add(self, parts: list[object]) -> object:
         return add(parts)  # type: ignore[arg-type]
 
-    def result(self, rank: TimedRank, operation: Operation, result: object) -> int:
+    def result(self, rank: Rank, operation: Operation, result: object) -> int:
         counts: Multiset = result  # type: ignore[assignment]
         self.results.setdefault(rank, {})[operation.bucket] = counts
         if operation.source is None:
@@ -123,7 +120,7 @@ class Counts(Memory):
         self.observe(invariants.Held(*where, operation.bucket, operation.version, checksum(counts), known))
         return voted(counts, drifted=self._has_drifted(rank, operation.step))
 
-    def apply(self, rank: TimedRank, order: Apply) -> None:
+    def apply(self, rank: Rank, order: Apply) -> None:
         results = self.results.pop(rank, {})
         self.gradients.pop(rank, None)
         mine = [item for item in order.record.versions if item.bucket in rank.machine.buckets]
@@ -134,6 +131,6 @@ class Counts(Memory):
         self.observe(invariants.Applied(rank.replica.number, rank.position, order.record.step, counts, made))
 
 
-def _has_microbatches(rank: TimedRank) -> bool:
+def _has_microbatches(rank: Rank) -> bool:
     """Whether the step of a rank has any; where only state is compared there is nothing to count."""
     return isinstance(rank.machine.taken, Plan) and rank.machine.taken.work.num_microbatches > 0

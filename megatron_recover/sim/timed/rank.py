@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -40,9 +39,7 @@ from megatron_recover.core.values import (
 from megatron_recover.faults import FaultPoint
 from megatron_recover.sim.timed.course import Course, is_writer
 from megatron_recover.sim.timed.models import stage_of
-
-if TYPE_CHECKING:
-    from megatron_recover.sim.timed.job import TimedJob, TimedReplica
+from megatron_recover.sim.timed.world import Replica, World
 
 
 class Pass:
@@ -101,7 +98,7 @@ class TimedRank:
         "saving", "stage", "turn",
     )  # fmt: skip
 
-    def __init__(self, job: TimedJob, replica: TimedReplica, position: int) -> None:
+    def __init__(self, job: World, replica: Replica, position: int) -> None:
         self.job, self.replica, self.position = job, replica, position
         self.stage = stage_of(job.table, position)
         self.machine = rank.RankState(replica.number, position, job.buckets_of[position])
