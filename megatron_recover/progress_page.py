@@ -39,6 +39,8 @@ _FIXED = struct.Struct(f"<qqqqqBB{_MAX_LABEL_BYTES}s")
 """generation, step, begun, ended, since_ns, phase, number of microbatches, label padded with zeros."""
 _IDS = tuple(struct.Struct(f"<{count}i") for count in range(MAX_MICROBATCHES + 1))
 _RECORD_BYTES = _CHECK.size + _FIXED.size
+_MOST_BYTES = _RECORD_BYTES + _IDS[-1].size
+"""Of a page that a record can have. A look reads no more: twenty times a second, the rest of all pages is not in any cache."""
 _TRIES = 3
 """A reader tries so often to meet a page that is not being written."""
 
@@ -136,7 +138,7 @@ class PageReader:
     def read(self) -> Progress | None:
         """Return what the page says, or None if it is torn or was never written."""
         for _ in range(_TRIES):
-            if (progress := parse(self._memory[:])) is not None:
+            if (progress := parse(self._memory[:_MOST_BYTES])) is not None:
                 return progress
         return None
 
