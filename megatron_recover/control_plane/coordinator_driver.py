@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from megatron_recover import trace
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.control_plane.beats import LeaderWatch
+from megatron_recover.control_plane.encoding import Peer
 from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import (
@@ -22,7 +23,6 @@ from megatron_recover.control_plane.wire import (
     LeaderHello,
     Link,
     Message,
-    Peer,
     address_of,
     frame,
     listen,
@@ -135,8 +135,11 @@ class CoordinatorDriver:
 
     def _introduced(self, replica: int, link: Link, message: Message) -> None:
         """Take the first message of a leader, which must be the greeting of the replica that it has proven to be of."""
-        own = isinstance(message, LeaderHello) and message.hello.replica == message.peer.replica == replica
-        if not own or replica in self._links:
+        if (
+            not isinstance(message, LeaderHello)
+            or not message.hello.replica == message.peer.replica == replica
+            or replica in self._links
+        ):
             self._loop.drop(link)
             return
         self._peers[replica], self._links[replica] = message.peer, link

@@ -108,8 +108,7 @@ class Loop:
 
         def resume() -> None:
             if self._paused.get(readable) is call:
-                del self._paused[readable]
-                self.watch_readable(readable, call)
+                self.watch_readable(readable, self._paused.pop(readable))
 
         self.after(seconds, resume)
 

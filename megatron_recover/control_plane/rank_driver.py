@@ -412,6 +412,7 @@ class RankDriver:
             if self._leader is not None:
                 self._leader.report(report)
             elif self._uplink is not None:
+                assert not isinstance(report, values.Closing | values.Computed | values.Saving), "rank 0 alone reports this"
                 self._loop.send(self._uplink, report)
             if isinstance(report, values.Raised) and self._leader is not None:
                 self._deliver(Heard())

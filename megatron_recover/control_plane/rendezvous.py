@@ -18,7 +18,7 @@ from megatron_recover.config import inherited_descriptor
 from megatron_recover.host import memory_file
 
 if TYPE_CHECKING:
-    from torch.distributed import FileStore
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 DESCRIPTOR = "store"
 """Name under which all ranks of a replica inherit the descriptor of its store's file."""
@@ -37,7 +37,7 @@ def join_store(timeout: timedelta) -> FileStore:
 
     `timeout` limits each wait for a key. Raises RuntimeError where the launcher handed down no store.
     """
-    from torch.distributed import FileStore
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     descriptor = inherited_descriptor(DESCRIPTOR)
     if descriptor is None:

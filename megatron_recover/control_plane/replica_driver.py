@@ -18,6 +18,7 @@ from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.config import RankContext, RecoverConfig
 from megatron_recover.control_plane.beats import CoordinatorWatch
 from megatron_recover.control_plane.calling import OutgoingLink
+from megatron_recover.control_plane.encoding import Peer
 from megatron_recover.control_plane.gate import Gate
 from megatron_recover.control_plane.listening import LEADER, inherited_listener
 from megatron_recover.control_plane.loop import Loop
@@ -33,7 +34,6 @@ from megatron_recover.control_plane.wire import (
     Link,
     LinkClosed,
     Message,
-    Peer,
     PeerHello,
     RankHello,
     frame,
@@ -257,12 +257,14 @@ class ReplicaDriver:
         return "the end of the job" if len(state.ended) == state.shape.num_ranks else ""
 
     def _from_peer(self, link: Link, message: Message) -> None:
-        said = isinstance(message, values.Status | values.Statuses | values.Vote | values.Votes)
-        if said and message.replica == self._incoming[link]:
-            self._feed(message)
-        else:
-            self._peer_lost(link, f"sent a {type(message).__name__}")
-            self._loop.drop(link)
+        match message:
+            case values.Status() | values.Statuses() | values.Vote() | values.Votes() if (
+                message.replica == self._incoming[link]
+            ):
+                self._feed(message)
+            case _:
+                self._peer_lost(link, f"sent a {type(message).__name__}")
+                self._loop.drop(link)
 
     def _peer_lost(self, link: Link, why: str) -> None:
         peer = self._incoming.pop(link, None)
@@ -299,9 +301,12 @@ class ReplicaDriver:
                     )
                 elif isinstance(message, values.Diverged):
                     self._record_disagreement(message)
-                is_request = isinstance(message, values.Requested | values.Diverged | values.Miscounted)
-                if is_request and message.generation == self._state.generation:  # late evidence is of an older one
+                if (
+                    isinstance(message, values.Requested | values.Diverged | values.Miscounted)
+                    and message.generation == self._state.generation  # late evidence is of an older one
+                ):
                     self._request = message
+                assert not isinstance(message, values.Hello), "it goes with the greeting"
                 self._loop.send(self._coordinator, message)
             case machine.Decided():
                 self._decided = effect

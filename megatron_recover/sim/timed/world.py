@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from typing import Any, Protocol
 
 from megatron_recover.core.plan import Operation
@@ -57,22 +57,34 @@ class MeetingPlace(Protocol):
 class World(Protocol):
     """The job around its parts."""
 
-    clock: Clock
-    timing: Timing
-    table: JobTable
-    memory: Memory
-    meetings: MeetingPlace
-    buckets_of: Sequence[tuple[BucketId, ...]]
-    """By position of a rank."""
-    forward_share: float
-    num_steps: int
-    save_interval: int
-    durable: Collection[int]
-    stall_s: float
-    broken: Channels
-    undiscovered: Set[ReplicaId]
-    replicas: Sequence[Any] | Mapping[ReplicaId, Any]
-
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def timing(self) -> Timing: ...
+    @property
+    def table(self) -> JobTable: ...
+    @property
+    def memory(self) -> Memory: ...
+    @property
+    def meetings(self) -> MeetingPlace: ...
+    @property
+    def buckets_of(self) -> Sequence[tuple[BucketId, ...]]: ...
+    @property
+    def forward_share(self) -> float: ...
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def save_interval(self) -> int: ...
+    @property
+    def durable(self) -> Collection[int]: ...
+    @property
+    def stall_s(self) -> float: ...
+    @property
+    def broken(self) -> Channels: ...
+    @property
+    def undiscovered(self) -> Set[ReplicaId]: ...
+    @property
+    def replicas(self) -> Sequence[Any]: ...
     @property
     def awaits_faults(self) -> bool: ...
     def awaits_fault(self, rank: Any) -> bool: ...
