@@ -57,6 +57,7 @@ from types import MappingProxyType
 
 from msgspec.structs import replace
 
+from megatron_recover.core.label import label_of
 from megatron_recover.core.values import Failing, Generation, MicrobatchId, ReplicaId, Value
 
 
@@ -408,7 +409,7 @@ def _has_moved(before: Progress, now: Progress) -> bool:
 def _steps_done(before: Watched, now: Progress, gap_s: float) -> tuple[float, ...]:
     """Return how long each step took that a rank has done since the look before; evaluation tells nothing about training."""
     known = before.progress
-    if known.step < 0 or now.step <= known.step or not (known.label.startswith("train") and now.label.startswith("train")):
+    if known.step < 0 or now.step <= known.step or not (label_of(known.label).is_training and label_of(now.label).is_training):
         return ()
     num = now.step - known.step
     return ((before.step_s + gap_s) / num,) * min(num, _KEPT_STEPS)

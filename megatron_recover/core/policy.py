@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from itertools import combinations
 
+from megatron_recover.core.label import label_of
 from megatron_recover.core.values import ExitCode, Failing, Finished, Loss, LossKind, MicrobatchId
 
 EXIT = "exit: "
@@ -157,10 +158,10 @@ def poisoned(
 
 def _samples(label: str, microbatch: MicrobatchId, of_step: int, of_microbatch: int) -> str:
     """Return which samples a microbatch of a training step has, in words; nothing for an evaluation."""
-    kind, _, iteration = label.partition(" ")
-    if kind != "train" or not iteration.isdecimal():
+    step = label_of(label)
+    if not step.is_training or step.iteration < 1:
         return ""
-    first = (int(iteration) - 1) * of_step + microbatch * of_microbatch
+    first = (step.iteration - 1) * of_step + microbatch * of_microbatch
     return f" (samples {first} to {first + of_microbatch - 1} in the order of training, from 0)"
 
 

@@ -22,13 +22,13 @@ import enum
 
 import msgspec
 
+from megatron_recover.core import label as labels
+
 ReplicaId = int
 """Names a replica for the whole run; never used again after the replica is lost."""
 Generation = int
 """The agreed membership number, from 1; strictly increasing."""
 BucketId = int
-GIVE_UP = "give up "
-"""With the label of a step behind it: the label of that step when it is given up."""
 Version = int
 MicrobatchId = int
 
@@ -60,7 +60,7 @@ class Work(Value, frozen=True):
     """What one step consists of; the same on every replica."""
 
     label: str
-    """Which Megatron iteration this is, e.g. ``train 17`` or ``evaluate 20/3``."""
+    """The text of a `label.Label`: ``train 17``, ``evaluate 20/3``, ``save 20`` or ``end 0``."""
     num_microbatches: int
     """M: the ids are 0..M-1."""
     buckets: tuple[BucketId, ...]
@@ -70,7 +70,7 @@ class Work(Value, frozen=True):
 
     def given_up(self) -> Work:
         """Return what is left of this step when it is given up (`Void.gives_up`): a record without results."""
-        return Work(f"{GIVE_UP}{self.label}", 0, (), self.digests)
+        return Work(labels.given_up(self.label), 0, (), self.digests)
 
 
 class Compute(Value, frozen=True):
@@ -127,7 +127,7 @@ class Record(Value, frozen=True):
     @property
     def gives_up(self) -> bool:
         """Whether the step is over without having changed anything (`Void.gives_up`)."""
-        return self.label.startswith(GIVE_UP)
+        return labels.label_of(self.label).is_given_up
 
 
 class Vote(Value, frozen=True):

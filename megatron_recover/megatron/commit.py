@@ -35,6 +35,7 @@ from megatron_recover.config import RecoverConfig
 from megatron_recover.core.alike import Parts
 from megatron_recover.core.detector import Phase
 from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.label import Label, StepKind
 from megatron_recover.core.values import Apply, Plan, Work
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.megatron.data.loaders import MicrobatchCursor
@@ -360,16 +361,16 @@ class CommitLoop:
 
         A rank that has had no step joins the run here, with nothing but the ledger.
         """
-        self.agree(f"end {round}")
+        self.agree(Label(StepKind.END, round))
 
-    def agree(self, label: str, chunks: Sequence[Any] = (), optimizer: Any = None, scheduler: Any = None) -> None:
+    def agree(self, label: Label, chunks: Sequence[Any] = (), optimizer: Any = None, scheduler: Any = None) -> None:
         """Return when all live replicas have come here with equal state: a step that has no microbatches.
 
         The ledger, empty as it is, is reduced all the same: the protocol relies on nobody being able to vote on a step before
         everyone has committed the one before. Model, optimizer and scheduler are for a rank that has had no step.
         """
         reduction = self.join(chunks)
-        work = Work(label, 0, reduction.buckets(forward_only=True), digests=True)
+        work = Work(str(label), 0, reduction.buckets(forward_only=True), digests=True)
         self._step = self._begin(work, self.know_state(chunks, optimizer, scheduler))
         reduction.begin(self._step, 0, parameters_checksum=self._parameters_checksum)
         order = self._next_order(work)
@@ -405,9 +406,9 @@ class CommitLoop:
 
     def _label(self, forward_only: bool) -> str:
         if not forward_only:
-            return f"train {self._iteration()}"
+            return str(Label(StepKind.TRAIN, self._iteration()))
         self._num_evaluations += 1
-        return f"evaluate {self._iteration()}/{self._num_evaluations}"
+        return str(Label(StepKind.EVALUATE, self._iteration(), self._num_evaluations))
 
 
 def gradient_is_reduced(chunk: Any, force_all_reduce: bool | None = False) -> None:

@@ -25,6 +25,7 @@ from megatron_recover.control_plane.rendezvous import join_store
 from megatron_recover.core import policy
 from megatron_recover.core.detector import Phase
 from megatron_recover.core.invariants import InvariantViolation
+from megatron_recover.core.label import Label, StepKind
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import FaultInjector
 from megatron_recover.megatron.launch.arguments import (
@@ -257,7 +258,7 @@ class _Training:
             before_joining=lambda: checkpoints.tell_what_was_loaded(),
         )  # fmt: skip
         checkpoints = Checkpoints(
-            driver, originals, get_args, agree=lambda iteration, *state: loop.agree(f"save {iteration}", *state),
+            driver, originals, get_args, agree=lambda iteration, *state: loop.agree(Label(StepKind.SAVE, iteration), *state),
             save=args.save, samples=parts.samples(args) if args.save and driver.rank == 0 else {},
             deadlines=config.deadlines, log=self._log, faults=self._faults,
         )  # fmt: skip

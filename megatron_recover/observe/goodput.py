@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
-from megatron_recover.observe.history import History, is_training
+from megatron_recover.core.label import label_of
+from megatron_recover.observe.history import History
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class StepTime:
     @property
     def is_training(self) -> bool:
         """Whether it is a training step, not an evaluation."""
-        return is_training(self.label)
+        return label_of(self.label).is_training
 
 
 class Goodput:

@@ -10,7 +10,6 @@ generation the results that its members held. It does not grow with microbatches
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +21,7 @@ from typing import Any, cast, get_args
 import msgspec
 
 from megatron_recover import trace
+from megatron_recover.core.label import label_of
 from megatron_recover.core.values import ExitCode, LossKind
 from megatron_recover.faults import FaultKind
 from megatron_recover.trace import event_files
@@ -31,38 +31,12 @@ Numbered = tuple[Line, trace.AnyEvent]
 Finding = tuple[Line, str]
 """The line of the event that shows it, and what is wrong."""
 Findings = Iterator[Finding]
-_TRAINING = re.compile(r"train \d+")
 
 
 def who(event: trace.AnyEvent) -> str:
     """Who wrote an event."""
     rank = getattr(event, "rank", None)
     return f"replica {getattr(event, 'replica', '?')}" + (f" rank {rank}" if rank is not None else "")
-
-
-def is_training(label: str) -> bool:
-    """Whether a step's label names a training step (``train 17``), not an evaluation."""
-    return _TRAINING.fullmatch(label) is not None
-
-
-def is_agreement(label: str) -> bool:
-    """Return whether a step only compares the state: before a save (``save 20``), or at the end of training (``end 0``)."""
-    return label.startswith(("save ", "end "))
-
-
-def is_given_up(label: str) -> bool:
-    """Return whether the label is that of a step that was miscounted twice, and changed nothing."""
-    return label.startswith("give up ")
-
-
-def is_evaluation(label: str) -> bool:
-    """Return whether a step only computes losses."""
-    return not (is_training(label) or is_agreement(label) or is_given_up(label))
-
-
-def iteration_of(label: str) -> int:
-    """Megatron's iteration in the label of a training step or of a save."""
-    return int(label.split()[1])
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
@@ -240,14 +214,14 @@ class History:
 
     def _planned(self, line: Line, event: trace.Plan) -> None:
         facts = self.steps[event.step]
-        if facts.label is None or facts.planned_at is None or is_given_up(event.label):
+        if facts.label is None or facts.planned_at is None or label_of(event.label).is_given_up:
             facts.label, facts.num_microbatches, facts.planned_at = event.label, event.num_microbatches, event.t
         else:
             facts.planned_at = min(facts.planned_at, event.t)
         self._newest_plan[event.replica] = event.step
         self.last_planned[event.replica] = max(event.step, self.last_planned.get(event.replica, event.step))
         run = self._quotas_of.get(event.generation)
-        if not is_training(event.label) or (run is not None and event.step <= run.last_step):
+        if not label_of(event.label).is_training or (run is not None and event.step <= run.last_step):
             return
         if run is not None and (run.roster, run.quotas) == (event.roster, event.quotas):
             run.last, run.last_step = event.label, event.step

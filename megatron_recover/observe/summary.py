@@ -13,12 +13,13 @@ from typing import get_args
 import msgspec
 
 from megatron_recover import trace
+from megatron_recover.core.label import label_of
 from megatron_recover.faults import STANDS_STILL
 from megatron_recover.host.whole_file import replacing
 from megatron_recover.observe.compare import Comparison
 from megatron_recover.observe.gaps import Gaps
 from megatron_recover.observe.goodput import Goodput
-from megatron_recover.observe.history import History, is_evaluation, is_training
+from megatron_recover.observe.history import History
 from megatron_recover.observe.replay import Taker, replay
 from megatron_recover.observe.standstills import Standstill, standstills
 from megatron_recover.observe.step import Step
@@ -261,7 +262,7 @@ class Accounts:
         self.work.add(step)
         label = step.plans[0][1].label if step.plans else ""
         for generation in step.at_announcement:
-            self.computing[generation] = _computing(step, generation, is_training(label))
+            self.computing[generation] = _computing(step, generation, label_of(label).is_training)
         digests: dict[int, dict[int, str]] = defaultdict(dict)
         for _, event in step.applied:
             if event.parameter_digest is not None and not self._history.outvoted_for(event):
@@ -300,14 +301,14 @@ def summarize(
             pass
     work, goodput, gaps = accounts.work, Goodput(history), gaps or Gaps(history)
     records = list(history.records.values())
-    training = [step for step, record in history.records.items() if is_training(record.label)]
+    training = [step for step, record in history.records.items() if label_of(record.label).is_training]
     strikes = struck_at(history)
     started, ended = history.first(trace.RunStarted), history.first(trace.RunFinished)
     newest = history.generations[max(history.generations)] if history.generations else None
-    curve = [loss for label, loss in history.losses().items() if is_training(label)]
+    curve = [loss for label, loss in history.losses().items() if label_of(label).is_training]
     return Summary(
         steps=len(training),
-        evaluation_steps=sum(is_evaluation(record.label) for record in records),
+        evaluation_steps=sum(label_of(record.label).is_evaluation for record in records),
         microbatches_per_step=history.num_microbatches(training[-1]) if training else None,
         replicas_start=started.replicas if started else 0,
         replicas_end=len(newest.roster) if newest else 0,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_recover import trace
+from megatron_recover.core.label import label_of
 from megatron_recover.flags import value_of
-from megatron_recover.observe.history import is_evaluation, is_training
 
 SHOWN_QUOTAS = 16
 """With more members than this their quotas are told as a range."""
@@ -48,9 +48,11 @@ class Progress:
                 self._generation_begins(event)
             case trace.Plan():
                 self._since = event.t if self._since is None else self._since
-                if event.replica == min(event.roster) and is_training(event.label):
+                if event.replica == min(event.roster) and label_of(event.label).is_training:
                     self._quotas = event.quotas
-            case trace.Committed() if event.step > self._step and (is_training(event.label) or is_evaluation(event.label)):
+            case trace.Committed() if event.step > self._step and (
+                label_of(event.label).is_training or label_of(event.label).is_evaluation
+            ):
                 told = self._rest()
                 self._seconds = None if self._since is None else event.t - self._since
                 self._step, self._label, self._since, self._loss = event.step, event.label, event.t, None
@@ -87,7 +89,7 @@ class Progress:
     def line(self, silent_s: float = 0.0) -> str:
         """What is known, what matters most first: a narrow terminal cuts the end off. `silent_s`: how long nothing was new."""
         parts = [self._label or "starting"]
-        if self._label and self._num_iterations is not None and is_training(self._label):
+        if self._label and self._num_iterations is not None and label_of(self._label).is_training:
             parts[0] += f"/{self._num_iterations}"
         if silent_s:
             parts.append(f"nothing new for {silent_s:.0f} s")

@@ -14,8 +14,9 @@ from typing import get_args
 import jinja2
 
 from megatron_recover import __version__, trace
+from megatron_recover.core.label import label_of
 from megatron_recover.observe.goodput import Goodput, StepTime
-from megatron_recover.observe.history import History, is_training, iteration_of
+from megatron_recover.observe.history import History
 from megatron_recover.observe.report import charts
 from megatron_recover.observe.report.lanes import Picture, picture
 from megatron_recover.observe.report.perfetto import TRACE_FILE
@@ -251,7 +252,7 @@ def _standstills(summary: Summary) -> list[tuple[Standstill, float]]:
 
 
 def _points(history: History) -> list[tuple[float, float]]:
-    return [(iteration_of(label), loss) for label, loss in history.losses().items() if is_training(label)]
+    return [(label_of(label).iteration, loss) for label, loss in history.losses().items() if label_of(label).is_training]
 
 
 def _loss_chart(history: History, faults: tuple[FaultSummary, ...], reference: History | None) -> charts.Chart | None:
@@ -273,9 +274,9 @@ def _loss_chart(history: History, faults: tuple[FaultSummary, ...], reference: H
         ),
     ]  # fmt: skip
     marks = [
-        (number, iteration_of(fault.label), fault.words)
+        (number, label_of(fault.label).iteration, fault.words)
         for number, fault in enumerate(faults, start=1)
-        if fault.label is not None and is_training(fault.label)
+        if fault.label is not None and label_of(fault.label).is_training
     ]
     return charts.Chart(
         name="Loss", x_label="iteration", y_label="loss",

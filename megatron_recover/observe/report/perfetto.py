@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
+from megatron_recover.core.label import label_of
 from megatron_recover.host.whole_file import replacing
 from megatron_recover.observe.goodput import Goodput
-from megatron_recover.observe.history import History, is_training
+from megatron_recover.observe.history import History
 from megatron_recover.observe.report.timeline import MAX_SPANS, Span, Timeline
 from megatron_recover.observe.standstills import standstills
 from megatron_recover.observe.summary import faults
@@ -123,7 +124,7 @@ def _of_job(history: History, process: int) -> Iterator[dict[str, Any]]:
         yield _instant(process, name, generation.t, {"roster": generation.roster, "losses": generation.losses})
         yield _counter(process, "replicas", generation.t, len(generation.roster))
     for _, facts in sorted(history.steps.items()):
-        if facts.loss is not None and facts.loss_at is not None and is_training(facts.loss_label or ""):
+        if facts.loss is not None and facts.loss_at is not None and label_of(facts.loss_label or "").is_training:
             yield _counter(process, "loss", facts.loss_at, facts.loss)
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_recover import trace
+from megatron_recover.core.label import label_of
 from megatron_recover.host.whole_file import replacing
-from megatron_recover.observe.history import History, is_training, iteration_of
+from megatron_recover.observe.history import History
 from megatron_recover.observe.summary import faults
 
 if TYPE_CHECKING:
@@ -25,25 +26,25 @@ _RUN, _REFERENCE, _FAULT, _GREY = "#1f5fa8", "#f2b441", "#b3261e", "#5f6368"
 
 
 def _curve(history: History) -> tuple[list[int], list[float]]:
-    points = [(iteration_of(label), loss) for label, loss in history.losses().items() if is_training(label)]
+    points = [(label_of(label).iteration, loss) for label, loss in history.losses().items() if label_of(label).is_training]
     return [iteration for iteration, _ in points], [loss for _, loss in points]
 
 
 def _members(history: History) -> tuple[list[int], list[int]]:
     """Iteration -> number of replicas that committed it."""
     sizes = {
-        iteration_of(record.label): len(history.roster(record.generation))
+        label_of(record.label).iteration: len(history.roster(record.generation))
         for record in history.records.values()
-        if is_training(record.label)
+        if label_of(record.label).is_training
     }
     return list(sizes), list(sizes.values())
 
 
 def _draw_faults(axes: Axes, below: Axes, history: History) -> None:
     """A line at the step that each fault hit; texts on alternating heights so that neighbours stay readable."""
-    steps = [(fault, fault.label) for fault in faults(history) if fault.label is not None and is_training(fault.label)]
+    steps = [(fault, fault.label) for fault in faults(history) if fault.label is not None and label_of(fault.label).is_training]
     for number, (fault, label) in enumerate(steps):
-        at = iteration_of(label)
+        at = label_of(label).iteration
         for each in (axes, below):
             each.axvline(at, color=_FAULT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
         if len(steps) > TEXTS:
@@ -96,7 +97,7 @@ def draw(folder: Path, history: History, reference: History | None = None) -> Pa
 
 def _title(history: History) -> str:
     started = history.first(trace.RunStarted)
-    steps = sum(is_training(record.label) for record in history.records.values())
+    steps = sum(label_of(record.label).is_training for record in history.records.values())
     if started is None:
         return f"{steps} training steps"
     layout = started.layout

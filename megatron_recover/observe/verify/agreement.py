@@ -9,8 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from megatron_recover import trace
+from megatron_recover.core.label import label_of
 from megatron_recover.observe.gaps import Gaps
-from megatron_recover.observe.history import Finding, Findings, History, Line, is_agreement, is_given_up, is_training, who
+from megatron_recover.observe.history import Finding, Findings, History, Line, who
 from megatron_recover.observe.replay import Taker
 from megatron_recover.observe.step import Held, Step
 from megatron_recover.observe.verify.common import RANK_WORK, survivors
@@ -141,7 +142,7 @@ def whole_records(history: History, step: Step) -> Findings:
     for line, event in step.committed:
         if (id(event.versions), event.label) in whole:  # most commits share them (`Step.shared`)
             continue
-        expected = () if is_given_up(event.label) else buckets if is_training(event.label) else buckets[-1:]
+        expected = () if label_of(event.label).is_given_up else buckets if label_of(event.label).is_training else buckets[-1:]
         committed = tuple(sorted(result.bucket for result in event.versions))
         if committed != expected:
             what = f"replica {event.replica} committed buckets {list(committed)} in step {event.step} ({event.label})"
@@ -329,7 +330,7 @@ def equal_states(history: History, step: Step) -> Findings:
     first: dict[int, tuple[int, str]] = {}
     for replica, (line, record) in sorted(step.commits.items()):
         if record.state_digest is None:
-            if is_agreement(record.label):
+            if label_of(record.label).is_agreement:
                 yield line, f"replica {replica} committed step {step.number} ({record.label}) without a digest of the state"
             continue
         mine = step.digests.get(replica, {})

@@ -10,18 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from megatron_recover import trace
+from megatron_recover.core.label import label_of
 from megatron_recover.observe.gaps import Gaps
-from megatron_recover.observe.history import (
-    Finding,
-    Findings,
-    History,
-    Line,
-    is_evaluation,
-    is_given_up,
-    is_training,
-    iteration_of,
-    who,
-)
+from megatron_recover.observe.history import Finding, Findings, History, Line, who
 from megatron_recover.observe.replay import Taker
 from megatron_recover.observe.step import Ids, Step, not_each_once
 from megatron_recover.observe.verify.rule import Rule, of_run, of_step
@@ -94,7 +85,7 @@ class AskedFor(Rule):
         self._asked = started.num_microbatches if started else None
         evaluations = (
             facts.num_microbatches for _, facts in sorted(history.steps.items())
-            if facts.label is not None and is_evaluation(facts.label)
+            if facts.label is not None and label_of(facts.label).is_evaluation
         )  # fmt: skip
         self._evaluated = next(evaluations, None)
 
@@ -102,7 +93,9 @@ class AskedFor(Rule):
         if self._asked is None or not step.plans:
             return
         line, plan = step.plans[0]
-        wanted = self._asked if is_training(plan.label) else self._evaluated if is_evaluation(plan.label) else 0
+        wanted = (
+            self._asked if label_of(plan.label).is_training else self._evaluated if label_of(plan.label).is_evaluation else 0
+        )
         if plan.num_microbatches != wanted:
             yield line, f"step {step.number} ({plan.label}) has {plan.num_microbatches} microbatches; {wanted} are asked for"
 
@@ -150,9 +143,9 @@ def every_iteration(history: History, gaps: Gaps) -> Findings:
         planned = history.steps[step].label
         if planned is not None and planned != record.label and step not in gaps.touched:
             yield record.line, f"step {step} was committed as {record.label!r}, but planned as {planned!r}"
-        if not is_training(record.label):
+        if not label_of(record.label).is_training:
             continue
-        iteration = iteration_of(record.label)
+        iteration = label_of(record.label).iteration
         is_next = last is None or iteration == last[1] + 1
         if last is not None and not is_next and not _may_lie_between(gaps, last, (step, iteration)):
             yield record.line, f"step {step} trained iteration {iteration} after step {last[0]} had trained {last[1]}"
@@ -287,7 +280,7 @@ def void_for_a_reason(history: History, gaps: Gaps) -> Findings:
         if event.generation == since and record is not None and record.line < line:
             yield line, f"generation {event.generation} makes step {step} void, which is committed"
     for step, record in history.records.items():
-        if is_given_up(record.label) != (step in given_up) and step not in gaps.touched:
+        if label_of(record.label).is_given_up != (step in given_up) and step not in gaps.touched:
             yield (
                 record.line,
                 f"step {step} was committed as {record.label!r}; it was {'' if step in given_up else 'not '}given up",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from megatron_recover import trace
+from megatron_recover.core.label import StepKind, label_of
 from megatron_recover.observe.gaps import Gaps
-from megatron_recover.observe.history import Finding, Findings, History, Line, is_agreement, is_training, iteration_of, who
+from megatron_recover.observe.history import Finding, Findings, History, Line, who
 from megatron_recover.observe.replay import Taker
 from megatron_recover.observe.step import Step
 from megatron_recover.observe.verify.rule import LEVELS, Rule, of_run, provides
@@ -110,10 +111,11 @@ def saved_what_was_agreed(history: History, gaps: Gaps) -> Findings:
     agreed: dict[int, int] = {}
     trained = None
     for record in history.records.values():
-        if is_training(record.label):
-            trained = iteration_of(record.label)
-        elif is_agreement(record.label) and record.has_digest:
-            iteration = iteration_of(record.label) if record.label.startswith("save ") else trained
+        label = label_of(record.label)
+        if label.is_training:
+            trained = label.iteration
+        elif label.is_agreement and record.has_digest:
+            iteration = label.iteration if label.kind is StepKind.SAVE else trained
             if iteration is not None:
                 agreed.setdefault(iteration, record.line)
     for line, event in history.of(trace.Checkpoint):

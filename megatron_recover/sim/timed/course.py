@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from megatron_recover.core.label import Label, StepKind, label_of
 from megatron_recover.core.policy import SAVED, exit_code
 from megatron_recover.core.values import ExitCode, Record, ReplicaId, Value
 
@@ -31,13 +32,13 @@ class Course(Value, frozen=True):
 
     def after(self, record: Record, *, is_writer: bool) -> Course:
         """Return where the loop is when a record is applied by a replica that saves, or not."""
-        kind = record.label.split()[0]
+        kind = label_of(record.label).kind
         course = replace(self, leaves=self.leaves or exit_code(record.requests) != ExitCode.OK)
-        if kind == "train":
+        if kind is StepKind.TRAIN:
             return replace(course, trained=self.trained + 1)
-        if kind == "save":
+        if kind is StepKind.SAVE:
             return replace(course, agreed=self.trained, writes=self.trained if is_writer else None)
-        if kind == "end":
+        if kind is StepKind.END:
             is_saved = SAVED in record.requests
             return replace(
                 course, rounds=self.rounds + 1, is_saved=is_saved, writes=self.agreed if is_writer and not is_saved else None
@@ -49,10 +50,10 @@ class Course(Value, frozen=True):
         is_over = self.trained >= num_steps or self.leaves
         is_due = save_interval and self.trained and (is_over or self.trained % save_interval == 0)
         if is_due and self.agreed != self.trained:
-            return f"save {self.trained}"
+            return str(Label(StepKind.SAVE, self.trained))
         if not is_over:
-            return f"train {self.trained}"
-        return f"end {self.rounds}" if self.agreed and not self.is_saved else None
+            return str(Label(StepKind.TRAIN, self.trained))
+        return str(Label(StepKind.END, self.rounds)) if self.agreed and not self.is_saved else None
 
 
 def is_writer(replica: ReplicaId, roster: tuple[ReplicaId, ...]) -> bool:

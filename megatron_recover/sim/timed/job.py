@@ -21,6 +21,7 @@ from megatron_recover.control_plane.encoding import packed_status
 from megatron_recover.control_plane.wire import STATUSES_A_FRAME
 from megatron_recover.core import coordinator, invariants, replica, words
 from megatron_recover.core import plan as planning
+from megatron_recover.core.label import label_of
 from megatron_recover.core.tree import TREE_ABOVE, neighbours
 from megatron_recover.core.values import (
     Apply,
@@ -269,7 +270,7 @@ class TimedJob:
         """What a step consists of: training, or comparing all state before a save and at the end."""
         if step not in self._works:
             buckets = tuple(range(len(self.shape.bucket_ranks)))
-            trains = label.startswith("train ")
+            trains = label_of(label).is_training
             work = Work(label, self.table.microbatches, buckets) if trains else Work(label, 0, buckets[-1:], digests=True)
             self._works = {step: work}
         return self._works[step]

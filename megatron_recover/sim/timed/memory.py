@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_recover.core import invariants
+from megatron_recover.core.label import label_of
 from megatron_recover.core.plan import Operation
 from megatron_recover.core.values import Apply, BucketId, Compute, Plan, ReplicaId
 from megatron_recover.sim.multiset import Multiset, add, checksum, digest, state_digest, voted
@@ -124,7 +125,7 @@ class Counts(Memory):
         results = self.results.pop(rank, {})
         self.gradients.pop(rank, None)
         mine = [item for item in order.record.versions if item.bucket in rank.machine.buckets]
-        trains = order.record.label.startswith("train ")
+        trains = label_of(order.record.label).is_training
         counts = tuple((item.bucket, results.get(item.bucket, ())) for item in mine) if trains else None
         drifted = self._has_drifted(rank, order.record.step)
         made = None if not trains else digest(order.record, drifted=drifted)

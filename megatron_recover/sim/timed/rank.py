@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from megatron_recover.core import rank
+from megatron_recover.core.label import StepKind, label_of
 from megatron_recover.core.plan import Operation, operations
 from megatron_recover.core.policy import SAVED
 from megatron_recover.core.values import (
@@ -183,7 +184,7 @@ class TimedRank:
             self.feed(rank.End())
         else:
             work = self.job.work(self.machine.step, label)
-            requests = (SAVED,) if label.startswith("end ") and self.course.agreed in self.job.durable else ()
+            requests = (SAVED,) if label_of(label).kind is StepKind.END and self.course.agreed in self.job.durable else ()
             self.feed(rank.Begin(work, requests, self.job.memory.state_digest(self) if work.digests else None))
         self.wake()
 
