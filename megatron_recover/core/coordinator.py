@@ -99,7 +99,8 @@ from megatron_recover.core.excuses import (
     without_evidence,
     working,
 )  # fmt: skip
-from megatron_recover.core.policy import EXIT, MISCOUNTED, TOO_FEW, all_finished, nobody_left, poisoned
+from megatron_recover.core.policy import all_finished, nobody_left, poisoned
+from megatron_recover.core.request import MISCOUNTED, TOO_FEW, exit_for
 from megatron_recover.core.values import (
     Busy,
     Diverged,
@@ -463,7 +464,7 @@ def _on_exit_asked(state: CoordinatorState, asked: ExitAsked) -> Step:
     """Announce a generation whose members all ask for the exit in their votes."""
     if not state.generation:
         return _end(state, ExitCode.INTERRUPTED, f"{asked.reason} before training began")
-    request = EXIT + asked.reason
+    request = exit_for(asked.reason)
     if request in state.requests:
         return state, ()
     return _announce(replace(state, requests=unite((state.requests, (request,)))), (), request)

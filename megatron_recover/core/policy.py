@@ -10,22 +10,8 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from megatron_recover.core.label import label_of
+from megatron_recover.core.request import MISCOUNTED, TOO_FEW, UNSAVED, RequestKind, details
 from megatron_recover.core.values import ExitCode, Failing, Finished, Loss, LossKind, MicrobatchId
-
-EXIT = "exit: "
-"""Requests that begin with this end the training loop at the step whose record carries them."""
-TOO_FEW = EXIT + "too few replicas"
-MISCOUNTED = EXIT + "a step was miscounted twice"
-MISSING = "the checkpoint is missing of iteration "
-"""With the iteration behind it: request of a replica that has become the writer and finds that the dead one did not finish.
-After the step whose record carries it all replicas begin another save."""
-SAVED = "the last checkpoint is there"
-"""Request of whoever sees it at the end of training: the record that carries it lets all replicas leave together."""
-UNSAVED = "the last checkpoint cannot be written"
-"""Request of the writer at the end of training: give up waiting for room on its disk."""
-UNTRAINED = "nothing was trained, and the state is "
-"""With the words for that state behind it: request at the end of a training that was given up before its first step changed any
-state, so that nothing had to be saved."""
 
 
 def exit_code(requests: Sequence[str]) -> int:
@@ -36,12 +22,12 @@ def exit_code(requests: Sequence[str]) -> int:
         return ExitCode.UNSAVED
     if TOO_FEW in requests:
         return ExitCode.TOO_FEW_REPLICAS
-    return ExitCode.INTERRUPTED if any(request.startswith(EXIT) for request in requests) else ExitCode.OK
+    return ExitCode.INTERRUPTED if details(requests, RequestKind.EXIT) else ExitCode.OK
 
 
 def untrained(requests: Sequence[str]) -> str:
     """Return what the last state is, in words, if the last record says that nothing was trained; else nothing."""
-    return next((each.removeprefix(UNTRAINED) for each in requests if each.startswith(UNTRAINED)), "")
+    return next(iter(details(requests, RequestKind.UNTRAINED)), "")
 
 
 SIGNALS_OF_COMPUTATION = frozenset({4, 6, 7, 8, 11})
@@ -205,5 +191,5 @@ def all_finished(finished: Sequence[Finished], miscount: str, requests: Sequence
         return code, "training ended, but its last checkpoint could not be written"
     if code == ExitCode.OK:
         return code, "training finished"
-    why = " and ".join(request.removeprefix(EXIT) for request in requests if request.startswith(EXIT))
+    why = " and ".join(details(requests, RequestKind.EXIT))
     return code, f"all replicas ended after the same step, as asked for ({why or 'a time limit, or a signal to a rank'})"

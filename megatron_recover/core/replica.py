@@ -28,7 +28,7 @@ from megatron_recover.core.contribution import added
 from megatron_recover.core.digest import commitment, differences, summarize
 from megatron_recover.core.own_record import adopted, held_complete, own_record
 from megatron_recover.core.plan import fresh_plan, plan_of, results
-from megatron_recover.core.policy import SAVED, exit_code, untrained
+from megatron_recover.core.policy import exit_code, untrained
 from megatron_recover.core.quota import ticks
 from megatron_recover.core.recovery import recover
 from megatron_recover.core.replica_state import (
@@ -46,6 +46,7 @@ from megatron_recover.core.replica_state import (
     WaitExpired,
     Word,
 )
+from megatron_recover.core.request import SAVED
 from megatron_recover.core.speed import learn, said
 from megatron_recover.core.tree import neighbours
 from megatron_recover.core.values import (

@@ -116,7 +116,7 @@ class Record(Value, frozen=True):
     versions: tuple[BucketVersion, ...]
     requests: tuple[str, ...] = ()
     """What voters ask of all: in a vote the voter's own, in what is committed their sorted union. To exit, and what is said of
-    the last checkpoint (`core/policy.py`). Nothing to do with `Requested`, which asks the coordinator for a generation."""
+    the last checkpoint (`core/request.py`). Nothing to do with `Requested`, which asks the coordinator for a generation."""
     paces: tuple[tuple[ReplicaId, int], ...] = ()
     """(voter, nanoseconds that one of its microbatches took; 0: it computed none), in a vote the voter's own, in what is
     committed those of all voters, by replica. Empty unless the step trains (`core/speed.py`)."""

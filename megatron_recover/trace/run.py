@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from megatron_recover.core.policy import EXIT
+from megatron_recover.core.request import RequestKind, details
 from megatron_recover.core.values import LossKind
 from megatron_recover.trace.event import Event, Part
 
@@ -82,7 +82,7 @@ class Generation(Event, frozen=True, kw_only=True):
     @property
     def request(self) -> str | None:
         """Why the run is to end, where the generation was made for nothing but to carry that: it is no recovery."""
-        return None if self.losses or not self.reason.startswith(EXIT) else self.reason.removeprefix(EXIT)
+        return None if self.losses else next(iter(details((self.reason,), RequestKind.EXIT)), None)
 
 
 class Entered(Event, frozen=True, kw_only=True):

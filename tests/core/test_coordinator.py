@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron_recover.core import coordinator, policy
+from megatron_recover.core import coordinator, policy, request
 from megatron_recover.core.alike import differences, together
 from megatron_recover.core.blame import Evidence
 from megatron_recover.core.coordinator import (
@@ -170,7 +170,7 @@ def test_below_min_replicas_the_survivors_are_asked_to_end() -> None:
     state, effects = feed(started(min_replicas=2), died(1))
     assert announced(effects).requests == ()
     state, effects = feed(state, died(0))
-    assert announced(effects).requests == (policy.TOO_FEW,)
+    assert announced(effects).requests == (request.TOO_FEW,)
     _, effects = feed(state, Finished(2, policy.exit_code(announced(effects).requests)))
     assert ended(effects).exit_code == ExitCode.TOO_FEW_REPLICAS
 
@@ -338,9 +338,9 @@ def test_a_step_that_was_miscounted_is_made_void_once_and_then_given_up_by_all_w
     assert feed(state, Miscounted(1, 3, 7, "bucket 3"), Miscounted(0, 2, 7, "bucket 3")) == (state, []), "gone, stale"
     assert announced(feed(state, Miscounted(0, 3, 8, "bucket 3"))[1]).void == Void(8, 4), "another step"
     state, effects = feed(state, Miscounted(0, 3, 7, "bucket 3"))
-    assert announced(effects).void == Void(7, 4, gives_up=True) and announced(effects).requests == (policy.MISCOUNTED,)
+    assert announced(effects).void == Void(7, 4, gives_up=True) and announced(effects).requests == (request.MISCOUNTED,)
     code = policy.exit_code(announced(effects).requests)
-    assert code == policy.exit_code((policy.MISCOUNTED, policy.TOO_FEW, policy.UNSAVED)) == ExitCode.INVARIANT_VIOLATED
+    assert code == policy.exit_code((request.MISCOUNTED, request.TOO_FEW, request.UNSAVED)) == ExitCode.INVARIANT_VIOLATED
     what = "step 7 is given up: replica 0: bucket 3, and so it was when the step was computed for the first time"
     for is_saved, then in ((True, "is saved"), (False, "was not saved")):
         _, effects = feed(state, Finished(0, code, is_saved), Finished(2, code, is_saved))
@@ -988,11 +988,11 @@ def test_an_asked_exit_reaches_all_members_and_gives_its_own_code() -> None:
     ("requests", "code"),
     [
         ((), ExitCode.OK),
-        (("checkpoint", policy.SAVED), ExitCode.OK),
-        (("exit: SIGTERM", policy.SAVED), ExitCode.INTERRUPTED),
-        (("exit: SIGTERM", policy.TOO_FEW), ExitCode.TOO_FEW_REPLICAS),
-        ((policy.UNSAVED,), ExitCode.UNSAVED),
-        (("exit: SIGTERM", policy.TOO_FEW, policy.UNSAVED), ExitCode.UNSAVED),
+        (("checkpoint", request.SAVED), ExitCode.OK),
+        (("exit: SIGTERM", request.SAVED), ExitCode.INTERRUPTED),
+        (("exit: SIGTERM", request.TOO_FEW), ExitCode.TOO_FEW_REPLICAS),
+        ((request.UNSAVED,), ExitCode.UNSAVED),
+        (("exit: SIGTERM", request.TOO_FEW, request.UNSAVED), ExitCode.UNSAVED),
     ],
     ids=["nothing", "no exit", "exit", "too few", "unsaved", "all"],
 )
@@ -1044,7 +1044,7 @@ def test_inv_6_there_is_one_history_of_rosters_whatever_comes(messages: list[coo
                 assert new.generation == generation + 1
                 assert new.roster and set(new.roster) <= set(roster)
                 assert Arm(f"follow {new.generation}", "follow_s") in effects, "a wait without an end (INV-8)"
-                assert len(new.roster) >= min_replicas or policy.TOO_FEW in new.requests
+                assert len(new.roster) >= min_replicas or request.TOO_FEW in new.requests
                 gone = set(roster) - set(new.roster)
                 assert {Fence(replica) for replica in gone} <= set(effects), "lost but not fenced"
                 roster, generation = new.roster, new.generation

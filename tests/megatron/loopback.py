@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron_recover.core import rank as rank_machine
 from megatron_recover.core import replica as replica_machine
-from megatron_recover.core.policy import MISCOUNTED
 from megatron_recover.core.quota import ticks
+from megatron_recover.core.request import MISCOUNTED
 from megatron_recover.core.values import (
     Apply,
     Close,

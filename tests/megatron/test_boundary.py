@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_recover.core.policy import EXIT, SAVED, UNSAVED
+from megatron_recover.core.request import SAVED, UNSAVED, exit_for
 from megatron_recover.megatron.checkpoint.boundary import Boundary
 
 
@@ -65,10 +65,10 @@ def test_signal_asks_and_only_a_record_ends(asked: signal.Signals, args: Namespa
     os.kill(os.getpid(), asked)
     assert not decide(boundary, 5), "no other replica knows of it yet"
     assert boundary._checkpoints.asked == [5], "what a dead writer owes is not made up for"  # type: ignore[attr-defined]
-    assert driver.requested == [EXIT + asked.name]
+    assert driver.requested == [exit_for(asked.name)]
     assert not decide(boundary, 6)
     assert len(driver.requested) == 1
-    driver.requests = frozenset({EXIT + "something that another replica was asked"})
+    driver.requests = frozenset({exit_for("something that another replica was asked")})
     assert decide(boundary, 7)
 
 
@@ -79,7 +79,7 @@ def test_time_limit_asks_once(args: Namespace) -> None:
     assert args.exit_duration_in_mins is None
     assert not decide(boundary, 1)
     assert not decide(boundary, 2)
-    assert driver.requested == [EXIT + "ran for 0 minutes"]
+    assert driver.requested == [exit_for("ran for 0 minutes")]
 
 
 def test_a_request_that_is_no_exit_ends_nothing(args: Namespace) -> None:

@@ -22,8 +22,10 @@ import torch
 from msgspec.structs import replace
 
 from megatron_recover import trace
+from megatron_recover.core import request
 from megatron_recover.core.invariants import InvariantViolation
-from megatron_recover.core.policy import MISCOUNTED, MISSING, SAVED, UNSAVED, UNTRAINED, untrained
+from megatron_recover.core.policy import untrained
+from megatron_recover.core.request import MISCOUNTED, SAVED, UNSAVED, missing
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.megatron.checkpoint import save_folder
 from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints, TrackerFile
@@ -289,7 +291,7 @@ def test_where_a_job_gives_up_before_it_has_trained_the_end_says_that_nothing_is
         job.first.checkpoints._folder = None
     job.first.checkpoints.settle(met.append, has_trained=False)
     what = f"what was loaded from iteration 10 of --load {job.folder}" if loaded else "the one that training begins with"
-    assert (job.first.asked, met) == ([f"{UNTRAINED}{what}"], [0]), "it rides in the record of the end"
+    assert (job.first.asked, met) == ([request.untrained(what)], [0]), "it rides in the record of the end"
     assert untrained(job.first.asked) == what
     job.first.checkpoints.settle(lambda number: pytest.fail("what was trained is lost"), has_trained=True)
     job.first.requests = frozenset()
@@ -357,7 +359,7 @@ def test_what_was_made_up_for_is_owed_no_more(job: Job) -> None:
 
 def test_what_another_replica_made_up_for_is_owed_no_more(job: Job) -> None:
     job.second.checkpoints.save_checkpoint_and_time(20)
-    job.first.requests = job.second.requests = frozenset({f"{MISSING}20"})
+    job.first.requests = job.second.requests = frozenset({missing(20)})
     job.first.checkpoints._agreed = 20  # as of a writer that found 20 missing
     job.make_up(21)
     job.alive.remove(0)
@@ -744,7 +746,7 @@ def test_checkpoint_that_is_owed_in_a_folder_that_cannot_be_read_is_asked_for(jo
     job.kill_first_in_save(20)
     with unreadable(job.folder):
         job.make_up(21)
-    assert job.second.asked == [f"{MISSING}20"]
+    assert job.second.asked == [missing(20)]
     job.make_up(22)
     assert job.named() == "22"
 

@@ -13,7 +13,8 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.core.digest import combined
-from megatron_recover.core.policy import MISCOUNTED, exit_code
+from megatron_recover.core.policy import exit_code
+from megatron_recover.core.request import MISCOUNTED
 from megatron_recover.core.values import ExitCode, Void
 from megatron_recover.faults import FaultPoint
 from megatron_recover.megatron.commit import CommitLoop

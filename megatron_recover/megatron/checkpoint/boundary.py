@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from megatron_recover.core.policy import EXIT
+from megatron_recover.core.request import RequestKind, details, exit_for
 from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_recover.trainer.driver import Driver
 
@@ -54,8 +54,8 @@ class Boundary:
             self._received.append(f"ran for {self._minutes} minutes")
             self._minutes = None
         while self._received:
-            self._driver.request(EXIT + self._received.pop())
-        if any(request.startswith(EXIT) for request in self._driver.requests):
+            self._driver.request(exit_for(self._received.pop()))
+        if details(self._driver.requests, RequestKind.EXIT):
             self._get_args().exit_interval = iteration
         self._checkpoints.make_up(
             iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far, checkpointing_context,

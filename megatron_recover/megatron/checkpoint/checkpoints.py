@@ -40,7 +40,7 @@ from typing import IO, Any
 
 from megatron_recover import trace
 from megatron_recover.core.invariants import InvariantViolation
-from megatron_recover.core.policy import MISCOUNTED, MISSING, SAVED, UNSAVED, UNTRAINED
+from megatron_recover.core.request import MISCOUNTED, SAVED, UNSAVED, missing, untrained
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.host.whole_file import replacing
@@ -190,13 +190,14 @@ class Checkpoints:
         """At a step boundary: begin the save that a record asks for; ask for one if this replica has become the writer and the
         checkpoint that is owed is not there.
         """
-        if f"{MISSING}{self._agreed}" in self._saver.requests:  # not one that has been answered: a later save is agreed on then
+        # Not one that has been answered: a later save is agreed on then.
+        if self._agreed is not None and missing(self._agreed) in self._saver.requests:
             self._save(iteration, *args, **kwargs)
         elif (owed := self._owed) is not None and owed != self._failed and self._saver.is_writer():
             if self._agree(lambda: self._exists(owed)):
                 self._owed = None
             else:
-                self._saver.request(f"{MISSING}{owed}")
+                self._saver.request(missing(owed))
 
     def settle(self, meet: Callable[[int], None], *, has_trained: bool = True) -> None:
         """Training is over: return when the last checkpoint exists, whoever has to write it, or when nobody can.
@@ -206,7 +207,7 @@ class Checkpoints:
         iteration = self._agreed
         if iteration is None:
             if MISCOUNTED in self._saver.requests and not has_trained:
-                self._saver.request(f"{UNTRAINED}{self._begun_with()}")  # nothing is lost, and the end is to say so
+                self._saver.request(untrained(self._begun_with()))  # nothing is lost, and the end is to say so
                 meet(0)
             return
         rounds, since = 0, time.monotonic()

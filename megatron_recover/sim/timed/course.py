@@ -10,7 +10,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from megatron_recover.core.label import Label, StepKind, label_of
-from megatron_recover.core.policy import SAVED, exit_code
+from megatron_recover.core.policy import exit_code
+from megatron_recover.core.request import SAVED
 from megatron_recover.core.values import ExitCode, Record, ReplicaId, Value
 
 

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from megatron_recover.core import rank
 from megatron_recover.core.label import StepKind, label_of
 from megatron_recover.core.plan import Operation, operations
-from megatron_recover.core.policy import SAVED
+from megatron_recover.core.request import SAVED
 from megatron_recover.core.values import (
     Apply,
     Close,
