@@ -20,7 +20,7 @@ test: setup lint ## everything that CI runs
 	@$(PY) -m pytest -q -n 2 --dist worksteal tests $(TIMED:%=--ignore=%)
 	@$(PY) -m pytest -q $(TIMED)
 
-lint: setup      ## ruff (rules and format), mypy --strict on the pure parts, the layer rule
+lint: setup      ## ruff (rules and format), mypy --strict, the layer rule
 	@$(PY) -m ruff check $(SOURCES)
 	@$(PY) -m ruff format --check $(SOURCES)
 	@$(PY) -m mypy

@@ -23,7 +23,7 @@ from megatron_recover import config as settings
 from megatron_recover import trace
 from megatron_recover.authentication import key as keys
 from megatron_recover.cluster.agent import Agent, descriptors_needed
-from megatron_recover.cluster.job import LOGS, Job, sharing_a_gpu, write_description
+from megatron_recover.cluster.job import Job, sharing_a_gpu, write_description
 from megatron_recover.cluster.node import End, Node, NodeLost, Undying
 from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.recording import Recording
@@ -40,6 +40,7 @@ from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import ANY_PORT, INTERFACE
+from megatron_recover.observe.files import LOGS
 
 _DRY_RUN = -1
 """What the agent calls the process that judges the arguments: it belongs to no replica."""

@@ -28,7 +28,6 @@ from megatron_recover import trace
 from megatron_recover.cluster.console import Console
 from megatron_recover.cluster.event_store import Batch, EventStore, Keeper, Ledger
 from megatron_recover.cluster.forkserver import TOLD_TO_ALL, set_parent_death_signal, set_process_name
-from megatron_recover.cluster.job import LOGS
 from megatron_recover.cluster.logs import LogWriter, Outputs
 from megatron_recover.cluster.narrator import HOLD_S, Narrator
 from megatron_recover.cluster.output import Output, OutputLedger
@@ -53,6 +52,7 @@ from megatron_recover.cluster.recorder_messages import (
 )
 from megatron_recover.core.values import ExitCode
 from megatron_recover.host.process_stat import state_of
+from megatron_recover.observe.files import LOGS
 from megatron_recover.trace.ring import Dropped, Item, Merge, RingReader
 
 _INTERVAL_S = 0.2

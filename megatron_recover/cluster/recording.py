@@ -21,7 +21,7 @@ import msgspec
 from megatron_recover import trace
 from megatron_recover.cluster import event_store, output
 from megatron_recover.cluster import recorder_messages as messages
-from megatron_recover.cluster.job import LAUNCHER_LOG, LOGS, TRAIN_LOG, Job
+from megatron_recover.cluster.job import LAUNCHER_LOG, TRAIN_LOG, Job
 from megatron_recover.cluster.output import Output, Who
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable
@@ -30,6 +30,7 @@ from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.host.process_stat import cause_of
 from megatron_recover.host.speaker import Speaker
 from megatron_recover.observe.ending import Account
+from megatron_recover.observe.files import LOGS
 from megatron_recover.trace import ring
 
 _LAUNCHER = -1

@@ -92,7 +92,7 @@ class Watch:
             trace.RankSilent(
                 replica=named.replica,
                 rank=named.rank,
-                verdict=named.verdict.value,
+                verdict=named.verdict.value,  # type: ignore[arg-type]  # the values of the enum are those words
                 phase=named.phase.name.lower(),
                 seconds=round(named.seconds, 3),
                 idle_s=self._idle_s(named),
@@ -176,9 +176,10 @@ class Watch:
         if by_communication := aborted_by_communication(end.status, said()):
             detail += ", as communication inside its replica failed"
         progress = self._node.page(end.replica, end.rank)
+        if kind is not LossKind.CRASHED or by_communication or progress is None:
+            return Loss(end.replica, kind, detail), None
         # Elsewhere the page still names what a device may not have finished.
-        is_inside = progress is not None and progress.phase in _OF_A_MICROBATCH
-        if kind is not LossKind.CRASHED or by_communication or not is_inside or not progress.microbatches:
+        if progress.phase not in _OF_A_MICROBATCH or not progress.microbatches:
             return Loss(end.replica, kind, detail), None
         which = ", ".join(map(str, progress.microbatches))
         detail += f", with microbatch {which} of {progress.label} in work ({progress.phase.name.lower()})"

@@ -88,7 +88,7 @@ class DirectEndpoint:
         self._generation = 0
         self._closed = False
         endpoint = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: (alive := endpoint()) and alive._abandon())
+        os.register_at_fork(after_in_child=lambda: alive._abandon() if (alive := endpoint()) is not None else None)
 
     def open(self, generation: int, me: int, addresses: Mapping[int, str]) -> DirectTransport:
         """Return the transport of `generation`, and retire the previous one.

@@ -39,7 +39,7 @@ class EchoServer:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve, name="recover-echo", daemon=True)
         server = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: (alive := server()) and alive._close_sockets())
+        os.register_at_fork(after_in_child=lambda: alive._close_sockets() if (alive := server()) is not None else None)
         self._thread.start()
 
     def close(self) -> None:

@@ -185,8 +185,8 @@ class Account(msgspec.Struct):
         if self.newest is not None:
             iteration, folder = self.newest
             return f"newest checkpoint: iteration {iteration} in {folder}"
-        if (folder := self._unknown) is not None:
-            return f"{Path(folder) / TRACKER} names the newest checkpoint, if there is any"
+        if (unknown := self._unknown) is not None:
+            return f"{Path(unknown) / TRACKER} names the newest checkpoint, if there is any"
         if self.save is None:
             return "no checkpoint: --save was not set"
         return f"no checkpoint: nothing was saved to {self.save} yet"

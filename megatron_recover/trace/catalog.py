@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from megatron_recover.trace.event import snake_case
+from megatron_recover.trace.event import Event, snake_case
 from megatron_recover.trace.failure import Failure, Fault, Fenced, Recovery, SetAside, Thawed
 from megatron_recover.trace.run import Checkpoint, Entered, Gap, Generation, Joined, Level, RunFinished, RunStarted, Stopping
 from megatron_recover.trace.standstill import CoordinatorSilent, LeaderSilent, RankMoved, RankSilent, Strangers, Waiting
@@ -46,9 +46,9 @@ NAMES = tuple(snake_case(kind.__name__) for kind in get_args(AnyEvent))
 
 
 LEVELS: tuple[Level, ...] = get_args(Level)
-_OF_MICROBATCHES = frozenset({MicrobatchStarted, MicrobatchFinished, BucketPassed, Extended})
-_OF_STEPS = frozenset({Plan, Reduced, Transferred, Voted, Committed, Applied})
-LEFT_OUT: dict[Level, frozenset[type]] = {
+_OF_MICROBATCHES: frozenset[type[Event]] = frozenset({MicrobatchStarted, MicrobatchFinished, BucketPassed, Extended})
+_OF_STEPS: frozenset[type[Event]] = frozenset({Plan, Reduced, Transferred, Voted, Committed, Applied})
+LEFT_OUT: dict[Level, frozenset[type[Event]]] = {
     "microbatches": frozenset(),
     "steps": _OF_MICROBATCHES,
     "faults": _OF_MICROBATCHES | _OF_STEPS,

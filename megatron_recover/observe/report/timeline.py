@@ -191,17 +191,17 @@ class Timeline:
         judged: dict[Rank, list[Still]] = defaultdict(list)
         waits: dict[Rank, list[Still]] = defaultdict(list)
         for one in standstills(self._history):
-            if one.replica is None or one.rank is None or one.verdict in ("silent", "waiting"):
+            if one.replica is None or one.rank is None or one.verdict == "silent" or one.verdict == "waiting":
                 continue
             end = self._history.seconds if one.end is None else one.end
             text = f"{one.verdict} in {one.where}"
             judged[one.replica, one.rank].append(Still(one.verdict, one.begin, end, text))
             for replica, rank, since in one.waiting:
                 waits[replica, rank].append(Still("waiting", since, end, f"waits, as {one.who} is {one.verdict}"))
-        found = {}
-        for rank in sorted(judged.keys() | waits.keys()):
-            found[rank] = _free_of_overlaps([*judged[rank], *waits[rank]], self.gone_at.get(rank))
-        return found
+        return {
+            place: _free_of_overlaps([*judged[place], *waits[place]], self.gone_at.get(place))
+            for place in sorted(judged.keys() | waits.keys())
+        }
 
     @cached_property
     def struck_at(self) -> dict[Rank, list[float]]:

@@ -110,9 +110,11 @@ def _judge(history: History, gaps: Gaps, accounts: Iterable[Accounts] = ()) -> _
         _Judge(number, rule(history, gaps)) for number, _, rules in RULES for rule in rules if LEVELS.index(rule.needs) <= level
     ]
     found = _Found()
-    for judge, step, finding in replay(history, [*judges, *accounts]):
+    watchers: list[_Judge | Accounts] = [*judges, *accounts]
+    for watcher, step, finding in replay(history, watchers):
+        assert isinstance(watcher, _Judge), "accounts find nothing"
         if step is None or step.number not in gaps.touched:
-            found.add(judge.invariant, finding)
+            found.add(watcher.invariant, finding)
     for judge in judges:
         for finding in judge.rule.ended():
             found.add(judge.invariant, finding)

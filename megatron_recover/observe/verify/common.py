@@ -20,5 +20,6 @@ def survivors(history: History) -> Iterator[int]:
     if ended is None or ended.exit_code != ExitCode.OK or not announced:
         return
     # A loss after the others had finished makes no generation any more.
-    broken = {event.replica for _, event in [*history.of(trace.Failure), *history.of(trace.Fenced)]}
+    broken = {event.replica for _, event in history.of(trace.Failure)}
+    broken |= {event.replica for _, event in history.of(trace.Fenced)}
     yield from (replica for replica in announced[-1][1].roster if replica not in broken | history.lost_at.keys())

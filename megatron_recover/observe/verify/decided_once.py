@@ -62,7 +62,8 @@ def counted_as_told(history: History, step: Step) -> Findings:
     """What a plan counts as decided or has sent, a member has told that it holds complete."""
     complete = {(one.generation, one.replica): set(one.complete) for _, one in step.statuses}
     for line, event in step.plans:
-        counted = {(one.bucket, one.version, one.source) for one in (*event.decided, *event.transfers)}
+        counted = {(one.bucket, one.version, one.source) for one in event.decided}
+        counted |= {(one.bucket, one.version, one.source) for one in event.transfers}
         for bucket, version, source in sorted(counted):
             if (bucket, version) not in complete.get((event.generation, source), ()):
                 what = f"replica {event.replica} plans step {event.step} with bucket {bucket} version {version} complete on"

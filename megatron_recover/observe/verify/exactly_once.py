@@ -257,8 +257,8 @@ def void_for_a_reason(history: History, gaps: Gaps) -> Findings:
     If that was miscounted, too, it is given up, and its record says so.
     """
     told: dict[int, list[tuple[int, Line]]] = defaultdict(list)
-    for line, event in history.of(trace.Miscounted):
-        told[event.step].append((event.generation, line))
+    for line, miscount in history.of(trace.Miscounted):
+        told[miscount.step].append((miscount.generation, line))
     voided: dict[int, int] = {}
     given_up: set[int] = set()
     for line, event in history.of(trace.Generation):
@@ -311,11 +311,11 @@ def miscounts(history: History) -> Iterator[str]:
                     if planned[replica]
                     else "planned by nobody"
                 )
-                event = by_replica.get(replica)  # None: a newer generation came before its sum was complete
-                if event is None:
+                told_by = by_replica.get(replica)  # None: a newer generation came before its sum was complete
+                if told_by is None:
                     found.append(f"replica {replica} did not report how often it has it, {by}")
-                elif planned[replica] or event.own_counts[microbatch]:
-                    found.append(f"replica {replica} has it {event.own_counts[microbatch]} times, {by}")
+                elif planned[replica] or told_by.own_counts[microbatch]:
+                    found.append(f"replica {replica} has it {told_by.own_counts[microbatch]} times, {by}")
             where = f"step {step}, bucket {bucket}, rank {rank}"
             what = f"{where}: microbatch {microbatch} was miscounted in generation {generation}"
             yield f"{what}; {'; '.join(found) or 'no replica that reported it has it'}"
