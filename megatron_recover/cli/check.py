@@ -1,4 +1,4 @@
-"""`megatron-recover check RUN_DIR`: prints the verdict of `observe.check`; its exit code is 14 when that is not in the
+"""`megatron-recover check RUN_DIR`: prints the verdict of `observe.verify.check`; its exit code is 14 when that is not in the
 run's favour, and 3 when the run has not ended or part of it could not be judged."""
 
 from __future__ import annotations

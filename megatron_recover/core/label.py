@@ -10,6 +10,7 @@ import functools
 from typing import NamedTuple
 
 _GIVE_UP = "give up "
+_MOST_DIGITS = 40
 
 
 class StepKind(enum.StrEnum):
@@ -62,8 +63,8 @@ def label_of(text: str) -> Label:
     rest = text.removeprefix(_GIVE_UP)
     kind, _, name = rest.partition(" ")
     iteration, slash, number = name.partition("/")
-    is_whole = kind in tuple(StepKind) and iteration.isdecimal() and number.isdecimal() == bool(slash)
-    if not is_whole:
+    has_form = iteration.isdecimal() and number.isdecimal() == bool(slash) and len(name) <= _MOST_DIGITS
+    if kind not in tuple(StepKind) or not has_form:
         return Label(StepKind.EVALUATE, -1, is_given_up=rest != text)
     return Label(StepKind(kind), int(iteration), int(number) if slash else None, is_given_up=rest != text)
 

@@ -34,7 +34,8 @@ class Request(NamedTuple):
     detail: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.detail}" if self.detail else self.kind.value
+        has_detail = self.kind in (RequestKind.EXIT, RequestKind.MISSING, RequestKind.UNTRAINED)
+        return f"{self.kind}: {self.detail}" if has_detail else self.kind.value
 
 
 def exit_for(reason: str) -> str:

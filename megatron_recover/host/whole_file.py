@@ -15,27 +15,38 @@ def replacing(
 ) -> Iterator[BinaryIO]:
     """Yield a file to write. It gets the name `place` when all of it is written; else what stands there stays as it is.
 
-    It is written to `partial` meanwhile, which lies in the same folder (None: a hidden name that is this process's own).
-    `durable` has it on the disk before and after it gets its name. `before_naming()` is called when it is complete. Raises
-    OSError with `place` as its file name where it cannot be written: one from a write has none.
+    It is written to `partial` meanwhile, which lies in the same folder and takes the place of a link as well. None: to a hidden
+    name that is this process's own, where a link leads; the link stays. `durable` has the file on the disk before and after
+    it gets its name. `before_naming()` is called when it is complete, and what it raises is raised. Raises OSError with `place`
+    as its file name where the file cannot be written: one from a write has none.
     """
-    target = place.resolve()  # where a link leads: the link stays
+    target = place if partial is not None else place.resolve()
     beside = partial or target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with open(beside, "wb") as file:
+        with _named(place, beside), open(beside, "wb") as file:
             yield file
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
         before_naming()
-        os.replace(beside, target)
-        if durable:
-            sync(target.parent)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(place)) from error
+        with _named(place, beside):
+            os.replace(beside, target)
+            if durable:
+                sync(target.parent)
     finally:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _named(place: Path, beside: Path) -> Iterator[None]:
+    """Give errors of the file `beside` the name that it is to have. What says in words what it is keeps them."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or (error.filename is not None and str(error.filename) != str(beside)):
+            raise
+        raise OSError(error.errno, error.strerror, str(place)) from error
 
 
 def sync(path: Path) -> None:

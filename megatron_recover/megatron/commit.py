@@ -350,7 +350,7 @@ class CommitLoop:
         if work.digests:
             with self._page.within(Phase.DIGEST):
                 digest = state.digest()
-        if digest is not None:  # recorded before the leader can vote on it, so before the member says which step this is
+        if digest is not None:  # recorded before the leader can vote on it, so before the driver says which step this is
             self._record(trace.StateDigested, step=self._next_step, label=work.label, digest=f"{digest:016x}")
         step = self._driver.begin(work, digest=digest)
         self._next_step = step + 1

@@ -72,7 +72,7 @@ class TensorBoard:
         self.__getattr__("add_scalar")(tag, value / len(self._driver.roster) if tag == "throughput" else value, *args, **kwargs)
 
     def _remember(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # By the member's step: the writer began it after it had flushed what came before. (Megatron's own numbers will not do:
+        # By the driver's step: the writer began it after it had flushed what came before. (Megatron's own numbers will not do:
         # of one iteration some values are written by iteration and some by samples.)
         if self._of_step != self._driver.step:
             self._of_step = self._driver.step
@@ -84,7 +84,7 @@ class TensorBoardFactory:
     """Stands in for `_set_tensorboard_writer` (seam `tensorboard`)."""
 
     def __init__(self, driver: Callable[[], Driver]) -> None:
-        """`speaker()` is asked at the first value that is written: arguments are parsed before there is a member."""
+        """`driver()` is asked at the first value that is written: arguments are parsed before there is a driver."""
         self._driver = driver
         self._board: TensorBoard | None = None
 
@@ -110,7 +110,7 @@ class TensorBoardFactory:
 
 
 class _Late:
-    """The speaker that there will be."""
+    """The driver that there will be."""
 
     def __init__(self, find: Callable[[], Driver]) -> None:
         self._find = find

@@ -2,7 +2,7 @@
 
 A trace is one `events.jsonl`, one JSON object a line, that the recorder (`cluster.recorder`) writes from what all processes
 of a run record (`ring`). This package decides what an event looks like and nothing else: it never judges a history
-(`observe.check` does) and never formats one for people.
+(`observe.verify.check` does) and never formats one for people.
 
 Cause comes before effect: an event is recorded before its effect can be seen outside the thread that records it (before the
 vote is sent, before the result is held, before the fault strikes). So the order of the lines is an order in which the run can

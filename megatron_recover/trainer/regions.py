@@ -3,10 +3,10 @@
 Decides the geometry: which elements belong to which bucket, the same on every replica. It never communicates across replicas.
 
 Note [Columns]
-    Upstream's distributed optimizer cuts each of its buckets into one shard a lane. Seen as a matrix with one row a lane, a
+    Megatron's distributed optimizer cuts each of its buckets into one shard a lane. Seen as a matrix with one row a lane, a
     bucket of ours is a range of columns, so what a lane holds of it after the reduction over lanes lies inside the lane's
     optimizer shard. With one lane a column range is simply a slice. The plain optimizer uses the same geometry and gathers the
-    rows of all lanes after the commit. Buckets cut parameters in two where it happens; `Redirection` copes with that.
+    rows of all lanes after the commit. Buckets may cut parameters in two.
 
 Note [Local gradient]
     `Region.local` is the trainer's own buffer: backward accumulates into it and nothing else writes it until the step is

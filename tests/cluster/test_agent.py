@@ -102,7 +102,8 @@ def test_a_replica_that_finds_no_descriptor_is_not_started_and_it_is_said(tmp_pa
     launcher._recording = SimpleNamespace(
         descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: create(tmp_path / "rank.log")
     )
-    launcher._sealed_key, launcher._ranks = -1, SimpleNamespace(spawn=lambda *arguments: pytest.fail("it was started"))
+    launcher._sealed_key = -1
+    launcher._node = SimpleNamespace(spawn=lambda *arguments, **others: pytest.fail("it was started"))
     launcher._environment = lambda replica, rank, **others: {}
     with wire.listen("127.0.0.1:0") as listening, descriptors_left(num_left), pytest.raises(NodeLost, match="ulimit -n"):
         launcher._spawn_replica(0, listening)

@@ -57,9 +57,6 @@ class Spawned:
         self.handed_down: dict[tuple[int, int], dict[str, str]] = {}
         self.expected: dict[int, dict[str, str]] = {}
 
-    def start(self, replica: int, rank: int, start: Any) -> None:
-        start({})
-
     def spawn(self, replica: int, rank: int, *, environment: dict[str, str], descriptors: dict[str, int], **_: object) -> None:
         context = msgspec.json.decode(environment[CONTEXT_VARIABLE], type=RankContext)
         addresses = self.expected[replica] = {"leader": context.leader}
@@ -74,8 +71,8 @@ def spawned(tmp_path: Path) -> Iterator[Spawned]:
     layout = Layout(tp=1, pp=2)
     job = Job(argv=("train.py",), num_replicas=2, layout=layout, config=RecoverConfig(), run_dir=tmp_path)
     launcher: Any = Launcher(job)
-    made = launcher._agent = Spawned()
-    launcher._ranks = SimpleNamespace(spawn=made.start)
+    made = launcher._node = Spawned()
+    launcher._ranks = SimpleNamespace(watches=lambda replica, rank: None)
     launcher._membership = SimpleNamespace(address="127.0.0.1:1", launched=lambda: None)
     launcher._recording = SimpleNamespace(descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: None)
     with contextlib.closing(launcher._loop):

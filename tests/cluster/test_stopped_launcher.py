@@ -40,17 +40,16 @@ def test_the_time_in_which_ranks_are_started_is_not_told_as_a_standstill(monkeyp
     """The launcher waits for the fork server meanwhile, and not in its loop."""
     now, said = [0.0], list[str]()
 
-    def spawn(replica: int, rank: int, start: object) -> None:
+    def spawn(replica: int, rank: int, **_: object) -> None:
         now[0] += 2.0
 
     launcher = Launcher.__new__(Launcher)
     launcher._job = SimpleNamespace(num_replicas=2, num_ranks=2, argv=())
     launcher._loop = Loop(clock=lambda: now[0], cpu_clock=lambda: 0.0)
-    launcher._ports = SimpleNamespace(take=lambda: 1)
     launcher._recording = SimpleNamespace(
         descriptors=lambda replica, rank: {}, output_of_rank=lambda replica, rank: None, says=said.append
     )
-    launcher._agent, launcher._ranks = SimpleNamespace(spawn=spawn), SimpleNamespace(spawn=spawn)
+    launcher._node, launcher._ranks = SimpleNamespace(spawn=spawn), SimpleNamespace(watches=lambda replica, rank: None)
     launcher._membership = SimpleNamespace(launched=lambda: None)
     launcher._outputs = {}
     launcher._sealed_key, launcher._stood_still_s, launcher._deadlines = -1, 0.0, Deadlines.of()

@@ -172,7 +172,9 @@ def _atomic(save: Callable[..., None]) -> Callable[..., None]:
         if not isinstance(file, str | os.PathLike):
             save(file, array, *args, **kwargs)
             return
-        with replacing(Path(file), durable=True) as stream:
+        with replacing(Path(file)) as stream:
             save(stream, array, *args, **kwargs)
+            stream.flush()
+            os.fsync(stream.fileno())
 
     return atomic_save

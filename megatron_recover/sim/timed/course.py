@@ -35,6 +35,8 @@ class Course(Value, frozen=True):
         """Return where the loop is when a record is applied by a replica that saves, or not."""
         kind = label_of(record.label).kind
         course = replace(self, leaves=self.leaves or exit_code(record.requests) != ExitCode.OK)
+        if record.gives_up:
+            return course
         if kind is StepKind.TRAIN:
             return replace(course, trained=self.trained + 1)
         if kind is StepKind.SAVE:

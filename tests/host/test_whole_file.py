@@ -1,0 +1,54 @@
+"""A file is whole or not there, and an error says which file it is about."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_recover.host.whole_file import replacing
+
+
+def test_what_fails_in_the_middle_leaves_what_was_there(tmp_path: Path) -> None:
+    place = tmp_path / "file"
+    place.write_text("before")
+    with pytest.raises(OSError, match="No space") as found, replacing(place) as file:
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert found.value.filename == str(place) and place.read_text() == "before" and os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("rank 1: No space left on device"), OSError(errno.EIO, "Input/output error", "another file")], ids=str
+)
+def test_an_error_that_says_what_it_is_about_keeps_its_words(error: OSError, tmp_path: Path) -> None:
+    def fails() -> None:
+        raise error
+
+    with pytest.raises(OSError) as found, replacing(tmp_path / "file", before_naming=fails) as file:
+        file.write(b"whole")
+    assert found.value is error and os.listdir(tmp_path) == []
+    with pytest.raises(OSError) as found, replacing(tmp_path / "file"):
+        raise error
+    assert found.value is error
+
+
+def test_a_link_stays_a_link_unless_the_place_of_the_partial_file_is_given(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    place, target = tmp_path / "link", tmp_path / "elsewhere" / "file"
+    place.symlink_to(target)
+    with replacing(place) as file:
+        file.write(b"first")
+    assert place.is_symlink() and target.read_text() == "first"
+    with replacing(place, partial=tmp_path / "link.partial", durable=True) as file:
+        file.write(b"second")
+    assert not place.is_symlink() and place.read_text() == "second" and target.read_text() == "first"
+
+
+def test_a_folder_that_is_not_there_is_named_by_the_file(tmp_path: Path) -> None:
+    place = tmp_path / "none" / "file"
+    with pytest.raises(FileNotFoundError) as found, replacing(place):
+        pass
+    assert found.value.filename == str(place)
