@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from tests.cluster.waiting import until_ended, until_files
 pytestmark = pytest.mark.timeout(180)
 SOON = {"beat_s": 0.25, "silence_s": 1.0}
 """A silent launcher is noticed in a second, which is shorter than the default's three."""
+SILENCE_S = 5.0
 
 
 def kill_a_rank(job: Running) -> None:
@@ -70,14 +72,14 @@ def test_the_time_in_which_ranks_are_started_is_not_told_as_a_standstill(monkeyp
 def test_a_death_while_the_launcher_is_stopped_is_recovered_from_when_it_goes_on(
     start: Start, tmp_path: Path, how: str
 ) -> None:
-    deadlines = {"follow_s": 4.0, "beat_s": 0.25, "silence_s": 5.0}
+    deadlines = {"follow_s": 4.0, "beat_s": 0.25, "silence_s": SILENCE_S}
     job = start(Spec(run_dir=str(tmp_path / "run"), steps=FOR_EVER, deadlines=deadlines), at_terminal=how == "Ctrl-Z")
     if isinstance(job, AtTerminal):
         job.type("\x1a")
         job.until(lambda: "Stopped" in job.output.read_text(), "the shell's word that the job is stopped")
     else:
         job.launcher.send_signal(signal.SIGSTOP)
-    reached = job.num_applied()
+    stopped_at, reached = time.monotonic(), job.num_applied()
     job.until(lambda: job.num_applied() > reached + 20, "training to go on without the launcher")
     kill_a_rank(job)
     pid = job.launcher.pid
@@ -86,6 +88,8 @@ def test_a_death_while_the_launcher_is_stopped_is_recovered_from_when_it_goes_on
     reached = job.num_applied()
     # Nothing moves: for longer than the follow timeout, too, which must not have run out when the launcher goes on.
     assert psutil.Process(pid).status() == psutil.STATUS_STOPPED and job.num_applied() == reached
+    # Replicas count from the last beat, which was sent before the stop; the launcher tells only of a stop that was so long.
+    job.until(lambda: time.monotonic() > stopped_at + SILENCE_S + 0.5, "a stop that the launcher tells of")
     if isinstance(job, AtTerminal):
         job.type("fg\n")
     else:
