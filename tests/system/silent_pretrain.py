@@ -1,7 +1,7 @@
 """`scripts/pretrain_gpt.py` where one bit of state changes silently, and where a process may be told to end.
 
-DRIFT is "replica rank step what": after that optimizer step of that rank the lowest bit of one element changes, of a moment, of
-a weight that the optimizer keeps, or of a persistent buffer that every model chunk gets here (`what`: exp_avg, exp_avg_sq,
+DRIFT is "replica rank step what": after that optimizer step of that rank one bit of one element changes, of a moment, of a
+weight that the optimizer keeps, or of a persistent buffer that every model chunk gets here (`what`: exp_avg, exp_avg_sq,
 weight, buffer). EXIT is "replica step": SIGTERM comes after that optimizer step. With LATE_SAVES the writer saves as
 `late_saves.py` says.
 """
@@ -21,6 +21,8 @@ from megatron_recover.config import rank_context
 from megatron_recover.trainer.state import State
 from tests.system.late_saves import save_late
 
+_BIT = 1 << 8
+"""The next steps may round a change of the lowest bit away, and then nothing has drifted."""
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
 
 
@@ -39,7 +41,7 @@ def main() -> None:
             weight = optimizer.param_groups[0]["params"][0]
             kept = {"weight": weight, "buffer": buffers[0]} | optimizer.state[weight]
             with torch.no_grad():
-                kept[what].view(-1).view(torch.int32)[0] ^= 1
+                kept[what].view(-1).view(torch.int32)[0] ^= _BIT
         if os.environ.get("EXIT") == f"{context.replica} {len(steps)}" and context.rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 
