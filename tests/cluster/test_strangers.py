@@ -37,6 +37,8 @@ def test_the_key_reaches_ranks_and_is_shown_nowhere(start: Start, tmp_path: Path
     job = start(Spec(run_dir=str(tmp_path / "run"), replicas=2, ranks=2, steps=FOR_EVER))
     ranks = [each for each in job.processes if each.name().startswith("replica-")]
     assert len(ranks) == 4
+    logs = tmp_path / "run" / "logs"
+    job.until(lambda: len(list(logs.glob("replica-*.log"))) == 4, "the logs of all ranks")
     [key] = keys_of(psutil.Process(job.launcher.pid))
     assert len(key) == KEY_BYTES
     assert not any(map(keys_of, ranks)), "a rank has read the key, and closes it then"
@@ -46,7 +48,7 @@ def test_the_key_reaches_ranks_and_is_shown_nowhere(start: Start, tmp_path: Path
     for form in (key, key.hex().encode(), base64.b64encode(key)):
         assert not any(form in text for text in shown)
     private = [path for path in files if path.name == trace.EVENTS_FILE or path.parent.name == "logs"]
-    assert len(private) >= 6 and all(path.stat().st_mode & 0o077 == 0 for path in private)
+    assert len(private) >= 7 and all(path.stat().st_mode & 0o077 == 0 for path in private)
     soft, hard = psutil.Process(ranks[0].pid).rlimit(psutil.RLIMIT_NOFILE)
     assert soft == hard
 
