@@ -258,7 +258,6 @@ class Outputs:
         can be on its way.
         """
         self.has_more = False
-        self._drop()
         for number, replica in self._shown.items():
             if not self._speaks(replica):
                 before = self._ends_before.get(number, 0)

@@ -315,6 +315,7 @@ class Recorder:
         return left
 
     def _look_for_the_last_time(self, until: float) -> None:
+        self._outputs.make_room()
         lines = itertools.takewhile(lambda _: time.monotonic() < until, self._outputs.look(at_end=True))
         self._narrator.take_lines(lines, self._seconds())
 
