@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 _GIVE_UP = "give up "
 _MOST_DIGITS = 40
+"""Python refuses to make a number of thousands of digits, and a damaged trace may have one."""
 
 
 class StepKind(enum.StrEnum):

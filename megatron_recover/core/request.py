@@ -1,14 +1,13 @@
 """Job-wide requests: what voters ask of all replicas, in their votes. The only place where the text of one is made and read.
 
 A request is part of the record of a step. All replicas act on it when they have committed the step, so they act alike. On the
-wire, in the trace and in messages a request is text (`str(request)`).
+wire, in the trace and in messages a request is text.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Collection
-from typing import NamedTuple
 
 
 class RequestKind(enum.StrEnum):
@@ -27,36 +26,25 @@ class RequestKind(enum.StrEnum):
     saved. The detail describes the state."""
 
 
-class Request(NamedTuple):
-    """One request."""
-
-    kind: RequestKind
-    detail: str = ""
-
-    def __str__(self) -> str:
-        has_detail = self.kind in (RequestKind.EXIT, RequestKind.MISSING, RequestKind.UNTRAINED)
-        return f"{self.kind}: {self.detail}" if has_detail else self.kind.value
-
-
 def exit_for(reason: str) -> str:
     """Return the request to end training for a reason."""
-    return str(Request(RequestKind.EXIT, reason))
+    return f"{RequestKind.EXIT}: {reason}"
 
 
 def missing(iteration: int) -> str:
     """Return the request to save the state after `iteration` again."""
-    return str(Request(RequestKind.MISSING, str(iteration)))
+    return f"{RequestKind.MISSING}: {iteration}"
 
 
-def untrained(state: str) -> str:
+def nothing_trained(state: str) -> str:
     """Return the request to say that nothing was trained; `state` describes what there is."""
-    return str(Request(RequestKind.UNTRAINED, state))
+    return f"{RequestKind.UNTRAINED}: {state}"
 
 
 TOO_FEW = exit_for("too few replicas")
 MISCOUNTED = exit_for("a step was miscounted twice")
-SAVED = str(Request(RequestKind.SAVED))
-UNSAVED = str(Request(RequestKind.UNSAVED))
+SAVED = RequestKind.SAVED.value
+UNSAVED = RequestKind.UNSAVED.value
 
 
 def details(requests: Collection[str], kind: RequestKind) -> list[str]:

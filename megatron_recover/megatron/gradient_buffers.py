@@ -41,8 +41,8 @@ class GradientBuffers:
 
     def end_watch(self) -> None:
         """Watch no longer: the backward is over, or has failed."""
-        if self._watch is not None:
-            self._watch.end()
+        assert self._watch is not None
+        self._watch.end()
 
 
 def params_of(bucket: Bucket, params: Params) -> list[Any]:

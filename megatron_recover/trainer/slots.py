@@ -45,7 +45,7 @@ class Slot(abc.ABC):
 
     def begin(self, num_microbatches: int) -> None:
         """Start a step: nothing is counted."""
-        self.counts, self.passed_by = Counts(num_microbatches), None
+        self.clear(num_microbatches)
         self.provenance = torch.empty(num_microbatches + 1, dtype=torch.float64, device=self.result.device)
 
     def clear(self, num_microbatches: int) -> None:
@@ -136,9 +136,11 @@ class GradientSlot(Slot):
 class LedgerSlot(Slot):
     """The last bucket of a step: what the last stage knows of each microbatch."""
 
+    ledger: Ledger
+    """Of the step that has begun."""
+
     def __init__(self, number: BucketId, num_microbatches: int, device: torch.device) -> None:
-        self.ledger = Ledger(num_microbatches, device)
-        super().__init__(number, None, self.ledger.rows().new_empty(num_microbatches * NUM_COLUMNS))
+        super().__init__(number, None, torch.empty(num_microbatches * NUM_COLUMNS, dtype=torch.float64, device=device))
 
     def clear(self, num_microbatches: int) -> None:
         """Count nothing, and empty the ledger."""

@@ -20,7 +20,7 @@ from megatron_recover.core.replica import (
     Voted,
     WaitExpired,
 )
-from megatron_recover.core.request import MISCOUNTED, SAVED, untrained
+from megatron_recover.core.request import MISCOUNTED, SAVED, nothing_trained
 from megatron_recover.core.values import (
     Apply,
     Begun,
@@ -449,7 +449,7 @@ def test_a_step_that_is_given_up_is_committed_by_all_without_a_result() -> None:
     assert lead(state, Ended(0))[1] == [ToCoordinator(Finished(0, ExitCode.INVARIANT_VIOLATED))]
     saved = replace(state, committed=replace(apply.record, requests=(MISCOUNTED, SAVED)))
     assert lead(saved, Ended(0))[1] == [ToCoordinator(Finished(0, ExitCode.INVARIANT_VIOLATED, is_saved=True))]
-    loaded = replace(state, committed=replace(apply.record, requests=(MISCOUNTED, untrained("what was loaded from X"))))
+    loaded = replace(state, committed=replace(apply.record, requests=(MISCOUNTED, nothing_trained("what was loaded from X"))))
     said = Finished(0, ExitCode.INVARIANT_VIOLATED, untrained="what was loaded from X")
     assert lead(loaded, Ended(0))[1] == [ToCoordinator(said)]
 

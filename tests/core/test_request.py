@@ -14,13 +14,13 @@ from megatron_recover.core.request import (
     details,
     exit_for,
     missing,
-    untrained,
+    nothing_trained,
 )
 
 
 @given(st.lists(st.text(min_size=1)), st.lists(st.integers(0)))
 def test_the_details_of_a_kind_are_those_that_were_written(reasons: list[str], iterations: list[int]) -> None:
-    requests = [*map(exit_for, reasons), SAVED, UNSAVED, *map(missing, iterations), untrained("what was loaded")]
+    requests = [*map(exit_for, reasons), SAVED, UNSAVED, *map(missing, iterations), nothing_trained("what was loaded")]
     assert details(requests, RequestKind.EXIT) == reasons
     assert details(requests, RequestKind.MISSING) == [str(iteration) for iteration in iterations]
     assert details(requests, RequestKind.UNTRAINED) == ["what was loaded"]

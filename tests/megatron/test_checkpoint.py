@@ -291,7 +291,7 @@ def test_where_a_job_gives_up_before_it_has_trained_the_end_says_that_nothing_is
         job.first.checkpoints._folder = None
     job.first.checkpoints.settle(met.append, has_trained=False)
     what = f"what was loaded from iteration 10 of --load {job.folder}" if loaded else "the one that training begins with"
-    assert (job.first.asked, met) == ([request.untrained(what)], [0]), "it rides in the record of the end"
+    assert (job.first.asked, met) == ([request.nothing_trained(what)], [0]), "it rides in the record of the end"
     assert untrained(job.first.asked) == what
     job.first.checkpoints.settle(lambda number: pytest.fail("what was trained is lost"), has_trained=True)
     job.first.requests = frozenset()

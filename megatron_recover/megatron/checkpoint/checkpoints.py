@@ -40,7 +40,7 @@ from typing import IO, Any
 
 from megatron_recover import trace
 from megatron_recover.core.invariants import InvariantViolation
-from megatron_recover.core.request import MISCOUNTED, SAVED, UNSAVED, missing, untrained
+from megatron_recover.core.request import MISCOUNTED, SAVED, UNSAVED, missing, nothing_trained
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.host.whole_file import replacing
@@ -207,7 +207,7 @@ class Checkpoints:
         iteration = self._agreed
         if iteration is None:
             if MISCOUNTED in self._saver.requests and not has_trained:
-                self._saver.request(untrained(self._begun_with()))  # nothing is lost, and the end is to say so
+                self._saver.request(nothing_trained(self._begun_with()))  # nothing is lost, and the end is to say so
                 meet(0)
             return
         rounds, since = 0, time.monotonic()
