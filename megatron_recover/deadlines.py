@@ -34,7 +34,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """All waits of a run in seconds. The docstring of each says who waits for whom, and who ends the wait."""
 
     gap_s: float
-    """The detector counts so much of the time between two looks at a rank, at most. Fixed: the agent looks every 0.05 s, and a
+    """The detector counts so much of the time between two looks at a rank, at most. Fixed: the agent looks every 0.1 s, and a
     longer gap is the agent's own."""
     stacks_s: float
     """The agent waits so long for the ranks of a hung replica to write their stacks. Then it kills them. Fixed: a stopped rank

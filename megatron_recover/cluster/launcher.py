@@ -44,9 +44,10 @@ from megatron_recover.observe.files import LOGS
 
 _DRY_RUN = -1
 """What the agent calls the process that judges the arguments: it belongs to no replica."""
-_POLL_S = 0.05
-"""Between two looks at every rank, its /proc entry, page and output, and at the recorder. Without any other sign a death is
-known after half of it on average (`agent.py`, Note [Seeing a death])."""
+_POLL_S = 0.1
+"""Between two looks at every rank, its /proc entry, page and output, and at the recorder. A message, which a broken link sends,
+is followed by a look at once. Without any other sign a death is known after half of it on average (`agent.py`, Note [Seeing a
+death])."""
 _CALLS_PRETRAIN = "called megatron_recover.megatron.pretrain; does it call Megatron's own instead?"
 
 
