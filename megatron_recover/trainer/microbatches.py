@@ -76,7 +76,7 @@ class Microbatches:
         """The ids one of which an exception is about: only within a microbatch is it known which."""
         return tuple(self._of_pass) if self._current is None else (self._current.microbatch,)
 
-    # --- Listener --------------------------------------------------------------------------------------------------------
+    # --- Listener ---------------------------------------------------------------------------------
 
     def forward_begins(self, task: Task, chunk: int) -> None:
         self._current = task

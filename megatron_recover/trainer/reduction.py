@@ -106,7 +106,7 @@ class Reduction:
         """What a step reduces: every bucket of the replica, or for an evaluation only the ledger."""
         return (self.ledger_bucket,) if forward_only else tuple(range(self.ledger_bucket + 1))
 
-    # --- a step ----------------------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------
 
     @property
     def ledger(self) -> Ledger | None:
@@ -206,7 +206,7 @@ class Reduction:
         assert self._ledger_slot is not None
         self._ledger_slot.counts.add(microbatch)
 
-    # --- reducing --------------------------------------------------------------------------------------------------------
+    # --- reducing ---------------------------------------------------------------------------------
 
     def reduce(self, plan: Plan, *, wait_for: Callable[[BucketId], None] = lambda bucket: None) -> None:
         """Carry out a plan's transfers, then its sums, bucket by bucket: over lanes in full, over replicas until one fails.
@@ -330,7 +330,7 @@ class Reduction:
 
         return probe
 
-    # --- the committed step ----------------------------------------------------------------------------------------------
+    # --- the committed step -----------------------------------------------------------------------
 
     def apply(self, buckets: Sequence[BucketId]) -> None:
         """The step is committed: the results of these buckets become the gradient (gathered over lanes that need all of it)."""

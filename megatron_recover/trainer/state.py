@@ -92,7 +92,7 @@ class State:
         text = _digest_of_text([tensor.layout for tensor in tensors], sorted(self.scalars().items()))
         return combined([text, *checksums([tensor.data for tensor in tensors])])
 
-    # --- What state is ---------------------------------------------------------------------------------------------------
+    # --- What state is ----------------------------------------------------------------------------
 
     def _values(self) -> Iterator[tuple[str, Tensor | Scalar]]:
         for number, chunk in enumerate(self._chunks):
@@ -171,7 +171,7 @@ def _flattened(name: str, value: Any) -> Iterator[tuple[str, Tensor | Scalar]]:
         raise TypeError(f"the state has a {type(value).__name__} at {name}, which replicas cannot compare")
 
 
-# --- Memory --------------------------------------------------------------------------------------------------------------
+# --- Memory ---------------------------------------------------------------------------------------
 
 
 class _Covered:
