@@ -65,8 +65,7 @@ _POISON_S = 0.001
 COPIED_ELEMENTS = 1 << 20
 """Elements of scratch that are copied to a result between two looks at revocation."""
 PIECE_BYTES = 1 << 20
-"""Bytes that one gloo operation sums at most, or one element if that is larger. See Note [Pieces of
-a sum]."""
+"""Most bytes (at least one element) that one gloo operation sums. See Note [Pieces of a sum]."""
 PIECES_AT_ONCE = 16
 """Operations submitted to gloo before waiting for the first of them."""
 ENTRY_BYTES = 1024
