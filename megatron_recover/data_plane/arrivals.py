@@ -27,7 +27,7 @@ class Parked:
 
     def decide(self, verdict: Verdict, generation: int) -> None:
         """Send the connector the verdict."""
-        with contextlib.suppress(OSError):  # a peer that is gone already is found by the first read
+        with contextlib.suppress(OSError):  # a peer that is gone is noticed at the first read
             self._proven.decide(verdict, generation)
 
     def refuse(self, verdict: Verdict, generation: int) -> None:

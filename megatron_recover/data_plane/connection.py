@@ -132,7 +132,7 @@ class Connection:
 
     def shut_down(self) -> None:
         """Shut down both directions, from any thread. The descriptor stays open."""
-        with contextlib.suppress(OSError):  # not connected yet, or the peer was faster: either way it is down
+        with contextlib.suppress(OSError):  # not connected yet, or the peer has shut it down already
             self.sock.shutdown(socket.SHUT_RDWR)
 
 

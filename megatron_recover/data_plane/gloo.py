@@ -360,5 +360,5 @@ def _poison(group: ProcessGroupGloo) -> None:
     A point-to-point wait that times out closes all connections of a gloo group. An abandoned
     operation then releases its scratch mostly within milliseconds, instead of at gloo's timeout.
     """
-    with contextlib.suppress(RuntimeError):  # the timeout is the point
+    with contextlib.suppress(RuntimeError):  # the timeout is intended
         group.recv_anysource([torch.empty(1)], 1 << 20).wait(timedelta(seconds=_POISON_S))

@@ -168,7 +168,7 @@ class NcclTransport:
         finally:
             self._calling.release()
             if self._revoked.is_set():
-                self.revoke()  # it may have come while this call held the communicator
+                self.revoke()  # a revoke may have come while this call held the communicator
 
     def _probe_peers(self, error: TransportError) -> None:
         """Add the peers that do not answer to an error, unless that would delay a recovery."""

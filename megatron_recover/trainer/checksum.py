@@ -151,7 +151,7 @@ def _multiplies_int8() -> bool:
     rows[0], rows[1] = -128, 127
     try:
         return torch.equal(torch._int_mm(rows, _weights(rows.device, torch.int8)), _products_in_float32(rows))
-    except (AttributeError, RuntimeError):  # a torch without it
+    except (AttributeError, RuntimeError):  # this torch has no `_int_mm` for int8
         return False
 
 

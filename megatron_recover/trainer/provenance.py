@@ -16,7 +16,7 @@ class Counts:
 
     def __init__(self, num_microbatches: int) -> None:
         self._tensor = torch.zeros(num_microbatches + 1, dtype=torch.float64)
-        self._values = self._tensor.numpy()  # the same memory: an element of a tensor takes a microsecond
+        self._values = self._tensor.numpy()  # the same memory; to index the tensor takes 1 us
 
     @property
     def bound(self) -> float:
