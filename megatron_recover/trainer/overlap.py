@@ -40,7 +40,7 @@ class Overlap:
     def __init__(self, reduction: Reduction, plan: Callable[[], Plan]) -> None:
         """Prepare the reduction of a pass. `plan()` returns the plan to reduce.
 
-        It is called once the pass is closed.
+        `plan()` is called once the pass is closed.
         """
         self._reduction, self._plan = reduction, plan
         self._passed: dict[BucketId, threading.Event] = {}

@@ -63,11 +63,13 @@ class Reduction:
     1. `begin`;
     2. `takes` for the first order;
     3. any number of passes, with `collect_into` before and `end_backward` after every backward.
-       `reduce` follows each pass, and each plan without a pass. `void` precedes a plan that voids;
+       `reduce` follows each pass, and each plan without a pass. Where a plan voids, `void` comes
+       first;
     4. `apply`, after which the trainer's buffer holds the gradient of the step.
 
     `reduce` may run beside the last backwards of a pass, in the thread `recover-reduce`
-    (`overlap.Overlap`). It then touches a bucket only after the last backward has passed it.
+    (`overlap.Overlap`). It then touches a bucket only after the last backward has *passed* it:
+    every parameter in the bucket has its gradient.
     """
 
     def __init__(
@@ -248,9 +250,9 @@ class Reduction:
         """Carry out a plan's transfers, then its sums, bucket by bucket.
 
         Sums over lanes are always carried out in full, sums over replicas until one fails.
-        `wait_for(bucket)` returns when the last backward has passed the bucket. Raises RuntimeError
-        for a gradient that is not finite, if Megatron was set to check, before another rank gets a
-        part of it.
+        `wait_for(bucket)` returns when the last backward is done with the bucket. Raises
+        RuntimeError for a gradient that is not finite, if Megatron was set to check, before another
+        rank gets a part of it.
         """
         if self._faults is not None:
             self._faults.at(FaultPoint.BEFORE_REDUCE, step=self._step)
