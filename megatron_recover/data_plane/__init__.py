@@ -1,1 +1,1 @@
-"""Transports that sum and copy tensors between the ranks of equal position in all replicas."""
+"""Transports that sum and copy tensors between the same-position ranks of all replicas."""

@@ -1,8 +1,9 @@
-"""The listening end of the data plane: who has arrived and proven itself, by generation; strangers are held short.
+"""The listener of the data plane: proven connections, by generation.
 
-There is no accepting thread. Connections wait in the kernel until a transport of the endpoint is inside a call, which lets them
-prove themselves without waiting for them. What is kept for strangers is bounded as on the control plane (`admission.py`), and
-what they cost a call that waits for nobody's connection as well (Note [Whom a listener expects] there).
+No thread accepts connections. Connections wait in the kernel until a transport of the endpoint is
+inside a call. That call runs the handshakes without waiting for any of them. The memory kept for
+strangers is bounded as on the control plane (`admission.py`). So is the time that strangers take
+from a call that expects no connection (Note [Whom a listener expects] there).
 """
 
 from __future__ import annotations
@@ -14,29 +15,29 @@ from megatron_recover.authentication.admission import Admission, Report, Unprove
 from megatron_recover.authentication.handshake import Party, Role, Verdict
 
 MAX_PARKED = 1024
-"""Proven connections that are kept before their generation is opened."""
+"""Proven connections that are kept until their generation is opened."""
 
 
 class Parked:
-    """A proven connection that waits for its generation to be opened."""
+    """A proven connection that waits until this rank opens its generation."""
 
     def __init__(self, proven: Unproven) -> None:
         self.sock = proven.sock
         self._proven = proven
 
     def decide(self, verdict: Verdict, generation: int) -> None:
-        """Tell the connector the verdict."""
-        with contextlib.suppress(OSError):  # a peer that is gone already is found by the first read
+        """Send the connector the verdict."""
+        with contextlib.suppress(OSError):  # a peer that is gone is noticed at the first read
             self._proven.decide(verdict, generation)
 
     def refuse(self, verdict: Verdict, generation: int) -> None:
-        """Tell the connector the verdict, and close the connection."""
+        """Send the connector the verdict, and close the connection."""
         self.decide(verdict, generation)
         self.sock.close()
 
 
 def _has_ended(sock: socket.socket) -> bool:
-    """Return whether the other end of a watch, which says nothing, has hung up."""
+    """Return whether the other end has closed a watch. A watch carries no data."""
     try:
         return sock.recv(1) == b""
     except BlockingIOError:
@@ -46,20 +47,22 @@ def _has_ended(sock: socket.socket) -> bool:
 
 
 class Arrivals:
-    """Connections to one listener. Used under the lock of its endpoint."""
+    """The connections to one listener. The lock of the endpoint guards every call."""
 
     def __init__(self, listener: socket.socket, key: bytes, rank: int, report: Report) -> None:
         self.admission = Admission(listener, key, "data", report)
         self._rank = rank
         self._watching: dict[int, socket.socket] = {}
-        """By replica. They end with this process, which is what their other ends wait for."""
+        """Connections of peers that watch this process, by replica. They end with this process; its
+        end is what the peers wait for."""
         self.parked: dict[tuple[int, int], Parked] = {}
-        """By generation and replica."""
+        """Proven connections by (generation, replica)."""
 
     def greet(self, me: int, generation: int, *, expects: bool = True) -> None:
-        """Go on with everyone's handshake without waiting, as replica `me` in `generation`.
+        """Advance all handshakes without waiting, as replica `me` in `generation`.
 
-        `expects`: someone who has not connected is needed. Else this does little, and that only every `REST_S`.
+        `expects`: the caller needs a peer that has not connected. Otherwise the call accepts only a
+        few connections, at most once every `REST_S`.
         """
         if not expects and self.admission.rests:
             return
@@ -82,7 +85,12 @@ class Arrivals:
         self.parked.clear()
 
     def _admit(self, unproven: Unproven, generation: int) -> None:
-        """Park a connection of this or a newer generation; refuse an older one, a second one and one for which is no room."""
+        """Park a connection of this or a newer generation, and refuse any other.
+
+        Refused are a connection of an older generation, a second one of the same peer and
+        generation, and any above `MAX_PARKED`. A watch is welcome in any generation and replaces
+        the peer's previous watch.
+        """
         acceptor, arrived = unproven.acceptor, Parked(unproven)
         peer = acceptor.peer
         assert peer is not None

@@ -1,7 +1,8 @@
-"""A non-blocking stream between two members of one generation: how it is made, and how bytes go in and out.
+"""A non-blocking stream between two members of one generation: connecting, sending, receiving.
 
-Both ends prove who they are first (`handshake.py`). The acceptor's verdict is welcome only if both are in the same generation.
-Nothing here waits. Who is refused is decided in `arrivals.py` and `direct.py`.
+Both ends prove their identity first (`handshake.py`). The acceptor's verdict is WELCOME only if
+both are in the same generation. Nothing here waits. `arrivals.py` and `direct.py` decide which
+peers to refuse.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ from megatron_recover.data_plane.transport import PeerAhead, PeerLost
 
 WOULD_BLOCK = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EINPROGRESS)
 MAX_VIEWS = 64
-"""Buffers handed to one system call; far below IOV_MAX."""
+"""Buffers in one system call; far below IOV_MAX."""
 REDIAL_S = 0.02
-"""Before a peer is dialled again whose connection ended before it had proven itself."""
+"""Seconds before dialling a peer again whose connection ended before the acceptor had proven
+itself."""
 
 
 class Connection:
-    """A stream to one peer; `ready` once both sides greeted."""
+    """A stream to one peer. It is `ready` once the handshake is complete."""
 
     def __init__(self, peer: int, sock: socket.socket, connector: Connector | None = None) -> None:
-        """`connector` is the handshake of an end that dialled; one that accepted is welcome already and has none."""
+        """Wrap `sock`. `connector` runs the handshake of the end that dialled.
+
+        An accepted connection is already proven and has no connector.
+        """
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer = peer
         self.sock = sock
@@ -39,10 +44,12 @@ class Connection:
         self._to_say = connector.opening if connector is not None else b""
 
     def handshake(self) -> bool:
-        """Go on with a dialling end's handshake; return whether it is complete.
+        """Advance the handshake of the end that dialled; return whether it is complete.
 
-        Raises PeerLost if the acceptor refused, OSError if nobody listens there, and `EndedUnproven` if the connection ended
-        before the acceptor had proven itself.
+        Raises:
+        - PeerLost (or its subclass PeerAhead) if the acceptor refused,
+        - OSError if nobody listens there,
+        - `EndedUnproven` if the connection ended before the acceptor had proven itself.
         """
         connector = self._connector
         assert connector is not None
@@ -77,11 +84,17 @@ class Connection:
 
     @property
     def is_established(self) -> bool:
-        """Whether the other end's kernel has accepted the connection: that machine can be reached, and its listener lives."""
+        """Return whether the peer's kernel has accepted the connection.
+
+        If so, its machine is reachable and its listener is open.
+        """
         return self.ready or not self._to_say
 
     def poll_mask(self, *, sending: bool, receiving: bool) -> int:
-        """What to poll for, kept in `interest`. Resets are reported even when it is 0."""
+        """Return the events to poll for, and store them in `interest`.
+
+        A socket that is polled with 0 still reports a reset.
+        """
         if not self.ready:
             self.interest = select.POLLOUT if self._to_say else select.POLLIN
         else:
@@ -89,7 +102,7 @@ class Connection:
         return self.interest
 
     def send(self, views: deque[memoryview]) -> bool:
-        """Hand as much of `views` (not empty) to the kernel as it takes and drop that; whether it took anything."""
+        """Send from `views` (not empty) and drop what was sent; return whether anything was."""
         try:
             sent = self.sock.sendmsg(itertools.islice(views, MAX_VIEWS))
         except BlockingIOError:
@@ -101,7 +114,7 @@ class Connection:
         return True
 
     def receive(self, views: list[memoryview]) -> bool:
-        """Fill `views` (not empty) with what is there and drop what is full; whether anything was there.
+        """Receive into `views` (not empty) and drop the full ones; return whether anything came.
 
         Raises PeerLost at the end of the stream.
         """
@@ -118,13 +131,16 @@ class Connection:
         return True
 
     def shut_down(self) -> None:
-        """End both directions, from any thread; descriptors stay open."""
-        with contextlib.suppress(OSError):  # not connected yet, or the peer was faster: either way it is down
+        """Shut down both directions, from any thread. The descriptor stays open."""
+        with contextlib.suppress(OSError):  # not connected yet, or the peer has shut it down already
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
 class EndedUnproven(Exception):
-    """A connection ended before the acceptor had proven itself: dial again, the acceptor may have been crowded by strangers."""
+    """A connection ended before the acceptor had proven itself.
+
+    Strangers may have crowded it out, so dial again.
+    """
 
     def __init__(self, peer: int, detail: str) -> None:
         super().__init__(detail)
@@ -132,13 +148,17 @@ class EndedUnproven(Exception):
 
 
 class CannotDial(Exception):
-    """This rank has not got what it takes to connect: nothing is known of the peer. Dial again later."""
+    """This rank lacks a resource to connect with; dial again later.
+
+    The failure is no evidence against the peer.
+    """
 
 
 def connect(address: str, key: bytes, role: Role, *, generation: int, me: int, peer: int, rank: int) -> Connection:
-    """Begin to connect to `host:port` as a rank that sends data, watches, or probes; `Connection.handshake` completes it.
+    """Begin to connect to `host:port`; `Connection.handshake` completes it.
 
-    Raises as `dial` does.
+    `role` is DATA to send and receive, WATCH to notice the end of the peer, or ECHO to probe.
+    Raises the errors of `dial`.
     """
     port = int(address.rpartition(":")[2])
     parties = Party(role, me, rank), Party(Role.ECHO if role is Role.ECHO else Role.DATA, peer, rank)
@@ -147,9 +167,10 @@ def connect(address: str, key: bytes, role: Role, *, generation: int, me: int, p
 
 
 def dial(address: str, peer: int) -> socket.socket:
-    """Return a non-blocking socket on its way to `host:port`.
+    """Return a non-blocking socket that is connecting to `host:port`.
 
-    Raises PeerLost if nobody listens there, and `CannotDial` if this rank has no descriptor, memory or local port left.
+    Raises PeerLost if nobody listens there, and `CannotDial` if the connection cannot be begun
+    here, for instance without a free descriptor, memory or local port.
     """
     host, _, port = address.rpartition(":")
     try:

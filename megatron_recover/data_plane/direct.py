@@ -1,21 +1,31 @@
-"""Direct reduction over TCP: everyone sends shard j to its owner j, who adds in canonical order and sends the sum to all.
+"""Direct reduction over TCP: each member sends shard j to its owner j, which returns the sum.
 
-Every member talks to every other one, so a death is seen first hand by all survivors and there is no far neighbour that hangs.
-As many bytes as a ring, in two hops instead of 2(n - 1).
+The owner adds in ascending order of replica id and sends the sum to all members. Every member has a
+connection to every other one. So all survivors see a death themselves, and no member waits on a
+distant ring neighbour. A direct reduction moves as many bytes as a ring, in 2 hops instead of
+2(n-1).
 
-One thread does everything: the caller's, inside the call, with non-blocking sockets and `poll`. Bytes go straight from the
-source and straight into the result. So when a call has returned or raised, nothing can write to anybody's memory any more:
-there is nothing else that runs. `revoke` sets a flag, wakes the poll, shuts the sockets down, and waits for the piece of at
-most a megabyte that the call may be receiving or adding (`writing.py`); it touches no memory and closes no descriptor.
+One thread does everything: the caller's, inside the call, with non-blocking sockets and `poll`.
+Bytes move directly from the source and into the result. So after a call has returned or raised,
+nothing is left running that could write memory. `revoke` sets a flag, wakes the poll and shuts the
+sockets down. It then waits for the piece of at most 1 MiB that the call may be receiving or adding
+(`writing.py`). `revoke` writes no tensor and closes no descriptor.
 
-What fences generations: a connection belongs to one generation, bound into its handshake and refused unless it is the
-acceptor's own; an older transport is retired when a newer one is opened; each frame repeats generation and tag.
+Generations are fenced by three means:
 
-Of two members the higher id connects. While the lower one waits for that, it watches the other's listener with a connection
-that carries nothing but a handshake: its end or refusal tells that the process is gone before it ever connected. A connection
-that ends before the acceptor has proven itself tells nothing: strangers may have crowded it out. It is dialled again.
+* A connection belongs to one generation. The handshake binds that generation, and an acceptor in a
+  newer one refuses it.
+* Opening a generation retires the older transport.
+* Each frame repeats generation and tag.
 
-A member whose call failed does not shut its sockets down, so that the others blame the culprit and not the first that noticed.
+Of two members the higher id connects. Until then the lower id holds a *watch*: a connection to the
+peer's listener that carries nothing but a handshake. If a proven watch ends, or if nobody listens
+any more, the peer's process has ended without ever connecting. A connection that ends before the
+acceptor has proven itself is no such evidence: strangers may have crowded it out. It is dialled
+again.
+
+A member whose call failed does not shut its sockets down. Otherwise the others would blame this
+member, the first to notice, and not the culprit.
 """
 
 from __future__ import annotations
@@ -55,11 +65,12 @@ if TYPE_CHECKING:
 
 
 class DirectEndpoint:
-    """A rank's TCP listener on `host`, port chosen by the kernel. Address: `host:port`.
+    """A rank's TCP listener on `host`, at a port that the kernel chooses. Address: `host:port`.
 
-    Peers prove the job's key, their replica, and that they are ranks of the same position. Connections wait in the kernel until
-    a transport of this endpoint is inside a call; there is no accepting thread. In forked children all sockets are closed at
-    once: a data loader's worker must not keep a dead rank's connections open.
+    Peers prove the job's key, their replica, and that they are ranks of the same position. No
+    thread accepts connections: they wait in the kernel until a transport of this endpoint is inside
+    a call. A forked child closes all sockets at once, so that a data loader's worker does not keep
+    a dead rank's connections open.
     """
 
     def __init__(
@@ -71,13 +82,15 @@ class DirectEndpoint:
         deadlines: Deadlines | None = None,
         report: Report = lambda name, number: None,
     ) -> None:
-        """`rank` is this rank's position inside its replica. `deadlines`: how long the parts of a call may last.
+        """Listen on `host`. `key` is the job's; `rank` is this rank's position in its replica.
 
-        `report`: see `Admission`; called in the thread of a call.
+        `deadlines`: how long the parts of a call may last. `report`: see `Admission`; called in the
+        thread of a call or of `close`.
         """
         self.deadlines = deadlines or Deadlines.of()
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        # Not `socket.create_server`: it sets SO_REUSEADDR, with which another user could listen on the port first.
+        # `socket.create_server` would set SO_REUSEADDR, with which another user could listen on the
+        # port first.
         listener.bind((host, 0))
         listener.listen(socket.SOMAXCONN)
         self.address = f"{host}:{listener.getsockname()[1]}"
@@ -91,10 +104,10 @@ class DirectEndpoint:
         os.register_at_fork(after_in_child=lambda: alive._abandon() if (alive := endpoint()) is not None else None)
 
     def open(self, generation: int, me: int, addresses: Mapping[int, str]) -> DirectTransport:
-        """Return the transport of `generation`, and retire the previous one.
+        """Return the transport of `generation`, and close the previous one.
 
-        Raises Revoked unless `generation` is newer than all that were opened before, and TransportError where this process has
-        no descriptor left.
+        Raises Revoked if the endpoint is closed, or unless `generation` is newer than all that were
+        opened before. Raises TransportError if this process has no free descriptor.
         """
         previous = None
         try:
@@ -110,7 +123,7 @@ class DirectEndpoint:
         return transport
 
     def close(self) -> None:
-        """Stop listening and retire the current transport."""
+        """Stop listening, and close the current transport."""
         with self._lock:
             self._closed = True
             current, self._current = self._current, None
@@ -120,13 +133,17 @@ class DirectEndpoint:
             current.close()
 
     def connect(self, address: str, role: Role, *, generation: int, me: int, peer: int) -> Connection:
-        """Begin to connect to the same-position rank of another replica. Raises PeerLost or `CannotDial` (`dial`)."""
+        """Begin to connect to the same-position rank of replica `peer`.
+
+        Raises PeerLost or `CannotDial`, as `dial` does.
+        """
         return connect(address, self._key, role, generation=generation, me=me, peer=peer, rank=self._rank)
 
     def greet(self, me: int, *, expects: bool = True) -> int:
-        """Accept whoever has arrived and go on with the handshakes, without waiting.
+        """Accept new connections and advance all handshakes, without waiting.
 
-        `expects`: the caller needs someone who has not connected. Returns the descriptor that is readable when more came.
+        `expects`: the caller needs a peer that has not connected. Return the descriptor that is
+        readable when there is more to do. Raises Revoked if the endpoint is closed.
         """
         with self._lock:
             if self._closed:
@@ -135,7 +152,11 @@ class DirectEndpoint:
             return self._arrivals.admission.fileno()
 
     def take(self, generation: int) -> tuple[dict[int, Parked], dict[int, int]]:
-        """The proven connections for `generation`, by peer; and the peers that were seen in a newer one."""
+        """Return the proven connections for `generation`, by peer, and the peers in a newer one.
+
+        The second dictionary maps a peer to the newer generation of its connection. Connections of
+        older generations are refused.
+        """
         with self._lock:
             parked = self._arrivals.parked
             arrived = {peer: parked.pop((g, peer)) for g, peer in list(parked) if g == generation}
@@ -144,7 +165,10 @@ class DirectEndpoint:
             return arrived, {peer: newer for newer, peer in parked}
 
     def _abandon(self) -> None:
-        """In a forked child: close its copies of the sockets. The locks are new: another thread may have held the old ones."""
+        """Close the sockets in a forked child.
+
+        The lock is new: another thread may have held the old one at the fork.
+        """
         self._lock = threading.Lock()
         self._closed = True
         current, self._current = self._current, None
@@ -154,10 +178,16 @@ class DirectEndpoint:
 
 
 class DirectTransport:
-    """One generation among `addresses`. Only `revoke` and `close` may be called by other threads than the caller's."""
+    """The transport of one generation among `addresses`.
+
+    Only `revoke` and `close` are thread-safe.
+    """
 
     def __init__(self, endpoint: DirectEndpoint, generation: int, me: int, addresses: Mapping[int, str]) -> None:
-        """Connect to nobody yet. Raises TransportError where this process has no descriptor left."""
+        """Make no connection yet.
+
+        Raises TransportError if this process has no free descriptor.
+        """
         try:
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         except OSError as error:
@@ -170,14 +200,16 @@ class DirectTransport:
         self._connections: dict[int, Connection] = {}
         self._watches: dict[int, Connection] = {}
         self._reached: set[int] = set()
-        """Peers to which a connection was once established, or from which one came."""
+        """Peers to or from which a connection was ever established."""
         self._dial_at: dict[int, float] = {}
-        """When a peer is dialled again whose connection ended too early, by the monotonic clock."""
+        """Monotonic time at which to dial a peer again, by peer."""
         self._not_dialled: dict[int, str] = {}
-        """Peers that could not be dialled for want of something on this side, and of what."""
+        """Error text for each peer that could not be dialled for want of a resource of this
+        rank."""
         self._scratch: dict[int, Tensor] = {}
         self._arrivals: int | None = None
-        """Readable when someone has arrived; None while nobody is awaited."""
+        """Descriptor that is readable when a peer has arrived; None while no further peer is
+        expected."""
         self._failure = ""
         self._revoked = False
         self._retired = False
@@ -187,7 +219,7 @@ class DirectTransport:
         self._writing = WriteGate()
 
     def sum_into(self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, probe: Probe | None = None) -> None:
-        """See `Transport.sum_into`: CPU tensors, added in ascending order of replica id (`shards.add_in_order`)."""
+        """Sum as `Transport.sum_into` does; CPU tensors, in ascending order of replica id."""
         check_operands(sources, results, device="cpu")
         probe = probe or no_probe
         with self._call():
@@ -201,7 +233,7 @@ class DirectTransport:
             exchange.finish()
 
     def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int) -> None:
-        """See `Transport.copy_into`: CPU tensors."""
+        """Copy as `Transport.copy_into` does; CPU tensors."""
         check_operands(tensors, device="cpu")
         if not {source, *targets} <= set(self.members):
             raise ValueError(f"copy from {source} to {list(targets)}, but the members are {list(self.members)}")
@@ -211,9 +243,10 @@ class DirectTransport:
             self._run(CopyExchange(self.generation, tag, peers, tensors, sending=sending), peers)
 
     def revoke(self) -> None:
-        """See `Transport.revoke`. Sockets are shut down, so that the peers notice even while this rank computes.
+        """Revoke as `Transport.revoke` does.
 
-        Returns when the call that runs in another thread, if any, has left its piece of memory, and writes no more.
+        The sockets are shut down, so that the peers notice even while this rank computes. Return
+        when a call in another thread, if any, has left its piece of memory; it then writes no more.
         """
         with self._lock:
             if not self._revoked:
@@ -224,7 +257,10 @@ class DirectTransport:
         self._writing.shut()
 
     def close(self) -> None:
-        """See `Transport.close`. If another thread is inside a call, that call is revoked and releases the sockets itself."""
+        """Close as `Transport.close` does.
+
+        If another thread is inside a call, that call is revoked and releases the sockets itself.
+        """
         self._retired = True
         self.revoke()
         if self._calling.acquire(blocking=False):
@@ -232,7 +268,7 @@ class DirectTransport:
             self._calling.release()
 
     def abandon(self) -> None:
-        """In a forked child: close its copies of the sockets, without telling the peers."""
+        """Close the sockets in a forked child, without a message to the peers."""
         self._lock, self._calling, self._writing = threading.Lock(), threading.Lock(), WriteGate()
         self._revoked = True
         self._release()
@@ -254,7 +290,7 @@ class DirectTransport:
             self._check()  # after a revoke the sockets' errors are its consequence
             raise
         except BaseException as error:
-            self._failure = self._failure or repr(error)  # frames were left half sent
+            self._failure = self._failure or repr(error)  # frames may be half sent
             raise
         finally:
             self._calling.release()
@@ -278,10 +314,10 @@ class DirectTransport:
                 self._scratch.clear()
 
     def _run(self, exchange: Exchange, peers: Sequence[int]) -> None:
-        """Connect to `peers`, the higher id to the lower, then move bytes until the exchange is complete."""
+        """Connect to `peers`, then move bytes until the exchange is complete."""
         part, limit_s = Part.CONNECT, Part.CONNECT.limit_s(self._endpoint.deadlines)
         progressed_at = time.monotonic()
-        self._endpoint.greet(self.me, expects=False)  # strangers are let go even so: the kernel's queue is short
+        self._endpoint.greet(self.me, expects=False)  # drop strangers in any case: the kernel's queue is short
         while not exchange.complete():
             if self._revoked:
                 stalled = time.monotonic() - progressed_at >= limit_s / 2
@@ -296,24 +332,27 @@ class DirectTransport:
                 progressed_at = now
             elif now - progressed_at >= limit_s:
                 if missing := [self._not_dialled[each] for each in peers if each < self.me and each in self._not_dialled]:
-                    raise TransportError(missing[0])  # not the peers' fault: this member connects to those of lower id
+                    raise TransportError(missing[0])  # not the peers' fault: this member is the one that dials
                 unreached = self._unreached(peers)
                 raise DeadlineExceeded(part, unreached or self._suspects(exchange, peers), limit_s)
             else:
                 self._wait(exchange, peers, progressed_at + limit_s - now)
 
     def _part(self, exchange: Exchange, peers: Sequence[int]) -> Part:
-        """Return what the call waits for."""
+        """Return the part that the call is in."""
         if self._unreached(peers):
             return Part.CONNECT
         return Part.SUM if all(exchange.has_entered(peer) for peer in peers) else Part.SLOWEST
 
     def _unreached(self, peers: Sequence[int]) -> list[int]:
-        """Return the peers to which there never was a connection, unless this member had no descriptor to watch them with."""
+        """Return the peers to which a connection was never established.
+
+        A peer of higher id is left out if this member had no resource to watch it with.
+        """
         return [peer for peer in peers if peer not in self._reached and not (peer > self.me and peer in self._not_dialled)]
 
     def _dial(self, peers: Sequence[int]) -> None:
-        """Connect to the peers of lower id, and watch those of higher id that have not connected."""
+        """Connect to the peers of lower id, and watch the unconnected peers of higher id."""
         for peer in peers:
             role, known = (Role.DATA, self._connections) if peer < self.me else (Role.WATCH, self._watches)
             if peer in self._connections or peer in known or self._dial_at.get(peer, 0.0) > time.monotonic():
@@ -331,7 +370,7 @@ class DirectTransport:
                 self._watches[peer] = made
 
     def _dial_again(self, connection: Connection) -> None:
-        """Give up a connection that ended before its acceptor had proven itself; `_dial` makes another one soon."""
+        """Close a connection that ended unproven, and schedule the next attempt for `_dial`."""
         for known in (self._connections, self._watches):
             if known.get(connection.peer) is connection:
                 with self._lock:
@@ -340,7 +379,7 @@ class DirectTransport:
         self._dial_at[connection.peer] = time.monotonic() + REDIAL_S
 
     def _advance(self, peer: int, exchange: Exchange) -> bool:
-        """Send and receive what is possible without waiting; whether anything moved."""
+        """Send and receive what is possible without waiting; return whether any byte moved."""
         connection = self._connections.get(peer)
         try:
             if connection is None and (watch := self._watches.get(peer)) is not None and not watch.ready:
@@ -364,7 +403,7 @@ class DirectTransport:
             raise PeerLost(peer, error.strerror or str(error)) from error
 
     def _wait(self, exchange: Exchange, peers: Sequence[int], timeout_s: float) -> None:
-        """Sleep until a socket may move, a peer arrives, somebody revokes, or the time is over."""
+        """Sleep until a socket is ready, a peer arrives, somebody revokes, or the time is over."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         if self._arrivals is not None:
@@ -387,14 +426,18 @@ class DirectTransport:
                     idle[connection.sock.fileno()] = peer
         for descriptor, _ in poll.poll(timeout_s * 1000):
             if descriptor in idle:
-                # Nothing was asked of it, so this is a reset: the peer gave up, since it can not be done before us.
+                # Nothing was polled for here, so this is a reset. The peer gave up: no peer can be
+                # done before this member is.
                 raise PeerLost(idle[descriptor], "connection reset")
             if descriptor in watched:
                 self._check()
                 raise PeerLost(watched[descriptor], "ended before it connected")
 
     def _adopt(self, peers: Sequence[int]) -> None:
-        """Welcome the peers that have connected to this generation."""
+        """Accept the peers that have connected to this generation.
+
+        Raises PeerAhead if a missing peer has connected to a newer generation.
+        """
         self._arrivals = None
         if all(peer in self._connections for peer in peers):
             return
@@ -419,9 +462,11 @@ class DirectTransport:
                 connection.shut_down()
 
     def _suspects(self, exchange: Exchange, peers: Sequence[int]) -> list[int]:
-        """Return who keeps this member waiting: the peers that never connected, or that have not sent their own data.
+        """Return the peers that keep this member waiting.
 
-        Else the only one that does not take this member's data, or owes a sum. Several of these wait for a third themselves.
+        These are the peers that never connected or have not sent their own data. Without any, it is
+        the peer that does not receive this member's data or has not sent a sum, if there is only
+        one. Several such peers are themselves waiting for a third, so none is returned.
         """
         connected = [peer for peer in peers if peer in self._connections and self._connections[peer].ready]
         first_hand = [peer for peer in peers if peer not in connected] or [

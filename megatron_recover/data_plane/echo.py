@@ -1,10 +1,11 @@
-"""A pairwise probe: which peers answer on a connection of their own, within a bounded time.
+"""A pairwise probe: which peers answer on a separate connection within a bounded time.
 
-A collective over a ring stalls on all members alike and cannot say which peer is out of reach. So each rank whose framework
-works that way keeps an `EchoServer`, which answers whatever the rank is doing, and a rank whose collective has failed asks all
-peers at once (`unreachable`). A peer that answers is within reach, however late its collective is. The probe says nothing about
-the peer's training thread. It is the handshake of every other connection (`handshake.py`), so no stranger can answer for a
-peer, and nothing follows the handshake.
+A ring collective stalls on all members alike and cannot show which peer is unreachable. So each
+rank of such a framework runs an `EchoServer`, which answers whatever the rank is doing. A rank
+whose collective has failed probes all peers at once (`unreachable`). A peer that answers is
+reachable, however late its collective is. The answer proves nothing about the peer's training
+thread. A probe is the handshake of every other connection (`handshake.py`) with nothing after it,
+so no stranger can answer for a peer.
 """
 
 from __future__ import annotations
@@ -25,16 +26,22 @@ from megatron_recover.data_plane.transport import PeerLost
 
 
 class EchoServer:
-    """Answers probes in a daemon thread until it is closed. In forked children the sockets are closed at once."""
+    """A daemon thread that answers probes until it is closed.
+
+    A forked child closes the sockets at once.
+    """
 
     def __init__(self, host: str, key: bytes, rank: int, report: Report = lambda name, number: None) -> None:
-        """Listen on a free port of `host` as the rank of this position in its replica. `key` is the job's."""
+        """Listen on a free port of `host`, as the rank at position `rank` of its replica.
+
+        `key` is the job's.
+        """
         self._rank = rank
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         listener.bind((host, 0))  # without SO_REUSEADDR, as in `DirectEndpoint`
         listener.listen(socket.SOMAXCONN)
         self.address = f"{host}:{listener.getsockname()[1]}"
-        """As `connection.dial` takes it."""
+        """The address, in the form that `connection.dial` accepts."""
         self.admission = Admission(listener, key, "echo", report)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve, name="recover-echo", daemon=True)
@@ -43,7 +50,7 @@ class EchoServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering; returns when the thread has ended."""
+        """Stop answering; return when the thread has ended."""
         if self._thread.is_alive():
             os.eventfd_write(self._wake, 1)
             self._thread.join()
@@ -60,11 +67,14 @@ class EchoServer:
             self._close_sockets()
 
     def _admits(self, peer: Party, wanted: Party) -> bool:
-        """Whether the peer has the same position: this server need not know its replica, since its port is its own."""
+        """Return whether both ends are probes at this rank's position.
+
+        The replica that the peer asks for is not checked: no other replica listens on this port.
+        """
         return peer.role is wanted.role is Role.ECHO and peer.rank == wanted.rank == self._rank
 
     def _is_woken(self) -> bool:
-        """Wait for something to happen; whether the server is to be closed."""
+        """Wait for an event; return whether the server is to be closed."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         wait_s = self.admission.due_s()
@@ -78,15 +88,16 @@ class EchoServer:
     def _close_sockets(self) -> None:
         self.admission.close()
         wake, self._wake = self._wake, -1
-        if wake >= 0:  # closed once: its number may belong to another one later
+        if wake >= 0:  # close it once: the number may soon belong to another descriptor
             os.close(wake)
 
 
 def unreachable(addresses: Mapping[int, str], key: bytes, me: Party, timeout_s: float) -> tuple[int, ...]:
-    """Return the peers of `addresses` (replica -> address of its `EchoServer`) that do not answer within so many seconds.
+    """Return the peers that do not answer a probe within `timeout_s`.
 
-    `me` is the replica and the rank that ask. A peer that cannot be asked, for want of a descriptor here, is not among them. A
-    probe that ends before the peer has proven itself is sent again: strangers may have crowded it out.
+    `addresses` maps each replica to the address of its `EchoServer`. `me` names the replica and
+    rank that probe. A peer that this rank has no descriptor to probe is not returned. A probe that
+    ends before the peer has proven itself is sent again: strangers may have crowded it out.
     """
     until, rank = time.monotonic() + timeout_s, me.rank
     silent = set(addresses)

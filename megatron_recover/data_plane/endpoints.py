@@ -1,4 +1,4 @@
-"""Which data plane a rank uses, by name. Imports a framework only when it is asked for."""
+"""The choice of a data plane by name. A framework is imported only if it is chosen."""
 
 from __future__ import annotations
 
@@ -26,12 +26,17 @@ def open_endpoint(
     deadlines: Deadlines | None = None,
     report: Report = lambda name, number: None,
 ) -> Endpoint:
-    """A rank's address on the data plane, to be published to the same-position ranks of the other replicas.
+    """Return a rank's endpoint on the data plane, to be published to its peers.
 
-    `key` is the job's, and `rank` this rank's position inside its replica: connections are proven by both.
-    `auto` is direct sockets for CPU tensors and NCCL for CUDA tensors. `device` is where the tensors are (``cpu`` or ``cuda``).
-    `deadlines`: how long the parts of a call may last. `report`: see `Admission`; called in any thread.
-    Raises ValueError if the kind can not serve the device.
+    Peers are the same-position ranks of the other replicas.
+
+    - `kind`: `auto` means direct sockets for CPU tensors and NCCL for CUDA tensors.
+    - `key`: the job's key. `rank`: this rank's position inside its replica. Connections prove both.
+    - `device`: the device of the tensors (``cpu`` or ``cuda``).
+    - `deadlines`: how long the parts of a call may last.
+    - `report`: see `Admission`. Any thread may call it.
+
+    Raises ValueError if the kind cannot serve the device, or if nccl lacks CUDA or nccl4py.
     """
     deadlines = deadlines or Deadlines.of()
     on_cuda = device.split(":")[0] == "cuda"
@@ -65,9 +70,9 @@ def open_endpoint(
 
 
 class RendezvousEndpoint:
-    """The endpoint of a framework whose members meet over a `direct` transport of the same generation.
+    """The endpoint of gloo or NCCL, whose members rendezvous over a `direct` transport.
 
-    Address: the one of `direct`, a blank, and the one of this rank's `EchoServer`.
+    The address is that of `direct`, a space, and that of this rank's `EchoServer`.
     """
 
     def __init__(
@@ -80,9 +85,10 @@ class RendezvousEndpoint:
         rank: int,
         report: Report,
     ) -> None:
-        """`transport(direct, unreachable)` makes the transport of the generation of `direct`, which it then owns.
+        """Listen on `host`. `transport(direct, unreachable)` makes one generation's transport.
 
-        `unreachable()` probes the other members and returns those that do not answer.
+        The new transport owns `direct`, the direct transport of that generation. `unreachable()`
+        probes the other members and returns the members that do not answer.
         """
         self._direct = direct
         self._key, self._rank = key, rank
@@ -92,9 +98,10 @@ class RendezvousEndpoint:
         self.address = f"{self._direct.address} {self._echo.address}"
 
     def open(self, generation: int, me: int, addresses: Mapping[int, str]) -> Transport:
-        """The transport of `generation`; retires the previous one.
+        """Return the transport of `generation`, and close the previous one.
 
-        Raises Revoked unless `generation` is newer than all that were opened before.
+        Raises Revoked unless `generation` is newer than all that were opened before, and
+        TransportError if this process has no free descriptor.
         """
         both = {member: address.partition(" ") for member, address in addresses.items()}
         direct = self._direct.open(generation, me, {member: each[0] for member, each in both.items()})
@@ -107,7 +114,7 @@ class RendezvousEndpoint:
         return self._current
 
     def close(self) -> None:
-        """Stop listening and retire the current transport."""
+        """Stop listening, and close the current transport."""
         if self._current is not None:
             self._current.close()
         self._direct.close()

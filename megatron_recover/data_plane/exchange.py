@@ -1,7 +1,8 @@
-"""What one call of a direct transport sends to each peer and expects from it, frame by frame; the sum happens here.
+"""The frames that one call of a direct transport sends and expects, per peer; the sum itself.
 
-All members derive the same frames in the same order from the same tensors, so a frame that is not exactly the expected one
-(another call, generation, tensor, shard or size) is an error, and never written past its place. Nothing here waits.
+All members derive the same frames in the same order from the same tensors. Any other frame (another
+call, generation, tensor, shard or size) raises TransportError. Its payload is never written outside
+the buffer of the expected frame. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
 SEGMENT_BYTES = 1 << 20
 SMALL_BYTES = 1 << 15
 SLOTS = 2
-"""Segments that a peer may be ahead of the slowest one; bounds scratch to (members - 1) * SLOTS * SEGMENT_BYTES."""
+"""Segments that a peer may be ahead of the slowest peer. Bounds scratch to (members - 1) * SLOTS *
+SEGMENT_BYTES."""
 
 FRAME = struct.Struct("<QqIIIIQ")
-"""Generation, tag, kind, tensor, shard (its owner's position), bytes, first element."""
+"""Generation, tag, kind, tensor, shard (position of its owner), bytes, first element."""
 CONTRIBUTION, SUM, COPY = 1, 2, 3
 
 Frame = tuple[bytes, memoryview]
@@ -35,7 +37,7 @@ Frame = tuple[bytes, memoryview]
 
 
 class Exchange:
-    """The frames of one call that are still to be sent, and those that are still expected."""
+    """The frames of one call that are still to be sent or still expected."""
 
     def __init__(self, generation: int, tag: int, peers: Sequence[int]) -> None:
         self.outgoing: dict[int, deque[memoryview]] = {peer: deque() for peer in peers}
@@ -49,23 +51,26 @@ class Exchange:
         self._tag = tag
 
     def complete(self) -> bool:
-        """Whether everything was handed to the kernel and everything arrived."""
+        """Return whether the kernel has all outgoing bytes and all expected frames have arrived."""
         return not any(self._left.values()) and not any(self.outgoing.values())
 
     def wants(self, peer: int) -> bool:
-        """Whether bytes from `peer` are expected and have a place to go now."""
+        """Return whether bytes from `peer` are expected and have a destination now."""
         return self._left[peer] > 0
 
     def waits_for(self, peer: int) -> bool:
-        """Whether it is `peer` that keeps this call waiting, rather than a third that keeps `peer` waiting."""
+        """Return whether `peer` itself delays this call, and not a third that delays `peer`."""
         return self.wants(peer)
 
     def has_entered(self, peer: int) -> bool:
-        """Whether `peer` is known to be inside this call, or is not needed any more."""
+        """Return whether `peer` is known to be inside this call, or is no longer needed."""
         return peer in self._entered or not (self._left[peer] or self.outgoing[peer])
 
     def receive(self, peer: int, connection: Connection) -> bool:
-        """Read at most one frame; whether any byte came."""
+        """Receive at most one frame; return whether any byte came.
+
+        Raises TransportError if the header is not the expected one.
+        """
         views = self._views[peer]
         if not views:
             header, payload = next(self._expected[peer])
@@ -84,10 +89,10 @@ class Exchange:
         return True
 
     def arrived(self, peer: int) -> None:
-        """A frame of `peer` is complete."""
+        """Handle a complete frame of `peer`."""
 
     def tell(self) -> None:
-        """Call the probe for the instants that were reached, if this exchange has any."""
+        """Call the probe for the instants that were reached."""
 
     def frame(self, kind: int, segment: Segment, shard: int, payload: memoryview) -> Frame:
         header = FRAME.pack(self._generation, self._tag, kind, segment.tensor, shard, len(payload), segment.start)
@@ -98,9 +103,10 @@ class Exchange:
 
 
 class SumExchange(Exchange):
-    """Contributions to the owners of shards, then sums from the owners.
+    """The exchange of a sum: contributions to the owners of shards, then sums from the owners.
 
-    Probes, each once: `sent` (the kernel has all contributions), `middle` (the first sum exists), `end` (by `finish`).
+    Probe instants, once each: `sent` (the kernel has all contributions), `middle` (the first sum
+    exists), `end` (by `finish`).
     """
 
     def __init__(
@@ -114,7 +120,10 @@ class SumExchange(Exchange):
         scratch: dict[int, Tensor],
         probe: Probe,
     ) -> None:
-        """`scratch` keeps the received contributions per peer and is reused from call to call."""
+        """Enqueue this member's contributions.
+
+        `scratch` holds the contributions received from each peer and is reused by later calls.
+        """
         peers = [member for member in members if member != me]
         super().__init__(generation, tag, peers)
         self._members, self._me = members, me
@@ -132,7 +141,8 @@ class SumExchange(Exchange):
         self._probe = probe
         self._instants = ["sent", "middle", "end"]
         self._reached: list[str] = []
-        """Instants whose probe was not called yet: that is done by `tell`, outside of what may not be interrupted."""
+        """Instants whose probe is still to be called. `tell` calls it outside the sections of
+        `WriteGate`, since a probe may wait."""
         self._scratch = scratch
         self._slot_bytes = (max((self._size(segment) for segment in self._mine), default=0) + 7) & ~7
         for peer in peers:
@@ -144,7 +154,7 @@ class SumExchange(Exchange):
                 self.enqueue(peer, self._frame(CONTRIBUTION, segment, peer, self._source_bytes))
 
     def alone(self) -> Iterator[Callable[[], None]]:
-        """Yield what a roster of one has to do, in pieces of bounded size; nothing where there are peers."""
+        """Yield the additions of a roster of one, in bounded pieces; nothing if there are peers."""
         if not self.outgoing:
             for segment in self._mine:
                 yield partial(self._add_up, segment)
@@ -155,7 +165,7 @@ class SumExchange(Exchange):
         return super().complete()
 
     def finish(self) -> None:
-        """Reach the instants that the operands were too small to have, then `end`."""
+        """Reach the instants that operands this small did not reach, then `end`."""
         for instant in list(self._instants):
             self._reach(instant)
         self.tell()
@@ -166,8 +176,9 @@ class SumExchange(Exchange):
             self._probe(self._reached.pop(0))
 
     def wants(self, peer: int) -> bool:
-        # A contribution needs a free slot; sums go straight into the result. No deadlock: the lowest segment that is not
-        # summed yet has a slot from every peer, and contributions never wait for anything but their own connection.
+        # A contribution needs a free slot; a sum goes directly into the result. This cannot
+        # deadlock: the lowest segment that is not summed yet has a slot for every peer, and
+        # contributions wait for nothing but their own connection.
         contributed = self._num_contributions[peer]
         return self._left[peer] > 0 and (contributed == len(self._mine) or contributed < self._num_summed + SLOTS)
 
@@ -176,7 +187,7 @@ class SumExchange(Exchange):
 
     def arrived(self, peer: int) -> None:
         if self._num_contributions[peer] == len(self._mine):
-            return  # it was a sum, and is where it belongs
+            return  # a sum, received directly into the result
         self._num_contributions[peer] += 1
         while self._num_summed < min(self._num_contributions.values()):
             self._add_up(self._mine[self._num_summed])
@@ -222,7 +233,10 @@ class SumExchange(Exchange):
 
 
 class CopyExchange(Exchange):
-    """Whole tensors from one member to its peers (`sending`), or from its one peer."""
+    """The exchange of a copy: whole tensors from one member to its peers.
+
+    `sending` is true on the source; each of the others has the source as its one peer.
+    """
 
     def __init__(self, generation: int, tag: int, peers: Sequence[int], tensors: Sequence[Tensor], *, sending: bool) -> None:
         super().__init__(generation, tag, peers)
@@ -240,10 +254,10 @@ class CopyExchange(Exchange):
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The elements of a contiguous tensor in one dimension; no copy, no autograd."""
+    """Return a contiguous tensor as one dimension, without copy or autograd."""
     return tensor.detach().view(-1)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a flat tensor; no copy."""
+    """Return the memory of a flat tensor, without copy."""
     return memoryview(tensor.view(torch.uint8).numpy())

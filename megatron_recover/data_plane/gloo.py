@@ -1,25 +1,31 @@
-"""Gloo as a data plane that is never trusted to let go: abandon, do not abort.
+"""A data plane over gloo, which cannot be trusted to stop: abandon its operations, do not abort.
 
-Nothing ends a blocked gloo call (its `abort` does nothing, and far ring neighbours of a dead member wait for the timeout), so
-no caller ever blocks in one. Each generation has one thread of its own: it builds the process group, runs the collectives on
-scratch, and at the end destroys the group. The caller waits for that thread or leaves it behind: after a revoke the thread
-owns all that gloo may still write to, and ends when gloo lets go, no later than gloo's own timeout. The caller copies scratch
-to results itself, piece by piece (`writing.py`), so `revoke` returns when no result is written any more. That copy is what out
-of place costs here.
+Nothing ends a blocked gloo call: its `abort` does nothing, and distant ring neighbours of a dead
+member wait for the timeout. So no caller ever blocks in gloo. Each generation has one thread of its
+own. That thread builds the process group, runs the collectives on scratch, and at the end destroys
+the group. The caller waits for the thread or abandons it. After a revoke the thread owns all memory
+that gloo may still write. It ends when gloo returns, at gloo's own timeout at the latest. The
+caller itself copies scratch to results, piece by piece (`writing.py`), so no result is written
+after `revoke` returns. That copy is the price of working out of place.
 
-Rendezvous: gloo wants a store; it gets one that swaps the members' entries over a `direct` transport of the same generation. So
-forming a group has that transport's fences and is ended by a revoke, and no member serves the others. (A TCPStore has neither,
-and looks up each peer's name at every connection: with a name server that drops a packet, 5 s in the middle of a recovery.)
-That store lives only while the group is built, so gloo connects then also where `TORCH_GLOO_LAZY_INIT` asks for the first sum.
-Transfers go over the same sockets: a wait for gloo's send or receive that ends early would close all connections of the group.
+Rendezvous: gloo needs a store. Its store here exchanges the members' entries over a `direct`
+transport of the same generation. So building a group has the fences of that transport and is ended
+by a revoke, and no member is a server for the others. (A TCPStore offers neither. It also looks up
+each peer's name at every connection: with a name server that drops a packet, 5 s in the middle of a
+recovery.) The store lives only while the group is built. So gloo connects eagerly, even where
+`TORCH_GLOO_LAZY_INIT` would delay connecting until the first sum. Transfers use the same `direct`
+sockets. Through gloo they could not end early: a send or receive that times out closes all
+connections of the group.
 
-Note [Pieces of a sum]. Gloo does not tell a sum that is slow from one that stalls: an operation reports nothing until it is
-done. So a large sum is many operations, one for each piece of at most `PIECE_BYTES`, in the same order on all members, and
-`sum_s` bounds the time without a finished piece, not the whole sum. At most `PIECES_AT_ONCE` are given to gloo at a time. So
-small sums are submitted at once as a whole, and what is left behind by a revoke is these pieces and not the rest of the sum.
+Note [Pieces of a sum]. Gloo cannot distinguish a slow sum from a stalled one: an operation reports
+nothing until it is done. So a large sum is many operations, one for each piece of at most
+`PIECE_BYTES`, in the same order on all members. `sum_s` bounds the time without a finished piece,
+not the whole sum. Gloo gets at most `PIECES_AT_ONCE` operations at a time. So a small sum is
+submitted at once as a whole, and a revoke abandons only these pieces, not the rest of the sum.
 
-Gloo adds in the order of its ring: the same bits on all members of a generation, but not in ascending order of replica id, and
-bf16 is rounded after each addition. Gloo's own sockets can not be closed in forked children. Prefer `direct`.
+Gloo adds in the order of its ring. The result has the same bits on all members of a generation.
+The order is not that of replica ids, and bf16 is rounded after each addition. Gloo's own sockets
+cannot be closed in forked children. Prefer `direct`.
 """
 
 from __future__ import annotations
@@ -53,21 +59,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PATIENCE = 2.0
-"""Gloo's own timeout in units of `slowest_s`: how long an abandoned operation may live on."""
+"""Gloo's own timeout in units of `slowest_s`: the longest life of an abandoned operation."""
 _POISON_S = 0.001
-"""The wait of a receive that is meant to run out."""
+"""Seconds that `_poison`'s receive waits before it times out, as intended."""
 COPIED_ELEMENTS = 1 << 20
-"""Of scratch, copied to a result between two looks at whether the transport was revoked."""
+"""Elements of scratch that are copied to a result between two looks at revocation."""
 PIECE_BYTES = 1 << 20
-"""Summed by one operation of gloo, at most, or one element. See Note [Pieces of a sum]."""
+"""Most bytes (at least one element) that one gloo operation sums. See Note [Pieces of a sum]."""
 PIECES_AT_ONCE = 16
-"""Operations that gloo is given before the first of them is waited for."""
+"""Operations submitted to gloo before waiting for the first of them."""
 ENTRY_BYTES = 1024
-"""Room for what gloo swaps at rendezvous (178 bytes in torch 2.13) and its length."""
+"""Bytes for a member's rendezvous entry (178 in torch 2.13) and its length."""
 
 
 class GlooTransport:
-    """One generation; its thread outlives it if gloo does not let go."""
+    """The gloo transport of one generation. Its thread outlives it while gloo is blocked."""
 
     def __init__(
         self,
@@ -77,9 +83,10 @@ class GlooTransport:
         host: str,
         unreachable: Callable[[], tuple[int, ...]] = lambda: (),
     ) -> None:
-        """Building begins at once, in the transport's thread. `deadlines`: how long the parts of a call may last.
+        """Begin to build the group at once, in the transport's thread.
 
-        `unreachable()` returns the members that do not answer a probe: gloo's ring stalls on all members alike.
+        `deadlines`: how long the parts of a call may last. `unreachable()` returns the members that
+        do not answer a probe; gloo's ring stalls on all members alike.
         """
         self.generation = direct.generation
         self.members = direct.members
@@ -98,20 +105,20 @@ class GlooTransport:
                 try:
                     return ProcessGroupGloo(meeting, self.members.index(self.me), len(self.members), options)
                 except RuntimeError:
-                    if meeting.error is not None:  # says who did not come, which gloo's own error does not
+                    if meeting.error is not None:  # names the missing member, which gloo's own error does not
                         raise meeting.error from None
                     raise
 
-            # A daemon, so that an operation that gloo does not let go cannot keep the process from ending.
+            # A daemon thread: an operation blocked in gloo must not keep the process from ending.
             name = f"gloo-generation-{self.generation}"
             self.thread = threading.Thread(target=_serve, args=(self._shared, build), name=name, daemon=True)
             self.thread.start()
 
     def sum_into(self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, probe: Probe | None = None) -> None:
-        """See `Transport.sum_into`, except for the order of additions (above).
+        """Sum as `Transport.sum_into` does, in the order of gloo's ring.
 
-        A ring does not tell a member that is late from a link that is broken. So the members meet first, by a sum of one byte
-        over `direct`, and gloo's part begins when all of them are there.
+        A ring cannot distinguish a late member from a broken link. So the members meet first, by a
+        sum of one byte over `direct`; gloo's part begins when all have entered.
         """
         check_operands(sources, results, device="cpu")
         probe = probe or no_probe
@@ -148,7 +155,10 @@ class GlooTransport:
         probe("end")
 
     def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int) -> None:
-        """See `Transport.copy_into`; over the sockets of rendezvous, once the group is built."""
+        """Copy as `Transport.copy_into` does, over the sockets of rendezvous.
+
+        The copy waits until the group is built.
+        """
         check_operands(tensors, device="cpu")
         self._check()
         if len(self.members) > 1 and self.me in (source, *targets):
@@ -156,7 +166,10 @@ class GlooTransport:
             self._direct.copy_into(tensors, source=source, targets=targets, tag=tag)
 
     def revoke(self) -> None:
-        """See `Transport.revoke`. The thread is left to itself; a blocked operation is made to fail where gloo allows it."""
+        """Revoke as `Transport.revoke` does.
+
+        The thread is abandoned, and a blocked operation is made to fail where gloo allows it.
+        """
         with self._shared.changed:
             first, self._shared.revoked = not self._shared.revoked, True
             group = self._shared.group if self._shared.job is not None else None
@@ -167,7 +180,10 @@ class GlooTransport:
             threading.Thread(target=_poison, args=(group,), name="gloo-poison", daemon=True).start()
 
     def close(self) -> None:
-        """See `Transport.close`. Gloo's resources are released by the transport's thread, later if it is still blocked."""
+        """Close as `Transport.close` does.
+
+        The transport's thread releases gloo's resources, later if it is still blocked.
+        """
         self._direct.close()
         self.revoke()
 
@@ -178,7 +194,7 @@ class GlooTransport:
             raise self._shared.error
 
     def _met(self) -> None:
-        """The members have swapped their addresses: what is left of building the group is gloo's connecting."""
+        """Note that all members have exchanged addresses; only gloo's connecting is left."""
         with self._shared.changed:
             self._shared.met = True
             self._shared.changed.notify_all()
@@ -186,12 +202,16 @@ class GlooTransport:
     def _connect(self) -> None:
         """Wait until the group is built."""
         shared = self._shared
-        with shared.changed:  # without a limit: the meeting's own call ends it
+        with shared.changed:  # no limit: the meeting's `sum_into` has its own
             shared.changed.wait_for(lambda: shared.met or shared.is_over)
         self._do(lambda group: None, Part.CONNECT)
 
     def _do(self, job: Callable[[ProcessGroupGloo], None], part: Part, begun: Callable[[], None] | None = None) -> None:
-        """Have the thread run `job`, and wait until it is done, or has made no progress for as long as `part` may last."""
+        """Run `job` in the thread, and wait until it is done.
+
+        `begun()` is called once the thread has the job. Raises the error of `_fail` if the job
+        makes no progress for as long as `part` may last.
+        """
         shared, limit_s = self._shared, part.limit_s(self._deadlines)
         with shared.changed:
             shared.job = job
@@ -201,14 +221,18 @@ class GlooTransport:
         with shared.changed:
             shared.progressed_at, waited_s = time.monotonic(), 0.0
             while waited_s < limit_s and shared.job is not None and not shared.is_over:
-                shared.changed.wait(limit_s - waited_s)  # progress wakes nobody: the wait begins anew where there was some
+                shared.changed.wait(limit_s - waited_s)  # progress does not notify; wait again if there was some
                 waited_s = time.monotonic() - shared.progressed_at
             if shared.job is None and not shared.is_over:
                 return
         self._fail(part, waited_s, limit_s)
 
     def _fail(self, part: Part, waited_s: float, limit_s: float) -> NoReturn:
-        """Raise why a call did not complete. Peers are probed without the lock, and only where that delays no recovery."""
+        """Raise the reason why a call did not complete.
+
+        Peers are probed without holding the lock, and only where the probe does not delay a
+        recovery.
+        """
         shared = self._shared
         stalled = waited_s >= limit_s / 2
         with shared.changed:
@@ -226,7 +250,7 @@ class GlooTransport:
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield views of all elements in their order, of `PIECE_BYTES` at most: the same for all members."""
+    """Yield views of all elements in order, at most `PIECE_BYTES` each; equal on all members."""
     for tensor in tensors:
         if tensor.numel():
             yield from tensor.view(-1).split(max(1, PIECE_BYTES // tensor.element_size()))
@@ -238,26 +262,29 @@ def copy(piece: Tensor, into: Tensor) -> None:
 
 
 class _Shared:
-    """What a transport and its thread have in common, all under `changed`."""
+    """The state that a transport shares with its thread, all guarded by `changed`."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self.changed = changed
         self.group: ProcessGroupGloo | None = None
         self.job: Callable[[ProcessGroupGloo], None] | None = None
-        """Handed in by the caller; None again when it is done."""
+        """The caller's job for the thread; None again when it is done."""
         self.error: TransportError | None = None
-        """Why nothing works any more; every later call raises it."""
+        """The error that ended the transport; every later call raises it."""
         self.revoked = self.met = False
         self.progressed_at = 0.0
-        """When the job was begun, or has last finished a piece of its sum, by the monotonic clock."""
+        """Monotonic time when the job began or last finished a piece of its sum."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the caller has left, or is about to."""
+        """Return whether the caller has stopped waiting, or is about to."""
         return self.revoked or self.error is not None
 
     def progress(self) -> None:
-        """Note that a piece of a sum is finished. Raises Revoked, in the thread of the transport, where nobody waits."""
+        """Note that a piece of a sum is finished.
+
+        Called in the transport's thread. Raises Revoked if no caller waits any more.
+        """
         with self.changed:
             if self.is_over:
                 raise Revoked("the rest of a sum was left")
@@ -265,7 +292,7 @@ class _Shared:
 
 
 def _serve(shared: _Shared, build: Callable[[], ProcessGroupGloo]) -> None:
-    """A generation's thread: builder, worker, and in the end the one that waits for gloo to let go."""
+    """Run a generation's thread: build the group, run jobs, and wait until gloo returns."""
     try:
         group = build()
         with shared.changed:
@@ -283,7 +310,7 @@ def _serve(shared: _Shared, build: Callable[[], ProcessGroupGloo]) -> None:
     except (RuntimeError, TransportError) as error:  # gloo's or the rendezvous'; the caller raises it as a TransportError
         with shared.changed:
             mine = error if isinstance(error, TransportError) else TransportError(f"gloo: {str(error).splitlines()[0]}")
-            shared.error = shared.error or mine.with_traceback(None)  # whose frames hold the group, and `shared`: a cycle
+            shared.error = shared.error or mine.with_traceback(None)  # its frames hold the group and `shared`: a cycle
             shared.changed.notify_all()
             shared.changed.wait_for(lambda: shared.revoked)
     with shared.changed:
@@ -291,18 +318,21 @@ def _serve(shared: _Shared, build: Callable[[], ProcessGroupGloo]) -> None:
 
 
 class _Meeting(Store):
-    """The store through which gloo's constructor swaps addresses: each member sets one entry, then reads all by rank."""
+    """The store through which gloo's constructor exchanges addresses.
+
+    Each member sets one entry, then reads the entries of all by rank.
+    """
 
     def __init__(self, direct: DirectTransport, met: Callable[[], None]) -> None:
-        """`met()` is called when all members have swapped their entries."""
+        """Use `direct` for the exchange; call `met()` when all members have exchanged entries."""
         super().__init__()
         self._direct, self._met = direct, met
         self._entries: list[bytes] = []
         self.error: TransportError | None = None
-        """What went wrong in `set`; gloo's constructor makes a text of it."""
+        """The error that `set` raised; gloo's constructor converts it to text."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Swap entries with all members: a sum in which each fills its own row."""
+        """Exchange entries with all members: a sum in which each member fills its own row."""
         members = self._direct.members
         mine = torch.zeros(len(members), ENTRY_BYTES, dtype=torch.uint8)
         entry = len(value).to_bytes(2, "big") + value
@@ -321,13 +351,14 @@ class _Meeting(Store):
         return self._entries[int(key.rpartition("/")[2])]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Nothing to wait for: `set` returned with all entries."""
+        """Return at once: `set` returned with all entries."""
 
 
 def _poison(group: ProcessGroupGloo) -> None:
-    """Make blocked operations fail: a point-to-point wait that times out closes all connections of a gloo group.
+    """Make blocked operations of `group` fail.
 
-    Without it an abandoned operation keeps its scratch until gloo's timeout; with it mostly some milliseconds.
+    A point-to-point wait that times out closes all connections of a gloo group. An abandoned
+    operation then releases its scratch mostly within milliseconds, instead of at gloo's timeout.
     """
-    with contextlib.suppress(RuntimeError):  # the timeout is the point
+    with contextlib.suppress(RuntimeError):  # the timeout is intended
         group.recv_anysource([torch.empty(1)], 1 << 20).wait(timedelta(seconds=_POISON_S))

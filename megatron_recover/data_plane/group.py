@@ -1,23 +1,31 @@
-"""What torch holds: one stable `ProcessGroup` over a transport that is exchanged with each generation.
+"""A stable `ProcessGroup` for torch to hold, over a transport that each generation replaces.
 
-A native process group can neither shrink nor change its rank, and everything that caches a group (Megatron's DDP, buffers and
-optimizers; torch's DDP, DeviceMesh and FSDP2) keeps it for life. So the object stays and what is inside is replaced. The verbs,
-in the words of MPI's fault tolerance (ULFM):
+Training does not use it: a training thread takes its transports from `RankDriver.transport`. It is
+for code that needs a torch process group over all replicas.
+
+A native process group can neither shrink nor change its rank. Code that caches a group (Megatron's
+DDP, buffers and optimizers; torch's DDP, DeviceMesh and FSDP2) keeps it for life. So the object
+stays, and only the transport inside is replaced. The verbs are those of MPI's fault tolerance
+(ULFM):
 
 revoke
-    retire the current transport: every pending and future collective raises, on any thread.
+    Retire the current transport: every pending and future collective raises, on any thread.
 agree
-    is not here: which members form the next generation, and what becomes of a step, is decided by the members' status
-    exchange and vote (`core/replica.py`). A group acts on what was agreed, by
+    Not a method of the group. The coordinator decides the members of the next generation; their
+    status exchange and vote (`core/replica.py`) decide what becomes of a step. The caller then
+    applies the decision with `shrink` or `grow`.
 shrink, grow
-    go over to a generation with fewer or more members. Purely local; peers connect in the first collective.
+    Enter a generation with fewer or more members. Purely local; peers connect in the first
+    collective.
 
-Every collective works on scratch and changes its tensors only after it succeeded, all of them or none: a failed collective
-changes nothing. It raises inside the call (also with `async_op=True`, whose work is complete when it is returned).
+Every collective works on scratch and writes its tensors only after success, either all of them or
+none. A failed collective raises inside the call. So does one with `async_op=True`, whose work is
+already complete when it is returned.
 
-Collectives: all_reduce, reduce_scatter_tensor (both SUM and AVG), all_gather, all_gather_into_tensor, broadcast, barrier, and
-their coalesced forms; all others are refused. AVG divides by the current number of members, so it means something else after a
-swap; gradients are better summed and divided by a count of microbatches.
+Collectives: all_reduce, reduce_scatter_tensor (both SUM and AVG), all_gather,
+all_gather_into_tensor, broadcast, barrier, and their coalesced forms; all others are refused. AVG
+divides by the current number of members, so its meaning changes with the membership. Prefer to sum
+gradients and divide them by a count of microbatches.
 """
 
 from __future__ import annotations
@@ -39,13 +47,17 @@ BACKEND = "fault_tolerant"
 
 
 class FaultTolerantGroup(dist.ProcessGroup):
-    """The same-position ranks of all replicas as a `torch.distributed` group; group ranks follow ascending replica ids.
+    """The same-position ranks of all replicas as a `torch.distributed` group.
 
-    Belongs to one thread, except `revoke`. How long its calls wait is the endpoint's business.
+    Group ranks follow ascending replica ids. One thread uses the group; only `revoke` is
+    thread-safe. The endpoint's `Deadlines` bound the calls.
     """
 
     def __init__(self, endpoint: Endpoint, me: int, *, name: str, device: str = "cpu") -> None:
-        """`me` is this replica's id, `name` is unique in this process. Collectives need a generation: see `grow`."""
+        """Create a group without a generation: call `grow` before any collective.
+
+        `me` is this replica's id; `name` is unique in this process.
+        """
         super().__init__(0, 1)
         self._endpoint = endpoint
         self._me = me
@@ -55,34 +67,35 @@ class FaultTolerantGroup(dist.ProcessGroup):
         self._name = name
         self._device = device
 
-    # --- the verbs ----------------------------------------------------------------------------------------------------
+    # --- the verbs --------------------------------------------------------------------------------
 
     @property
     def generation(self) -> int:
-        """Of the current transport; 0 before the first."""
+        """The current transport's generation; 0 before the first."""
         return 0 if self._transport is None else self._transport.generation
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Replica ids of the current generation, ascending; group rank = position."""
+        """Replica ids of the current generation, ascending. Positions are group ranks."""
         return (self._me,) if self._transport is None else self._transport.members
 
     def revoke(self) -> None:
-        """Make every pending and future collective raise `Revoked` until the group goes over to a newer generation."""
+        """Make all collectives raise `Revoked`, pending ones too, until a newer generation."""
         if self._transport is not None:
             self._transport.revoke()
 
     def shrink(self, generation: int, members: Iterable[int]) -> None:
-        """Go over to `generation`, which consists of these of the known members.
+        """Enter `generation`, which consists of `members`.
 
-        Raises ValueError for an unknown member or if this replica is left out.
+        Raises ValueError if the address of a member is unknown or if this replica is not a member.
         """
         self._enter(generation, set(members))
 
     def grow(self, generation: int, addresses: Mapping[int, str]) -> None:
-        """Go over to `generation`: the current members and those at `addresses` (replica id -> endpoint address).
+        """Enter `generation`: the current members and those at `addresses`.
 
-        The first generation is grown from nothing, this replica's own address included.
+        `addresses` maps a replica id to the address of its endpoint. For the first generation it
+        must include this replica's own address.
         """
         self._addresses.update(addresses)
         members = set(self._transport.members) if self._transport is not None else set()
@@ -99,20 +112,23 @@ class FaultTolerantGroup(dist.ProcessGroup):
             distributed_c10d._world.pg_group_ranks[self] = rank_map(self)
 
     def close(self) -> None:
-        """Retire the transport and forget the group in torch. The endpoint is the caller's."""
+        """Revoke the transport and unregister the group from torch.
+
+        The caller closes the endpoint.
+        """
         self.revoke()
         if self in distributed_c10d._world.pg_map:
             dist.destroy_process_group(self)
 
     def shutdown(self) -> None:
-        """Called by `destroy_process_group`."""
+        """Revoke; `destroy_process_group` calls this method."""
         self.revoke()
 
     def abort(self) -> None:
-        """What torch calls revoke."""
+        """Revoke; `abort` is torch's name for it."""
         self.revoke()
 
-    # --- what torch asks of a group -----------------------------------------------------------------------------------
+    # --- what torch asks of a group ---------------------------------------------------------------
 
     def rank(self) -> int:
         return self.members.index(self._me)
@@ -149,7 +165,7 @@ class FaultTolerantGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Sums whole inputs and keeps a part: as many bytes as an all-reduce."""
+        """Sum whole inputs and keep one part. This moves as many bytes as an all-reduce."""
         results = self._sum(inputs, getattr(opts, "reduceOp", dist.ReduceOp.SUM))
         return _replace(outputs, [_chunks(result, self.size())[self.rank()] for result in results])
 
@@ -175,7 +191,10 @@ class FaultTolerantGroup(dist.ProcessGroup):
         return _replace(targets, gathered.chunk(self.size()), outputs)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """From group rank `opts.rootRank` (`group_src=` in Python: foreign replicas have no global rank here)."""
+        """Broadcast from group rank `opts.rootRank`.
+
+        Call it with `group_src=`: other replicas have no global rank in this world.
+        """
         copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
         self._copy(copies, self.members[getattr(opts, "rootRank", 0)])
         return _replace(tensors, copies)
@@ -184,7 +203,7 @@ class FaultTolerantGroup(dist.ProcessGroup):
         self._sum([torch.ones(1, device=self._device)], dist.ReduceOp.SUM)
         return _work([])
 
-    # Names of the same before torch 2.13.
+    # Names of the same methods before torch 2.13.
     _reduce_scatter_base = reduce_scatter_single
     _allgather_base = all_gather_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -200,7 +219,7 @@ class FaultTolerantGroup(dist.ProcessGroup):
     alltoall = alltoall_base = all_to_all_single = allgather_coalesced = _refuse
     monitored_barrier = split_group = merge_remote_group = _refuse
 
-    # --- on the transport ---------------------------------------------------------------------------------------------
+    # --- on the transport -------------------------------------------------------------------------
 
     def _sum(self, tensors: Sequence[Tensor], op: Any) -> list[Tensor]:
         average = op == dist.ReduceOp.AVG  # in this order: the enumeration's own == does not know the C++ type
@@ -229,16 +248,17 @@ class FaultTolerantGroup(dist.ProcessGroup):
         return self._num_calls
 
     def register(self) -> Self:
-        """Make the group known to torch, without any communication; see `register_group`."""
+        """Register the group with torch, without any communication; see `register_group`."""
         register_group(self)
         return self
 
 
 def register_group(group: FaultTolerantGroup) -> None:
-    """Tell torch's registries about `group`: by object (`group=`), by name (functional collectives) and its ranks.
+    """Enter `group` in torch's registries: by object, by name, and its ranks.
 
-    Needs the default group (the replica's own world). The one place that uses torch's private names, and so the one that a new
-    torch can break: then it raises ValueError.
+    Code then finds it as `group=` or by name (functional collectives). The default group (the
+    replica's own world) must exist. Registration relies on a private function of torch; raises
+    ValueError in a torch without it.
     """
     register = getattr(distributed_c10d, "_register_pg_in_world", None)
     if register is None:
@@ -255,10 +275,11 @@ def register_group(group: FaultTolerantGroup) -> None:
 
 
 def rank_map(group: FaultTolerantGroup) -> dict[int, int]:
-    """Global rank -> group rank, in the order of group ranks.
+    """Return the map from global rank to group rank, in the order of group ranks.
 
-    This rank has its own global rank. The others are in foreign worlds where that number means somebody else; they get numbers
-    beyond this world's, good for counting and for DeviceMesh, and refused by everything that would talk to them.
+    This rank keeps its own global rank. The others live in other worlds, where their global ranks
+    mean other processes here. They get numbers beyond this world's size. Such numbers serve for
+    counting and for DeviceMesh; whatever would communicate with them refuses them.
     """
     world_size = dist.get_world_size()
     return {
@@ -268,7 +289,7 @@ def rank_map(group: FaultTolerantGroup) -> dict[int, int]:
 
 
 def _chunks(tensor: Tensor, num_chunks: int) -> list[Tensor]:
-    """Equal parts of a contiguous tensor, flat; no copy."""
+    """Split a contiguous tensor into equal flat views."""
     flat = tensor.view(-1)
     if flat.numel() % num_chunks:
         raise ValueError(f"{flat.numel()} elements do not divide among {num_chunks} members")
@@ -283,7 +304,7 @@ def _replace(targets: Sequence[Tensor], results: Sequence[Tensor], value: Any = 
 
 
 def _work(value: Any) -> dist.Work:
-    """A work that is complete."""
+    """Return a completed work."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(value)
     return _create_work_from_future(future)

@@ -1,16 +1,21 @@
-"""NCCL as a data plane on CUDA: a communicator of its own per position and generation. **Not verified on a GPU.**
+"""A data plane over NCCL on CUDA. **It is not verified on a GPU**.
 
-Communicators are made with nccl4py, directly and nonblocking: torch's process group would bring a watchdog that ends the
-process, and communicators split from a parent do not inherit its abort. NCCL cannot be trusted to stop at once or to leave
-memory alone after an abort, so it reduces into scratch. The host waits for the kernels' event in small slices and looks at
-revocation, deadline and NCCL's asynchronous error in between; only after the event has come is scratch copied to the results,
-on the caller's stream. On failure a thread of its own takes communicator and scratch, aborts the one, and then drops the other:
-whatever NCCL still does, it does to memory that nobody else has.
+Each generation has a communicator of its own per position. nccl4py makes it directly and
+nonblocking, for two reasons. torch's process group would bring a watchdog that ends the process.
+Communicators split from a parent do not inherit the parent's abort.
 
-The unique id travels over a `direct` transport of the same generation, so rendezvous has that one's deadlines and fencing, and
-needs no store. NCCL finds a dead peer only where it uses sockets; elsewhere the agents do, and their news arrives as `revoke`.
+NCCL may not stop at once, and may write memory after an abort, so it reduces into scratch. The host
+waits for the kernels' event in short slices. Between slices it checks for a revoke, the deadline
+and NCCL's asynchronous error. Only after the event has completed is scratch copied to the results,
+on the caller's stream. On failure a separate thread receives communicator and scratch, aborts the
+communicator, and then drops the scratch. Whatever NCCL still writes is memory that nobody else has.
 
-NCCL adds in an order of its own: the same bits on all members of a generation, not ascending replica ids.
+The unique id travels over a `direct` transport of the same generation. So rendezvous has the
+deadlines and fences of that transport, and needs no store. NCCL notices a dead peer only where it
+uses sockets. Elsewhere the agents notice it, and a `revoke` follows.
+
+NCCL adds in an order of its own. The result has the same bits on all members of a generation, but
+the order is not that of replica ids.
 """
 
 from __future__ import annotations
@@ -43,13 +48,17 @@ if TYPE_CHECKING:
 
 UNIQUE_ID_BYTES = 128
 SUCCESS, IN_PROGRESS = 0, 7
-"""Of ncclResult_t."""
+"""Values of ncclResult_t."""
 SHORTEST_SLICE_S, LONGEST_SLICE_S = 20e-6, 1e-3
-"""Between two looks at an event: doubled each time, so that a small sum is not delayed and a large one costs no CPU."""
+"""Seconds between two looks at an event. The slice doubles each time, so that a small sum is not
+delayed and a large one costs no CPU."""
 
 
 class NcclTransport:
-    """One generation, on torch's current CUDA device. Only `revoke` and `close` may be called by other threads."""
+    """The NCCL transport of one generation, on torch's current CUDA device.
+
+    Only `revoke` and `close` are thread-safe.
+    """
 
     def __init__(
         self,
@@ -59,9 +68,10 @@ class NcclTransport:
         *,
         unreachable: Callable[[], tuple[int, ...]] = lambda: (),
     ) -> None:
-        """`nccl`: see `load`. The communicator is made in the first call. `deadlines`: how long the parts of a call may last.
+        """Use the binding `nccl` (see `load`). The first call makes the communicator.
 
-        `unreachable()` returns the members that do not answer a probe: NCCL does not say for whom its kernels wait.
+        `deadlines`: how long the parts of a call may last. `unreachable()` returns the members that
+        do not answer a probe; NCCL does not report which peer its kernels wait for.
         """
         self.generation = rendezvous.generation
         self.members = rendezvous.members
@@ -71,21 +81,22 @@ class NcclTransport:
         self._unreachable = unreachable
         self._communicator: Any = None
         self._in_use: list[Tensor] = []
-        """What NCCL may be reading or writing."""
+        """Tensors that NCCL may still read or write."""
         self._deadlines = deadlines
         self._part, self._since = Part.CONNECT, 0.0
-        """What the current call waits for, and since when."""
+        """The part that the current call is in, and the monotonic time when it began."""
         self._failure = ""
         self._revoked = threading.Event()
         self._calling = threading.Lock()
         self._writing = WriteGate()
-        """Of the host only: copies that it has enqueued run later, in the order of the training thread's stream."""
+        """Gate for the host's writes only. Copies that it has enqueued run later, in the order of
+        the caller's stream."""
 
     def sum_into(self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, probe: Probe | None = None) -> None:
-        """See `Transport.sum_into`, except for the order of additions (above).
+        """Sum as `Transport.sum_into` does, in NCCL's order of additions.
 
-        Connecting has a wait of its own. The kernels do not tell waiting for the slowest member from the sum: both together
-        may take `slowest_s`.
+        Connecting has a wait of its own. Kernels do not distinguish waiting for the slowest member
+        from the sum, so both together may take `slowest_s`.
         """
         check_operands(sources, results, device="cuda")
         probe = probe or no_probe
@@ -100,10 +111,10 @@ class NcclTransport:
             probe("end")
 
     def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int) -> None:
-        """See `Transport.copy_into`. Through host memory and the rendezvous sockets.
+        """Copy as `Transport.copy_into` does, through host memory and the rendezvous sockets.
 
-        A communicator can be made by all members together only, and not all take part in a copy. Copies repair what a fault
-        left; they are rare.
+        Only all members together can make a communicator, and not all take part in a copy. Copies
+        follow faults only, so they are rare.
         """
         check_operands(tensors, device="cuda")
         sending = self.me == source
@@ -119,7 +130,10 @@ class NcclTransport:
                         tensor.detach().copy_(copy)
 
     def revoke(self) -> None:
-        """See `Transport.revoke`. The communicator is aborted by the call that is left, or here if there is none."""
+        """Revoke as `Transport.revoke` does.
+
+        A running call aborts the communicator as it ends; without a call it is aborted here.
+        """
         self._revoked.set()
         self._rendezvous.revoke()
         self._writing.shut()
@@ -128,13 +142,13 @@ class NcclTransport:
             self._calling.release()
 
     def close(self) -> None:
-        """See `Transport.close`."""
+        """Close as `Transport.close` does."""
         self._rendezvous.close()
         self.revoke()
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
-        """One call. Whatever goes wrong in it, the communicator is given up."""
+        """Run one call. If it fails in any way, dispose of the communicator."""
         if not self._calling.acquire(blocking=False):
             raise RuntimeError("a transport is used by one thread at a time")
         self._begin(Part.SLOWEST)
@@ -149,15 +163,15 @@ class NcclTransport:
             if isinstance(error, TransportError) and not isinstance(error, DeadlineExceeded | PeerLost):
                 self._probe_peers(error)
             if not isinstance(error, Revoked):
-                self._check()  # after a revoke other errors are its consequence
+                self._check()  # after a revoke other errors are its consequences
             raise
         finally:
             self._calling.release()
             if self._revoked.is_set():
-                self.revoke()  # it may have come while this call held the communicator
+                self.revoke()  # a revoke may have come while this call held the communicator
 
     def _probe_peers(self, error: TransportError) -> None:
-        """Add to an error that names nobody which peers do not answer, unless that would delay a recovery."""
+        """Add the peers that do not answer to an error, unless that would delay a recovery."""
         stalled = time.monotonic() - self._since >= self._part.limit_s(self._deadlines) / 2
         if stalled or not self._revoked.is_set():
             error.peers, error.stalled = self._unreachable(), stalled
@@ -167,7 +181,7 @@ class NcclTransport:
             raise Revoked(f"generation {self.generation} was revoked")
 
     def _sum(self, sources: Sequence[Tensor], probe: Probe) -> list[Tensor]:
-        """The sums, complete, in new memory."""
+        """Return the complete sums, in new memory."""
         if self._communicator is None:
             self._connect()
             self._begin(Part.SLOWEST)
@@ -187,7 +201,10 @@ class NcclTransport:
         return summed
 
     def _connect(self) -> None:
-        """Make the communicator, when all members are there: the lowest adds its id to the zeros of the others."""
+        """Make the communicator, once all members have met over `direct`.
+
+        The lowest member contributes the unique id, all others zeros; the sum is the id.
+        """
         mine, unique_id = torch.zeros(UNIQUE_ID_BYTES, dtype=torch.uint8), torch.empty(UNIQUE_ID_BYTES, dtype=torch.uint8)
         if self.me == self.members[0]:
             mine = torch.frombuffer(bytearray(bytes(self._nccl.get_unique_id())), dtype=torch.uint8)
@@ -202,14 +219,17 @@ class NcclTransport:
         self._wait(self._accepted)
 
     def _accepted(self) -> bool:
-        """Whether NCCL is ready for the next call. Raises TransportError for an asynchronous error."""
+        """Return whether NCCL is ready for the next call.
+
+        Raises TransportError for an asynchronous error.
+        """
         result = int(self._communicator.get_async_error())
         if result not in (SUCCESS, IN_PROGRESS):
             raise TransportError(f"NCCL: {self._communicator.get_last_error()} (result {result})")
         return result == SUCCESS
 
     def _begin(self, part: Part) -> None:
-        """Begin to wait for the next part of a call."""
+        """Begin the next part of a call."""
         self._part, self._since = part, time.monotonic()
 
     def _wait(self, condition: Callable[[], bool]) -> None:
@@ -224,22 +244,26 @@ class NcclTransport:
             slice_s = min(2 * slice_s, LONGEST_SLICE_S)
 
     def _dispose(self) -> None:
-        """Give communicator and memory to a thread that may take its time. The caller holds `_calling`."""
+        """Give the communicator and its memory to a thread that aborts the communicator.
+
+        The caller holds `_calling`.
+        """
         communicator, in_use = self._communicator, self._in_use
         self._communicator, self._in_use = None, []
         if communicator is not None:
-            # A daemon: an abort that hangs (it has, in NCCL 2.25) must not keep the process from ending.
+            # A daemon thread: an abort that hangs, as in NCCL 2.25, must not keep the process from
+            # ending.
             threading.Thread(target=_abort, args=(communicator, in_use), name="nccl-abort", daemon=True).start()
 
 
 def _abort(communicator: Any, in_use: list[Tensor]) -> None:
-    """The tensors outlive the abort."""
+    """Abort the communicator, and only then release the tensors."""
     communicator.abort()
     in_use.clear()
 
 
 def load() -> ModuleType:
-    """The binding. Raises ValueError where CUDA or nccl4py is missing."""
+    """Return the nccl4py binding. Raises ValueError without CUDA or nccl4py."""
     if not torch.cuda.is_available():
         raise ValueError("--recover-transport nccl needs a CUDA device and torch sees none; use direct or auto")
     try:

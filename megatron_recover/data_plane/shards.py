@@ -1,10 +1,12 @@
-"""Who adds which elements, and in which order: the arithmetic of a direct reduction, free of sockets.
+"""The arithmetic of a direct reduction, without sockets: owners, segments, order of additions.
 
-A tensor above `small_bytes` is cut into one contiguous shard per member; the member at position j of the roster owns shard j:
-it adds everyone's shard j and hands the sum out. A shard travels in segments, so that scratch stays small and adding overlaps
-with receiving. A smaller tensor is added whole by everyone (a *shared* segment): one message each way instead of two.
+A tensor above `small_bytes` is cut into one contiguous shard per member. The member at position j
+of the roster owns shard j: it adds shard j of all members and sends the sum to all. A shard travels
+in segments, so that scratch stays small and adding overlaps with receiving. A smaller tensor is one
+*shared* segment, which every member adds for itself: one message each way instead of two.
 
-Every element is added in ascending order of replica id whoever adds it, so the result has the same bits on all members.
+Every element is added in ascending order of replica id, so the result has the same bits on all
+members.
 """
 
 from __future__ import annotations
@@ -19,17 +21,20 @@ if TYPE_CHECKING:
 
 
 class Segment(NamedTuple):
-    """Elements `start` to `stop` (exclusive) of one tensor of an operation, flattened."""
+    """Elements `start` to `stop` (exclusive) of one flattened tensor of an operation."""
 
     tensor: int
     start: int
     stop: int
     shared: bool
-    """Added by every member for itself; its sum is not sent."""
+    """True if every member adds the segment for itself; the sum is then not sent."""
 
 
 def shard_bounds(num_elements: int, num_members: int) -> list[int]:
-    """The num_members + 1 borders of shards that differ by at most one element; the first shards are the longer ones."""
+    """Return the num_members + 1 borders of the shards.
+
+    Shards differ by at most one element; the first shards are the longer ones.
+    """
     base, longer = divmod(num_elements, num_members)
     return [position * base + min(position, longer) for position in range(num_members + 1)]
 
@@ -37,9 +42,10 @@ def shard_bounds(num_elements: int, num_members: int) -> list[int]:
 def segments_by_owner(
     sizes: Sequence[tuple[int, int]], num_members: int, *, segment_bytes: int, small_bytes: int
 ) -> list[list[Segment]]:
-    """For each position of the roster the segments that it adds, in the order in which they travel.
+    """Return the segments that each position of the roster adds, in the order in which they travel.
 
-    `sizes` holds (number of elements, bytes of an element) per tensor. A pure function: all members compute the same.
+    `sizes` holds (number of elements, bytes per element) for each tensor. The function is pure, so
+    all members compute the same segments.
     """
     owners: list[list[Segment]] = [[] for _ in range(num_members)]
     for tensor, (num_elements, element_bytes) in enumerate(sizes):
@@ -54,9 +60,10 @@ def segments_by_owner(
 
 
 def add_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Write the sum of `parts`, added from first to last, to `out` (equal shape and dtype, no overlap with a part).
+    """Write the sum of `parts`, added from first to last, to `out`.
 
-    fp64, fp32 and integers add in their own dtype. bf16 and fp16 add in fp32 and round once at the end, so that the error
+    All have equal shape and dtype, and `out` overlaps no part. fp64, fp32 and integers are added in
+    their own dtype. bf16 and fp16 are added in fp32 and rounded once at the end, so that the error
     does not grow with the number of members.
     """
     if len(parts) == 1:

@@ -1,21 +1,26 @@
-"""What can be swapped below the fault-tolerant group: one generation's data plane.
+"""The interface of a data plane: what every transport and endpoint promises its callers.
 
-A transport joins the same-position ranks of all members of one generation. It is opened once, used by one thread (the
-training thread), may be revoked from any thread at any time, and is never used again after that. It knows nothing of steps,
-votes or membership.
+A transport moves tensors between the same-position ranks of all members of one generation. It is
+opened once and never reused. One thread at a time calls it: the training thread, or
+`recover-reduce` with `--overlap-grad-reduce`. Any thread may call `revoke` at any time. A transport
+knows nothing of steps, votes or membership.
 
 Contract of every implementation:
 
-* `sum_into` and `copy_into` never write their sources. A result has a defined value only after the call has returned; after
-  an exception its bytes are unspecified, and **no thread, kernel or socket of the transport writes into it any more**.
-* Every call ends. It returns, or raises within milliseconds after `revoke`, or raises when one of its parts (`Part`) has
-  lasted for its wait without progress: connecting, waiting for the slowest member, the sum itself. The waits are those of the
-  endpoint's `Deadlines`. A call that has stalled for half of its wait may take `probe_s` longer, to find out which peers are
-  out of reach (`TransportError.peers`).
-* When `revoke` has returned, no host thread writes memory that anybody but the transport can reach. `direct` and `gloo` wait
-  for the piece of about a megabyte that a call is writing; what gloo itself may still write is scratch of a thread that was
-  left behind. On a GPU, copies that `nccl` has enqueued run later, in the order of the training thread's stream.
-* The outcome of a failed call may differ from member to member. Callers must not act on it (DESIGN: decide, then commit).
+* `sum_into` and `copy_into` never write their sources.
+* A result has a defined value only after the call has returned. After an exception its bytes are
+  unspecified, and **no thread, kernel or socket of the transport still writes them**.
+* Every call ends: it returns, or it raises. It raises within milliseconds after `revoke`. It also
+  raises when a part of the call (`Part`) has made no progress for as long as the endpoint's
+  `Deadlines` allow. The parts are connecting, waiting for the slowest member, and the sum itself. A
+  call that has stalled for half of that time may take `probe_s` longer, to find out which peers are
+  unreachable (`TransportError.peers`).
+* After `revoke` has returned, no host thread writes memory that anything but the transport can
+  reach. `direct` and `gloo` wait for the piece of about 1 MiB that a call is writing. Gloo itself
+  may still write scratch that belongs to an abandoned thread. On a GPU, copies that `nccl` has
+  enqueued run later, in the order of the stream that was current for the call.
+* A failed call may have different outcomes on different members. Callers must not act on its
+  outcome: the members decide by votes what is committed.
 """
 
 from __future__ import annotations
@@ -32,26 +37,33 @@ if TYPE_CHECKING:
     from megatron_recover.deadlines import Deadlines
 
 Probe = Callable[[str], None]
-"""Called at named instants inside an operation (`"begin"`, `"sent"`, `"middle"`, `"end"`; each once); fault injection only."""
+"""Called at named instants of an operation (`"begin"`, `"sent"`, `"middle"`, `"end"`), once each.
+For fault injection only."""
 
 
 def no_probe(instant: str) -> None:
-    """Nobody watches."""
+    """Ignore the instant."""
 
 
 class TransportError(Exception):
-    """An operation of one generation did not complete. The input is unchanged; ask for a new generation."""
+    """An operation of one generation did not complete; request a new generation.
+
+    Its sources are unchanged.
+    """
 
     peers: tuple[int, ...] = ()
-    """Members that the caller lost or waited for in vain, as far as the transport knows: evidence against an end of each."""
+    """Members that the caller lost or waited for in vain, if known. Each is evidence that an end of
+    the connection to that member is at fault."""
     miscounted = False
-    """The result does not count every microbatch once; every member sees the same one."""
+    """True if the sum arrived but does not count every microbatch once; all members see the same
+    sum."""
     stalled = False
-    """The operation had waited for long, so that `peers` count also when the generation is over."""
+    """True if the operation had waited so long that `peers` count even if the generation is
+    over."""
 
 
 class Revoked(TransportError):
-    """The transport was retired, usually because a newer generation exists."""
+    """The transport was revoked or replaced, usually because a newer generation exists."""
 
     def __init__(self, detail: str, peers: Sequence[int] = (), *, stalled: bool = False) -> None:
         super().__init__(detail)
@@ -59,7 +71,7 @@ class Revoked(TransportError):
 
 
 class PeerLost(TransportError):
-    """A member's end of the connection is gone."""
+    """The connection to a member failed, or the member refused it."""
 
     def __init__(self, peer: int, detail: str) -> None:
         super().__init__(f"replica {peer}: {detail}")
@@ -68,7 +80,7 @@ class PeerLost(TransportError):
 
 
 class PeerAhead(PeerLost):
-    """A member is in a newer generation already; nothing is wrong with it."""
+    """A member is already in a newer generation. The member is healthy, so `peers` is empty."""
 
     def __init__(self, peer: int, generation: int) -> None:
         super().__init__(peer, f"is already in generation {generation}")
@@ -76,17 +88,20 @@ class PeerAhead(PeerLost):
 
 
 class Part(enum.Enum):
-    """What a call waits for, one after the other. The value is the wait's name in `Deadlines`."""
+    """The successive parts of a call, by what the call waits for.
+
+    Each value names a field of `Deadlines`.
+    """
 
     CONNECT = "connect_s"
-    """A member to which there is no connection."""
+    """The call waits for a connection to a member."""
     SLOWEST = "slowest_s"
-    """A member that can be reached and has not entered the call."""
+    """All members are reachable; the call waits for one that has not entered it."""
     SUM = "sum_s"
-    """Bytes of members that have all entered the call."""
+    """All members have entered the call; it waits for their bytes."""
 
     def limit_s(self, deadlines: Deadlines) -> float:
-        """Return how long this part may last without progress, in seconds."""
+        """Return the seconds that this part may last without progress."""
         limit_s: float = getattr(deadlines, self.value)
         return limit_s
 
@@ -99,12 +114,15 @@ _FOR_WHAT = {
 
 
 class DeadlineExceeded(TransportError):
-    """A part of an operation lasted too long. `peers` is empty where the operation does not know for whom it waited."""
+    """A part of an operation made no progress for too long.
+
+    `peers` is empty if no replica can be named.
+    """
 
     stalled = True
 
     def __init__(self, part: Part, peers: Sequence[int], limit_s: float) -> None:
-        whom = f"replicas {sorted(peers)}" if peers else "nobody that is known: all answered a probe"
+        whom = f"replicas {sorted(peers)}" if peers else "replicas that cannot be named"
         super().__init__(f"{_FOR_WHAT[part].format(limit=figure(limit_s), whom=whom)} ({part.value})")
         self.part = part
         self.peers = tuple(sorted(peers))
@@ -115,48 +133,60 @@ class Transport(Protocol):
 
     generation: int
     members: tuple[int, ...]
-    """Replica ids, ascending."""
+    """Replica ids in ascending order."""
     me: int
-    """This rank's replica id."""
+    """Id of this rank's replica."""
 
     def sum_into(self, sources: Sequence[Tensor], results: Sequence[Tensor], *, tag: int, probe: Probe | None = None) -> None:
-        """Sum each source over all members, in ascending order of replica id, into the result at the same index.
+        """Sum each source over all members into the result at the same index.
 
-        `sources[i]` and `results[i]` are contiguous, of equal dtype, device and number of elements, and do not overlap.
-        All members pass the same `tag`, which is not used twice in a transport's life. Bit-identical on all members.
+        `sources[i]` and `results[i]` are contiguous, of equal dtype, device and number of elements,
+        and do not overlap. All members call with the same `tag`, which is used once in a
+        transport's life. The result has the same bits on all members. `direct` adds in ascending
+        order of replica id; gloo and NCCL have orders of their own.
         """
 
     def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int) -> None:
-        """Copy the tensors of member `source` into those of `targets`. Members that are neither return at once."""
+        """Copy the tensors of member `source` into those of `targets`.
+
+        Return at once on a member that is neither the source nor a target.
+        """
 
     def revoke(self) -> None:
-        """Make every pending and future call raise `Revoked`. Any thread, any time, any number of times.
+        """Make every pending and future call raise `Revoked`. Thread-safe and idempotent.
 
-        Returns within milliseconds, when nothing is written any more (see above).
+        Return within milliseconds. From then on nothing is written, as defined in the contract
+        above.
         """
 
     def close(self) -> None:
-        """Release sockets, communicators and scratch. Implies `revoke`; bounded time."""
+        """Revoke the transport and release sockets, communicators and scratch, in bounded time."""
 
 
 class Endpoint(Protocol):
-    """A rank's stable address on the data plane, from which each generation's transport is opened."""
+    """A rank's stable address on the data plane, and the factory of each generation's transport."""
 
     address: str
-    """Opaque to everyone but the same kind of endpoint; handed to the peers by the control plane."""
+    """The address that the control plane publishes to the peers. Only endpoints of the same kind
+    can read it."""
 
     def open(self, generation: int, me: int, addresses: Mapping[int, str]) -> Transport:
-        """Prepare the transport of `generation` among `addresses` (replica id -> address, `me` included).
+        """Return the transport of `generation` among `addresses` (replica id -> address).
 
-        Returns without waiting for peers; connections are made on first use, by that call.
+        `addresses` include the address of `me`. Return without waiting for peers: the first call
+        that needs a connection makes it.
         """
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and retire the current transport."""
 
 
 def check_operands(sources: Sequence[Tensor], results: Sequence[Tensor] | None = None, *, device: str) -> None:
-    """Raise ValueError unless all tensors are contiguous, on `device`, and each result fits its source without overlap."""
+    """Raise ValueError unless the operands meet the contract.
+
+    All tensors must be contiguous and on `device`. Each result must match its source in dtype and
+    number of elements and not overlap it.
+    """
     for tensor in (*sources, *(results or ())):
         if tensor.device.type != device or not tensor.is_contiguous():
             layout = "contiguous" if tensor.is_contiguous() else "strided"

@@ -1,4 +1,4 @@
-"""What makes `revoke` final: a transport writes in short sections, and once it is shut none runs and none begins."""
+"""The gate that makes `revoke` final: after `shut` no section writes and none begins."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from megatron_recover.data_plane.transport import Revoked
 
 
 class WriteGate:
-    """Guards all memory that one transport writes and that outlives a call: results, and scratch that is used again.
+    """The gate to all memory that a transport writes and that outlives a call.
 
-    The thread that writes enters one section per piece of bounded size (a megabyte or so), so `shut` waits for about a
-    millisecond. No section waits for a peer, takes a lock that its revoker may hold, or calls code of others.
+    Such memory is results and reused scratch. The writing thread enters one section for each piece
+    of about 1 MiB, so `shut` waits for about a millisecond. No section waits for a peer, takes a
+    lock that the revoking thread may hold, or calls code from outside the transport.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class WriteGate:
         self._lock.release()
 
     def shut(self) -> None:
-        """Let nobody in any more, and return when nobody is inside. Any thread but the one inside."""
+        """Refuse new sections and return when none runs. Not for a thread inside a section."""
         self._is_shut = True
         with self._lock:
             return

@@ -1,4 +1,4 @@
-"""The step of one rank: what is computed, counted, summed, checked and applied.
+"""One rank's step: its computation, counts, sums, checks and result.
 
-Every trainer that uses torch can use this package. Nothing in it imports Megatron.
+Any torch trainer can use this package. Nothing in it imports Megatron.
 """

@@ -1,22 +1,28 @@
-"""Names the bytes of tensors in 63 bits, the same on every device: it tells corruption and divergence, not forgery.
+"""Checksums of 63 bits over the bytes of tensors, the same on every device.
+
+They reveal corruption and divergence, not forgery.
 
 Note [What a checksum misses]
-    A row of 16 KiB x, taken as bytes -128..127, becomes 8 sums of w * x, each with weights w of its own, -63..63. Integers are
-    added, and nothing is taken modulo anything. Two rows have equal sums where the 8 sums of w * d are 0, with d the
-    differences of their bytes, -255..255.
-    - One changed byte is always seen, since no byte has 8 weights 0.
-    - Two changed bytes, and so any two flipped bits, are always seen: the 8 weights of one byte are no multiple of another's.
-    - Any other change goes unseen with probability 2**-55 at most. Take one changed byte: whatever the other weights are, each
-      of the sums is 0 for at most one value of its weight, of 127, and the 8 are drawn apart. The weights are fixed, so this
-      holds for changes that do not depend on them, such as errors, not for chosen ones.
-    What is hashed (the sums of the rows, and what is left of a tensor) collides with probability 2**-63.
+    A row of 16 KiB x, read as bytes -128..127, becomes 8 sums of w * x. Each sum has weights w of
+    its own, -63..63. Integers are added without any modulus. Two rows have equal sums if all 8 sums
+    of w * d are 0, where d are the differences of their bytes, -255..255.
+    - One changed byte is always detected, since no byte has 8 weights 0.
+    - Two changed bytes, and so any two flipped bits, are always detected: the 8 weights of one byte
+      are no multiple of another's.
+    - Any other change is missed with probability 2**-55 at most. Take one changed byte. Whatever
+      the other weights are, each sum is 0 for at most one of the 127 values of its weight. The 8
+      weights are drawn independently. The weights are fixed, so this holds for changes that do not
+      depend on them, such as errors. It does not hold for chosen changes.
+    The sums of the rows and the rest of a tensor are then hashed, with collisions of probability
+    2**-63.
 
 Note [Exact sums]
-    A sum is no larger than 2**14 * 2**7 * 63 < 2**27. Processors with VNNI sum products of int8 in int32, with nothing to
-    convert. Elsewhere the bytes are multiplied as float32 in pieces of 1024, whose sums are below 2**23: float32 holds them
-    exactly, in whatever order they are taken. So do products in TF32 or bfloat16 that are summed in float32, since bytes and
-    weights have 8 bits. Autocast would give sums of 8 bits, and is off. Weights up to 63 also keep libraries exact that sum
-    pairs of products in int16 (255 * 63 * 2 < 2**15).
+    A sum is no larger than 2**14 * 2**7 * 63 < 2**27. Processors with VNNI sum products of int8 in
+    int32, without conversion. Elsewhere the bytes are multiplied as float32 in pieces of 1024
+    bytes, whose sums are below 2**23. float32 holds these exactly, in any order of additions.
+    Products in TF32 or bfloat16 that are summed in float32 are exact too, since bytes and weights
+    have 8 bits. Autocast would give sums of 8 bits, so it is off. Weights up to 63 also keep
+    libraries exact that sum pairs of products in int16 (255 * 63 * 2 < 2**15).
 """
 
 from __future__ import annotations
@@ -33,28 +39,34 @@ from megatron_recover.core.digest import combined
 __all__ = ["checksum", "checksums", "combined"]
 
 _ROW = 16384
-"""Bytes a row. The sums of the rows, and what is left of a tensor, are copied to the host and hashed in order. That is slow, so
-it is 1/512 of the bytes."""
+"""Bytes in a row. The sums of the rows (1/512 of the bytes) and the rest of a tensor are copied to
+the host. There they are hashed in order, which is slow."""
 _NUM_SUMS, _LARGEST_WEIGHT = 8, 63
 _PIECE = 1024
 """Bytes of a row whose products float32 sums exactly."""
 _FEW_ROWS = 64
-"""Tensors with fewer share a product, which costs some 30 microseconds by itself."""
+"""Tensors with fewer rows share a product, since each product costs some 30 microseconds."""
 _CHUNK_ROWS = 512
-"""Rows that are float32 in the memory of another device at once: 32 MiB."""
+"""Rows that are float32 at once in the memory of another device: 32 MiB."""
 _CACHED_ROWS = 4
-"""The same on a processor: 256 KiB, which stay in its cache."""
+"""Rows that are float32 at once on a CPU: 256 KiB, which fit its cache."""
 
 
 def checksum(tensor: Tensor) -> int:
-    """The checksum of a contiguous tensor, 0..2**63-1. Its dtype and shape do not matter, its size does."""
+    """Return the checksum of a contiguous tensor, 0..2**63-1.
+
+    Its size in bytes counts; its dtype and shape do not.
+    """
     return checksums([tensor])[0]
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the checksum of each of these contiguous tensors; a device is waited for once, not once a tensor."""
+    """Return the checksum of each of these contiguous tensors.
+
+    Each device is waited for once, not once per tensor.
+    """
     all_bytes = [tensor.detach().view(-1).view(torch.int8) for tensor in tensors]
-    ends = [data.numel() // _ROW * _ROW for data in all_bytes]  # of what is whole rows
+    ends = [data.numel() // _ROW * _ROW for data in all_bytes]  # ends of the whole rows
     sums = _sums([data[:end].view(-1, _ROW) for data, end in zip(all_bytes, ends, strict=True) if end])
     on_host = _to_host([*sums, *(data[end:] for data, end in zip(all_bytes, ends, strict=True))])
     summed, rests = iter(on_host[: len(sums)]), on_host[len(sums) :]
@@ -69,7 +81,7 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _to_host(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return these int8 tensors in host memory: what is on one device comes in one copy."""
+    """Return these int8 tensors in host memory, with one copy per device."""
     found: list[Tensor] = list(parts)
     for device in {part.device for part in parts if part.device.type != "cpu"}:
         there = [index for index, part in enumerate(parts) if part.device == device]
@@ -80,7 +92,7 @@ def _to_host(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _sums(many: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sums of the rows of each of `many` (rows, `_ROW`), as int8 on its device."""
+    """Return for each of `many` (rows, `_ROW`) the sums of its rows, as int8 on its device."""
     found = list[Tensor]()
     for part in _sharing(many):
         products = _products(torch.cat(part) if len(part) > 1 else part[0])
@@ -89,7 +101,10 @@ def _sums(many: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _sharing(many: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield `many` in order, those together that share a product: small ones that follow each other on one device."""
+    """Yield `many` in order, in lists that share a product.
+
+    Small tensors that follow each other on one device share one.
+    """
     part, num_rows = list[Tensor](), 0
     for rows in many:
         if part and (
@@ -104,7 +119,10 @@ def _sharing(many: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _products(rows: Tensor) -> Tensor:
-    """Return the sums of int8 `rows` (rows, `_ROW`) as int32 (rows, `_NUM_SUMS`). See Note [Exact sums]."""
+    """Return the sums of int8 `rows` (rows, `_ROW`) as int32 (rows, `_NUM_SUMS`).
+
+    See Note [Exact sums].
+    """
     if rows.device.type == "cpu" and _multiplies_int8():
         weights = _weights(rows.device, torch.int8)
         return torch.cat([torch._int_mm(chunk, weights) for chunk in rows.split(_CHUNK_ROWS)])
@@ -123,14 +141,17 @@ def _products_in_float32(rows: Tensor) -> Tensor:
 
 @functools.cache
 def _multiplies_int8() -> bool:
-    """Return whether products of int8 are fast on this processor, and exact: elsewhere torch has a loop of scalars, if any."""
+    """Return whether int8 products are fast and exact on this processor.
+
+    Elsewhere torch uses a scalar loop, if it has such products at all.
+    """
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled and _has_vnni()):
         return False
     rows = torch.arange(4 * _ROW, dtype=torch.int32, device="cpu").mul_(37).to(torch.int8).view(4, _ROW)
     rows[0], rows[1] = -128, 127
     try:
         return torch.equal(torch._int_mm(rows, _weights(rows.device, torch.int8)), _products_in_float32(rows))
-    except (AttributeError, RuntimeError):  # a torch without it
+    except (AttributeError, RuntimeError):  # this torch has no `_int_mm` for int8
         return False
 
 

@@ -1,8 +1,9 @@
-"""Which exceptions say that communication inside a replica failed, and not that a microbatch cannot be computed.
+"""Exceptions that mean a failure of communication inside a replica, not of a microbatch.
 
-A flap of the network strikes whatever happens to be computed, on every replica that it reaches: charging it to microbatches
-would end the job with innocent ids (INV-9). torch has classes for some of these errors (`torch.distributed.DistError`); gloo
-raises plain RuntimeErrors whose text begins with the place in its sources.
+A network fault strikes whatever is being computed, on every replica that it reaches. If it were
+charged to microbatches, the job would end and blame innocent ids (INV-9). torch has classes for
+some of these errors (`torch.distributed.DistError`). Gloo raises plain RuntimeErrors whose text
+begins with a place in gloo's sources.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from megatron_recover.core.policy import tells_of_communication
 
 
 def is_communication_error(error: BaseException | None) -> bool:
-    """Return whether `error`, or what it was raised from, is an error of `torch.distributed`.
+    """Return whether `error`, or one of its causes, is an error of `torch.distributed`.
 
-    An OSError is not: a data set that is read over a network raises those, and reading belongs to the microbatch.
+    An OSError is none: reading a data set over a network raises it too, and reading belongs to the
+    microbatch.
     """
     while error is not None:
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and tells_of_communication(str(error))):

@@ -1,4 +1,4 @@
-"""Shows on the progress page when torch compiles inside a forward or backward: it may take minutes, and is no hang."""
+"""Show on the progress page that torch compiles: compiling may take minutes and is no hang."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from megatron_recover.progress_page import ProgressPage
 
 
 def show_compilations(page: ProgressPage) -> None:
-    """Enter `Phase.COMPILING` for as long as the compiler runs. Does nothing where no code has imported the compiler.
+    """Enter `Phase.COMPILING` on the page whenever the compiler runs.
 
-    Call it in the training thread, after the model was built: `torch.compile` imports the compiler, which takes seconds.
+    Call it in the training thread after the model was built, since `torch.compile` imports the
+    compiler. Do nothing if no code has imported it: the import would take seconds.
     """
     callback = sys.modules.get("torch._dynamo.callback")
     if callback is None:

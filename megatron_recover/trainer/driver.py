@@ -1,4 +1,7 @@
-"""What a trainer may ask of a rank's driver. `control_plane.rank_driver.RankDriver` is the implementation."""
+"""The interface of a rank's driver to a trainer.
+
+`control_plane.rank_driver.RankDriver` implements it.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,28 @@ from megatron_recover.data_plane.transport import Transport
 
 
 class Driver(Protocol):
-    """The driver of one rank, as its training thread sees it.
+    """The driver of one rank, as its training thread uses it.
 
-    The methods stand in the order in which a training thread calls them. `RankDriver` says what each of them does and raises.
-    Every method is for the training thread, except that the thread which reduces buckets beside the backward calls `transport`,
-    `hold` and `blocked`.
+    The methods are in the order in which a training thread calls them. `RankDriver` documents what
+    each of them does and raises. The training thread calls all of them. The thread
+    `recover-reduce`, which reduces buckets beside the backward, calls only `transport`, `hold` and
+    `blocked`.
     """
 
     replica: int
     rank: int
     generation: int
-    """Generation of the newest `Plan` or `Apply` that the training thread took; 0 before the first."""
+    """Generation of the newest `Plan` or `Apply` that the training thread received; 0 before the
+    first."""
     roster: tuple[int, ...]
     """Members of `generation`, ascending."""
     step: int
     """The newest step that this rank has begun; -1 before the first."""
     quotas: tuple[int, ...]
-    """Microbatches of the newest `Plan` for each member, in the order of the roster."""
+    """Microbatches per member in the newest `Plan`, in the order of the roster."""
     requests: frozenset[str]
-    """All requests that the committed records have carried; equal on every replica after the same step."""
+    """Union of the requests of all committed records; equal on every replica after the same
+    step."""
 
     def is_writer(self) -> bool: ...
     def join(self, shape: Shape, fingerprint: str, parts: Parts = ()) -> None: ...

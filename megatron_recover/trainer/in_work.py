@@ -1,7 +1,8 @@
-"""Which microbatches are in work on this rank: what a death or a hang inside their computation is charged to.
+"""The microbatches in work on this rank: a death or a hang inside a computation is charged to them.
 
-On a CPU that is the one being computed. A GPU runs behind the thread that gives it work: a microbatch is in work until an event
-behind its kernels has passed, and the event is only ever asked, never waited for.
+On a CPU this is the microbatch being computed. A GPU runs behind the thread that enqueues its work:
+a microbatch is in work until an event behind its kernels has completed. The event is only queried,
+never waited for.
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ from megatron_recover.core.values import MicrobatchId
 
 
 class Event(Protocol):
-    """What marks a place in the work of a device (`torch.cuda.Event`)."""
+    """A mark in the work of a device (`torch.cuda.Event`)."""
 
     def query(self) -> bool: ...
 
 
 class InWork:
-    """The microbatches that are being computed, or enqueued and not known complete; the oldest first."""
+    """The microbatches being computed, or enqueued and not known to be complete; oldest first."""
 
     def __init__(self, mark: Callable[[], Event] | None) -> None:
-        """`mark()` puts an event behind all that is enqueued; None: nothing is ever enqueued."""
+        """Use `mark()` to put an event behind all enqueued work; None: work is never enqueued."""
         self._mark = mark
         self._enqueued: deque[tuple[MicrobatchId, Event]] = deque()
 
     @classmethod
     def on(cls, device: torch.device) -> InWork:
-        """Return what fits a device."""
+        """Return an `InWork` that fits the device."""
         return cls((lambda: torch.cuda.current_stream().record_event()) if device.type == "cuda" else None)
 
     def begins(self, microbatch: MicrobatchId) -> tuple[MicrobatchId, ...]:
-        """A forward or backward of a microbatch begins: return all that are in work."""
+        """Return the microbatches in work as a forward or backward of `microbatch` begins."""
         return self._unique((*self._behind(), microbatch))
 
     def ended(self, microbatch: MicrobatchId) -> tuple[MicrobatchId, ...]:
-        """The host has done its part of it: return what is still in work."""
+        """Return the microbatches still in work when the host has finished its part of one."""
         if self._mark is not None:
             self._enqueued.append((microbatch, self._mark()))
         return self._unique(self._behind())

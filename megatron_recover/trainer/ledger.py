@@ -1,10 +1,12 @@
-"""What the last stage knows of each microbatch, as one tensor that is reduced like a gradient bucket.
+"""The ledger: one tensor of what the last stage knows of each microbatch, reduced like a bucket.
 
-A row belongs to one id and is written by the replica that computed it; all other replicas leave it zero, so the sum over
-replicas is the row. Rows say themselves what is in them: a replica that has computed nothing of a step can read them.
+A row belongs to one microbatch and is written by the replica that computed it. All other replicas
+leave the row zero, so the sum over replicas is the row. Each row describes its own contents, so a
+replica that computed nothing of a step can read it.
 
-Row (float64): tokens, seconds, number of bytes of the description, description (6 bytes a number), values.
-The description is the JSON of [[key, dtype, shape], ...] in the order of the loss dictionary.
+Row (float64): tokens, seconds, number of bytes of the description, description (6 bytes a number),
+values. The description is the JSON of [[key, dtype, shape], ...] in the order of the loss
+dictionary.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ import torch
 from torch import Tensor
 
 NUM_COLUMNS = 64
-"""Numbers a row; bounds what a loss function may report for a microbatch."""
+"""Numbers in a row; bounds what a loss function may report for a microbatch."""
 _HEADER = 3
 _BYTES_A_NUMBER = 6
-"""A float64 holds integers below 2**53 exactly."""
+"""Bytes of the description in one float64, which holds integers below 2**53 exactly."""
 
 _Description = tuple[tuple[str, str, tuple[int, ...]], ...]
 
@@ -34,7 +36,7 @@ class Ledger:
         self._seconds = [0.0] * num_microbatches
 
     def write(self, microbatch: int, tokens: Tensor, losses: dict[str, Tensor]) -> None:
-        """Fill the id's row. Raises ValueError for a report that does not fit."""
+        """Fill the microbatch's row. Raises ValueError for a report that does not fit."""
         described = tuple((key, str(value.dtype).removeprefix("torch."), tuple(value.shape)) for key, value in losses.items())
         head = _encode(described, self._rows.device)
         values = [value.detach().reshape(-1).double() for value in losses.values()]
@@ -49,25 +51,29 @@ class Ledger:
         row[_HEADER - 1 : _HEADER - 1 + content.numel()] = content
 
     def add_seconds(self, microbatch: int, seconds: float) -> None:
-        """Count compute time of the id on this rank."""
+        """Add compute time of the microbatch on this rank."""
         self._seconds[microbatch] += seconds
 
     def rows(self) -> Tensor:
-        """All rows as they are now; the seconds of all ids are written at once."""
+        """Return all rows as they are now, after writing the seconds of all microbatches."""
         self._rows[:, 1] = torch.tensor(self._seconds, dtype=torch.float64)
         return self._rows
 
 
 @functools.cache
 def _encode(described: _Description, device: torch.device) -> Tensor:
-    """A description's length in bytes and its bytes."""
+    """Encode a description as its length in bytes and its bytes."""
     text = msgspec.json.encode(described)
     parts = [text[at : at + _BYTES_A_NUMBER] for at in range(0, len(text), _BYTES_A_NUMBER)]
     return torch.tensor([len(text), *(int.from_bytes(part, "little") for part in parts)], dtype=torch.float64, device=device)
 
 
 def read_losses(rows: Tensor) -> list[dict[str, Tensor]]:
-    """The loss dictionaries of all ids in their order, as the loss function made them (dtype, shape and device of the rows)."""
+    """Return the loss dictionaries of all microbatches, in the order of ids.
+
+    Keys, dtypes and shapes are as the loss function reported them. The tensors are on the device of
+    `rows`.
+    """
     losses: list[dict[str, Tensor]] = [{} for _ in range(len(rows))]
     for indices in _alike(rows):
         chosen, of = (rows, losses) if len(indices) == len(rows) else (rows[indices], [losses[index] for index in indices])
@@ -79,7 +85,10 @@ def read_losses(rows: Tensor) -> list[dict[str, Tensor]]:
 
 
 def _alike(rows: Tensor) -> list[Sequence[int]]:
-    """Return the indices of rows with equal descriptions: as a rule one group, since all ids report alike."""
+    """Return the indices of rows, grouped by equal descriptions.
+
+    Usually there is one group, since all microbatches report alike.
+    """
     if not len(rows):
         return []
     first = rows[0].tolist()
@@ -93,7 +102,7 @@ def _alike(rows: Tensor) -> list[Sequence[int]]:
 
 
 def _columns(rows: Tensor, head: Sequence[float]) -> list[tuple[str, Tensor, tuple[int, ...]]]:
-    """What rows that begin with `head` report: key, the values in every row, shape."""
+    """Return what rows that begin with `head` report: key, values in every row, shape."""
     text = b"".join(int(number).to_bytes(_BYTES_A_NUMBER, "little") for number in head[1:])[: int(head[0])]
     at = _HEADER - 1 + len(head)
     columns = []
@@ -105,10 +114,10 @@ def _columns(rows: Tensor, head: Sequence[float]) -> list[tuple[str, Tensor, tup
 
 
 def _start(numbers: Sequence[float]) -> int:
-    """The first column of a row's values."""
+    """Return the first column of a row's values."""
     return _HEADER + math.ceil(int(numbers[_HEADER - 1]) / _BYTES_A_NUMBER)
 
 
 def count_tokens(rows: Tensor) -> Tensor:
-    """Tokens of all ids, as upstream counts them (a scalar of its integer type)."""
+    """Return the tokens of all microbatches, as upstream counts them: a scalar of dtype int."""
     return rows[:, 0].sum().to(torch.int)

@@ -1,7 +1,7 @@
-"""What becomes of each microbatch of a step on this rank, while the schedule runs it.
+"""The course of each microbatch of a step on this rank, while the schedule runs it.
 
-Puts the rank into the microbatch (samples, random state), passes its fault points, and notes what came of it: provenance,
-ledger, trace. Decides nothing: which ids are computed, and into which buckets, comes with each pass.
+Sets up each microbatch (samples, random state), triggers its fault points, and records its outcome:
+provenance, ledger, trace. Decides nothing: each plan names the ids to compute and their buckets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from megatron_recover.trainer.work_queue import Task
 
 
 class Microbatches:
-    """The `Listener` of the passes of one step."""
+    """The `Listener` of the passes of one step (`megatron/schedule/pipeline.py`).
+
+    The training thread calls every method.
+    """
 
     def __init__(
         self,
@@ -41,10 +44,13 @@ class Microbatches:
         in_work: InWork | None = None,
         is_first: bool = False,
     ) -> None:
-        """`enter(microbatch, chunk)` puts samples and random state at the beginning of a microbatch. `journal`: of rank 0.
+        """Prepare a step.
 
-        `page` shows what is computed (None: nobody looks), `in_work` knows what the device has not done yet. `is_first`: in one
-        of the process's first steps everything takes longer.
+        - `enter(microbatch, chunk)` sets samples and random state for the microbatch.
+        - `journal`: the driver that records begun and finished microbatches; None except on rank 0.
+        - `page` shows what is computed; None: nobody reads it.
+        - `in_work` tracks the work that the device has not finished.
+        - `is_first`: the step is one of the process's first, in which everything takes longer.
         """
         self._page, self._in_work = page or ProgressPage(), in_work or InWork(None)
         self._forward = Phase.EVALUATION if forward_only else Phase.FIRST_STEPS if is_first else Phase.FORWARD
@@ -52,31 +58,39 @@ class Microbatches:
         self._reduction, self._step, self._forward_only, self._num_chunks = reduction, step, forward_only, num_chunks
         self._enter, self._record, self._faults, self._journal = enter, record, faults, journal
         self._current: Task | None = None
-        """What is being computed."""
+        """Task of the newest forward or backward. None before the first forward of a step, after a
+        finished backward (in evaluation: forward) and after the pass."""
         self.num_passes = 0
-        """Of the step, begun."""
+        """Passes of the step that have begun."""
         self._of_pass: list[int] = []
         self._overlap: Overlap | None = None
         self._since = 0.0
         self._seconds: dict[tuple[Task, int], float] = {}
 
     def begin_pass(self, overlap: Overlap) -> None:
-        """What follows belongs to a new pass, which `overlap` reduces."""
+        """Begin a new pass, which `overlap` reduces."""
         self.num_passes += 1
         self._of_pass.clear()
         self._overlap = overlap
 
     def end_pass(self) -> int:
-        """All microbatches of the pass are done, so many; an exception from here on is about any of them."""
+        """End the pass; return the number of its microbatches.
+
+        An exception from now on is charged to all of them.
+        """
         self._current = None
         self._reduction.collect_into(None)
         return len(self._of_pass)
 
     def suspects(self) -> tuple[int, ...]:
-        """The ids one of which an exception is about: only within a microbatch is it known which."""
+        """Return the microbatches to which an exception is charged.
+
+        That is the microbatch of the newest forward or backward while it is known, else all of the
+        pass.
+        """
         return tuple(self._of_pass) if self._current is None else (self._current.microbatch,)
 
-    # --- Listener --------------------------------------------------------------------------------------------------------
+    # --- Listener ---------------------------------------------------------------------------------
 
     def forward_begins(self, task: Task, chunk: int) -> None:
         self._current = task
@@ -92,7 +106,7 @@ class Microbatches:
         point = FaultPoint.EVALUATE if self._forward_only else FaultPoint.RECOMPUTE if is_again else FaultPoint.FORWARD
         self._pass_fault(point, task)
         self._enter(task.microbatch, chunk)
-        # Fused weight gradients look up where they go in the forward, others in the backward.
+        # A fused weight gradient looks up its target in the forward, the others in the backward.
         self._reduction.collect_into(task.into)
         self._since = time.perf_counter()
 
@@ -123,7 +137,10 @@ class Microbatches:
         return self._reduction.is_last_stage and self._reduction.ledger_bucket in task.into
 
     def _elapsed_s(self) -> float:
-        """Of the forward or backward that ends now."""
+        """Return the seconds of the forward or backward that ends now.
+
+        With an injected slowdown, wait here first; the wait is included.
+        """
         seconds = time.perf_counter() - self._since
         return seconds if self._faults is None else self._faults.stretch(self._step, seconds)
 
@@ -142,7 +159,8 @@ class Microbatches:
             trace.MicrobatchFinished, generation=task.generation, step=self._step, microbatch=task.microbatch, chunk=chunk,
             seconds=round(seconds, 6), backward_s=round(backward_s, 6), into=taken,
         )  # fmt: skip
-        # The first chunk of the first stage comes last in a backward; an evaluation leaves the stage at the last chunk.
+        # A backward ends at the first chunk of the first stage. An evaluation leaves the stage at
+        # its last chunk.
         if self._journal is not None and chunk == (self._num_chunks - 1 if self._forward_only else 0):
             self._journal.finished(task.microbatch)
         self._current = None

@@ -1,13 +1,17 @@
 """The reduction of a pass beside its last backwards (`--overlap-grad-reduce`).
 
-Decides when a bucket can be reduced: as soon as the last backward of the pass has added its gradient to every parameter that
-the bucket has a part of, the rule by which upstream starts its own buckets (`core/distributed/param_and_grad_buffer.py`). What
-is done with a bucket then is `Reduction.reduce`, the same as without overlap, in a thread of its own.
+Decides when a bucket can be reduced: as soon as the last backward of the pass has added its
+gradient to every parameter of which the bucket has a part. Upstream starts its own buckets by the
+same rule (`core/distributed/param_and_grad_buffer.py`). `Reduction.reduce` then reduces the bucket
+as it does without overlap, but in a thread of its own, `recover-reduce`.
 
 Note [Last backward]
-    Only when `Close` has come is a backward known to be the last one of the pass: until then more can be dealt, and a bucket
-    that was reduced would lack it. Where `Close` comes later than the backward begins, or where a pass puts its gradient into
-    some buckets only (parts of it then arrive at the end of the backward), the pass is reduced when it is over.
+    A backward is known to be the last one of the pass only after `Close`. Before `Close` more
+    microbatches can be dealt, and a bucket that was already reduced would lack them. In two cases
+    the pass is reduced only when it is over:
+    - `Close` comes later than the last backward begins;
+    - the pass puts its gradient into some buckets only, so that parts of the gradient arrive at the
+      end of a backward.
 """
 
 from __future__ import annotations
@@ -23,22 +27,26 @@ from megatron_recover.trainer.work_queue import Task
 
 
 class Abandoned(Exception):
-    """The pass raised: nobody waits for its reduction."""
+    """The pass raised, so nobody waits for its reduction."""
 
 
 class Overlap:
-    """How the plan of one pass gets reduced: beside the last backwards as far as possible, the rest when the pass is over.
+    """The reduction of one pass's plan, in a thread beside the last backwards if possible.
 
-    Used as a context manager around the pass: leaving it by an exception leaves the reduction.
+    Otherwise `finish` reduces, when the pass is over. An `Overlap` is a context manager around the
+    pass; an exception that leaves the context abandons the reduction.
     """
 
     def __init__(self, reduction: Reduction, plan: Callable[[], Plan]) -> None:
-        """`plan()`: what the pass reduces. Asked when the pass is closed."""
+        """Prepare the reduction of a pass. `plan()` returns the plan to reduce.
+
+        `plan()` is called once the pass is closed.
+        """
         self._reduction, self._plan = reduction, plan
         self._passed: dict[BucketId, threading.Event] = {}
         self._stream = torch.cuda.Stream(reduction.device) if reduction.device.type == "cuda" else None
         self._written: dict[BucketId, torch.cuda.Event] = {}
-        """On a GPU: when the kernels that write a bucket's gradient are done."""
+        """On a GPU: for each bucket an event behind the kernels that write its gradient."""
         self._abandoned = False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -52,7 +60,10 @@ class Overlap:
             self._release()
 
     def last_backward_begins(self, task: Task, chunk: int) -> None:
-        """The pass is closed, and this is its last backward of `chunk`."""
+        """Start to reduce beside the last backward of `chunk`, if that backward can be watched.
+
+        The training thread calls it before that backward, once the pass is closed.
+        """
         if not self._reduction.can_watch(task.into):
             return
         if self._thread is None:
@@ -63,7 +74,10 @@ class Overlap:
         self._reduction.watch(task, chunk, self._has_passed)
 
     def finish(self) -> None:
-        """The pass is over: reduce what is left; return when the plan is carried out. Raises what the reduction raises."""
+        """Reduce what is left after the pass; return when the plan is carried out.
+
+        Called by the training thread. Raises the error of the reduction.
+        """
         if self._thread is None:
             self._reduction.reduce(self._plan())
             return
@@ -76,11 +90,11 @@ class Overlap:
 
     def _run(self, plan: Plan) -> None:
         try:
-            with torch.cuda.stream(self._stream):  # its device, too; nothing without a GPU
+            with torch.cuda.stream(self._stream):  # also sets the device; does nothing without a GPU
                 self._reduction.reduce(plan, wait_for=self._wait_for)
         except Abandoned:
             pass
-        except BaseException as error:  # carried over to the training thread
+        except BaseException as error:  # `finish` raises it in the training thread
             self._error = error
 
     def _has_passed(self, bucket: BucketId) -> None:
@@ -95,7 +109,8 @@ class Overlap:
             self._has_passed(bucket)
 
     def _wait_for(self, bucket: BucketId) -> None:
-        # Ended by the backward or, whatever becomes of it, by `finish` or `__exit__` (INV-8).
+        # The backward sets the event; whatever becomes of the backward, `finish` or `__exit__` sets
+        # it (INV-8).
         self._passed[bucket].wait()
         if self._abandoned:
             raise Abandoned

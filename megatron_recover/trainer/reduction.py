@@ -1,8 +1,9 @@
-"""From local gradients to results: buckets, their provenance, sums over lanes and over replicas.
+"""The reduction of one rank: from local gradients to results, over lanes and over replicas.
 
-Decides when a result is complete on this rank. It never writes a local gradient (INV-3), never decides whether a step is
-committed, and never reports a result whose provenance is not one for every microbatch of the step (INV-1): such a step is
-void, and begins anew (`Reduction.void`).
+Decides when a result is complete on this rank. `reduce` never writes a local gradient (INV-3) and
+never decides whether a step is committed. It never reports a result whose provenance is not one for
+every microbatch of the step (INV-1). A step with such a result is void and begins again
+(`Reduction.void`).
 """
 
 from __future__ import annotations
@@ -35,29 +36,40 @@ logger = logging.getLogger(__name__)
 
 
 Gather = Callable[[Any], Sequence[Any]]
-"""Everyone's value, by rank inside the replica."""
+"""A function that gathers one value per rank of the replica, in the order of ranks."""
 
 
 def gather_over_replica(value: Any) -> list[Any]:
-    """`Gather` over the replica's own world."""
+    """Gather over the replica's own world; a `Gather`."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 class Miscounted(TransportError):
-    """The sum of a bucket does not count every microbatch of the step once: the step is void (`core.values.Void`)."""
+    """A bucket's sum does not count every microbatch of the step once.
+
+    The step is void (`core.values.Void`).
+    """
 
     miscounted = True
 
 
 class Reduction:
-    """The buckets of one rank, for the life of the rank.
+    """The buckets of one rank and their reductions, for the life of the rank.
 
-    Order of calls in a step: `begin`; `takes` with the first order; any number of passes, with `collect_into` before and
-    `end_backward` after every backward, and of `reduce`; then `apply`, after which the local gradient is the step's. `reduce`
-    may run beside the last backwards of a pass, in another thread (`overlap.Overlap`): it touches a bucket only when it has
-    been passed.
+    The calls of a step, in order:
+
+    1. `begin`;
+    2. `takes` for the first order;
+    3. any number of passes, with `collect_into` before and `end_backward` after every backward.
+       `reduce` follows each pass, and each plan without a pass. Where a plan voids, `void` comes
+       first;
+    4. `apply`, after which the trainer's buffer holds the gradient of the step.
+
+    `reduce` may run beside the last backwards of a pass, in the thread `recover-reduce`
+    (`overlap.Overlap`). It then touches a bucket only after the last backward has *passed* it:
+    every parameter in the bucket has its gradient.
     """
 
     def __init__(
@@ -72,9 +84,10 @@ class Reduction:
         record: trace.Recorder | None = None,
         faults: FaultInjector | None = None,
     ) -> None:
-        """Number the buckets of `gradients`, on all ranks of the replica together (`gather`).
+        """Assign ids to the buckets of `gradients`, together with all ranks of the replica.
 
-        `stage` is that of this rank in the pipeline. Raises ValueError if ranks of one stage differ.
+        `gather` is collective over the replica. `stage` is this rank's pipeline stage. Raises
+        ValueError if ranks of one stage differ in their buckets.
         """
         self._driver, self._faults, self._gradients = driver, faults, gradients
         self._record = record or trace.Recorder(None, replica=driver.replica, rank=driver.rank)
@@ -92,21 +105,24 @@ class Reduction:
         self._gradient_slots = [GradientSlot(bucket, self._accumulators.get(bucket.region)) for bucket in local]
         self._exponent = exact.grid_exponent(1.0)
         self._ledger_slot: LedgerSlot | None = None
-        """Of the current step; None on other stages than the last."""
+        """Slot of the current step's ledger; None on other stages than the last."""
         self.is_last_stage = is_last_stage
-        # Of the ledger too, and a transport between GPUs takes nothing else.
+        # The device of the ledger as well: a transport between GPUs accepts no other tensors.
         self.device = regions[0].local.device if regions else torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._step = self._num_microbatches = 0
         self._newest_into: tuple[Sequence[BucketId], frozenset[BucketId]] = ((), frozenset())
         self._counted: set[BucketId] = set()
-        """Buckets that have been passed by the backward that is being watched."""
+        """Buckets that the watched backward has passed."""
         self._first_generation = self._parameters_checksum = 0
 
     def buckets(self, forward_only: bool) -> tuple[BucketId, ...]:
-        """What a step reduces: every bucket of the replica, or for an evaluation only the ledger."""
+        """Return the buckets that a step reduces.
+
+        Training reduces every bucket of the replica, evaluation only the ledger.
+        """
         return (self.ledger_bucket,) if forward_only else tuple(range(self.ledger_bucket + 1))
 
-    # --- a step ----------------------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------
 
     @property
     def ledger(self) -> Ledger | None:
@@ -114,11 +130,13 @@ class Reduction:
         return self._ledger_slot.ledger if self._ledger_slot is not None else None
 
     def begin(self, step: int, num_microbatches: int, scale: float = 1.0, *, parameters_checksum: int = 0) -> None:
-        """Start a step: nothing is counted. Megatron has zeroed the local gradient.
+        """Begin a step with nothing counted. Megatron has zeroed the local gradient.
 
-        `scale` is the ratio of the gradient that is summed over replicas and lanes to that of the step's mean loss (for the
-        grid of `exact`). `parameters_checksum` is of the parameters that the step starts from. It goes into every checksum that
-        is voted on, so a replica whose parameters have drifted is outvoted at its next step instead of training on.
+        - `scale`: ratio of the gradient summed over replicas and lanes to the mean-loss gradient,
+          for the grid of `exact`.
+        - `parameters_checksum`: checksum of the parameters that the step starts from. It is
+          combined into every checksum that is voted on. So a replica whose parameters have drifted
+          is outvoted at its next step instead of training on.
         """
         self._step, self._num_microbatches, self._exponent = step, num_microbatches, exact.grid_exponent(scale)
         self._parameters_checksum, self._first_generation = parameters_checksum, 0
@@ -130,15 +148,21 @@ class Reduction:
             accumulator.zero_()
 
     def takes(self, order: Plan | Apply) -> None:
-        """Take note of the next order. What is planned in a later generation than the step's first order is planned again."""
+        """Note the step's first order.
+
+        A plan of a later generation repeats work of the step (`is_again`).
+        """
         self._first_generation = self._first_generation or order.generation
 
     def is_again(self, generation: Generation) -> bool:
-        """Whether what a plan of this generation orders is done a second time in the step."""
+        """Return whether a plan of this generation repeats work of the step."""
         return generation != self._first_generation
 
     def void(self) -> None:
-        """Begin the step anew: nothing is counted, and the local gradient and the ledger are empty. Between two passes only."""
+        """Begin the step again: clear all counts, the local gradient and the ledger.
+
+        Call it between two passes only.
+        """
         for slot in self._slots:
             slot.clear(self._num_microbatches)
         for region in self._gradients.regions:
@@ -148,23 +172,29 @@ class Reduction:
 
     @property
     def _slots(self) -> list[Slot]:
-        """All buckets of this rank in the current step; on the last stage the last one is the ledger."""
+        """Slots of this rank's buckets in the current step; on the last stage, the ledger last."""
         return [*self._gradient_slots, *([] if self._ledger_slot is None else [self._ledger_slot])]
 
     def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
-        """From now on gradient goes into the local gradient of the buckets `into`, and no other (None: the pass is over)."""
-        if not self._accumulators:  # which take what counts at the end of each backward
+        """Direct gradient into the local gradient of the buckets `into` only.
+
+        None: the pass is over. With `exact` nothing is redirected.
+        """
+        if not self._accumulators:  # with `exact`, `end_backward` selects the buckets instead
             self._gradients.collect_into(into)
 
     def can_watch(self, into: Sequence[BucketId]) -> bool:
-        """Whether `watch` knows when a backward that goes into these buckets has passed one of them."""
-        # What goes into some buckets only, parts of parameters included, arrives at the end of the backward.
+        """Return whether `watch` can report the buckets passed by a backward into `into`."""
+        # A backward into some buckets only, which may cut parameters in two, adds its gradient at
+        # its end.
         return self._gradients.can_watch and (bool(self._accumulators) or all(slot.id in into for slot in self._gradient_slots))
 
     def watch(self, task: Task, chunk: int, passed: Callable[[BucketId], None]) -> None:
-        """The chunk's last backward of a pass begins: until it ends, a bucket counts the id as soon as it has been passed.
+        """Watch the last backward of `chunk` in a pass; call before it begins.
 
-        `passed(bucket)` is told then; not of buckets that the backward leaves out a parameter of.
+        Until `end_backward` each bucket of `task.into` counts the microbatch as soon as the
+        backward has passed the bucket. `passed(bucket)` is called then, and never for a bucket with
+        a parameter that gets no gradient.
         """
         slots = {slot.id: slot for slot in self._gradient_slots}
 
@@ -178,7 +208,12 @@ class Reduction:
         self._gradients.watch(chunk, count_and_pass)
 
     def end_backward(self, microbatch: int, chunk: int, into: Sequence[BucketId]) -> tuple[BucketId, ...]:
-        """A backward has finished: count the id in the buckets `into` of this chunk; those are returned."""
+        """Count the microbatch in the chunk's buckets among `into`; return those buckets.
+
+        Call it when a backward of `chunk` has finished. A bucket that the watched backward has
+        passed already counts the microbatch. With `exact` this call also clears the trainer's
+        buffer.
+        """
         buckets = self._into(into)
         taken = [slot for slot in self._gradient_slots if slot.chunk == chunk and slot.id in buckets]
         for slot in taken:
@@ -193,7 +228,10 @@ class Reduction:
         return tuple(slot.id for slot in taken)
 
     def _into(self, into: Sequence[BucketId]) -> frozenset[BucketId]:
-        """Return buckets as a set; that of the newest sequence is kept, since all microbatches of a plan share one."""
+        """Return the buckets as a set.
+
+        Cached for the newest sequence, which all microbatches of a plan share.
+        """
         if self._newest_into[0] is not into:
             self._newest_into = into, frozenset(into)
         return self._newest_into[1]
@@ -202,17 +240,19 @@ class Reduction:
         slot.count(microbatch, self._exponent)
 
     def count_ledger(self, microbatch: int) -> None:
-        """The id's row of the ledger is complete."""
+        """Count a microbatch whose row of the ledger is complete."""
         assert self._ledger_slot is not None
         self._ledger_slot.counts.add(microbatch)
 
-    # --- reducing --------------------------------------------------------------------------------------------------------
+    # --- reducing ---------------------------------------------------------------------------------
 
     def reduce(self, plan: Plan, *, wait_for: Callable[[BucketId], None] = lambda bucket: None) -> None:
-        """Carry out a plan's transfers, then its sums, bucket by bucket: over lanes in full, over replicas until one fails.
+        """Carry out a plan's transfers, then its sums, bucket by bucket.
 
-        `wait_for(bucket)` returns when the last backward has passed it. Raises RuntimeError for a gradient that is not finite,
-        if Megatron was told to check, before anyone gets a part of it.
+        Sums over lanes are always carried out in full, sums over replicas until one fails.
+        `wait_for(bucket)` returns when the last backward is done with the bucket. Raises
+        RuntimeError for a gradient that is not finite, if Megatron was set to check, before another
+        rank gets a part of it.
         """
         if self._faults is not None:
             self._faults.at(FaultPoint.BEFORE_REDUCE, step=self._step)
@@ -232,7 +272,10 @@ class Reduction:
                 )  # fmt: skip
 
     def _cross(self, generation: int, bucket: BucketId | None, operation: Callable[[], Transport]) -> Transport | None:
-        """The transport for what comes next, or None where the operation has failed: the rest of the plan is left undone."""
+        """Run an operation across replicas; return the transport for the next one.
+
+        None: the operation failed, and the rest of the plan is skipped across replicas.
+        """
         try:
             return operation()
         except TransportError as error:
@@ -272,7 +315,8 @@ class Reduction:
         if self._driver.replica != copy.source:
             value = self._checksum(slot)
             if not slot.is_once:
-                # The source would not hold it: it is the copy that is wrong, and the next generation makes another.
+                # A source holds only results with right counts, so the copy is wrong. The next
+                # generation makes another one.
                 error = TransportError(
                     f"the copy of bucket {slot.id} from replica {copy.source} is damaged: {slot.describe_counts()}"
                 )
@@ -315,7 +359,11 @@ class Reduction:
             self._driver.blocked(generation, error)
 
     def _tag(self, bucket: BucketId, kind: int) -> int:
-        """Unique in a transport's life: a generation may last many steps, and has one sum and one transfer a bucket in each."""
+        """Return the tag of a bucket's sum (kind 0) or transfer (kind 1) in this step.
+
+        The tag is unique in a transport's life: a generation may last many steps, with one sum and
+        one transfer per bucket in each.
+        """
         return (self._step * 2 + kind) * (self.ledger_bucket + 1) + bucket
 
     def _probe(self, bucket: BucketId, generation: int) -> Probe | None:
@@ -330,10 +378,13 @@ class Reduction:
 
         return probe
 
-    # --- the committed step ----------------------------------------------------------------------------------------------
+    # --- the committed step -----------------------------------------------------------------------
 
     def apply(self, buckets: Sequence[BucketId]) -> None:
-        """The step is committed: the results of these buckets become the gradient (gathered over lanes that need all of it)."""
+        """Make the results of these buckets the gradient, once the step is committed.
+
+        Results are gathered over the lanes if each lane needs all of them.
+        """
         for slot in self._gradient_slots:
             if slot.id not in buckets:
                 continue
@@ -345,6 +396,6 @@ class Reduction:
                 )  # fmt: skip
 
     def committed_rows(self) -> Tensor:
-        """The ledger of all the step's ids; last stage only."""
+        """Return the committed ledger of the step; last stage only."""
         assert self._ledger_slot is not None
         return self._ledger_slot.committed_rows()

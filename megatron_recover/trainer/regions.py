@@ -1,17 +1,22 @@
-"""A flat gradient buffer, cut into the buckets that replicas sum, and what a trainer has to offer of its buffers.
+"""Regions: flat gradient buffers, cut into the buckets that replicas sum.
 
-Decides the geometry: which elements belong to which bucket, the same on every replica. It never communicates across replicas.
+`Regions` is the interface that a trainer offers of its buffers. Decides the geometry: which
+elements belong to which bucket, the same on every replica. Nothing here communicates across
+replicas.
 
 Note [Columns]
-    Megatron's distributed optimizer cuts each of its buckets into one shard a lane. Seen as a matrix with one row a lane, a
-    bucket of ours is a range of columns, so what a lane holds of it after the reduction over lanes lies inside the lane's
-    optimizer shard. With one lane a column range is simply a slice. The plain optimizer uses the same geometry and gathers the
-    rows of all lanes after the commit. Buckets may cut parameters in two.
+    Megatron's distributed optimizer cuts each of its buckets into one shard per lane. As a matrix
+    with one row per lane, a bucket of ours is a range of columns. So a lane's part of the bucket
+    after the reduction over lanes lies inside the lane's optimizer shard. With one lane a range of
+    columns is simply a slice. The plain optimizer uses the same geometry; it gathers the rows of
+    all lanes after the commit. Buckets may cut parameters in two.
 
 Note [Local gradient]
-    `Region.local` is the trainer's own buffer: backward accumulates into it and nothing else writes it until the step is
-    committed (INV-3). A result is a separate tensor. With `exact` the local gradient is an fp64 accumulator instead
-    (`slots.GradientSlot`); the trainer's buffer then holds one microbatch, and is emptied after each.
+    `Region.local` is the trainer's own buffer. Backward accumulates into it, and nothing else
+    writes it until the step is committed (INV-3; the exception is `Reduction.void`). A result is a
+    separate tensor. With `exact` the local gradient is an fp64 accumulator instead
+    (`slots.GradientSlot`). The trainer's buffer then holds one microbatch and is cleared after
+    each.
 """
 
 from __future__ import annotations
@@ -30,43 +35,50 @@ class Regions(Protocol):
     """The gradient buffers of one rank, as its trainer offers them."""
 
     regions: Sequence[Region]
-    """In the order of the model chunks. It is equal on the same rank of all replicas."""
+    """Regions in the order of the model chunks; equal on the same rank of all replicas."""
     num_chunks: int
     """Model chunks of this rank; more than one with virtual pipeline stages."""
     checks_finite: bool
-    """Whether a gradient that is not finite ends the rank."""
+    """True if a gradient that is not finite ends the rank."""
     can_watch: bool
-    """Whether `watch` works: the trainer reduces buckets beside the backward."""
+    """True if `watch` works: the trainer reduces buckets beside the backward."""
 
     def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
-        """Let gradient go into these buckets and no other from now on. None: the pass is over, and it goes into all."""
+        """Direct gradient into these buckets only, from now on.
+
+        None: the pass is over, and gradient goes into all buckets.
+        """
 
     def watch(self, chunk: int, passed: Callable[[BucketId], None]) -> None:
-        """Call `passed(bucket)` in the backward of `chunk` that is about to begin, once it will not touch the bucket again.
+        """Call `passed(bucket)` once the coming backward of `chunk` is done with the bucket.
 
-        A bucket with a parameter that gets no gradient is never passed.
+        The call is made inside that backward, and never for a bucket with a parameter that gets no
+        gradient.
         """
 
     def end_watch(self) -> None:
-        """Watch no longer: the backward is over, or has failed."""
+        """Stop watching: the backward is over, or has failed."""
 
 
 class Bucket:
-    """Columns `start`..`stop` of a region."""
+    """The bucket of columns `start`..`stop` (exclusive) of a region."""
 
     def __init__(self, region: Region, start: int, stop: int) -> None:
         self.region = region
         self.start, self.stop = start, stop
         self.id: BucketId = -1
-        """Number over all stages of the replica; set by `number`."""
+        """Id over all stages of the replica; set by `number`."""
 
     @property
     def size(self) -> int:
-        """Elements of this rank's result."""
+        """Number of elements in this rank's result."""
         return self.stop - self.start
 
     def slices(self) -> list[slice]:
-        """Its elements in the region, lane by lane; the last lane's may be short."""
+        """Return the bucket's elements in the region as one slice per lane.
+
+        The slices of the last lanes may be short or empty.
+        """
         width, end = self.region.width, self.region.local.numel()
         return [
             slice(min(lane * width + self.start, end), min(lane * width + self.stop, end))
@@ -74,9 +86,10 @@ class Bucket:
         ]
 
     def sum_over_lanes(self, source: Tensor) -> Tensor:
-        """The sum of this lane's part, out of place (a view of `source` where the lane is alone). Collective over the lanes.
+        """Return this lane's row of the bucket, summed over all lanes. Collective over the lanes.
 
-        `source` has the region's layout (the local gradient, or its exact accumulator).
+        `source` has the region's layout: the local gradient, or its exact accumulator. It is not
+        written. With a single lane the sum is a view of `source`.
         """
         if self.region.num_lanes == 1:
             return source[self.start : self.stop]
@@ -88,7 +101,11 @@ class Bucket:
         return mine
 
     def apply(self, result: Tensor) -> None:
-        """Make the result the gradient: scaled as upstream scales, rounded once, on the lanes that need it."""
+        """Make the result the gradient: scale it as upstream does and round it once.
+
+        The gradient is written to this lane's shard if each lane needs only its own shard.
+        Otherwise it is gathered over the lanes.
+        """
         local, scaled = self.region.local, result if self.region.scale == 1.0 else result * self.region.scale
         parts = self.slices()
         if self.region.num_lanes == 1 or self.region.sharded:
@@ -108,13 +125,14 @@ class Region:
     def __init__(self, local: Tensor, *, chunk: int, group: Any, scale: float, sharded: bool, bucket_elements: int) -> None:
         """Cut `local`, one-dimensional, into buckets of about `bucket_elements` elements.
 
-        `group` is the process group of the lanes. `scale` multiplies a result when it becomes the gradient.
+        `group` is the process group of the lanes. A result is multiplied by `scale` when it becomes
+        the gradient.
         """
         self.local, self.chunk, self.group, self.scale = local, chunk, group, scale
         self.num_lanes: int = group.size()
         self.lane: int = group.rank()
         self.sharded = sharded
-        """Each lane's optimizer needs its own shard of the gradient only (ZeRO-1)."""
+        """True if each lane's optimizer needs only its own shard of the gradient (ZeRO-1)."""
         self.width = math.ceil(local.numel() / self.num_lanes)
         num = max(1, round(local.numel() / bucket_elements))
         edges = [self.width * index // num for index in range(num + 1)]
@@ -124,10 +142,10 @@ class Region:
 def number(
     regions: Sequence[Region], stage: int, holdings: Sequence[tuple[int, tuple[int, ...]]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Give the buckets of this rank's `stage` their numbers; return the ranks of each bucket (`Shape.bucket_ranks`).
+    """Assign ids to the buckets of this rank's `stage`; return `Shape.bucket_ranks`.
 
-    `holdings[rank]` is (stage, element counts of its buckets) of each rank of the replica. Raises ValueError if ranks of one
-    stage differ. The ledger, on the last stage, is the last bucket.
+    `holdings[rank]` is (stage, element counts of its buckets) for each rank of the replica. The
+    last bucket is the ledger, on the last stage. Raises ValueError if ranks of one stage differ.
     """
     bucket_ranks: list[tuple[int, ...]] = []
     num_stages = 1 + max(rank_stage for rank_stage, _ in holdings)

@@ -1,11 +1,13 @@
-"""What a step sums over replicas, one slot a bucket: where the sum is taken from, what is counted in it, where its result goes.
+"""Slots: for each bucket the source of its sum, its counts, and its result.
 
-A slot never communicates across replicas and never decides whether its result counts (`reduction.Reduction`).
+A slot never communicates across replicas and never decides whether its result is valid
+(`reduction.Reduction`).
 
 Note [Provenance]
-    Beside its elements a bucket carries one float64 tensor: how often each id is in its gradient, counted when a backward has
-    really finished, and at the end the bound of `exact`. It goes through the same sums as the gradient, over lanes and
-    replicas.
+    Each bucket has one float64 tensor beside its elements: a count per microbatch of how often its
+    gradient is in the bucket, and last the bound of `exact`. A microbatch is counted when its
+    backward has really finished. The tensor goes through the same sums as the gradient, over lanes
+    and replicas.
 """
 
 from __future__ import annotations
@@ -26,35 +28,41 @@ from megatron_recover.trainer.work_queue import Task
 
 
 class Slot(abc.ABC):
-    """A bucket of this rank."""
+    """The slot of one bucket on this rank."""
 
     num_lanes = 1
-    """Lanes over which it is summed inside the replica."""
+    """Lanes over which the bucket is summed inside the replica."""
 
     def __init__(self, number: BucketId, chunk: int | None, result: Tensor) -> None:
-        """`chunk` is the model chunk whose backward passes the bucket; None: no backward does."""
+        """Create the slot of bucket `number` with its tensor for the result.
+
+        `chunk` is the model chunk whose backward passes the bucket; None: no backward does.
+        """
         self.id, self.chunk, self.result = number, chunk, result
         self.order = (0, -chunk, number) if chunk is not None else (1, 0, number)
-        """In which backward passes the buckets, the last stage's ledger at the end; equal on all replicas."""
+        """Sort key in which backward passes the buckets, the ledger last. Equal on all replicas."""
         self.counts = Counts(0)
-        """How often each id is in what is summed; see Note [Provenance]."""
+        """Counts of the microbatches in the local gradient; see Note [Provenance]."""
         self.provenance = result.new_empty(0)
-        """The provenance of the result."""
+        """Provenance of the result: M counts and the bound (float64)."""
         self.passed_by: Task | None = None
-        """The microbatch in whose backward the bucket was passed, since the last reduction."""
+        """Task whose backward has passed the bucket since the last reduction."""
 
     def begin(self, num_microbatches: int) -> None:
-        """Start a step: nothing is counted."""
+        """Begin a step with nothing counted."""
         self.clear(num_microbatches)
         self.provenance = torch.empty(num_microbatches + 1, dtype=torch.float64, device=self.result.device)
 
     def clear(self, num_microbatches: int) -> None:
-        """Count nothing. The result and its provenance stay as they are."""
+        """Clear the counts. The result and its provenance stay as they are."""
         self.counts, self.passed_by = Counts(num_microbatches), None
 
     @abc.abstractmethod
     def source(self) -> Tensor:
-        """Return this rank's part of the sum over replicas. Collective over the lanes."""
+        """Return the tensor that this rank adds to the sum over replicas.
+
+        Collective over the lanes.
+        """
 
     def summed_counts(self) -> Tensor:
         """Return the provenance of `source`. Collective over the lanes."""
@@ -62,11 +70,14 @@ class Slot(abc.ABC):
 
     @abc.abstractmethod
     def check_finite(self) -> None:
-        """Raise RuntimeError for a gradient that is not finite, before another rank gets a part of it."""
+        """Raise RuntimeError if the gradient is not finite.
+
+        Called before another rank gets a part of the gradient.
+        """
 
     @property
     def is_once(self) -> bool:
-        """Whether the result counts every microbatch once."""
+        """Return whether the result counts every microbatch once."""
         return is_once(self.provenance, self.num_lanes)
 
     def wrong_ids(self) -> list[MicrobatchId]:
@@ -80,10 +91,13 @@ class Slot(abc.ABC):
 
 
 class GradientSlot(Slot):
-    """A bucket of gradients."""
+    """The slot of a gradient bucket."""
 
     def __init__(self, bucket: Bucket, accumulator: Tensor | None) -> None:
-        """`accumulator` is the float64 local gradient of the bucket's region (`exact`); None: the trainer's buffer itself."""
+        """Use `accumulator` as the local gradient, or the trainer's buffer if None.
+
+        `accumulator` is the float64 accumulator of the bucket's region (`exact`).
+        """
         region = bucket.region
         result = region.local.new_empty(bucket.size, dtype=None if accumulator is None else torch.float64)
         super().__init__(bucket.id, region.chunk, result)
@@ -91,7 +105,10 @@ class GradientSlot(Slot):
         self.num_lanes = region.num_lanes
 
     def count(self, microbatch: MicrobatchId, exponent: int) -> None:
-        """Count a microbatch whose gradient is in the trainer's buffer; with `exact` add it on the grid of 2**`exponent`."""
+        """Count a microbatch whose gradient is in the trainer's buffer.
+
+        With `exact` also add the gradient to the accumulator on the grid of 2**`exponent`.
+        """
         self.counts.add(microbatch)
         if self._accumulator is None:
             return
@@ -101,7 +118,10 @@ class GradientSlot(Slot):
             exact.fold(self._accumulator[part], gradient, exponent)
 
     def source(self) -> Tensor:
-        """Return this rank's part of the sum over replicas. Collective over the lanes."""
+        """Return the tensor that this rank adds to the sum over replicas.
+
+        Collective over the lanes.
+        """
         return self._bucket.sum_over_lanes(self._local)
 
     def summed_counts(self) -> Tensor:
@@ -112,20 +132,23 @@ class GradientSlot(Slot):
         return counts
 
     def check_finite(self) -> None:
-        """Raise RuntimeError for a gradient that is not finite, before another rank gets a part of it."""
+        """Raise RuntimeError if the gradient is not finite.
+
+        Called before another rank gets a part of the gradient.
+        """
         for part in self._bucket.slices():
             local = self._local[part]
-            # One value that is not finite makes the sum not finite. The largest magnitude settles whether it was only the sum
-            # that overflowed; on a CPU it takes 50 times as long.
+            # Any value that is not finite makes the sum not finite. Finite values may also overflow
+            # the sum, so the largest magnitude decides then. On a CPU it takes 50 times as long.
             if not torch.isfinite(local.sum()) and not torch.isfinite(torch.linalg.vector_norm(local, ord=math.inf)):
                 raise RuntimeError(f"the gradient of microbatches {self.counts.counted()} has values that are not finite")
 
     def apply(self) -> None:
-        """Make the result the gradient (gathered over lanes that need all of it)."""
+        """Make the result the gradient, gathered over the lanes if each lane needs all of it."""
         self._bucket.apply(self.result)
 
     def is_exact(self, exponent: int) -> bool:
-        """Return whether the result is the same whoever computed what."""
+        """Return whether the result is independent of which replica computed what."""
         return self._accumulator is None or exact.fits(float(self.provenance[-1]), exponent)
 
     @property
@@ -134,26 +157,29 @@ class GradientSlot(Slot):
 
 
 class LedgerSlot(Slot):
-    """The last bucket of a step: what the last stage knows of each microbatch."""
+    """The slot of the ledger, the last bucket of a step."""
 
     ledger: Ledger
-    """Of the step that has begun."""
+    """Ledger of the current step."""
 
     def __init__(self, number: BucketId, num_microbatches: int, device: torch.device) -> None:
         super().__init__(number, None, torch.empty(num_microbatches * NUM_COLUMNS, dtype=torch.float64, device=device))
 
     def clear(self, num_microbatches: int) -> None:
-        """Count nothing, and empty the ledger."""
+        """Clear the counts and the ledger."""
         super().clear(num_microbatches)
         self.ledger = Ledger(num_microbatches, self.result.device)
 
     def check_finite(self) -> None:
-        """Accept every value: what a loss function reports is no gradient."""
+        """Accept every value: a loss report is no gradient."""
 
     def source(self) -> Tensor:
-        """Return this rank's rows."""
+        """Return this rank's rows, flattened."""
         return self.ledger.rows().view(-1)
 
     def committed_rows(self) -> Tensor:
-        """Return the rows of all the step's microbatches, once the step is committed. Shape: (M, `NUM_COLUMNS`)."""
+        """Return the rows of all the step's microbatches, shape (M, `NUM_COLUMNS`).
+
+        Call it once the step is committed.
+        """
         return self.result.view(-1, NUM_COLUMNS)

@@ -1,16 +1,22 @@
-"""All state of a rank, by name: what a checkpoint holds, what replicas must hold alike, and what a newcomer would read.
+"""All state of a rank by name: what a checkpoint holds and what replicas compare.
 
-Decides what state is and names it. It never writes any of it, and never talks to another rank.
+Decides what counts as state, and names it. Nothing here writes state or communicates with another
+rank.
 
-State is what the next step depends on: parameters (frozen ones too), persistent buffers, the tensors of the optimizer with
-their scales, master weights, and scalars (step counts, parameter groups' values, scheduler, loss scaler, counters of samples).
-Gradients and activations are no state, since every step makes them anew; random state is none, since it is a function of
-the microbatch.
+State is what the next step depends on:
+
+* parameters (frozen ones too) and persistent buffers;
+* the tensors of the optimizer with their scales, and master weights;
+* scalars: step counts, values of parameter groups, scheduler, loss scaler, counters of samples.
+
+Gradients and activations are not state, since every step makes them anew. Random state is not state
+either, since it is a function of the microbatch.
 
 Note [Each byte once]
-    Tensors share memory: a tied embedding, a shard of an fp32 parameter, a parameter inside a contiguous buffer. So memory is
-    counted, not tensors: a byte belongs to the first name under which it is met, in an order that is the same on the same rank
-    of all replicas. Nothing else of a storage is looked at, so the padding of upstream's buffers is left out.
+    Tensors share memory: a tied embedding, a shard of an fp32 parameter, a parameter inside a
+    contiguous buffer. So bytes are counted, not tensors. A byte belongs to the first name that
+    covers it, in an order that is the same on the same rank of all replicas. No other bytes of a
+    storage are read, so the padding of upstream's buffers is left out.
 """
 
 from __future__ import annotations
@@ -36,18 +42,22 @@ class StateTensor(NamedTuple):
 
     name: str
     data: Tensor
-    """One-dimensional and contiguous. It shares the memory of the original unless that has gaps."""
+    """The elements, one-dimensional and contiguous. They share the memory of the original tensor
+    unless it has gaps."""
     shape: tuple[int, ...]
-    """Of the original tensor."""
+    """Shape of the original tensor."""
 
     @property
     def layout(self) -> str:
-        """Return what has to be equal before two replicas can exchange this tensor."""
+        """Return what must be equal before two replicas can exchange this tensor."""
         return f"{self.name} {self.data.dtype} {self.shape} {self.data.numel()}"
 
 
 class State:
-    """The state of one rank. Tensors are found anew in each call: an optimizer makes its own in its first step."""
+    """The state of one rank.
+
+    Each call finds the tensors again: an optimizer creates its own in its first step.
+    """
 
     def __init__(
         self,
@@ -56,9 +66,10 @@ class State:
         scheduler: Any = None,
         counters: Callable[[], Mapping[str, Scalar]] = dict,
     ) -> None:
-        """Look at upstream's model chunks (DDP modules), its optimizer (chained or not) and its parameter scheduler.
+        """Use upstream's model chunks (DDP modules), optimizer and parameter scheduler.
 
-        `counters()` returns the scalars that belong to none of these, such as the number of consumed samples.
+        The optimizer may be chained. `counters()` returns the scalars that belong to none of these,
+        such as the number of consumed samples.
         """
         self._chunks, self._optimizer, self._scheduler, self._counters = chunks, optimizer, scheduler, counters
 
@@ -68,7 +79,7 @@ class State:
         return self._optimizer is not None
 
     def tensors(self) -> list[StateTensor]:
-        """Return all tensors of the state, in an order that is equal on the same rank of all replicas."""
+        """Return all tensors of the state, in an order equal on the same rank of all replicas."""
         found, covered = [], _Covered()
         for name, value in self._values():
             if isinstance(value, Tensor):
@@ -80,25 +91,26 @@ class State:
         return {name: value for name, value in self._values() if not isinstance(value, Tensor)}
 
     def layout_digest(self) -> int:
-        """Return 63 bits that name the names, shapes and types of all state."""
+        """Return a 63-bit digest of the names, shapes and dtypes of all state."""
         return _digest_of_text([tensor.layout for tensor in self.tensors()], sorted(self.scalars()))
 
     def digest(self) -> int:
-        """Return 63 bits that name all state of this rank: they change with any bit, scalar or layout.
+        """Return a 63-bit digest of all state of this rank.
 
-        What is missed, and how rarely: `checksum`, Note [What a checksum misses].
+        The digest changes with any bit, scalar or layout, except as rarely as `checksum` explains
+        in Note [What a checksum misses].
         """
         tensors = self.tensors()
         text = _digest_of_text([tensor.layout for tensor in tensors], sorted(self.scalars().items()))
         return combined([text, *checksums([tensor.data for tensor in tensors])])
 
-    # --- What state is ---------------------------------------------------------------------------------------------------
+    # --- What state is ----------------------------------------------------------------------------
 
     def _values(self) -> Iterator[tuple[str, Tensor | Scalar]]:
         for number, chunk in enumerate(self._chunks):
             yield from _of_module(f"chunk{number}", chunk)
         for number, leaf in enumerate(_leaves(self._optimizer)):
-            if leaf.optimizer is not None:  # a rank without parameters of this kind has none
+            if leaf.optimizer is not None:  # None on a rank without parameters of this kind
                 yield from _of_torch_optimizer(f"optimizer{number}", leaf.optimizer)
             if getattr(leaf, "grad_scaler", None) is not None:
                 yield from _flattened(f"optimizer{number}.scaler", leaf.grad_scaler.state_dict())
@@ -122,7 +134,7 @@ def _of_module(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, Tens
 
 
 def _leaves(optimizer: Any) -> Iterator[Any]:
-    """Yield upstream's optimizers that wrap one of torch's."""
+    """Yield upstream's optimizers that each wrap one of torch's."""
     if optimizer is None:
         return
     chained = getattr(optimizer, "chained_optimizers", None)
@@ -133,11 +145,12 @@ def _leaves(optimizer: Any) -> Iterator[Any]:
 
 
 def _of_torch_optimizer(prefix: str, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor | Scalar]]:
-    """Yield the state of one of torch's optimizers or of its kind (Transformer Engine's and Apex's FusedAdam).
+    """Yield the state of an optimizer of torch's or with its interface.
 
-    What a group optimizes are the master weights, or the parameters themselves, or shards of either.
+    Such are Transformer Engine's and Apex's FusedAdam. A group's parameters are the master weights,
+    or the model's parameters, or shards of either.
     """
-    scales: Mapping[Any, Any] = getattr(optimizer, "_scales", {})  # of Transformer Engine's moments in less than fp32
+    scales: Mapping[Any, Any] = getattr(optimizer, "_scales", {})  # scales of Transformer Engine's moments below fp32
     seen = set()
     for number, group in enumerate(optimizer.param_groups):
         yield from _flattened(f"{prefix}.group{number}", {key: value for key, value in group.items() if key != "params"})
@@ -154,7 +167,10 @@ def _of_torch_optimizer(prefix: str, optimizer: torch.optim.Optimizer) -> Iterat
 
 
 def _flattened(name: str, value: Any) -> Iterator[tuple[str, Tensor | Scalar]]:
-    """Yield the tensors and scalars inside `value`. Raises TypeError for what could be state and cannot be compared."""
+    """Yield the tensors and scalars inside `value`.
+
+    Raises TypeError for anything that could be state and cannot be compared.
+    """
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield from _flattened(f"{name}.{key}", value[key])
@@ -171,21 +187,21 @@ def _flattened(name: str, value: Any) -> Iterator[tuple[str, Tensor | Scalar]]:
         raise TypeError(f"the state has a {type(value).__name__} at {name}, which replicas cannot compare")
 
 
-# --- Memory --------------------------------------------------------------------------------------------------------------
+# --- Memory ---------------------------------------------------------------------------------------
 
 
 class _Covered:
-    """Which bytes have a name already. See Note [Each byte once]."""
+    """The address ranges whose bytes have a name. See Note [Each byte once]."""
 
     def __init__(self) -> None:
         self._edges: dict[torch.device, list[int]] = {}
-        """By device: begins and ends of the ranges of addresses that are covered, ascending in turn."""
+        """Begins and ends of the covered address ranges, ascending, by device."""
         self._with_gaps: set[tuple[object, ...]] = set()
         self._alive: list[Tensor] = []
-        """What was looked at: no other tensor may come to lie at its address meanwhile."""
+        """Tensors seen so far, kept alive so that no other tensor reuses their addresses."""
 
     def new_parts(self, name: str, tensor: Tensor) -> list[StateTensor]:
-        """Return the parts of `tensor` that have no name yet, and give them this one."""
+        """Return the parts of `tensor` that have no name yet, and give them `name`."""
         shape = tuple(tensor.shape)
         data = tensor.detach()
         self._alive.append(data)
@@ -204,7 +220,7 @@ class _Covered:
         if len(free) == 1 and free[0] == (begin, begin + flat.numel() * size):
             return [StateTensor(name, flat, shape)]
         parts = []
-        for start, stop in free:  # in bytes, since what overlaps may be of another type
+        for start, stop in free:  # in bytes, since an overlapping tensor may have another dtype
             part = flat.view(torch.uint8)[start - begin : stop - begin]
             parts.append(StateTensor(f"{name}[{start - begin}:{stop - begin}]", part, shape))
         return parts
@@ -220,7 +236,10 @@ class _Covered:
 
 
 def _flat(tensor: Tensor) -> Tensor | None:
-    """Return the memory of a tensor without gaps, in the order of its addresses; None where it has gaps or overlaps itself."""
+    """Return a tensor's memory in the order of addresses, one-dimensional.
+
+    None if the tensor has gaps or overlaps itself.
+    """
     if tensor.is_contiguous():
         return tensor.view(-1)
     expected = 1

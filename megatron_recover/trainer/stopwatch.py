@@ -1,7 +1,8 @@
-"""How long the first pass of a training step takes on this rank: what quotas follow. Never waits for a device.
+"""The duration of the first pass of a training step on this rank, from which quotas follow.
 
-On a CPU a pass is over when the schedule returns. On a GPU its kernels are not: two events on the stream measure it, and what
-they say is read when they have passed by themselves, as a rule at the next step.
+On a CPU a pass is over when the schedule returns. On a GPU its kernels may still run. So two events
+on the stream measure the pass, and their times are read once both have completed, usually at the
+next step. A stopwatch never waits for a device.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import torch
 
 
 class Stopwatch:
-    """Measures passes of rank 0, the whole of them: waiting for slower stages counts, since the replica waits as well."""
+    """A stopwatch for whole passes of rank 0.
+
+    Waiting for slower stages counts, since the replica waits as well.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -20,16 +24,16 @@ class Stopwatch:
         self._ended: tuple[int, int | torch.cuda.Event, int | torch.cuda.Event] | None = None
 
     def begin(self) -> None:
-        """A pass begins; it counts when `end` is called."""
+        """Begin to measure a pass. The measurement counts when `end` is called."""
         self._begun = self._now()
 
     def end(self, num_microbatches: int) -> None:
-        """The pass has issued all its work, for so many microbatches."""
+        """End the measurement: the pass has issued all its work, for `num_microbatches`."""
         if self._begun is not None:
             self._ended, self._begun = (num_microbatches, self._begun, self._now()), None
 
     def take(self) -> tuple[int, int] | None:
-        """(microbatches, nanoseconds) of the last pass, once, as soon as they are known."""
+        """Return (microbatches, nanoseconds) of the last pass, once; None until they are known."""
         if self._ended is None:
             return None
         num, begun, ended = self._ended

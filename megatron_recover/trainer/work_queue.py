@@ -1,7 +1,8 @@
-"""The work of a pass: what the schedule pulls its microbatches from.
+"""The work queue of a pass, from which the schedule takes its microbatches.
 
-Decides nothing: plans come from the leader, and the order `Close` says where in their stream the pass ends (core/rank.py, Note
-[Passes]), so every rank of a replica finds the same microbatches here in the same order.
+Decides nothing. Plans come from the leader, and the order `Close` ends the pass at one place in the
+stream of orders (`core/rank.py`, Note [Passes]). So every rank of a replica finds the same
+microbatches here in the same order.
 """
 
 from __future__ import annotations
@@ -19,32 +20,39 @@ class Task(NamedTuple):
 
     microbatch: MicrobatchId
     into: tuple[BucketId, ...]
-    """The buckets whose local gradient it goes to."""
+    """Buckets to whose local gradient its gradient is added."""
     generation: Generation
-    """Of the plan that asks for it."""
+    """Generation of the plan that orders it."""
 
 
 class WorkQueue:
-    """The microbatches of one pass: those of the plan that opens it, and of every plan that arrives before it is closed."""
+    """The microbatches of one pass.
+
+    They come from the plan that opens the pass and from every plan that arrives before `Close`.
+    """
 
     def __init__(self, driver: Driver, plan: Plan, extended: Callable[[Plan], None] = lambda plan: None) -> None:
-        """`extended(plan)` is called for each plan that is taken in later."""
+        """Open the pass with `plan`; call `extended(plan)` for each later one with computes."""
         self.plan = plan
-        """The newest plan that was taken in: what is to be reduced after the pass."""
+        """Newest plan of the pass: the plan to reduce after it."""
         self._driver, self._work, self._extended = driver, plan.work, extended
         self._waiting: deque[Task] = deque(_tasks(plan))
         self._is_open = True
 
     def prepare(self) -> None:
-        """The schedule is about to call `next` after one more forward: have the pass closed, unless more is known.
+        """Request the end of the pass, unless more microbatches are already known.
 
-        Asked now, known when it is needed. Not earlier, so that what is dealt until then is still taken in.
+        The schedule calls it one forward before `next`, so that the answer is there when needed. An
+        earlier request would exclude microbatches that are dealt in the meantime.
         """
         if not self.has_ended() and not self._waiting:
             self._driver.ask_close()
 
     def next(self) -> Task | None:
-        """The next microbatch; None, for good, when there is none left. Waits while neither is known. Raises `JobStopped`."""
+        """Return the next microbatch, or None when the pass has no more.
+
+        Wait while neither is known. Raises `JobStopped`.
+        """
         while self._is_open and not self._waiting:
             self._take()
         if not self._waiting:
@@ -52,7 +60,7 @@ class WorkQueue:
         return self._waiting.popleft()
 
     def has_ended(self) -> bool:
-        """Whether it is known already that there is none left. Never waits."""
+        """Return whether the pass is already known to have no more. Never waits."""
         while self._is_open and not self._waiting and self._driver.has_order():
             self._take()
         return not self._is_open and not self._waiting
