@@ -176,7 +176,7 @@ class History:
             path = path / trace.EVENTS_FILE if path.is_dir() else path
         return cls((), path=str(path), file=_File(path))
 
-    # --- The first pass --------------------------------------------------------------------------------------------------
+    # --- The first pass ---------------------------------------------------------------------------
 
     def _collect(self, events: Iterable[Numbered]) -> None:
         take: Mapping[type, Callable[[Line, Any], None]] = {
@@ -280,7 +280,7 @@ class History:
     def _reduced(self, line: Line, event: trace.Reduced) -> None:
         self.num_spans += 1
 
-    # --- What the facts say ----------------------------------------------------------------------------------------------
+    # --- What the facts say -----------------------------------------------------------------------
 
     def of[E](self, kind: type[E]) -> list[tuple[Line, E]]:
         """All events of one type. Those that are not kept (`KEPT`) are read again, into memory: not for a large trace."""
