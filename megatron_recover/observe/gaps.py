@@ -44,8 +44,8 @@ class Gaps:
         for gap in self.events:
             under_way = {number for number, facts in history.steps.items() if facts.begin <= gap.t and facts.end >= gap.since}
             found |= under_way
-            # the lost announcement may name an outvoted replica, whose parameters before that step
-            # differ
+            # A lost announcement may name an outvoted replica, whose parameters before the step
+            # differ.
             if gap.replica == LAUNCHER:
                 found |= {number - 1 for number in under_way} & history.steps.keys()
         before: dict[tuple[int, int], int] = {}
@@ -61,7 +61,7 @@ class Gaps:
                 continue
             if launcher and getattr(event, "generation", None) not in announced:
                 found.add(step)
-            # an event without a rank is the leader's, which is rank 0
+            # An event without a rank is the leader's, which is rank 0.
             place = (getattr(event, "replica", LAUNCHER), getattr(event, "rank", 0))
             if place not in places:
                 continue

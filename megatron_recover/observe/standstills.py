@@ -133,7 +133,7 @@ def _of_rank(
     last = verdicts[-1]
     end, lost_in, outcome = _end_of(history, rank, last, moved, commits)
     progress = round(worst.t - (worst.seconds if worst.idle_s is None else worst.idle_s), 6)
-    # the agent counts by looks, so this may be up to one look too early
+    # The agent counts by looks, so this may be up to one look too early.
     begin = round(min(one.t - one.seconds for one in verdicts), 6)
     return Standstill(
         who=f"replica {rank[0]} rank {rank[1]}", replica=rank[0], rank=rank[1], verdict=worst.verdict,
