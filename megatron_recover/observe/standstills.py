@@ -191,7 +191,7 @@ def _of_leaders(history: History) -> Iterator[Standstill]:
         if event.phase == "began":
             began.setdefault(event.member, event)
         elif (first := began.pop(event.member, None)) is not None:
-            yield _of_leader(first, event.t, None, f"answers again after {event.seconds:.1f} s; nobody is judged by that")
+            yield _of_leader(first, event.t, None, f"answers again after {event.seconds:.1f} s; no replica is removed for that")
     for member, first in began.items():
         lost = history.lost_at.get(member)
         if lost is not None and lost[1].t >= first.t:

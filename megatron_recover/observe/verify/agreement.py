@@ -261,7 +261,7 @@ class AdoptedFromAMember(Rule):
         if not event.adopted or (event.generation, event.step) in self._told:
             return ()
         what = f"replica {event.replica} adopted step {event.step} in generation {event.generation}"
-        return ((line, f"{what}, of which no member had said that it committed that step"),)
+        return ((line, f"{what}, but no member had reported a commit of that step"),)
 
 
 class CommitsInOrder(Rule):

@@ -34,9 +34,9 @@ def honest_end(history: History, gaps: Gaps) -> Findings:
     if stops and ended.exit_code not in stops and not killed_on_request:
         yield line, f"the run ended with exit code {ended.exit_code}, but was stopping with {stops[-1]}"
     elif not stops and ended.exit_code in NEVER_ALONE and not gaps.of_launcher:
-        yield line, f"the run ended with exit code {ended.exit_code}, but nothing says that it was stopping"
+        yield line, f"the run ended with exit code {ended.exit_code}, but no `stopping` was recorded"
     elif ended.exit_code == ExitCode.DIVERGED and not history.of(trace.Disagreed) and not gaps:
-        yield line, "the run ended because replicas disagreed, but none of them has written of a vote that differs from its own"
+        yield line, "the run ended because replicas disagreed, but none of them recorded `disagreed`"
     if ended.exit_code != ExitCode.OK or history.last_step is None:
         return
     last = history.last_step

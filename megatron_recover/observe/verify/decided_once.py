@@ -71,7 +71,7 @@ def counted_as_told(history: History, step: Step) -> Findings:
         for bucket, version, source in sorted(counted):
             if (bucket, version) not in complete.get((event.generation, source), ()):
                 what = f"replica {event.replica} plans step {event.step} with bucket {bucket} version {version} complete on"
-                yield line, f"{what} replica {source}, which has not told so in generation {event.generation}"
+                yield line, f"{what} replica {source}, which has not reported so in generation {event.generation}"
 
 
 class HeldAsPlanned(Rule):

@@ -18,7 +18,7 @@ def honest_journals(history: History, step: Step) -> Findings:
     """Require that a status lists only microbatches as finished whose backward had ended."""
     for line, status, missing in step.unfinished:
         if missing:
-            yield line, f"replica {status.replica} says that it has finished microbatches {missing} of step {status.step}"
+            yield line, f"replica {status.replica} reports unfinished microbatches {missing} of step {status.step} as finished"
 
 
 def backed_statuses(history: History, step: Step) -> Findings:
