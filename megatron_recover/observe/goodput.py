@@ -126,7 +126,7 @@ class Goodput:
     def share(self) -> float | None:
         """Return the share of the time of all steps that faults did not take.
 
-        The share is in 0..1; None if the time that faults took is unknown.
+        The share is in 0..1; None without steps, or if the time that faults took is unknown.
         """
         total = sum(one.seconds for one in self.steps)
         return None if self.lost_s is None or not total else 1.0 - self.lost_s / total
