@@ -163,7 +163,7 @@ class Account(msgspec.Struct):
     def lines(self, exit_code: int, reason: str) -> list[str]:
         """Return the lines that describe how the run ended.
 
-        The last line names the next command.
+        If the user has something to do next, the last line names it.
         """
         lines = [f"exit code {exit_code} ({ExitCode.words(exit_code)}): {reason}"]
         if not self.has_begun and exit_code in (ExitCode.BAD_INPUT, ExitCode.INTERRUPTED):
