@@ -1,1 +1,1 @@
-"""What a trace says: the invariants that it keeps, the report of a run, and where a run is now."""
+"""Reading of traces: the invariants of a run, its report, and the progress of a run that lasts."""

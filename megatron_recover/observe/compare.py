@@ -1,4 +1,4 @@
-"""How far a run is from a reference run: losses and parameters. It measures and does not judge."""
+"""Measure how far the losses and parameters of a run are from a reference run, without judging."""
 
 from __future__ import annotations
 
@@ -18,20 +18,26 @@ if TYPE_CHECKING:
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """A run against its reference; the fields are those of `summary.json`."""
+    """A run against its reference. The fields are also fields of `summary.json`."""
 
     reference: str
     loss_max_abs_diff: float | None
-    """Over the steps that both have (a resumed run has only the later ones); None where there are none."""
+    """Largest loss difference over the steps that both runs have; None without a common step. A
+    resumed run has only the later steps."""
     param_max_rel_diff: float | None
-    """Largest over the parameter tensors of max |a - b| / max |b|; None where neither digests nor checkpoints tell, as of two
-    different models."""
+    """Largest max |a - b| / max |b| over the parameter tensors; None if neither digests nor
+    checkpoints can be compared, for example of two different models."""
     param_bit_identical: bool | None
-    """By the parameter digests of the last step; None where one is missing or layouts or last steps differ."""
+    """True if the parameter digests of the last step are equal; None if a digest is missing, or
+    layouts or last steps differ."""
 
 
 def compare(run: History, reference: History, name: str) -> Comparison:
-    """Compare a run with a reference called `name` by their traces, and by their final checkpoints where digests differ."""
+    """Compare the losses and parameters of a run with a reference called `name`.
+
+    Parameters are compared by their digests, and by the final checkpoints if the digests are not
+    equal.
+    """
     identical = _bit_identical(run, reference)
     difference = 0.0 if identical else _parameter_difference(run, reference)
     return Comparison(
@@ -70,7 +76,10 @@ def _parameter_difference(run: History, reference: History) -> float | None:
 
 
 def _newest_checkpoint(history: History) -> Path | None:
-    """Folder of the last checkpoint that the run finished, from `--save` of its command line."""
+    """Return the folder of the last checkpoint that the run finished, or None.
+
+    The folder comes from `--save` of the run's command line.
+    """
     finished = [event.iteration for _, event in history.of(trace.Checkpoint) if event.phase == "finished"]
     started = history.first(trace.RunStarted)
     folder = value_of(started.argv, "--save") if started else None
@@ -81,7 +90,10 @@ def _newest_checkpoint(history: History) -> Path | None:
 
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of each parameter in a Megatron checkpoint of format `torch_dist`, as float64; no optimizer state."""
+    """Yield name and value, as float64, of each parameter in a checkpoint of format `torch_dist`.
+
+    Optimizer state and random state are left out.
+    """
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -95,7 +107,7 @@ def _tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
         if isinstance(entry, TensorStorageMetadata) and not name.startswith(("optimizer.", "rng_state"))
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that no process group is there is intended
+        warnings.simplefilter("ignore", UserWarning)  # it warns that there is no process group; none is needed
         load(state, storage_reader=reader, no_dist=True)
     for name, tensor in state.items():
         if tensor.is_floating_point() and tensor.numel():

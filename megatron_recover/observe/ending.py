@@ -1,6 +1,7 @@
-"""How a run ended, for people: what each exit code means and what to do next, and the lines that sum up a run at its end.
+"""Describe for people how a run ended: each exit code, what to do next, and the closing lines.
 
-The table of docs/guarantees.md and the lines at the end of `run` are both made of `ENDINGS`. Nothing here touches a disk.
+`ENDINGS` is the source of the table in docs/guarantees.md and of the last lines of `run`. Nothing
+here touches a disk.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from megatron_recover.flags import value_of
 from megatron_recover.megatron.checkpoint.save_folder import TRACKER
 
 KILLED = -1
-"""Stands for all codes above 128 in `ENDINGS`."""
+"""Key in `ENDINGS` for all exit codes above 128."""
 _SCHEDULE = "OptimizerParamScheduler: "
-"""Begins what upstream asserts where the command line asks for another schedule than the checkpoint has."""
+"""Start of Megatron's assertion that the command line asks for another schedule than the checkpoint
+has."""
 _OTHER_SCHEDULE = (
     "--lr, --min-lr, --train-iters, --weight-decay or another flag of the schedule differs from the checkpoint's: give the "
     "same as before, or add --override-opt-param-scheduler for that of the command line"
@@ -27,13 +29,13 @@ _OTHER_SCHEDULE = (
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """One way in which a run ends."""
+    """Explanation of one exit code."""
 
     meaning: str
     next: str
-    """What to do now; `RUN_DIR` stands for the folder of the run."""
+    """Advice for the user. `RUN_DIR` stands for the folder of the run."""
     can_go_on: bool = True
-    """Whether it helps to give the same command again."""
+    """True if it helps to give the same command again."""
 
 
 ENDINGS: Mapping[int, Ending] = {
@@ -106,7 +108,7 @@ ENDINGS: Mapping[int, Ending] = {
         "`megatron-recover report RUN_DIR` makes the summary and the plot, which were left out; to train on, resume",
     ),
 }  # fmt: skip
-"""By exit code, in the order of the table."""
+"""Endings by exit code, in the order of the table."""
 
 
 def table() -> list[str]:
@@ -119,21 +121,22 @@ def table() -> list[str]:
 
 
 class Account(msgspec.Struct):
-    """What the lines at the end of a run are made of: the sum of its events until now."""
+    """Facts that the closing lines of a run need, collected from its events."""
 
     replicas: int
-    """At the start of the run."""
+    """Number of replicas at the start of the run."""
     run_dir: str
     save: str | None = None
     load: str | None = None
     has_begun: bool = False
     lost: set[int] = msgspec.field(default_factory=set)
     saved: int | None = None
-    """The newest iteration that this run has saved."""
+    """Newest iteration that this run has saved."""
     loaded: int | None = None
-    """The iteration that this run has loaded, 0: `load` had no checkpoint; None: not known yet, or nothing was to be loaded."""
+    """Iteration that this run has loaded; 0 if `load` held no checkpoint; None if it is not known
+    yet or nothing was to be loaded."""
     is_complete: bool = True
-    """Whether the events of ranks were seen, too: without them it is not known what was saved."""
+    """True if the events of ranks were seen. Without them it is unknown what was saved."""
 
     def take(self, event: trace.Event) -> None:
         """Take the next event of the run."""
@@ -152,13 +155,16 @@ class Account(msgspec.Struct):
 
     @property
     def newest(self) -> tuple[int, str] | None:
-        """Return the newest checkpoint that this run knows of, and the folder that it is in."""
+        """Return iteration and folder of the newest checkpoint that this run knows of, or None."""
         if self.saved is not None and self.save is not None:
             return self.saved, self.save
         return (self.loaded, self.load) if self.loaded and self.load is not None else None
 
     def lines(self, exit_code: int, reason: str) -> list[str]:
-        """Return the lines that say how the run ended, the last of which says what to do next."""
+        """Return the lines that describe how the run ended.
+
+        If the user has something to do next, the last line names it.
+        """
         lines = [f"exit code {exit_code} ({ExitCode.words(exit_code)}): {reason}"]
         if not self.has_begun and exit_code in (ExitCode.BAD_INPUT, ExitCode.INTERRUPTED):
             return lines  # nothing was trained, and the folder is as it was
@@ -176,7 +182,7 @@ class Account(msgspec.Struct):
 
     @property
     def _unknown(self) -> str | None:
-        """Return a folder of which this run cannot say whether it has a checkpoint; None: there is no such folder."""
+        """Return the folder that may hold a checkpoint that this run does not know of, or None."""
         if self.newest is not None or (self.is_complete and self.loaded is not None):
             return None
         return self.load if self.is_complete else self.save or self.load
@@ -192,7 +198,7 @@ class Account(msgspec.Struct):
         return f"no checkpoint: nothing was saved to {self.save} yet"
 
     def _resume(self) -> str:
-        """Return in one sentence what the same command would do now."""
+        """Return one sentence on what the same command would do now."""
         again = "To resume, give the same command with a new --run-dir"
         if self.newest is None and self._unknown is None:
             return "Without a checkpoint the same command, with a new --run-dir, begins anew"

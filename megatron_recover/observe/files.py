@@ -1,9 +1,9 @@
-"""Where the files of a run are."""
+"""Names of files inside a run directory."""
 
 from __future__ import annotations
 
 LOGS = "logs"
-"""The folder of a run directory that has the logs of its ranks."""
+"""Folder of a run directory that holds the logs of its ranks."""
 
 
 def log_name(replica: int, rank: int) -> str:

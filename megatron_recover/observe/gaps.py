@@ -1,7 +1,12 @@
-"""Where events are missing from a trace, and which steps that touches: of those `check` says nothing, neither good nor bad.
+"""Find where a trace lacks events and which steps that touches; `check` does not judge those steps.
 
-A gap tells whose events are missing, and a time (`trace.Gap`). It touches every step that was under way in that time, and those
-from the last step of which its rank had written to the first of which it wrote again: what is missing can be of no other.
+A gap (`trace.Gap`) names the writer of the missing events and a period. It touches:
+
+- every step that was under way in that period;
+- the steps from the last one that the writer named before the gap to the first one that it names
+  after the gap.
+
+The missing events can belong to no other step.
 """
 
 from __future__ import annotations
@@ -12,33 +17,36 @@ from megatron_recover import trace
 from megatron_recover.observe.history import History
 
 LAUNCHER = -1
-"""The "replica" of a gap in what launcher, coordinator and agent have written."""
+"""Replica number of a gap in the events of launcher, coordinator and agent."""
 
 
 class Gaps:
-    """The gaps of a history."""
+    """The gaps of a history, and the steps that they touch."""
 
     def __init__(self, history: History) -> None:
         self._history = history
         self.events = [event for _, event in history.of(trace.Gap)]
         self.hides_later = False
-        """Whether steps may be missing whole that came after all that the trace has: a rank never wrote again."""
+        """True if steps after the last one in the trace may be missing: a rank of a replica that
+        was not lost never wrote again."""
         self.touched: frozenset[int] = frozenset(self._touched()) if self.events else frozenset()
-        """Steps of which events are missing, or may be."""
+        """Steps of which events are missing or may be missing."""
         self.of_launcher = any(event.replica == LAUNCHER for event in self.events)
-        """Whether announcements, losses, fences or the end may be missing."""
+        """True if announcements, losses, fences or the end of the run may be missing."""
 
     def __bool__(self) -> bool:
         return bool(self.events)
 
     def _touched(self) -> set[int]:
         history, found = self._history, set[int]()
-        if history.first(trace.Joined) is None:  # nobody knows which rank holds which bucket
+        if history.first(trace.Joined) is None:  # without bucket_ranks nothing shows which rank holds which bucket
             return set(history.steps)
         for gap in self.events:
             under_way = {number for number, facts in history.steps.items() if facts.begin <= gap.t and facts.end >= gap.since}
             found |= under_way
-            if gap.replica == LAUNCHER:  # it may have told that a replica was outvoted, for its parameters before that step
+            # A lost announcement may name an outvoted replica, whose parameters before the step
+            # differ.
+            if gap.replica == LAUNCHER:
                 found |= {number - 1 for number in under_way} & history.steps.keys()
         before: dict[tuple[int, int], int] = {}
         open_since: dict[tuple[int, int], int | None] = {}
@@ -53,7 +61,8 @@ class Gaps:
                 continue
             if launcher and getattr(event, "generation", None) not in announced:
                 found.add(step)
-            place = (getattr(event, "replica", LAUNCHER), getattr(event, "rank", 0))  # a leader is rank 0
+            # An event without a rank is the leader's, which is rank 0.
+            place = (getattr(event, "replica", LAUNCHER), getattr(event, "rank", 0))
             if place not in places:
                 continue
             if place in open_since:
@@ -63,7 +72,8 @@ class Gaps:
         for (replica, rank), since in open_since.items():
             if replica == LAUNCHER:
                 continue
-            # It never wrote again. It was no more than one step ahead of what the others had begun.
+            # This rank never wrote again. It was at most one step ahead of the newest step that had
+            # begun.
             until = max(gap.t for gap in self.events if (gap.replica, gap.rank) == (replica, rank))
             begun = max((number for number, facts in history.steps.items() if facts.begin <= until), default=-1)
             found.update({*range(begun if since is None else since, begun + 2)} & history.steps.keys())
@@ -71,7 +81,7 @@ class Gaps:
         return found
 
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """First and last of each row of touched steps."""
+        """Return the first and last step of each unbroken row of touched steps."""
         found: list[tuple[int, int]] = []
         for number in sorted(self.touched):
             if found and found[-1][1] == number - 1:
@@ -81,18 +91,22 @@ class Gaps:
         return tuple(found)
 
     def explain(self, replica: int, since: float, until: float) -> bool:
-        """Whether an event may be missing that the leader of a replica, or the launcher, wrote between two times."""
+        """Return whether an event of a leader or of the launcher may be missing in a period.
+
+        The leader is that of `replica`. `since` and `until` are in seconds since the start of the
+        run.
+        """
         return any(
             (gap.replica, gap.rank) in ((replica, 0), (LAUNCHER, gap.rank)) and gap.since <= until and gap.t >= since
             for gap in self.events
         )
 
     def fill(self, first: int, last: int) -> bool:
-        """Whether each of the steps from `first` to `last` is touched."""
+        """Return whether a gap touches every step from `first` to `last`."""
         return bool(self.events) and all(number in self.touched for number in range(first, last + 1))
 
     def by_rank(self) -> dict[tuple[int, int], int]:
-        """How many events of each rank are missing."""
+        """Return the number of missing events by (replica, rank), in that order."""
         found: dict[tuple[int, int], int] = defaultdict(int)
         for gap in self.events:
             found[gap.replica, gap.rank] += gap.num_events

@@ -1,9 +1,17 @@
-"""How fast a run got on, step by step, and how much of its time faults took.
+"""Measure how long each step of a run took, and how much of that time faults took.
 
-A step lasts from the commit of the step before it (the first step: from its first plan) to its own, so the steps leave no
-time out. What a step would have taken without its fault is told by the median of the undisturbed steps of its kind with as
-many replicas (where there was none, with the nearest number of them, time going with the largest quota); the rest is *lost to
-faults*, and the *goodput* is the share of the time that was not. Only measures.
+A step lasts from the commit of the step before it to its own commit; the first step begins with its
+first plan. So the steps leave no time out.
+
+The time of a step without its fault is estimated from the undisturbed steps:
+
+- The estimate is the median time per microbatch of the largest quota, times the largest quota of
+  the step.
+- The median is taken over steps of the same kind (training or evaluation) with as many replicas.
+- If there are none, it is taken over the steps with the nearest number of replicas.
+
+The time above the estimate is *lost to faults*. The *goodput* is the share of the time that is not
+lost.
 """
 
 from __future__ import annotations
@@ -19,7 +27,7 @@ from megatron_recover.observe.history import History
 
 @dataclass(frozen=True)
 class StepTime:
-    """One committed step."""
+    """Time and size of one committed step."""
 
     step: int
     label: str
@@ -27,36 +35,37 @@ class StepTime:
     """Seconds since the start of the run, like `end`."""
     end: float
     replicas: int
-    """Members when it began; those that are lost in it included."""
+    """Number of members when the step began, including those lost in it."""
     num_microbatches: int
     is_disturbed: bool
-    """Whether a new generation was made in it, other than to carry a request to end."""
+    """True if a new generation was announced in the step, other than one that only carries a
+    request to end."""
 
     @property
     def seconds(self) -> float:
-        """How long it lasted."""
+        """Return the duration of the step."""
         return self.end - self.begin
 
     @property
     def largest_quota(self) -> int:
-        """Microbatches of the replica that has most, when they are dealt evenly."""
+        """Return how many microbatches the busiest replica has if they are dealt evenly."""
         return -(-self.num_microbatches // self.replicas) if self.replicas else 0
 
     @property
     def is_training(self) -> bool:
-        """Whether it is a training step, not an evaluation."""
+        """Return whether the step is a training step, not an evaluation."""
         return label_of(self.label).is_training
 
 
 class Goodput:
-    """Accounts of a history's time, over all committed steps."""
+    """The time of a history, accounted for step by step."""
 
     def __init__(self, history: History) -> None:
         self._history = history
 
     @cached_property
     def steps(self) -> tuple[StepTime, ...]:
-        """All committed steps that computed something, in their order."""
+        """Return all committed steps that computed microbatches, in their order."""
         history = self._history
         announced = sorted((event.t, event) for event in history.generations.values())
         found: list[StepTime] = []
@@ -65,7 +74,7 @@ class Goodput:
         for step, record in history.records.items():
             facts = history.steps[step]
             microbatches = facts.num_microbatches
-            if not microbatches or facts.planned_at is None:  # an agreement to end, or its plan is missing from the trace
+            if not microbatches or facts.planned_at is None:  # no microbatches: an agreement; no plan: the trace lacks it
                 continue
             begin = found[-1].end if found else facts.planned_at
             while passed < len(announced) and announced[passed][0] <= begin:
@@ -80,7 +89,10 @@ class Goodput:
 
     @cached_property
     def _paces(self) -> dict[tuple[bool, int], float]:
-        """(training, replicas) -> seconds per microbatch of the largest quota, the median of undisturbed steps."""
+        """Return the pace of undisturbed steps by (is training, number of replicas).
+
+        A pace is the median of the seconds per microbatch of the largest quota.
+        """
         times: dict[tuple[bool, int], list[float]] = defaultdict(list)
         for one in self.steps:
             if not one.is_disturbed and one.largest_quota:
@@ -88,7 +100,10 @@ class Goodput:
         return {key: median(values) for key, values in times.items()}
 
     def undisturbed_s(self, one: StepTime) -> float | None:
-        """Seconds that a step would have taken without a fault in it; None where the run has nothing to measure that by."""
+        """Estimate the seconds that a step would have taken without a fault in it.
+
+        Return None if the run has no undisturbed step of the same kind.
+        """
         sizes = [replicas for training, replicas in self._paces if training == one.is_training]
         if not sizes:
             return None
@@ -97,7 +112,7 @@ class Goodput:
 
     @cached_property
     def lost_s(self) -> float | None:
-        """Seconds that faults took; None where that of a disturbed step cannot be told."""
+        """Return the seconds that faults took; None if a disturbed step has no estimate."""
         lost = 0.0
         for one in self.steps:
             if one.is_disturbed:
@@ -109,6 +124,9 @@ class Goodput:
 
     @cached_property
     def share(self) -> float | None:
-        """The share of the time of all steps that faults did not take, 0..1."""
+        """Return the share of the time of all steps that faults did not take.
+
+        The share is in 0..1; None without steps, or if the time that faults took is unknown.
+        """
         total = sum(one.seconds for one in self.steps)
         return None if self.lost_s is None or not total else 1.0 - self.lost_s / total

@@ -1,11 +1,17 @@
-"""A run's trace as the checker and the summary look at it: what is small is kept, the rest is read again.
+"""Collect the facts of a run from its trace, for the checker, the summary and the report.
 
-A trace can be larger than memory. `History` reads it once and keeps what concerns the whole run (its *facts*: membership,
-losses, faults, and a few numbers of each step); whoever needs more goes through `events` again, as `replay` does, step by step.
-It decides nothing: no rule, no tolerance. Everything keeps the line of its event, so that a verdict can point at it.
+A trace can be larger than memory. `History` reads it once and keeps what concerns the whole run
+(its *facts*: membership, losses, faults, and a few numbers of each step). Whoever needs more reads
+`events` again, as `replay` does step by step. Nothing is decided here: there is no rule and no
+tolerance. Facts keep the line of their event, so that a verdict can cite the line.
 
-What is kept: about 900 bytes a step; one event a member for joining, and the announcement of each generation; of each
-generation the results that its members held. It does not grow with microbatches, ranks or buckets where nothing fails.
+Memory holds:
+
+- about 900 bytes for each step;
+- one event for each member that joined, and the announcement of each generation;
+- for each generation the results that its members held.
+
+It does not grow with microbatches, ranks or buckets while nothing fails.
 """
 
 from __future__ import annotations
@@ -29,50 +35,52 @@ from megatron_recover.trace import event_files
 Line = int
 Numbered = tuple[Line, trace.AnyEvent]
 Finding = tuple[Line, str]
-"""The line of the event that shows it, and what is wrong."""
+"""Line of the event that shows a violation, and its description."""
 Findings = Iterator[Finding]
 
 
 def who(event: trace.AnyEvent) -> str:
-    """Who wrote an event."""
+    """Return the name of the replica or rank that wrote an event."""
     rank = getattr(event, "rank", None)
     return f"replica {getattr(event, 'replica', '?')}" + (f" rank {rank}" if rank is not None else "")
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
-    """The first commit of a step in the trace, which stands for its record."""
+    """The first commit of a step in the trace, which represents the record of the step."""
 
     line: Line
     t: float
     label: str
     generation: int
     has_digest: bool
-    """Whether it carries the state digest."""
+    """True if the record carries the state digest."""
 
 
 class StepFacts(msgspec.Struct, gc=False):
-    """What is kept of each step that an event names."""
+    """Facts of one step that an event names."""
 
     last_line: Line
     begin: float
-    """When the first of its events happened."""
+    """Time of the first event of the step."""
     end: float
-    """When the last of them did."""
+    """Time of the last event of the step."""
     label: str | None = None
-    """Of its first plan, like `num_microbatches`, or of that by which it is given up; None where nobody planned it."""
+    """Label of the first plan, or of the last plan that gives the step up; None without a plan. The
+    plan also gives `num_microbatches`."""
     num_microbatches: int | None = None
     planned_at: float | None = None
-    """When the earliest of its plans was made."""
+    """Time of the earliest plan; of a step that is given up, time of the last plan that gives it
+    up."""
     record: Record | None = None
     committed_at: float | None = None
-    """When the last of its members committed it."""
+    """Time of the last commit of the step by a member."""
     loss_label: str | None = None
     loss: float | None = None
     loss_at: float | None = None
 
 
 class QuotaRun(msgspec.Struct):
-    """Training steps in a row that a generation dealt alike."""
+    """Consecutive training steps that a generation dealt with equal quotas."""
 
     generation: int
     step: int
@@ -85,22 +93,25 @@ class QuotaRun(msgspec.Struct):
 
 @dataclass
 class RecoveryFacts:
-    """What the members of a generation told of its phases."""
+    """Facts of the recovery in one generation, from the phases that its members recorded."""
 
     step: int
-    """The step of the first that was told."""
+    """Step of the first phase that was recorded."""
     last_step: int
-    """The step of the last."""
+    """Step of the last phase that was recorded."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Phase -> the slowest member's seconds."""
+    """Phase -> seconds of the slowest member."""
     committed_at: float | None = None
-    """When the last member had committed."""
+    """Time at which the last member had committed."""
     end: float = 0.0
-    """The last that is known of it."""
+    """Time of the last recorded phase."""
 
 
 class _File:
-    """The events of a trace file: each iteration reads it again, up to the line at which the first one ended."""
+    """The events of a trace file, read again by each iteration.
+
+    An iteration ends at the line at which the first pass ended.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -113,7 +124,7 @@ class _File:
             yield numbered
 
     def first_pass(self, on_cut: Callable[[int, str], None]) -> Iterator[Numbered]:
-        """Read to the end, wherever that is by now, and tell of cut lines."""
+        """Yield all events up to the present end of the file; call `on_cut` for each cut line."""
         line = 0
         for numbered in trace.read(self._path, on_cut):
             line = numbered[0]
@@ -122,12 +133,12 @@ class _File:
 
 
 class History:
-    """The facts of a run, and its events. Treat it as frozen."""
+    """The facts of a run, and its events. Treat a history as frozen."""
 
     def __init__(
         self, events: Iterable[Numbered], cuts: Iterable[tuple[Line, str]] = (), path: str = "", *, file: _File | None = None
     ) -> None:
-        """Take events that are in memory; `read` makes a history of a file."""
+        """Collect the facts of events that are in memory. `read` does so for a file."""
         self.path = path
         self.cuts = list(cuts)
         """(line, fragment) of events whose writer was killed in the middle of the write."""
@@ -138,28 +149,30 @@ class History:
         self.num_events = 0
         self.last_line: Line = 0
         self.seconds = 0.0
-        """When the last event happened."""
+        """Time of the last event in the trace."""
         self.steps: dict[int, StepFacts] = {}
         self.quota_runs: list[QuotaRun] = []
         self.recoveries: dict[int, RecoveryFacts] = {}
-        """By generation."""
+        """Recovery facts by generation."""
         self.num_spans = 0
-        """How many forwards, backwards and sums there are to draw."""
+        """Number of forwards, backwards and sums in the trace, which a timeline draws."""
         self.last_planned: dict[int, int] = {}
-        """Replica -> the last step that it planned."""
+        """Replica -> the last step that the replica planned."""
         self.last_committed: dict[int, int] = {}
-        """Replica -> the last step that it committed."""
+        """Replica -> the last step that the replica committed."""
         self.last_step: int | None = None
-        """The last step that anybody committed."""
+        """Last step that any replica committed."""
         self.final_commits: dict[int, Line] = {}
-        """Replica -> line of its first commit of that step."""
+        """Replica -> line of its first commit of `last_step`."""
         self.planned_at_failure: dict[Line, int] = {}
-        """Line of a failure -> the newest step that the failed replica had planned."""
+        """Line of a failure -> the step of the latest plan of the failed replica."""
         self._last_digests: tuple[int, str | None, dict[int, dict[int, str]]] = (-1, None, {})
-        """The newest step that has parameter digests, its label, and the digest of each replica and rank position after it."""
+        """Newest step with parameter digests, its label, and replica -> rank -> digest after that
+        step."""
         self._by_type: dict[type, list[Numbered]] = defaultdict(list)
         self._complete: dict[tuple[int, int], dict[tuple[int, int], list[int]]] = defaultdict(lambda: defaultdict(list))
-        """(generation, step) -> (bucket, version) -> replicas whose status tells that they hold it complete."""
+        """(generation, step) -> (bucket, version) -> replicas that report in their status that they
+        hold it complete."""
         self._quotas_of: dict[int, QuotaRun] = {}
         self._newest_plan: dict[int, int] = {}
         first_pass = self.events if file is None else file.first_pass(lambda line, fragment: self.cuts.append((line, fragment)))
@@ -167,16 +180,17 @@ class History:
 
     @classmethod
     def read(cls, run_dir: str | Path) -> History:
-        """Read the trace of a run directory (or a trace file itself).
+        """Read the trace of a run directory, or a trace file.
 
-        Raises FileNotFoundError where there is none and `trace.TraceError` for a line that is no event or cannot be read.
+        Raise FileNotFoundError if there is none, and `trace.TraceError` for a line that is no event
+        or cannot be read.
         """
         path = Path(run_dir)
         with event_files.reading(path):
             path = path / trace.EVENTS_FILE if path.is_dir() else path
         return cls((), path=str(path), file=_File(path))
 
-    # --- The first pass --------------------------------------------------------------------------------------------------
+    # --- The first pass ---------------------------------------------------------------------------
 
     def _collect(self, events: Iterable[Numbered]) -> None:
         take: Mapping[type, Callable[[Line, Any], None]] = {
@@ -280,76 +294,86 @@ class History:
     def _reduced(self, line: Line, event: trace.Reduced) -> None:
         self.num_spans += 1
 
-    # --- What the facts say ----------------------------------------------------------------------------------------------
+    # --- The facts --------------------------------------------------------------------------------
 
     def of[E](self, kind: type[E]) -> list[tuple[Line, E]]:
-        """All events of one type. Those that are not kept (`KEPT`) are read again, into memory: not for a large trace."""
+        """Return all events of one type.
+
+        Types that are not in `KEPT` are read again into memory: do not ask for them in a large
+        trace.
+        """
         if kind in KEPT:
             return self._by_type[kind]  # type: ignore[return-value]
         return [(line, event) for line, event in self.events if isinstance(event, kind)]
 
     def first[E](self, kind: type[E]) -> E | None:
-        """The first event of a type, if any."""
+        """Return the first event of a type, or None."""
         found = self.of(kind)
         return found[0][1] if found else None
 
     @cached_property
     def generations(self) -> dict[int, trace.Generation]:
-        """The first announcement of each generation."""
+        """Return the first announcement of each generation."""
         found: dict[int, trace.Generation] = {}
         for _, event in self.of(trace.Generation):
             found.setdefault(event.generation, event)
         return found
 
     def roster(self, generation: int) -> tuple[int, ...]:
-        """Members of a generation; empty where it was never announced."""
+        """Return the members of a generation; empty if the generation was never announced."""
         event = self.generations.get(generation)
         return event.roster if event else ()
 
     @cached_property
     def members(self) -> dict[int, frozenset[int]]:
-        """Generation -> its members."""
+        """Return the members of each generation."""
         return {number: frozenset(event.roster) for number, event in self.generations.items()}
 
     @cached_property
     def bucket_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """For each bucket the ranks that hold it."""
+        """Return for each bucket the ranks that hold it."""
         joined = self.first(trace.Joined)
         return joined.bucket_ranks if joined else ()
 
     def ranks_of(self, bucket: int) -> tuple[int, ...]:
-        """Ranks that hold a bucket; empty for a bucket that nobody announced."""
+        """Return the ranks that hold a bucket; empty for a bucket that no replica has announced."""
         return self.bucket_ranks[bucket] if 0 <= bucket < len(self.bucket_ranks) else ()
 
     @cached_property
     def records(self) -> dict[int, Record]:
-        """Step -> its record, for the committed ones, in the order of the steps."""
+        """Return the record of each committed step, in the order of the steps."""
         return {number: facts.record for number, facts in sorted(self.steps.items()) if facts.record is not None}
 
     def label(self, step: int | None) -> str | None:
-        """The label of a step, as its first plan has it."""
+        """Return the label of a step (`StepFacts.label`), or None."""
         facts = self.steps.get(step) if step is not None else None
         return facts.label if facts else None
 
     def num_microbatches(self, step: int) -> int | None:
-        """M of a step."""
+        """Return M of a step, or None."""
         facts = self.steps.get(step)
         return facts.num_microbatches if facts else None
 
     @cached_property
     def voids(self) -> dict[int, int]:
-        """Step -> the generation from which on it was computed anew, since a sum did not count every microbatch once."""
+        """Return for each void step the generation from which on it was computed anew.
+
+        A step is made void if a sum did not count every microbatch once.
+        """
         return dict(event.void for _, event in self.of(trace.Generation) if event.void is not None)
 
     def is_void(self, event: trace.AnyEvent) -> bool:
-        """Whether it is of an attempt at a step that was made void: it is as if that had never been."""
+        """Return whether an event belongs to an attempt at a step that was made void.
+
+        Readers treat such an event as absent.
+        """
         if not self.voids or not isinstance(event, OF_AN_ATTEMPT):
             return False
         return event.generation < self.voids.get(event.step, 0)
 
     @cached_property
     def lost_at(self) -> dict[int, tuple[Line, trace.Generation]]:
-        """Replica -> the announcement of its loss."""
+        """Return line and announcement of the loss of each lost replica."""
         found: dict[int, tuple[Line, trace.Generation]] = {}
         for line, event in self.of(trace.Generation):
             for lost in event.losses:
@@ -358,14 +382,17 @@ class History:
 
     @cached_property
     def strikes(self) -> list[trace.Fault]:
-        """Injected faults that end a rank, stop it, or raise in it: all but slowness."""
+        """Return the injected faults that end, stop or interrupt a rank: all but slowness."""
         return [event for _, event in self.of(trace.Fault) if event.kind != FaultKind.SLOW.value]
 
     @cached_property
     def outvoted(self) -> dict[int, tuple[int, int]]:
-        """Replica that a majority disagreed with -> (first generation without it, last step that it committed or -1).
+        """Return the replicas that a majority disagreed with.
 
-        Where no majority says who is right, which ends the run, these are all that disagreed, and there is no such generation.
+        Each maps to the first generation without it, and its last committed step or -1.
+
+        A run may end because no majority exists. Then these are all replicas that disagreed, and
+        the generation is `sys.maxsize`.
         """
         found = {
             lost.replica: (event.generation, self.last_committed.get(lost.replica, -1))
@@ -380,9 +407,10 @@ class History:
 
     @cached_property
     def last_digests(self) -> tuple[str | None, dict[int, str]]:
-        """The label of the newest step that has parameter digests, and the digest of each rank position after it.
+        """Return the newest parameter digests: the label of their step, and rank -> digest.
 
-        Without those for which a replica was outvoted: they are not the parameters that the run ended with.
+        Digests for which a replica was outvoted are left out: the run did not end with those
+        parameters.
         """
         step, label, digests = self._last_digests
         outvoted = {replica for replica, (_, last) in self.outvoted.items() if step >= last}
@@ -393,7 +421,11 @@ class History:
         return label, found
 
     def withdrawn(self, step: int, version: int, generation: int) -> bool:
-        """Whether a version counts no more in `generation`: who took part was outvoted before it committed the step."""
+        """Return whether a version no longer counts in `generation`.
+
+        That is so if a member of the version's generation was outvoted before it committed the
+        step.
+        """
         if not self.outvoted:
             return False
         members = self.roster(version)
@@ -402,7 +434,11 @@ class History:
         )
 
     def outvoted_for(self, event: trace.Applied | trace.Reduced | trace.Transferred) -> bool:
-        """Whether it was for this that its writer was outvoted: its results of the step, or its parameters before that step."""
+        """Return whether an event shows what its writer was outvoted for.
+
+        That is a result of the step in which the replica was outvoted, or its parameters before
+        that step.
+        """
         if event.replica not in self.outvoted:
             return False
         _, last = self.outvoted[event.replica]
@@ -410,7 +446,11 @@ class History:
 
     @cached_property
     def decided(self) -> dict[tuple[int, int], dict[int, int]]:
-        """(generation, step) -> bucket -> the newest version that a member held complete on entering; empty ones left out."""
+        """Return the decided buckets: (generation, step) -> bucket -> version.
+
+        The version is the newest one that a member held complete on entering the generation. Pairs
+        without a decided bucket are left out.
+        """
         found: dict[tuple[int, int], dict[int, int]] = {}
         for (generation, step), held in self._complete.items():
             members, buckets = self.members.get(generation, frozenset()), dict[int, int]()
@@ -422,7 +462,7 @@ class History:
         return found
 
     def losses(self) -> dict[str, float]:
-        """Label of each step -> its loss, in the order of the steps."""
+        """Return the loss of each step by label, in the order of the steps."""
         return {
             facts.loss_label or "": facts.loss for _, facts in sorted(self.steps.items()) if facts.loss is not None
         }  # fmt: skip
@@ -437,6 +477,7 @@ OF_AN_ATTEMPT = (
     trace.Status, trace.Plan, trace.MicrobatchStarted, trace.MicrobatchFinished, trace.BucketPassed, trace.Extended,
     trace.Reduced, trace.Transferred,
 )  # fmt: skip
-"""What members do of a step in a generation."""
+"""Types of events of an attempt at a step: a member's work on the step in one generation."""
 KEPT = tuple(kind for kind in get_args(trace.AnyEvent) if kind not in _STEPWISE)
-"""Types of events that concern the whole run: all of them are kept. The others come with every step or member."""
+"""Types of events that concern the whole run. All of them are kept; the other types come with every
+step or member."""

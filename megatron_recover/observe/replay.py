@@ -1,10 +1,13 @@
-"""The second reading of a trace: event by event, with the steps that are open, each handed over when its last event has passed.
+"""Read a trace for the second time, event by event, with the steps that are open.
 
-What members did of a step before that was made void is left out (`History.is_void`).
+The first reading has recorded the last line of each step (`History.steps`). So a step is handed
+over when its last event has been read: it is whole however late one of its writers was, also if the
+step was never committed.
 
-The first reading has told on which line that is (`History.steps`), so a step is whole when it is judged, however late one of
-its writers was, and one that was never committed is judged, too. What is in memory are the steps that have begun and not ended
-in the trace: two while nothing fails, and one more for each event that comes later than that.
+Memory holds only the steps that have begun and not ended in the trace: two while nothing fails, and
+one more for each step whose last event comes late.
+
+Attempts at a step that were made void are left out (`History.is_void`).
 """
 
 from __future__ import annotations
@@ -18,21 +21,25 @@ from megatron_recover.observe.history import History, Line
 from megatron_recover.observe.step import TAKE, Step
 
 Taker = Callable[[Line, Any, Any], Iterable[Any]]
-"""Takes an event in, with the `Step` that it is of as that was before (None: of none); returns what it has found."""
+"""Function of (line, event, step) that returns its findings. `step` is the `Step` of the event as
+it was before the event, or None if the event names no step."""
 
 
 class Watcher(Protocol):
-    """Who wants to see a trace pass by."""
+    """An observer of a trace that is replayed."""
 
     def takes(self) -> Mapping[type, Taker]:
-        """What takes in which type of event."""
+        """Return the function that takes each type of event."""
 
     def closed(self, step: Step) -> Iterable[Any]:
-        """Look at a step that is whole; returns what was found."""
+        """Look at a step that is whole; return what was found."""
 
 
 def replay[W: Watcher](history: History, watchers: Sequence[W]) -> Iterator[tuple[W, Step | None, Any]]:
-    """Read the events once more; yield whatever a watcher finds, with the step that it is about, if it is about one."""
+    """Read the events once more and yield each finding of a watcher.
+
+    A finding comes with its watcher, and with its step or None.
+    """
     takers: dict[type, list[tuple[W, Taker]]] = defaultdict(list)
     for watcher in watchers:
         for kind, take in watcher.takes().items():
@@ -53,7 +60,7 @@ def replay[W: Watcher](history: History, watchers: Sequence[W]) -> Iterator[tupl
                 facts_last = steps[number].last_line
         is_void = history.is_void(event)
         for watcher, take in takers.get(kind, ()) if not is_void else ():
-            if findings := take(line, event, step):  # `()` of nearly all
+            if findings := take(line, event, step):  # `()` for nearly all events
                 for found in findings:
                     yield watcher, step, found
         if step is None:
@@ -81,7 +88,7 @@ def _close[W: Watcher](step: Step, watchers: Sequence[W]) -> Iterator[tuple[W, S
 
 
 def each_step(history: History) -> Iterator[Step]:
-    """Every step of a trace, whole, in the order in which they ended."""
+    """Yield every step of a trace, whole, in the order in which the steps end in the trace."""
 
     class Closing:
         def takes(self) -> Mapping[type, Taker]:

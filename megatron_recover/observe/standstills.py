@@ -1,6 +1,7 @@
-"""Who stood still in a run, where, for how long, and what came of it: ranks, leaders, the coordinator, the whole job.
+"""Find the standstills of a run: who showed no progress, where, for how long, and how it ended.
 
-Everything here is what the agents and the coordinator said at the time (`trace/standstill.py`); nothing is judged anew.
+A standstill is of a rank, a leader, the coordinator or the whole job. All of this was judged at the
+time by agents, leaders and the coordinator (`trace/standstill.py`); nothing is judged anew.
 """
 
 from __future__ import annotations
@@ -18,48 +19,51 @@ from megatron_recover.observe.files import log_name
 from megatron_recover.observe.history import History
 
 Rank = tuple[int, int]
-"""Replica, and rank inside it."""
+"""Replica, and rank inside the replica."""
 _GRAVITY = ("slow", "traced", "stopped", "hung")
-"""Verdicts on a rank; of several in one standstill the last in this order stands for it."""
+"""Verdicts on a rank by gravity. The last of them in this order stands for a standstill with
+several."""
 
 
 class Standstill(msgspec.Struct, frozen=True, kw_only=True):
-    """A time in which somebody showed no progress. Times are seconds since the start of the run."""
+    """A period without progress. Times are seconds since the start of the run."""
 
     who: str
-    """In words: a rank, a leader, the coordinator, or the job."""
+    """Name of a rank, a leader, the coordinator or the job, for people."""
     verdict: Literal["slow", "hung", "stopped", "traced", "silent", "waiting"]
     begin: float
-    """Since when the judgement counts it."""
+    """Start of the period that the verdict counts."""
     last_progress: float
-    """When the newest operation before it began; equal to `begin` for those that have no progress page."""
+    """Start of the newest operation before the standstill; equal to `begin` except for ranks, which
+    have a progress page."""
     told_at: float
-    """When it was judged, for the first time."""
+    """Time of the first verdict."""
     end: float | None
-    """None: it lasted to the end of the trace, or the trace does not tell."""
+    """Time at which the standstill ended; None if it lasted to the end of the trace or the trace
+    does not show its end."""
     outcome: str
-    """What was done about it, and how it ended."""
+    """Description of the reaction and of the end of the standstill."""
     replica: int | None = None
     rank: int | None = None
     phase: str = ""
-    """What a rank did (`core/detector.py`); for others what is waited for, in words."""
+    """Phase of a rank (`core/detector.py`); for others a description of what is waited for."""
     step: int | None = None
     label: str = ""
     microbatches: tuple[int, ...] = ()
     state: str = ""
-    """Of the process, as in /proc/PID/stat."""
+    """State of the process, as in /proc/PID/stat."""
     lost_in: int | None = None
-    """The generation that removed the replica while it stood still."""
+    """Generation that removed the replica during the standstill."""
     waiting: tuple[tuple[int, int, float], ...] = ()
-    """(replica, rank, since when) of ranks that waited meanwhile."""
+    """(replica, rank, time since which it waited) of ranks that waited meanwhile."""
     log: str = ""
-    """Where the rank's log is, from the run directory."""
+    """Path of the rank's log, relative to the run directory."""
     stacks: str = ""
-    """Whether the log has the rank's stacks, in words."""
+    """Sentence on whether the log has the rank's stacks."""
 
     @property
     def where(self) -> str:
-        """What was going on, in words."""
+        """Describe the interrupted work: phase, microbatches and label of the step."""
         what = self.phase.replace("_", " ") if self.rank is not None else self.phase
         if self.microbatches:
             noun = "microbatch" if len(self.microbatches) == 1 else "microbatches"
@@ -68,7 +72,7 @@ class Standstill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def about_stacks(verdict: str, state: str) -> str:
-    """Return in words whether the log of a rank has its stacks."""
+    """Return a sentence on whether the log of a rank has the rank's stacks."""
     if verdict == "slow":
         return "no stacks were asked for"
     if state == STOPPED:
@@ -81,12 +85,12 @@ def about_stacks(verdict: str, state: str) -> str:
 
 
 def standstills(history: History) -> tuple[Standstill, ...]:
-    """All standstills of a run, in the order in which they began."""
+    """Return all standstills of a run, in the order in which they began."""
     found = [*_of_ranks(history), *_of_leaders(history), *_of_coordinator(history), *_of_job(history)]
     return tuple(sorted(found, key=lambda one: (one.begin, one.who)))
 
 
-# --- Ranks ---------------------------------------------------------------------------------------------------------------
+# --- Ranks ----------------------------------------------------------------------------------------
 
 
 def _of_ranks(history: History) -> Iterator[Standstill]:
@@ -105,7 +109,10 @@ def _of_ranks(history: History) -> Iterator[Standstill]:
 
 
 def _silences(events: Iterable[trace.RankSilent], moved: list[float]) -> Iterator[list[trace.RankSilent]]:
-    """Verdicts on a rank, those of one silence together: slow at first, then hung."""
+    """Yield the verdicts on one rank in groups, one group for each silence.
+
+    A silent rank is judged slow at first, then hung.
+    """
     group: list[trace.RankSilent] = []
     for event in events:
         if group:
@@ -126,7 +133,8 @@ def _of_rank(
     last = verdicts[-1]
     end, lost_in, outcome = _end_of(history, rank, last, moved, commits)
     progress = round(worst.t - (worst.seconds if worst.idle_s is None else worst.idle_s), 6)
-    begin = round(min(one.t - one.seconds for one in verdicts), 6)  # by looks: up to one of them too early
+    # The agent counts by looks, so this may be up to one look too early.
+    begin = round(min(one.t - one.seconds for one in verdicts), 6)
     return Standstill(
         who=f"replica {rank[0]} rank {rank[1]}", replica=rank[0], rank=rank[1], verdict=worst.verdict,
         begin=max(begin, progress), last_progress=progress, told_at=verdicts[0].t, end=end, outcome=outcome,
@@ -140,12 +148,13 @@ def _of_rank(
 def _end_of(
     history: History, rank: Rank, last: trace.RankSilent, moved: list[float], commits: list[tuple[float, int, int]]
 ) -> tuple[float | None, int | None, str]:
-    """When a silence ended, the generation that removed its replica, and what came of it in words."""
+    """Return the time, the removing generation and the outcome of the end of a silence."""
     index = bisect_left(moved, last.t)
     ends: list[tuple[float, int | None, str]] = []
     if index < len(moved):
         ends.append((moved[index], None, "went on by itself"))
-    # A member's step is not committed without it: it has moved by then, though the event that says so may be missing.
+    # A step is not committed without its members: the rank has moved by then, though the trace may
+    # lack its event.
     first = bisect_left(commits, (last.t,))
     for t, step, generation in commits[first:]:
         if step >= last.step and rank[0] in history.members.get(generation, ()):
@@ -166,14 +175,14 @@ def _end_of(
 
 
 def _at_the_end(history: History) -> str:
-    """What became of a standstill that nothing ended."""
+    """Describe the outcome of a standstill that nothing ended."""
     stopping = history.first(trace.Stopping)
     if stopping is not None:
         return f"nobody was fenced; the run stopped ({stopping.reason})"
     return "nobody was fenced; the run ended" if history.first(trace.RunFinished) else "it still lasts at the end of the trace"
 
 
-# --- Others --------------------------------------------------------------------------------------------------------------
+# --- Others ---------------------------------------------------------------------------------------
 
 
 def _of_leaders(history: History) -> Iterator[Standstill]:
@@ -182,7 +191,7 @@ def _of_leaders(history: History) -> Iterator[Standstill]:
         if event.phase == "began":
             began.setdefault(event.member, event)
         elif (first := began.pop(event.member, None)) is not None:
-            yield _of_leader(first, event.t, None, f"answers again after {event.seconds:.1f} s; nobody is judged by that")
+            yield _of_leader(first, event.t, None, f"answers again after {event.seconds:.1f} s; no replica is removed for that")
     for member, first in began.items():
         lost = history.lost_at.get(member)
         if lost is not None and lost[1].t >= first.t:
@@ -203,7 +212,7 @@ def _of_leader(first: trace.LeaderSilent, end: float | None, lost_in: int | None
 
 
 def _of_coordinator(history: History) -> Iterator[Standstill]:
-    """Silences of the coordinator, each once, whoever noticed it."""
+    """Yield each silence of the coordinator once, however many replicas noticed it."""
     noticed: list[trace.CoordinatorSilent] = []
     silent: set[int] = set()
     for _, event in history.of(trace.CoordinatorSilent):
@@ -232,13 +241,14 @@ def _of_silent_coordinator(noticed: list[trace.CoordinatorSilent], end: float | 
 
 
 def _of_job(history: History) -> Iterator[Standstill]:
-    """Times in which the run waited until a replica answered or ended."""
+    """Yield the periods in which the run waited until a replica answered or ended."""
     stops = [event.t for _, event in history.of(trace.Stopping)]
     generations = sorted([one.t for one in history.generations.values()] + stops)
     losses = [one.t for one in history.generations.values() if one.losses]
     steps = sorted([record.t for record in history.records.values()] + losses + stops)
     for _, event in history.of(trace.Waiting):
-        # Generations are made as ever while one that is at work is waited for.
+        # With a limit the job waits for a rank at work, and generations are made meanwhile: a step
+        # or a loss ends the wait.
         ends, what = (generations, "generation") if event.limit_s is None else (steps, "step or loss")
         index = bisect_left(ends, event.t)
         end = ends[index] if index < len(ends) else None

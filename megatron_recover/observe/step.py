@@ -1,10 +1,12 @@
-"""All that a trace says of one step, in a form that stays small however many microbatches and ranks the step has.
+"""Keep everything that a trace holds about one step, in a small form.
 
-What grows with microbatches x ranks is never kept as events: of a microbatch a bit for each rank, chunk and generation, and
-two lines for the whole job. What grows with ranks x buckets (results) is a line each. Plans, statuses and votes, a few a
-replica, are kept as they are, with equal parts of them stored once.
+- Of each microbatch: a bit for each rank, chunk and generation, and two lines for the whole job.
+  Events that grow with microbatches x ranks are not kept.
+- Of each result (ranks x buckets): a line.
+- Plans, statuses and votes, a few for each replica: the events, with equal parts stored once.
 
-So a step takes about ``M/8`` bytes a rank, 150 bytes a rank and bucket, 400 bytes a rank, 200 bytes a microbatch.
+A step takes about ``M/8`` bytes a rank, 150 bytes a rank and bucket, 400 bytes a rank, and 200
+bytes a microbatch.
 """
 
 from __future__ import annotations
@@ -19,15 +21,16 @@ from megatron_recover import trace
 from megatron_recover.observe.history import History, Line
 
 MAX_BITS = 1 << 17
-"""Microbatches with a larger id (no real job has one) are counted one by one: a bit mask would be long."""
+"""Smallest microbatch id that is counted without a bit mask, which would be long. No real job has
+such an id."""
 
 Result = trace.Reduced | trace.Transferred
 Backward = tuple[int, int, int, int, int]
-"""Replica, rank, generation, microbatch, chunk."""
+"""Replica, rank, generation, microbatch and chunk of a backward."""
 
 
 class Ids:
-    """How often each microbatch is in something: a bit for the first time, a number for each that is there again."""
+    """Multiset of microbatches: a bit for the first occurrence, a number for further ones."""
 
     __slots__ = ("bits", "more")
 
@@ -50,7 +53,7 @@ class Ids:
         return (0 <= microbatch < MAX_BITS and bool(self.bits >> microbatch & 1)) or microbatch in self.more
 
     def once(self) -> list[int]:
-        """Every microbatch that has its bit set."""
+        """Return every microbatch that has its bit set."""
         found, bits = [], self.bits
         while bits:
             low = bits & -bits
@@ -59,18 +62,21 @@ class Ids:
         return found
 
     def each(self) -> list[int]:
-        """Every microbatch in it, in their order."""
+        """Return every microbatch of the multiset once, in their order."""
         return sorted({*self.once(), *self.more})
 
 
 def not_once(counts: Mapping[int, int], num_microbatches: int) -> dict[int, int]:
-    """How often a microbatch is counted, for each of 0..M-1 that is not counted once and each other that is."""
+    """Return the count of each microbatch that is not counted as it should be.
+
+    Each of 0..M-1 should be counted once, any other id not at all.
+    """
     ids = sorted({*range(num_microbatches), *counts})
     return {i: counts.get(i, 0) for i in ids if counts.get(i, 0) != (i < num_microbatches)}
 
 
 def not_each_once(parts: Iterable[Ids], num_microbatches: int) -> dict[int, int]:
-    """The same of what parts together count."""
+    """Return the same as `not_once` for the sum of several multisets."""
     union, found, is_doubled = 0, list(parts), False
     for ids in found:
         is_doubled = is_doubled or bool(ids.more) or bool(union & ids.bits)
@@ -87,50 +93,54 @@ def not_each_once(parts: Iterable[Ids], num_microbatches: int) -> dict[int, int]
 
 
 class Held:
-    """Who holds a version of a bucket, since which line, with which checksum."""
+    """The ranks that hold one version of a bucket, with lines and checksums."""
 
     __slots__ = ("usual", "plain", "odd", "_odd_since")
 
     def __init__(self) -> None:
         self.usual: dict[int, trace.Reduced] = {}
-        """Rank position -> the first sum there that counts (see `History.outvoted_for`)."""
+        """Rank position -> the first sum there that counts (`History.outvoted_for`)."""
         self.plain: dict[int, dict[int, Line]] = defaultdict(dict)
-        """Replica -> rank -> line of its sum, where that has the usual checksum."""
+        """Replica -> rank -> line of the rank's sum, if its checksum is the usual one."""
         self.odd: list[tuple[Line, Result]] = []
-        """All other results: transfers, sums that do not count, that differ, or are there once more."""
+        """All other results: transfers, and sums that do not count, differ or are repeated."""
         self._odd_since: dict[tuple[int, int], Line] = {}
 
     def add_odd(self, line: Line, event: Result) -> None:
-        """Take in one of those."""
+        """Add a result to `odd`."""
         self.odd.append((line, event))
         self._odd_since.setdefault((event.replica, event.rank), line)
 
     def since(self, replica: int, rank: int) -> Line | None:
-        """The line from which on a rank holds it; None where it never does."""
+        """Return the line from which on a rank holds the version; None if it never does."""
         line = self.plain[replica].get(rank) if replica in self.plain else None
         odd = self._odd_since.get((replica, rank)) if self._odd_since else None
         return odd if line is None or (odd is not None and odd < line) else line
 
 
 Group = tuple[int, int, tuple[int, ...]]
-"""Generation, chunk, and the buckets that the gradient went into."""
+"""Generation, chunk, and the buckets that took the gradient."""
 
 
 class RankWork:
-    """What one rank has computed of a step."""
+    """The computation of one rank for a step."""
 
     __slots__ = ("groups", "passed", "has_summed")
 
     def __init__(self) -> None:
         self.groups: dict[Group, Ids] = {}
         self.passed: dict[int, set[tuple[int, int]]] = {}
-        """Bucket -> (generation, microbatch) that passed it before their backward had ended (`trace.BucketPassed`)."""
+        """Bucket -> (generation, microbatch) of backwards that passed the bucket before they ended
+        (`trace.BucketPassed`)."""
         self.has_summed = False
-        """Whether it has made a sum of the step."""
+        """True if the rank has completed a sum of the step."""
 
 
 class Cut:
-    """A last backward that has passed buckets; whether it came to its end is known when the step is whole."""
+    """A last backward that has passed buckets.
+
+    When the step is whole, it is known whether it ended.
+    """
 
     __slots__ = ("line", "into")
 
@@ -148,15 +158,15 @@ class Step:
         self.votes: list[tuple[Line, trace.Voted]] = []
         self.committed: list[tuple[Line, trace.Committed]] = []
         self.commits: dict[int, tuple[Line, trace.Committed]] = {}
-        """Replica -> its first commit."""
+        """Replica -> its first commit of the step."""
         self.digests: dict[int, dict[int, tuple[Line, str]]] = defaultdict(dict)
-        """Replica -> rank -> the first digest of its state that it told of this step."""
+        """Replica -> rank -> the first state digest of the step that the rank recorded."""
         self.applied: list[tuple[Line, trace.Applied]] = []
         self.extended: list[tuple[Line, trace.Extended]] = []
         self.results: dict[tuple[int, int], Held] = {}
-        """By bucket and version."""
+        """Holders of each (bucket, version)."""
         self.versions: dict[int, list[int]] = defaultdict(list)
-        """Bucket -> versions that somebody has summed."""
+        """Bucket -> versions that a rank has summed."""
         self.miscounted: list[tuple[Line, trace.Reduced]] = []
         """Sums whose provenance is not all ones."""
         self.ranks: dict[tuple[int, int], RankWork] = {}
@@ -164,39 +174,42 @@ class Step:
         self.lines: dict[tuple[int, int], dict[int, Line]] = defaultdict(dict)
         """(replica, generation) -> microbatch -> line of its last backward, on any rank."""
         self.first_stage_lines: dict[tuple[int, int], dict[int, Line]] = defaultdict(dict)
-        """The same of the first chunk of rank 0 alone."""
+        """(replica, generation) -> microbatch -> line of its backward on the first chunk of rank
+        0."""
         self.begun: dict[int, list[int]] = defaultdict(list)
         """Replica -> microbatches whose first forward has begun."""
         self.ended: dict[int, list[tuple[int, int]]] = defaultdict(list)
         """Replica -> (microbatch, chunk) whose backward has ended on rank 0."""
         self.at_announcement: dict[int, tuple[Line, dict[int, list[int]], dict[int, list[tuple[int, int]]]]] = {}
-        """Generation whose recovery was in this step -> line of its announcement, and `begun` and `ended` as they were then."""
+        """Generation whose recovery was in this step -> line of its announcement, and `begun` and
+        `ended` at that line."""
         self.unfinished: list[tuple[Line, trace.Status, list[int]]] = []
-        """Statuses, and what they call finished though no backward had ended it by then."""
+        """Statuses, with the microbatches that each calls finished although no backward of them had
+        ended by that line."""
         self._parts: dict[Hashable, Any] = {}
 
     def shared[T: Hashable](self, part: T) -> T:
-        """The one copy of a part that many events of the step have."""
+        """Return the one stored copy of a part that many events of the step have."""
         found: T = self._parts.setdefault(part, part)
         return found
 
     @property
     def record(self) -> tuple[Line, trace.Committed] | None:
-        """Its first commit in the trace, if it has one."""
+        """Return the first commit of the step in the trace, or None."""
         return self.committed[0] if self.committed else None
 
     def num_microbatches(self) -> int | None:
-        """M, as the first plan has it."""
+        """Return M, as the first plan of the step has it, or None without a plan."""
         return self.plans[0][1].num_microbatches if self.plans else None
 
     def rank(self, replica: int, rank: int) -> RankWork:
-        """What a rank has computed."""
+        """Return the computation of a rank for this step."""
         found = self.ranks.get((replica, rank))
         if found is None:
             found = self.ranks[replica, rank] = RankWork()
         return found
 
-    # --- Taking events in ------------------------------------------------------------------------------------------------
+    # --- Events of the step -----------------------------------------------------------------------
 
     def take_plan(self, line: Line, event: trace.Plan) -> None:
         shared = self.shared
@@ -286,12 +299,15 @@ class Step:
         self.extended.append((line, event))
 
     def announced(self, line: Line, generation: int) -> None:
-        """Remember what was being computed when a generation was announced."""
+        """Store which microbatches had begun and ended when a generation was announced."""
         begun = {replica: [*ids] for replica, ids in self.begun.items()}
         self.at_announcement.setdefault(generation, (line, begun, {replica: [*ids] for replica, ids in self.ended.items()}))
 
     def close(self) -> None:
-        """Take in, now that the step is whole, the backwards that never ended: as far as they came."""
+        """Add backwards that passed buckets and never ended. Call this once the step is whole.
+
+        Such a backward counts for the buckets that it has passed.
+        """
         for (replica, rank, generation, microbatch, chunk), cut in self.cuts.items():
             work = self.rank(replica, rank)
             if any(key[:2] == (generation, chunk) and microbatch in ids for key, ids in work.groups.items()):
@@ -323,4 +339,4 @@ TAKE: Mapping[type, Callable[[Step, Line, Any], None]] = {
     trace.Committed: Step.take_committed,
     trace.Applied: Step.take_applied,
 }
-"""How a step takes in each type of event; of others it knows nothing."""
+"""Method of `Step` that takes each type of event; other types are ignored."""

@@ -1,6 +1,6 @@
-"""`summary.json`: what a run was, what happened to it and what that cost, from its trace alone.
+"""Make `summary.json`: the facts of a run, its faults, and their cost, from its trace alone.
 
-Everything here can be rebuilt from `events.jsonl` at any time; nothing is measured here.
+The file can be made again from the trace at any time. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ SUMMARY_FILE = "summary.json"
 
 
 class FaultSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that went wrong: injected (`point` is set), or the end or standstill of a rank that nobody injected."""
+    """An injected fault (`point` is set), or an end or standstill of a rank without one."""
 
     t: float
     """Seconds since the start of the run."""
     replica: int
     rank: int
     kind: str
-    """As in `faults.FaultKind`; where nobody injected it "external" for an end, hung, stopped or traced for a standstill."""
+    """A kind of `faults.FaultKind`. If not injected: "external" for an end; hung, stopped or traced
+    for a standstill."""
     point: str | None = None
     step: int | None = None
     label: str | None = None
@@ -44,18 +45,19 @@ class FaultSummary(msgspec.Struct, frozen=True, kw_only=True):
     bucket: int | None = None
     cause: str | None = None
     until: float | None = None
-    """When the rank that stood still went on, was fenced, or the run ended."""
+    """Time at which the rank moved again or was fenced, or the run ended; None if the fault caused
+    no standstill."""
 
     @property
     def where(self) -> str:
-        """What was going on, in words; for a fault from outside what ended the process."""
+        """Describe the point of an injected fault, or the cause of any other."""
         where = self.point.replace("_", " ") if self.point else self.cause or ""
         what = (("microbatch", self.microbatch), ("bucket", self.bucket))
         return where + "".join(f" of {name} {value}" for name, value in what if value is not None)
 
     @property
     def words(self) -> str:
-        """The fault in words."""
+        """Return a description of the fault."""
         words = {
             "kill": "killed", "stop": "stopped", "freeze": "frozen", "raise": "raised an exception", "slow": "slowed down",
             "loop": "caught in an endless loop", "external": "ended", "hung": "hung", "traced": "held by a tracer",
@@ -67,10 +69,10 @@ class FaultSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecoverySummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What one new generation cost.
+    """Cost of one new generation.
 
-    Seconds of a phase are those of the slowest member (`trace.Recovery`). A phase is None where it did not happen: a newer
-    generation came first, or nobody had begun a step.
+    Seconds of a phase are those of the slowest member (`trace.Recovery`). A phase is None if it did
+    not happen: a newer generation came first, or no replica had begun a step.
     """
 
     generation: int
@@ -79,28 +81,31 @@ class RecoverySummary(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     label: str | None
     computing: dict[int, tuple[int, ...]]
-    """Replica -> the microbatches that it was computing when the generation was announced: of the lost ones as well."""
+    """Replica -> the microbatches that it was computing when the generation was announced; lost
+    replicas are included."""
     detect_s: float | None
-    """To the announcement of the generation, from the injected fault if there was one, else from the first sign of a loss."""
+    """Seconds up to the announcement of the generation, from the injected fault if there was one,
+    else from the first sign of a loss."""
     agree_s: float | None
-    """Until every member's status is there."""
+    """Seconds until the statuses of all members were there."""
     redeal_s: float | None
-    """Until the new plan is obeyed; a pass that was under way is finished first."""
+    """Seconds until the new plan was obeyed; a pass under way is finished first."""
     recompute_s: float | None
-    """Until what was dealt again is computed."""
+    """Seconds until the microbatches that were dealt again were computed."""
     reduce_s: float | None
-    """Until all results are held."""
+    """Seconds until all results were held."""
     commit_s: float | None
-    """Until all members have voted."""
+    """Seconds until all members had voted."""
     total_s: float | None = None
-    """From the fault, as `detect_s` has it, to the last member's commit; None where this generation came to no commit."""
+    """Seconds from the fault (see `detect_s`) to the last member's commit; None if this generation
+    came to no commit."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `summary.json`."""
 
     steps: int
-    """Committed training steps."""
+    """Number of committed training steps."""
     evaluation_steps: int
     microbatches_per_step: int | None
     """M of the last training step."""
@@ -109,44 +114,53 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     generations: int
     determinism: str | None
     exit_code: int | None
-    """None while the run goes on, or when its launcher was killed."""
+    """Exit code of the run; None while the run lasts, or if its launcher was killed."""
     seconds: float
     faults: tuple[FaultSummary, ...]
     recoveries: tuple[RecoverySummary, ...]
     standstills: tuple[Standstill, ...]
-    """Who was slow, silent, hung, stopped or traced, where, for how long, and what came of it."""
+    """Periods in which a rank, a leader, the coordinator or the job showed no progress."""
     microbatches_lost: int
     microbatches_redone: int
     microbatches_redone_in_schedule: int
-    """Of those redone the ones that a running pass took in; the others had a pass of their own."""
+    """Redone microbatches that extended a running pass; the others had a pass of their own."""
     microbatches_wasted: int
     replicas_bit_identical: bool | None
-    """Whether the parameter digests agreed after every step, leaving out those that a replica was outvoted for; None where
-    there was nothing to compare."""
+    """True if the parameter digests agreed after every step; None if there was nothing to compare.
+    Digests for which a replica was outvoted are left out."""
     final_loss: float | None
     goodput: float | None = None
-    """Share of the time of all steps that faults did not take (`observe.goodput`), 0..1; None where it cannot be told."""
+    """Share of the time of all steps that faults did not take (`observe.goodput`), 0..1; None if
+    unknown."""
     lost_to_faults_s: float | None = None
-    """Seconds by which the steps with a fault in them took longer than others."""
+    """Seconds by which steps with a fault took longer than steps without; None if unknown."""
     level: str = "microbatches"
-    """How much the trace records (`trace.RunStarted.level`); below `microbatches` none are counted as redone or wasted."""
+    """Detail of the trace (`trace.RunStarted.level`). Below `microbatches` none are counted as
+    redone or wasted."""
     events_missing: int = 0
-    """Events that gaps in the trace tell were lost."""
+    """Number of events that were lost, according to the gaps in the trace."""
     steps_not_vouched_for: tuple[tuple[int, int], ...] = ()
-    """First and last of each row of steps of which events are missing: counts of microbatches are least values there."""
+    """First and last step of each unbroken row of steps that lack events. Counts of microbatches
+    are lower bounds there."""
     reference: str | None = None
-    """Run directory that the fields below compare with."""
+    """Run directory that the fields below compare the run with."""
     loss_max_abs_diff: float | None = None
     param_max_rel_diff: float | None = None
     param_bit_identical: bool | None = None
 
 
 _SLACK_S = 1.0
-"""A fault that struck no longer than this before the last progress that was seen of a rank explains its standstill."""
+"""Seconds. A fault explains a standstill if it struck at most this long before the standstill
+began, or between then and the first verdict."""
 
 
 def faults(history: History) -> tuple[FaultSummary, ...]:
-    """Injected faults, standstills that none of them explains, and the first failure of every replica that had neither."""
+    """Return the faults of a run in order of time.
+
+    - all injected faults;
+    - standstills of ranks that no injected fault explains;
+    - the first failure of each replica that neither an injected fault nor a standstill has ended.
+    """
     still = [one for one in standstills(history) if one.rank is not None and one.verdict != "slow"]
     until: dict[int, float | None] = {}
     found: list[FaultSummary] = []
@@ -187,7 +201,7 @@ def _end(history: History, one: Standstill) -> float:
 
 
 def _of_standstill(history: History, one: Standstill) -> FaultSummary:
-    """The standstill of a rank as a fault that nobody injected."""
+    """Return the standstill of a rank as a fault that was not injected."""
     first = one.microbatches[0] if len(one.microbatches) == 1 else None
     return FaultSummary(
         t=one.begin, replica=one.replica or 0, rank=one.rank or 0, kind=one.verdict, cause=f"in {one.phase.replace('_', ' ')}",
@@ -196,11 +210,12 @@ def _of_standstill(history: History, one: Standstill) -> FaultSummary:
 
 
 def struck_at(history: History) -> dict[int, float]:
-    """Generation -> when the first fault struck that it answers to; generations without one are left out.
+    """Return for each generation the time of the first fault that it answers to.
 
-    It answers to the newest fault of each replica that it lost, and to processes that were stopped since the generation
-    before: a replica that stood still may be suspected and yet go on. A standstill that nobody injected struck with the last
-    progress before it.
+    A generation answers to the newest fault of each replica that it lost. It also answers to faults
+    since the generation before that leave a rank alive and silent (`STANDS_STILL`): such a replica
+    may be suspected and yet move again. A standstill that was not injected struck at its `begin`.
+    Generations without a fault are left out.
     """
     found = {}
     before = 0.0
@@ -245,15 +260,16 @@ def _recovery(
 
 
 class Accounts:
-    """What a summary needs of every step: it watches a trace pass by (`replay`)."""
+    """Facts that a summary needs of every step: a watcher for `replay`."""
 
     def __init__(self, history: History) -> None:
         self._history = history
         self.work = Work(history, is_fed=True)
         self.computing: dict[int, dict[int, tuple[int, ...]]] = {}
-        """Generation -> replica -> what it was computing when that was announced."""
+        """Generation -> replica -> microbatches that it was computing at the announcement."""
         self.is_bit_identical: bool | None = None
-        """Whether the parameter digests agreed after every step; None where there was nothing to compare."""
+        """True if the parameter digests agreed after every step; None if there was nothing to
+        compare."""
 
     def takes(self) -> Mapping[type, Taker]:
         return {}
@@ -274,7 +290,10 @@ class Accounts:
 
 
 def _computing(step: Step, generation: int, is_trained: bool) -> dict[int, tuple[int, ...]]:
-    """By what first stages had begun and not finished; a lost replica stays where it was."""
+    """Return the microbatches that each replica's first stage had begun and not finished.
+
+    A lost replica keeps those that it had when it was lost.
+    """
     _, begun, ended = step.at_announcement[generation]
     chunks = (key[1] for work in step.ranks.values() for key in work.groups)
     last = 0 if is_trained else max(chunks, default=0)
@@ -291,9 +310,10 @@ def _computing(step: Step, generation: int, is_trained: bool) -> dict[int, tuple
 def summarize(
     history: History, comparison: Comparison | None = None, accounts: Accounts | None = None, gaps: Gaps | None = None
 ) -> Summary:
-    """Everything that `summary.json` says about a history.
+    """Return the summary of a history.
 
-    `accounts` have watched its trace pass by already; else it is read once more.
+    `accounts` have already observed a replay of the trace; without them the trace is read once
+    more.
     """
     if accounts is None:
         accounts = Accounts(history)
@@ -338,7 +358,7 @@ def summarize(
 
 
 def save(folder: Path, summary: Summary) -> Path:
-    """Write `summary.json`; returns its path."""
+    """Write `summary.json` and return its path."""
     place = folder / SUMMARY_FILE
     with replacing(place) as file:
         file.write(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
@@ -346,5 +366,8 @@ def save(folder: Path, summary: Summary) -> Path:
 
 
 def load(folder: Path) -> Summary:
-    """Read `summary.json` again. Raises OSError where there is none, ValueError for one that is none."""
+    """Read `summary.json`.
+
+    Raise OSError if there is none, ValueError if the content is no summary.
+    """
     return msgspec.json.decode((folder / SUMMARY_FILE).read_bytes(), type=Summary)

@@ -1,8 +1,11 @@
-"""What a run computed: which microbatches were lost, computed again, or computed for nothing.
+"""Find the microbatches of a run that were lost, computed again or computed for nothing.
 
-The words are those of docs/guarantees.md: *lost* microbatches were dealt to a replica that died or was fenced before every
-bucket that they go into was safe with others; *redone* ones were computed by another replica after that; *wasted* ones were
-finished by a replica that went on, and entered no committed bucket.
+docs/guarantees.md defines the words:
+
+- *lost*: dealt to a replica that died or was fenced before every bucket of the microbatch was safe
+  with others;
+- *redone*: computed after that by another replica;
+- *wasted*: finished by a replica that committed the step, and part of no committed bucket.
 """
 
 from __future__ import annotations
@@ -15,14 +18,14 @@ from megatron_recover.observe.replay import each_step
 from megatron_recover.observe.step import Ids, Step
 
 Lost = tuple[int, int, int, int]
-"""Generation that announces the loss, replica, step, microbatch."""
+"""Generation that announces the loss, replica, step and microbatch."""
 Wasted = tuple[Line, int, int, int]
-"""Line, replica, step, microbatch."""
+"""Line, replica, step and microbatch."""
 
 
 @dataclass(frozen=True)
 class Redone:
-    """A microbatch computed by `replica` although an older plan had dealt it to somebody for a bucket that it went into."""
+    """A microbatch computed by `replica` that an older plan had dealt for the same bucket."""
 
     line: Line
     replica: int
@@ -31,13 +34,15 @@ class Redone:
     microbatch: int
     dealt_before_to: tuple[int, ...]
     in_schedule: bool
-    """A running pass took it in."""
+    """True if the running pass was extended by the microbatch; False if it had a pass of its
+    own."""
 
 
 def lost_in(history: History, step: Step) -> list[Lost]:
-    """One for each microbatch that replicas took along that were lost in this step, the last that they had planned.
+    """Return the microbatches that were lost with replicas whose last planned step is `step`.
 
-    A microbatch that was lost, dealt again and not computed again before that replica was lost, too, is lost once.
+    A microbatch may be lost, dealt again, and lost again with the next replica. It is listed again
+    only if that replica had finished it.
     """
     found: list[Lost] = []
     gone: set[int] = set()
@@ -50,7 +55,7 @@ def lost_in(history: History, step: Step) -> list[Lost]:
         groups = work.groups.items() if work else ()
         for _, plan in step.plans:
             for one in plan.computes if plan.replica == replica else ():
-                # Into a bucket whose committed version counts this replica, the gradient was not lost.
+                # A committed bucket that counts this replica has kept the gradient.
                 if versions and all(replica in history.roster(versions.get(bucket, 0)) for bucket in one.into):
                     continue
                 for microbatch in one.microbatches:
@@ -62,7 +67,10 @@ def lost_in(history: History, step: Step) -> list[Lost]:
 
 
 def redone_in(step: Step) -> list[Redone]:
-    """Every backward on a first rank of a microbatch that an older plan had dealt already."""
+    """Return the microbatches that a rank 0 computed although an older plan had dealt them.
+
+    Only an older deal for a bucket that the gradient went into counts.
+    """
     oldest = min((plan.generation for _, plan in step.plans), default=None)
     newer = [place for place in step.first_stage_lines if oldest is not None and place[1] > oldest]
     if not newer:
@@ -73,7 +81,7 @@ def redone_in(step: Step) -> list[Redone]:
     dealt: dict[int, list[tuple[int, int, frozenset[int]]]] = defaultdict(list)
     for _, plan in step.plans:
         for one in plan.computes:
-            deal = plan.generation, plan.replica, frozenset(one.into)  # one for all of them: it has every bucket
+            deal = plan.generation, plan.replica, frozenset(one.into)  # one deal for all ranks: `into` names the buckets of all
             for microbatch in one.microbatches:
                 dealt[microbatch].append(deal)
     groups: dict[tuple[int, int], list[tuple[frozenset[int], Ids]]] = defaultdict(list)
@@ -96,9 +104,10 @@ def redone_in(step: Step) -> list[Redone]:
 
 
 def wasted_in(history: History, step: Step) -> list[Wasted]:
-    """Finished backwards that entered no committed bucket.
+    """Return the finished backwards that are part of no committed bucket.
 
-    Only replicas that committed the step themselves count: what a dying replica threw away is lost, not wasted.
+    Only replicas that committed the step are looked at: the work of a dying replica is lost, not
+    wasted.
     """
     if step.record is None:
         return []
@@ -124,17 +133,21 @@ def wasted_in(history: History, step: Step) -> list[Wasted]:
 
 
 class Work:
-    """Accounts of a history's microbatches, over all steps."""
+    """The lost, redone and wasted microbatches of a history, over all steps."""
 
     def __init__(self, history: History, *, is_fed: bool = False) -> None:
-        """`is_fed`: the caller goes through the steps and gives each to `add`; else that is done here when it is needed."""
+        """Create the accounts of a history.
+
+        `is_fed`: the caller replays the steps and gives each to `add`. Without it the first access
+        reads the trace again.
+        """
         self._history, self._is_complete = history, is_fed
         self._lost: list[Lost] = []
         self._redone: list[Redone] = []
         self._wasted: list[Wasted] = []
 
     def add(self, step: Step) -> None:
-        """Account for a step."""
+        """Add a whole step."""
         self._lost += lost_in(self._history, step)
         self._redone += redone_in(step)
         self._wasted += wasted_in(self._history, step)
@@ -147,18 +160,18 @@ class Work:
 
     @property
     def lost(self) -> tuple[Lost, ...]:
-        """One for each lost microbatch, by the generation that announces the loss."""
+        """Return the lost microbatches, ordered by the generation that announces the loss."""
         self._complete()
         return tuple(sorted(self._lost, key=lambda one: one[0]))
 
     @property
     def redone(self) -> tuple[Redone, ...]:
-        """One for each microbatch that was computed again."""
+        """Return the microbatches that were computed again."""
         self._complete()
         return tuple(self._redone)
 
     @property
     def wasted(self) -> tuple[Wasted, ...]:
-        """One for each microbatch that was computed for nothing."""
+        """Return the microbatches that were computed for nothing."""
         self._complete()
         return tuple(self._wasted)

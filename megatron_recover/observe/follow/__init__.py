@@ -1,1 +1,1 @@
-"""Where a run is at present."""
+"""Reading of a trace while its run lasts."""

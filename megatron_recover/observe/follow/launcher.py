@@ -1,7 +1,7 @@
-"""Whether the launcher of a run still lives, for those who look on: its process, as `run.json` names it.
+"""Find out whether the launcher of a run still lives, from its process as `run.json` names it.
 
-`run.json` is written by the launcher at the start of a run. A process id is given to another process some time after its own
-has ended, so the time at which the process was started is kept beside it.
+The launcher writes `run.json` at the start of a run. The system may reuse a process id after the
+process has ended. So the file also holds the time at which the process was started.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ RUN_FILE = "run.json"
 
 
 class Launcher(msgspec.Struct, frozen=True):
-    """A process of a machine."""
+    """The process of a launcher."""
 
     host: str
     pid: int
     began: int
-    """In clock ticks after the start of the machine (proc(5), /proc/PID/stat)."""
+    """Start time in clock ticks after the start of the machine (proc(5), /proc/PID/stat)."""
 
 
 class _Description(msgspec.Struct):
@@ -31,13 +31,13 @@ class _Description(msgspec.Struct):
 
 
 def this_process() -> Launcher:
-    """Return the process that calls."""
+    """Return the calling process."""
     found = _stat(os.getpid())
     return Launcher(host_name(), os.getpid(), found[1] if found is not None else 0)
 
 
 def about(run_dir: Path) -> str:
-    """Return what is known of the launcher of a run whose trace has had nothing new for a while, and what helps."""
+    """Return a sentence on the launcher of a run whose trace has had nothing new, with advice."""
     try:
         launcher = msgspec.json.decode((run_dir / RUN_FILE).read_bytes(), type=_Description).launcher
     except (OSError, msgspec.MsgspecError):
@@ -54,6 +54,6 @@ def about(run_dir: Path) -> str:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """Return the state of a process and when it was started; None if there is none."""
+    """Return state and start time of a process; None if there is none."""
     fields = stat_of(pid)
     return (fields[STATE].decode(), int(fields[START_TIME])) if fields else None

@@ -1,4 +1,7 @@
-"""Where a run is, in one line: what `top` and the live line of `run` show. Only what the trace has said so far."""
+"""Describe the progress of a run in one line, for `top` and the live line of `run`.
+
+The line is made only of the events that the trace holds so far.
+"""
 
 from __future__ import annotations
 
@@ -9,37 +12,46 @@ from megatron_recover.core.label import label_of
 from megatron_recover.flags import value_of
 
 SHOWN_QUOTAS = 16
-"""With more members than this their quotas are told as a range."""
+"""Largest number of members whose quotas are listed; more are shown as a range."""
 
 
 class Progress:
-    """Takes a run's events one by one."""
+    """The progress of a run, updated by its events one by one."""
 
     def __init__(self, num_replicas: int = 0) -> None:
-        """`num_replicas` at the start of the run, where it is known before the trace tells."""
+        """Start before the first event.
+
+        `num_replicas`: number of replicas at the start, if it is known before the trace shows it.
+        """
         self._num_replicas = num_replicas
         self._num_iterations: str | None = None
         self._label = ""
         self._loss: float | None = None
         self._seconds: float | None = None
-        """How long the newest committed step took."""
+        """Seconds that the newest committed step took."""
         self._generation = 0
         self._roster: Sequence[int] = ()
         self._quotas: tuple[int, ...] = ()
         self._recoveries = 0
         self._repairing: tuple[int, str] | None = None
-        """Newest generation that lost a replica, until the step in which it happened is committed, and who was lost."""
+        """Newest generation that lost a replica, and the lost replicas; None once the step of the
+        loss is committed."""
         self._asked = ""
-        """Why all replicas have been asked to end."""
+        """Reason why all replicas have been requested to end."""
         self._silent: dict[tuple[int, int], trace.RankSilent] = {}
-        """Ranks that are slow, hang or are stopped, until they show progress, a step is committed or they are lost."""
+        """Ranks that are slow, hang or are stopped, until they show progress, a step is committed
+        or they are lost."""
         self._step = -1
         self._since: float | None = None
         self._untold = False
-        """Whether a step is committed whose line has not been given yet."""
+        """True if the line of the newest committed step has not been returned yet."""
 
     def take(self, event: trace.AnyEvent) -> str | None:
-        """The next event of the trace. Gives the line of every step once: when its loss is known, or else never will be."""
+        """Take the next event of the trace and return the line of a committed step, or None.
+
+        Each step's line is returned once: when the loss is known, or when a later event shows that
+        it never will be.
+        """
         told = None
         match event:
             case trace.RunStarted():
@@ -87,7 +99,11 @@ class Progress:
             self._repairing = event.generation, ", ".join(f"replica {lost.replica}" for lost in event.losses)
 
     def line(self, silent_s: float = 0.0) -> str:
-        """What is known, what matters most first: a narrow terminal cuts the end off. `silent_s`: how long nothing was new."""
+        """Return the line, with the most important parts first.
+
+        A narrow terminal cuts the end off. `silent_s`: seconds since the last new event; 0 leaves
+        that out.
+        """
         parts = [self._label or "starting"]
         if self._label and self._num_iterations is not None and label_of(self._label).is_training:
             parts[0] += f"/{self._num_iterations}"

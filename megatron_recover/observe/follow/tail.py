@@ -1,4 +1,4 @@
-"""New lines of a file that others append to, and of a trace over all its parts. It never waits."""
+"""Read new lines of a growing file, or of a growing trace over all its parts, without waiting."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from megatron_recover.trace.event_files import EVENTS_FILE, open_part, reading
 
 
 class Tail:
-    """Reads on where it stopped the last time; a line is there when its end is."""
+    """A reader that continues where it stopped. A line counts only once its newline is there."""
 
     def __init__(self, path: Path, *, at_end: bool = False) -> None:
-        """`path`: any file, or the `events.jsonl` of a run, which stands for the parts that were put aside as well.
+        """Follow a file.
 
-        `at_end`: leave out what is there already.
+        `path`: any file, or the `events.jsonl` of a run, which represents all parts of the trace.
+        `at_end`: ignore what the file holds already.
         """
         self._path = path
         self._is_trace = path.name == EVENTS_FILE
         self._number = 1
-        """Of a trace: its part that is read."""
+        """Number of the part of a trace that is read now."""
         self._position = path.stat().st_size if at_end and path.is_file() else 0
 
     def lines(self) -> Iterator[bytes]:
-        """Every line, newline included, that was completed since the last call; none while there is no such file.
+        """Yield every line, newline included, that was completed since the last call.
 
-        Raises `event_files.TraceError` for what cannot be read.
+        Yield none while there is no such file. Raise `event_files.TraceError` if the file cannot be
+        read.
         """
         while (opened := self._open()) is not None:
             file, place = opened
             with reading(place), file:
                 file.seek(self._position)
                 for line in file:
-                    if not line.endswith(b"\n"):  # still being written: it is read again, whole, the next time
+                    if not line.endswith(b"\n"):  # still being written: the next call reads it again, whole
                         return
                     self._position += len(line)
                     yield line

@@ -1,1 +1,1 @@
-"""What a run leaves for its readers: the report, its charts and pictures."""
+"""The files that a run leaves for its readers: the report, its charts and pictures."""

@@ -1,6 +1,6 @@
-"""Geometry of the report's charts: values become places on a plane of 100 x 100, which the page stretches to any width.
+"""Compute the geometry of the report's charts on a plane of 100 x 100, which the page stretches.
 
-It decides where things stand and which points are left out of a long curve, never how they look: that is `templates/`.
+This module places values and thins long curves. `templates/` decide how everything looks.
 """
 
 from __future__ import annotations
@@ -10,20 +10,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_POINTS = 400
-"""A curve with more points is drawn through the lowest and highest of each stretch: no peak is lost."""
+"""Largest number of points of a curve. A longer curve keeps the lowest and highest point of each
+stretch: no peak is lost."""
 MAX_DOTS = 60
-"""With more points than this only the curve is drawn."""
+"""Largest number of points that are drawn as dots; with more only the curve is drawn."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A stretch of values that is drawn from 0 to 100."""
+    """A range of values that is drawn from 0 to 100."""
 
     low: float
     high: float
 
     def at(self, value: float) -> float:
-        """Where a value stands, rounded to what can be seen; what lies outside stands at the edge."""
+        """Return the place of a value, rounded to what can be seen.
+
+        A value outside the range is at the edge.
+        """
         share = (value - self.low) / ((self.high - self.low) or 1.0)
         return round(100.0 * min(1.0, max(0.0, share)), 3)
 
@@ -37,7 +41,10 @@ class Tick:
 
 
 def ticks(scale: Scale, about: int, *, whole: bool = False) -> tuple[Tick, ...]:
-    """Round numbers (1, 2 or 5 times a power of ten) on a scale, about so many; `whole`: integers only."""
+    """Return about `about` round numbers on a scale: 1, 2 or 5 times a power of ten.
+
+    `whole`: integers only.
+    """
     span = scale.high - scale.low
     if span <= 0:
         return (Tick(scale.at(scale.low), f"{scale.low:g}"),)
@@ -52,7 +59,7 @@ def ticks(scale: Scale, about: int, *, whole: bool = False) -> tuple[Tick, ...]:
 
 @dataclass(frozen=True)
 class Dot:
-    """A point that says what it is when it is pointed at."""
+    """A point that shows a text when it is pointed at."""
 
     x: float
     y: float
@@ -65,22 +72,22 @@ class Curve:
 
     name: str
     kind: str
-    """How it looks: `run`, `reference` or `ideal`."""
+    """Style: `run`, `reference` or `ideal`."""
     path: str
-    """As an SVG path has it."""
+    """Data of an SVG path."""
     dots: tuple[Dot, ...] = ()
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line at which something happened."""
+    """A vertical line at the place of an event."""
 
     at: float
     name: str
-    """A number or letter that the page explains; it may be empty."""
+    """A number or letter that the page explains, or empty."""
     text: str
     row: int
-    """From 0 on; names of neighbours that would overlap stand in different rows."""
+    """Row from 0 on. Names of neighbours that would overlap are in different rows."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ class Chart:
 
     name: str
     about: str
-    """What it shows in a sentence, for those who cannot see it."""
+    """Description of the chart for readers who cannot see it."""
     x_label: str
     y_label: str
     x_ticks: tuple[Tick, ...]
@@ -102,7 +109,10 @@ Points = Sequence[tuple[float, float]]
 
 
 def thinned(points: Points) -> Points:
-    """At most about `MAX_POINTS` of the points: of each stretch the lowest and the highest, in their order."""
+    """Return at most about `MAX_POINTS` of the points, in order.
+
+    These are the lowest and the highest point of each stretch.
+    """
     if len(points) <= MAX_POINTS:
         return points
     size = math.ceil(2 * len(points) / MAX_POINTS)
@@ -114,7 +124,7 @@ def thinned(points: Points) -> Points:
 
 
 def path(pieces: Sequence[Points], x: Scale, y: Scale) -> str:
-    """An SVG path through the points of each piece, with a gap between two pieces."""
+    """Return an SVG path through the points of each piece, with a gap between pieces."""
     drawn = []
     for piece in pieces:
         places = [f"{x.at(one):g} {100 - y.at(other):g}" for one, other in piece]
@@ -124,7 +134,7 @@ def path(pieces: Sequence[Points], x: Scale, y: Scale) -> str:
 
 
 def rows(places: Sequence[float], room: float = 7.0) -> list[int]:
-    """The first row for each place, in which none before it is nearer than `room`."""
+    """Return for each place the first row in which no earlier place is nearer than `room`."""
     last: list[float] = []
     found = []
     for place in places:

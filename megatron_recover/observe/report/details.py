@@ -1,7 +1,8 @@
-"""The events around some instants of a trace that is too large to be kept: what a picture of them needs, and no more than fits.
+"""Keep the events around some instants of a trace that is too large to be kept whole.
 
-At most `MAX_EVENTS` are kept (about 200 MB). Where there would be more, every replica keeps the ranks that were struck and the
-first few, half as many each time; where its first rank alone is too much, the last of the windows is given up.
+At most `MAX_EVENTS` are kept (about 200 MB). If there are more, each replica keeps only its first
+ranks and those that faults struck, and half as many each time. If the first rank alone is too much,
+the last window is dropped.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from megatron_recover.observe.history import History, Numbered
 
 MAX_EVENTS = 400_000
 _DRAWN = (trace.MicrobatchStarted, trace.MicrobatchFinished, trace.Reduced, trace.Applied)
-"""What ranks do; it is most of a trace."""
+"""Types of events of ranks, which are most of a trace."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of time, in seconds since the start of the run, and the replicas that were lost in it."""
+    """A period in seconds since the start of the run, and the replicas that were lost in it."""
 
     begin: float
     end: float
@@ -28,15 +29,19 @@ class Window:
 
 @dataclass(frozen=True)
 class Details:
-    """Events in the order of their lines."""
+    """The kept events, in the order of their lines."""
 
     events: Sequence[Numbered]
     rank_limit: int | None
-    """Ranks of a replica from this one on were left out, where they are not among those that were struck; None: none was."""
+    """First rank of a replica that was left out, with all higher ranks; None: none was. Ranks that
+    faults struck are kept."""
 
 
 def collect(history: History, windows: Sequence[Window], struck: Collection[tuple[int, int]]) -> Details:
-    """Read a trace once more and keep what happened in some windows, the most important of which comes first."""
+    """Read a trace once more and keep the events of some windows.
+
+    The most important window comes first.
+    """
     keeping = _Keeping(history, list(windows), struck)
     for line, event in history.events:
         keeping.take(line, event)
@@ -49,21 +54,21 @@ class _Keeping:
         self._history, self._windows, self._struck = history, windows, frozenset(struck)
         self._steps = self._overlapping()
         self._begun: set[tuple[int, ...]] = set()
-        """Microbatches whose beginning is kept: their end is, too, however late."""
+        """Keys of microbatches whose start is kept. Their end is kept as well, however late."""
         self._waiting: dict[tuple[int, ...], Numbered] = {}
-        """Beginnings before a window, of microbatches that may end in it."""
+        """Starts before a window, of microbatches that may end in the window."""
         self.rank_limit: int | None = None
         self.events: list[Numbered] = []
 
     def _overlapping(self) -> frozenset[int]:
-        """Steps that were under way in a window."""
+        """Return the steps that were under way in a window."""
         return frozenset(
             number for number, facts in self._history.steps.items()
             if any(facts.begin <= one.end and facts.end >= one.begin for one in self._windows)
         )  # fmt: skip
 
     def take(self, line: int, event: trace.AnyEvent) -> None:
-        """Keep an event that belongs into a window."""
+        """Keep an event if it belongs to a window."""
         if isinstance(event, trace.Plan):
             wanted = event.step in self._steps
         elif isinstance(event, trace.Recovery):
@@ -95,7 +100,7 @@ class _Keeping:
         return self.rank_limit is not None and rank >= self.rank_limit and (replica, rank) not in self._struck
 
     def make_room(self) -> None:
-        """Keep less of each window, or fewer windows, where there are too many events."""
+        """Keep fewer ranks of each window, or fewer windows, while there are too many events."""
         while len(self.events) > MAX_EVENTS and self._windows:
             if self.rank_limit == 1:
                 self._windows.pop()

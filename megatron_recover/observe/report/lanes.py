@@ -1,7 +1,8 @@
-"""The picture of what a fault set off: a lane for each rank, bars for what it did, lines for what happened to all.
+"""Lay out the picture of an episode: a lane for each rank, bars for its work, lines for events.
 
-Like `charts` it says where things stand and what is left out, not how they look. A picture stays small whatever the run's size:
-some ranks stand for all, and bars that could not be told apart are drawn as one.
+Like `charts` this module places things and leaves things out; it does not decide how they look. A
+picture stays small for runs of any size: some ranks represent all, and bars too narrow to be
+distinguished are drawn as one.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from megatron_recover.observe.report.timeline import Episode, Span, Still, Timel
 
 MAX_LANES = 24
 MIN_REPLICAS = 6
-"""So many are shown, if there are, of however many ranks; then a part of the ranks of each is shown."""
+"""Number of replicas that are shown at least, if there are as many. With many ranks only a part of
+the ranks of each is shown."""
 MAX_BARS = 1500
 WIDE = 2.4
-"""Percent of the width from which on a bar has room for its number; the picture is never narrower than 40rem."""
+"""Smallest width of a bar with room for its number, in percent. The picture is at least 40rem
+wide."""
 
 
 @dataclass(frozen=True)
@@ -27,30 +30,30 @@ class Bar:
     """A span in percent of the picture's width."""
 
     kind: str
-    """How it looks: a span's kind, or `busy` for several that are drawn as one."""
+    """Style: a span's kind, or `busy` for several kinds that are drawn as one."""
     at: float
     width: float
     text: str
     label: str = ""
-    """What stands on it, if there is room."""
+    """Text on the bar, if there is room."""
     count: int = 1
 
 
 @dataclass(frozen=True)
 class Lane:
-    """What one rank did."""
+    """The work of one rank."""
 
     name: str
     computing: tuple[Bar, ...]
     reducing: tuple[Bar, ...]
     frozen: tuple[Bar, ...]
-    """Where its process was stopped by an injected fault, and nothing else says so."""
+    """Periods in which an injected fault had stopped the process and no standstill shows it."""
     still: tuple[Bar, ...]
-    """Where it was judged to stand still, or waited for one that did."""
+    """Periods of standstill, and of waiting for another rank that showed no progress."""
     gone: float | None
-    """Where its process ended."""
+    """Place at which the process ended."""
     struck: tuple[float, ...]
-    """Where faults struck it."""
+    """Places at which faults struck the rank."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,14 @@ class Picture:
     num_shown: int
     num_ranks: int
     is_coarse: bool
-    """Whether bars were drawn as one."""
+    """True if several bars were drawn as one."""
 
     @property
     def tops(self) -> tuple[int, ...]:
-        """Where each group begins, in pixels: below the names of the lines, each group with a row for its phases."""
+        """Return the top of each group, and the end of the last, in pixels.
+
+        The groups are below the names of the lines. Each has a row for its phases.
+        """
         tops, top = [], 22 + 18 * max((mark.row for mark in self.marks), default=0)
         for group in self.groups:
             tops.append(top)
@@ -88,7 +94,7 @@ class Picture:
 
     @property
     def height(self) -> int:
-        """Pixels."""
+        """Return the height in pixels."""
         return self.tops[-1]
 
 
@@ -112,9 +118,10 @@ def picture(history: History, timeline: Timeline, episode: Episode) -> Picture:
 
 
 def _chosen(history: History, timeline: Timeline, episode: Episode) -> tuple[dict[int, list[int]], int]:
-    """Replica -> its ranks that are shown, and how many ranks there were.
+    """Return the ranks that are shown of each replica, and the number of all ranks.
 
-    Those that were lost or struck come first, then those that took over what was lost, then the others.
+    Replicas that were lost or struck come first, then those that computed lost microbatches again,
+    then the others.
     """
     before = [one for one in history.generations.values() if one.t <= episode.fault]
     members = sorted({member for one in (*before[-1:], *episode.generations) for member in one.roster} | {*episode.lost})
@@ -194,7 +201,10 @@ def _bar(x: charts.Scale, span: Span, wide: float = WIDE) -> Bar:
 
 
 def _marks(history: History, episode: Episode, x: charts.Scale) -> tuple[charts.Mark, ...]:
-    """Lines through all lanes: fault, generations, the first and so deciding commit of the step."""
+    """Return the lines through all lanes.
+
+    These are the fault, generations, waits, and the first commit of the step, which decides.
+    """
     found = [(episode.fault, "fault", "the fault")]
     found += [(one.t, f"generation {one.generation}", one.reason) for one in episode.generations]
     found += [(event.t, "waits", event.reason) for _, event in history.of(trace.Waiting)]
@@ -214,7 +224,7 @@ def _coarser(group: Group, room: float) -> Group:
 
 
 def _joined(bars: Iterable[Bar], room: float) -> tuple[Bar, ...]:
-    """Neighbours that are all narrower than `room` percent, and no farther from each other, become one bar."""
+    """Join neighbours that are all narrower than `room` percent and no farther apart than that."""
     found: list[Bar] = []
     for bar in bars:
         last = found[-1] if found else None

@@ -1,7 +1,8 @@
-"""The report of a run as one HTML page that needs nothing outside itself: no network, no script.
+"""Render the report of a run as one HTML page without scripts that needs no network.
 
-Everything on it comes from the trace; its numbers are those of `summary.Summary` and its verdict is `check`'s. This module puts
-the page's content together; `charts` says where things stand, `templates/` how they look.
+Everything on the page comes from the trace. Its numbers are those of `summary.Summary`, and its
+verdict is `check`'s. This module assembles the content; `charts` places it, and `templates/` decide
+how it looks.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from megatron_recover.observe.verify.rules import RULES
 PAGE_FILE = "report.html"
 
 MAX_MARKS = 24
-"""With more faults than this their lines in a chart bear no numbers: they would hide each other."""
+"""Largest number of faults whose lines in a chart bear numbers. More numbers would hide each
+other."""
 MAX_PICTURES = MAX_DRAWN
 MAX_QUOTA_ROWS = 60
 MAX_STANDSTILLS = 100
-"""With more standstills than this the longest are listed."""
+"""Largest number of standstills that are listed; of more the longest are listed."""
 MAX_SEGMENTS = 32
-"""With more members than this a row of quotas is told in words."""
+"""Largest number of members whose quotas are drawn; larger rows are described by a range."""
 
 
 def render(
@@ -46,10 +48,11 @@ def render(
     perfetto_file: str = TRACE_FILE,
     links_to_logs: bool = True,
 ) -> str:
-    """The page of a judged run; with the loss of a reference run beside its own.
+    """Return the page of a judged run, with the loss of its reference run if it has one.
 
-    `is_whole`: see `perfetto.write`; `perfetto_file`: what that wrote, beside the page. `links_to_logs`: the page lies in
-    the run directory, so that the logs of ranks can be linked to.
+    `is_whole`: result of `perfetto.write`. `perfetto_file`: name of the file that it wrote beside
+    the page. `links_to_logs`: the page lies in the run directory, so it can link to the logs of
+    ranks.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_recover.observe.report"), autoescape=True, undefined=jinja2.StrictUndefined,
@@ -96,7 +99,7 @@ def render(
     )
 
 
-# --- Words ---------------------------------------------------------------------------------------------------------------
+# --- Words ----------------------------------------------------------------------------------------
 
 
 def _milliseconds(seconds: float | None) -> str:
@@ -104,7 +107,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    """A duration in the unit that suits it."""
+    """Return a duration in a suitable unit."""
     if seconds < 1:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 120:
@@ -122,13 +125,13 @@ def _plural(number: int, noun: str) -> str:
 
 
 def _title(history: History) -> str:
-    """The name of the run's folder."""
+    """Return the name of the run's folder."""
     path = Path(history.path).resolve()
     return path.parent.name if path.name == trace.EVENTS_FILE else path.name
 
 
 def _shape(history: History) -> str:
-    """The layout of a replica, without what is 1."""
+    """Return the layout of a replica, without sizes CP, VPP and lanes of 1."""
     started = history.first(trace.RunStarted)
     if started is None:
         return ""
@@ -159,7 +162,7 @@ def _status(verdict: Verdict) -> Status:
 
 
 def _ending(verdict: Verdict) -> str:
-    """How the run ended, in words."""
+    """Return how the run ended."""
     return how_it_ended(verdict.history) or "has not ended"
 
 
@@ -182,7 +185,7 @@ def _rules(verdict: Verdict) -> list[RuleRow]:
     return rows
 
 
-# --- Charts --------------------------------------------------------------------------------------------------------------
+# --- Charts ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -192,14 +195,15 @@ class Item:
     number: int
     fault: FaultSummary
     outcome: str
-    """In words; empty where nothing answered it."""
+    """Description of the outcome; empty if no episode is about the fault."""
     picture: Picture | None = None
     computing: tuple[tuple[int, str], ...] = ()
-    """With a picture: for each generation in it who was computing what when it was announced."""
+    """Generation, and description of the microbatches that each replica was computing at its
+    announcement; empty without a picture."""
 
 
 def _items(history: History, timeline: Timeline, summary: Summary) -> list[Item]:
-    """Every fault; with pictures at the first of the faults that an episode is about, of the slowest if they are many."""
+    """Return every fault, with a picture at the first fault of each episode that is drawn."""
     episodes, of = timeline.answers_to(summary.faults)
     first: dict[int, int] = {}
     for number, index in of.items():
@@ -238,13 +242,13 @@ def _computing(recovery: RecoverySummary) -> str:
 
 
 def _still_kinds(timeline: Timeline) -> list[str]:
-    """What the legend of the pictures has to explain."""
+    """Return the kinds of standstill that the legend of the pictures explains."""
     found = {one.kind for spans in timeline.still.values() for one in spans} | ({"stopped"} if timeline.frozen else set())
     return [kind for kind in ("slow", "hung", "stopped", "traced", "waiting") if kind in found]
 
 
 def _standstills(summary: Summary) -> list[tuple[Standstill, float]]:
-    """What is listed, with how long each lasted in seconds, in the order of time."""
+    """Return the listed standstills with their durations in seconds, in the order of time."""
     timed = [(one, (summary.seconds if one.end is None else one.end) - one.begin) for one in summary.standstills]
     if len(timed) > MAX_STANDSTILLS:
         timed = sorted(timed, key=lambda each: -each[1])[:MAX_STANDSTILLS]
@@ -256,7 +260,7 @@ def _points(history: History) -> list[tuple[float, float]]:
 
 
 def _loss_chart(history: History, faults: tuple[FaultSummary, ...], reference: History | None) -> charts.Chart | None:
-    """None where no training step was committed."""
+    """Return the chart of losses; None if no training step was committed."""
     mine = _points(history)
     if not mine:
         return None
@@ -297,7 +301,7 @@ def _marks(x: charts.Scale, marks: Sequence[tuple[int, float, str]]) -> tuple[ch
 
 
 def _speed_chart(goodput: Goodput, faults: tuple[FaultSummary, ...]) -> charts.Chart | None:
-    """Microbatches that training steps committed per second, over the time of the run; None without a training step."""
+    """Return the chart of microbatches per second that training steps committed, or None."""
     steps = [one for one in goodput.steps if one.is_training and one.seconds > 0]
     if not steps:
         return None
@@ -327,7 +331,7 @@ def _total(steps: list[StepTime]) -> float:
 
 
 def _grouped(steps: list[StepTime]) -> list[list[StepTime]]:
-    """Steps that are drawn as one: neighbours, as many as bring a long run down to what can be seen."""
+    """Group neighbouring steps so that a long run has at most about `charts.MAX_POINTS` groups."""
     size = -(-len(steps) // charts.MAX_POINTS)
     groups: list[list[StepTime]] = []
     for one in steps:
@@ -339,7 +343,10 @@ def _grouped(steps: list[StepTime]) -> list[list[StepTime]]:
 
 
 def _stairs(rates: list[tuple[float, float, float]]) -> list[list[tuple[float, float]]]:
-    """Points of a staircase from (begin, end, value), equal neighbours joined, in pieces where time is left out."""
+    """Return the points of a staircase from (begin, end, value), in pieces where time is left out.
+
+    Equal neighbours are joined.
+    """
     pieces: list[list[tuple[float, float]]] = []
     for begin, end, value in rates:
         last = pieces[-1] if pieces else []
@@ -354,7 +361,7 @@ def _stairs(rates: list[tuple[float, float, float]]) -> list[list[tuple[float, f
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a bar, in percent of it."""
+    """A part of a bar, in percent of the bar."""
 
     kind: str
     at: float
@@ -363,7 +370,7 @@ class Segment:
 
 
 def _bar(recovery: RecoverySummary) -> tuple[Segment, ...]:
-    """The phases of a recovery one behind the other."""
+    """Return the phases of a recovery as consecutive parts of a bar."""
     took = [(phase, getattr(recovery, f"{phase}_s") or 0.0) for phase in get_args(trace.Phase)]
     total = sum(seconds for _, seconds in took) or 1.0
     segments, at = [], 0.0
@@ -376,7 +383,7 @@ def _bar(recovery: RecoverySummary) -> tuple[Segment, ...]:
 
 @dataclass(frozen=True)
 class QuotaRow:
-    """Steps in a row whose microbatches were dealt alike."""
+    """Consecutive steps with equal quotas."""
 
     generation: int
     first: str
@@ -387,7 +394,7 @@ class QuotaRow:
 
 
 def _quotas(history: History) -> list[QuotaRow]:
-    """Every change of the training steps' quotas, by generation."""
+    """Return every change of the training steps' quotas, ordered by step and generation."""
     return [
         QuotaRow(one.generation, one.first, one.last, one.roster, one.quotas, _shares(one.roster, one.quotas))
         for one in sorted(history.quota_runs, key=lambda one: (one.step, one.generation))

@@ -1,8 +1,9 @@
-"""A run as Perfetto shows it: processes are replicas, threads are ranks, one more process is the job.
+"""Write a run for Perfetto: processes are replicas, threads are ranks, one more process is the job.
 
-The format is Chrome's trace events (the JSON object form: complete events `X` that nest on each thread, instants `i`, counters
-`C`, names `M`; times in microseconds). Sums run beside the computing of a rank, so they have threads of their own, as many as
-overlap. This module only writes down what `timeline` found.
+The format is Chrome's trace events (the JSON object form: complete events `X` that nest on each
+thread, instants `i`, counters `C`, names `M`; times in microseconds). Sums run beside the computing
+of a rank, so they have threads of their own, as many as overlap. This module writes what `timeline`
+found.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ TRACE_FILE = "perfetto.json"
 _RECOVERY = 0
 _JOB_STEPS, _JOB_FAULTS, _JOB_STANDSTILLS = 1, 2, 3
 _STILL = 98
-"""Threads of a rank are a hundred apart; this one is after its sums."""
+"""Offset of the standstill thread of a rank, after the threads of its sums. Ranks are 100 threads
+apart."""
 
 
 def write(history: History, timeline: Timeline, place: Path) -> bool:
-    """Write the file; returns whether it has all spans, or only those around faults."""
+    """Write the file. Return whether it has all spans, or only those around faults."""
     spans = [*timeline.computing.values(), *timeline.reducing.values()]
     is_whole = timeline.is_whole and sum(map(len, spans)) <= MAX_SPANS
     encode = msgspec.json.Encoder().encode
@@ -44,7 +46,11 @@ def write(history: History, timeline: Timeline, place: Path) -> bool:
 
 
 def events(history: History, timeline: Timeline, *, is_whole: bool = True) -> Iterator[dict[str, Any]]:
-    """All events; unless `is_whole` those of ranks only where an episode is shown, and without steps around them."""
+    """Yield all events of the file.
+
+    Unless `is_whole`, forwards, backwards and sums are only those inside a drawn episode, and ranks
+    have no spans of steps.
+    """
     labels = {step: facts.label for step, facts in history.steps.items() if facts.label is not None}
     ranks = sorted(timeline.computing.keys() | timeline.reducing.keys() | timeline.still.keys())
     for replica in sorted({replica for replica, _ in ranks} | timeline.recovering.keys()):
@@ -91,13 +97,13 @@ def _of_rank(timeline: Timeline, labels: dict[int, str], replica: int, rank: int
 
 
 def _around(timeline: Timeline, spans: Iterable[Span]) -> list[Span]:
-    """The spans that begin where an episode is drawn, each once."""
+    """Return the spans that begin inside a drawn episode, each once."""
     shown = [(one.begin_shown, one.end_shown) for one in timeline.drawn]
     return [span for span in spans if any(begin <= span.begin <= end for begin, end in shown)]
 
 
 def _rows(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spans spread over as few rows as keep those of a row apart; their order is that of their beginnings."""
+    """Distribute spans, ordered by begin, over as few rows as keep the spans of a row apart."""
     rows: list[list[Span]] = []
     for span in spans:
         row = next((row for row in rows if _micros(row[-1].end) <= _micros(span.begin)), None)
@@ -109,7 +115,10 @@ def _rows(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def _of_job(history: History, process: int) -> Iterator[dict[str, Any]]:
-    """What concerns all replicas: steps, faults, generations, and the curves of losses and replicas."""
+    """Yield the events of the job.
+
+    These are steps, faults, standstills, generations, and the curves of losses and replicas.
+    """
     yield from _named(process, "job", -1)
     yield from _thread(process, _JOB_STEPS, "steps", 1)
     yield from _thread(process, _JOB_FAULTS, "faults and generations", 2)
@@ -129,7 +138,7 @@ def _of_job(history: History, process: int) -> Iterator[dict[str, Any]]:
 
 
 def _standstills(history: History, process: int) -> Iterator[dict[str, Any]]:
-    """Standstills of leaders, of the coordinator and of the job, side by side where they overlap."""
+    """Yield the standstills of leaders, coordinator and job, side by side if they overlap."""
     found = [one for one in standstills(history) if one.rank is None]
     ends: list[float] = []
     for one in found:

@@ -1,6 +1,7 @@
-"""The loss plot of a run as SVG: its curve, the reference run's under it, every fault, and how many replicas were left.
+"""Draw the loss plot of a run as SVG, from its trace.
 
-Drawing only: what is drawn comes from the trace as it is.
+The plot shows the loss of the run and of its reference run, every fault, and how many replicas were
+left.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 PLOT_FILE = "loss.svg"
 
 TEXTS = 8
-"""With more faults than this only their lines are drawn: texts would hide the curve."""
+"""Largest number of faults that have texts. More texts would hide the curve, so only lines are
+drawn."""
 
 _RUN, _REFERENCE, _FAULT, _GREY = "#1f5fa8", "#f2b441", "#b3261e", "#5f6368"
 
@@ -31,7 +33,7 @@ def _curve(history: History) -> tuple[list[int], list[float]]:
 
 
 def _members(history: History) -> tuple[list[int], list[int]]:
-    """Iteration -> number of replicas that committed it."""
+    """Return the trained iterations and the sizes of the generations that committed them."""
     sizes = {
         label_of(record.label).iteration: len(history.roster(record.generation))
         for record in history.records.values()
@@ -41,7 +43,10 @@ def _members(history: History) -> tuple[list[int], list[int]]:
 
 
 def _draw_faults(axes: Axes, below: Axes, history: History) -> None:
-    """A line at the step that each fault hit; texts on alternating heights so that neighbours stay readable."""
+    """Draw a line at the step that each fault hit.
+
+    Texts are on alternating heights, so that neighbours stay readable.
+    """
     steps = [(fault, fault.label) for fault in faults(history) if fault.label is not None and label_of(fault.label).is_training]
     for number, (fault, label) in enumerate(steps):
         at = label_of(label).iteration
@@ -58,7 +63,7 @@ def _draw_faults(axes: Axes, below: Axes, history: History) -> None:
 
 
 def draw(folder: Path, history: History, reference: History | None = None) -> Path:
-    """Draw `loss.svg` into a folder; returns its path."""
+    """Draw `loss.svg` into a folder and return its path."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,8 @@
-"""Who did what when: the trace's instants as spans of time, rank by rank, and the stretches of time that faults are seen in.
+"""Turn the events of a trace into spans of time for each rank, and find the periods around faults.
 
-A forward, a backward and a sum say when they began or ended and how long they took; a lost replica's forwards whose
-backwards never ended say only when they began, and are given the usual length. Nothing is drawn here.
+Events of forwards, backwards and sums carry their begin or end and their duration. A forward of a
+lost replica whose backward never ended has only a begin, so it gets the usual duration. Nothing is
+drawn here.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from megatron_recover.observe.standstills import standstills
 from megatron_recover.observe.summary import FaultSummary, faults, struck_at
 
 Rank = tuple[int, int]
-"""Replica, and rank inside it."""
+"""Replica, and rank inside the replica."""
 MAX_SPANS = 300_000
-"""Of a run with more spans than this only what is around the faults that are drawn is looked at, and of that no more than
-`details.MAX_EVENTS`."""
+"""Largest number of spans of a run that is looked at whole. Of a larger run only the periods around
+drawn faults are looked at, with at most `details.MAX_EVENTS` events."""
 MAX_DRAWN = 8
-"""With more recoveries than this only the slowest are drawn."""
+"""Largest number of recoveries that are drawn; of more the slowest are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that a rank did for a while. Times are seconds since the start of the run."""
+    """One activity of a rank. Times are seconds since the start of the run."""
 
     kind: Literal["forward", "backward", "reduce", "step"] | trace.Phase
     begin: float
@@ -39,38 +40,47 @@ class Span:
     step: int
     generation: int
     number: int | None = None
-    """The microbatch; of a sum, the bucket."""
+    """Microbatch, or bucket of a sum."""
     chunk: int = 0
     is_again: bool = False
-    """Whether an older plan had dealt the microbatch to somebody already."""
+    """True if an older plan had dealt the microbatch already."""
     is_lost: bool = False
-    """Whether it never came to its end."""
+    """True if the activity never ended."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """What one or more faults set off: the generations up to the one that finished the step, or up to the next episode.
+    """The reaction to one or more faults.
 
-    There is none where nothing had to be agreed on: a rank that is slow, or that stood still for too short.
+    It consists of the generations up to the one that finished the step, or up to the next episode.
+    There is none if nothing had to be agreed on: a rank was slow, or stood still for too short a
+    time.
     """
 
     generations: tuple[trace.Generation, ...]
     step: int | None
     fault: float
-    """When the first of the faults struck, or was noticed."""
+    """Time at which the first of the faults struck or was noticed."""
     end: float
-    """The last member's commit, or else the last thing that is known of the recovery."""
+    """Time of the last member's commit, or else of the last known event of the recovery."""
     begin_shown: float
     end_shown: float
-    """What to look at: some time before the fault, and a little after the end."""
+    """End of the period that is drawn, from `begin_shown`: some time before the fault to a little
+    after the end."""
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Replicas that were lost in it."""
+        """Return the replicas that were lost in the episode."""
         return tuple(lost.replica for one in self.generations for lost in one.losses)
 
     def answers(self, fault: FaultSummary) -> bool:
-        """Whether it is about a fault: that lost its replica, or struck between its begin and its last generation."""
+        """Return whether the episode is about a fault.
+
+        - Without generations: the episode begins with this fault.
+        - With generations: the fault is no slowness and struck between the begin of the episode and
+          its last generation. If the fault's replica was lost in the episode, the fault may strike
+          up to the end.
+        """
         if not self.generations or fault.kind == FaultKind.SLOW.value:
             return not self.generations and fault.t == self.fault
         return self.fault <= fault.t <= (self.end if fault.replica in self.lost else self.generations[-1].t)
@@ -78,7 +88,7 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Still:
-    """A time in which a rank showed no progress. Times are seconds since the start of the run."""
+    """A period in which a rank showed no progress. Times are seconds since the start of the run."""
 
     kind: Literal["slow", "hung", "stopped", "traced", "waiting"]
     begin: float
@@ -87,7 +97,7 @@ class Still:
 
 
 class Timeline:
-    """Spans of a history: all of them, or those around the faults that are drawn (`is_whole`)."""
+    """The spans of a history: all if `is_whole`, else those around the faults that are drawn."""
 
     def __init__(self, history: History) -> None:
         self._history = history
@@ -106,12 +116,18 @@ class Timeline:
 
     @property
     def rank_limit(self) -> int | None:
-        """Ranks of a replica from this one on were left out, where nothing struck them; None: none was."""
+        """Return the first rank of a replica that was left out with all higher ranks, or None.
+
+        Ranks that faults struck are kept.
+        """
         return self._details.rank_limit
 
     @cached_property
     def computing(self) -> dict[Rank, list[Span]]:
-        """Forwards and backwards of each rank in the order of time; no two overlap, since one thread did them."""
+        """Return the forwards and backwards of each rank in the order of time.
+
+        No two of a rank overlap, since one thread computed them.
+        """
         dealt = self._dealt
         found: dict[Rank, list[Span]] = defaultdict(list)
         open_since: dict[tuple[int, int, int, int, int, int], float] = {}
@@ -143,7 +159,10 @@ class Timeline:
 
     @cached_property
     def _dealt(self) -> dict[tuple[int, int], int]:
-        """(step, microbatch) -> the first generation that dealt it, for steps that saw more than one."""
+        """Return (step, microbatch) -> the first generation that dealt the microbatch.
+
+        Only steps with plans of several generations are included.
+        """
         found: dict[tuple[int, int], int] = {}
         planned: dict[int, list[trace.Plan]] = defaultdict(list)
         for _, event in self._events:
@@ -159,7 +178,7 @@ class Timeline:
 
     @cached_property
     def gone_at(self) -> dict[Rank, float]:
-        """Rank -> when its process was killed or seen to have ended, for the ranks of lost replicas."""
+        """Return when the process of each rank was killed or seen to have ended."""
         history = self._history
         found: dict[Rank, float] = {}
         for _, fenced in history.of(trace.Fenced):
@@ -175,7 +194,10 @@ class Timeline:
 
     @cached_property
     def frozen(self) -> dict[Rank, list[tuple[float, float]]]:
-        """Rank -> from when to when its process was stopped by an injected fault; until it was gone, or infinitely long."""
+        """Return the periods in which an injected fault had stopped the process of a rank.
+
+        Such a period ends when the process is thawed or gone; else its end is infinite.
+        """
         found: dict[Rank, list[tuple[float, float]]] = defaultdict(list)
         thawed = [event for _, event in self._history.of(trace.Thawed)]
         for _, fault in self._history.of(trace.Fault):
@@ -187,7 +209,10 @@ class Timeline:
 
     @cached_property
     def still(self) -> dict[Rank, list[Still]]:
-        """Rank -> when it was judged to stand still, and when it waited for one that did; no two of a rank overlap."""
+        """Return the periods in which a rank showed no progress, or waited for such a rank.
+
+        No two of a rank overlap.
+        """
         judged: dict[Rank, list[Still]] = defaultdict(list)
         waits: dict[Rank, list[Still]] = defaultdict(list)
         for one in standstills(self._history):
@@ -205,7 +230,7 @@ class Timeline:
 
     @cached_property
     def struck_at(self) -> dict[Rank, list[float]]:
-        """Rank -> when faults struck it: the injected ones, and the first end of a replica that had none."""
+        """Return the times at which faults (`summary.faults`) struck each rank."""
         found: dict[Rank, list[float]] = defaultdict(list)
         for fault in faults(self._history):
             found[fault.replica, fault.rank].append(fault.t)
@@ -213,7 +238,10 @@ class Timeline:
 
     @cached_property
     def reducing(self) -> dict[Rank, list[Span]]:
-        """Sums over the replicas that came to their end, of each rank; they may overlap what it computed, and each other."""
+        """Return the completed sums over replicas of each rank.
+
+        They may overlap the computation of the rank, and each other.
+        """
         found: dict[Rank, list[Span]] = defaultdict(list)
         for _, event in self._events:
             if not isinstance(event, trace.Reduced):
@@ -224,13 +252,16 @@ class Timeline:
 
     @cached_property
     def recovering(self) -> dict[int, list[Span]]:
-        """Phases of the recoveries, as the leader of each replica saw them; no two of a replica overlap."""
+        """Return the phases of the recoveries, as the leader of each replica measured them.
+
+        No two of a replica overlap.
+        """
         found: dict[int, list[Span]] = defaultdict(list)
         for _, event in self._events:
             if not isinstance(event, trace.Recovery):
                 continue
             spans, begin = found[event.replica], event.t - event.seconds
-            if event.phase == "detect":  # written together with `agree`, which tells when the detection was over
+            if event.phase == "detect":  # recorded together with `agree`, which shows when the detection ended
                 continue
             if event.phase == "agree":
                 since = max(self._faults_of.get(event.generation, begin), spans[-1].end if spans else 0.0)
@@ -240,7 +271,10 @@ class Timeline:
 
     @cached_property
     def steps(self) -> dict[Rank, list[Span]]:
-        """For each rank and step the time from its first forward to the optimizer's end, or to the last that is known."""
+        """Return a span for each rank and step: from the first forward to the optimizer's end.
+
+        Without an end of the optimizer the span ends with the last known backward or forward.
+        """
         ends = {
             (event.replica, event.rank, event.step): event.t for _, event in self._events if isinstance(event, trace.Applied)
         }
@@ -257,7 +291,10 @@ class Timeline:
 
     @cached_property
     def episodes(self) -> tuple[Episode, ...]:
-        """Every recovery, in the order of time; a generation that only carries a request to end is none."""
+        """Return every recovery, in the order of time.
+
+        A generation that only carries a request to end is no recovery.
+        """
         history = self._history
         announced = [one for one in list(history.generations.values())[1:] if one.request is None]
         finished = {number for number, told in history.recoveries.items() if told.committed_at is not None}
@@ -271,13 +308,16 @@ class Timeline:
 
     @cached_property
     def drawn(self) -> tuple[Episode, ...]:
-        """What is drawn of the run's faults: no more than `MAX_DRAWN`, the slowest first."""
+        """Return the episodes that are drawn: at most `MAX_DRAWN`, the slowest first."""
         episodes, of_fault = self.answers_to(faults(self._history))
         return tuple(sorted((episodes[index] for index in dict.fromkeys(of_fault.values())), key=_slowness)[:MAX_DRAWN])
 
     def answers_to(self, struck: Sequence[FaultSummary]) -> tuple[list[Episode], dict[int, int]]:
-        """All episodes, those of faults that nothing answered included; and for the number of each fault, from 1 on, the index
-        of its episode, if it has one."""
+        """Return all episodes, and the index of the episode of each fault.
+
+        Faults are numbered from 1. Episodes of faults without a reaction are included; a fault may
+        have no episode.
+        """
         episodes: list[Episode] = list(self.episodes)
         of_fault: dict[int, int] = {}
         for number, fault in enumerate(struck, start=1):
@@ -290,7 +330,10 @@ class Timeline:
         return episodes, of_fault
 
     def around(self, fault: FaultSummary) -> Episode | None:
-        """What to look at around a fault that nothing answered: the step that it struck; None where that is not known."""
+        """Return an episode for a fault without a reaction: the step that the fault struck.
+
+        Return None if that step is unknown.
+        """
         facts = self._history.steps.get(fault.step) if fault.step is not None else None
         if facts is None or facts.planned_at is None:
             return None
@@ -312,7 +355,7 @@ class Timeline:
 
     @cached_property
     def _faults_of(self) -> dict[int, float]:
-        """Generation -> when the fault struck that it answers to, or was seen first."""
+        """Return for each generation when the fault that it answers to struck or was noticed."""
         history = self._history
         noticed = {number: told.seconds.get("detect", 0.0) for number, told in history.recoveries.items()}
         found = struck_at(history)
@@ -325,7 +368,7 @@ class Timeline:
 
 
 def within(spans: Iterable[Span], begin: float, end: float) -> list[Span]:
-    """The spans that reach into a stretch of time, cut to it."""
+    """Return the spans that overlap a period, cut to the period."""
     return [
         replace(span, begin=max(span.begin, begin), end=min(span.end, end))
         for span in spans
@@ -334,7 +377,10 @@ def within(spans: Iterable[Span], begin: float, end: float) -> list[Span]:
 
 
 def _free_of_overlaps(spans: Iterable[Still], gone_at: float | None) -> list[Still]:
-    """In the order of time; what was judged first stands, and of a later one only what is beyond it."""
+    """Return spans in the order of time, without overlaps.
+
+    The earlier span is kept, and a later one is cut to the part beyond it.
+    """
     found: list[Still] = []
     last = float("inf") if gone_at is None else gone_at
     for one in sorted(spans, key=lambda each: (each.begin, each.kind == "waiting")):
@@ -345,7 +391,7 @@ def _free_of_overlaps(spans: Iterable[Still], gone_at: float | None) -> list[Sti
 
 
 def _slowness(one: Episode) -> tuple[bool, float]:
-    """What nothing answered comes last."""
+    """Return the sort key: slowest first, episodes without generations last."""
     return not one.generations, one.fault - one.end
 
 
@@ -358,7 +404,10 @@ def _seconds(spans: Iterable[Span], kind: str) -> list[float]:
 
 
 def _apart(spans: list[Span], gone_at: float | None) -> list[Span]:
-    """In the order of time, each cut where the next begins or its process was gone: clocks are read a little apart."""
+    """Return spans in the order of time, each cut where the next begins or the process was gone.
+
+    Clocks are read a little apart, so that spans may overlap.
+    """
     ordered = sorted(spans, key=_begin)
     last = float("inf") if gone_at is None else gone_at
     for index, one in enumerate(ordered):

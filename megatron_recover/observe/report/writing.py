@@ -1,4 +1,7 @@
-"""What a run leaves for its readers, made from its trace at any time: page, Perfetto trace, numbers, loss plot."""
+"""Write the files of a run for its readers: page, Perfetto trace, summary and loss plot.
+
+All of them are made from the trace and can be made again at any time.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,17 @@ from megatron_recover.observe.verify.check import check
 
 
 def write(run_dir: Path, against: Path | None = None, place: Path | None = None) -> tuple[tuple[Path, ...], tuple[Line, ...]]:
-    """Write the page, the Perfetto trace, and numbers and loss plot again, all into the run directory.
+    """Write page, Perfetto trace, summary and loss plot into the run directory.
 
-    With a `place` elsewhere, write the page there and the Perfetto trace beside it under the page's name, nothing else: what
-    lies there may be another run's. Returns the files, and the lines of the trace that were cut short.
+    With a `place` elsewhere, only the page is written there, with the Perfetto trace beside it
+    under the page's name. Other files there may belong to another run.
 
-    `against`: compare with this reference run, and draw its loss too. Raises FileNotFoundError or `trace.TraceError` where
-    there is no readable trace, and OSError, with its name, where a file cannot be written; what stood there stays.
+    `against`: a reference run to compare with, whose loss is drawn, too.
+
+    Return the written files, and the lines of the trace that were cut short.
+
+    Raise FileNotFoundError or `trace.TraceError` if there is no readable trace. Raise OSError with
+    the file's name if a file cannot be written; an older file of that name is kept.
     """
     verdict = check(run_dir, against)
     history = verdict.history

@@ -1,1 +1,4 @@
-"""The invariants as rules over a trace, a file an invariant. INV-9 needs more than a trace and is not here."""
+"""The invariants as rules over a trace, one file for each.
+
+INV-9 needs more than a trace, so it is not here.
+"""

@@ -1,6 +1,6 @@
-"""INV-2: members commit the same steps with equal results, and their state is equal after every step.
+"""INV-2: members commit the same steps with equal results and have equal state after each.
 
-Agreement is compared between replicas: a commit has to be backed by votes, and a vote by results.
+Agreement is compared between replicas. A commit must be backed by votes, and a vote by results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from megatron_recover.observe.verify.rule import Rule, of_run, of_step
 
 
 def equal_results(history: History, step: Step) -> Findings:
-    """The members of a version hold the same result. What a replica was outvoted for differs, and counts nowhere."""
+    """Require that all members of a version hold the same result.
+
+    Results that a replica was outvoted for are left out: they differ and count nowhere.
+    """
     for (bucket, version), held in step.results.items():
         first: dict[int, trace.Reduced | trace.Transferred] = dict(held.usual)
         for line, event in sorted(held.odd, key=lambda one: isinstance(one[1], trace.Transferred)):
@@ -32,7 +35,7 @@ def equal_results(history: History, step: Step) -> Findings:
 
 
 def equal_records(history: History, step: Step) -> Findings:
-    """All replicas commit the same record, of the results that they hold."""
+    """Require that all replicas commit the same record, made of the results that they hold."""
     if step.record is None:
         return
     record = step.record[1]
@@ -54,7 +57,10 @@ def equal_records(history: History, step: Step) -> Findings:
 
 
 def _to_compare(history: History, step: Step, commit: trace.Committed) -> Iterator[tuple[trace.Result, Held, dict[int, int]]]:
-    """The committed results of which somebody may hold something else, with the committed checksum of each rank."""
+    """Yield the committed results that differ from what a replica may hold.
+
+    Each comes with its holders and the committed checksum of each rank.
+    """
     for result in commit.versions:
         held = step.results.get((result.bucket, result.version))
         if held is None:
@@ -65,7 +71,7 @@ def _to_compare(history: History, step: Step, commit: trace.Committed) -> Iterat
 
 
 def _held_by(held: Held, replica: int) -> Iterator[tuple[Line, int, int]]:
-    """Line, rank and checksum of each result that a replica came to hold."""
+    """Yield line, rank and checksum of each result that a replica held."""
     for rank, line in held.plain.get(replica, {}).items():
         yield line, rank, held.usual[rank].checksum
     for line, event in held.odd:
@@ -74,7 +80,10 @@ def _held_by(held: Held, replica: int) -> Iterator[tuple[Line, int, int]]:
 
 
 def equal_paces(history: History, step: Step) -> Findings:
-    """Members that go on learn the same paces. One that is lost may have committed by votes that nobody else had."""
+    """Require that members of the newest generation that committed the step learn the same paces.
+
+    A member that was lost since may have committed by votes that no other member had.
+    """
     if not step.commits:
         return
     members = history.roster(max(event.generation for _, event in step.commits.values()))
@@ -86,7 +95,7 @@ def equal_paces(history: History, step: Step) -> Findings:
 
 
 def backed_votes(history: History, step: Step) -> Findings:
-    """A vote says that all ranks of the replica hold all results of the record."""
+    """Require that all ranks hold all results of the record before their replica votes."""
     record = step.record[1] if step.record else None
     for line, vote in step.votes if record else ():
         for result in record.versions if record and record.digest == vote.digest else ():
@@ -99,7 +108,7 @@ def backed_votes(history: History, step: Step) -> Findings:
 
 
 def applied_as_committed(history: History, step: Step) -> Findings:
-    """A rank applies what its leader has committed, under the same name."""
+    """Require that a rank applies what its leader has committed, with the same label."""
     for line, event in step.applied:
         commit = step.commits.get(event.replica)
         if commit is None:
@@ -110,7 +119,10 @@ def applied_as_committed(history: History, step: Step) -> Findings:
 
 
 def equal_parameters(history: History, step: Step) -> Findings:
-    """All replicas have the same parameters after a step, and the ranks of each that hold the same ones, too."""
+    """Require that all replicas have the same parameters after a step.
+
+    Ranks of one replica that hold the same parameters must agree as well.
+    """
     started = history.first(trace.RunStarted)
     layout = started.layout if started else trace.Layout(tp=1, pp=1)
     seen: dict[tuple[object, ...], tuple[str, trace.Applied]] = {}
@@ -133,9 +145,11 @@ def equal_parameters(history: History, step: Step) -> Findings:
 
 
 def whole_records(history: History, step: Step) -> Findings:
-    """A step commits all buckets, an evaluation the ledger, each with the checksum of every rank that holds it.
+    """Require that a record has all its buckets, with a checksum of every rank that holds them.
 
-    One that is given up commits none.
+    - A training step commits all buckets.
+    - An evaluation or an agreement commits the ledger.
+    - A step that is given up commits none.
     """
     buckets = tuple(range(len(history.bucket_ranks)))
     whole: set[tuple[int, str]] = set()
@@ -159,13 +173,17 @@ def whole_records(history: History, step: Step) -> Findings:
 
 
 class CommittedIsApplied(Rule):
-    """Every rank of a replica applies what its leader has committed before it, or the leader, gets to a later step."""
+    """A rule: every rank applies a committed step before it works on a later one.
+
+    The step must also be applied by all ranks before the leader commits a later step.
+    """
 
     def __init__(self, history: History, gaps: Gaps) -> None:
         super().__init__(history, gaps)
         self._ranks = frozenset(rank for holders in history.bucket_ranks for rank in holders)
         self._owed: dict[int, tuple[int, Line, set[int]]] = {}
-        """Replica -> the step that it committed last, where, and the ranks that have not applied it."""
+        """Replica -> its last committed step, the line of that commit, and the ranks that have not
+        applied the step."""
 
     def takes(self) -> Mapping[type, Taker]:
         return {trace.Committed: self._goes_on, **dict.fromkeys(RANK_WORK, self._goes_on)}
@@ -197,7 +215,7 @@ class CommittedIsApplied(Rule):
 
 
 def equal_members(history: History, gaps: Gaps) -> Findings:
-    """All replicas start alike."""
+    """Require that all replicas start alike."""
     members = {replica for generation in history.generations.values() for replica in generation.roster}
     joined = [(line, event) for line, event in history.of(trace.Joined) if event.replica in members]
     for line, event in joined:
@@ -207,7 +225,10 @@ def equal_members(history: History, gaps: Gaps) -> Findings:
 
 
 def equal_ranks(history: History, step: Step) -> Findings:
-    """A loss is the same wherever it is told; digests are made of a rank on all replicas or none."""
+    """Require that all ranks record the same loss.
+
+    A rank position must have parameter digests on all replicas or on none.
+    """
     told: trace.Applied | None = None
     digests: dict[int, trace.Applied] = {}
     for line, event in step.applied:
@@ -221,12 +242,12 @@ def equal_ranks(history: History, step: Step) -> Findings:
 
 
 class AdoptedFromAMember(Rule):
-    """What a replica adopts, a member has said that it has committed."""
+    """A rule: a replica adopts a step only if a member has reported that it committed the step."""
 
     def __init__(self, history: History, gaps: Gaps) -> None:
         super().__init__(history, gaps)
         self._told: set[tuple[int, int]] = set()
-        """(generation, step)"""
+        """(generation, step) of each commit that a member has reported in its status."""
 
     def takes(self) -> Mapping[type, Taker]:
         return {trace.Status: self._tells, trace.Committed: self._adopts}
@@ -240,11 +261,11 @@ class AdoptedFromAMember(Rule):
         if not event.adopted or (event.generation, event.step) in self._told:
             return ()
         what = f"replica {event.replica} adopted step {event.step} in generation {event.generation}"
-        return ((line, f"{what}, of which no member had said that it committed that step"),)
+        return ((line, f"{what}, but no member had reported a commit of that step"),)
 
 
 class CommitsInOrder(Rule):
-    """A replica commits one step after the other."""
+    """A rule: a replica commits one step after the other."""
 
     def __init__(self, history: History, gaps: Gaps) -> None:
         super().__init__(history, gaps)
@@ -262,7 +283,7 @@ class CommitsInOrder(Rule):
 
 
 class BackedCommits(Rule):
-    """A commit has the equal votes of all members, or is adopted from who has committed."""
+    """A rule: a commit has equal votes of all members, or adopts a record committed before."""
 
     def __init__(self, history: History, gaps: Gaps) -> None:
         super().__init__(history, gaps)
@@ -294,11 +315,15 @@ class BackedCommits(Rule):
 
 
 _COMMON = ("quotas", "transfers", "reduces", "decided")
-"""What the plans of all members have alike; `computes` are a replica's own."""
+"""Fields that are equal in the plans of all members; `computes` is a replica's own."""
 
 
 def equal_plans(history: History, step: Step) -> Findings:
-    """All members plan the same; the quotas of a step that nobody has begun sum to M, and each computes its own."""
+    """Require that all members make the same plan of a step.
+
+    In the first generation that plans the step, the quotas must sum to M, and each replica must
+    compute its quota.
+    """
     plans = step.plans
     fresh = min((plan.generation for _, plan in plans), default=0)
     firsts = {plan.generation: plan for _, plan in reversed(plans)}
@@ -319,9 +344,11 @@ def equal_plans(history: History, step: Step) -> Findings:
 
 
 def equal_states(history: History, step: Step) -> Findings:
-    """All who commit a step that carries the state digest began it with the same state, rank by rank, and told so first.
+    """Require that all replicas began a step with the same state, rank by rank.
 
-    What a replica was outvoted for differs, and commits nothing.
+    This holds for steps whose record carries the state digest. The ranks must record their digests
+    before their replica votes. A replica that was outvoted commits nothing, so its digests may
+    differ.
     """
     ranks = {rank for holders in history.bucket_ranks for rank in holders}
     voted: dict[int, int] = {}
@@ -361,4 +388,4 @@ RULES: tuple[type[Rule], ...] = (
     AdoptedFromAMember,
     of_step(equal_states),
 )
-"""In the order in which their findings are told."""
+"""Rules of the invariant, in the order in which their findings are reported."""

@@ -1,4 +1,4 @@
-"""INV-8: every wait ends, as far as a trace tells."""
+"""INV-8: every wait ends, as far as a trace shows it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from megatron_recover.observe.verify.rule import Rule, of_run
 NEVER_ALONE = (
     ExitCode.TOO_FEW_REPLICAS, ExitCode.POISONED_MICROBATCH, ExitCode.DIVERGED, ExitCode.NO_REPLICA_LEFT,
 )  # fmt: skip
-"""Exit codes that only the coordinator gives, which says so by `stopping`."""
+"""Exit codes that only the coordinator gives. It records `stopping` with them."""
 
 
 def honest_end(history: History, gaps: Gaps) -> Findings:
-    """The exit code is that of `stopping`, and 12 has votes that differ; with 0 all survivors committed what was begun."""
+    """Require that the exit code agrees with the trace.
+
+    - A run that was stopping ends with the exit code of `stopping`, unless it was killed.
+    - A code of `NEVER_ALONE` comes with `stopping`, and `DIVERGED` with votes that differ.
+    - With code 0 every planned step is committed, and every survivor has committed the last step.
+    """
     found = history.of(trace.RunFinished)
     if not found:
         return
@@ -29,9 +34,9 @@ def honest_end(history: History, gaps: Gaps) -> Findings:
     if stops and ended.exit_code not in stops and not killed_on_request:
         yield line, f"the run ended with exit code {ended.exit_code}, but was stopping with {stops[-1]}"
     elif not stops and ended.exit_code in NEVER_ALONE and not gaps.of_launcher:
-        yield line, f"the run ended with exit code {ended.exit_code}, but nothing says that it was stopping"
+        yield line, f"the run ended with exit code {ended.exit_code}, but no `stopping` was recorded"
     elif ended.exit_code == ExitCode.DIVERGED and not history.of(trace.Disagreed) and not gaps:
-        yield line, "the run ended because replicas disagreed, but none of them has written of a vote that differs from its own"
+        yield line, "the run ended because replicas disagreed, but none of them recorded `disagreed`"
     if ended.exit_code != ExitCode.OK or history.last_step is None:
         return
     last = history.last_step
@@ -45,7 +50,7 @@ def honest_end(history: History, gaps: Gaps) -> Findings:
 
 
 class EntersTheLast(Rule):
-    """INV-8, as far as a trace tells: every member of the last generation enters it, unless it had nothing left to do."""
+    """A rule: every member of the last generation enters it, unless the member had finished."""
 
     def __init__(self, history: History, gaps: Gaps) -> None:
         super().__init__(history, gaps)
@@ -77,4 +82,4 @@ RULES: tuple[type[Rule], ...] = (
     of_run(honest_end),
     EntersTheLast,
 )
-"""In the order in which their findings are told."""
+"""Rules of the invariant, in the order in which their findings are reported."""

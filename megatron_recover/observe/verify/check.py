@@ -1,6 +1,6 @@
-"""`megatron-recover check`: the verdict on a run, from its trace and, against a reference, its parameter digests.
+"""Judge a run for `megatron-recover check`, from its trace and, with a reference, its parameters.
 
-It judges by `rules.RULES`; it changes nothing in the run directory.
+The rules are `rules.RULES`. Nothing in the run directory is changed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from megatron_recover.observe.verify.rule import LEVELS, Rule, provides
 from megatron_recover.observe.verify.rules import RULES
 
 SHOWN_VIOLATIONS = 20
-"""So many violations of one invariant are printed; the rest is counted."""
+"""Largest number of violations of one invariant that are printed; further ones are counted."""
 KEPT_VIOLATIONS = 10_000
-"""So many violations of one invariant are kept, the first that were found: a trace that is broken all over fills no memory."""
+"""Largest number of violations of one invariant that are kept, so that a thoroughly broken trace
+does not fill the memory."""
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A broken invariant and the line of the event that shows it."""
+    """A broken invariant, and the line of the event that shows it."""
 
     invariant: str
     line: Line
@@ -41,38 +42,39 @@ class Violation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was looked at and what is wrong with it."""
+    """The result of `check`: the run, its violations, and what could not be judged."""
 
     history: History
     reference: History | None
-    """What the run is compared with."""
+    """Run that the run is compared with, if any."""
     summary: Summary
     violations: tuple[Violation, ...]
     problems: tuple[str, ...]
-    """Reasons for which the run does not count as proven although no invariant is broken."""
+    """Reasons why the run does not count as proven although no invariant is broken."""
     not_judged: tuple[str, ...] = ()
-    """What nothing is said of, because the trace does not have it: steps with a gap, rules that need more than was recorded."""
+    """Parts that the trace does not show: steps with a gap, and rules that need more than was
+    recorded."""
     uncounted: Mapping[str, int] = field(default_factory=dict)
-    """Invariant -> violations beyond those that are kept."""
+    """Invariant -> number of violations that are not kept."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has ended, so that nothing can follow what was looked at."""
+        """Return whether the run has ended, so that its trace is final."""
         return self.summary.exit_code is not None
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the run was judged."""
+        """Return whether all of the run was judged."""
         return not self.not_judged
 
     @property
     def holds(self) -> bool:
-        """Whether everything that was claimed and judged is proven."""
+        """Return whether there is neither a violation nor a problem."""
         return not self.violations and not self.problems
 
 
 class _Judge:
-    """A rule as `replay` sees it, and the invariant that it belongs to."""
+    """A rule as a watcher of `replay`, with the invariant that the rule belongs to."""
 
     def __init__(self, invariant: str, rule: Rule) -> None:
         self.invariant, self.rule = invariant, rule
@@ -86,25 +88,25 @@ class _Judge:
 
 @dataclass
 class _Found:
-    """Violations of all invariants."""
+    """Collected violations of all invariants."""
 
     kept: dict[str, list[Finding]] = field(default_factory=lambda: defaultdict(list))
     uncounted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def add(self, invariant: str, finding: Finding) -> None:
-        """Keep a finding, or count it."""
+        """Keep a finding, or count it if `KEPT_VIOLATIONS` are kept already."""
         if len(self.kept[invariant]) < KEPT_VIOLATIONS:
             self.kept[invariant].append(finding)
         else:
             self.uncounted[invariant] += 1
 
     def violations(self) -> tuple[Violation, ...]:
-        """Those that are kept, by invariant and then by line."""
+        """Return the violations that are kept, by invariant and then by line."""
         return tuple(Violation(number, line, message) for number, _, _ in RULES for line, message in sorted(self.kept[number]))
 
 
 def _judge(history: History, gaps: Gaps, accounts: Iterable[Accounts] = ()) -> _Found:
-    """Read a trace once more under the eyes of all rules that it has enough for, and of `accounts`."""
+    """Replay a trace for `accounts` and for all rules that its level suffices for."""
     level = LEVELS.index(provides(history))
     judges = [
         _Judge(number, rule(history, gaps)) for number, _, rules in RULES for rule in rules if LEVELS.index(rule.needs) <= level
@@ -122,12 +124,15 @@ def _judge(history: History, gaps: Gaps, accounts: Iterable[Accounts] = ()) -> _
 
 
 def violations(history: History) -> tuple[Violation, ...]:
-    """All violations, by invariant and then by line."""
+    """Return all violations, by invariant and then by line."""
     return _judge(history, Gaps(history)).violations()
 
 
 def check(run_dir: Path, against: Path | None = None) -> Verdict:
-    """Judge a run directory. Raises FileNotFoundError or `trace.TraceError` where there is no readable trace."""
+    """Judge a run directory.
+
+    Raise FileNotFoundError or `trace.TraceError` if there is no readable trace.
+    """
     history, reference = History.read(run_dir), History.read(against) if against else None
     gaps, accounts, comparison = Gaps(history), Accounts(history), None
     found = _judge(history, gaps, [accounts])
@@ -143,7 +148,7 @@ def check(run_dir: Path, against: Path | None = None) -> Verdict:
         starts = [one.first(trace.RunStarted) for one in (history, reference)]
         problems += _differences(comparison, all(start and start.determinism == "exact" for start in starts))
         if not _tells_parameters(comparison):
-            # Where the trace does not have the end of the run, that says nothing of the run.
+            # Without the end of the run in the trace this is no fault of the run.
             (unjudged if _hides_end(history, gaps) else problems).append(
                 f"parameters cannot be compared with {against}: layouts or last steps differ, and so do the last checkpoints"
             )
@@ -156,7 +161,7 @@ def _tells_parameters(comparison: Comparison) -> bool:
 
 
 def _hides_end(history: History, gaps: Gaps) -> bool:
-    """Return whether the last step that was committed, or what its ranks wrote, may be missing."""
+    """Return whether the trace may lack the last committed step or events of its ranks."""
     return history.first(trace.RunFinished) is None or gaps.hides_later or max(history.steps, default=-1) in gaps.touched
 
 
@@ -195,7 +200,7 @@ def _differences(comparison: Comparison, are_exact: bool) -> Iterator[str]:
 
 
 def describe(verdict: Verdict) -> str:
-    """The verdict for people, several lines."""
+    """Return the verdict for people, in several lines."""
     history, summary = verdict.history, verdict.summary
     lines = [
         f"{history.path}: {history.num_events} events; {summary.steps} training and {summary.evaluation_steps} evaluation "
@@ -234,7 +239,7 @@ def describe(verdict: Verdict) -> str:
 
 
 def how_it_ended(history: History) -> str | None:
-    """Return how the run ended and why, in words; None where the trace does not say that it has ended."""
+    """Return how the run ended and why, for people; None if the trace has no end of the run."""
     ended = history.first(trace.RunFinished)
     if ended is None:
         return None
@@ -256,7 +261,7 @@ def _detail(number: str, summary: Summary) -> str:
 
 
 def _texts(history: History, lines: Iterable[Line]) -> dict[Line, str]:
-    """The events of some lines, as they are in the file."""
+    """Return the events of some lines as text, as they are in the file."""
     wanted = set(lines)
     if not wanted:
         return {}

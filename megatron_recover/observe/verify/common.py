@@ -1,4 +1,4 @@
-"""What rules of several invariants share."""
+"""Facts that rules of several invariants use."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from megatron_recover.observe.history import History
 RANK_WORK = (
     trace.MicrobatchStarted, trace.MicrobatchFinished, trace.BucketPassed, trace.Reduced, trace.Transferred, trace.Applied,
 )  # fmt: skip
-"""What a rank does for a step."""
+"""Types of events by which a rank works on a step."""
 
 
 def survivors(history: History) -> Iterator[int]:
-    """Replicas that lived to the end of a run that ended as planned; none for any other run."""
+    """Yield the replicas that lived to the end of a run that ended as planned.
+
+    Yield none for any other run.
+    """
     ended, announced = history.first(trace.RunFinished), history.of(trace.Generation)
     if ended is None or ended.exit_code != ExitCode.OK or not announced:
         return
-    # A loss after the others had finished makes no generation any more.
+    # A loss after the others have finished makes no generation, so no announcement names it.
     broken = {event.replica for _, event in history.of(trace.Failure)}
     broken |= {event.replica for _, event in history.of(trace.Fenced)}
     yield from (replica for replica in announced[-1][1].roster if replica not in broken | history.lost_at.keys())

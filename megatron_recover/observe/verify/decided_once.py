@@ -1,4 +1,7 @@
-"""INV-4: a decided bucket is neither computed again nor changed within its step while a member holds it."""
+"""INV-4: a decided bucket is final.
+
+While a member holds the bucket, it is neither computed again nor changed within its step.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from megatron_recover.observe.verify.rule import Rule, of_step
 
 
 class DecidedOnce(Rule):
-    """A bucket that a member holds complete is neither computed into nor reduced again, and is what is committed.
+    """A rule: a bucket that a member holds complete is committed as it is.
 
-    A result in which a replica took part that was outvoted since is withdrawn: it has to be made again.
+    The bucket is neither computed into nor reduced again. The exception is a result in which a
+    replica took part that was outvoted since: such a result is withdrawn and must be made again.
     """
 
     def takes(self) -> Mapping[type, Taker]:
@@ -59,7 +63,7 @@ class DecidedOnce(Rule):
 
 
 def counted_as_told(history: History, step: Step) -> Findings:
-    """What a plan counts as decided or has sent, a member has told that it holds complete."""
+    """Require that a member has reported complete what a plan counts as decided or transfers."""
     complete = {(one.generation, one.replica): set(one.complete) for _, one in step.statuses}
     for line, event in step.plans:
         counted = {(one.bucket, one.version, one.source) for one in event.decided}
@@ -67,16 +71,16 @@ def counted_as_told(history: History, step: Step) -> Findings:
         for bucket, version, source in sorted(counted):
             if (bucket, version) not in complete.get((event.generation, source), ()):
                 what = f"replica {event.replica} plans step {event.step} with bucket {bucket} version {version} complete on"
-                yield line, f"{what} replica {source}, which has not told so in generation {event.generation}"
+                yield line, f"{what} replica {source}, which has not reported so in generation {event.generation}"
 
 
 class HeldAsPlanned(Rule):
-    """A rank holds only sums that its plan asks for, and what its plan has sent to it."""
+    """A rule: a rank holds only sums and transfers that its plan asks for."""
 
     def __init__(self, history: History, gaps: Gaps) -> None:
         super().__init__(history, gaps)
         self._planned: dict[int, dict[tuple[int, int], tuple[frozenset[int], tuple[trace.Transfer, ...]]]] = {}
-        """Step -> (replica, generation) -> buckets to sum, and what is sent."""
+        """Step -> (replica, generation) -> buckets to reduce, and transfers."""
 
     def takes(self) -> Mapping[type, Taker]:
         return {trace.Plan: self._plan, trace.Reduced: self._result, trace.Transferred: self._result}
@@ -112,4 +116,4 @@ RULES: tuple[type[Rule], ...] = (
     HeldAsPlanned,
     DecidedOnce,
 )
-"""In the order in which their findings are told."""
+"""Rules of the invariant, in the order in which their findings are reported."""

@@ -1,7 +1,8 @@
 """INV-1: a committed bucket counts each microbatch of its step exactly once.
 
-Exactly-once is counted from the computed microbatches, not from the provenance alone. Steps that were made void and computed
-anew are judged here as well: the void attempts are left out of all other rules (`replay.py`), as if they had never been.
+The count is taken from the computed microbatches, not from the provenance alone. This file also
+judges steps that were made void and computed anew. All other rules leave the void attempts out
+(`replay.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megatron_recover.observe.verify.rule import Rule, of_run, of_step
 
 
 def counted_once(history: History, step: Step) -> Findings:
-    """A committed bucket counts each microbatch of its step once, by its provenance."""
+    """Require that the provenance of a committed bucket counts each microbatch of its step once."""
     versions = [(result.bucket, result.version) for result in step.record[1].versions] if step.record else []
     for key in versions if step.miscounted else ():
         for at, held in step.miscounted:
@@ -29,7 +30,11 @@ def counted_once(history: History, step: Step) -> Findings:
 
 
 def computed_once(history: History, step: Step) -> Findings:
-    """On each rank position the members of a committed version put each microbatch into the bucket once, and no other."""
+    """Require that members computed each microbatch into a committed bucket once.
+
+    The members are those of the committed version. This must hold on each rank position, and no
+    other microbatch may be in the bucket.
+    """
     if step.record is None:
         return
     line, record = step.record
@@ -57,7 +62,10 @@ def computed_once(history: History, step: Step) -> Findings:
 
 
 def _computed(history: History, step: Step, version: int) -> dict[int, list[tuple[frozenset[int], Ids]]]:
-    """Rank -> what the members of a generation had computed of a step up to then, and the buckets that it went into."""
+    """Return what the members of a generation had computed of a step up to that generation.
+
+    The result maps each rank position to (buckets that took the gradient, microbatches).
+    """
     members = history.members.get(version, frozenset())
     found: dict[int, list[tuple[frozenset[int], Ids]]] = defaultdict(list)
     for (replica, rank), work in step.ranks.items():
@@ -68,7 +76,7 @@ def _computed(history: History, step: Step, version: int) -> dict[int, list[tupl
 
 
 def applied_once(history: History, step: Step) -> Findings:
-    """No rank applies a step twice."""
+    """Require that no rank applies a step twice."""
     applied: set[tuple[int, int]] = set()
     for line, event in step.applied:
         if (event.replica, event.rank) in applied:
@@ -77,7 +85,10 @@ def applied_once(history: History, step: Step) -> Findings:
 
 
 class AskedFor(Rule):
-    """M is what the command line asked for; evaluations are only equal to each other."""
+    """A rule: M is what the command line asks for.
+
+    All evaluations have the same M, and agreements have none.
+    """
 
     def __init__(self, history: History, gaps: Gaps) -> None:
         super().__init__(history, gaps)
@@ -101,14 +112,15 @@ class AskedFor(Rule):
 
 
 class StartedAndFinished(Rule):
-    """What was finished was started."""
+    """A rule: a microbatch that was finished was started."""
 
     needs = "microbatches"
 
     def __init__(self, history: History, gaps: Gaps) -> None:
         super().__init__(history, gaps)
         self._open: dict[int, dict[tuple[int, ...], int]] = {}
-        """Step -> what is begun (above 0), or was finished more often than begun (below)."""
+        """Step -> (replica, rank, generation, microbatch, chunk) -> starts minus ends, without
+        zeros."""
 
     def takes(self) -> Mapping[type, Taker]:
         return {trace.MicrobatchStarted: self._started, trace.MicrobatchFinished: self._finished}
@@ -137,7 +149,7 @@ class StartedAndFinished(Rule):
 
 
 def every_iteration(history: History, gaps: Gaps) -> Findings:
-    """Training goes through the iterations one by one."""
+    """Require that training goes through the iterations one by one."""
     last: tuple[int, int] | None = None
     for step, record in history.records.items():
         planned = history.steps[step].label
@@ -153,14 +165,18 @@ def every_iteration(history: History, gaps: Gaps) -> Findings:
 
 
 def _may_lie_between(gaps: Gaps, last: tuple[int, int], now: tuple[int, int]) -> bool:
-    """Whether iterations that are missing between two steps can be those of steps that a gap took out whole."""
+    """Return whether a gap can hide the iterations that are missing between two steps.
+
+    `last` and `now` are (step, iteration).
+    """
     return 1 < now[1] - last[1] <= now[0] - last[0] and any(one in gaps.touched for one in range(last[0] + 1, now[0]))
 
 
 def deals_what_is_missing(history: History, step: Step) -> Findings:
-    """What members hold by their statuses and what their plans deal them is each microbatch once, for every bucket to reduce.
+    """Require that statuses and plans cover each microbatch once, in every bucket to reduce.
 
-    Asked only where all members of a generation have planned: one that is lost before it does takes what it was dealt along.
+    This is judged only if all members of a generation have planned. A member that is lost before
+    its plan takes its deal along.
     """
     held = {(one.generation, one.replica): one.contributions for _, one in step.statuses}
     whole: dict[int, dict[int, tuple[Line, trace.Plan]]] = defaultdict(dict)
@@ -194,14 +210,17 @@ def deals_what_is_missing(history: History, step: Step) -> Findings:
 
 
 class ComputedAsDealt(Rule):
-    """A rank computes what the plan of its replica deals, into those buckets, and a pass takes in all of it or nothing."""
+    """A rule: a rank computes what the plan of its replica deals, into the buckets of the plan.
+
+    A pass that is extended takes all microbatches of a plan.
+    """
 
     needs = "microbatches"
 
     def __init__(self, history: History, gaps: Gaps) -> None:
         super().__init__(history, gaps)
         self._dealt: dict[int, dict[tuple[int, int], dict[int, frozenset[int]]]] = {}
-        """Step -> (replica, generation) -> microbatch -> the buckets that it goes into."""
+        """Step -> (replica, generation) -> microbatch -> buckets that it goes into."""
 
     def takes(self) -> Mapping[type, Taker]:
         return {
@@ -252,9 +271,10 @@ class ComputedAsDealt(Rule):
 
 
 def void_for_a_reason(history: History, gaps: Gaps) -> Findings:
-    """INV-1: a step is made void because a member reported a miscount of it, once, and before anybody has committed it.
+    """Require a reported miscount for each step that is made void.
 
-    If that was miscounted, too, it is given up, and its record says so.
+    A step is made void once, and not after a replica has committed it. If its second attempt is
+    miscounted, too, the step is given up, and its record shows that.
     """
     told: dict[int, list[tuple[int, Line]]] = defaultdict(list)
     for line, miscount in history.of(trace.Miscounted):
@@ -265,7 +285,8 @@ def void_for_a_reason(history: History, gaps: Gaps) -> Findings:
         if event.void is None or event.void[0] in gaps.touched:
             continue
         step, since = event.void
-        # Of the attempt that it ends: for a step that is given up that is the second one.
+        # The miscount must be in the attempt that is ended. For a step that is given up that is the
+        # second one.
         first = voided.get(step, 0) if event.gives_up and step not in given_up else 0
         if not any(generation >= first and at < line for generation, at in told[step]):
             yield line, f"generation {event.generation} makes step {step} void, of which nobody has reported a miscount"
@@ -288,9 +309,9 @@ def void_for_a_reason(history: History, gaps: Gaps) -> Findings:
 
 
 def miscounts(history: History) -> Iterator[str]:
-    """Yield for each microbatch that a sum did not count once who had it in its local gradient, and by which plans.
+    """Yield a sentence on each miscounted microbatch: which replicas have it, and by which plans.
 
-    Reads the trace once more where there is any.
+    If there is any miscount, the trace is read once more.
     """
     told: dict[tuple[int, int, int, int], dict[int, trace.Miscounted]] = defaultdict(dict)
     for _, event in history.of(trace.Miscounted):
@@ -332,4 +353,4 @@ RULES: tuple[type[Rule], ...] = (
     of_step(applied_once),
     of_run(void_for_a_reason),
 )
-"""In the order in which their findings are told."""
+"""Rules of the invariant, in the order in which their findings are reported."""

@@ -15,14 +15,14 @@ from megatron_recover.observe.verify.rule import Rule, of_run, of_step
 
 
 def honest_journals(history: History, step: Step) -> Findings:
-    """A status tells as finished only microbatches whose backward had ended."""
+    """Require that a status lists only microbatches as finished whose backward had ended."""
     for line, status, missing in step.unfinished:
         if missing:
-            yield line, f"replica {status.replica} says that it has finished microbatches {missing} of step {status.step}"
+            yield line, f"replica {status.replica} reports unfinished microbatches {missing} of step {status.step} as finished"
 
 
 def backed_statuses(history: History, step: Step) -> Findings:
-    """A status counts only results that all ranks of the replica held before they promised."""
+    """Require that all ranks of a replica held the results of its status before they promised."""
     for line, status in step.statuses:
         for bucket, version in status.complete:
             held = step.results.get((bucket, version))
@@ -36,13 +36,13 @@ def backed_statuses(history: History, step: Step) -> Findings:
 
 
 class Promised(Rule):
-    """Who acts in a generation has entered it and told its status."""
+    """A rule: a replica acts in a generation after it has entered and reported its status."""
 
     def __init__(self, history: History, gaps: Gaps) -> None:
         super().__init__(history, gaps)
         self._seen: dict[type, set[tuple[int, int]]] = {trace.Entered: set(), trace.Status: set()}
         self._ready: set[tuple[int, int]] = set()
-        """(replica, generation) of those who have done both."""
+        """(replica, generation) of replicas that have done both."""
 
     def takes(self) -> Mapping[type, Taker]:
         acts = (trace.Plan, trace.Voted, trace.Committed, *RANK_WORK)
@@ -61,12 +61,12 @@ class Promised(Rule):
             if key not in had:
                 what = f"replica {event.replica} acts in generation {event.generation} without"
                 yield line, f"{what} {'a status' if kind is trace.Status else 'having entered it'}"
-            had.add(key)  # once is enough
+            had.add(key)  # report it once
         self._ready.add(key)
 
 
 def what_was_lost_is_fenced(history: History, gaps: Gaps) -> Findings:
-    """Every rank of a replica that left the roster by a loss is confirmed dead by the end of the run, or was set aside."""
+    """Require that all ranks of a lost replica are confirmed dead or set aside at the end."""
     started = history.first(trace.RunStarted)
     if started is None or history.first(trace.RunFinished) is None or gaps.of_launcher:
         return
@@ -80,11 +80,17 @@ def what_was_lost_is_fenced(history: History, gaps: Gaps) -> Findings:
 _OF_OTHERS = (
     trace.Fenced, trace.SetAside, trace.Failure, trace.Fault, trace.Gap, trace.RankSilent, trace.RankMoved,
 )  # fmt: skip
-"""Events about a replica that others write, or that say nothing of what it does."""
+"""Types of events about a replica that others write, or that do not show its actions."""
 
 
 class Fencing(Rule):
-    """Nothing stamped with an older generation, and nothing of a replica outside the roster, changes any state."""
+    """A rule: nothing of an older generation or of a replica outside the roster changes any state.
+
+    - A rank writes nothing after it was fenced, and nothing in a generation that its replica is no
+      member of.
+    - A sum has the version of the generation that makes it.
+    - A replica does not vote or commit in an older generation than it has entered.
+    """
 
     needs = "faults"
 
@@ -93,7 +99,8 @@ class Fencing(Rule):
         self._entered: dict[int, int] = {}
         self._fenced: dict[tuple[int, int], Line] = {}
         self._good: set[tuple[int, int, int | None]] = set()
-        """(replica, rank, generation) that may act, until the next one is fenced: to look at most events only once."""
+        """(replica, rank, generation) that may act, until the next rank is fenced. Most events are
+        judged by this set alone."""
 
     def takes(self) -> Mapping[type, Taker]:
         kinds: dict[type, Taker] = {
@@ -156,4 +163,4 @@ RULES: tuple[type[Rule], ...] = (
     of_step(honest_journals, "microbatches"),
     of_step(backed_statuses),
 )
-"""In the order in which their findings are told."""
+"""Rules of the invariant, in the order in which their findings are reported."""

@@ -13,7 +13,7 @@ from megatron_recover.observe.work import redone_in, wasted_in
 
 
 def least_work(history: History, step: Step) -> Findings:
-    """Only microbatches that no survivor holds are computed again; no survivor's work is thrown away."""
+    """Require that no survivor's work is computed again or thrown away."""
     for again in redone_in(step):
         for holder in set(again.dealt_before_to) & set(history.roster(again.generation)):
             what = f"replica {again.replica} computed microbatch {again.microbatch} of step {again.step} again"
@@ -23,7 +23,7 @@ def least_work(history: History, step: Step) -> Findings:
 
 
 class HeldIsNotComputedAgain(Rule):
-    """No rank computes a microbatch into a bucket in which it has it."""
+    """A rule: no rank computes a microbatch into a bucket in which the rank already has it."""
 
     needs = "microbatches"
 
@@ -45,4 +45,4 @@ RULES: tuple[type[Rule], ...] = (
     of_step(least_work, "microbatches"),
     HeldIsNotComputedAgain,
 )
-"""In the order in which their findings are told."""
+"""Rules of the invariant, in the order in which their findings are reported."""

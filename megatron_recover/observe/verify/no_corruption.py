@@ -14,7 +14,7 @@ from megatron_recover.observe.verify.rule import Rule, of_step
 
 
 def applied_when_committed(history: History, step: Step) -> Findings:
-    """No rank applies before its leader has committed."""
+    """Require that no rank applies a step before its leader has committed it."""
     for line, event in step.applied:
         commit = step.commits.get(event.replica)
         if commit and commit[0] > line:
@@ -22,9 +22,10 @@ def applied_when_committed(history: History, step: Step) -> Findings:
 
 
 class SummedWhenPassed(Rule):
-    """No bucket is summed before the backwards that it counts have passed it.
+    """A rule: a bucket is summed only after the backwards that it counts have passed it.
 
-    With `--overlap-grad-reduce` it is summed before its last backward has ended, but not before that has passed it.
+    With `--overlap-grad-reduce` the sum may begin before the last backward has ended, but not
+    before it has passed the bucket.
     """
 
     needs = "microbatches"
@@ -32,7 +33,7 @@ class SummedWhenPassed(Rule):
     def __init__(self, history: History, gaps: Gaps) -> None:
         super().__init__(history, gaps)
         self._told: dict[int, set[Line]] = defaultdict(set)
-        """Step -> lines of the sums that were told."""
+        """Step -> lines of the sums that were reported."""
 
     def takes(self) -> Mapping[type, Taker]:
         return {trace.MicrobatchFinished: self._finished, trace.BucketPassed: self._passed}
@@ -70,7 +71,7 @@ class SummedWhenPassed(Rule):
 
 
 def _sums(step: Step, bucket: int, version: int, replica: int, rank: int) -> Iterator[Line]:
-    """Lines of the sums that a rank made of a version."""
+    """Yield the lines of the sums that a rank made of a version."""
     held = step.results[bucket, version]
     if replica in held.plain and rank in held.plain[replica]:
         yield held.plain[replica][rank]
@@ -80,13 +81,16 @@ def _sums(step: Step, bucket: int, version: int, replica: int, rank: int) -> Ite
 
 
 class ExactSums(Rule):
-    """In `exact` runs every version of a bucket is the same sum, whoever computed what: else a gradient was changed."""
+    """A rule: in `exact` runs all versions of a bucket are the same sum.
+
+    Otherwise a gradient was changed, since the sum does not depend on who computed what.
+    """
 
     def __init__(self, history: History, gaps: Gaps) -> None:
         super().__init__(history, gaps)
         started = history.first(trace.RunStarted)
         self._is_exact = started is not None and started.determinism == "exact"
-        self._ledger = len(history.bucket_ranks) - 1  # it holds measured seconds, which no two computations share
+        self._ledger = len(history.bucket_ranks) - 1  # it holds measured seconds, which differ in every computation
         self._newest = max(history.generations, default=0)
         self._first: dict[int, dict[tuple[int, int], tuple[int, int]]] = defaultdict(dict)
         """Step -> (bucket, rank) -> version and checksum of the first sum."""
@@ -114,4 +118,4 @@ RULES: tuple[type[Rule], ...] = (
     of_step(applied_when_committed),
     ExactSums,
 )
-"""In the order in which their findings are told."""
+"""Rules of the invariant, in the order in which their findings are reported."""

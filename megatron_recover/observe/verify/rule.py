@@ -1,8 +1,11 @@
-"""What a rule of the checker is: something that watches a trace pass by (`replay`) and tells what breaks an invariant.
+"""Define the rules of the checker, each of which finds what breaks an invariant.
 
-A rule sees events in the order of their lines, each with its step as that was before the event; then each step when it is
-whole; then the end. It holds what it needs from one step to the next itself, and that is little. What it says of one step is
-dropped where a gap in the trace touches that step (`gaps`): a rule need not ask, but where it looks from one step to another.
+A rule observes a replay of a trace (`replay`). The rule gets the events in the order of their
+lines, each with its step as it was before the event. It gets each step when the step is whole, and
+then the end. A rule itself holds the little that it needs from one step to the next.
+
+Findings about a step that a gap in the trace touches are dropped (`gaps`). A rule must look for
+gaps itself only if it compares several steps.
 """
 
 from __future__ import annotations
@@ -16,28 +19,28 @@ from megatron_recover.observe.replay import Taker
 from megatron_recover.observe.step import Step
 
 LEVELS: tuple[str, ...] = tuple(reversed(trace.LEVELS))
-"""How much a trace shows, from least to most."""
+"""Levels of detail of a trace, from least to most."""
 
 
 class Rule:
-    """A rule during one reading of a trace."""
+    """A rule during one reading of a trace. The subclass names what it requires."""
 
     needs: str = "steps"
-    """The least level of a trace that it can judge."""
+    """Least level of a trace that the rule can judge."""
 
     def __init__(self, history: History, gaps: Gaps) -> None:
         self.history, self.gaps = history, gaps
 
     def takes(self) -> Mapping[type, Taker]:
-        """What takes in which type of event; returns findings."""
+        """Return the function that takes each type of event; the function returns findings."""
         return {}
 
     def closed(self, step: Step) -> Iterable[Finding]:
-        """What is wrong with a whole step."""
+        """Return what is wrong with a whole step."""
         return ()
 
     def ended(self) -> Iterable[Finding]:
-        """What is wrong with the whole run."""
+        """Return what is wrong with the whole run."""
         return ()
 
 
@@ -64,6 +67,6 @@ def of_run(judge: Callable[[History, Gaps], Iterable[Finding]], needs: str = "fa
 
 
 def provides(history: History) -> str:
-    """How much a trace shows."""
+    """Return the level of a trace."""
     started = history.first(trace.RunStarted)
     return started.level if started else LEVELS[-1]

@@ -1,7 +1,7 @@
-"""The list of all rules, by the invariant that they judge.
+"""List all rules, by the invariant that they judge.
 
-A rule trusts the order of the lines (cause before effect, see `trace`) and nothing that a process says about its own
-correctness.
+A rule trusts the order of the lines (cause before effect, see `trace`). It does not trust what a
+process reports about its own correctness.
 """
 
 from __future__ import annotations

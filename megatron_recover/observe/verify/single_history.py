@@ -1,4 +1,7 @@
-"""INV-6: of two sides of a partition at most one goes on, and a checkpoint is named only for agreed state."""
+"""INV-6: at most one side of a partition continues.
+
+A checkpoint is named only for agreed state.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from megatron_recover.observe.verify.rule import LEVELS, Rule, of_run, provides
 
 
 class MembersHaveJoined(Rule):
-    """Only a replica that was ready becomes a member."""
+    """A rule: only a replica that was ready becomes a member."""
 
     needs = "faults"
 
@@ -31,13 +34,18 @@ class MembersHaveJoined(Rule):
 
     def _announced(self, line: Line, event: trace.Generation, step: None) -> Findings:
         strange = set(event.roster) - self._joined
-        self._joined |= strange  # once is enough
+        self._joined |= strange  # report it once
         if strange := {one for one in strange if not self.gaps.explain(one, 0.0, event.t)}:
             yield line, f"generation {event.generation} has members {sorted(strange)} that never joined"
 
 
 class SingleHistory(Rule):
-    """One roster a generation, generations and checkpoints only go forward, a lost replica never returns."""
+    """A rule: memberships and checkpoints form one history.
+
+    - A generation has one roster, and a step one label and one M.
+    - Generations and checkpoints only advance.
+    - A lost replica never returns, and no replica leaves without a loss.
+    """
 
     needs = "faults"
 
@@ -63,7 +71,11 @@ class SingleHistory(Rule):
         return found
 
     def _follows(self, event: trace.Generation, finished: set[int]) -> Iterator[str]:
-        """`finished`: replicas that have committed the run's last step; one that ends then owes nothing and is no loss."""
+        """Yield what is wrong with an announcement after the one before it.
+
+        `finished`: replicas that have committed the last step of the run. If such a replica ends,
+        that is no loss.
+        """
         before, number, roster = self._newest, event.generation, list(event.roster)
         if before and number <= before.generation:
             yield f"generation {number} was announced after generation {before.generation}"
@@ -102,11 +114,11 @@ class SingleHistory(Rule):
 
 
 def saved_what_was_agreed(history: History, gaps: Gaps) -> Findings:
-    """A checkpoint gets its name only after a record has carried the digest of the state that is in it.
+    """Require that a record carried the digest of a checkpoint before the checkpoint was named.
 
-    That is the record of `save N`; or that of the end of training, where what is saved is the last state.
+    That is the record of `save N`, or that of the end of training if the last state is saved.
     """
-    if gaps.touched:  # one of those steps may have been the agreement
+    if gaps.touched:  # a touched step may have been the agreement
         return
     agreed: dict[int, int] = {}
     trained = None
@@ -128,4 +140,4 @@ RULES: tuple[type[Rule], ...] = (
     SingleHistory,
     of_run(saved_what_was_agreed, "steps"),
 )
-"""In the order in which their findings are told."""
+"""Rules of the invariant, in the order in which their findings are reported."""
