@@ -231,7 +231,7 @@ class Checkpoints:
     # --- Owed checkpoints -------------------------------------------------------------------------
 
     def make_up(self, iteration: int, *args: Any, **kwargs: Any) -> None:
-        """Begin the save that a record requests, or request a save. Called at each step boundary.
+        """Begin the save that a record requests, or request a save. Called between two iterations.
 
         Requests a save if this replica has become the writer and the owed checkpoint does not
         exist.
@@ -293,7 +293,7 @@ class Checkpoints:
     # --- The writer -------------------------------------------------------------------------------
 
     def _write(self, iteration: int, *args: Any, **kwargs: Any) -> None:
-        """Save; set on all ranks of the replica alike whether the save failed."""
+        """Save as the writer. All ranks of the replica learn alike whether the save failed."""
         import torch
 
         first = torch.distributed.get_rank() == 0

@@ -103,7 +103,7 @@ def _digest_of_file(path: str) -> str:
 
 
 def _starts(size: int) -> Iterator[int]:
-    """Yield the offsets of the blocks to read: all of a small file, `_NUM_BLOCKS` of a large one."""
+    """Yield the offsets of the blocks to read: all blocks, or `_NUM_BLOCKS` of a large file."""
     if size <= _NUM_BLOCKS * _BLOCK_BYTES:
         yield from range(0, size, _BLOCK_BYTES)
         return
