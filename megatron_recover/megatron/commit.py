@@ -393,7 +393,7 @@ class CommitLoop:
     def meet(self, round: int) -> None:
         """Wait for all live replicas at the end of training and compare their state.
 
-        `round` counts these meetings, from 0. A rank that has had no step joins the job here, with
+        `round` counts the calls, from 0. A rank that has had no step joins the job here, with
         the ledger as its only bucket.
         """
         self.agree(Label(StepKind.END, round))

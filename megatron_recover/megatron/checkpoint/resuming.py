@@ -29,7 +29,7 @@ def judge(args: Namespace, resume_data: Literal["same", "other"]) -> str:
     checkpoint = f"loading checkpoint of iteration {iteration} from {args.load}"
     known = samples_of(Path(args.load), iteration)
     if known is None:
-        return f"{checkpoint}, which does not say on which data it was trained: whether that is the same is not known"
+        return f"{checkpoint}, which does not say on which data it was trained; the data of this run may differ"
     found = differences(tuple(known.items()), tuple(alike.samples(args).items()))
     if not found:
         return ""

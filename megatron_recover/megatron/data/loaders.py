@@ -178,7 +178,7 @@ def building_cache(directory: Path, patience_s: float) -> Iterator[None]:
             print(f"pid {os.getpid()}", file=lock, flush=True)
         else:
             holder = lock.read().strip() or "another process"
-            print(f"{holder} has held {path} for {figure(patience_s)} s: building the index beside it", file=sys.stderr)
+            print(f"{holder} has held {path} for {figure(patience_s)} s: building the index without the lock", file=sys.stderr)
         save = numpy.save
         numpy.save = _atomic(save)
         try:

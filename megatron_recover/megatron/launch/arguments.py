@@ -148,7 +148,7 @@ REFUSALS = (
     Refusal("--optimizer-cuda-graph", _set("optimizer_cuda_graph"), "a captured graph replays one gradient buffer", _DROP),
     # Fault handling.
     Refusal("--rerun-mode", _not("rerun_mode", "disabled"),
-            "it repeats a step behind the back of the other replicas", "use disabled"),
+            "it repeats a step in one replica alone", "use disabled"),
     Refusal("--moe-expert-rank-capacity-factor", _set("moe_expert_rank_capacity_factor"),
             "it repeats a step in one replica alone", _DROP),
     Refusal("--error-injection-rate", _set("error_injection_rate"),
