@@ -170,10 +170,8 @@ class _Training:
     ) -> int:
         """Train until the job ends and return the exit code.
 
-        A dry run returns before training begins.
-
-        The parameters are those of `pretrain`. Raises `JobStopped` and whatever the training
-        raises.
+        A dry run returns before training begins. The parameters are those of `pretrain`. Raises
+        `JobStopped` and whatever the training raises.
         """
         from megatron.training import pretrain as upstream
         from megatron.training import print_rank_0

@@ -248,10 +248,8 @@ class Checkpoints:
     def settle(self, meet: Callable[[int], None], *, has_trained: bool = True) -> None:
         """Return when the last checkpoint exists or when it cannot be written.
 
-        Called after training.
-
-        Any replica may have to write it. `meet(round)` returns when all live replicas are in this
-        round. `has_trained` is whether any state has changed.
+        Called after training. Any replica may have to write it. `meet(round)` returns when all live
+        replicas are in this round. `has_trained` is whether any state has changed.
         """
         iteration = self._agreed
         if iteration is None:

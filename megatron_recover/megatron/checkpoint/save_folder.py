@@ -124,9 +124,10 @@ class SaveFolder:
 
 
 def named_in(path: Path) -> int:
-    """Return the iteration that the tracker in the folder `path` names; -1 if there is none.
+    """Return the iteration that the tracker in the folder `path` names.
 
-    Raises OSError if the tracker cannot be read.
+    Returns -1 if there is no tracker or it names no iteration. Raises OSError if the tracker cannot
+    be read.
     """
     try:
         text = (path / TRACKER).read_text().strip()

@@ -43,9 +43,8 @@ class Dataset(Protocol):
 class MicrobatchCursor:
     """Names the microbatch whose samples are read next.
 
-    One per rank, shared by all its data iterators.
-
-    The schedule sets the microbatch before each forward.
+    One per rank, shared by all its data iterators. The schedule sets the microbatch before each
+    forward.
     """
 
     def __init__(self, page: ProgressPage | None = None) -> None:
