@@ -1,4 +1,4 @@
-"""The seams: one TOML file each, saying what of Megatron is replaced, why, and which upstream names that relies on.
+"""The seams, one TOML file each, with the replaced name of Megatron, the reason and the signature.
 
-`anchors.toml` lists what is used of Megatron without being replaced.
+`anchors.toml` lists the parts of Megatron that are used without being replaced.
 """

@@ -1,8 +1,9 @@
-"""`pretrain_gpt.py` with every forward stretched to a fixed wall time, so that the number of cores decides nothing.
+"""Runs `pretrain_gpt.py` with every forward stretched to a fixed wall time.
 
-The time comes from the flag `--paced-forward-s SECONDS`; backwards are stretched by `--paced-backward-s`, for jobs whose
-replicas are many more than the cores. With `--second-pass-only` every pass is closed as it begins, so that what is dealt while
-it runs gets a pass of its own. All these flags are taken away before Megatron sees the arguments.
+Then the number of cores does not affect the measured times. `--paced-forward-s SECONDS` gives the
+time of a forward. `--paced-backward-s` stretches backwards too, for jobs with many more replicas
+than cores. With `--second-pass-only` every pass is closed when it begins, so work that is dealt
+during a pass gets a pass of its own. Megatron does not see these flags.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SCRIPT = pathlib.Path(__file__).resolve().with_name("pretrain_gpt.py")
 
 
 def main() -> None:
-    """Train, paced."""
+    """Train with stretched forwards and backwards."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage="%(prog)s --paced-forward-s SECONDS ...")
     parser.add_argument("--paced-forward-s", type=float, required=True)
     parser.add_argument("--paced-backward-s", type=float, default=0.0)

@@ -1,10 +1,10 @@
-"""Pre-train a GPT with Megatron: same flags as upstream's script of this name, on CUDA or, where there is none, on CPU.
+"""Pre-trains a GPT with Megatron, with the flags of upstream's script of this name, on CUDA or CPU.
 
-    megatron-recover run --replicas 3 -- scripts/pretrain_gpt.py <Megatron flags>     survives dying processes
-    torchrun --nproc-per-node 2 scripts/pretrain_gpt.py <Megatron flags>              plain Megatron
+    megatron-recover run --replicas 3 -- scripts/pretrain_gpt.py <flags>   survives dying processes
+    torchrun --nproc-per-node 2 scripts/pretrain_gpt.py <flags>            plain Megatron
 
-To make a training script of your own recoverable, call `megatron_recover.megatron.pretrain` where it parses the arguments and
-calls Megatron's `pretrain`.
+To make a training script of your own recoverable, call `megatron_recover.megatron.pretrain` where
+it parses the arguments and calls Megatron's `pretrain`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ FIELDS = ("attention_mask", "labels", "loss_mask", "position_ids", "tokens")
 
 
 def batch_of(data_iterator: Iterator[dict[str, Tensor]], args: Namespace, vp_stage: int | None) -> dict[str, Tensor | None]:
-    """The next microbatch on every rank of the stage: TP rank 0 reads, the others are sent what their stage needs."""
+    """Return the tensors of the next microbatch that this stage needs, on every rank of the stage.
+
+    Tensor-parallel rank 0 reads the samples; the other ranks receive the tensors.
+    """
     from megatron.core import mpu
     from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
     from megatron.training.utils import is_first_or_last_pipeline_stage
@@ -67,7 +70,11 @@ def batch_of(data_iterator: Iterator[dict[str, Tensor]], args: Namespace, vp_sta
 
 
 def loss_of(loss_mask: Tensor, output_tensor: Tensor, *, check_for_nan: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Summed loss of a microbatch (scalar), its number of tokens (scalar), and both for the report (2 elements)."""
+    """Return the summed loss of a microbatch, its number of tokens, and the report.
+
+    Loss and number are scalars; the report has both, in one tensor of 2 elements. Raises
+    FloatingPointError for a loss that is not finite if `check_for_nan` is set.
+    """
     import torch
 
     losses, mask = output_tensor.view(-1).float(), loss_mask.view(-1).float()
@@ -78,7 +85,7 @@ def loss_of(loss_mask: Tensor, output_tensor: Tensor, *, check_for_nan: bool) ->
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: GPTModel) -> tuple[Tensor, Callable[..., object]]:
-    """Forward of one microbatch through this stage's part of the model: its output, and what turns the output into a loss."""
+    """Run the forward of one microbatch on this stage; return the output and its loss function."""
     from megatron.core.utils import get_attr_wrapped_model
     from megatron.training import get_args, get_timers
 
@@ -97,7 +104,7 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: GPTModel) ->
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
-    """What upstream's dataset builder has to know, from Megatron's arguments."""
+    """Return the configuration of upstream's dataset builder, from Megatron's arguments."""
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
     from megatron.training.utils import get_blend_and_blend_per_split
@@ -134,7 +141,10 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
 
 
 def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> Sequence[GPTDataset | None]:
-    """Training, validation and test set with at least so many samples each, on the ranks that read data."""
+    """Return training, validation and test set with at least `num_samples` samples each.
+
+    Ranks that read no data get None for each.
+    """
     from megatron.core import mpu
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
@@ -150,7 +160,10 @@ def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = 
 
 
 def configure(args: Namespace) -> PretrainConfigContainer:
-    """Upstream's configuration of model and training."""
+    """Return upstream's configuration of model and training.
+
+    Raises ValueError for unsupported flags.
+    """
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
     for unsupported in ("fim_data", "spec"):
@@ -160,7 +173,7 @@ def configure(args: Namespace) -> PretrainConfigContainer:
 
 
 def main() -> None:
-    """Train."""
+    """Train, with recovery under `megatron-recover run`."""
     from megatron.core.enums import ModelType
 
     datasets_provider.is_distributed = True  # type: ignore[attr-defined]

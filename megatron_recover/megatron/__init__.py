@@ -1,4 +1,4 @@
-"""The bindings to Megatron. A training script needs one name: `pretrain`."""
+"""The bindings to Megatron. A training script imports one name from here: `pretrain`."""
 
 from megatron_recover.megatron.training import pretrain
 

@@ -1,20 +1,23 @@
-"""The way of a step through Megatron: begin, obey the leader's orders, apply what was committed.
+"""Runs each step inside Megatron: begin, obey the leader's orders, apply the committed gradient.
 
-Stands where Megatron calls its forward-backward function. Decides nothing about membership, shares or commitment (these come
-as orders); it only carries plans out and, on `Apply`, hands the committed gradient to upstream's own finalize, which is
-followed by upstream's own clip and optimizer.
+`CommitLoop` replaces Megatron's forward-backward function. Membership, quotas and commits are
+decided elsewhere and arrive as orders. `CommitLoop` carries plans out. On `Apply` it gives the
+committed gradient to upstream's finalize; upstream's clip and optimizer follow.
 
 Note [Who calls what]
-    Megatron's training loop calls `CommitLoop.run` (through the seam `forward_backward`), which returns when the step is
-    committed: the gradient buffers hold the step's gradient, and on the last stage the loss dictionaries of all M microbatches
-    come back in the order of their ids, so everything after it (clip, optimizer, logging) is upstream's and sees a whole batch.
+    Megatron's training loop calls `CommitLoop.run` through the seam `forward_backward`. `run`
+    returns when the step is committed. Then the gradient buffers hold the step's gradient. On the
+    last stage `run` returns the loss dictionaries of all M microbatches in the order of their ids.
+    So all that follows (clip, optimizer, logging) is upstream's code and sees a whole batch.
 
 Note [Giving up]
-    A step that is given up has read data and computed gradients, and neither is state. Optimizer, scheduler and the counters
-    of iterations and samples are upstream's, which touches them only after this loop has returned a gradient; the samples and
-    the random state of a microbatch are functions of its id. So upstream's own way out of a step whose result is not to be
-    trusted saves the state of the step before, by the seam that every save goes through. An evaluation ends with the losses
-    that it has; then the committed request to exit ends training where it ends it for any other reason.
+    A step that is given up has read data and computed gradients. Neither is state. Upstream changes
+    the optimizer, the scheduler and the counters of iterations and samples only after `run` has
+    returned a gradient. The samples and the random state of a microbatch are functions of its id.
+    So upstream's own exit for an untrusted result (its rerun machine) saves the state of the step
+    before. That save takes the same seam as every other save. An evaluation ends with the losses of
+    its committed steps. Then the committed request to exit ends training in the seam `exit`, as any
+    other such request.
 """
 
 from __future__ import annotations
@@ -56,18 +59,23 @@ from megatron_recover.trainer.stopwatch import Stopwatch
 from megatron_recover.trainer.work_queue import WorkQueue
 
 OF_A_STEP_GIVEN_UP = ({}, True, True, True, 0, None, None, None)
-"""What upstream's train_step returns where a result is not to be trusted: no losses, nothing is trained, save a checkpoint of
-the iteration before, and leave the training loop (the exit code follows from the record: `core.policy.exit_code`)."""
+"""The tuple that upstream's train_step returns for an untrusted result: no losses, iteration
+skipped, save the state of the iteration before, leave the training loop. The exit code follows from
+the record (`core.policy.exit_code`)."""
 _NUM_FIRST_STEPS = 2
-"""Training steps of a process in which its libraries compile, tune and allocate."""
+"""Number of first training steps of a process, in which its libraries compile, tune and
+allocate."""
 
 
 class GivenUp(Exception):
-    """The training step of this rank is over without a gradient (`core.values.Void.gives_up`): ends upstream's train_step."""
+    """Ends upstream's train_step when the step ended without a gradient (`Void.gives_up`)."""
 
 
 class CommitLoop:
-    """One rank's steps. Created before Megatron builds its model; joins the run at its first step."""
+    """Runs the steps of one rank.
+
+    Created before Megatron builds its model; joins the job at its first step.
+    """
 
     def __init__(
         self,
@@ -86,41 +94,48 @@ class CommitLoop:
         page: ProgressPage | None = None,
         before_joining: Callable[[], None] = lambda: None,
     ) -> None:
-        """`originals`: what Megatron has behind the seams of `replacements`. `seed(iteration, microbatch, chunk)` sets the
-        random state; `iteration()` is Megatron's current one, from 1; `alike()` names what has to be equal on the same rank of
-        all replicas (`megatron/data/alike.py`); `counters()` are scalars of the state (`State`). `page` shows what this rank
-        does; None: nobody looks. `before_joining()` is called once, when Megatron has loaded what there is to load.
+        """Store the collaborators; nothing is sent or called yet.
+
+        - `originals`: Megatron's own functions behind the seams of `replacements`.
+        - `seed(iteration, microbatch, chunk)` sets the random state of a microbatch.
+        - `iteration()` returns Megatron's current iteration, from 1.
+        - `alike()` returns all that must be equal on the same rank of every replica, by name
+          (`megatron/data/alike.py`).
+        - `counters()` returns the scalars of the state that Megatron counts (`State`).
+        - `page` shows what this rank does. None: nobody reads it.
+        - `before_joining()` is called once, after Megatron has loaded its checkpoint, if any.
         """
         self._before_joining = before_joining
         self._page = page or ProgressPage()
         self._in_work = InWork(None)
         self._num_trained = 0
-        """Training steps of this process."""
+        """Number of training steps that this process has applied."""
         self._driver, self._config, self._originals = driver, config, originals
         self._cursor, self._seed, self._iteration, self._alike = cursor, seed, iteration, alike
         self._faults, self._gather, self._counters = faults, gather, counters
         self._record = trace.Recorder(log, replica=driver.replica, rank=driver.rank)
         self._reduction: Reduction | None = None
         self._stopwatch: Stopwatch | None = None
-        """Of rank 0, which speaks for the pace of the replica."""
+        """Measures passes for the pace of the replica. Only on rank 0 with `--recover-rebalance
+        on`."""
         self._chunks: list[Any] = []
         self._parameter_digest = ParameterDigest(())
         self._parameters_checksum = 0
-        """The newest digest of the parameters, which the next step starts from."""
+        """Newest digest of the parameters. Part of every checksum of the next steps."""
         self._state: State | None = None
-        """Known from the first step on, or from the first save."""
+        """The state of this rank; None before the first step or save."""
         self._num_evaluations = 0
         self._applied: tuple[int, Apply, float | None] | None = None
-        """The step whose optimizer has not run yet."""
+        """(step, order, mean loss) of the applied step whose optimizer has not run yet."""
         self._step = self._next_step = 0
         self._generation = 0
-        """The newest of which it has had an order."""
+        """Generation of the newest order; 0 before the first."""
         self._has_given_up = False
 
-    # --- seams -----------------------------------------------------------------------------------------------------------
+    # --- seams ------------------------------------------------------------------------------------
 
     def replacements(self) -> dict[str, Any]:
-        """What stands behind each seam of the commit loop."""
+        """Return the replacement for each seam of the commit loop, by the seam's name."""
         return {
             "forward_backward": self.choose_schedule,
             "train_step": self.train_step,
@@ -128,14 +143,14 @@ class CommitLoop:
         }
 
     def choose_schedule(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """Seam `forward_backward`: this loop, whichever schedule upstream would choose."""
+        """Return `run`, whichever schedule upstream would choose (seam `forward_backward`)."""
         return self.run
 
     def train_step(
         self, forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any, opt_param_scheduler: Any,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Seam `train_step`: upstream's, after which the parameters that the optimizer has made are noted."""
+        """Call upstream's train_step, then record the step as applied (seam `train_step`)."""
         self.know_state(model, optimizer, opt_param_scheduler)
         try:
             with self._fault_in_optimizer():
@@ -148,7 +163,10 @@ class CommitLoop:
         return outcome
 
     def know_state(self, chunks: Sequence[Any], optimizer: Any = None, scheduler: Any = None) -> State:
-        """Return what the state of this rank is made of; an evaluation does not show the optimizer."""
+        """Return the state of this rank.
+
+        An evaluation or an agreement may not know the optimizer yet.
+        """
         if self._state is None or (optimizer is not None and not self._state.has_optimizer):
             self._state = State(chunks, optimizer, scheduler, self._counters)
         return self._state
@@ -158,27 +176,31 @@ class CommitLoop:
         if (faults := self._faults) is None:
             yield
             return
-        # Inside the optimizer's own step: upstream has clipped the gradient and changed no parameter of this one yet.
+        # The hook runs inside torch's optimizer step. Upstream has clipped the gradient by then,
+        # and this optimizer has not changed any of its parameters yet.
         hook = register_optimizer_step_pre_hook(lambda *_: faults.at(FaultPoint.OPTIMIZER, step=self._step))
         try:
             yield
         finally:
             hook.remove()
 
-    # --- a step ----------------------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------
 
     @property
     def has_joined(self) -> bool:
-        """Whether the run knows of this rank."""
+        """Return whether this rank has joined the job."""
         return self._reduction is not None
 
     @property
     def has_trained(self) -> bool:
-        """Whether this process has changed any state since Megatron made or loaded it."""
+        """Return whether this process has changed any state since Megatron made or loaded it."""
         return self._num_trained > 0
 
     def join(self, chunks: Sequence[Any]) -> Reduction:
-        """Tell the run what this rank holds (once); blocks until the first generation."""
+        """Return the reduction of this rank; on the first call also join the job.
+
+        Joining reports the buckets of this rank and blocks until the first generation.
+        """
         if self._reduction is None:
             self._chunks = list(chunks)
             self._parameter_digest = ParameterDigest(chunks)
@@ -198,7 +220,7 @@ class CommitLoop:
         return self._reduction
 
     def _parts(self, reduction: Reduction) -> Parts:
-        """Return all that has to be alike when replicas start, state as made or loaded included."""
+        """Return all that must be equal when replicas start, including their state."""
         state = self.know_state(self._chunks)
         shape, buckets = reduction.shape, hashlib.blake2b(repr(reduction.shape).encode(), digest_size=8).hexdigest()
         parts = {
@@ -211,13 +233,17 @@ class CommitLoop:
         return tuple(parts.items())
 
     def run(self, **arguments: Any) -> list[dict[str, Tensor]]:
-        """Stands for one call of upstream's forward-backward function: a whole step, shared by all replicas.
+        """Run one step, shared by all replicas, in place of upstream's forward-backward function.
 
-        Returns the loss dictionaries of all ids in their order on the last stage, else an empty list; that also for an
-        evaluation step that is given up and for all that follow it. Raises `GivenUp` in a training step that is, ValueError for
-        `collect_non_loss_data`, which no replica has for the whole batch, and whatever `Driver.next_order` raises.
+        Returns the loss dictionaries of all ids in their order on the last stage, an empty list on
+        other stages. An evaluation step that is given up, and every step after it, returns an empty
+        list.
+
+        Raises `GivenUp` for a training step that is given up, and whatever `Driver.next_order`
+        raises. Raises ValueError for `collect_non_loss_data`: no replica has that data for the
+        whole batch.
         """
-        if self._has_given_up:  # the job ends at upstream's next step boundary
+        if self._has_given_up:  # the job ends at upstream's next iteration boundary
             return []
         if arguments.get("collect_non_loss_data"):
             raise ValueError("process_non_loss_data_func is not supported: no replica sees the data of the whole batch")
@@ -260,7 +286,11 @@ class CommitLoop:
         return self._apply(order, reduction, chunks, arguments)
 
     def _next_order(self, work: Work) -> Plan | Apply:
-        """Wait for the next order. Raises RuntimeError if it is not for this step, or of an older generation than the last."""
+        """Wait for the next order and return it.
+
+        Raises RuntimeError for an order of another step, or of an older generation than the order
+        before.
+        """
         order = self._driver.next_order()
         asked: Work | str
         known: tuple[Work | str, ...]
@@ -287,7 +317,7 @@ class CommitLoop:
         microbatches: Microbatches,
         plan: Plan,
     ) -> None:
-        """A pass of the schedule that begins with `plan`, and the reduction that follows it."""
+        """Run the pass that begins with `plan`, then the reduction that follows the pass."""
         times = not microbatches.num_passes and not arguments.get("forward_only")
         stopwatch = self._stopwatch if times else None
         queue = WorkQueue(self._driver, plan, self._extended)
@@ -296,7 +326,7 @@ class CommitLoop:
             with overlap:
                 microbatches.begin_pass(overlap)
                 if stopwatch is not None:
-                    self._tell_pace(stopwatch)  # of the step before, where it was not known any sooner
+                    self._tell_pace(stopwatch)  # of the step before: a GPU may know it only now
                     stopwatch.begin()
                 run_pass(arguments, queue, divisor=plan.work.num_microbatches, listener=microbatches)
                 num_computed = microbatches.end_pass()
@@ -306,7 +336,7 @@ class CommitLoop:
                 self._driver.pass_ended(queue.plan.generation)
                 self._page.enter(Phase.REDUCTION)
                 overlap.finish()
-        except InvariantViolation:  # of no microbatch's making: it is no reason to deal it to fewer (INV-9)
+        except InvariantViolation:  # no microbatch caused this, so none is charged with it (INV-9)
             raise
         except Exception as error:
             self._driver.raised(() if is_communication_error(error) else microbatches.suspects(), error)
@@ -335,7 +365,8 @@ class CommitLoop:
         config = get_model_config(chunks[0])
         tokens = None
         if config.calculate_per_token_loss:
-            # Upstream takes the last stage's count to all stages and adds it up over the lanes: it wants this lane's.
+            # Upstream broadcasts the last stage's count to all stages and sums it over the lanes.
+            # So the count has to be that of this lane.
             device = chunks[0].buffers[0].grad_data.device
             tokens = count_tokens(reduction.committed_rows()) if last else torch.zeros([], dtype=torch.int, device=device)
         if config.finalize_model_grads_func is not None:
@@ -345,29 +376,34 @@ class CommitLoop:
         return losses
 
     def _begin(self, work: Work, state: State) -> int:
-        """Arrive at a step, with a fresh digest of the state that it begins with where its record carries one."""
+        """Report that this rank begins the next step; return the number of the step.
+
+        Where the step's record carries a state digest, compute the digest anew and report it.
+        """
         digest = None
         if work.digests:
             with self._page.within(Phase.DIGEST):
                 digest = state.digest()
-        if digest is not None:  # recorded before the leader can vote on it, so before the driver says which step this is
+        if digest is not None:  # recorded before `begin`, after which the leader can vote on it
             self._record(trace.StateDigested, step=self._next_step, label=work.label, digest=f"{digest:016x}")
         step = self._driver.begin(work, digest=digest)
         self._next_step = step + 1
         return step
 
     def meet(self, round: int) -> None:
-        """Return when all live replicas have come to the end of training and have compared all their state.
+        """Wait for all live replicas at the end of training and compare their state.
 
-        A rank that has had no step joins the run here, with nothing but the ledger.
+        `round` counts the calls, from 0. A rank that has had no step joins the job here, with
+        the ledger as its only bucket.
         """
         self.agree(Label(StepKind.END, round))
 
     def agree(self, label: Label, chunks: Sequence[Any] = (), optimizer: Any = None, scheduler: Any = None) -> None:
-        """Return when all live replicas have come here with equal state: a step that has no microbatches.
+        """Wait for all live replicas and compare their state, in a step without microbatches.
 
-        The ledger, empty as it is, is reduced all the same: the protocol relies on nobody being able to vote on a step before
-        everyone has committed the one before. Model, optimizer and scheduler are for a rank that has had no step.
+        The empty ledger is reduced as well: the protocol relies on no replica being able to vote on
+        a step before all replicas have committed the step before. `chunks` (the model), `optimizer`
+        and `scheduler` serve a rank that has had no step.
         """
         reduction = self.join(chunks)
         work = Work(str(label), 0, reduction.buckets(forward_only=True), digests=True)
@@ -384,7 +420,7 @@ class CommitLoop:
         self.stepped(trained=False)
 
     def stepped(self, trained: bool = True) -> None:
-        """The optimizer has run (or, after an evaluation, has nothing to do): write `applied`."""
+        """Record `applied`: the optimizer has run, or the step has nothing for the optimizer."""
         if self._applied is None:
             return
         (step, order, loss), self._applied = self._applied, None
@@ -412,14 +448,20 @@ class CommitLoop:
 
 
 def gradient_is_reduced(chunk: Any, force_all_reduce: bool | None = False) -> None:
-    """Seam `finish_grad_sync`: upstream's finalize finds the gradient already summed over lanes and replicas."""
+    """Mark a chunk's gradient as reduced (seam `finish_grad_sync`).
+
+    The committed gradient is the sum over lanes and replicas already.
+    """
     for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
         group.param_gather_dispatched = False
         group.grad_reduce_finished = True
 
 
 def _gradient_scale(chunk: Any, arguments: Mapping[str, Any]) -> float:
-    """How many times the gradient of a step's mean loss its sum over replicas and lanes is, within a factor of two."""
+    """Return the ratio of the summed gradient to the gradient of the step's mean loss.
+
+    The sum is over replicas and lanes. The ratio is right to within a factor of 2.
+    """
     config = get_model_config(chunk)
     scale = float(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
     if config.calculate_per_token_loss:
@@ -430,9 +472,10 @@ def _gradient_scale(chunk: Any, arguments: Mapping[str, Any]) -> float:
 
 
 def _mean_loss(losses: Sequence[dict[str, Tensor]]) -> float | None:
-    """The first reported loss over all microbatches and lanes, as upstream averages it: by tokens where it comes with a count.
+    """Return the mean of the first reported loss over all microbatches and lanes.
 
-    Collective over the lanes of the last stage; None on other stages.
+    The mean is upstream's. A loss that comes with a token count is weighted by tokens. Collective
+    over the lanes of the last stage; returns None on other stages.
     """
     if not losses or not losses[0]:
         return None

@@ -1,9 +1,10 @@
-"""What Megatron-Core 0.19 needs to train on CPU with gloo. Used only where CUDA is absent; the one place that pretends.
+"""Substitutes that let Megatron-Core 0.19 train on CPU with gloo. Used only where CUDA is absent.
 
-Megatron asks `torch.cuda` for a device to allocate on, a stream to wait for and a random state to keep. On a machine
-without CUDA each of these has an obvious CPU answer. `enable_cpu` puts those answers under the names in `TORCH_CUDA`,
-`TORCH` and `MEGATRON` below, and nowhere else. It never claims that CUDA is available (`torch.cuda.is_available` keeps
-saying no), so code that can tell stays on its own CPU path.
+Megatron calls `torch.cuda` for a device to allocate on, a stream to wait for and a random state to
+keep. On a machine without CUDA each of these has an obvious CPU substitute. `enable_cpu` installs
+the substitutes under the names in `TORCH_CUDA`, `TORCH` and `MEGATRON` below, and nowhere else.
+`torch.cuda.is_available` still returns False, so code with a CPU path of its own keeps to that
+path.
 """
 
 from __future__ import annotations
@@ -24,20 +25,24 @@ CPU: Final = torch.device("cpu")
 
 
 class NoStream:
-    """A CUDA stream where everything is synchronous: whatever it would wait for has already happened."""
+    """Stands for a CUDA stream on a CPU: all work is synchronous, so a wait returns at once."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.cuda_stream = 0
 
     def wait_stream(self, _: NoStream) -> None:
-        """Nothing is pending on a CPU."""
+        """Return at once: nothing is pending on a CPU."""
 
     def synchronize(self) -> None:
-        """Nothing is pending on a CPU."""
+        """Return at once: nothing is pending on a CPU."""
 
 
 class Properties:
-    """The device properties that Megatron reads. Below capability 10 it insists on CUDA's CUDA_DEVICE_MAX_CONNECTIONS."""
+    """The device properties that Megatron reads.
+
+    Below compute capability 10 Megatron insists on the environment variable
+    CUDA_DEVICE_MAX_CONNECTIONS.
+    """
 
     major = 10
     minor = 0
@@ -45,12 +50,12 @@ class Properties:
 
     @property
     def total_memory(self) -> int:
-        """The machine's memory in bytes."""
+        """Return the machine's memory in bytes."""
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _random_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> Tensor:
-    """The CPU generator's state, which Megatron's tracker stores where it would store the GPU's."""
+    """Return the state of the CPU generator; Megatron's tracker stores it in place of the GPU's."""
     return torch.default_generator.get_state()
 
 
@@ -63,7 +68,7 @@ def _seed(seed: int) -> None:
 
 
 def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A tensor factory that takes ``device="cuda"`` for the CPU."""
+    """Return the tensor factory `factory`, changed to replace ``device="cuda"`` by the CPU."""
 
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> Tensor:
@@ -80,7 +85,7 @@ def _stay(tensor: Tensor, *_: object, **__: object) -> Tensor:
 
 
 def _type_name(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type`, whose names Megatron's optimizers compare with those of CUDA tensors."""
+    """Return `Tensor.type`, changed to return CUDA's names, which Megatron's optimizers expect."""
 
     @functools.wraps(original)
     def type_of(tensor: Tensor, dtype: Any = None, non_blocking: bool = False) -> Any:
@@ -92,10 +97,11 @@ def _type_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Model configurations whose stages keep an output until it has been sent.
+    """Return `original`, changed so that pipeline stages never free an output after sending it.
 
-    With virtual stages Megatron frees an output's memory once it is handed to the send. On a stream that is after the send;
-    gloo still reads it and sends whatever took the memory's place.
+    With virtual stages Megatron frees the memory of an output once the send is issued. On a CUDA
+    stream the memory is reused after the send. gloo may still be reading: it would send whatever
+    took the memory's place.
     """
 
     @functools.wraps(original)
@@ -108,13 +114,18 @@ def _keep_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Note [Adam of torch]
-# Without Transformer Engine and Apex the optimizer is torch's Adam, which counts its steps in a tensor per parameter. Loading
-# into Megatron's distributed optimizer trips over that count three times: it is asked for before there is any, looked for among
-# the tensors of a parameter although it is stored apart, and put back as one tensor that all parameters then increment.
+# Without Transformer Engine and Apex the optimizer is torch's Adam, which counts its steps in one
+# tensor per parameter (`step`). Loading a checkpoint into Megatron's distributed optimizer fails on
+# `step` in three ways. Megatron reads `step` before the first step has created it. Megatron looks
+# for `step` among the tensors of a parameter, although the checkpoint stores it apart. Megatron
+# restores one tensor for all parameters, and then every parameter increments the same tensor.
 
 
 def _with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`DistributedOptimizer.sharded_state_dict`, with a state to load into. See Note [Adam of torch]."""
+    """Return `sharded_state_dict`, changed to create the state before loading.
+
+    See Note [Adam of torch].
+    """
 
     @functools.wraps(original)
     def sharded_state_dict(self: Any, model_state: Any, is_loading: bool = False, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +139,10 @@ def _with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`DistributedOptimizer._set_main_param_and_optimizer_states`, told that the count is elsewhere."""
+    """Return `_set_main_param_and_optimizer_states`, changed to leave `step` as it is.
+
+    See Note [Adam of torch].
+    """
 
     @functools.wraps(original)
     def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
@@ -138,7 +152,10 @@ def _without_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`DistributedOptimizer.load_state_dict`, after which every parameter counts for itself."""
+    """Return `load_state_dict`, changed to give each parameter a `step` of its own.
+
+    See Note [Adam of torch].
+    """
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
@@ -164,22 +181,24 @@ TORCH_CUDA: Final[dict[str, Callable[..., Any]]] = {
     "current_stream": lambda device=None: NoStream(),
     "stream": lambda stream: contextlib.nullcontext(),
 }
-"""Names in `torch.cuda` and what they are on a CPU."""
+"""Names in `torch.cuda`, each with its substitute on a CPU."""
 
 TORCH: Final[dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
     **dict.fromkeys(("tensor", "zeros", "ones", "empty", "full", "rand", "randn", "arange"), _on_cpu),
     "Tensor.cuda": lambda original: _stay,
     "Tensor.type": _type_name,
 }
-"""Names in `torch` and what wraps them."""
+"""Names in `torch`, each with a function that takes the original and returns the substitute."""
 
 _ZERO: Final = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 MEGATRON: Final[dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
-    # Forgetting these two gives silently wrong dropout: the tracker would fork a generator that nothing draws from.
+    # Without these two dropout is silently wrong: the tracker would fork a generator that nothing
+    # uses.
     "megatron.core.tensor_parallel.random:_get_cuda_rng_state": lambda original: _random_state,
     "megatron.core.tensor_parallel.random:_set_cuda_rng_state": lambda original: _set_random_state,
-    # The wheel has the compiled index builder, but not the Makefile that this would run.
+    # The wheel has the compiled index builder, but not the Makefile that `compile_helpers` would
+    # run.
     "megatron.core.datasets.utils:compile_helpers": lambda original: lambda: None,
     "megatron.training.argument_utils:core_transformer_config_from_args": _keep_outputs,
     f"{_ZERO}.sharded_state_dict": _with_adam_state,
@@ -187,7 +206,7 @@ MEGATRON: Final[dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] =
     f"{_ZERO}.load_state_dict": _with_own_steps,
     "megatron.training.training:initialize_megatron": lambda original: functools.partial(original, allow_no_cuda=True),
 }
-"""Names in Megatron and what wraps them."""
+"""Names in Megatron, each with a function that takes the original and returns the substitute."""
 
 FLAGS: Final[dict[str, Any]] = {
     "distributed_backend": "gloo",
@@ -202,13 +221,14 @@ FLAGS: Final[dict[str, Any]] = {
     "gradient_accumulation_fusion": False,
     "no_persist_layer_norm": True,
 }
-"""Megatron's arguments that need another default on a CPU; what the user types still wins."""
+"""Defaults of Megatron's arguments on a CPU. A flag that the user gives still wins."""
 
 
 def enable_cpu() -> None:
-    """Let Megatron run in this process without CUDA. Idempotent; must come before Megatron's arguments are parsed.
+    """Install the substitutes, so that Megatron runs in this process without CUDA.
 
-    Raises RuntimeError where CUDA is present: on such a machine these answers would be wrong.
+    Idempotent. Call it before Megatron's arguments are parsed. Raises RuntimeError where CUDA is
+    available: there the substitutes would be wrong.
     """
     if torch.cuda.is_available():
         raise RuntimeError("CUDA is available; the CPU substitutes must not be installed")
@@ -224,14 +244,15 @@ def enable_cpu() -> None:
         *owners, attribute = path.split(".")
         target = functools.reduce(getattr, owners, importlib.import_module(module))
         setattr(target, attribute, wrap(getattr(target, attribute)))
-    # The tracker warns when the CPU's random state moves while it forks the GPU's. Here they are the same generator.
+    # The tracker warns when the CPU's random state changes while the GPU's is forked. Here both are
+    # the same generator.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
-    # Megatron compiles small fusions at import. Compiling them for a CPU costs minutes and gains nothing.
+    # Megatron compiles small fusions at import. On a CPU that costs minutes and gains nothing.
     torch.compiler.set_stance("force_eager")
 
 
 def set_cpu_defaults(parser: argparse.ArgumentParser) -> None:
-    """Give Megatron's parser the defaults of `FLAGS`, so that a user types model flags only."""
+    """Set the defaults of `FLAGS` on Megatron's parser, so that a user gives model flags only."""
     attention = next(action for action in parser._actions if action.dest == "attention_backend")
     convert = attention.type if callable(attention.type) else str
     parser.set_defaults(**{**FLAGS, "attention_backend": convert(FLAGS["attention_backend"])})

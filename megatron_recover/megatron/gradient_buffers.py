@@ -1,6 +1,7 @@
-"""Upstream's gradient buffers as regions: where a pass puts its gradient, and what a backward has passed.
+"""Offers the gradient buffers of upstream's DDP modules as regions (`trainer.regions.Regions`).
 
-Redirects what backward accumulates for buckets that a pass must not add to. It never communicates across replicas.
+Redirects gradient away from buckets that a microbatch must not add to, and watches which buckets a
+backward is done with. Nothing here communicates across replicas.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from megatron_recover.core.values import BucketId
 from megatron_recover.trainer.regions import Bucket, Region
 
 Params = Mapping[Any, tuple[int, int]]
-"""Parameters of a region, each with the begin and end of its elements in `Region.local`."""
+"""Parameters of a region, each with (begin, end) of its elements in `Region.local`."""
 
 
 class GradientBuffers:
     """The gradient buffers of a rank's model chunks (`trainer.regions.Regions`)."""
 
     def __init__(self, chunks: Sequence[Any], bucket_elements: int) -> None:
-        """Find the buffers of upstream's DDP modules. Raises ValueError for gradients that do not live in them."""
+        """Find the buffers of `chunks`, upstream's DDP modules, and cut them into buckets.
+
+        A bucket has about `bucket_elements` elements. Raises ValueError for gradients outside of
+        the buffers.
+        """
         self._params = find_regions(chunks, bucket_elements)
         self.regions, self.num_chunks = list(self._params), len(chunks)
         self.checks_finite = any(chunk.ddp_config.check_for_nan_in_grad for chunk in chunks)
@@ -31,22 +36,29 @@ class GradientBuffers:
         self._watch = BackwardWatch(self._params) if self.can_watch else None
 
     def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
-        """Let gradient go into these buckets and no other from now on. None: the pass is over, and it goes into all."""
+        """Add gradient to the buckets `into` only, from now on.
+
+        None: add to all; the pass is over.
+        """
         self._collector.collect_into(into)
 
     def watch(self, chunk: int, passed: Callable[[BucketId], None]) -> None:
-        """Call `passed(bucket)` in the backward of `chunk` that is about to begin, once it will not touch the bucket again."""
+        """Watch the backward of `chunk` that is about to begin.
+
+        Call `passed(bucket)` as soon as the backward will not touch the bucket again. A bucket with
+        a parameter that gets no gradient is never passed.
+        """
         assert self._watch is not None
         self._watch.begin(chunk, passed)
 
     def end_watch(self) -> None:
-        """Watch no longer: the backward is over, or has failed."""
+        """Stop watching: the backward has ended or failed."""
         assert self._watch is not None
         self._watch.end()
 
 
 def params_of(bucket: Bucket, params: Params) -> list[Any]:
-    """Return the parameters that a bucket has a part of."""
+    """Return the parameters that overlap `bucket`."""
     parts = bucket.slices()
     return [
         param for param, (start, stop) in params.items() if any(max(part.start, start) < min(part.stop, stop) for part in parts)
@@ -54,20 +66,26 @@ def params_of(bucket: Bucket, params: Params) -> list[Any]:
 
 
 class Redirection:
-    """Where a region's gradient goes while it is collected for some of its buckets only.
+    """Collects a region's gradient for some of its buckets only.
 
-    Between `begin` and `end` backward adds to the local gradient of the buckets `into`; one small dump takes the rest. It may
-    begin and end any number of times, and every time parameters get the same targets: a fused weight gradient goes where
-    `main_grad` pointed in its *forward*, and its backward makes that `main_grad` again (upstream's
-    `core/tensor_parallel/layers.py`). With several microbatches in flight that forward can lie before another redirection.
+    Between `begin` and `end` only the buckets `into` collect gradient. Gradient of other buckets
+    goes to a scratch buffer. `begin` and `end` may alternate any number of times.
+
+    Every `begin` gives the parameters the same targets. The reason: a fused weight gradient goes
+    where `main_grad` pointed in its *forward*, and its backward makes that tensor `main_grad` again
+    (upstream's `core/tensor_parallel/layers.py`). With several microbatches in flight, another
+    redirection can begin between that forward and its backward.
     """
 
     def __init__(self, region: Region, params: Params, into: Sequence[BucketId]) -> None:
-        """Prepare to collect the gradient of `params`, those of the region, into its buckets `into`."""
+        """Allocate the targets.
+
+        `params` are all parameters of `region`; `into` names its buckets.
+        """
         dump = region.local.new_empty(max(stop - start for start, stop in params.values()))
         kept = [part for bucket in region.buckets if bucket.id in into for part in bucket.slices()]
         self._redirected: list[tuple[Any, Tensor, Tensor, list[slice]]] = []
-        """Parameter, its own main gradient, the target instead, and the parts of it that count."""
+        """(parameter, its own `main_grad`, target in its place, slices of the target to add)."""
         for param, (start, stop) in params.items():
             overlaps = [slice(max(part.start, start) - start, min(part.stop, stop) - start) for part in kept]
             overlaps = [part for part in overlaps if part.start < part.stop]
@@ -77,12 +95,12 @@ class Redirection:
             self._redirected.append((param, param.main_grad, target, overlaps))
 
     def begin(self) -> None:
-        """From now on."""
+        """Point `main_grad` of the parameters to their targets."""
         for param, _, target, _ in self._redirected:
             param.main_grad = target
 
     def end(self) -> None:
-        """Until now: what has come for the buckets goes into the local gradient."""
+        """Restore `main_grad`; add what the targets collected for `into` to the local gradient."""
         for param, main_grad, target, overlaps in self._redirected:
             param.main_grad = main_grad
             for part in overlaps:
@@ -92,16 +110,19 @@ class Redirection:
 
 
 class Collector:
-    """Into which buckets backward's gradient goes at the moment, region by region. Between passes it goes into all."""
+    """Decides which buckets collect the gradient of the backward; between passes all buckets do."""
 
     def __init__(self, regions: Mapping[Region, Params]) -> None:
         self._regions = regions
         self._into: tuple[BucketId, ...] | None = None
         self._redirections: dict[tuple[BucketId, ...] | None, list[Redirection]] = {}
-        """Of the pass that runs, by the buckets that they collect into. They hold memory."""
+        """Redirections of the current pass, by their `into`. Dropped after it to free memory."""
 
     def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
-        """From now on gradient goes into these buckets and no other (None: the pass is over)."""
+        """Add gradient to the buckets `into` only, from now on.
+
+        None: add to all; the pass is over.
+        """
         if into == self._into:
             return
         for redirection in self._redirections.get(self._into, ()):
@@ -120,11 +141,11 @@ class Collector:
 
 
 class BackwardWatch:
-    """Tells, during a backward, which buckets it will not touch any more."""
+    """Reports during a backward which buckets it will not touch any more."""
 
     def __init__(self, regions: Mapping[Region, Params]) -> None:
         self._buckets: dict[int, dict[Any, list[Bucket]]] = {}
-        """Model chunk -> parameter -> buckets that have a part of it."""
+        """Model chunk -> parameter -> buckets that overlap the parameter."""
         for region, params in regions.items():
             of_chunk = self._buckets.setdefault(region.chunk, {})
             of_chunk.update((param, []) for param in params)
@@ -132,20 +153,24 @@ class BackwardWatch:
                 for param in params_of(bucket, params):
                     of_chunk[param].append(bucket)
         self._awaited: dict[Bucket, int] = {}
-        """How many parameters of each bucket the backward has yet to reach."""
+        """Number of parameters of each bucket that the backward has yet to reach."""
         self._left: dict[Any, list[Bucket]] | None = None
+        """Parameters of the watched chunk without a gradient so far; None while nothing is
+        watched."""
         self._passed: Callable[[BucketId], None] = lambda bucket: None
         self._nodes = []
         for param in (param for of_chunk in self._buckets.values() for param in of_chunk):
             with torch.enable_grad():
-                # The node that accumulates into a leaf. Upstream has hung its hook, which adds to `main_grad`, on it already;
-                # hooks run in the order of their registration. Kept, since the leaf itself does not keep it.
+                # The AccumulateGrad node of the leaf. Upstream has registered its hook, which adds
+                # to `main_grad`, on this node already, and hooks run in the order of their
+                # registration. The reference is kept because the leaf itself does not keep the node
+                # alive.
                 node = param.expand_as(param).grad_fn.next_functions[0][0]
             node.register_hook(lambda *_, param=param: self._reached(param))
             self._nodes.append(node)
 
     def begin(self, chunk: int, passed: Callable[[BucketId], None]) -> None:
-        """Watch the backward of `chunk` that is about to begin: `passed(bucket)` is called within it."""
+        """Watch the backward of `chunk` that is about to begin; it calls `passed(bucket)`."""
         self._left = dict(self._buckets.get(chunk, {}))
         self._passed = passed
         self._awaited = {}
@@ -154,7 +179,7 @@ class BackwardWatch:
                 self._awaited[bucket] = self._awaited.get(bucket, 0) + 1
 
     def end(self) -> None:
-        """The backward is over, or has failed."""
+        """Stop watching: the backward has ended or failed."""
         self._left = None
 
     def _reached(self, param: Any) -> None:
@@ -172,10 +197,10 @@ class BackwardWatch:
 
 
 def find_regions(chunks: Sequence[Any], bucket_elements: int) -> dict[Region, Params]:
-    """Return the regions of a rank's model chunks (upstream's DDP modules) with their parameters, in upstream's order.
+    """Return the regions of `chunks` (DDP modules) with their parameters, in upstream's order.
 
-    A region is one of upstream's own buckets: without overlap a whole gradient buffer. Raises ValueError for gradients that do
-    not live in upstream's buffers.
+    A region is one of upstream's own buckets; without `--overlap-grad-reduce` that is a whole
+    gradient buffer. Raises ValueError for gradients outside of upstream's buffers.
     """
     regions: dict[Region, Params] = {}
     for chunk, model in enumerate(chunks):

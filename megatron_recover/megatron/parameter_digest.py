@@ -1,7 +1,12 @@
-"""Digests of all parameters of a rank, which the ranks that hold the same parameters must agree on after every step (INV-2).
+"""Digests of a rank's parameters.
 
-Megatron marks who holds a parameter: `allreduce` is False for an expert's, and `tensor_model_parallel` is True for one that the
-tensor-parallel ranks share among them (`core/tensor_parallel/layers.py`).
+Ranks that hold the same parameters must have equal digests (INV-2).
+
+Two attributes that Megatron sets on a parameter (`core/tensor_parallel/layers.py`) give its
+holders:
+
+- `allreduce` is False for a parameter of an expert.
+- `tensor_model_parallel` is True for a parameter that is sharded over the tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -14,25 +19,25 @@ from megatron_recover.trainer.checksum import checksums, combined
 
 
 class HeldBy(enum.Enum):
-    """Which ranks of a replica must hold a parameter alike."""
+    """The ranks of a replica that must hold equal values of a parameter."""
 
     STAGE = "stage"
-    """All of the stage."""
+    """All ranks of the pipeline stage."""
     LANES = "lanes"
-    """Those of all lanes at the same tensor-parallel position."""
+    """The ranks of all lanes at the same tensor-parallel position."""
     RANK = "rank"
-    """Perhaps no other: it is an expert's."""
+    """Perhaps this rank alone: the parameter belongs to an expert."""
 
 
 class Digests(NamedTuple):
-    """Digests of 63 bits each."""
+    """Digests of the parameters of one rank, 63 bits each."""
 
     everything: int
-    """Of all parameters: equal on the same rank of all replicas."""
+    """Digest of all parameters: equal on the same rank of all replicas."""
     replicated: int
-    """Of those that all ranks of a stage hold."""
+    """Digest of the parameters that all ranks of the stage hold (`HeldBy.STAGE`)."""
     lanes: int | None
-    """Of those that the lanes at one tensor-parallel position hold; None where that is `everything`."""
+    """Digest of all parameters but the experts'; None where the rank has no experts' parameters."""
 
     def fields(self) -> dict[str, str]:
         """Return the digests as fields of `trace.Applied`."""
@@ -44,12 +49,12 @@ class ParameterDigest:
     """Computes the digests of the parameters of a rank's model chunks (upstream's DDP modules)."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
-        """Find the parameters once: walking the modules anew for every digest is slow."""
+        """List the parameters once: walking the modules for every digest is slow."""
         self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         self._held_by = [_held_by(parameter) for parameter in self._parameters]
 
     def compute(self) -> Digests:
-        """Return the digests of the parameters as they are now."""
+        """Return the digests of the parameters' current values."""
         values = checksums(self._parameters)
         each = list(zip(values, self._held_by, strict=True))
         replicated = combined([value for value, held_by in each if held_by is HeldBy.STAGE])

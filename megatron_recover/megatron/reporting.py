@@ -1,6 +1,8 @@
-"""Who speaks for the job: log lines and TensorBoard come from one replica, and from the lowest live one when it dies.
+"""Log lines and TensorBoard values of the job, written by one replica: the writer.
 
-Decides only whether this replica speaks, step by step; what is said is Megatron's, plus generation, replicas and quotas.
+The writer is the replica with the lowest id in the roster. When the writer dies, the next one takes
+over. The text and the values are Megatron's; a log line gets generation, replicas and quotas in
+addition.
 """
 
 from __future__ import annotations
@@ -16,40 +18,48 @@ _PER_DEVICE = re.compile(r"(throughput per GPU \(TFLOP/s/GPU\): )([\d.]+)")
 
 
 class LogLine:
-    """Stands in for `print_rank_last` in Megatron's training loop (seam `log_line`)."""
+    """Replaces `print_rank_last` in Megatron's training loop (seam `log_line`)."""
 
     def __init__(self, driver: Driver, num_replicas: int, original: Callable[[str], None], flush: Callable[[], None]) -> None:
-        """`num_replicas` at the start of the run; `flush()` brings TensorBoard's values to the disk."""
+        """Store the collaborators.
+
+        `num_replicas` is the number of replicas at the start of the run. `original` is Megatron's
+        function. `flush()` writes TensorBoard's values to disk.
+        """
         self._driver, self._num_replicas, self._original, self._flush = driver, num_replicas, original, flush
 
     def print_rank_last(self, message: str) -> None:
-        """Print on the last rank of the writer; an iteration's line ends with generation, replicas and quotas."""
+        """Print `message` on the last rank of the writer.
+
+        The line of an iteration gets generation, replicas and quotas in addition.
+        """
         driver = self._driver
         if not driver.is_writer():
             return
         if " iteration " in message and "consumed samples" in message:
-            # Megatron divides the job's throughput by the ranks that it knows: those of one replica.
+            # Megatron divides the throughput of the whole batch by the ranks of one replica.
             num = len(driver.roster)
             message = _PER_DEVICE.sub(lambda found: f"{found[1]}{float(found[2]) / num:.1f}", message)
             quotas = " ".join(map(str, driver.quotas))
             message += f" generation: {driver.generation} | replicas: {num}/{self._num_replicas} | quotas: {quotas} |"
-        # Megatron has written an iteration's values before its line.
+        # Megatron writes the TensorBoard values of an iteration before it logs the line.
         self._flush()
         self._original(message)
 
 
 class TensorBoard:
-    """A `SummaryWriter` that writes while this replica is the writer, and does not exist before.
+    """A `SummaryWriter` that is created when this replica first writes as the writer.
 
-    The writer may die between the commit of an iteration and the flush of its values. So the others keep the values of the
-    newest iteration that they would have written; who takes over begins with them. They may be there twice then, and are equal.
+    The writer may die between the commit of a step and the flush of the step's values. So every
+    other replica keeps the values of the newest step, and a new writer writes these values first.
+    The event files may then contain the values twice; both copies are equal.
     """
 
     def __init__(self, driver: Driver, create: Callable[[], Any]) -> None:
         self._driver, self._create = driver, create
         self._writer: Any = None
         self._newest: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        """What was to be written since `_of_step` began, while another replica was the writer."""
+        """Calls (method, arguments, keywords) of step `_of_step` that were left to the writer."""
         self._of_step: int | None = None
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -68,12 +78,13 @@ class TensorBoard:
         return call
 
     def add_scalar(self, tag: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """`SummaryWriter.add_scalar`, with Megatron's throughput per device made one of all replicas."""
+        """Call `SummaryWriter.add_scalar`; divide the throughput per GPU by the live replicas."""
         self.__getattr__("add_scalar")(tag, value / len(self._driver.roster) if tag == "throughput" else value, *args, **kwargs)
 
     def _remember(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # By the driver's step: the writer began it after it had flushed what came before. (Megatron's own numbers will not do:
-        # of one iteration some values are written by iteration and some by samples.)
+        # Keyed by the driver's step, because the writer began that step after flushing all values
+        # before it. Megatron's own numbers do not serve as a key: it writes some values of an
+        # iteration by iteration and some by samples.
         if self._of_step != self._driver.step:
             self._of_step = self._driver.step
             self._newest.clear()
@@ -81,20 +92,23 @@ class TensorBoard:
 
 
 class TensorBoardFactory:
-    """Stands in for `_set_tensorboard_writer` (seam `tensorboard`)."""
+    """Replaces `_set_tensorboard_writer` of Megatron's `global_vars` (seam `tensorboard`)."""
 
     def __init__(self, driver: Callable[[], Driver]) -> None:
-        """`driver()` is asked at the first value that is written: arguments are parsed before there is a driver."""
+        """Store `driver()`, which is called when the first value is written.
+
+        Megatron calls `set_writer` while it parses arguments, before there is a driver.
+        """
         self._driver = driver
         self._board: TensorBoard | None = None
 
     def flush(self) -> None:
-        """Bring the values that were written to the disk."""
+        """Write the values to disk, if this rank has a writer."""
         if self._board is not None:
             self._board.flush()
 
     def set_writer(self, args: Namespace) -> None:
-        """Give Megatron a writer on the last rank of every replica."""
+        """Set Megatron's TensorBoard writer on the last rank of every replica."""
         from megatron.training import global_vars
 
         if not args.tensorboard_dir or args.rank != args.world_size - 1:
@@ -110,7 +124,7 @@ class TensorBoardFactory:
 
 
 class _Late:
-    """The driver that there will be."""
+    """Stands for a driver that does not exist yet; looks it up at each use."""
 
     def __init__(self, find: Callable[[], Driver]) -> None:
         self._find = find

@@ -1,10 +1,15 @@
-"""A rank's life: from Megatron's arguments to its exit code.
+"""Runs one rank: from Megatron's arguments to the exit code of the process.
 
-`pretrain` is upstream's with the arguments parsed inside. Without a launcher (no `RankContext`) it is upstream's and nothing
-else, but for what a machine without CUDA needs. With one, it puts everything of ours in its place, lets upstream train, and
-sees to it that all replicas end together. Nothing about steps, membership or data is decided here.
+`pretrain` parses the arguments itself and then calls upstream's `pretrain`:
 
-torch and Megatron are imported where they are needed, since the launcher imports this package to judge a command line.
+- Without a launcher (no `RankContext`) it installs no seam: upstream trains. Only the default of
+  `--rerun-mode` differs, and on a machine without CUDA `cpu.py` is used.
+- With a launcher it installs the seams, lets upstream train, and makes all replicas end together.
+
+Steps, membership and data are decided elsewhere.
+
+torch and Megatron are imported inside functions, since the launcher imports this package to judge a
+command line.
 """
 
 from __future__ import annotations
@@ -57,11 +62,12 @@ def pretrain(
     args_defaults: dict[str, Any] | None = None,
     **others: Any,
 ) -> None:
-    """Parse Megatron's arguments and train, recoverably if `megatron-recover run` started this process.
+    """Parse Megatron's arguments and train; recover from faults under `megatron-recover run`.
 
-    `configure(args)` gives the configuration that upstream's `pretrain` takes; the following parameters and `others` are
-    upstream's. Bad arguments end the process with code 2 and a message; a recoverable job always ends the process, with the
-    code that docs/guarantees.md gives for how it ended.
+    `configure(args)` returns the configuration for upstream's `pretrain`. All other parameters are
+    upstream's. Bad arguments end the process with exit code 2 and a message. Under
+    `megatron-recover run` this function always ends the process; docs/guarantees.md lists the exit
+    codes.
     """
     context = rank_context()
     if context is not None:
@@ -78,7 +84,10 @@ def pretrain(
 
 
 def _parse(extra_args_provider: Provider | None, args_defaults: dict[str, Any], defaults: dict[str, Any]) -> Namespace:
-    """Megatron's own parsing and validation, with our flags, and with `defaults` in place of some of its own."""
+    """Parse and validate Megatron's arguments and the `--recover-*` flags; return the arguments.
+
+    `defaults` replaces some of Megatron's defaults. Bad input ends the process (`bad_input_ends`).
+    """
     import torch
     from megatron.training.arguments import parse_and_validate_args
 
@@ -92,7 +101,8 @@ def _parse(extra_args_provider: Provider | None, args_defaults: dict[str, Any], 
         add_recover_arguments(parser)
         if on_cpu:
             cpu.set_cpu_defaults(parser)
-        # Upstream's default repeats steps when a result looks wrong, which needs an all-reduce over the world each step.
+        # Upstream's default repeats a step whose result looks wrong. That takes an all-reduce over
+        # the world in each step.
         parser.set_defaults(rerun_mode="disabled", **defaults)
         if extra_args_provider is not None:
             parser = extra_args_provider(parser)
@@ -111,11 +121,15 @@ def _parse(extra_args_provider: Provider | None, args_defaults: dict[str, Any], 
 
 @contextlib.contextmanager
 def bad_input_ends() -> Iterator[None]:
-    """End the process with code 2 and one line a mistake when something inside does not accept what the user gave."""
+    """End the process with exit code 2 if the body rejects the user's input; print each mistake.
+
+    Input is rejected by ValueError, AssertionError, OSError or ImportError.
+    """
     try:
         yield
     except (ValueError, AssertionError, OSError, ImportError) as error:
-        # Megatron asserts on its arguments, often without a word: then its source says what it wanted.
+        # Megatron asserts on its arguments, often without a message. Then the source line is the
+        # message.
         place = traceback.extract_tb(error.__traceback__)[-1]
         text = str(error) or f"{os.path.basename(place.filename)}:{place.lineno} wants: {place.line}"
         print(*(f"{BAD_ARGUMENTS}{line}" for line in text.splitlines()), sep="\n", file=sys.stderr, flush=True)
@@ -123,7 +137,7 @@ def bad_input_ends() -> Iterator[None]:
 
 
 class _Training:
-    """Everything that one rank of a recoverable job is made of."""
+    """Builds and runs all parts of one rank of a recoverable job."""
 
     def __init__(self, context: RankContext) -> None:
         from megatron_recover.authentication.key import inherited_key
@@ -154,9 +168,10 @@ class _Training:
         args_defaults: dict[str, Any],
         others: dict[str, Any],
     ) -> int:
-        """Train to the end of the job, or in a dry run to its beginning; the exit code.
+        """Train until the job ends and return the exit code.
 
-        Raises `JobStopped` and whatever the training raises.
+        A dry run returns before training begins. The parameters are those of `pretrain`. Raises
+        `JobStopped` and whatever the training raises.
         """
         from megatron.training import pretrain as upstream
         from megatron.training import print_rank_0
@@ -195,12 +210,12 @@ class _Training:
         if args.iteration >= args.train_iters:
             print_rank_0(f"nothing was left to train: the checkpoint is of iteration {args.iteration} of {args.train_iters}")
         checkpoints.settle(loop.meet, has_trained=loop.has_trained)
-        if not loop.has_joined:  # nothing was left to evaluate or to save either: that is a good end too, for all together
+        if not loop.has_joined:  # nothing was left to do; all replicas still have to end together
             loop.meet(0)
         driver.close()
         return policy.exit_code(sorted(driver.requests))
 
-    # --- Setting up ------------------------------------------------------------------------------------------------------
+    # --- Setting up -------------------------------------------------------------------------------
 
     def _arguments(
         self, extra_args_provider: Provider | None, args_defaults: dict[str, Any]
@@ -208,7 +223,8 @@ class _Training:
         import torch
 
         self._installation.install({"tensorboard": self._tensorboard.set_writer})
-        # One logger is one process of the job, which no replica is. A checkpoint must not depend on the number of lanes.
+        # Upstream creates a one-logger in the last rank of each world, and each replica is a world.
+        # Fully reshardable: a checkpoint must not depend on the number of lanes.
         args = _parse(
             extra_args_provider, args_defaults, {"enable_one_logger": False, "dist_ckpt_optim_fully_reshardable": True}
         )
@@ -224,7 +240,7 @@ class _Training:
             found += gpu_refusals(config.ranks_per_gpu, num_ranks=num_ranks, num_gpus=num_gpus)
             if found:
                 raise ValueError("\n".join(found))
-            # A collective inside a replica that ended before would end a replica that is only slow.
+            # A shorter timeout of collectives would end a replica that is only slow.
             args.distributed_timeout_minutes = config.deadlines.deadline_s / 60
             return args, config
 
@@ -285,7 +301,10 @@ class _Training:
 
 
 def _endpoint(config: RecoverConfig, context: RankContext, key: bytes, record: Callable[[trace.Event], None]) -> Endpoint:
-    """This rank's address on the data plane. Raises ValueError where the transport does not serve the device."""
+    """Open this rank's endpoint on the data plane and return it.
+
+    Raises ValueError where the transport does not serve the device.
+    """
     import torch
 
     from megatron_recover.data_plane.endpoints import open_endpoint
@@ -301,11 +320,11 @@ def _endpoint(config: RecoverConfig, context: RankContext, key: bytes, record: C
 
 
 def _seeding(seed: int) -> Callable[[int, int, int], None]:
-    """What puts this rank's random state at the beginning of a microbatch (iteration, microbatch, chunk)."""
+    """Return a function of (iteration, microbatch, chunk) that sets this rank's random state."""
     from megatron_recover.megatron.data.randomness import seed_microbatch
 
     @functools.cache
-    def place() -> dict[str, int]:  # asked for in the first step: Megatron makes its groups after the arguments
+    def place() -> dict[str, int]:  # called in the first step: until then Megatron has no groups
         from megatron.core import parallel_state
 
         return {
@@ -323,12 +342,13 @@ def _seeding(seed: int) -> Callable[[int, int, int], None]:
 
 
 def alike(args: Namespace, *, rank: int, exact: bool) -> dict[str, str]:
-    """Return what has to be equal on the same rank of all replicas, by name; the state is not among it."""
+    """Return all that must be equal on the same rank of every replica, by name, except state."""
     from megatron.core import parallel_state
 
     from megatron_recover.megatron.data import alike as parts
 
-    reads = parallel_state.get_tensor_model_parallel_rank() == 0  # as upstream has it: the others get their samples from it
+    # As in upstream, tensor-parallel rank 0 reads the samples and sends them to its group.
+    reads = parallel_state.get_tensor_model_parallel_rank() == 0
     return parts.arguments(args, rank) | parts.software(exact=exact) | (parts.data(args) if reads else {})
 
 
@@ -338,7 +358,10 @@ def counters(args: Namespace) -> dict[str, int]:
 
 
 def building_cache_once(provider: Callable[..., Any], args: Namespace, page: ProgressPage | None = None) -> Callable[..., Any]:
-    """The datasets provider, with one process of the whole job at a time in upstream's index building; `page` shows it."""
+    """Return `provider` wrapped: a single process of the job at a time builds the index cache.
+
+    `page` shows the phase `BUILDING_DATA` meanwhile.
+    """
     import torch
 
     from megatron_recover.megatron.data.loaders import building_cache, cache_directory

@@ -1,1 +1,1 @@
-"""Pictures and tables of docs/, drawn from the code."""
+"""Draws pictures and tables of docs/ from the code."""

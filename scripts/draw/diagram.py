@@ -1,4 +1,4 @@
-"""Draws the machines' tables for docs/states.md, so that the picture cannot differ from the code.
+"""Draws the tables of the state machines for docs/states.md, straight from the code.
 
 python -m scripts.draw.diagram > docs/states.md
 """
@@ -13,7 +13,7 @@ from megatron_recover.core import coordinator, rank, replica
 
 
 def page() -> str:
-    """docs/states.md as it has to be."""
+    """Return the content that docs/states.md must have."""
     parts = [
         "# States",
         "Drawn from the tables of the machines by `python -m scripts.draw.diagram > docs/states.md`; a test "
@@ -42,7 +42,7 @@ def _phases() -> str:
 
 
 def _replica_diagram() -> str:
-    """Edges that change the phase; what every phase answers alike is left out of the picture."""
+    """Return the diagram of the edges that change the phase, without edges to `stopped`."""
     edges: dict[tuple[str, str], list[str]] = {}
     for phase, rows in replica.TABLE.items():
         for kind, row in rows.items():

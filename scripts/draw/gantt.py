@@ -1,4 +1,4 @@
-"""Draws the pictures and tables of docs/schedule.md from the schedules themselves, so that they cannot differ from the code.
+"""Draws the pictures and tables of docs/schedule.md from the code of the schedules.
 
 python -m scripts.draw.gantt docs/schedule.md
 """
@@ -14,11 +14,14 @@ from megatron_recover.core.values import Pipeline
 from scripts.draw.timeline import Action, Timeline, disturbed, reopened, undisturbed
 
 _CHARACTERS = 2
-"""Of a picture's line for a forward; a backward has twice as many."""
+"""Width of a forward in a picture, in characters; a backward is twice as wide."""
 
 
 def drawn(page: str) -> str:
-    """The page with every `<!-- drawn: NAME -->` block filled anew. Raises KeyError for a name that is not known."""
+    """Return `page` with every `<!-- drawn: NAME -->` block drawn anew.
+
+    Raises KeyError for an unknown name.
+    """
 
     def fill(block: re.Match[str]) -> str:
         return f"{block[1]}\n{DRAWINGS[block[2]]()}\n{block[3]}"
@@ -27,7 +30,11 @@ def drawn(page: str) -> str:
 
 
 def picture(timeline: Timeline, num_own: int, dealt: float | None = None) -> str:
-    """One line a stage. Own microbatches are digits, those dealt late letters; `dealt` is when they were."""
+    """Return a picture of a timeline, with one line per stage.
+
+    The first `num_own` microbatches are digits. Microbatches that were dealt later, at time
+    `dealt`, are letters.
+    """
     pipe = timeline.pipe
     per_unit = _CHARACTERS * pipe.num_chunks
     width = round(timeline.end * per_unit)
@@ -55,7 +62,11 @@ def _late(pipe: Pipeline, num_own: int, num_late: int, arrival: float) -> str:
 
 
 def _remainders() -> str:
-    """What a quota that is not a multiple of the stages costs, with virtual stages and without."""
+    """Return a table of the length of a pass by quota, in microbatches on one stage.
+
+    Shows the cost of a quota that is no multiple of the number of stages, with and without virtual
+    stages.
+    """
     lines = ["| microbatches | " + " | ".join(map(str, range(1, 13))) + " |", "|---" * 13 + "|"]
     for pipe in (Pipeline(2), Pipeline(2, 2), Pipeline(4), Pipeline(4, 2)):
         name = f"PP {pipe.num_stages}" + (f", {pipe.num_chunks} chunks" if pipe.num_chunks > 1 else "")
@@ -65,7 +76,10 @@ def _remainders() -> str:
 
 
 def _late_losses() -> str:
-    """How much longer a pass becomes by what is dealt at that time, in microbatches."""
+    """Return a table of the delay of a pass by late microbatches, by the time of their arrival.
+
+    The delay is in microbatches, the time in per cent of the pass.
+    """
     fractions = [0.25, 0.5, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95]
     always = [(twentieth + 0.5) / 20 for twentieth in range(20)]
     lines = ["| dealt at | " + " | ".join(f"{fraction:.0%}" for fraction in fractions) + " | mean |", "|---" * 11 + "|"]
@@ -93,7 +107,7 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "remainders": _remainders,
     "late-losses": _late_losses,
 }
-"""What docs/schedule.md shows, by the name in its markers."""
+"""Functions that draw the blocks of docs/schedule.md, by the name in the block's marker."""
 
 
 if __name__ == "__main__":

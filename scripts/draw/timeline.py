@@ -1,8 +1,9 @@
-"""When a pipeline does what: the real schedules, run over a link to nobody, and a model of how long each operation takes.
+"""Timelines of a pipeline: the real schedules, run without communication, on a model of time.
 
-The order of the operations is that of `megatron.schedule.pipeline` and `megatron.schedule.interleaved`, whose code runs here
-for every stage with a real `WorkQueue`. Of time it knows that a forward of a stage takes 1 and a backward 2 (a chunk's share of
-them with several chunks), and that messages take none, so what it shows as waiting is the schedule's own (its bubbles).
+The order of operations comes from `megatron.schedule.pipeline` and `megatron.schedule.interleaved`.
+Their code runs here for every stage with a real `WorkQueue`. In the model of time a forward on a
+stage takes 1 unit and a backward takes 2 units. With several chunks an operation on one chunk takes
+its share. Messages take no time. So all waiting in a timeline is the schedule's own: its bubbles.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron_recover.megatron.schedule.pipeline import Stage
 from megatron_recover.trainer.work_queue import Task, WorkQueue
 
 FORWARD, BACKWARD = 1.0, 2.0
-"""Of a microbatch on a whole stage."""
+"""Units of time that a forward and a backward of one microbatch take on a whole stage."""
 
 
 class Action(NamedTuple):
@@ -30,7 +31,7 @@ class Action(NamedTuple):
     is_backward: bool
 
     def needs(self, pipe: Pipeline) -> Action | None:
-        """What must have ended before, on whichever stage; None for the first forward."""
+        """Return the action, on any stage, that must end first; None for the first forward."""
         ahead = -1 if not self.is_backward else 1
         stage, chunk = self.stage + ahead, self.chunk
         if not 0 <= stage < pipe.num_stages:
@@ -40,37 +41,39 @@ class Action(NamedTuple):
         return self._replace(is_backward=False) if self.is_backward else None
 
     def seconds(self, pipe: Pipeline) -> float:
-        """How long it takes."""
+        """Return the duration of this action in units of time."""
         return (BACKWARD if self.is_backward else FORWARD) / pipe.num_chunks
 
 
 class Timeline(NamedTuple):
-    """What every stage did when."""
+    """The start of every action of every stage, in units of time."""
 
     pipe: Pipeline
     starts: Mapping[Action, float]
     asked: float
-    """When the first stage asked for the end of the (first) pass: what is known before is still taken in."""
+    """Time at which the first stage asked for the end of the (first) pass. Work known by then still
+    joins the pass."""
     in_schedule: bool = False
-    """Whether microbatches that were dealt late were taken into the pass."""
+    """True if microbatches that were dealt late joined the pass."""
 
     @property
     def end(self) -> float:
-        """When the last stage was done."""
+        """Return the time at which the last action ends."""
         return max(start + operation.seconds(self.pipe) for operation, start in self.starts.items())
 
 
 def undisturbed(pipe: Pipeline, num: int) -> Timeline:
-    """A pass over so many microbatches that are all known when it begins."""
+    """Return the timeline of a pass over `num` microbatches, all known when the pass begins."""
     operations, asked = _sequences(pipe, num)
     starts = _timed(pipe, operations)
     return Timeline(pipe, starts, starts[asked])
 
 
 def disturbed(pipe: Pipeline, num: int, num_late: int, arrival: float) -> Timeline:
-    """`num_late` further microbatches are dealt to the replica at the time `arrival`.
+    """Return a timeline in which `num_late` further microbatches are dealt at the time `arrival`.
 
-    In the pass that runs if its end has not been asked for by then, else in one of their own.
+    They join the current pass if its end was not asked for before `arrival`, else they get a pass
+    of their own.
     """
     alone = undisturbed(pipe, num)
     if arrival <= alone.asked:
@@ -86,10 +89,12 @@ def disturbed(pipe: Pipeline, num: int, num_late: int, arrival: float) -> Timeli
 
 
 def reopened(pipe: Pipeline, num: int, num_late: int, arrival: float) -> Timeline:
-    """What the best re-opening of a pass would come to: not built, see docs/schedule.md.
+    """Return the timeline of the best possible re-opening of a pass.
 
-    Every stage does what is ready, backwards first, within the number of microbatches that 1F1B has in flight, as if all
-    stages knew of the late microbatches at once and needed to agree on nothing. For pipelines without virtual stages.
+    It is not built; docs/schedule.md has the comparison. Every stage runs the actions that are
+    ready, backwards first, with at most as many microbatches in flight as 1F1B. The model assumes
+    that all stages learn of the late microbatches at once, without any agreement. Only for
+    pipelines without virtual stages.
     """
     alone = undisturbed(pipe, num)
     stages = range(pipe.num_stages)
@@ -117,16 +122,16 @@ def reopened(pipe: Pipeline, num: int, num_late: int, arrival: float) -> Timelin
     return Timeline(pipe, starts, alone.asked, in_schedule=True)
 
 
-# --- The real schedules, over nothing --------------------------------------------------------------------------------------
+# --- The real schedules, without communication ----------------------------------------------------
 
 
 class _Member:
-    """A leader that deals `late` microbatches before the end of the pass, or none."""
+    """Stands for a rank's driver whose leader deals `late` before the end of the pass, if any."""
 
     def __init__(self, operations: list[Action], late: Plan | None) -> None:
         self._operations, self._orders = operations, [late] if late is not None else []
         self.asked = 0
-        """How many operations had begun when it was asked to close the pass."""
+        """Number of operations that had begun when the pass was asked to close."""
 
     def has_order(self) -> bool:
         return bool(self._orders)
@@ -139,7 +144,7 @@ class _Member:
 
 
 class _Upstream:
-    """A `pipeline.Upstream` that only writes down what it is asked for."""
+    """Stands for `pipeline.Upstream` and only records the operations that a schedule calls."""
 
     forward_only = False
 
@@ -168,7 +173,7 @@ class _Upstream:
 
 
 class _Link:
-    """A `P2PCommunicator` to nobody."""
+    """Stands for a `P2PCommunicator` and sends nothing."""
 
     def __init__(self, num_stages: int, stage: int) -> None:
         self.total_stages, self.current_stage = num_stages, stage
@@ -179,7 +184,10 @@ class _Link:
 
 
 def _sequences(pipe: Pipeline, num: int, num_late: int = 0) -> tuple[list[list[Action]], Action]:
-    """The operations of every stage in their order, and the one before which the first stage asks for the end."""
+    """Return the operations of every stage in order, and one operation of the first stage.
+
+    The first stage asks for the end of the pass right before that operation.
+    """
     found: list[list[Action]] = []
     asked = 0
     for stage in range(pipe.num_stages):
@@ -200,7 +208,12 @@ def _plan(generation: int, microbatches: Iterable[int]) -> Plan:
 def _timed(
     pipe: Pipeline, sequences: Sequence[Sequence[Action]], earliest: Mapping[Action, float] | None = None
 ) -> dict[Action, float]:
-    """When each operation starts: after the one before it on its stage, after what it needs, and not before `earliest`."""
+    """Return the start of each operation.
+
+    An operation starts after the operation before it on its stage, after the operation that it
+    needs, and not before its time in `earliest`. Raises RuntimeError if the operations block each
+    other.
+    """
     starts: dict[Action, float] = {}
     ends: dict[Action, float] = {}
     left = [list(reversed(operations)) for operations in sequences]

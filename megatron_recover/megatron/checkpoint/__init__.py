@@ -1,1 +1,1 @@
-"""Saving and loading: one writer for all replicas, the folder of checkpoints, and what a run resumes from."""
+"""Saves checkpoints through one writer for all replicas, and checks what a run resumes from."""

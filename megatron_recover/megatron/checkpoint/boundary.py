@@ -1,7 +1,8 @@
-"""Between two iterations: asking for the end of the job, ending when it was committed, and making up for a lost save.
+"""Acts between two iterations: requests the end of the job, ends it, and repeats a lost save.
 
-Decides when this rank asks (a signal, a time limit). It never ends a replica by itself: the request rides in a vote, and
-every replica ends at the iteration whose record carries it, with the checkpoint that Megatron saves when it exits.
+A signal or a time limit makes this rank request the end. No replica ends by itself: the request
+travels in a vote. Every replica ends at the iteration whose record carries the request, with the
+checkpoint that Megatron saves when it exits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron_recover.trainer.driver import Driver
 
 
 class Boundary:
-    """Stands in for `checkpoint_and_decide_exit` (seam `exit`)."""
+    """Replaces `checkpoint_and_decide_exit` (seam `exit`)."""
 
     def __init__(
         self, driver: Driver, checkpoints: Checkpoints, original: Callable[..., bool], get_args: Callable[[], Namespace]
@@ -29,7 +30,7 @@ class Boundary:
         self._began = time.monotonic()
 
     def take_over(self, args: Namespace) -> None:
-        """From now on SIGTERM, `--exit-signal` and `--exit-duration-in-mins` are ours.
+        """Handle SIGTERM, `--exit-signal` and `--exit-duration-in-mins` here, in place of Megatron.
 
         Megatron would act on them in one replica alone.
         """
@@ -49,7 +50,11 @@ class Boundary:
         checkpointing_context: Any,
         train_data_iterator: Any,
     ) -> bool:
-        """Whether Megatron leaves its training loop after `iteration`; saves what is due, as Megatron does."""
+        """Return whether Megatron leaves its training loop after `iteration`.
+
+        Saves the checkpoint that is due, as Megatron's function does, and a checkpoint that a dead
+        writer left unsaved.
+        """
         if self._minutes is not None and time.monotonic() - self._began > self._minutes * 60:
             self._received.append(f"ran for {self._minutes} minutes")
             self._minutes = None

@@ -1,29 +1,38 @@
-"""One replica saves, a save that is cut short costs nothing that was saved before, and another replica makes up for it.
+"""Saves checkpoints: one replica, the writer, saves; if it dies, the next writer repeats the save.
 
-Decides who writes a checkpoint and when, and what a save that fails leads to. What is in it is Megatron's: a plain checkpoint
-of a job with the lanes as its data parallelism. When it exists is `save_folder`'s.
+Decides which replica writes a checkpoint and when, and what follows a failed save. The content is
+Megatron's: a plain checkpoint of a job whose data parallelism is the lanes. `save_folder` decides
+when a checkpoint exists.
 
 Note [Agreed]
-    All replicas begin a save, at the same iteration, by a step without microbatches (`save N`) whose record carries the digest
-    of all their state. Only when it is committed does the writer write, and what it writes is that state: a replica whose state
-    has drifted is outvoted before it can make it durable. So whether a save is due must be known to all alike: it is a
-    function of the iteration and of what committed records carry, never of what a replica sees for itself. At the end of
-    training the record of the end serves, which carries such a digest, too. With one replica all this proves nothing.
+    All replicas begin a save at the same iteration, by a step without microbatches (`save N`). Its
+    record carries the digest of all their state. The writer writes only after the record is
+    committed, and writes that state. So a replica whose state has drifted is outvoted before it can
+    save its state. It follows that all replicas must agree on whether a save is due. This depends
+    on the iteration and on committed records only, never on what a replica sees by itself. The save
+    at the end of training relies on the record of the end, which carries such a digest too. With
+    one replica there is no other state to compare with.
 
 Note [Owed]
-    Replicas that do not write go on training while the writer saves. They remember that a checkpoint is owed. When one becomes
-    the writer and the tracker does not name it, it asks for another save in its vote; the record that carries the request
-    makes all replicas begin one at their next step boundary. At the end of training all replicas wait for each other, so
-    that a writer that dies in the last save is found out while others can still save.
+    Replicas that do not write continue to train while the writer saves. They remember the
+    checkpoint as owed. When one of them becomes the writer and the tracker does not name the owed
+    checkpoint, it requests another save in its vote. The record that carries the request makes
+    all replicas begin a save after the iteration. At the end of training all replicas wait for
+    each other. So if the writer dies in the last save, others can still save.
 
 Note [A save that fails]
-    A disk that is full or a folder that cannot be written or read ends no replica: any other would fail alike. The ranks of
-    the writer give the save up together, it is reported with the folder and the remedy, training goes on, and the next save
-    point tries again. At the end of training the last save is tried again and again for `Deadlines.save_s`, while somebody
-    may make room; then the job ends with an exit code of its own. All ranks of a replica have to find out that one of them
-    failed. In format `torch_dist` Megatron tells them (`CheckpointException`); in format `torch`, and where the checkpoint is
-    given its name, the one that failed says so in the replica's store and keeps its place in Megatron's two last barriers.
-    Only rank 0 looks what is in the folder; one that cannot be read has no checkpoint but what this replica has saved there.
+    A full disk, or a folder that cannot be written or read, ends no replica: any other replica
+    would fail alike. The ranks of the writer give up the save together, and rank 0 reports the
+    folder and the remedy. Training continues, and the next save point tries again. At the end of
+    training the last save is repeated for `Deadlines.save_s` seconds, while somebody may make room.
+    Then the job ends with an exit code of its own.
+
+    When a rank fails, all ranks of its replica have to learn of the failure. In format `torch_dist`
+    Megatron informs them (`CheckpointException`). In format `torch` the failed rank writes the
+    failure to the replica's store, which rank 0 reads before it publishes the checkpoint. A failed
+    rank still takes part in the barriers that are left of Megatron's save. Only rank 0 reads the
+    folder. A folder that cannot be read counts as empty, except for the checkpoint that this
+    replica has saved there.
 """
 
 from __future__ import annotations
@@ -48,21 +57,24 @@ from megatron_recover.megatron.checkpoint.save_folder import TRACKER, SaveFolder
 from megatron_recover.trainer.driver import Driver
 
 _RETRY_S = 10.0
-"""Between two attempts at the last checkpoint of a run."""
+"""Seconds between two attempts to save the last checkpoint of a run."""
 
 
 class TrackerFile:
-    """Stands in for `maybe_msc` in Megatron's checkpointing (seam `tracker`): the tracker is replaced, never overwritten."""
+    """Replaces `maybe_msc` in Megatron's checkpointing (seam `tracker`).
+
+    A new tracker is written beside the old tracker and renamed over it, never written in place.
+    """
 
     def __init__(self, original: Any, before_naming: Callable[[], None]) -> None:
-        """`before_naming()` is called when the new tracker is complete and not yet in its place."""
+        """Store `before_naming()`, called between writing a new tracker and renaming it."""
         self._original, self._before_naming = original, before_naming
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
 
     def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """Open a file as the original does, unless it is the tracker, to be written."""
+        """Open `file` as the original does; return a replacing file for writing the tracker."""
         if mode != "w" or os.path.basename(file) != TRACKER or "://" in str(file):
             return self._original.open(file, mode, *args, **kwargs)
         return self._replacing(Path(file))
@@ -73,11 +85,14 @@ class TrackerFile:
         with replacing(path, partial=partial, durable=True, before_naming=self._before_naming) as file:
             text = io.TextIOWrapper(file)
             yield text
-            text.detach()  # writes what it holds
+            text.detach()  # flushes
 
 
 class Checkpoints:
-    """This rank's part in saving. One per rank; all ranks of a replica call the same methods in the same order."""
+    """Saves checkpoints, one object per rank.
+
+    All ranks of a replica make the same calls in equal order.
+    """
 
     def __init__(
         self,
@@ -92,54 +107,72 @@ class Checkpoints:
         log: trace.Log,
         faults: FaultInjector | None,
     ) -> None:
-        """`originals`: what Megatron has behind the seams `save_checkpoint`, `write_checkpoint` and `checkpoint_name`.
-        `agree(iteration, model, optimizer, scheduler)` returns when a record has carried the digest of that state. `samples`
-        (`alike.samples`) is kept in each checkpoint. Create it before the job can have saved anything to `save`.
+        """Look at the tracker in `save`; create this object before the job can save anything there.
+
+        - `originals`: Megatron's functions behind the seams `save_checkpoint`, `write_checkpoint`
+          and `checkpoint_name`.
+        - `agree(iteration, model, optimizer, scheduler)` returns when a record with the digest of
+          this state is committed.
+        - `save`: the folder of `--save`, or None.
+        - `samples` (`alike.samples`) is stored in each checkpoint.
         """
         self._saver, self._originals, self._get_args, self._agree_on = saver, originals, get_args, agree
         self._samples, self._deadlines, self._faults = samples, deadlines, faults
         self._record = trace.Recorder(log, replica=saver.replica, rank=saver.rank)
         self._folder = SaveFolder(save, deadlines.lock_s) if save is not None else None
         self._agreed: int | None = None
-        """The newest iteration whose state all replicas have agreed on to save it, the same on all. See Note [Agreed]."""
+        """Newest iteration whose state all replicas have agreed to save; equal on all replicas. See
+        Note [Agreed]."""
         self._owed: int | None = None
-        """The newest iteration that another replica is or was to save, or that could not be saved. See Note [Owed]."""
+        """Newest iteration that another replica had to save or that could not be saved; None if
+        none is owed. See Note [Owed]."""
         self._failed: int | None = None
-        """The newest iteration that could not be saved here."""
+        """Newest iteration that this replica could not save; None after a save here."""
         self._written: int | None = None
-        """The newest iteration that was saved here."""
+        """Newest iteration that this replica saved."""
         self._skipped: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-        """What Megatron gave for the owed one."""
+        """Megatron's arguments (positional, keywords) for the owed save."""
         self._writing: int | None = None
         self._num_writes = 0
         self._is_naming = False
         self._failure = ""
-        """Why this rank's part of the save being written failed."""
+        """Reason why this rank's part of the current save failed; empty if it did not."""
 
     @property
     def folder(self) -> SaveFolder:
-        """That of `--save`."""
+        """Return the folder of `--save`. Raises RuntimeError if there is none."""
         if self._folder is None:
             raise RuntimeError("Megatron saves a checkpoint without --save")
         return self._folder
 
-    # --- Seams of Megatron -----------------------------------------------------------------------------------------------
+    # --- Seams of Megatron ------------------------------------------------------------------------
 
     def tell_what_was_loaded(self) -> None:
-        """Record where training begins. No seam: called once, when Megatron has loaded what there is to load."""
+        """Record the iteration that was loaded.
+
+        Not a seam: called once, before this rank joins the job.
+        """
         args = self._get_args()
         if self._saver.rank == 0 and args.load is not None and not args.finetune:
             self._record(trace.Checkpoint, iteration=args.iteration, phase="loaded", detail=str(args.load))
 
     def save_checkpoint_and_time(self, iteration: int, *args: Any, **kwargs: Any) -> None:
-        """Stands in for Megatron's (seam `save_checkpoint`): compare the state of all replicas, then have one of them save."""
+        """Compare the state of all replicas, then save if this replica is the writer.
+
+        Replaces Megatron's `save_checkpoint_and_time` (seam `save_checkpoint`).
+        """
         if self._folder is None or not iteration:
-            return  # a step was given up (`commit.OF_A_STEP_GIVEN_UP`), and there is no place or nothing to save
+            # A step was given up (`commit.OF_A_STEP_GIVEN_UP`), and there is no folder or nothing
+            # to save.
+            return
         if iteration != self._agreed and not self._is_what_was_loaded(iteration):
             self._save(iteration, *args, **kwargs)
 
     def _save(self, iteration: int, *args: Any, **kwargs: Any) -> None:
-        """Save if this replica is the writer, else remember what is owed; begun by all replicas at the same iteration."""
+        """Save if this replica is the writer, else remember the owed checkpoint.
+
+        All replicas call this at the same iteration.
+        """
         self._agree_on(iteration, *args[:3])
         self._agreed = iteration
         if self._saver.is_writer():
@@ -148,14 +181,17 @@ class Checkpoints:
             self._owed, self._skipped = iteration, (args, kwargs)
 
     def write_checkpoint(self, iteration: int, *args: Any, **kwargs: Any) -> None:
-        """Stands in for Megatron's `save_checkpoint` (seam `write_checkpoint`). See Note [A save that fails]."""
+        """Call Megatron's `save_checkpoint`; store the error of a failed write, raise any other.
+
+        Replaces `save_checkpoint` (seam `write_checkpoint`). See Note [A save that fails].
+        """
         from torch.distributed.checkpoint.api import CheckpointException
 
         self._is_naming = False
         try:
             self._originals["write_checkpoint"](iteration, *args, **kwargs)
         except CheckpointException as error:
-            # Every rank gets one; only rank 0 is told why.
+            # Every rank raises this exception; only rank 0's has the reasons.
             self._failure = "; ".join(f"{type(each).__name__}: {each}" for each, _ in error.failures.values())
         except (OSError, RuntimeError) as error:
             if not self._can_be_left(error):
@@ -164,13 +200,21 @@ class Checkpoints:
             self._leave()
 
     def checkpoint_name(self, checkpoints_path: Any, iteration: int, *args: Any, **kwargs: Any) -> str:
-        """Stands in for `get_checkpoint_name` (seam): what is being written goes where partial checkpoints are."""
+        """Return Megatron's name of a checkpoint, below the partial folder while it is written.
+
+        Replaces `get_checkpoint_name` (seam `checkpoint_name`).
+        """
         if iteration == self._writing and Path(checkpoints_path) == self.folder.path:
             checkpoints_path = str(self.folder.partial)
         return self._originals["checkpoint_name"](checkpoints_path, iteration, *args, **kwargs)
 
     def before_naming(self) -> None:
-        """A checkpoint's data is written by all ranks, and the tracker does not name it yet (rank 0; fault point)."""
+        """Publish the checkpoint after all ranks have written their data.
+
+        Called on rank 0 only, before the tracker names the checkpoint; a fault point. Raises
+        OSError with the failure of another rank, and InvariantViolation if the replicas have not
+        agreed on the iteration.
+        """
         import torch
 
         self._is_naming = True
@@ -184,13 +228,15 @@ class Checkpoints:
         if self._faults is not None:
             self._faults.at(FaultPoint.CHECKPOINT_TRACKER, step=self._saver.step)
 
-    # --- Owed checkpoints ------------------------------------------------------------------------------------------------
+    # --- Owed checkpoints -------------------------------------------------------------------------
 
     def make_up(self, iteration: int, *args: Any, **kwargs: Any) -> None:
-        """At a step boundary: begin the save that a record asks for; ask for one if this replica has become the writer and the
-        checkpoint that is owed is not there.
+        """Begin the save that a record requests, or request a save. Called between two iterations.
+
+        Requests a save if this replica has become the writer and the owed checkpoint does not
+        exist.
         """
-        # Not one that has been answered: a later save is agreed on then.
+        # A request that was followed names an older iteration: the save has changed `_agreed`.
         if self._agreed is not None and missing(self._agreed) in self._saver.requests:
             self._save(iteration, *args, **kwargs)
         elif (owed := self._owed) is not None and owed != self._failed and self._saver.is_writer():
@@ -200,20 +246,23 @@ class Checkpoints:
                 self._saver.request(missing(owed))
 
     def settle(self, meet: Callable[[int], None], *, has_trained: bool = True) -> None:
-        """Training is over: return when the last checkpoint exists, whoever has to write it, or when nobody can.
+        """Return when the last checkpoint exists or when it cannot be written.
 
-        `meet(round)` returns when all live replicas are in the same round. `has_trained`: whether any state has changed.
+        Called after training. Any replica may have to write it. `meet(round)` returns when all live
+        replicas are in this round. `has_trained` is whether any state has changed.
         """
         iteration = self._agreed
         if iteration is None:
             if MISCOUNTED in self._saver.requests and not has_trained:
-                self._saver.request(nothing_trained(self._begun_with()))  # nothing is lost, and the end is to say so
+                # No state was lost. The message at the end of the job describes the state.
+                self._saver.request(nothing_trained(self._begun_with()))
                 meet(0)
             return
         rounds, since = 0, time.monotonic()
         while True:
             if self._agree(lambda: self._exists(iteration)):
-                # What each sees for itself would part them: a slow one may look when the next writer has saved already.
+                # Replicas return by a committed request and not by what each sees: a slow replica
+                # may look only after the next writer has saved, and would return in another round.
                 self._saver.request(SAVED)
             meet(rounds)
             if {SAVED, UNSAVED} & self._saver.requests:
@@ -223,21 +272,26 @@ class Checkpoints:
                     args, kwargs = self._skipped
                     self._write(iteration, *args, **kwargs)
                 else:
-                    self._saver.request(UNSAVED)  # rides in the next meeting's record, so all replicas give up together
+                    # The record of the next round carries the request, so all replicas give up
+                    # together.
+                    self._saver.request(UNSAVED)
             rounds += 1
 
     def _may_try_again(self, since: float) -> bool:
-        """Wait a little for somebody to make room; False when that took too long."""
+        """Wait for somebody to make room, then return True; return False after `Deadlines.save_s`.
+
+        `since` is the monotonic time in seconds at which training ended.
+        """
         if not self._agree(lambda: time.monotonic() - since <= self._deadlines.save_s):
             return False
         with self._saver.saving():
             time.sleep(min(_RETRY_S, self._deadlines.save_s))
         return True
 
-    # --- The writer ------------------------------------------------------------------------------------------------------
+    # --- The writer -------------------------------------------------------------------------------
 
     def _write(self, iteration: int, *args: Any, **kwargs: Any) -> None:
-        """Save; all ranks of the replica find out alike whether it failed."""
+        """Save as the writer. All ranks of the replica learn alike whether the save failed."""
         import torch
 
         first = torch.distributed.get_rank() == 0
@@ -273,7 +327,7 @@ class Checkpoints:
         self._record(trace.Checkpoint, iteration=iteration, phase="started")
 
     def _conclude(self, iteration: int, failure: str) -> None:
-        """Free the space of what is not needed: a partial checkpoint, or an older one that was replaced."""
+        """Remove a partial checkpoint or a replaced one, and report how the save ended (rank 0)."""
         with contextlib.suppress(OSError):
             self.folder.clear()
         if not failure:
@@ -290,24 +344,28 @@ class Checkpoints:
         self._record(trace.Checkpoint, iteration=iteration, phase="failed", detail=detail)
         print(f"megatron-recover: {detail}", file=sys.stderr, flush=True)
 
-    # --- Shared by the ranks of a replica --------------------------------------------------------------------------------
+    # --- Shared by the ranks of a replica ---------------------------------------------------------
 
     @property
     def _failure_key(self) -> str:
         return f"megatron-recover/replica {self._saver.replica}/save {self._num_writes}"
 
     def _can_be_left(self, error: BaseException) -> bool:
-        """Whether `error` is one of writing, at a place where the other ranks can be told."""
+        """Return whether `error` is a failed write about which the other ranks can be informed."""
         import torch
 
-        # torch's archive writer says what the disk refused as a RuntimeError.
+        # torch's archive writer raises RuntimeError for a failed write.
         of_torch = any(word in str(error) for word in ("PytorchStreamWriter", "inline_container"))
         if not isinstance(error, OSError) and not of_torch:
             return False
         return self._is_naming or self._get_args().ckpt_format == "torch" or torch.distributed.get_world_size() == 1
 
     def _leave(self) -> None:
-        """Meet the other ranks at the barriers that Megatron has behind the data and behind the tracker."""
+        """Write the failure to the store and join the barriers that are left of Megatron's save.
+
+        The other ranks wait in a barrier after the data (skipped once the checkpoint gets its name)
+        and in a barrier after the tracker.
+        """
         import torch
 
         if not self._is_naming:
@@ -316,7 +374,7 @@ class Checkpoints:
         torch.distributed.barrier()
 
     def _common_failure(self) -> str:
-        """Why any rank's part failed, or nothing."""
+        """Return the reason why a rank of this replica failed, or an empty text. Collective."""
         import torch
 
         failures: list[str] = [""] * torch.distributed.get_world_size()
@@ -324,26 +382,33 @@ class Checkpoints:
         return next(filter(None, failures), "")
 
     def _begun_with(self) -> str:
-        """Return what training began with, in words."""
+        """Return a description of the state that training began with."""
         args = self._get_args()
         if args.load is None or args.finetune or not args.iteration:
             return "the one that training begins with"
         return f"what was loaded from iteration {args.iteration} of --load {args.load}"
 
     def _is_what_was_loaded(self, iteration: int) -> bool:
-        """Whether nothing was trained since `iteration` was loaded from here: saving again could only damage it."""
+        """Return whether `iteration` was loaded from `--save` and nothing was trained since.
+
+        Saving again could only damage that checkpoint.
+        """
         args = self._get_args()
         from_here = args.load is not None and os.path.realpath(args.load) == os.path.realpath(args.save)
         return args.iteration == iteration and from_here and self._agree(lambda: self.folder.named() == iteration)
 
     def _exists(self, iteration: int) -> bool:
-        """Whether this job has saved `iteration`. Who has saved it here knows, though the folder can no longer be read."""
+        """Return whether this job has saved `iteration`.
+
+        A replica that has saved it knows so even if the folder can no longer be read.
+        """
         return self._written == iteration or self.folder.has(iteration)
 
     def _agree(self, look: Callable[[], bool]) -> bool:
-        """Return what rank 0 of the replica finds: a shared file system may show its ranks different instants.
+        """Return on all ranks of the replica the result of `look()` on rank 0.
 
-        `look` raises nothing: the other ranks wait for the answer.
+        A shared file system may show different states to different ranks. `look` must not raise:
+        the other ranks wait for the result.
         """
         import torch
 

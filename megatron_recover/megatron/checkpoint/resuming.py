@@ -1,7 +1,7 @@
-"""Whether a run that resumes reads the samples that its checkpoint was trained on, before any rank is started.
+"""Checks before training whether a resumed run reads the samples of its checkpoint's run.
 
-Each checkpoint says what decided its samples (`alike.samples`, kept by `save_folder.SaveFolder.describe`). Nothing here loads a
-checkpoint or decides which one is loaded: that is Megatron's.
+Each checkpoint contains a description of its run's samples (`alike.samples`, stored by
+`SaveFolder.describe`). Megatron chooses and loads the checkpoint.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from megatron_recover.megatron.data import alike
 
 
 def judge(args: Namespace, resume_data: Literal["same", "other"]) -> str:
-    """Compare the samples of the checkpoint that `args` load with those that `args` read; return a note for people, or nothing.
+    """Compare the samples of the checkpoint to load with the samples that this run reads.
 
-    Raises ValueError with both values where they differ and `resume_data` is "same".
+    Returns a note for the user, empty if there is nothing to note. Raises ValueError with both
+    values if they differ and `resume_data` is "same".
     """
-    if args.load is None or args.finetune:  # whose iterations are counted anew, on data of its own
+    if args.load is None or args.finetune:  # fine-tuning counts iterations anew, on its own data
         return ""
-    iteration = args.ckpt_step or named_in(Path(args.load))  # as Megatron has it
+    iteration = args.ckpt_step or named_in(Path(args.load))  # as Megatron chooses it
     if iteration < 0:
         return ""
     checkpoint = f"loading checkpoint of iteration {iteration} from {args.load}"
     known = samples_of(Path(args.load), iteration)
     if known is None:
-        return f"{checkpoint}, which does not say on which data it was trained: whether that is the same is not known"
+        return f"{checkpoint}, which does not say on which data it was trained; the data of this run may differ"
     found = differences(tuple(known.items()), tuple(alike.samples(args).items()))
     if not found:
         return ""

@@ -1,14 +1,19 @@
-"""The folder of `--save`: what in it is complete, which checkpoint is the latest, and who may write.
+"""The folder of `--save`: complete and partial checkpoints, the tracker, the lock of the writer.
 
-Decides how a checkpoint becomes part of the folder. It never decides when one is due, and never looks into one.
+Decides how a checkpoint becomes part of the folder. It never decides when a checkpoint is due.
 
 Note [When a checkpoint exists]
-    A checkpoint is written below `.partial`, so whatever is there is partial and what has a checkpoint's name is complete: no
-    guess is needed to remove the one and never the other. When all of it is written, it is synced and moved to its
-    name in one rename; if an older branch (`--ckpt-step`) left a complete one of that iteration, the two change places in one
-    step, and the older one is removed once the tracker names the new one. Megatron opens the tracker for writing, which
-    empties it, and then writes the iteration; here it is written beside its name, synced and renamed. So at every instant,
-    whoever dies, the tracker names a complete checkpoint: the previous one or the new one.
+    A checkpoint is written below `.partial`. So all that is there is partial, and all that has a
+    checkpoint's name is complete. Partial checkpoints can be removed without any check.
+
+    When all of a checkpoint is written, it is synced and moved to its name in one rename. An older
+    branch (`--ckpt-step`) may have left a complete checkpoint of this iteration. Then the two
+    change places in one step (NFS: `_exchange`), and the older checkpoint is removed after the
+    tracker names the new one.
+
+    Megatron opens the tracker for writing, which empties the file, and then writes the iteration.
+    Here the tracker is written beside its name, synced and renamed. So whichever process dies, the
+    tracker always names a complete checkpoint: the previous one or the new one.
 """
 
 from __future__ import annotations
@@ -29,32 +34,41 @@ TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL = ".partial"
 _LOCK = ".writer.lock"
 _SAMPLES = "samples.json"
-"""In the folder of each checkpoint."""
+"""File in each checkpoint that describes the samples of the run (`alike.samples`)."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 class SaveFolder:
-    """One folder of checkpoints; used by rank 0 of a replica, but for `partial`."""
+    """One folder of checkpoints.
+
+    Only rank 0 of a replica calls its methods; other ranks read `path` and `partial`.
+    """
 
     def __init__(self, path: str | Path, lock_s: float) -> None:
-        """`lock_s`: how long to wait for a writer that was declared dead to be dead. It holds the lock to its end."""
+        """Look at the tracker in `path`.
+
+        `lock_s` is the number of seconds to wait for the lock. A writer that was declared dead
+        holds the lock until its process has ended.
+        """
         self._lock_s = lock_s
         self.path = Path(path)
         self.partial = self.path / PARTIAL
-        """Where checkpoints are written."""
+        """Folder in which checkpoints are written."""
         self._at_first = self._identity()
 
     def named(self) -> int:
-        """The iteration that the tracker names; -1 if there is none, or none that can be read."""
+        """Return the iteration that the tracker names; -1 if there is none or it cannot be read."""
         try:
             return named_in(self.path)
         except OSError:
             return -1
 
     def has(self, iteration: int) -> bool:
-        """Whether this job has saved `iteration` or a later one: a tracker that was there before it is no proof of that.
+        """Return whether this job has saved `iteration` or a later one.
 
-        Nor is one that cannot be read (NFS answers ESTALE, EACCES or EIO): whoever writes then finds out whether it can.
+        True only if the tracker has changed since this object was created. False if the tracker
+        cannot be read (NFS answers ESTALE, EACCES or EIO): the writer then tries to save, and
+        learns whether it can.
         """
         try:
             return self.named() >= iteration and self._identity() != self._at_first
@@ -63,7 +77,10 @@ class SaveFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder for one writer. A dead writer's kernel gives it back; one that only seems dead is waited for."""
+        """Hold the writer's lock of the folder. Raises TimeoutError after `lock_s` seconds.
+
+        The kernel releases the lock of a dead writer. A writer that only seems dead keeps the lock.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         with lock_file.opened(self.path / _LOCK) as file:
             if not lock_file.is_held(file, self._lock_s):
@@ -71,7 +88,7 @@ class SaveFolder:
             yield
 
     def clear(self) -> list[str]:
-        """Remove everything partial, and make room for the next; the names of what was there."""
+        """Remove all partial checkpoints, and create their folder; return the removed names."""
         self.partial.mkdir(exist_ok=True)
         found = sorted(self.partial.iterdir())
         for each in found:
@@ -82,12 +99,12 @@ class SaveFolder:
         return [each.name for each in found]
 
     def describe(self, samples: Mapping[str, str]) -> None:
-        """Put what decides which samples the run reads into the checkpoint that is being written. It is published with it."""
+        """Store `samples` (`alike.samples`) in the partial checkpoint, to be published with it."""
         for each in self.partial.glob("iter_*"):
             (each / _SAMPLES).write_text(json.dumps(samples))
 
     def publish(self) -> None:
-        """What was written is complete: give it its name, durably."""
+        """Give each partial checkpoint its name, durably. All of it has been written."""
         for each in sorted(self.partial.iterdir()):
             _sync_tree(each)
             target = self.path / each.name
@@ -98,7 +115,7 @@ class SaveFolder:
         sync(self.path)
 
     def _identity(self) -> tuple[int, int] | None:
-        """Of the tracker file: another one after every save."""
+        """Return (inode, modification time) of the tracker, or None. They change with each save."""
         try:
             status = os.stat(self.path / TRACKER)
         except (FileNotFoundError, NotADirectoryError):
@@ -107,7 +124,11 @@ class SaveFolder:
 
 
 def named_in(path: Path) -> int:
-    """Return the iteration that the tracker of a folder of checkpoints names; -1 if there is none."""
+    """Return the iteration that the tracker in the folder `path` names.
+
+    Returns -1 if there is no tracker or it names no iteration. Raises OSError if the tracker cannot
+    be read.
+    """
     try:
         text = (path / TRACKER).read_text().strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -116,7 +137,10 @@ def named_in(path: Path) -> int:
 
 
 def samples_of(path: Path, iteration: int) -> dict[str, str] | None:
-    """Return what a checkpoint says of the samples that its run read, or None if it says nothing (older, or upstream's)."""
+    """Return the description of a run's samples that a checkpoint contains, or None.
+
+    Checkpoints of upstream, and older ones, contain no description.
+    """
     try:
         found = json.loads((path / f"iter_{iteration:07d}" / _SAMPLES).read_text())
     except (FileNotFoundError, ValueError):
@@ -125,10 +149,11 @@ def samples_of(path: Path, iteration: int) -> dict[str, str] | None:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Let two entries change places in one step, where the file system can."""
+    """Let two entries change places, in one step where the file system can."""
     if _renameat2(new, old):
         return
-    # Two steps (NFS): between them the older one is complete under another name that nothing here ever removes.
+    # Without an exchange (NFS): meanwhile the older checkpoint is complete under a name that
+    # nothing here removes.
     aside = old.with_name(f"{old.name}.replaced")
     os.rename(old, aside)
     os.rename(new, old)
@@ -136,7 +161,10 @@ def _exchange(new: Path, old: Path) -> None:
 
 
 def _renameat2(new: Path, old: Path) -> bool:
-    """Linux's exchange of two entries; False where library or file system do not have it."""
+    """Exchange two entries with Linux's renameat2; return whether that worked.
+
+    Returns False where library or file system lack renameat2. Raises OSError for any other failure.
+    """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -149,7 +177,7 @@ def _renameat2(new: Path, old: Path) -> bool:
 
 
 def _sync_tree(folder: Path) -> None:
-    """Have all of it on the disk, whichever process of this machine wrote it."""
+    """Sync a folder and all files in it to disk, whichever process of this machine wrote them."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in sorted(files):
             sync(Path(parent, name))

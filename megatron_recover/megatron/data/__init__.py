@@ -1,1 +1,1 @@
-"""Samples and random state of a microbatch, and what replicas must start alike with."""
+"""Samples and random state of a microbatch, and all that must be equal when replicas start."""

@@ -1,7 +1,7 @@
-"""What one rank says of all that has to be alike on every replica: arguments, packages, device, data.
+"""Describes all that must be equal when replicas start: arguments, packages, device, data.
 
-Decides what is compared when replicas start, and names it for whoever has to mend a difference. `commit.CommitLoop` adds the
-parameters and the state as they were made or loaded.
+Each function returns names and values for one rank. The names appear in the message about a
+difference. `commit.CommitLoop` adds the parameters and the state, as initialized or loaded.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ _PACKAGES = ("torch", "megatron-core", "numpy", "megatron-recover")
 _DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 """Arguments that name indexed data."""
 _LONGEST = 120
-"""Characters of a value; what is longer is cut and told apart by a digest."""
+"""Characters of a value. A longer value is cut, and its digest is added."""
 _BLOCK_BYTES = 2**16
 _NUM_BLOCKS = 64
-"""Of a file that is larger than as many blocks only so many are read, the first and the last among them."""
+"""Number of blocks to read of a larger file, including the first and the last block."""
 
 
 def arguments(args: Namespace, rank: int) -> dict[str, str]:
-    """Return all arguments by name on rank 0, and their digest on every rank. What is not set (None, False) has no name."""
+    """Return all arguments by name on rank 0, and their digest on every rank.
+
+    Arguments that are not set (None, False, []) are left out by name, but are part of the digest.
+    """
     values = {name: repr(value) for name, value in sorted(vars(args).items()) if name not in _OF_ONE_RANK}
     unset = ("None", "False", "[]")
     named = {f"argument {name}": _cut(value) for name, value in values.items() if value not in unset} if rank == 0 else {}
@@ -37,7 +40,11 @@ def arguments(args: Namespace, rank: int) -> dict[str, str]:
 
 
 def software(*, exact: bool) -> dict[str, str]:
-    """Return the versions of what computes; with `exact`, which is equal on equal hardware only, also the kind of device."""
+    """Return the versions of Python and of the packages that compute.
+
+    With `exact` (`--recover-determinism exact`) return also the kind of device: exact results are
+    equal only on equal hardware.
+    """
     parts = {f"the version of {name}": _version(name) for name in _PACKAGES}
     parts["the version of Python"] = platform.python_version()
     if exact and torch.cuda.is_available():
@@ -48,15 +55,19 @@ def software(*, exact: bool) -> dict[str, str]:
 
 
 def data(args: Namespace) -> dict[str, str]:
-    """Return a digest of each indexed data set that the arguments name: of its index, and of blocks of its samples."""
+    """Return a digest of each indexed data set that the arguments name.
+
+    The digest covers the index file and the file of samples, of a large file a sample of blocks.
+    """
     words = [word for name in _DATA_PATHS for word in _words(getattr(args, name, None))]
     return {f"the data of {prefix}": _digest_of_data(prefix) for prefix in dict.fromkeys(words) if _is_indexed(prefix)}
 
 
 def samples(args: Namespace) -> dict[str, str]:
-    """Return what decides which samples a run reads, by name, wherever the files lie: for a run that resumes this one.
+    """Return all that decides which samples a run reads, by name. Compared when a run resumes.
 
-    Unlike `data`, which names paths: those of all replicas are equal.
+    Names data sets by their position and not, as `data` does, by their paths: the files may have
+    moved before a run resumes.
     """
     found: dict[str, str] = {}
     for name in _DATA_PATHS:
@@ -92,7 +103,7 @@ def _digest_of_file(path: str) -> str:
 
 
 def _starts(size: int) -> Iterator[int]:
-    """Yield where blocks begin: all of a small file, and of a large one as many as are read, evenly spread."""
+    """Yield the offsets of the blocks to read: all blocks, or `_NUM_BLOCKS` of a large file."""
     if size <= _NUM_BLOCKS * _BLOCK_BYTES:
         yield from range(0, size, _BLOCK_BYTES)
         return

@@ -1,13 +1,15 @@
-"""Which samples a microbatch has, and the index cache that they are found through.
+"""Finds the samples of a microbatch, and guards upstream's index cache while it is built.
 
-Decides nothing about who computes a microbatch. Samples are a pure function of how many the job has consumed and of the
-microbatch's id, so any replica reads the same ones: exactly those that upstream's `MegatronPretrainingSampler` deals to a
-data-parallel job of the same global batch.
+Samples are a pure function of two numbers: how many samples the job has consumed, and the
+microbatch's id. So every replica reads the same samples for an id: exactly the samples that
+upstream's `MegatronPretrainingSampler` gives to a data-parallel job of the same global batch. Which
+replica computes a microbatch is decided elsewhere.
 
 Note [Reading in the training thread]
-    Upstream reads ahead in forked worker processes. A forked child keeps a dead rank's sockets open and would have to be
-    told ids that are not known yet; a sample of an indexed dataset is a copy out of a memory map. So samples are read when
-    they are due, and `--num-workers` has no effect.
+    Upstream reads ahead in forked worker processes. A forked child would keep a dead rank's sockets
+    open. It would also need the ids of microbatches before they are known. Reading a sample of an
+    indexed dataset only copies from a memory map. So the training thread reads samples when they
+    are due, and `--num-workers` has no effect.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from megatron_recover.progress_page import ProgressPage
 
 
 class Dataset(Protocol):
-    """What is read from: upstream's `GPTDataset` and its like."""
+    """A source of samples, such as upstream's `GPTDataset`."""
 
     def __len__(self) -> int: ...
 
@@ -39,30 +41,37 @@ class Dataset(Protocol):
 
 
 class MicrobatchCursor:
-    """Where the schedule is. One per rank, shared by all its data iterators; the schedule moves it, the iterators follow."""
+    """Names the microbatch whose samples are read next.
+
+    One per rank, shared by all its data iterators. The schedule sets the microbatch before each
+    forward.
+    """
 
     def __init__(self, page: ProgressPage | None = None) -> None:
-        """`page` shows when samples are read; None: nobody looks."""
+        """Start at microbatch 0. `page` shows when samples are read; None: nobody reads it."""
         self.page = page or ProgressPage()
         self.microbatch = 0
-        """The id whose samples the next `next(iterator)` returns. Set it before every forward."""
+        """Id of the microbatch that `next(iterator)` returns. Set it before every forward."""
 
     def begin(self, data_iterator: Any, num_microbatches: int) -> None:
-        """A step begins: `data_iterator` is what Megatron gave the schedule (one per model chunk, or None), M its microbatches.
+        """Begin a step of `num_microbatches` (M) microbatches in all data iterators of this rank.
 
-        Call it once per step and rank, whether or not the rank will read anything, training and evaluation alike; not again
-        for the passes of a recovery, which read the same step's samples.
+        `data_iterator` is Megatron's argument: an iterator, a list with one per model chunk, or
+        None. Call this once per step and rank, also in evaluation and also if the rank reads
+        nothing. Do not call it again for further passes of the step, which read the samples of the
+        same step.
         """
         for iterator in data_iterator if isinstance(data_iterator, list) else [data_iterator]:
-            microbatches = getattr(iterator, "iterable", iterator)  # Megatron wraps ours in its RerunDataIterator
+            # Megatron wraps our iterator in its RerunDataIterator.
+            microbatches = getattr(iterator, "iterable", iterator)
             if isinstance(microbatches, MicrobatchIterator):
                 microbatches.begin(num_microbatches)
 
 
 class MicrobatchIterator:
-    """Iterator over a dataset whose `next` is the batch of the microbatch that the cursor is at, this rank's lane of it.
+    """Iterator over a dataset: `next` returns this lane's batch of the cursor's microbatch.
 
-    Every value of a sample is stacked over the micro-batch: tensors of shape [micro_batch_size, ...].
+    Each value of the batch is stacked over the samples: a tensor of shape [micro_batch_size, ...].
     """
 
     def __init__(
@@ -83,12 +92,12 @@ class MicrobatchIterator:
         self._num_microbatches = 0
 
     def begin(self, num_microbatches: int) -> None:
-        """A step of so many microbatches begins where the step before ended."""
+        """Begin a step of `num_microbatches` microbatches, after the samples of the step before."""
         self._position += self._num_microbatches * self._micro_batch_size * self._num_lanes
         self._num_microbatches = num_microbatches
 
     def indices(self, microbatch: int) -> range:
-        """Samples of a microbatch of this step that are this lane's."""
+        """Return the indices of this lane's samples of a microbatch of this step."""
         first = self._position + (microbatch * self._num_lanes + self._lane) * self._micro_batch_size
         return range(first, first + self._micro_batch_size)
 
@@ -106,14 +115,17 @@ class MicrobatchIterator:
 
 
 class Loaders:
-    """Stands in for `build_pretraining_data_loader` (seam `data_loader`)."""
+    """Replaces `build_pretraining_data_loader` (seam `data_loader`)."""
 
     def __init__(self, cursor: MicrobatchCursor, get_args: Callable[[], Any]) -> None:
         self._cursor = cursor
         self._get_args = get_args
 
     def build(self, dataset: Dataset | None, consumed_samples: int) -> MicrobatchIterator | None:
-        """The iterator of one split; None on ranks that read no data."""
+        """Return the iterator of one split, which begins after `consumed_samples` samples.
+
+        Returns None without a dataset: ranks that read no data have none.
+        """
         from megatron.core import parallel_state
         from megatron.core.datasets.utils import Split
 
@@ -131,11 +143,14 @@ class Loaders:
         )
 
 
-# --- The index cache -----------------------------------------------------------------------------------------------------
+# --- The index cache ------------------------------------------------------------------------------
 
 
 def cache_directory(data_cache_path: str | None, prefixes: Sequence[str]) -> Path | None:
-    """Where upstream keeps its index cache: `--data-cache-path`, else beside the first dataset; None without data."""
+    """Return the folder of upstream's index cache, or None without data.
+
+    The folder is `--data-cache-path`, else `cache` below the first of `prefixes`.
+    """
     if data_cache_path is not None:
         return Path(data_cache_path)
     return Path(prefixes[0]) / "cache" if prefixes else None
@@ -143,12 +158,16 @@ def cache_directory(data_cache_path: str | None, prefixes: Sequence[str]) -> Pat
 
 @contextlib.contextmanager
 def building_cache(directory: Path, patience_s: float) -> Iterator[None]:
-    """Let one process at a time build upstream's index cache, and let no other ever see a half-written file of it.
+    """Let one process at a time build upstream's index cache, without ever exposing a partial file.
 
-    Upstream takes a cache whose files exist for complete, and overwrites files that others may have mapped. Inside, each
-    array is written beside its final name, synced, and renamed: a builder that is killed leaves files complete or absent,
-    and the next one builds what is absent. The lock only spares the others the work. It ends with its holder's life, and
-    whoever has waited for `patience_s` seconds, because the holder is stopped or slow, does the work beside it.
+    Upstream treats a cache as complete if its files exist, and overwrites files that other
+    processes may have mapped. Within this context each array is written beside its final name,
+    synced and renamed. So a killed builder leaves each file complete or absent, and the next
+    builder builds the absent files.
+
+    The lock only saves work. The kernel releases it when its holder ends. A process that has waited
+    for `patience_s` seconds, because the holder is stopped or slow, builds the cache without the
+    lock.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / ".building.lock"
@@ -158,7 +177,7 @@ def building_cache(directory: Path, patience_s: float) -> Iterator[None]:
             print(f"pid {os.getpid()}", file=lock, flush=True)
         else:
             holder = lock.read().strip() or "another process"
-            print(f"{holder} has held {path} for {figure(patience_s)} s: building the index beside it", file=sys.stderr)
+            print(f"{holder} has held {path} for {figure(patience_s)} s: building the index without the lock", file=sys.stderr)
         save = numpy.save
         numpy.save = _atomic(save)
         try:

@@ -1,8 +1,9 @@
-"""The random state that a microbatch is computed with: a function of what it is, never of who computes it or when.
+"""Sets the random state of a microbatch, the same whichever replica computes the microbatch.
 
-Upstream's seeds are linear in stage and rank, so adding an id would make different (id, stage, rank) share a state; here
-they are hashed. The states of dropout are set before each forward; recomputation in the backward restores them by itself
-(upstream keeps them with the activations).
+Upstream's seeds are linear in stage and rank. Adding the microbatch's id would let different (id,
+stage, rank) share a state, so here these numbers are hashed. The states are set before each
+forward. Recomputation in the backward restores them itself: upstream keeps them with the
+activations.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ import numpy
 import torch
 
 _BITS = 63
-"""Generators take signed 64-bit seeds; Megatron wants positive ones."""
+"""Bits of a seed: generators accept signed 64-bit seeds, and Megatron requires positive seeds."""
 
 
 def microbatch_seed(
     seed: int, iteration: int, microbatch: int, *, stage: int, chunk: int, purpose: str, ranks: tuple[int, ...] = ()
 ) -> int:
-    """A seed in [1, 2**63) for one use of randomness in one microbatch.
+    """Return a seed in [1, 2**63) for one use of randomness in one microbatch.
 
-    `seed` is ``--seed``; `stage` and `chunk` the pipeline stage and its model chunk; `ranks` the position in those groups
-    whose members must differ in this use (none: they must agree, as for dropout outside of tensor-parallel regions).
+    - `seed`: ``--seed``.
+    - `stage`, `chunk`: the pipeline stage and its model chunk.
+    - `purpose`: names the use of randomness.
+    - `ranks`: the rank's position in each process group whose ranks must differ in this use. Empty:
+      all ranks must agree, as for dropout outside of tensor-parallel regions.
     """
     words = repr((seed, iteration, microbatch, stage, chunk, purpose, ranks)).encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest()) % (2**_BITS - 1) + 1
@@ -41,10 +45,12 @@ def seed_microbatch(
     expert_tp: int = 0,
     lane: int = 0,
 ) -> None:
-    """Put every generator of this process at the beginning of a microbatch (CPU, current CUDA device, Megatron's tracker).
+    """Seed every generator of this process for the beginning of a microbatch.
 
-    `lane` makes the lanes of a microbatch differ, as each has samples of its own. The tracker gets the three states that
-    `model_parallel_cuda_manual_seed` gives it, under the same names.
+    The generators are Python's, numpy's, torch's of the CPU and of the current CUDA device, and
+    Megatron's tracker. The tracker gets the three states that `model_parallel_cuda_manual_seed`
+    creates, under the same names. `lane` makes lanes differ, since each lane has samples of its
+    own.
     """
     from megatron.core.tensor_parallel import random as megatron_random
 
@@ -54,7 +60,8 @@ def seed_microbatch(
     default = seed_of("default")
     random.seed(default)
     numpy.random.seed(default % 2**32)
-    # torch.manual_seed would also queue a seed for every CUDA device that a process without CUDA will never have.
+    # Without CUDA, torch.manual_seed would also queue a seed for CUDA devices that the process
+    # never has.
     torch.default_generator.manual_seed(default)
     tracker = megatron_random.get_cuda_rng_tracker()
     tracker.reset()

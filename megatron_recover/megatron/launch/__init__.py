@@ -1,1 +1,1 @@
-"""The judgement of a command line before any rank starts."""
+"""Checks of a command line before any rank starts."""

@@ -1,7 +1,7 @@
-"""The `--recover-*` arguments, and which of Megatron's arguments are refused.
+"""The `--recover-*` arguments, and the refusals of Megatron's arguments.
 
-Knows flags and nothing of torch or Megatron, so that the launcher can judge a command line before any worker starts
-(`preflight`) by the same rules that a worker then applies to its complete arguments.
+Imports neither torch nor Megatron. So the launcher can check a command line before any rank starts
+(`preflight`), by the rules that each rank then applies to its complete arguments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PREFIX = "recover_"
 
 
 def add_recover_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add the group of `--recover-*` flags, one per field of `RecoverConfig`; returns the parser."""
+    """Add the group of `--recover-*` flags, one per field of `RecoverConfig`; return the parser."""
     group = parser.add_argument_group("resilience (megatron-recover)")
     hints, helps = typing.get_type_hints(RecoverConfig), _field_docstrings()
     for field in msgspec.structs.fields(RecoverConfig):
@@ -36,24 +36,24 @@ def add_recover_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def recover_config(args: Namespace) -> RecoverConfig:
-    """The settings in parsed arguments. Raises ValueError for values that cannot work."""
+    """Return the settings in parsed arguments. Raises ValueError for values that cannot work."""
     settings = RecoverConfig(**{name: getattr(args, _PREFIX + name) for name in RecoverConfig.__struct_fields__})
     settings.check()
     return settings
 
 
 def recover_flags() -> list[str]:
-    """All `--recover-*` flags."""
+    """Return all `--recover-*` flags."""
     return [flag_of(name) for name in RecoverConfig.__struct_fields__]
 
 
 def flag_of(field: str) -> str:
-    """The flag of a field of `RecoverConfig`."""
+    """Return the flag of a field of `RecoverConfig`."""
     return "--recover-" + field.replace("_", "-")
 
 
 def _field_docstrings() -> dict[str, str]:
-    """The string after each field of `RecoverConfig`: its help text, written once."""
+    """Return the docstring of each field of `RecoverConfig`, which is also the flag's help text."""
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(RecoverConfig))).body
     body = typing.cast(ast.ClassDef, definition).body
     return {
@@ -64,13 +64,16 @@ def _field_docstrings() -> dict[str, str]:
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """An argument of Megatron that a run with replicas does not take."""
+    """An argument of Megatron that a run with replicas does not support."""
 
     flag: str
+    """The flag as the user writes it."""
     when: Callable[[Namespace], object]
-    """Whether the arguments ask for it (`lanes` is among them)."""
+    """Returns a true value if the arguments request it. The arguments include `lanes`."""
     because: str
+    """The reason, as a clause of the message."""
     instead: str
+    """The remedy, as a clause of the message."""
 
 
 def _set(name: str) -> Callable[[Namespace], object]:
@@ -82,7 +85,7 @@ def _not(name: str, *accepted: object) -> Callable[[Namespace], object]:
 
 
 def _more_shards_than_ranks(args: Namespace) -> bool:
-    # Upstream sets the number to the tensor-parallel size where it is not given.
+    # Upstream sets the number to the tensor-parallel size if it is not given.
     return (args.tensor_parallel_num_weight_shards or 1) > max(1, args.tensor_model_parallel_size)
 
 
@@ -93,8 +96,9 @@ def _has_virtual_stages(args: Namespace) -> bool:
 _DROP = "leave it out"
 
 # Note [Reductions over data parallelism]
-# Megatron reduces some things that are no gradient over its data-parallel group. In a replica that group is the lanes: the
-# other replicas' share would be missing, silently. What is not carried per microbatch instead is refused.
+# Megatron reduces some values that are no gradient over its data-parallel group. In a replica this
+# group is the lanes, so the share of the other replicas would be missing, silently. Such a value is
+# refused unless the ledger carries it for each microbatch.
 REFUSALS = (
     # See Note [Reductions over data parallelism].
     Refusal("--moe-router-enable-expert-bias", _set("moe_router_enable_expert_bias"),
@@ -142,9 +146,9 @@ REFUSALS = (
     Refusal("--external-cuda-graph", _set("external_cuda_graph"),
             "a captured graph keeps communicators that a loss retires", _DROP),
     Refusal("--optimizer-cuda-graph", _set("optimizer_cuda_graph"), "a captured graph replays one gradient buffer", _DROP),
-    # Who handles faults.
+    # Fault handling.
     Refusal("--rerun-mode", _not("rerun_mode", "disabled"),
-            "it repeats a step behind the back of the other replicas", "use disabled"),
+            "it repeats a step in one replica alone", "use disabled"),
     Refusal("--moe-expert-rank-capacity-factor", _set("moe_expert_rank_capacity_factor"),
             "it repeats a step in one replica alone", _DROP),
     Refusal("--error-injection-rate", _set("error_injection_rate"),
@@ -158,7 +162,7 @@ REFUSALS = (
             "each replica would stop by itself", "send SIGTERM to megatron-recover run"),
     Refusal("--exit-signal-handler-for-training", _set("exit_signal_handler_for_training"),
             "each replica would stop by itself", "send SIGTERM to megatron-recover run"),
-    # Which samples are read.
+    # Choice of samples.
     Refusal("--dataloader-type", _not("dataloader_type", "single"),
             "a microbatch's samples must follow from its id", "use single"),
     Refusal("--iterations-to-skip", _set("iterations_to_skip"), "a step that is skipped is not voted on", _DROP),
@@ -171,7 +175,7 @@ REFUSALS = (
     Refusal("--mtp-num-layers", _set("mtp_num_layers"), "its losses are not carried per microbatch", _DROP),
     Refusal("--tensor-parallel-num-weight-shards", _more_shards_than_ranks,
             "its ranks read samples of their own", _DROP),
-    # Who writes what.
+    # Files and logs.
     Refusal("--async-save", _set("async_save"), "a take-over could not tell whether it has ended", _DROP),
     Refusal("--non-persistent-save-interval", _set("non_persistent_save_interval"),
             "every replica would write it", "use --save-interval"),
@@ -201,7 +205,7 @@ REFUSALS = (
 
 
 def refusals(args: Namespace, *, lanes: int) -> list[str]:
-    """One line for every argument that is refused: the flag, why, and what to do. Empty if there is none."""
+    """Return one line for each refused argument, with the flag, the reason and the remedy."""
     judged = Namespace(**{**vars(args), "lanes": lanes})
     return [
         f"{refusal.flag} is not supported with replicas: {refusal.because}; {refusal.instead}"
@@ -211,7 +215,10 @@ def refusals(args: Namespace, *, lanes: int) -> list[str]:
 
 
 def cpu_refusals(args: Namespace) -> list[str]:
-    """What is refused where there is no CUDA, because gloo or torch's CPU layers get it wrong."""
+    """Return one line for each argument that is refused without CUDA.
+
+    gloo or torch's CPU layers get these arguments wrong.
+    """
     found = []
     if args.sequence_parallel:
         found.append("--sequence-parallel needs CUDA: torch's LayerNorm does not know it; leave it out on a CPU")
@@ -219,7 +226,11 @@ def cpu_refusals(args: Namespace) -> list[str]:
 
 
 def gpu_refusals(ranks_per_gpu: int, *, num_ranks: int, num_gpus: int) -> list[str]:
-    """What is wrong with so many ranks, of all replicas together, on a node with so many GPUs (0: none, a CPU computes)."""
+    """Return one line if the ranks of all replicas do not fit on the node's GPUs, else none.
+
+    `num_ranks` counts the ranks of all replicas together. Without GPUs (`num_gpus` 0) the CPU
+    computes.
+    """
     if not num_gpus:
         return ["--recover-ranks-per-gpu needs CUDA; leave it out on a CPU"] if ranks_per_gpu > 1 else []
     needed = -(-num_ranks // ranks_per_gpu)

@@ -1,8 +1,11 @@
-"""What the launcher runs before there is any rank: the training script, up to where training would begin.
+"""Runs the training script up to the point where training would begin.
 
-`python dry_run.py SCRIPT ARGUMENT...` behaves like `python SCRIPT ARGUMENT...`. A script that calls our `pretrain` ends there,
-with its arguments judged. One that begins to train by itself is refused before it does: alone, it would train on the user's
-data, write to the user's checkpoints, or wait for ranks that nobody has started.
+The launcher runs this before any rank.
+
+`python dry_run.py SCRIPT ARGUMENT...` behaves like `python SCRIPT ARGUMENT...`. A script that calls
+this package's `pretrain` ends in that call, after its arguments are checked. A script that is about
+to train by itself is refused. It would train alone on the user's data, write to the user's
+checkpoints, or wait for ranks that were never started.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from megatron_recover.core.values import ExitCode
 
 
 def main() -> None:
-    """Run the script that the command line names."""
+    """Run the script that the command line names; refuse a call that would begin to train."""
     import megatron.training
     import torch.distributed
 

@@ -1,7 +1,8 @@
-"""Judges a Megatron command line before any worker starts: shapes, data, and what is not supported.
+"""Checks a Megatron command line before any rank starts: shapes, data, unsupported flags.
 
-Reads only the flags that matter here, without torch and without Megatron (a second instead of ten), and leaves all others
-to Megatron's own parser. It decides nothing: it returns the layout of a replica, or says everything that is wrong at once.
+Reads only the flags that matter here and leaves all others to Megatron's own parser. Imports
+neither torch nor Megatron, which takes one second instead of ten. Returns the layout of a replica,
+or reports all mistakes at once.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--persistent-save-interval": _INT | {"dest": "save_interval"},
     "--tensorboard-dir": _TEXT,
     "--data-cache-path": _TEXT,
-    # What may be refused.
+    # Flags that may be refused.
     "--moe-router-enable-expert-bias": _ON,
     "--moe-router-load-balancing-type": {"nargs": "+", "default": "aux_loss"},
     "--fp8-format": {"dest": "fp8", "default": None},
@@ -134,29 +135,31 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--wandb-project": _TEXT,
     "--yaml-cfg": _TEXT,
 }
-"""Megatron's flags that are judged here, declared as Megatron declares them (a test compares the two)."""
+"""Megatron's flags that are checked here, declared as Megatron declares them (a test compares
+both)."""
 
 
 class Preflight(msgspec.Struct, frozen=True):
-    """What the launcher learns from a command line that it may start."""
+    """Facts about a job that the launcher reads from an accepted command line."""
 
     layout: Layout
     config: RecoverConfig
     seed: int
     num_microbatches: int
-    """M of the first training step."""
+    """M, the number of microbatches of the first training step."""
     microbatch_samples: int
-    """Samples of one microbatch, over all lanes."""
+    """Number of samples of one microbatch, over all lanes."""
     batch_changes: bool = False
-    """Whether later steps can have another M: a ramp-up or a schedule of the batch size."""
+    """True if later steps can have another M, by a ramp-up or a schedule of the batch size."""
     train_iters: int | None = None
-    """Iterations to train; None where the length is given in samples."""
+    """Number of iterations to train; None where `--train-samples` gives the length."""
 
 
 def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Preflight:
-    """Judge `argv`, the flags after the training script's name, for a job of so many replicas with so many lanes each.
+    """Check `argv`, the flags after the training script's name, and return the facts about the job.
 
-    Raises ValueError with one line per mistake, each with the offending flag and the remedy.
+    Each of the `num_replicas` replicas has `lanes` lanes. Raises ValueError with one line per
+    mistake, each with the offending flag and the remedy.
     """
     declared = seams.load()
     unsupported = seams.unsupported_version(declared)
@@ -179,7 +182,8 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
         found.append(
             f"--recover-min-replicas is {settings.min_replicas}, but the job starts with --replicas {num_replicas}; lower it"
         )
-    if not unreadable.keys() <= {*recover_flags()}:  # what has no value cannot be compared with the rest
+    # A flag without a readable value cannot be compared with the others.
+    if not unreadable.keys() <= {*recover_flags()}:
         raise ValueError("\n".join(found))
     layout, wrong = _layout(args, lanes)
     num_microbatches, too_few = _num_microbatches(args, num_replicas, lanes)
@@ -193,9 +197,10 @@ def preflight(argv: Sequence[str], *, num_replicas: int, lanes: int = 1) -> Pref
 
 
 def _parsed(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, list[str], dict[str, str]]:
-    """The arguments, the words that are none of them, and what is wrong with each flag whose value is of another type.
+    """Parse `argv`; return the arguments, the unknown words, and messages by mistaken flag.
 
-    argparse stops at the first such flag: it is taken out, and the rest is parsed again.
+    argparse stops at the first flag whose value has a wrong type. So that flag is removed, and the
+    other words are parsed again. Raises ValueError where that does not help.
     """
     words, wrong = list(argv), dict[str, str]()
     while True:
@@ -210,7 +215,7 @@ def _parsed(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, lis
 
 
 def _without(flag: str, words: Sequence[str]) -> list[str]:
-    """The words without a flag and its values."""
+    """Return `words` without `flag` and its values."""
     kept: list[str] = []
     dropping = False
     for word in words:
@@ -263,7 +268,7 @@ def _layout(args: Namespace, lanes: int) -> tuple[Layout, list[str]]:
 
 
 def _model(args: Namespace, tp: int) -> list[str]:
-    """What is wrong with the model's numbers: those that are below 1, and heads that do not divide what they have to."""
+    """Return mistakes in the model's numbers: values below 1, and values that do not divide."""
     heads, hidden, groups = args.num_attention_heads, args.hidden_size, args.num_query_groups
     numbers = {
         "--num-attention-heads": heads,
@@ -278,7 +283,7 @@ def _model(args: Namespace, tp: int) -> list[str]:
     if found or heads is None:
         return found
     pairs = [("--tensor-model-parallel-size", tp, "--num-attention-heads", heads)]
-    if hidden is not None and args.kv_channels is None:  # else a head has the size that is given
+    if hidden is not None and args.kv_channels is None:  # else --kv-channels is the size of a head
         pairs.append(("--num-attention-heads", heads, "--hidden-size", hidden))
     if args.group_query_attention:
         pairs.append(("--num-query-groups", groups, "--num-attention-heads", heads))
@@ -290,7 +295,7 @@ def _model(args: Namespace, tp: int) -> list[str]:
 
 
 def _num_chunks(args: Namespace, pp: int) -> tuple[int, list[str]]:
-    """Model chunks per stage of an even split, and what is wrong with it."""
+    """Return the number of model chunks per stage of an even split, and the mistakes in it."""
     layers, per_chunk, chunks = (
         args.num_layers,
         args.num_layers_per_virtual_pipeline_stage,
@@ -312,7 +317,7 @@ def _num_chunks(args: Namespace, pp: int) -> tuple[int, list[str]]:
 
 
 def _num_microbatches(args: Namespace, num_replicas: int, lanes: int) -> tuple[int, list[str]]:
-    """M of the first step, and what is wrong with the batch sizes."""
+    """Return M of the first step, and the mistakes in the batch sizes."""
     micro = args.micro_batch_size
     if micro is None or micro < 1:
         return 0, ["--micro-batch-size is missing or below 1; it is needed to count the microbatches of a step"]
@@ -368,7 +373,10 @@ def _saving(args: Namespace) -> list[str]:
 
 
 def _unwritable(args: Namespace) -> list[str]:
-    """The folders that cannot be made or written, which a job would notice at its first checkpoint only."""
+    """Return one line for each folder that cannot be created or written.
+
+    The job would notice only at its first checkpoint.
+    """
     found = []
     folders = {"--save": args.save, "--tensorboard-dir": args.tensorboard_dir, "--data-cache-path": args.data_cache_path}
     for flag, folder in folders.items():

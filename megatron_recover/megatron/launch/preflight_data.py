@@ -1,7 +1,8 @@
-"""Judges what a command line says about data: is every data set there, and has every split that is read something in it?
+"""Checks the data flags of a command line: each data set exists and each split in use has data.
 
-Upstream looks for a sample of an empty split for ever, and ends in a traceback where a split that it needs has no share.
-Reads the headers of index files only, and the lists that `--data-args-path` and `--per-split-data-args-path` name.
+Upstream searches for a sample of an empty split for ever, and raises where a split that it needs
+has no share. Reads only the headers of index files, and the lists that `--data-args-path` and
+`--per-split-data-args-path` name.
 """
 
 from __future__ import annotations
@@ -18,29 +19,32 @@ import msgspec
 
 _INDEX_MAGIC: Final = b"MMIDIDX\x00\x00"
 _INDEX_HEADER: Final = struct.Struct("<9sQBQQ")
-"""Of an `.idx` file: magic, version, type of a token, number of sequences, number of documents."""
+"""Header of an `.idx` file: magic, version, type of a token, number of sequences, number of
+documents."""
 _DEFAULT_SPLIT: Final = "969, 30, 1"
-"""Upstream's, where `--data-path` is given without `--split`."""
+"""Upstream's value of `--split` where `--data-path` is given alone."""
 _SPLITS: Final = {"train": "training", "valid": "validation", "test": "testing"}
 
 
 class _Blend(msgspec.Struct, frozen=True):
-    """Data sets that are mixed, as a flag or a file names them."""
+    """A list of data sets that upstream mixes, given by a flag or by a file."""
 
     flag: str
-    """With the file, where the names are in one."""
+    """The flag, followed by the file's name if a file lists the data sets."""
     split: str | None
-    """Whose they are (a key of `_SPLITS`), or None: every data set is cut by `--split`."""
+    """The split that reads the data sets (a key of `_SPLITS`); None: `--split` cuts each data
+    set."""
     words: Sequence[str]
+    """The words of the list: prefixes, or weights and prefixes in turn."""
 
     def prefixes(self) -> list[str]:
-        """Every word, or every second one where the others are weights."""
+        """Return the prefixes of the data sets: the words without weights."""
         weights = self.words[::2] if len(self.words) % 2 == 0 else []
         return [*self.words[1::2]] if weights and all(map(is_number, weights)) else [*self.words]
 
 
 def mistakes(args: Namespace) -> list[str]:
-    """One line per mistake, each with the flag and the remedy."""
+    """Return one line per mistake, each with the flag and the remedy."""
     if args.mock_data:
         return []
     try:
@@ -65,7 +69,7 @@ def mistakes(args: Namespace) -> list[str]:
 
 
 def _blends(args: Namespace) -> list[_Blend]:
-    """All that are named. Raises ValueError for a list that cannot be read."""
+    """Return the lists of all data flags. Raises ValueError for a list that cannot be read."""
     blends = [
         _Blend("--data-path", None, args.data_path or ()),
         _Blend("--train-data-path", "train", args.train_data_path or ()),
@@ -104,7 +108,11 @@ def _words(listed: list[str] | str | None) -> list[str]:
 
 
 def _ratios(args: Namespace, shared: Sequence[str]) -> list[float] | None:
-    """The shares of training, validation and testing; None where every split has data of its own. Raises ValueError."""
+    """Return the shares of training, validation and testing; None if each split has its own data.
+
+    `shared` are the flags whose data `--split` cuts. Raises ValueError for a wrong or missing
+    `--split`.
+    """
     if not shared:
         if args.split is not None:
             raise ValueError(f"--split {args.split} has no meaning where every split has data of its own; leave it out")
@@ -119,7 +127,7 @@ def _ratios(args: Namespace, shared: Sequence[str]) -> list[float] | None:
 
 
 def _without_data(args: Namespace, blends: Sequence[_Blend], ratios: Sequence[float] | None) -> list[str]:
-    """The splits that will be read and have no data. Nobody minds one for testing."""
+    """Return one line for each split that will be read and has no data. Testing may be without."""
     if ratios is not None:
         given, remedy = {name for name, ratio in zip(_SPLITS, ratios, strict=True) if ratio > 0}, "give it a share"
         what = f"--split {args.split} has nothing for"
@@ -133,7 +141,7 @@ def _without_data(args: Namespace, blends: Sequence[_Blend], ratios: Sequence[fl
 
 
 def _data_set(args: Namespace, blend: _Blend, prefix: str, ratios: Sequence[float] | None) -> list[str]:
-    """What is wrong with one data set."""
+    """Return one line for each mistake in one data set."""
     missing = []
     for file in (f"{prefix}.bin", f"{prefix}.idx"):
         try:

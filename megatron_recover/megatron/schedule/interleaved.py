@@ -1,21 +1,26 @@
-"""Interleaved 1F1B over a queue of microbatches: as `pipeline`, for stages that hold several model chunks.
+"""Interleaved 1F1B over a queue of microbatches, for stages that hold several model chunks.
 
-Stands where upstream's `forward_backward_pipelining_with_interleaving` stands (`core/pipeline_parallel/schedules.py`; Narayanan
-et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 2.2.2), with its overlapped messages
-(`overlap_p2p_comm`). Where upstream takes the number of microbatches and nothing is added to the queue, the order of forwards,
-backwards, sends and receives is exactly upstream's.
+Replaces upstream's `forward_backward_pipelining_with_interleaving`
+(`core/pipeline_parallel/schedules.py`). Messages overlap with computation, as upstream's do with
+`overlap_p2p_comm`. The
+schedule is that of Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters,
+2021, section 2.2.2. The order of forwards, backwards, sends and receives is exactly upstream's if
+upstream accepts the number of microbatches and nothing is added to the queue.
 
 Note [Slots]
-    Microbatches go through the chunks in groups: a group passes the first chunk, then the second, and so on. Its forward on
-    one chunk is a slot; all stages go through the same list of slots (upstream's schedule table), once forwards and once, with
-    the chunks the other way round, backwards. The queue is asked at the slots of the first chunk only. A group that has begun
-    need not be complete: while the queue is open its next microbatch may still come.
+    Microbatches go through the chunks in groups: all of a group run on the first chunk, then all
+    run on the second, and so on. A slot is the forward of one microbatch on one chunk. All stages
+    run through the same list of slots (upstream's schedule table) twice: for the forwards, and,
+    with the chunks in reverse order, for the backwards. The queue is asked for a microbatch only at
+    slots of the first chunk. A group can begin incomplete: while the queue is open, its next
+    microbatch may still come.
 
 Note [Vacant slots]
-    Upstream refuses a last group that is smaller than the number of stages, because the output of a chunk could not be back
-    at the first stage when the next chunk begins. Here such a group is filled up with vacant slots: nothing is computed in
-    them and nothing is sent. What is left of upstream's order for the full group cannot block, because with every send its
-    receive is left out too; and stages that find nothing in a slot go on to the next.
+    Upstream refuses a last group that is smaller than the number of stages: the output of a chunk
+    would not be back at the first stage when the next chunk begins. Here vacant slots fill up such
+    a group. In a vacant slot nothing is computed and nothing is sent. The rest of upstream's order
+    for the full group cannot block, because each missing send has its receive missing too. A stage
+    with a vacant slot proceeds to the next slot.
 """
 
 from __future__ import annotations
@@ -28,34 +33,37 @@ from megatron_recover.trainer.work_queue import Task
 
 
 class Slot(NamedTuple):
-    """A forward, in the order in which every stage does them, and a backward. See Note [Slots]."""
+    """One place in the order of forwards, and in the order of backwards. See Note [Slots]."""
 
     index: int | None
-    """Of the microbatch in the pass; None: vacant."""
+    """Index of the microbatch in the pass, from 0; None: the slot is vacant."""
     chunk: int
-    """Of the forward; the backward's is counted from the last chunk."""
+    """Chunk of the forward, from the first chunk. For a backward count from the last chunk."""
 
 
 class Slots:
     """The slots of a pass, as far as they are known."""
 
     def __init__(self, queue: Queue, *, num_stages: int, num_chunks: int, group_size: int) -> None:
-        """`group_size`: the most microbatches that pass a chunk before the next one begins, at least `num_stages`."""
+        """Begin with no known slot.
+
+        `group_size` is the largest number of microbatches in a group, at least `num_stages`.
+        """
         self._queue, self._num_stages, self._num_chunks, self._group_size = queue, num_stages, num_chunks, group_size
         self._slots: list[Slot] = []
         self.tasks: list[Task] = []
-        """The microbatches of the pass, as far as they are known."""
+        """The microbatches of the pass known so far; `Slot.index` is an index into this list."""
         self._num_in_group = 0
         self._has_ended = False
 
     def at(self, index: int) -> Slot | None:
-        """Slot `index`; None if the pass ends before it. May wait for either to be known."""
+        """Return slot `index`, or None if the pass ends before it. Waits until either is known."""
         while len(self._slots) <= index and not self._has_ended:
             self._grow()
         return self._slots[index] if index < len(self._slots) else None
 
     def prepare(self, index: int) -> None:
-        """The next to be asked for is slot `index`, after one more forward."""
+        """Prepare the queue for `at(index)`, which is called after one more forward."""
         if len(self._slots) <= index and not self._has_ended:
             self._queue.prepare()
 
@@ -80,7 +88,7 @@ class Slots:
 
 
 class InterleavedStage:
-    """One pipeline stage and its chunks in one pass."""
+    """Runs one pass on one pipeline stage that has several model chunks."""
 
     def __init__(self, upstream: Upstream, queue: Queue) -> None:
         self._upstream, self._queue, self._link = upstream, queue, upstream.link
@@ -89,17 +97,18 @@ class InterleavedStage:
         group_size = upstream.config.microbatch_group_size_per_vp_stage
         self._slots = Slots(queue, num_stages=self._num_stages, num_chunks=self._num_chunks, group_size=group_size)
         self._num_warmup = 2 * (self._num_stages - self._link.current_stage - 1) + (self._num_chunks - 1) * group_size
-        """Forwards before the first backward."""
+        """Number of forwards before the first backward."""
         self._num_backwards = [0] * self._num_chunks
         self._inputs: list[deque[_Message]] = [deque() for _ in range(self._num_chunks)]
         self._gradients: list[deque[_Message]] = [deque() for _ in range(self._num_chunks)]
         self._pending: list[deque[tuple[Any, Any]]] = [deque() for _ in range(self._num_chunks)]
-        """By chunk, (input, output) of the forwards whose backward has yet to come."""
+        """Pairs (input, output) of the forwards without a backward so far, by chunk, oldest
+        first."""
         self._sends: dict[str, Any] = {}
-        """Handle of the last send in each direction."""
+        """Handle of the newest send in each direction (`send_next`, `send_prev`)."""
 
     def run(self) -> None:
-        """Forward and backward of all that the queue gives (or forward alone), in upstream's order."""
+        """Run all forwards and backwards of the queue (or forwards alone), in upstream's order."""
         if self._slots.at(0) is None:
             return
         if not self._is_first(0):
@@ -122,16 +131,16 @@ class InterleavedStage:
             handle.wait()
 
     def _is_first(self, chunk: int) -> bool:
-        """Whether the chunk here is the model's first."""
+        """Return whether `chunk` of this stage is the first chunk of the model."""
         return self._link.is_pp_first_stage and chunk == 0
 
     def _is_last(self, chunk: int) -> bool:
         return self._link.is_pp_last_stage and chunk == self._num_chunks - 1
 
-    # --- upstream's steps ------------------------------------------------------------------------------------------------
+    # --- upstream's steps -------------------------------------------------------------------------
 
     def _forward(self, index: int) -> Any:
-        """The forward of a slot: what there is to send."""
+        """Run the forward of slot `index`; return the output to send, or None."""
         self._slots.prepare(index + 1)
         number, chunk = self._slots.at(index)
         if number is None:
@@ -148,7 +157,7 @@ class InterleavedStage:
         return None if self._is_last(chunk) else output
 
     def _backward(self, index: int) -> Any:
-        """The backward of a slot: what there is to send."""
+        """Run the backward of slot `index`; return the gradient to send, or None."""
         number, from_last = self._slots.at(index)
         if number is None:
             return None
@@ -161,10 +170,10 @@ class InterleavedStage:
         )  # fmt: skip
         return None if self._is_first(chunk) else gradient
 
-    # --- upstream's messages ---------------------------------------------------------------------------------------------
+    # --- upstream's messages ----------------------------------------------------------------------
 
     def _pass_on(self, index: int, output: Any, *, overlap: bool) -> None:
-        """Send the output of a forward slot; receive the input of a later one."""
+        """Send the output of forward slot `index`; receive the input of a later forward."""
         chunk = self._comes(index, self._link.is_pp_first_stage)
         answer = self._link.send_forward_recv_forward(
             output, recv_prev=chunk is not None, tensor_shape=self._shape, overlap_p2p_comm=overlap
@@ -174,11 +183,11 @@ class InterleavedStage:
             self._inputs[chunk].append(_Message(received, handles.get("recv_prev")))
         self._sent("send_next", handles)
         if self._upstream.config.deallocate_pipeline_outputs and "send_next" in self._sends:
-            self._sends.pop("send_next").wait()  # it still reads what is freed
+            self._sends.pop("send_next").wait()  # the send still reads the memory that is freed
         self._upstream.release(output)
 
     def _pass_back(self, index: int, gradient: Any, *, overlap: bool) -> None:
-        """Send the gradient of a backward slot; receive that of a later one."""
+        """Send the gradient of backward slot `index`; receive the gradient for a later backward."""
         from_last = self._comes(index, self._link.is_pp_last_stage)
         answer = self._link.send_backward_recv_backward(
             gradient, recv_next=from_last is not None, tensor_shape=self._shape, overlap_p2p_comm=overlap
@@ -200,10 +209,12 @@ class InterleavedStage:
             self._gradients[-1].append(_Message(self._link.recv_backward(self._shape, False)))
 
     def _comes(self, index: int, is_leading: bool) -> int | None:
-        """Of which chunk is what comes while slot `index` is passed on; None if nothing does. Backwards count from the last.
+        """Return the chunk for which a message arrives while slot `index` is sent, or None.
 
-        A stage receives for its next slot. The first in line has what the last in line made: that is `num_stages - 1` slots
-        behind it, and goes one chunk on.
+        Chunks of backwards count from the last. As a rule the message is for the next slot. The
+        leading stage (the first for forwards, the last for backwards) receives from the other end
+        of the pipeline. There the message is of the slot `num_stages - 1` before `index`, for the
+        next chunk.
         """
         behind = index + 1 - self._num_stages if is_leading else index + 1
         slot = self._slots.at(behind) if behind >= 0 else None
@@ -212,7 +223,10 @@ class InterleavedStage:
         return slot.chunk + is_leading
 
     def _sent(self, way: str, handles: dict[str, Any]) -> None:
-        """Upstream's limit: one send is on its way while the next is made."""
+        """Keep the handle of a new send in direction `way`; wait for the send before it.
+
+        This is upstream's limit: one send in flight in each direction.
+        """
         if way in self._sends:
             self._sends.pop(way).wait()
         if way in handles:
@@ -220,7 +234,7 @@ class InterleavedStage:
 
 
 class _Message(NamedTuple):
-    """What is received, and when it will be there."""
+    """A tensor that is being received, with the handle to wait for (None: it has arrived)."""
 
     tensor: Any
     handle: Any = None

@@ -1,7 +1,7 @@
-"""Runs a pass: one of the two pipelines over a queue of microbatches.
+"""Runs a pass: one of the two schedules over a queue of microbatches.
 
-Decides which of them, and keeps upstream from synchronising gradients meanwhile. It never decides which microbatches a replica
-computes and never touches a gradient.
+Chooses the schedule, and keeps upstream from synchronising gradients during the pass. Which
+microbatches a replica computes is decided elsewhere. Nothing here touches a gradient.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from megatron_recover.megatron.schedule.pipeline import Listener, Queue, Stage, 
 
 
 def run_pass(arguments: Mapping[str, Any], queue: Queue, *, divisor: int, listener: Listener) -> None:
-    """Run forward and backward (or `forward_only`) of the queue's microbatches, in its order, until it ends.
+    """Run forwards and backwards (with `forward_only` forwards alone) until the queue ends.
 
-    `arguments` are what Megatron called its forward-backward function with; losses are divided by `divisor`. On return every
-    listener call was made for every microbatch.
+    `arguments` are the arguments of Megatron's call of its forward-backward function. Losses are
+    divided by `divisor`. When this function returns, the listener has had every call for every
+    microbatch.
     """
     upstream = Upstream(arguments, divisor=divisor, listener=listener)
     with contextlib.ExitStack() as stack:
-        # Upstream neither reduces nor finalizes a gradient inside: that is done once a step, when it is committed.
+        # Within a pass upstream neither reduces nor finalizes a gradient. Both happen once a
+        # step, when it is committed.
         for model in upstream.models:
             if hasattr(model, "no_sync"):
                 stack.enter_context(model.no_sync())
@@ -32,7 +34,7 @@ def run_pass(arguments: Mapping[str, Any], queue: Queue, *, divisor: int, listen
 
 @contextlib.contextmanager
 def _timed(config: Any) -> Iterator[None]:
-    """The timer that upstream's schedules run around themselves."""
+    """Run the timer that upstream's schedules run around themselves."""
     if config.timers is None:
         yield
         return

@@ -1,20 +1,23 @@
-"""1F1B over a queue of microbatches: the schedule learns what it computes while it runs.
+"""1F1B over a queue of microbatches, which can still grow while the schedule runs.
 
-Stands where upstream's schedules without virtual stages stand (`core/pipeline_parallel/schedules.py`:
-`forward_backward_no_pipelining`, `forward_backward_pipelining_without_interleaving`), over upstream's own `forward_step`,
-`backward_step` and `P2PCommunicator`. As long as nothing is added to the queue, the order of forwards, backwards, sends and
-receives is exactly upstream's. It decides nothing: what comes next, and when nothing does, is the queue's answer.
+Replaces upstream's two schedules without virtual stages (`core/pipeline_parallel/schedules.py`):
+`forward_backward_no_pipelining` and `forward_backward_pipelining_without_interleaving`. Uses
+upstream's own `forward_step`, `backward_step` and `P2PCommunicator`. As long as nothing is added to
+the queue, the order of forwards, backwards, sends and receives is exactly upstream's. The queue
+decides which microbatch comes next and when the pass ends.
 
 Note [When the end must be known]
-    Upstream computes its number of warm-up forwards, and whether an iteration is the last one, from the number of
-    microbatches. Here both are one question, asked as late as can be: before a stage receives the input of its next forward. In
-    the steady state that is after the backward of the microbatch before, so that work which arrives until then
-    extends the steady state and costs no bubble.
+    Upstream computes two things from the number of microbatches: how many warm-up forwards there
+    are, and which iteration is the last. Here one question to the queue replaces both: is there
+    another microbatch? It is asked as late as possible: before a stage receives the input of its
+    next forward. In the steady state that is after the backward of the microbatch before. So work
+    that arrives until then extends the steady state and costs no bubble.
 
 Note [Divisor]
-    `num_microbatches` means two things upstream: how long the schedule is, and what the losses are divided by
-    (`schedules.forward_step`). Here the first is the queue's affair and the second is M, the step's number of microbatches over
-    all replicas, so that the sum over replicas is the gradient of the full batch.
+    In upstream `num_microbatches` has two uses: the length of the schedule, and the divisor of the
+    losses (`schedules.forward_step`). Here the queue determines the length. The divisor is M, the
+    number of microbatches of the step over all replicas. So the sum over replicas is the gradient
+    of the full batch.
 """
 
 from __future__ import annotations
@@ -34,41 +37,53 @@ from megatron_recover.trainer.work_queue import Task
 
 
 class Queue(Protocol):
-    """What a schedule pulls its microbatches from; the same in the same order on all ranks of a replica."""
+    """The source of a pass's microbatches, equal and in equal order on all ranks of a replica."""
 
     def prepare(self) -> None:
-        """One more forward, and `next` is called: ask now for what its answer hangs on, so that it need not wait."""
+        """Request what the answer of `next` depends on, so that `next` need not wait.
+
+        Called one forward before `next`.
+        """
 
     def next(self) -> Task | None:
-        """The next microbatch; None, for good, when the pass has no more. May wait for either to be known."""
+        """Return the next microbatch, or None, for good, when the pass has no more.
+
+        Waits until either is known.
+        """
 
     def has_ended(self) -> bool:
-        """Whether it is known already that the pass has no more. Never waits."""
+        """Return whether the pass is known to have no more microbatches. Never waits."""
 
 
 class Listener(Protocol):
-    """What a pass tells while it runs, on every stage; `chunk` is the model chunk of the stage."""
+    """Receives the events of a pass, on every stage. `chunk` is the model chunk of the stage."""
 
     def forward_begins(self, task: Task, chunk: int) -> None:
-        """Before the forward reads its samples: set data cursor and random state."""
+        """Set data cursor and random state. Called before the forward reads its samples."""
 
     def forward_ended(self, task: Task, chunk: int, tokens: Tensor, losses: dict[str, Tensor] | None) -> None:
-        """`losses`: what the loss function reports, on the last stage's last chunk; None elsewhere."""
+        """Note the end of a forward.
+
+        `losses` is the report of the loss function on the last stage's last chunk; None elsewhere.
+        """
 
     def backward_begins(self, task: Task, chunk: int, last: bool) -> None:
-        """Before the backward; `last`: it is known to be the chunk's last one of the pass."""
+        """Note that a backward is about to begin.
+
+        `last`: this backward is known to be the chunk's last backward of the pass.
+        """
 
     def backward_ended(self, task: Task, chunk: int) -> None:
-        """The gradient of the microbatch is in `main_grad` of the chunk's parameters."""
+        """Note that the microbatch's gradient is in `main_grad` of the chunk's parameters."""
 
 
 class Upstream:
-    """Upstream's forward, backward and messages of one rank, with what they need besides the microbatch."""
+    """Calls upstream's forward and backward on one rank; holds its link and message shapes."""
 
     def __init__(self, arguments: Mapping[str, Any], *, divisor: int, listener: Listener) -> None:
-        """`arguments`: what Megatron called its forward-backward function with; `divisor`: see Note [Divisor].
+        """Store the `arguments` of Megatron's call of its forward-backward function.
 
-        Raises ValueError where modules are unlike.
+        For `divisor` see Note [Divisor]. Raises ValueError for a pipeline of unlike modules.
         """
         self._arguments, self._divisor, self._listener = arguments, divisor, listener
         self.models, self._iterators = _list(arguments["model"]), _list(arguments["data_iterator"])
@@ -85,7 +100,10 @@ class Upstream:
     def forward(
         self, task: Task, received: Any, index: int, chunk: int, *, is_last_stage: bool, recompute_all: bool | None
     ) -> Any:
-        """Output of the microbatch, number `index` of the pass. `recompute_all`: None where the configuration says."""
+        """Run the forward of a microbatch, number `index` of the pass; return its output.
+
+        `recompute_all` is upstream's `checkpoint_activations_microbatch`; None: as configured.
+        """
         reports: list[dict[str, Tensor]] = []
         self._listener.forward_begins(task, chunk)
         output, tokens = schedules.forward_step(
@@ -100,25 +118,28 @@ class Upstream:
         return output
 
     def backward(self, task: Task, received: Any, output: Any, gradient: Any, chunk: int, *, last: bool) -> Any:
-        """Gradient of what was received. `last`: see `Listener.backward_begins`."""
+        """Run the backward of a microbatch; return the gradient of its forward's input `received`.
+
+        For `last` see `Listener.backward_begins`.
+        """
         self._listener.backward_begins(task, chunk, last)
         gradient = schedules.backward_step(received, output, gradient, self.config)
         self._listener.backward_ended(task, chunk)
         return gradient
 
     def release(self, output: Any) -> None:
-        """The output was sent: its data can go, its graph stays."""
+        """Free the data of an output that was sent; keep its autograd graph."""
         schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def shape(self) -> list[int]:
-        """Of every message between model chunks: [sequence, microbatch, hidden]."""
+        """Return the shape of a message between model chunks: [sequence, microbatch, hidden]."""
         length = self._arguments["seq_length"] // self._groups.cp.size()
         if self.config.sequence_parallel:
             length //= self._groups.tp.size()
         return [length, self._arguments["micro_batch_size"], self.config.hidden_size]
 
     def shapes(self) -> tuple[list[Any], list[Any]]:
-        """Of what a stage with one chunk receives and sends."""
+        """Return the shapes that a stage with one chunk receives and the shapes that it sends."""
         shapes = schedules.get_tensor_shapes(
             seq_length=self._arguments["seq_length"], micro_batch_size=self._arguments["micro_batch_size"],
             decoder_seq_length=self._arguments.get("decoder_seq_length"), config=self.config,
@@ -129,17 +150,17 @@ class Upstream:
 
 
 class Stage:
-    """One pipeline stage in one pass."""
+    """Runs one pass on one pipeline stage that has a single model chunk."""
 
     def __init__(self, upstream: Upstream, queue: Queue) -> None:
         self._upstream, self._queue, self._link = upstream, queue, upstream.link
         self._received_shapes, self._sent_shapes = upstream.shapes()
         self._num_forwards = 0
         self._pending: deque[tuple[Task, Any, Any]] = deque()
-        """(microbatch, input, output) of the forwards whose backward has yet to come."""
+        """(microbatch, input, output) of each forward without a backward so far, oldest first."""
 
     def run(self) -> None:
-        """Forward and backward of all that the queue gives (or forward alone), in upstream's order."""
+        """Run all forwards and backwards of the queue (or forwards alone), in upstream's order."""
         if self._upstream.forward_only:
             while (task := self._next()) is not None:
                 self._send_forward(self._forward(task, self._receive_forward()))
@@ -159,14 +180,17 @@ class Stage:
             self._send_backward(self._backward(gradient))
 
     def _alternate(self) -> None:
-        """One forward, one backward, until the queue ends. See Note [When the end must be known]."""
+        """Alternate forwards and backwards until the queue ends.
+
+        See Note [When the end must be known].
+        """
         task = self._next()
         received = None if task is None else self._receive_forward()
         while task is not None:
             output = self._forward(task, received)
             gradient = self._link.send_forward_recv_backward(output, self._sent_shapes, self._link.is_pp_last_stage)
             self._keep(task, received, output)
-            del output  # its graph has to go before the next forward
+            del output  # free its graph before the next forward
             gradient = self._backward(gradient)
             if (task := self._next()) is not None:
                 received = self._link.send_backward_recv_forward(gradient, self._received_shapes, self._link.is_pp_first_stage)
@@ -179,7 +203,7 @@ class Stage:
             self._queue.prepare()
         return task
 
-    # --- upstream's steps and messages -----------------------------------------------------------------------------------
+    # --- upstream's steps and messages ------------------------------------------------------------
 
     def _forward(self, task: Task, received: Any) -> Any:
         index, self._num_forwards = self._num_forwards, self._num_forwards + 1
@@ -195,7 +219,7 @@ class Stage:
         self._upstream.release(output)
 
     def _backward(self, gradient: Any) -> Any:
-        """The backward of the oldest forward that has none."""
+        """Run the backward of the oldest forward without one; return the gradient of its input."""
         task, received, output = self._pending.popleft()
         last = not self._pending and self._queue.has_ended()
         return self._upstream.backward(task, received, output, gradient, 0, last=last)
@@ -211,5 +235,5 @@ class Stage:
 
 
 def _list(items: Any) -> list[Any]:
-    """Upstream takes one or a list of one."""
+    """Return `items` as a list: upstream accepts one item or a list."""
     return items if isinstance(items, list) else [items]

@@ -1,1 +1,1 @@
-"""Where Megatron is replaced or relied on, and whether the installed version fits."""
+"""Installs the replacements in Megatron, and checks that the installed version fits."""

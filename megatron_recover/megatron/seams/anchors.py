@@ -1,7 +1,9 @@
-"""What of Megatron is relied on without being replaced: names, attributes of its objects, parameters, arguments.
+"""Anchors: the parts of Megatron that are used without being replaced.
 
-Declared in one place, `patches/anchors.toml`, and looked for before anything is installed, so that a Megatron that has lost
-one is refused with the list instead of failing in the middle of a step.
+Anchors are names, attributes of objects, parameters of functions, and arguments.
+`patches/anchors.toml` declares them. Arguments are checked when Megatron has parsed them, all
+others before any seam is installed. A Megatron that lacks an anchor is refused with a list of all
+that is missing, instead of failing in the middle of a step.
 """
 
 from __future__ import annotations
@@ -20,25 +22,28 @@ FILE = "anchors.toml"
 
 
 class Anchors(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The content of the file."""
+    """The content of `patches/anchors.toml`."""
 
     names: Mapping[str, tuple[str, ...]] = {}
-    """Module -> what is looked up in it."""
+    """Module -> names that are looked up in the module."""
     attributes: Mapping[str, tuple[str, ...]] = {}
-    """``module:Class`` -> what is used of its objects."""
+    """``module:Class`` -> attributes that are used on the objects of the class."""
     parameters: Mapping[str, tuple[str, ...]] = {}
-    """``module:function`` -> parameters that it must take."""
+    """``module:function`` -> parameters that the function must accept."""
     arguments: tuple[str, ...] = ()
-    """Of the parsed arguments."""
+    """Names of Megatron's parsed arguments."""
 
 
 def load(folder: Traversable) -> Anchors:
-    """The anchors declared in `folder`."""
+    """Return the anchors declared in `folder`."""
     return msgspec.toml.decode((folder / FILE).read_text(), type=Anchors)
 
 
 def lacking(anchors: Anchors) -> list[str]:
-    """What the installed Megatron does not have, one line each. Imports what it looks at."""
+    """Return the anchors that the installed Megatron lacks, one line each.
+
+    Imports the modules concerned.
+    """
     found = []
     for module, names in anchors.names.items():
         found += [problem for name in names if (problem := _look_up(f"{module}:{name}")[1])]
@@ -53,12 +58,12 @@ def lacking(anchors: Anchors) -> list[str]:
 
 
 def lacking_arguments(anchors: Anchors, args: Namespace) -> list[str]:
-    """Arguments that Megatron's parser did not make, one line each."""
+    """Return the anchored arguments that `args`, parsed by Megatron, lacks, one line each."""
     return [f"Megatron's arguments have no {name}" for name in anchors.arguments if not hasattr(args, name)]
 
 
 def _look_up(place: str) -> tuple[Any, str]:
-    """What is at ``module:name``, and the line that says why nothing is."""
+    """Return the object at ``module:name`` and an empty text, or None and the reason."""
     module, _, name = place.partition(":")
     try:
         return getattr(importlib.import_module(module), name), ""
@@ -67,9 +72,9 @@ def _look_up(place: str) -> tuple[Any, str]:
 
 
 def _missing(cls: type, attributes: Sequence[str]) -> list[str]:
-    """Which of `attributes` neither the class has, nor its methods set on any object.
+    """Return those of `attributes` that the class lacks and that none of its methods sets.
 
-    Read from the code, because an object exists only when the model has been built.
+    Reads the bytecode of the methods, because no object exists before the model is built.
     """
     left = set(attributes)
     for base in cls.__mro__:

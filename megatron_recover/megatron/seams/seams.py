@@ -1,9 +1,10 @@
-"""The places where Megatron calls us: what they are, whether they fit the installed Megatron, and putting us there.
+"""Seams: the names in Megatron that this package replaces. Loads, checks and installs them.
 
-A seam is one name in one module of Megatron behind which something of ours stands. Each is a file in `patches/` that says
-why it exists and what it relies on. Nothing is installed before all of them fit: a Megatron that has changed is refused
-with everything that does not fit, not trained wrongly. Replacements are bound methods of objects made for this run, which
-get the original function they stand in for; no state lives in this module.
+A seam is one name in one module of Megatron, replaced by an object of this package. Each seam is a
+file in `patches/` with its reason and with all that it relies on. Nothing is installed unless every
+seam fits: a Megatron that has changed is refused with a list of all misfits. As a rule a
+replacement is a bound method of an object made for this run; the object gets the original function.
+This module has no state.
 """
 
 from __future__ import annotations
@@ -25,35 +26,37 @@ from megatron_recover.megatron.seams.anchors import Anchors
 
 
 class UnsupportedMegatron(ValueError):
-    """The installed Megatron is not one that the seams fit; the message lists every misfit and the remedy."""
+    """The seams do not fit the installed Megatron; the message lists each misfit and the remedy."""
 
 
 class Seam(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One file of `patches/`."""
+    """The content of one file of `patches/`."""
 
     name: str
-    """Also the file's name."""
+    """Name of the seam, equal to the file's name without `.toml`."""
     why: Literal["cannot be done without", "being upstreamed", "ours"]
+    """Kind of the reason."""
     reason: str
-    """What would go wrong without it, and why a subclass or an argument does not do."""
+    """Reason: the failure without this seam, and why a subclass or an argument does not suffice."""
     module: str
-    """The module in whose namespace the name is replaced: where it is looked up when it is called."""
+    """Module in whose namespace the name is replaced: the module that looks the name up when it
+    calls."""
     target: str
-    """The name, dotted for a method (``Class.method``)."""
+    """Name that is replaced, dotted for a method (``Class.method``)."""
     rebinds: tuple[str, ...] = ()
     """Other modules that imported the same object under the same name and call it."""
     parameters: tuple[str, ...] | None = None
-    """Names of the parameters that the target takes, in order; of a function."""
+    """Names of the parameters of a target that is a function, in order; else None."""
     attributes: tuple[str, ...] | None = None
-    """What we use of the target; of an object that is no function."""
+    """Attributes that are used of a target that is no function; else None."""
     replacement: str
-    """``module:qualified.name`` of what stands there."""
+    """``module:qualified.name`` of the replacement."""
     versions: tuple[str, ...]
-    """``major.minor`` of the megatron-core versions that it was checked against."""
+    """``major.minor`` of the megatron-core versions against which the seam was checked."""
 
 
 def load() -> tuple[Seam, ...]:
-    """All seams, by name. Raises ValueError for a file that is not a seam."""
+    """Return all seams, sorted by name. Raises ValueError for a file that is not a seam."""
     seams = []
     for file in sorted(_folder().iterdir(), key=lambda entry: entry.name):
         if not file.name.endswith(".toml") or file.name == anchors.FILE:
@@ -69,17 +72,21 @@ def load() -> tuple[Seam, ...]:
 
 
 def load_anchors() -> Anchors:
-    """What is relied on beside the seams."""
+    """Return the parts of Megatron that are used without being replaced."""
     return anchors.load(_folder())
 
 
 def _folder() -> Traversable:
-    checkout = Path(__file__).resolve().parents[3] / "patches"  # beside the package, in which they are when it is installed
+    # A checkout has the folder beside the package, an installation has it inside the package.
+    checkout = Path(__file__).resolve().parents[3] / "patches"
     return checkout if (checkout / anchors.FILE).is_file() else importlib.resources.files("megatron_recover.patches")
 
 
 def unsupported_version(seams: Sequence[Seam]) -> list[str]:
-    """Seams that were not checked against the installed version, one line each; needs no import of Megatron."""
+    """Return the seams that were not checked against the installed version, one line each.
+
+    Does not import Megatron.
+    """
     try:
         installed = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
@@ -92,12 +99,15 @@ def unsupported_version(seams: Sequence[Seam]) -> list[str]:
 
 
 def misfits(seams: Sequence[Seam]) -> list[str]:
-    """What does not fit the installed Megatron, one line each; empty if everything does. Imports what it looks at."""
+    """Return each misfit between `seams` and the installed Megatron, one line each.
+
+    Imports the modules that the seams name.
+    """
     return [*unsupported_version(seams), *(f"{seam.name}: {line}" for seam in seams for line in _misfits_of(seam))]
 
 
 def refusal(seams: Sequence[Seam], found: Sequence[str]) -> str:
-    """The message for a Megatron with these misfits."""
+    """Return the message that refuses a Megatron with the misfits `found`."""
     checked = sorted({version for seam in seams for version in seam.versions})
     lines = "\n  ".join(found)
     remedy = f"install megatron-core {' or '.join(checked)} (pip install 'megatron-core=={checked[-1]}.*')"
@@ -135,23 +145,26 @@ def _look_up(module: str, target: str) -> Any:
 
 
 class Installation:
-    """The seams of this process: originals to build replacements from, and the replacements put in place."""
+    """The seams of this process, with Megatron's originals and the installed replacements."""
 
     def __init__(self, seams: Sequence[Seam], relied_on: Anchors | None = None) -> None:
-        """Look everything up; raises `UnsupportedMegatron` unless all seams fit and nothing of `relied_on` is lacking."""
+        """Check all seams and anchors, and look up the originals.
+
+        Raises `UnsupportedMegatron` unless all seams fit and Megatron has all of `relied_on`.
+        """
         self._anchors = relied_on or Anchors()
         found = [*misfits(seams), *anchors.lacking(self._anchors)]
         if found:
             raise UnsupportedMegatron(refusal(seams, found))
         self._seams = {seam.name: seam for seam in seams}
         self.originals: Mapping[str, Any] = {seam.name: _look_up(seam.module, seam.target) for seam in seams}
-        """What Megatron has behind each seam."""
+        """Megatron's own object behind each seam, by the seam's name."""
         self._installed: set[str] = set()
 
     def install(self, replacements: Mapping[str, Callable[..., Any] | object]) -> None:
-        """Put each replacement behind the seam of its key, in all modules that the seam names.
+        """Install each replacement behind the seam that its key names, in all modules of the seam.
 
-        Raises RuntimeError for a replacement that is not the one that its seam declares.
+        Raises RuntimeError for a replacement other than the one that the seam declares.
         """
         for name, replacement in replacements.items():
             seam = self._seams[name]
@@ -163,17 +176,17 @@ class Installation:
             self._installed.add(name)
 
     def check_arguments(self, args: Namespace) -> None:
-        """Raise `UnsupportedMegatron` unless Megatron has parsed everything that is relied on."""
+        """Raise `UnsupportedMegatron` if `args` lacks an argument that the anchors name."""
         found = anchors.lacking_arguments(self._anchors, args)
         if found:
             raise UnsupportedMegatron(refusal(list(self._seams.values()), found))
 
     def missing(self) -> list[str]:
-        """Seams behind which Megatron still has its own."""
+        """Return the names of the seams without an installed replacement."""
         return sorted(self._seams.keys() - self._installed)
 
     def remove(self) -> None:
-        """Put Megatron's own back (tests)."""
+        """Restore Megatron's originals (for tests)."""
         for name in self._installed:
             self._put(self._seams[name], self.originals[name])
         self._installed.clear()
