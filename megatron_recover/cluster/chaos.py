@@ -36,7 +36,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     min_replicas: int = 1
 
 
-# --- Exact faults --------------------------------------------------------------------------------------------------------
+# --- Exact faults ---------------------------------------------------------------------------------
 
 
 def parse(text: str, target: Target) -> tuple[Fault, ...]:
@@ -115,7 +115,7 @@ def render(faults: Sequence[Fault], comment: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-# --- Faults at random ----------------------------------------------------------------------------------------------------
+# --- Faults at random -----------------------------------------------------------------------------
 
 IN_A_STEP = (
     FaultPoint.FORWARD,

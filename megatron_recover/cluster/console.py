@@ -71,7 +71,7 @@ class Console:
             self._thread.join(self._deadlines.screen_s)
         return not self._thread.is_alive()
 
-    # --- The console's thread ----------------------------------------------------------------------------------------
+    # --- The console's thread ---------------------------------------------------------------------
 
     def _run(self) -> None:
         if self.is_live:

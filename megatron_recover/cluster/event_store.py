@@ -199,7 +199,7 @@ class EventStore:
         os.close(os.open(empty, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
         return empty
 
-    # --- The thread that compresses -----------------------------------------------------------------------------------
+    # --- The thread that compresses ---------------------------------------------------------------
 
     def _compress(self) -> None:
         # Of this thread alone (setpriority(2), notes): it is to take only the time that nobody else wants.

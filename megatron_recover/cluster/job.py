@@ -106,8 +106,7 @@ def create_run_dir(run_dir: Path | None) -> Path:
 
 
 def write_description(job: Job) -> None:
-    """Write `run.json`: the settings of the run, for its readers and to repeat it
-    (CONTRIBUTING.md)."""
+    """Write `run.json`: the run's settings, for its readers and to repeat it (CONTRIBUTING.md)."""
     description = {
         "version": __version__,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

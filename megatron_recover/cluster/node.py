@@ -76,8 +76,10 @@ class Node(Protocol):
         output: Output,
         descriptors: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Start a rank that runs the script `argv` and prints into `output`; give it a progress
-        page."""
+        """Start a rank that runs the script `argv` and prints into `output`.
+
+        The rank gets a progress page.
+        """
 
     def poll(self) -> list[End]:
         """Return the ranks whose end is certain and was not reported before."""
@@ -101,12 +103,13 @@ class Node(Protocol):
         """Return the name and pid of the process that traces a rank; empty if none does."""
 
     def ask_for_stacks(self, replica: int, *, of_all_threads: bool) -> None:
-        """Have each rank of a replica write its stack, or those of all its threads, into its
-        log."""
+        """Have each rank of a replica write its stack, or all its threads' stacks, to its log."""
 
     def have_written_stacks(self, replica: int) -> bool:
-        """Return whether every rank that can write has written the requested stacks of all
-        threads."""
+        """Return whether every rank that can write has written the requested stacks.
+
+        These are the stacks of all threads.
+        """
 
     def fence(self, replica: int) -> None:
         """Kill every rank of a replica that is not known to be dead, with its process group."""

@@ -161,7 +161,7 @@ class OutputLedger:
         self._memory = mmap.mmap(descriptor, 0)
         self._words = memoryview(self._memory).cast("q")
 
-    # --- What an output has ------------------------------------------------------------------------------------------
+    # --- What an output has -----------------------------------------------------------------------
 
     def first(self, number: int) -> int:
         """Return the position of the first byte of an output, or of the first one since somebody has emptied it."""
@@ -213,7 +213,7 @@ class OutputLedger:
         begin = _WORDS * number
         return max(self._words[begin + _BASE], self.copied(number).position, self.lost(number), self._words[begin + _SHOWN])
 
-    # --- What became of it -------------------------------------------------------------------------------------------
+    # --- What became of it ------------------------------------------------------------------------
 
     def copied(self, number: int) -> Copied:
         """Return how far an output is in its log."""
@@ -250,7 +250,7 @@ class OutputLedger:
         """Note up to where the console has had an output."""
         self._words[_WORDS * number + _SHOWN] = position
 
-    # --- Dropping ----------------------------------------------------------------------------------------------------
+    # --- Dropping ---------------------------------------------------------------------------------
 
     def drop(
         self, outputs: Mapping[int, Output], limit: int, who: Who, *, why: Why = Why.FASTER, shown: Container[int] = ()

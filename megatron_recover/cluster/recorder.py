@@ -180,7 +180,7 @@ class Recorder:
             self._noted = noted
             self._send(noted)
 
-    # --- From the launcher -------------------------------------------------------------------------------------------
+    # --- From the launcher ------------------------------------------------------------------------
 
     def _receive(self) -> bool:
         has_heard = False
@@ -231,14 +231,14 @@ class Recorder:
         except OSError:
             self._unsent.clear()  # the launcher is gone
 
-    # --- From the outputs --------------------------------------------------------------------------------------------
+    # --- From the outputs -------------------------------------------------------------------------
 
     def _keep(self, which: int, lines: bytes) -> None:
         """Write into memory what is to be in a log of our own."""
         if which in self._own_logs:
             os.write(self._own_logs[which].descriptor, lines)
 
-    # --- From the rings ----------------------------------------------------------------------------------------------
+    # --- From the rings ---------------------------------------------------------------------------
 
     def _drain(self, now: int) -> None:
         if self._ahead >= _AHEAD_BYTES:
@@ -266,7 +266,7 @@ class Recorder:
                 self._narrator.take(self._decode_event(line))
         return line
 
-    # --- To the disk -------------------------------------------------------------------------------------------------
+    # --- To the disk ------------------------------------------------------------------------------
 
     def _write(self, wait_s: float) -> None:
         """Have the thread that writes take one batch after the other, as long as each takes less than `wait_s`."""
@@ -354,7 +354,7 @@ class Recorder:
     def _error(self) -> OSError | None:
         return self._keeper.error or self._outputs.writer.error
 
-    # --- To people ---------------------------------------------------------------------------------------------------
+    # --- To people --------------------------------------------------------------------------------
 
     def _says(self, text: str) -> None:
         self._narrator.says(text, self._seconds())

@@ -244,7 +244,7 @@ class Recording:
         if self._process is None or self._process.returncode != 0:
             self._complain(f"trace and logs may miss their end in {self._job.run_dir}: no recorder has written all of it")
 
-    # --- The recorder ------------------------------------------------------------------------------------------------
+    # --- The recorder -----------------------------------------------------------------------------
 
     def _add(self, replica: int, rank: int) -> int:
         """Create a ring and return its descriptor."""
