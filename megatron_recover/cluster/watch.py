@@ -135,8 +135,7 @@ class Watch:
         return None if watched is None else round(max(0.0, self._clock() - watched.progress.since_ns / 1e9), 3)
 
     def _waiting(self, least_s: float) -> tuple[trace.WaitingRank, ...]:
-        """Return the ranks that have waited for others for `least_s` seconds, longest waits
-        first."""
+        """Return the ranks that have waited for others for `least_s` seconds, longest first."""
         found = [
             (watched.silent_s, replica, rank, watched.progress.phase)
             for (replica, rank), watched in self._state.ranks.items()
