@@ -324,8 +324,7 @@ class Agent:
         return _TRACED if process.traced and state in _ALIVE else state
 
     def tracer(self, replica: int, rank: int) -> str:
-        """Return name and pid of a rank's tracer, such as `gdb (pid 12)`; empty if there is
-        none."""
+        """Return name and pid of a rank's tracer, such as `gdb (pid 12)`; empty if none."""
         pid = _tracer_pid(self._processes[replica, rank].pid)
         if not pid:
             return ""
