@@ -3,22 +3,22 @@
 `cluster/logs.py` copies. Nothing here touches a disk.
 
 Note [Output never waits]. Stdout and stderr of a rank, and of its child processes, are one file in
-memory (memfd), opened for appending. So a write there ends at once, even while the disk, the
-recorder or the launcher is stopped. A pipe would need a reader at every instant. While its reader
-is stopped or dead, a pipe blocks or fails every process that prints, native code and child
-processes included. Therefore the readers drop output that has no room; the writers never do. The
-oldest output that was not copied is dropped first, since a rank's last words show why it died. The
-recorder drops output, and so does the launcher, since either may be stopped. Lost bytes are
+memory (memfd), opened for appending. So a write there ends at once, even while the disk stalls, or
+while the recorder or the launcher is stopped. A pipe would need a reader at every instant. While
+its reader is stopped or dead, a pipe blocks or fails every process that prints, native code and
+child processes included. Therefore the readers drop output that has no room; the writers never do.
+The oldest output that was not copied is dropped first, since a rank's last words show why it died.
+The recorder drops output, and so does the launcher, since either may be stopped. Lost bytes are
 counted. The log reports them where they are missing, with the reason.
 
 Note [Dropping]. All processes of a node share `WAITING_BYTES`. While more than that waits, the
-outputs with the most waiting bytes lose their oldest, until all fits. The process that drops first
-enters in the ledger up to where output is lost, and then frees that memory. The process that copies
-reads output, and then looks into the ledger again: output that was entered as lost meanwhile may
-have been read as zeros, so it is read again. Recorder and launcher each have a word of their own
-for this, and the larger one counts. Linux has no file that is bounded and neither blocks nor fails
-its writers. So the readers enforce the bound: output that is printed between two looks comes on
-top.
+outputs with the most waiting bytes lose their oldest, until all fits. Before a process drops
+output, it enters in the ledger up to where the output is lost. Then it frees that memory. The
+process that copies reads output, and then looks into the ledger again: output that was entered as
+lost meanwhile may have been read as zeros, so it is read again. Recorder and launcher each have a
+word of their own for this, and the larger one counts. Linux has no file that is bounded and neither
+blocks nor fails its writers. So the readers enforce the bound: output that is printed between two
+looks comes on top.
 
 Note [Emptied]. A program that opens /dev/stderr for writing and not for appending (`echo >
 /dev/stderr`) empties the file behind it, as with every file. A seal (F_SEAL_SHRINK) would forbid
