@@ -131,7 +131,7 @@ class _Process:
                 signal.pidfd_send_signal(self.pidfd, forkserver.STACK_SIGNAL)
 
     def dying_status(self) -> int | None:
-        """Return the exit status, once the kernel has begun to end the process; before, None."""
+        """Return exit code or minus the signal, once the kernel ends the process; else None."""
         fields = self.fields = self.stat.read()
         if not fields or not int(fields[_FLAGS_FIELD]) & _PF_EXITING:
             return None

@@ -71,7 +71,7 @@ class Console:
         self._over.set()
 
     def close(self) -> bool:
-        """Wait `screen_s` seconds for the terminal to accept everything; return whether it has."""
+        """Wait at most `screen_s` for the terminal to accept everything; return whether it has."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(self._deadlines.screen_s)

@@ -2,9 +2,9 @@
 
 A forked rank is up in tens of milliseconds instead of the 5 CPU-seconds of a fresh interpreter, and
 shares the imported pages. The server starts ranks, waits for them and reports how they ended. The
-launcher decides which ranks are started or killed, with one exception: when a rank or the launcher
-is gone, the server kills what is left of it. So no process of a rank's group outlives the rank, and
-no rank outlives the launcher.
+launcher decides which ranks are started or killed, with two exceptions. When a rank ends, the
+server kills the rest of its process group. When the launcher is gone, it kills every rank. So no
+process of a rank's group outlives the rank, and no rank outlives the launcher.
 
 `cluster.agent.Agent` runs it as ``python -m megatron_recover.cluster.forkserver FD REAP_S
 MODULE...``. FD is a SOCK_SEQPACKET socket. Each packet of the server is one JSON message; `Started`

@@ -63,8 +63,8 @@ class Launcher:
     def __init__(self, job: Job, *, quiet: bool = False, deadlines: Deadlines | None = None) -> None:
         """Prepare the run of `job`; `run` starts it.
 
-        `quiet`: show only how the run ends, if it fails. `deadlines`: for tests, replaces the
-        job's.
+        `quiet`: show only the end of the run, and only if its exit code is not 0. `deadlines`: for
+        tests, replaces the job's.
         """
         self._job, self._quiet = job, quiet
         self._deadlines = deadlines or job.config.deadlines
@@ -119,7 +119,7 @@ class Launcher:
             self._recording.record(trace.RunFinished(exit_code=exit_code, reason=reason))
             self.is_recorded = self._recording.finish(exit_code, reason)
         finally:
-            self._recording.close()  # first, so that a traceback comes after the console's lines, on a restored terminal
+            self._recording.close()  # so that a traceback comes after the console's lines, on a restored terminal
         return exit_code
 
     def release_signals(self) -> None:

@@ -6,10 +6,10 @@ never waits, and decides nothing.
 
 Note [Order of lines]. An event has the time of the trace. A line of the launcher has the time at
 which the launcher made it. A line that a rank has printed has the time at which the recorder found
-it, up to 0.2 s later. They reach the recorder by different ways. So each is kept for `HOLD_S`
-seconds; older lines are shown in the order of their times. A process that stood still, or was held
-up while it recorded, may deliver a line even later. Such a line is shown at once, with its own
-time. Only the lines wait: the account gets an event as soon as the narrator does.
+it, up to 0.2 s later. Events and lines reach the recorder by different ways. So each is kept for
+`HOLD_S` seconds; older lines are shown in the order of their times. A process that stood still, or
+was held up while it recorded, may deliver a line even later. Such a line is shown at once, with its
+own time. Only the lines wait: the account gets an event as soon as the narrator does.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class Node(Protocol):
         """Kill every rank of a replica that is not known to be dead, with its process group."""
 
     def is_fenced(self, replica: int, but: Container[tuple[int, int]] = ()) -> bool:
-        """Return whether no process of a replica is left, ranks (replica, rank) in `but` aside."""
+        """Return whether no process of a replica is left, except ranks (replica, rank) in `but`."""
 
     def has_ended(self, replica: int, rank: int) -> bool:
         """Return whether the process of a rank is confirmed dead."""

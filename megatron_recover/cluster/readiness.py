@@ -1,4 +1,4 @@
-"""Waits for one descriptor.
+"""Waits for one descriptor, whatever its number.
 
 `select.select` refuses descriptors from 1024 on, and the launcher of a large run has many of these.
 """

@@ -54,8 +54,8 @@ class _Ring(msgspec.Struct):
 class Pauses:
     """The pauses before another recorder is started.
 
-    Each pause is twice as long as the one before, until a recorder has lived for `longest_s`
-    seconds.
+    The first restart is at once. Each further pause is twice as long as the one before, at most
+    `longest_s` seconds. After a recorder that lived so long the sequence begins anew.
     """
 
     def __init__(self, longest_s: float) -> None:
