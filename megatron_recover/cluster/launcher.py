@@ -355,7 +355,7 @@ class Launcher:
                     replica=process.replica, rank=process.rank, pid=process.pid, state=process.state, wchan=process.wchan
                 )  # fmt: skip
             )
-        self._recording.says(f"{process} does not end although it was killed; nothing waits for it")
+        self._recording.says(f"{process} does not end although it was killed; the run does not wait for it")
 
     def _look_for_hangs(self) -> None:
         if self._ending is not None:
@@ -378,7 +378,7 @@ class Launcher:
         """Report, once this process continues, that it was stopped (Ctrl-Z, SIGSTOP, suspend)."""
         gap_s, self._stood_still_s = self._loop.stood_still_s - self._stood_still_s, self._loop.stood_still_s
         if gap_s >= self._deadlines.silence_s:
-            self._recording.says(f"the launcher stood still for {gap_s:.0f} s; all that it waits for has as much more time")
+            self._recording.says(f"the launcher stood still for {gap_s:.0f} s; its deadlines are extended by that time")
 
     def _is_over(self) -> bool:
         return self._node.num_living() <= len(self._set_aside) or self._loop.time() > self._end_by

@@ -388,8 +388,8 @@ class Recorder:
             if trouble and not self._troubles[name]:
                 waits = waits.format(self._settings.output_bytes / 2**20)
                 self._says(
-                    f"WARNING: {what} cannot be written to {Path(self._settings.run_dir) / where} ({trouble}). The run goes "
-                    f"on. {waits}, and what finds no room there is lost; make room, or see to the disk"
+                    f"WARNING: {what} cannot be written to {Path(self._settings.run_dir) / where} ({trouble}). The run "
+                    f"continues. {waits}, and what does not fit there is lost; make room, or check the disk"
                 )
             elif self._troubles[name] and not trouble:
                 self._says(f"{what} is written again")

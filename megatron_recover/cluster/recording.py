@@ -311,11 +311,11 @@ class Recording:
         pause_s = self._pauses.after(now - self._began_at)
         self._start_at = now + pause_s
         if pause_s:
-            why += f", as did those before; in {figure(pause_s)} s another one goes on with the trace. Until then events and "
-            why += "output wait in memory, and what finds no room there is lost"
+            why += f", as did those before; in {figure(pause_s)} s a new one continues the trace. Until then events and "
+            why += "output wait in memory, and what does not fit there is lost"
             self._speaker.say(_ours(why))  # without a wait: this runs in the coordinator's loop
         else:
-            why += ": another one goes on with the trace"
+            why += ": a new one continues the trace"
         self._outbox.append(self._line(why))
 
     def _drop_output(self) -> None:

@@ -120,7 +120,7 @@ class Watch:
         text = f"replica {named.replica}, {named}; {about_stacks(named.verdict.value, named.state)}"
         text += f" ({self._log_of(named.replica, named.rank)})"
         if named.verdict is detector.Verdict.TRACED and (tracer := self._node.tracer(named.replica, named.rank)):
-            text += f"; it goes on when {tracer} lets it go"
+            text += f"; it continues when {tracer} releases it"
         if is_waited_for:
             left_s = max(0.0, self._deadline_s - named.seconds)
             until = time.strftime("%H:%M:%S", time.localtime(time.time() + left_s))
