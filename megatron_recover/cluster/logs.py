@@ -1,7 +1,7 @@
 """The recorder's side of the outputs: a thread that copies them to logs, and lines to show.
 
-A stalled disk stops the thread of `LogWriter` and nothing else here. `output.py`, Note [Output
-never waits], explains why no process waits that prints. Nothing here interprets a line.
+A stalled disk stops the thread of `LogWriter` and nothing else here. Note [Output never waits] in
+`output.py` explains why no process waits that prints. Nothing here interprets a line.
 
 Note [Copied once]. A recorder that dies leaves at most one chunk that is in a log, wholly or in
 part, and not in the ledger. The next recorder cuts the log to the size in the ledger and copies the
