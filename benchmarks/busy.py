@@ -1,7 +1,8 @@
-"""All cores busy for ten minutes: does the detector accuse anybody, or does the job lose anybody?
+"""All cores busy for ten minutes: how many ranks the detector accuses, how many replicas are lost.
 
-A real job of 3 replicas with a pipeline of 2 trains beside twice as many endless loops as there are cores, at the same
-priority. Steps take as long as the scheduler makes them and processes stand still for whole time slices, but nobody hangs.
+A real job of 3 replicas with a pipeline of 2 trains beside endless loops of the same priority.
+There are twice as many loops as cores. Steps take as long as the scheduler makes them, and
+processes wait for whole time slices. But no rank hangs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ JOB = Job(replicas=3, pp=2, microbatches=12, steps=1_000_000, determinism="fast"
 
 @contextlib.contextmanager
 def busy_cores() -> Iterator[None]:
-    """Keep every core busy."""
+    """Keep every core busy within this context."""
     with contextlib.ExitStack() as stack:
         for _ in range(LOOPS_A_CORE * (os.cpu_count() or 1)):
             loop = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
@@ -39,7 +40,7 @@ def busy_cores() -> Iterator[None]:
 
 
 def events_beside_busy_cores(folder: pathlib.Path) -> Counter[str]:
-    """Train for `BUSY_S` beside them, and count the events of the trace (`paced.counted`)."""
+    """Train for `BUSY_S` seconds beside busy cores; count the trace's events (`paced.counted`)."""
     command = [
         sys.executable, "-m", "megatron_recover", "run", "--replicas", str(JOB.replicas), "--run-dir", str(folder / "run"),
         "--", str(ROOT / "scripts" / "pretrain_gpt.py"), *JOB.megatron_flags(text_data(folder), None),
@@ -60,7 +61,7 @@ def events_beside_busy_cores(folder: pathlib.Path) -> Counter[str]:
 
 
 def rows() -> Iterator[Row]:
-    """The rows of this benchmark."""
+    """Yield the rows of this benchmark."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
         found = events_beside_busy_cores(pathlib.Path(name))

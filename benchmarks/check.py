@@ -1,11 +1,14 @@
-"""`check`, `report` and the summary of large traces: how fast `check` judges, and in how much memory each works.
+"""`check`, `report` and summary on large traces: the speed of `check`, and the memory of each.
 
-The traces are valid ones, made by hand: every rank writes what a rank writes, and in the middle a replica dies in the step.
-`long` has many small steps, `wide` few steps of 8192 microbatches on 128 ranks a replica. Each is read by processes of their
-own, whose largest resident memory the kernel tells.
+The traces are valid and generated: each rank's events are those of a real rank, and in the middle
+of the run a replica dies within a step. `long` has many small steps, `wide` few steps of 8192
+microbatches on 128 ranks per replica. Each command reads each trace in a process of its own. The
+kernel reports that process's largest resident memory.
 
     python -m benchmarks.run --only check
-    python -m benchmarks.check long|wide GIGABYTES FOLDER      (measures one trace of that size, which it leaves there)
+    python -m benchmarks.check long|wide GIGABYTES FOLDER
+
+The last command writes one trace of that size into FOLDER, measures it and keeps it.
 """
 
 from __future__ import annotations
@@ -30,33 +33,33 @@ from megatron_recover.core.values import LossKind
 GIGABYTES = 1.0
 DEADLINE_S = 1800.0
 STEP, TIME = 7_777_777, 77_777.5
-"""Stand for the step's number and time in the text of a step that is written many times."""
+"""Placeholders for the step's number and time, in the text of a step that is written many times."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A job."""
+    """The shape of a job."""
 
     replicas: int
     tp: int
     pp: int
     microbatches: int
     buckets: int
-    """Of each stage, the ledger not counted."""
+    """Buckets of each stage, the ledger not counted."""
 
     @property
     def ranks(self) -> int:
-        """Of one replica; those of a stage stand together."""
+        """Return the number of ranks of one replica. The ranks of a stage have adjacent numbers."""
         return self.tp * self.pp
 
     @property
     def bucket_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """As `trace.Joined` has them; the ledger is on the last stage."""
+        """Return the ranks of each bucket as in `trace.Joined`; the ledger is on the last stage."""
         stages = [tuple(range(stage * self.tp, (stage + 1) * self.tp)) for stage in range(self.pp)]
         return (*(stage for stage in stages for _ in range(self.buckets)), stages[-1])
 
     def buckets_of(self, rank: int) -> tuple[int, ...]:
-        """Buckets that a rank holds."""
+        """Return the buckets that a rank holds."""
         return tuple(bucket for bucket, ranks in enumerate(self.bucket_ranks) if rank in ranks)
 
 
@@ -68,13 +71,13 @@ SHAPES = {
 
 @dataclass
 class Writer:
-    """Makes the events of a run."""
+    """The writer of a run's events."""
 
     shape: Shape
     generation: int = 1
 
     def start(self) -> Iterator[trace.Event]:
-        """The run up to its first step."""
+        """Yield the events of the run up to its first step."""
         shape = self.shape
         roster = tuple(range(shape.replicas))
         yield trace.RunStarted(
@@ -87,7 +90,7 @@ class Writer:
         yield from self.statuses(roster, 0, {})
 
     def statuses(self, roster: Sequence[int], step: int, held: dict[int, tuple[int, ...]]) -> Iterator[trace.Event]:
-        """All members enter the generation and tell what they hold."""
+        """Yield the events of all members entering the generation, with their statuses."""
         for replica in roster:
             yield trace.Entered(replica=replica, generation=self.generation, seconds=0.002)
         buckets = tuple(range(len(self.shape.bucket_ranks)))
@@ -100,11 +103,11 @@ class Writer:
             )  # fmt: skip
 
     def deal(self, ids: Sequence[int], roster: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Spread microbatches over members."""
+        """Return the microbatches dealt to each member."""
         return {replica: tuple(ids[i :: len(roster)]) for i, replica in enumerate(roster)}
 
     def compute(self, roster: Sequence[int], dealt: dict[int, tuple[int, ...]], step: int, t: float) -> Iterator[trace.Event]:
-        """Plans, and the forwards and backwards of what they deal, one replica after the other."""
+        """Yield plans, and forwards and backwards of the dealt microbatches, by replica."""
         shape, buckets = self.shape, tuple(range(len(self.shape.bucket_ranks)))
         quotas = tuple(len(dealt[one]) for one in roster)
         for replica in roster:
@@ -125,7 +128,7 @@ class Writer:
                     )
 
     def commit(self, roster: Sequence[int], step: int, t: float) -> Iterator[trace.Event]:
-        """Sums, votes, commits and optimizer steps."""
+        """Yield the events of sums, votes, commits and optimizer steps."""
         where = {"t": t, "generation": self.generation, "step": step}
         label, digest = f"train {STEP}", "0123456789abcdef"
         for bucket, ranks in enumerate(self.shape.bucket_ranks):
@@ -155,12 +158,15 @@ class Writer:
                 )
 
     def quiet_step(self, roster: Sequence[int], step: int = STEP, t: float = TIME) -> Iterator[trace.Event]:
-        """A step in which nothing fails."""
+        """Yield the events of a step in which nothing fails."""
         yield from self.compute(roster, self.deal(range(self.shape.microbatches), roster), step, t)
         yield from self.commit(roster, step, t)
 
     def step_with_a_death(self, roster: Sequence[int], step: int, t: float) -> Iterator[trace.Event]:
-        """The last replica dies when all is computed, the others compute its share again."""
+        """Yield the events of a step with a death.
+
+        The last replica dies when everything is computed; the others compute its share again.
+        """
         *others, victim = roster
         dealt = self.deal(range(self.shape.microbatches), roster)
         yield from self.compute(roster, dealt, step, t)
@@ -185,7 +191,10 @@ def _text(events: Iterator[trace.Event]) -> bytes:
 
 
 def write(shape: Shape, num_bytes: float, place: Path) -> int:
-    """Write a valid trace of about so many bytes, of at least three steps; returns how many steps it has."""
+    """Write a valid trace of about `num_bytes` bytes and at least three steps.
+
+    Returns the number of steps.
+    """
     writer, roster = Writer(shape), list(range(shape.replicas))
 
     def at(text: bytes, step: int) -> bytes:
@@ -220,7 +229,10 @@ COMMANDS = {
 
 
 def read(run_dir: Path, what: str) -> tuple[float, float, dict[str, object]]:
-    """Seconds that a process takes for a trace, its largest resident memory in bytes, and the verdict of `check`."""
+    """Run the command `what` on a trace.
+
+    Returns its seconds, its largest resident memory in bytes, and the verdict if it is `check`.
+    """
     begin = time.monotonic()
     command = [sys.executable, *COMMANDS[what], str(run_dir)]
     largest = 0
@@ -244,7 +256,7 @@ def read(run_dir: Path, what: str) -> tuple[float, float, dict[str, object]]:
 
 
 def measured(name: str, run_dir: Path, num_bytes: float) -> list[Row]:
-    """Write a trace into `run_dir` and read it."""
+    """Write a trace into `run_dir`, and measure all commands on it."""
     place = run_dir / trace.EVENTS_FILE
     write(SHAPES[name], num_bytes, place)
     size = place.stat().st_size
@@ -263,7 +275,7 @@ def measured(name: str, run_dir: Path, num_bytes: float) -> list[Row]:
 
 
 def rows() -> Iterator[Row]:
-    """Events a second and memory, for both shapes."""
+    """Yield events per second and memory, for both shapes."""
     for name in SHAPES:
         with tempfile.TemporaryDirectory(prefix="megatron-recover-") as folder:
             yield from measured(name, Path(folder), GIGABYTES * 1e9)

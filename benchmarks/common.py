@@ -1,7 +1,7 @@
-"""One row of the benchmark table, and how a row is made from repeated measurements.
+"""One row of the benchmark table, made from repeated measurements.
 
-A benchmark is a module of this package with a function `rows() -> Iterable[Row]`; `benchmarks.run` finds it, runs it and joins
-the rows of all into one table and `bench.json`.
+A benchmark is a module of this package with a function `rows() -> Iterable[Row]`. `benchmarks.run`
+finds it, runs it and joins the rows of all benchmarks into one table and `bench.json`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     value: float
-    """The number to quote: the median over the runs unless the name says otherwise (e.g. "worst")."""
+    """The number to quote: the median over the runs unless `name` has another word, such as
+    "worst"."""
     unit: str
     baseline: str = ""
-    """What it is measured against, in words: `unmodified Megatron DP under torchrun`."""
+    """The other side of the comparison in words, such as `unmodified Megatron DP under
+    torchrun`."""
     runs: int
     min: float
     median: float
     max: float
     goal: str = ""
-    """A comparison with a number, e.g. ``<= 2``; empty where nothing was promised."""
+    """A comparison with a number, such as ``<= 2``; empty if there is no promise."""
     met: bool | None = None
-    """Whether `value` meets the goal; None without a goal."""
+    """True if `value` meets the goal; None without a goal."""
 
 
 def row(
@@ -46,7 +48,8 @@ def row(
 ) -> Row:
     """Summarise one quantity measured in several runs.
 
-    `value` replaces the median as the number to quote. Raises ValueError for no values or a goal that is no comparison.
+    `value` replaces the median as the number to quote. Raises ValueError if there are no values, or
+    if the goal is no comparison.
     """
     if not values:
         raise ValueError(f"benchmark {name!r} measured nothing")
@@ -66,7 +69,10 @@ def row(
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Put off signals that end a benchmark: jobs run in sessions of their own, and one that nobody ends trains for hours."""
+    """Delay signals that end a benchmark.
+
+    Jobs run in sessions of their own, so a job that nobody ends would train for hours.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     try:
         yield
@@ -75,7 +81,10 @@ def undisturbed() -> Iterator[None]:
 
 
 def end(*processes: subprocess.Popen[Any], patience_s: float = 30.0) -> None:
-    """Ask jobs to end, and kill those that do not within `patience_s`. Signals that end the benchmark wait meanwhile."""
+    """Request jobs to end, and kill those left after `patience_s` seconds.
+
+    Signals that end the benchmark wait meanwhile.
+    """
     with undisturbed():
         for process in processes:
             process.send_signal(signal.SIGTERM)

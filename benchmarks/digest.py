@@ -1,7 +1,8 @@
-"""What comparing all state costs: the time of a state digest against that of the training step that it belongs to.
+"""The cost of a state digest: its time as a share of the training step that it belongs to.
 
-In one process, so that nothing but the digest differs. A model of linear layers with Adam (12 bytes a parameter) trains on
-`TOKENS` tokens a step, which is few: the digest takes as long whatever the batch is, so its share of a real step is smaller.
+Both run in one process, so nothing but the digest differs. A model of linear layers with Adam (12
+bytes a parameter) trains on `TOKENS` tokens a step, which is few. A digest takes the same time for
+every batch size, so its share of a real step is smaller.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megatron_recover.trainer.state import State
 
 LAYERS, WIDTH, TOKENS, RUNS = 4, 1024, 2048, 15
 _GOAL = "<= 0.02"
-"""That of the overhead of a fault-free step."""
+"""The goal for the overhead of a fault-free step."""
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -27,7 +28,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def rows() -> list[Row]:
-    """Return the cost of a digest in every step, and at the default interval, as a share of the step; and its speed."""
+    """Return the digest's share of a step, at each step and by default, and its speed."""
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     leaf = type("Leaf", (), {"optimizer": optimizer, "grad_scaler": None})

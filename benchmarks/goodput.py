@@ -1,10 +1,15 @@
 """Goodput of a real run that loses half of its replicas one by one, over the best integer quotas.
 
-16 replicas whose forwards and backwards are paced to a fixed wall time, so that the number of cores decides nothing; one is
-killed in every second step, each time at another microbatch, until 8 are left. Ideal of a step without a death: the best
-integer quotas, ceil(M / replicas) microbatches of the run's median time. Of a step with one: the same with the survivors, but
-no less than what was dealt again takes from the kill on. Nothing else is granted: reduction, vote, optimizer and recovery
-count against us.
+16 replicas have forwards and backwards that are paced to a fixed wall time, so the number of cores
+does not matter. In every second step one replica is killed, each time at another microbatch, until
+8 are left.
+
+- The ideal of a step without a death is the best integer quotas: ceil(M / replicas) microbatches of
+  the run's median time.
+- The ideal of a step with a death is that of the survivors. But it is at least the time up to the
+  kill, plus the time in which the survivors compute the lost microbatches.
+
+The ideal includes nothing else: reduction, vote, optimizer and recovery count against us.
 """
 
 from __future__ import annotations
@@ -22,14 +27,14 @@ from tests.system.jobs import Job, text_data
 REPLICAS, LOST, FIRST_STEP, EVERY = 16, 8, 2, 2
 STEPS = FIRST_STEP + EVERY * LOST + 2
 PACE_S = 0.4
-"""Of a forward, and of a backward."""
+"""Seconds of a forward, and of a backward."""
 JOB = Job(replicas=REPLICAS, microbatches=64, steps=STEPS, determinism="fast", extra=("--overlap-grad-reduce",))
 DEADLINE_S = 400.0
 RUNS = 3
 
 
 def chaos() -> str:
-    """Who dies when: the highest replicas first, each in another backward."""
+    """Return the chaos file: the highest replicas die first, each in another backward."""
     return "\n".join(
         f'[[fault]]\nreplica = {REPLICAS - 1 - index}\nrank = 0\npoint = "backward"\n'
         f"step = {FIRST_STEP + EVERY * index}\noccurrence = {1 + index % 4}"
@@ -38,7 +43,10 @@ def chaos() -> str:
 
 
 def goodput(events: list[dict[str, Any]]) -> float:
-    """Ideal over measured seconds, from the second step (the first one loads and compiles) to the end."""
+    """Return ideal over measured seconds, from the second step to the end.
+
+    The first step loads and compiles.
+    """
     microbatch_s = statistics.median(event["seconds"] for event in events if event["event"] == "microbatch_finished")
     kills = {event["step"]: event["t"] for event in events if event["event"] == "fault"}
     ends = {
@@ -57,7 +65,7 @@ def goodput(events: list[dict[str, Any]]) -> float:
 
 
 def measure() -> float:
-    """One run."""
+    """Run once; return the goodput."""
     with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
         folder = pathlib.Path(name)
         more = ("--paced-backward-s", str(PACE_S))
@@ -67,7 +75,7 @@ def measure() -> float:
 
 
 def rows() -> list[Row]:
-    """The row of this benchmark."""
+    """Return the row of this benchmark."""
     return [
         row(
             f"goodput, {REPLICAS} replicas losing {LOST} one by one", [measure() for _ in range(RUNS)], "ratio",

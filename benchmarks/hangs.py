@@ -1,9 +1,10 @@
-"""Ranks that hang: how long until they are fenced, whether anybody is accused falsely, and what the progress page costs.
+"""Ranks that hang: time until they are fenced, false accusations, and cost of the progress page.
 
-Real jobs whose forwards are paced to a fixed wall time. One replica after the other is stopped (SIGSTOP), or loops for ever in
-a forward or backward while its control thread answers; the last one trains to the end. Everything is read from the trace. A
-step time is the median of the undisturbed steps before the fault. The goal is 3 steps or 1 s, the larger, for SIGSTOP, and 5
-steps or 3 s for a loop.
+Real jobs have forwards that are paced to a fixed wall time. One replica after the other is stopped
+(SIGSTOP), or loops for ever in a forward or backward while its control thread answers. The last
+replica trains to the end. Everything is read from the trace. A step time is the median of the
+undisturbed steps before the fault. The goal for SIGSTOP is 3 steps or 1 s, and for a loop 5 steps
+or 3 s, the larger of the two each.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.core.hang_world import Watched, drive, lognormal_steps
 from tests.system.jobs import Job, text_data
 
 ROUNDS = 6
-"""Runs of each kind; each strikes all replicas but one."""
+"""Runs of each kind; each run strikes all replicas but one."""
 REPLICAS, BETWEEN, PACE_S = 6, 12, 0.1
 JOB = Job(replicas=REPLICAS, microbatches=12, steps=BETWEEN * (REPLICAS - 1) + 6, determinism="fast")
 POINTS = {
@@ -33,7 +34,7 @@ POINTS = {
     "loop": ("forward", "backward", "forward", "backward", "forward"),
 }
 GOALS = {"stop": (3.0, 1.0), "loop": (5.0, 3.0)}
-"""In steps and in seconds; the larger holds."""
+"""Goals in steps and in seconds; the larger counts."""
 NAMES = {"stop": "SIGSTOP to fenced", "loop": "endless loop to fenced"}
 SIMULATED_STEPS, STEPS_A_GENERATION = 1_000_000, 1000
 DEADLINE_S = 300.0
@@ -41,19 +42,19 @@ DEADLINE_S = 300.0
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One hang."""
+    """One hang: seconds from the fault to the fence, and seconds of an undisturbed step."""
 
     seconds: float
     step_s: float
 
     def over_goal(self, kind: str) -> float:
-        """Of the goal."""
+        """Return the duration of the hang as a fraction of its goal."""
         steps, seconds = GOALS[kind]
         return self.seconds / max(steps * self.step_s, seconds)
 
 
 def measure(kind: str, folder: pathlib.Path, data: pathlib.Path) -> list[Measured]:
-    """One run; `folder` is for its files."""
+    """Run one job of a kind in `folder`; return its hangs."""
     tables = []
     for index, point in enumerate(POINTS[kind]):
         tables += [
@@ -75,7 +76,10 @@ def _hang(events: Sequence[dict[str, Any]], fault: dict[str, Any]) -> Measured:
 
 
 def false_alarms() -> float:
-    """Replicas that the detector condemns in simulated steps of lognormal length, one of three replicas 3 times slower."""
+    """Return how many replicas the detector condemns in simulated steps without a hang.
+
+    Steps have lognormal length, and one of three replicas is 3 times slower.
+    """
     watched = Watched()
     steps = lognormal_steps(SIMULATED_STEPS, 1, mean_s=3.0)
     drive(watched, steps, look_s=Deadlines.of().gap_s, generation_every=STEPS_A_GENERATION)
@@ -83,7 +87,10 @@ def false_alarms() -> float:
 
 
 def page_event_ns() -> list[float]:
-    """What one event costs the training thread, on a page that an agent holds."""
+    """Return the nanoseconds that an event on the progress page costs the training thread.
+
+    The page is one that an agent holds.
+    """
     reader = PageReader("benchmark")
     page = ProgressPage(reader.descriptor)
     reader.descriptor = -1
@@ -93,7 +100,7 @@ def page_event_ns() -> list[float]:
 
 
 def rows() -> Iterator[Row]:
-    """The rows of this benchmark."""
+    """Yield the rows of this benchmark."""
     yield row("an event on the progress page", page_event_ns(), "ns", goal="< 1000")
     yield row(f"false alarms in {SIMULATED_STEPS} simulated steps", [false_alarms()], "count", goal="== 0")
     with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:

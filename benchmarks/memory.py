@@ -1,8 +1,10 @@
-"""Memory that recoverability adds: bytes a parameter and rank, over unmodified Megatron data parallelism.
+"""Memory that recoverability adds over unmodified Megatron, in bytes per parameter and rank.
 
-For each system, private memory of the ranks is taken at two sizes of the model in steady state; the slope between them is
-bytes a parameter, in which interpreter, imports and activations cancel. The promise is 4 bytes a parameter over the number of
-lanes (the result of the reduction, out of place) in `fast`.
+The baseline is unmodified Megatron data parallelism. For each system, the private memory of the
+ranks is measured in steady state at two sizes of the model. The slope between the sizes is bytes
+per parameter; interpreter, imports and activations cancel in it. The promise in `fast` is 4 bytes
+per parameter divided by the number of lanes. They are for the result of the reduction, which is out
+of place.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ LAYERS, VOCABULARY, SEQUENCE = 4, 384, 32
 
 
 def num_parameters(hidden: int) -> int:
-    """Of the benchmark's GPT (tied embeddings)."""
+    """Return the number of parameters of the benchmark's GPT (tied embeddings)."""
     block = 12 * hidden * hidden + 13 * hidden
     return LAYERS * block + (VOCABULARY + SEQUENCE) * hidden + 2 * hidden
 
 
 def private_bytes(command: list[str], num_ranks: int) -> float:
-    """Mean private memory of the `num_ranks` largest processes at a logged iteration."""
+    """Return the mean private memory of the `num_ranks` largest processes at a logged iteration."""
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )  # fmt: skip
@@ -56,7 +58,7 @@ def private_bytes(command: list[str], num_ranks: int) -> float:
 
 
 def rows() -> list[Row]:
-    """Added bytes a parameter."""
+    """Return the added bytes per parameter."""
     job = Job(replicas=2, microbatches=2, steps=10_000, determinism="fast", bucket_elements=40_000_000)
     added = []
     with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:

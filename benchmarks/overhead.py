@@ -1,21 +1,24 @@
-"""Failure-free overhead: CPU-seconds a step of `megatron-recover run` over those of unmodified Megatron data parallelism.
+"""Failure-free overhead: CPU-seconds per step, compared with unmodified Megatron data parallelism.
 
-Both sides train the same GPT on the same number of processes, microbatches and tokens: the baseline under `torchrun` with
-upstream's data parallelism (our pretrain script without the launcher is plain Megatron), ours as replicas. Everything alive
-counts on both sides: ranks, launcher or torchrun, agents, fork server.
+Both sides train the same GPT on the same number of processes, microbatches and tokens. The baseline
+runs under `torchrun` with upstream's data parallelism: our pretrain script without the launcher is
+plain Megatron. Ours runs as replicas under `megatron-recover run`. Every live process counts on
+both sides: ranks, launcher or torchrun, agents, fork server.
 
-The two of a pair run one after the other, in changing order, since that is how a job runs: it has the machine to itself. In
-further rows they run at the same time, so that whatever else the machine does is done to both. Each has half of the processors
-then, a step takes twice as long, and what looks at the ranks every so often costs twice as much of it. The ratio is taken over
-the part in which a side is, or both are, in steady state (between log lines of iterations), pair by pair. Start-up and
+The sides of a pair run one after the other, in changing order, since a real job has the machine to
+itself. In further rows they run at the same time, so that other load on the machine affects both.
+Each then has half of the processors and a step takes twice as long. So work that looks at the ranks
+at intervals costs twice as much per step. The ratio is taken pair by pair. It covers the part in
+which the side, or both sides, are in steady state (between log lines of iterations). Start-up and
 shut-down are left out.
 
-Neither side has worker processes that read data (`--num-workers 0`): ours never has, and on a CPU they would cost the baseline
-more than they save.
+Neither side has worker processes that read data (`--num-workers 0`). Ours never has, and on a CPU
+they would cost the baseline more than they save.
 
-On neither side does the C library give memory back to the kernel within a step (`KEEP_MEMORY`). With its defaults it does so
-when the top of the heap happens to be free: upstream's forward and backward fault those pages in again, 3,000 to 10,000 a step
-from one rank to the next of either side, which is more CPU time than all that is measured here.
+On neither side does the C library give memory back to the kernel within a step (`KEEP_MEMORY`). By
+default it does so when the top of the heap happens to be free. Upstream's forward and backward then
+fault these pages in again: 3,000 to 10,000 per step, different for each rank of either side. That
+is more CPU time than everything that is measured here.
 """
 
 from __future__ import annotations
@@ -40,13 +43,13 @@ from tests.system.jobs import ROOT, Job, text_data
 
 ITERATION = re.compile(rb"iteration\s+(\d+)/")
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
-"""glibc's, in bytes; 32 MiB is the most that it takes."""
+"""Settings of glibc, in bytes; 32 MiB is the largest threshold for mmap that it accepts."""
 _LOOK_S = 0.02
-"""Between two looks at the logs."""
+"""Seconds between two looks at the logs."""
 
 
 class Stamp(NamedTuple):
-    """What a job had used when it logged an iteration, and when that was."""
+    """The use of a job up to a logged iteration, and the time of that line."""
 
     iteration: int
     used: float
@@ -55,21 +58,21 @@ class Stamp(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A shape of job, and how it is measured."""
+    """A shape of job, and the settings with which it is measured."""
 
     title: str
     job: Job
     sequence: int
     """Tokens of a microbatch."""
     steps: int
-    """Of each side, at least, in steady state; twice as many where it runs alone."""
+    """Least number of steps of each side in steady state; twice as many where a side runs alone."""
     pairs: int
     overlap: bool = False
-    """Both sides reduce gradients beside the backward (`--overlap-grad-reduce`)."""
+    """True if both sides reduce gradients beside the backward (`--overlap-grad-reduce`)."""
 
 
 def tree_cpu_s(pid: int) -> float:
-    """User and system seconds of a process and all its live descendants."""
+    """Return user and system seconds of a process and all its live descendants."""
     total, root = 0.0, psutil.Process(pid)
     for process in [root, *root.children(recursive=True)]:
         try:
@@ -86,11 +89,11 @@ class Side:
     def __init__(
         self, command: list[str], output: pathlib.Path, log: pathlib.Path, used: Callable[[int], float] = tree_cpu_s
     ) -> None:
-        """Start the command, its output in `output`; `log` is where its iterations are logged.
+        """Start the command, with its output in `output`. The file `log` gets its iterations.
 
-        `used(pid)` is what it has used so far of what is measured.
+        `used(pid)` returns the use of the measured quantity so far.
         """
-        environment = {"OMP_NUM_THREADS": "1"} | inherited_environment() | KEEP_MEMORY  # one thread: as both launchers choose
+        environment = {"OMP_NUM_THREADS": "1"} | inherited_environment() | KEEP_MEMORY  # one thread: the launchers' choice
         with open(output, "wb") as stream:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -99,7 +102,7 @@ class Side:
         self.stamps: list[Stamp] = []
 
     def look(self) -> None:
-        """Note a new iteration. Raises RuntimeError when the job has ended."""
+        """Record a new iteration. Raises RuntimeError if the job has ended."""
         if self.process.poll() is not None:
             raise RuntimeError(f"the run has ended: {self.process.args!r}\n{self._output.read_text(errors='replace')[-4000:]}")
         with open(self._log, "rb") if self._log.exists() else io.BytesIO() as stream:
@@ -110,7 +113,7 @@ class Side:
             self.stamps.append(Stamp(int(found[-1]), self._used(self.process.pid), time.monotonic()))
 
     def between(self, begin_s: float, end_s: float) -> tuple[int, float]:
-        """Steps between two instants, and what was used a step."""
+        """Return the number of steps between two instants, and the use per step."""
         stamps = [stamp for stamp in self.stamps if begin_s <= stamp.at_s <= end_s]
         if len(stamps) < 2:
             return 0, 0.0
@@ -119,7 +122,11 @@ class Side:
 
 
 def measure(starts: Sequence[Callable[[], Side]], steps: int, deadline_s: float) -> list[float]:
-    """Start the sides; return what each used a step, over at least so many of its steps while all are in steady state."""
+    """Start the sides; return the use of each per step.
+
+    The use is measured over at least `steps` steps of each side, while all sides are in steady
+    state.
+    """
     deadline = time.monotonic() + deadline_s
     sides: list[Side] = []
     try:
@@ -146,7 +153,7 @@ def _free_port() -> int:
 
 
 def commands(job: Job, data: pathlib.Path, folder: pathlib.Path, name: str) -> tuple[list[str], list[str]]:
-    """The command line of ours and of the baseline for one job."""
+    """Return the command lines of ours and of the baseline for one job."""
     script = str(ROOT / "scripts" / "pretrain_gpt.py")
     flags = job.megatron_flags(data, None)
     ours = [
@@ -175,15 +182,15 @@ CASES = (
     ),
     Case("small steps: 12 microbatches of 128 tokens", Job(replicas=3, pp=2, microbatches=12), 128, 40, 3),
 )
-"""The usual case has 2048 tokens a replica and step, still fewer than training of language models has; the small one shows what
-is paid a step rather than a token."""
+"""The usual case has 2048 tokens per replica and step, fewer than training of language models has.
+The small case shows the costs per step rather than per token."""
 WARM_UP = 3
 """Iterations that are not counted."""
 DEADLINE_S = 400.0
 
 
 def shaped(case: Case, *, steps: int) -> Job:
-    """The job of a case, in the size and with the settings that are measured."""
+    """Return the job of a case, with the size and settings that are measured."""
     sequence = str(case.sequence)
     return dataclasses.replace(
         case.job, steps=steps, determinism="fast", bucket_elements=40_000_000,  # the default
@@ -193,11 +200,14 @@ def shaped(case: Case, *, steps: int) -> Job:
 
 
 def _pair(case: Case, data: pathlib.Path, folder: pathlib.Path, name: str, *, at_once: bool, ours_first: bool = True) -> float:
-    """Percent of CPU-seconds a step that ours takes more than the baseline. `at_once`: the two run at the same time."""
+    """Return the percentage of CPU-seconds per step that ours needs more than the baseline.
+
+    `at_once`: the two run at the same time.
+    """
     job = shaped(case, steps=10_000)
     log = folder / name / "logs" / f"replica-0-rank-{job.tp * job.pp - 1}.log"
     output = folder / f"{name}.baseline.log"
-    # The baseline's port is chosen when it starts.
+    # The baseline's port is chosen when the baseline starts.
     begin = (
         lambda: Side(commands(job, data, folder, name)[0], folder / f"{name}.log", log),
         lambda: Side(commands(job, data, folder, name)[1], output, output),
@@ -212,7 +222,7 @@ def _pair(case: Case, data: pathlib.Path, folder: pathlib.Path, name: str, *, at
 
 
 def rows() -> list[Row]:
-    """Percent of additional CPU time a step, two rows a case, over its pairs."""
+    """Return the percentage of additional CPU time per step, two rows per case, over its pairs."""
     against = "unmodified Megatron data parallelism under torchrun, same work"
     result = []
     with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:

@@ -1,4 +1,4 @@
-"""A real job whose forwards take a fixed wall time, with faults that strike it, and what its trace has."""
+"""A real job whose forwards take a fixed wall time, with faults that strike it, and its trace."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.system.jobs import ROOT, Job
 def run(
     job: Job, folder: pathlib.Path, data: pathlib.Path, chaos: str, pace_s: float, *flags: str, deadline_s: float
 ) -> list[dict[str, Any]]:
-    """Train to the end in `folder`, which is made, and return the events of the run; `folder / "run"` is its run directory.
+    """Train to the end in the new `folder`; return the events of the run.
 
-    `data`: see `tests.system.jobs.text_data`. `chaos`: the content of a chaos file. `flags`: more flags of
-    `scripts/paced_pretrain.py`.
+    `folder / "run"` is the run directory. `data`: see `tests.system.jobs.text_data`. `chaos`: the
+    content of a chaos file. `flags`: more flags of `scripts/paced_pretrain.py`.
     """
     folder.mkdir()
     chaos_file = folder / "chaos.toml"
@@ -34,7 +34,10 @@ def run(
 
 
 def counted(events: Iterable[dict[str, Any]]) -> Counter[str]:
-    """Count events by name, silent ranks by verdict (`rank_silent hung`), and those `accused` of a hang and replicas `lost`."""
+    """Count events by name, and silent ranks by verdict (`rank_silent hung`).
+
+    `accused` counts silent ranks with another verdict than slow, and `lost` the lost replicas.
+    """
     found: Counter[str] = Counter()
     for event in events:
         name = event["event"]

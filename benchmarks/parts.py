@@ -1,8 +1,8 @@
-"""Where the failure-free overhead goes: thread CPU time of each part of a rank, a step, in the small step of `overhead`.
+"""Parts of the failure-free overhead: thread CPU time of each part of a rank, per step.
 
     python -m benchmarks.parts
 
-One run. It judges nothing, so it is no part of `make bench`.
+It runs the small step of `overhead` once. It judges nothing, so it is no part of `make bench`.
 """
 
 from __future__ import annotations

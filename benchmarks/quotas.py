@@ -1,8 +1,9 @@
-"""Quotas against ReCoVer's rule and against the optimum, and what the journal of a microbatch costs. No process is started.
+"""Quotas compared with ReCoVer's rule and with the optimum, and the cost of the journal.
 
-ReCoVer's static-world policy (`ulfm_collectives/policy.py` of github.com/alvin-zyl/pytorch), for B microbatches on W
-replicas: G is the least quota with W G >= B; B // G *majors* get G, one *minor* what is left of B, the others are *spares*. All
-compute G rounds, and what is beyond B is multiplied by zero. It knows no speeds.
+No process is started. ReCoVer's static-world policy is `ulfm_collectives/policy.py` of
+github.com/alvin-zyl/pytorch. For B microbatches on W replicas, G is the least quota with W G >= B.
+B // G *majors* get G microbatches, one *minor* gets what is left of B, and the others are *spares*.
+All compute G rounds, and what is beyond B is multiplied by zero. The rule knows no speeds.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from megatron_recover.core.quota import ONE_STAGE, balanced, makespan
 from megatron_recover.core.values import Pipeline
 
 BATCH, WORLDS = 8192, (64, 63, 60, 48, 40, 32)
-"""Those of ReCoVer's evaluation."""
+"""Batch and numbers of replicas of ReCoVer's evaluation."""
 CASES = 300
 
 
 class MajorMinor(NamedTuple):
-    """What ReCoVer's rule gives out."""
+    """The shares that ReCoVer's rule deals."""
 
     quota: int
     majors: int
@@ -35,46 +36,49 @@ class MajorMinor(NamedTuple):
 
     @property
     def zeroed(self) -> int:
-        """Microbatches that are computed and multiplied by zero."""
+        """Return the number of microbatches that are computed and multiplied by zero."""
         members = self.majors + bool(self.minor) + self.spares
         return members * self.quota - self.majors * self.quota - self.minor
 
 
 def major_minor(num_microbatches: int, num_members: int) -> MajorMinor:
-    """ReCoVer's rule."""
+    """Return the shares by ReCoVer's rule."""
     quota = -(-num_microbatches // num_members)
     majors, minor = divmod(num_microbatches, quota)
     return MajorMinor(quota, majors, minor, num_members - majors - bool(minor))
 
 
 def every(num_microbatches: int, num_members: int) -> Iterator[tuple[int, ...]]:
-    """All quotas there are."""
+    """Return all possible quotas."""
     choices = itertools.product(range(num_microbatches + 1), repeat=num_members - 1)
     return ((*some, num_microbatches - sum(some)) for some in choices if sum(some) <= num_microbatches)
 
 
 def over_recover(num_microbatches: int, paces: Sequence[int], pipeline: Pipeline = ONE_STAGE) -> float:
-    """Our makespan over that of ReCoVer's rule, under which everybody computes as many rounds."""
+    """Return our makespan over that of ReCoVer's rule, with which all compute as many rounds."""
     rounds = [major_minor(num_microbatches, len(paces)).quota] * len(paces)
     ours = balanced(num_microbatches, tuple(paces), pipeline)
     return makespan(ours, paces, pipeline) / makespan(rounds, paces, pipeline)
 
 
 def over_optimum(num_microbatches: int, paces: Sequence[int], pipeline: Pipeline = ONE_STAGE) -> float:
-    """Our makespan over the least one of all quotas."""
+    """Return our makespan over the least makespan of all quotas."""
     best = min(makespan(quotas, paces, pipeline) for quotas in every(num_microbatches, len(paces)))
     return makespan(balanced(num_microbatches, tuple(paces), pipeline), paces, pipeline) / best
 
 
 def small_cases(chance: random.Random) -> Iterator[tuple[int, list[int], Pipeline]]:
-    """Batches, paces and pipelines that can be searched exhaustively."""
+    """Yield batches, paces and pipelines that can be searched exhaustively."""
     for _ in range(CASES):
         pipeline = Pipeline(chance.randint(1, 4), chance.randint(1, 3))
         yield chance.randint(1, 16), [chance.randint(50, 400) for _ in range(chance.randint(2, 4))], pipeline
 
 
 def journal_ns() -> list[float]:
-    """Nanoseconds of CPU a microbatch, in the training thread of rank 0: begun and ended, steps of 128 microbatches."""
+    """Return the CPU nanoseconds of the journal per microbatch, in rank 0's training thread.
+
+    A microbatch is begun and finished; a step has 128 microbatches.
+    """
     from megatron_recover.authentication.handshake import KEY_BYTES
     from megatron_recover.control_plane.rank_driver import RankDriver
     from megatron_recover.data_plane.direct import DirectEndpoint
@@ -95,7 +99,7 @@ def journal_ns() -> list[float]:
 
 
 def rows() -> list[Row]:
-    """The rows of this benchmark."""
+    """Return the rows of this benchmark."""
     found = []
     for world in WORLDS:
         rule = major_minor(BATCH, world)

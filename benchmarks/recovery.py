@@ -1,13 +1,20 @@
-"""What a death costs: time from SIGKILL to survivors at work again, the failing step against an ideal one, and the work redone.
+"""The cost of a death: time to the new plan, failing step against an ideal one, work redone.
 
-Real jobs whose forwards are paced to a fixed wall time, with `--overlap-grad-reduce`; in each run one replica is killed once.
-Everything is read from the trace.
+Real jobs have forwards that are paced to a fixed wall time, with `--overlap-grad-reduce`; in each
+run one replica is killed once. Everything is read from the trace. The time to the new plan is from
+SIGKILL until the last survivor holds that plan.
 
-Ideal of the failing step (the best schedule that knows of the death only at the kill), with t the time of a microbatch on a
-stage: the lost microbatches are spread evenly over the survivors, e = ceil(quota / survivors) on one of them at most. It cannot
-end before its pipeline has run quota + e microbatches, (quota + e + PP - 1) t after the beginning, nor before e new ones have
-gone through a pipeline that is free at the kill, (e + PP - 1) t after that. Reduction and commit then take what they took in
-the median undisturbed step.
+The ideal of the failing step is the best schedule that knows of the death only at the kill. Let t
+be the time of a microbatch on a stage. The lost microbatches are spread evenly over the survivors,
+so one of them computes at most e = ceil(quota / survivors) more. The ideal step has two lower
+bounds:
+
+- Its pipeline has to run quota + e microbatches, (quota + e + PP - 1) t after the beginning of the
+  step.
+- e new microbatches have to go through a pipeline that is free at the kill, (e + PP - 1) t after
+  the kill.
+
+Reduction and commit then take as long as in the median undisturbed step.
 """
 
 from __future__ import annotations
@@ -26,16 +33,17 @@ from benchmarks.common import Row, row
 from tests.system.jobs import Job, text_data
 
 STEPS, STEP = 6, 3
-"""Length of a run, and the step in which the victim, the last replica, is killed."""
+"""Length of a run in steps, and the step in which the victim, the last replica, is killed."""
 FLAT = Job(replicas=4, microbatches=16, steps=STEPS, determinism="fast", extra=("--overlap-grad-reduce",))
 PIPELINE = dataclasses.replace(FLAT, replicas=3, pp=2, microbatches=24)
 DEEP = dataclasses.replace(PIPELINE, replicas=2, pp=4, microbatches=16)
-"""One of two replicas is killed, so the other is dealt as much as it has; by the model of docs/schedule.md a second pass then
-takes 22 forwards where a running one takes 19."""
+"""One of two replicas is killed, so the other is dealt as many microbatches as it already has. By
+the model of docs/schedule.md a second pass then takes 22 forwards, and a running one 19."""
 POINTS = ("backward occurrence=1", "backward occurrence=2", "forward occurrence=4", "before_reduce", "reduce bucket=0")
-"""Where replicas without a pipeline are killed."""
+"""Fault points at which replicas without a pipeline are killed."""
 FRACTIONS = {"10 %": "backward occurrence=1", "50 %": "backward occurrence=4", "90 %": "backward occurrence=8"}
-"""Of the step: where a replica of the pipelines, with a quota of 8, is killed. At the last one its passes are closed."""
+"""Part of the step -> fault point at which a replica of the pipelines, with a quota of 8, is
+killed. At the last point its passes are closed."""
 ROUNDS, DEEP_ROUNDS = 3, 2
 DEADLINE_S = 180.0
 
@@ -45,26 +53,26 @@ class Measured:
     """One run with one kill."""
 
     kill_to_plan_ms: float
-    """To the last survivor that holds the plan of the new generation."""
+    """Milliseconds from the kill until the last survivor holds the plan of the new generation."""
     step_s: float
-    """The failing step."""
+    """Seconds of the failing step."""
     ideal_s: float
     lost: int
     redone: int
     in_schedule: int
-    """Of the redone ones those that a running pass took in."""
+    """Redone microbatches that a running pass computed."""
     wasted: int
 
 
 def _span(events: Sequence[dict[str, Any]], step: int) -> tuple[float, float]:
-    """First plan and last commit of a step."""
+    """Return the times of the first plan and the last commit of a step."""
     first = min(event["t"] for event in events if event["event"] == "plan" and event["step"] == step)
     last = max(event["t"] for event in events if event["event"] == "committed" and event["step"] == step)
     return first, last
 
 
 def ideal_s(job: Job, events: Sequence[dict[str, Any]], kill_t: float) -> float:
-    """Seconds of the ideal failing step."""
+    """Return the seconds of the ideal failing step."""
     slot_s = statistics.median(event["seconds"] for event in events if event["event"] == "microbatch_finished")
     quota = job.microbatches // job.replicas
     extra = math.ceil(quota / (job.replicas - 1))
@@ -76,7 +84,7 @@ def ideal_s(job: Job, events: Sequence[dict[str, Any]], kill_t: float) -> float:
 
 
 def measure(job: Job, folder: pathlib.Path, data: pathlib.Path, point: str, pace_s: float, *flags: str) -> Measured:
-    """One run; `folder` is for its files."""
+    """Run one job in `folder`; return its measurements."""
     name, *conditions = point.split()
     chaos = "\n".join([
         "[[fault]]", f"replica = {job.replicas - 1}", "rank = 0", f'point = "{name}"', f"step = {STEP}",
@@ -96,7 +104,7 @@ def measure(job: Job, folder: pathlib.Path, data: pathlib.Path, point: str, pace
 
 
 def rows() -> Iterator[Row]:
-    """The rows of this benchmark."""
+    """Yield the rows of this benchmark."""
     with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
         folder = pathlib.Path(name)
         data = text_data(folder)

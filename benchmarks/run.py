@@ -1,9 +1,10 @@
-"""`make bench`: runs every benchmark of this package and joins their rows into a table and `bench.json`.
+"""`make bench`: every benchmark of this package, joined into a table and `bench.json`.
 
     python -m benchmarks.run [--only NAME ...] [--out bench.json]
 
-Ratios are taken inside one run of one machine; absolute times are printed for orientation only. The exit code is 1 when a
-benchmark failed to run; a missed goal is reported, not hidden and not fatal.
+Each ratio compares measurements of one run on one machine. Absolute times are printed for
+orientation only. The exit code is 1 if a benchmark failed to run. A goal that is not met is
+reported and does not change the exit code.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from benchmarks.common import Row
 
 
 def modules() -> list[str]:
-    """Names of the benchmark modules: all modules of this package that have a function `rows`."""
+    """Return the names of all modules of this package that have a function `rows`."""
     names = sorted(info.name for info in pkgutil.iter_modules(benchmarks.__path__) if info.name not in ("common", "run"))
     return [name for name in names if hasattr(importlib.import_module(f"benchmarks.{name}"), "rows")]
 
 
 def table(rows: list[Row]) -> Table:
-    """The rows for people."""
+    """Return the rows as a table for the terminal."""
     result = Table("benchmark", "value", "unit", "min", "median", "max", "runs", "goal", "met", "against", title="benchmarks")
     for row in rows:
         numbers = [f"{number:.4g}" for number in (row.min, row.median, row.max)]
@@ -42,7 +43,7 @@ def table(rows: list[Row]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmarks; returns the exit code."""
+    """Run the benchmarks; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Run the benchmarks.")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="run these modules only")
     parser.add_argument("--out", type=Path, default=Path("bench.json"), help="where the rows go (default: bench.json)")
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             rows.extend(importlib.import_module(f"benchmarks.{name}").rows())
         except Exception:
-            traceback.print_exc()  # one broken benchmark must not take the others' numbers away; the exit code tells
+            traceback.print_exc()  # the other benchmarks still run; the exit code reports the failure
             failed.append(name)
         except KeyboardInterrupt:
             failed.append(f"{name} and what follows (interrupted)")
@@ -77,5 +78,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a benchmark that is told to end takes its jobs with it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so a benchmark ends its jobs at SIGTERM
     sys.exit(main())

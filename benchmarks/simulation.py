@@ -1,7 +1,8 @@
-"""The simulator against real runs: the same scenario on the virtual clock and on real processes, step by step.
+"""The simulator against real runs: the same scenarios on both, compared step by step.
 
-Three scenarios of `scenarios/`: undisturbed, a replica killed early in a step, two kills in pipelines (the first after the last
-backward). Step times run from commit to commit; the first step of a run, in which processes warm up, is left out.
+Three scenarios of `scenarios/` run on the virtual clock and on real processes: undisturbed, a
+replica killed early in a step, two kills in pipelines (the first after the last backward). Step
+times run from commit to commit. The first step of a run, in which processes warm up, is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ DEADLINE_S = 180.0
 
 
 def ratios(name: str, folder: pathlib.Path) -> list[float]:
-    """Simulated over real seconds of every step."""
+    """Return simulated over real seconds of every step."""
     command = [
         sys.executable, "-m", "megatron_recover", "simulate", str(ROOT / "scenarios" / f"{name}.toml"),
         "--processes", str(folder / name), "--json",
@@ -31,7 +32,7 @@ def ratios(name: str, folder: pathlib.Path) -> list[float]:
 
 
 def rows() -> Iterator[Row]:
-    """The rows of this benchmark."""
+    """Yield the rows of this benchmark."""
     with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
         for scenario in SCENARIOS:
             found = ratios(scenario, pathlib.Path(name))

@@ -1,7 +1,8 @@
-"""What the control plane sends and computes as a job grows: bytes of its messages, seconds of its common decisions.
+"""The control plane of a growing job: bytes of its messages, seconds of its common decisions.
 
-No process is started and nothing is sent: the machines and encoders that production uses are driven directly. Two sizes:
-64 replicas of TP 8 x PP 16 with 8192 microbatches and 401 buckets, and an announcement to 1000 replicas of 64 ranks.
+No process is started and nothing is sent: the benchmark drives the machines and encoders of
+production directly. Two sizes: 64 replicas of TP 8 x PP 16 with 8192 microbatches and 401 buckets,
+and an announcement to 1000 replicas of 64 ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ BUCKETS = tuple(range(len(SHAPE.bucket_ranks)))
 
 
 def _lead(state: replica.ReplicaState, *messages: replica.Input) -> tuple[replica.ReplicaState, list[replica.Word]]:
-    """Feed a machine; return what it says to its peers."""
+    """Feed messages to a machine; return its new state and the messages to its peers."""
     said: list[replica.Word] = []
     for message in messages:
         state, effects = replica.step(state, message)
@@ -108,7 +109,7 @@ class Job:
 
 
 def _seconds(call: Callable[[], object]) -> list[float]:
-    """Return the CPU seconds of each of `RUNS` calls, after one that does not count."""
+    """Return the CPU seconds of each of `RUNS` calls, after one call that does not count."""
     found = []
     for _ in range(RUNS + 1):
         since = time.thread_time()
@@ -179,5 +180,5 @@ def _step() -> Iterator[Row]:
 
 
 def rows() -> list[Row]:
-    """The rows of this benchmark."""
+    """Return the rows of this benchmark."""
     return [*_control(), *_announcements(), *_step()]

@@ -1,8 +1,9 @@
-"""A replica that slows down twofold and recovers: how soon quotas follow, and the step against the harmonic ideal.
+"""A replica that slows down twofold and recovers: speed of the quotas, and the step over its ideal.
 
-A real job of 4 replicas whose forwards are paced to a fixed wall time, so that the number of cores decides nothing; replica 1
-is slowed by a chaos fault for some steps. Harmonic ideal of a step: M / sum(1 / pace) with the paces that the trace shows, as
-if microbatches could be divided; reduction, vote and optimizer count against us.
+In a real job of 4 replicas, forwards are paced to a fixed wall time, so the number of cores does
+not matter. A chaos fault slows replica 1 for some steps. The harmonic ideal of a step is M / sum(1
+/ pace) with the paces in the trace, as if microbatches could be divided. Reduction, vote and
+optimizer count against us.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.system.jobs import Job, text_data
 
 PACE_S, FACTOR, SLOW_FROM, SLOW_FOR, STEPS = 0.3, 2.0, 4, 7, 16
 WITHIN = 3
-"""Steps after which quotas must have followed."""
+"""Steps within which quotas must have followed."""
 REPLICAS, STRAGGLER, MICROBATCHES = 4, 1, 28
 CHAOS = f"""
 [[fault]]
@@ -34,13 +35,13 @@ steps = {SLOW_FOR}
 
 
 def run(folder: pathlib.Path, data: pathlib.Path, rebalance: str) -> list[dict[str, Any]]:
-    """The events of one run."""
+    """Return the events of one run."""
     job = Job(replicas=REPLICAS, microbatches=MICROBATCHES, steps=STEPS, determinism="fast", rebalance=rebalance)
     return paced.run(job, folder / rebalance, data, CHAOS, PACE_S, deadline_s=240.0)
 
 
 def over_ideal(events: list[dict[str, Any]], step: int) -> float:
-    """Seconds from the commit before to that of the step, over the harmonic ideal."""
+    """Return the seconds from the commit before to that of the step, over the harmonic ideal."""
     end, begin = (
         max(event["t"] for event in events if event["event"] == "committed" and event["step"] == at) for at in (step, step - 1)
     )
@@ -55,13 +56,13 @@ def over_ideal(events: list[dict[str, Any]], step: int) -> float:
 
 
 def quotas(events: list[dict[str, Any]]) -> list[list[int]]:
-    """Of each step."""
+    """Return the quotas of each step."""
     found = {event["step"]: event["quotas"] for event in events if event["event"] == "plan"}
     return [found[step] for step in range(STEPS)]
 
 
 def rows() -> list[Row]:
-    """The rows of this benchmark."""
+    """Return the rows of this benchmark."""
     with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
         folder = pathlib.Path(name)
         data = text_data(folder)

@@ -1,11 +1,15 @@
-"""What 10,000 strangers cost a running job: its step time while they come and while they are there, against before and after.
+"""The cost of 10,000 strangers for a running job: its step time during a siege, and before it.
 
     python -m benchmarks.run --only strangers
 
-A toy job (tests/cluster/toy.py) whose microbatches take a fixed time; strangers without the key besiege every port of it, with
-garbage, silence, a byte a second and forged openings (tests/cluster/strangers.py). Sieges of the job take turns with the same
-siege of as many ports that are none of the job's, where nobody accepts: what a step takes longer then is the price of the CPU
-time that the strangers themselves use. Where the hard limit on descriptors allows fewer strangers, rows say how many.
+The job is a toy (tests/cluster/toy.py) whose microbatches take a fixed time. Strangers are
+connections without the key to every port of the job, with garbage, silence, a byte a second and
+forged openings (tests/cluster/strangers.py). Step times are measured while the strangers come and
+while they are there.
+
+Sieges of the job alternate with the same siege of as many other ports, where nobody accepts. What a
+step then takes longer is the price of the CPU time that the strangers themselves use. If the hard
+limit on descriptors allows fewer strangers, the rows name their number.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ SPEC = {"replicas": 2, "ranks": 1, "microbatches": 4, "pace_s": 0.02, "steps": F
 
 
 class Window(NamedTuple):
-    """A siege: positions in what rank 0 of replica 0 has applied."""
+    """A siege: positions in the list of steps that rank 0 of replica 0 has applied."""
 
     began: int
     comes: int
@@ -62,19 +66,19 @@ def _siege(job: Running, ports: Sequence[int], num_strangers: int) -> Window:
 
 
 def _elsewhere(job: Running, num_ports: int, num_strangers: int) -> Window:
-    """The same siege of listeners that belong to this process, which accepts nobody."""
+    """Besiege listeners of this process, which accepts nobody, in the same way."""
     with contextlib.ExitStack() as stack:
         here: list[socket.socket] = [stack.enter_context(listen("127.0.0.1:0")) for _ in range(num_ports)]
         return _siege(job, [each.getsockname()[1] for each in here], num_strangers)
 
 
 def _step_s(applied: list[float], first: int, last: int) -> float:
-    """The median time of the steps between two positions in what was applied."""
+    """Return the median time of the steps between two positions in the applied steps."""
     return statistics.median(after - before for before, after in itertools.pairwise(applied[first : last + 1]))
 
 
 def rows() -> Iterable[Row]:
-    """The ratios of step times, and how many strangers were let go."""
+    """Return the ratios of step times, and how many strangers were disconnected."""
     num_strangers = min(NUM_STRANGERS, raise_descriptor_limit() - 1000)
     with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
         job = Running(Spec(run_dir=str(Path(name) / "run"), **SPEC))

@@ -1,4 +1,7 @@
-"""`scripts/pretrain_gpt.py` with a clock around each part of what we add; prints the times of a step after `STEPS` steps."""
+"""`scripts/pretrain_gpt.py` with a clock around each part that we add.
+
+It prints the times of a step after `STEPS` steps.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any
 SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "pretrain_gpt.py"
 STEPS, WARM_UP = 40, 5
 MARK = "parts of a step: "
-"""How a rank begins the line with its times in milliseconds."""
+"""Beginning of the line in which a rank prints its times in milliseconds."""
 
 
 def _put_clocks() -> None:

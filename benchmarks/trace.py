@@ -1,6 +1,9 @@
-"""What recording an event costs a rank: into a ring, over one `write` to the trace file (as it is done without a recorder).
+"""The cost of recording an event for a rank: into a ring, compared with a write to the trace file.
 
-`python -m benchmarks.run --only trace`. Thread CPU time, both sides in turn in one process; and what the recorder's side costs.
+    python -m benchmarks.run --only trace
+
+A rank without a recorder uses one `write` to the trace file. The benchmark measures thread CPU
+time, both sides in turn in one process, and the cost on the recorder's side.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ EVENTS = 5_000
 EVENT = trace.MicrobatchFinished(
     replica=1, rank=0, generation=1, step=3, microbatch=5, seconds=0.25, backward_s=0.125, into=(0, 2)
 )
-"""The most common one."""
+"""The most common event."""
 
 
 def _nanoseconds(work: Callable[[], object], count: int) -> float:
@@ -30,7 +33,7 @@ def _nanoseconds(work: Callable[[], object], count: int) -> float:
 
 
 def rows() -> list[Row]:
-    """The rows of this benchmark."""
+    """Return the rows of this benchmark."""
     into_ring: list[float] = []
     into_file: list[float] = []
     merged: list[float] = []

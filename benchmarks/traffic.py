@@ -1,7 +1,8 @@
-"""Bytes moved a step: `megatron-recover run` over unmodified Megatron data parallelism, in a network namespace of its own each.
+"""Bytes moved per step by `megatron-recover run`, compared with unmodified Megatron.
 
-Everything that crosses the namespace's loopback counts: gradients, votes, orders, pipeline messages. The same job
-on both sides, without a fault. Needs root and `unshare` (util-linux).
+The baseline is unmodified Megatron data parallelism. Each side runs the same job without a fault,
+in a network namespace of its own. All bytes on the namespace's loopback count: gradients, votes,
+orders, pipeline messages. Needs root and `unshare` (util-linux).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ STEPS = 20
 
 
 def sent_bytes(pid: int) -> float:
-    """Bytes that have crossed the loopback of a process's network namespace, headers included."""
+    """Return the bytes sent on the loopback of a process's network namespace, with headers."""
     lines = pathlib.Path(f"/proc/{pid}/net/dev").read_text().splitlines()
     [counters] = [line.partition(":")[2].split() for line in lines if line.strip().startswith("lo:")]
     return float(counters[8])
@@ -30,7 +31,7 @@ def _alone(command: list[str]) -> list[str]:
 
 
 def rows() -> list[Row]:
-    """The rows of this benchmark."""
+    """Return the rows of this benchmark."""
     result = []
     with tempfile.TemporaryDirectory(prefix="megatron-recover-bench-") as name:
         folder = pathlib.Path(name)

@@ -1,9 +1,10 @@
-"""The transports against plain gloo: wall time of one sum over 2 to 4 processes at 0.25, 4 and 64 MB.
+"""The transports against plain gloo: wall time of one sum, 2 to 4 processes, 0.25, 4 and 64 MB.
 
     python -m benchmarks.transports [--json PATH]
 
-Plain gloo reduces in place and cannot lose a member; ours reduce out of place and can. All take turns in the same processes,
-so a ratio compares neighbours in time; the time of a sum is that of its slowest rank.
+Plain gloo reduces in place and cannot lose a member; our transports reduce out of place and can.
+All take turns in the same processes, so a ratio compares neighbours in time. The time of a sum is
+that of its slowest rank.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def repetitions(size_bytes: int) -> int:
 
 
 def rank_main(pipe: Connection, rank: int, num_ranks: int) -> None:
-    """One rank: sums when it is told to, answers with its seconds."""
+    """Run one rank: sum on each request, answer with the seconds."""
     import torch
     from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
@@ -75,7 +76,10 @@ def rank_main(pipe: Connection, rank: int, num_ranks: int) -> None:
 
 
 def measure(num_ranks: int) -> Iterator[tuple[int, dict[str, list[float]]]]:
-    """Size in bytes and seconds per repetition of each kind, the slowest rank's."""
+    """Yield each size in bytes, with the seconds per repetition of each kind.
+
+    The seconds are those of the slowest rank.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "megatron_recover.data_plane.gloo"])
     pipes: list[Connection] = []
@@ -96,7 +100,7 @@ def measure(num_ranks: int) -> Iterator[tuple[int, dict[str, list[float]]]]:
                 for kind, values in seconds.items():
                     tell(pipes, ("sum", kind))
                     slowest = max(pipe.recv() for pipe in pipes)
-                    if repetition:  # the first one connects and touches fresh memory
+                    if repetition:  # the first sum connects and touches fresh memory
                         values.append(slowest)
             yield size_bytes, seconds
         tell(pipes, ("end",))
@@ -112,7 +116,10 @@ def tell(pipes: Iterable[Connection], message: Any) -> None:
 
 
 def checksum_s(num_bytes: int) -> dict[str, float]:
-    """Seconds that a checksum of so many bytes takes, the least of several, in segments of a MiB as contributions travel."""
+    """Return the seconds that a checksum of `num_bytes` bytes takes, the least of several.
+
+    It is computed in segments of a MiB, the unit in which contributions are sent.
+    """
     import torch
 
     from megatron_recover.data_plane.exchange import SEGMENT_BYTES
@@ -127,7 +134,10 @@ def checksum_s(num_bytes: int) -> dict[str, float]:
 
 
 def checksum_rows(num_ranks: int, size_bytes: int, direct_s: list[float]) -> Iterator[Row]:
-    """What checksums of all contributions would add to a sum of `direct`: computed by the sender, and again by the receiver."""
+    """Yield the time that checksums of contributions would add to a sum of `direct`.
+
+    The sender would compute each checksum, and the receiver would compute it again.
+    """
     sent = size_bytes * (num_ranks - 1) / num_ranks
     for name, seconds in checksum_s(size_bytes).items():
         added = 2 * seconds * sent / size_bytes
@@ -137,7 +147,10 @@ def checksum_rows(num_ranks: int, size_bytes: int, direct_s: list[float]) -> Ite
 
 
 def rows() -> list[Row]:
-    """For each size and number of ranks: plain gloo's milliseconds, the ratio of each of our transports to it, checksums."""
+    """Return plain gloo's milliseconds, the ratio of each of our transports to it, and checksums.
+
+    There are rows for each size and number of ranks.
+    """
     found: list[Row] = []
     for num_ranks in NUM_RANKS:
         for size_bytes, seconds in measure(num_ranks):
@@ -151,7 +164,7 @@ def rows() -> list[Row]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print the table, write the rows."""
+    """Measure, print the table, and write the rows if requested."""
     from benchmarks.run import table
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transports", description=__doc__.splitlines()[0])

@@ -1,1 +1,1 @@
-"""One machine: the launcher, the agent that starts and watches ranks, the recorder of trace and logs."""
+"""One machine: the launcher, the agent that starts and watches ranks, the recorder."""

@@ -1,10 +1,11 @@
-"""The agent of a node: starts the ranks, sees at once when one ends, and can kill those of a replica for certain (fence).
+"""The agent of a node: starts ranks, sees at once when one ends, and kills replicas (fence).
 
-It decides nothing: what an end means and who is fenced is the coordinator's business.
+The agent decides nothing. The coordinator decides what an end means and which replica is fenced.
 
-Note [Seeing a death]. The kernel frees a dead process's memory before it closes its sockets and tells its parent: up to
-0.1 s per GB. The flag PF_EXITING in /proc/PID/stat is set before all that, so it is what `poll` looks at; pidfd and the fork
-server's report are what confirms that nothing of the process can run any more.
+Note [Seeing a death]. The kernel frees a dead process's memory before it closes the process's
+sockets and notifies the parent. That takes up to 0.1 s per GB. The kernel sets the flag PF_EXITING
+in /proc/PID/stat before all of this, so `poll` looks at that flag. The pidfd and the fork server's
+report then confirm that nothing of the process can run any more.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ from megatron_recover.progress_page import DESCRIPTOR, PageReader
 
 _PF_EXITING = 0x4
 _STATE_FIELD, _FLAGS_FIELD, _EXIT_CODE_FIELD = 3, 9, 52
-"""Of /proc/PID/stat, counted from 1 (proc(5))."""
+"""Fields of /proc/PID/stat, counted from 1 (proc(5))."""
 _STOPPED = b"T"
 _TRACED = "t"
 _ALIVE = ("R", "S", "D", "I")
 _CANNOT_WRITE = ("T", _TRACED, "D", "Z", "")
-"""States in which a process runs no handler of a signal."""
+"""State letters in which a process runs no handler of a signal."""
 _PIDFD_SIGNAL_THREAD, _PIDFD_SIGNAL_PROCESS_GROUP = 1, 4
-"""Flags of pidfd_send_signal(2): the first thread alone; the process group that the process leads. Linux 6.9."""
+"""Flags of pidfd_send_signal(2). The first sends to the first thread alone. The second sends to the
+process group that the process leads (Linux 6.9)."""
 _LOOK_S = 1.0
-"""Between two looks at a fork server that is waited for."""
+"""Seconds between two looks at a fork server while the agent waits for its reply."""
 
 
 _NO_DESCRIPTOR = "the launcher has no descriptor left to watch a rank with; raise `ulimit -n`"
@@ -54,7 +56,7 @@ _NO_DESCRIPTOR = "the launcher has no descriptor left to watch a rank with; rais
 
 @contextlib.contextmanager
 def descriptors_needed() -> Iterator[None]:
-    """Raise `NodeLost` with the remedy where something inside finds that this process may open no more descriptors."""
+    """Raise `NodeLost` with the remedy if this process has no descriptors left."""
     try:
         yield
     except OSError as error:
@@ -64,7 +66,10 @@ def descriptors_needed() -> Iterator[None]:
 
 
 class _Stat:
-    """`/proc/PID/stat` of one process, kept open: it never tells of another that got the same pid."""
+    """`/proc/PID/stat` of one process.
+
+    The file stays open, so it never describes another process that got the same pid.
+    """
 
     def __init__(self, pid: int) -> None:
         try:
@@ -73,7 +78,10 @@ class _Stat:
             self._file = -1
 
     def read(self) -> list[bytes]:
-        """Its fields at their numbers, the command left empty; none once it is reaped (who did that knows how it ended)."""
+        """Return the fields at their numbers (the command left empty).
+
+        The list is empty after the process is reaped; the fork server then reports the exit status.
+        """
         try:
             text = os.pread(self._file, 4096, 0) if self._file >= 0 else b""
         except ProcessLookupError:
@@ -90,57 +98,62 @@ class _Process:
         self.replica, self.rank, self.pid, self.pidfd = replica, rank, pid, pidfd
         self.stat = _Stat(pid)
         self.fields: list[bytes] = []
-        """Of /proc/PID/stat at the newest look."""
+        """Fields of /proc/PID/stat at the newest look."""
         self.reported = False
-        """Its end was handed out by `poll`."""
+        """True if `poll` has returned the end of the process."""
         self.confirmed = False
-        """The fork server has reaped it and killed what was left of its group."""
+        """True if the fork server has reaped the process and killed what was left of its group."""
         self.killed_at: float | None = None
-        """When SIGKILL was sent to it first."""
+        """`time.monotonic()` of the first SIGKILL to the process; None: none was sent."""
         self.traced = False
-        """A tracer held it at the last look at its state."""
+        """True if a tracer held the process at the last look at its state."""
         self.blocking: frozenset[str] = frozenset()
-        """Threads that had blocked the signal for stacks before it was sent."""
+        """Ids of the threads that had blocked the signal for stacks before that signal was sent."""
 
     def has_handled(self, number: int) -> bool:
-        """Return whether a signal sent to the process is neither pending nor being handled (its thread blocks it meanwhile)."""
+        """Return whether a signal sent to the process is neither pending nor being handled.
+
+        While a thread runs the handler, it blocks that signal.
+        """
         pending = _mask_of(Path(f"/proc/{self.pid}/status"), b"ShdPnd:") >> (number - 1) & 1
         return not pending and not _threads_blocking(self.pid, number) - self.blocking
 
     def ask_for_stack(self) -> None:
-        """Have the training thread, which is the process's first, write its stack."""
+        """Have the training thread, the first thread of the process, write its stack."""
         with contextlib.suppress(ProcessLookupError):
             try:
                 signal.pidfd_send_signal(self.pidfd, forkserver.STACK_SIGNAL, None, _PIDFD_SIGNAL_THREAD)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                # An older kernel gives the signal to the first thread too, unless another one is faster. That writes its own.
+                # An older kernel also prefers the first thread, but another thread may be faster.
+                # That other thread then writes its own stack.
                 signal.pidfd_send_signal(self.pidfd, forkserver.STACK_SIGNAL)
 
     def dying_status(self) -> int | None:
-        """How it is ending, once the kernel has begun to take it down; None while it lives."""
+        """Return exit code or minus the signal, once the kernel ends the process; else None."""
         fields = self.fields = self.stat.read()
         if not fields or not int(fields[_FLAGS_FIELD]) & _PF_EXITING:
             return None
         return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE_FIELD]))
 
     def undying(self) -> Undying:
-        """Return what there is to say of it if it does not die."""
+        """Return a description of the process, for the case that it does not die."""
         fields, wchan = self.stat.read(), ""
         with contextlib.suppress(OSError):
-            wchan = Path(f"/proc/{self.pid}/wchan").read_text().strip("0\n")  # 0: it may not be read, or there is none
+            wchan = Path(f"/proc/{self.pid}/wchan").read_text().strip("0\n")  # 0: unreadable, or none
         return Undying(self.replica, self.rank, self.pid, fields[_STATE_FIELD].decode() if fields else "", wchan)
 
     def kill(self) -> None:
-        """Kill the rank, and every process of its group (data loaders' workers) at once.
+        """Kill the rank and every process of its group (such as data loaders' workers) at once.
 
-        The pidfd names the group that this very process leads, so no other one can be struck, whoever has its number by now.
-        Kernels before 6.9 cannot do that. There the fork server kills the group, when it reaps the rank.
+        The pidfd names the group that this process leads, so no other group can be hit, even if its
+        number was used again. Kernels before 6.9 cannot do that. There the fork server kills the
+        group when it reaps the rank.
         """
         if self.killed_at is None:
             self.killed_at = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):  # reaped, and its report is on the way
+        with contextlib.suppress(ProcessLookupError):  # reaped, and the report of its end is on the way
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL, None, _PIDFD_SIGNAL_PROCESS_GROUP)
@@ -151,12 +164,15 @@ class _Process:
 
 
 class Agent:
-    """Owns one fork server and the ranks that it forked. Used by one thread."""
+    """The owner of one fork server and of the ranks that it forked. One thread uses it."""
 
     def __init__(
         self, *, preload: tuple[str, ...], environment: dict[str, str], output: Output, deadlines: Deadlines | None = None
     ) -> None:
-        """Start the fork server; it imports the modules `preload` (see `is_ready`) and has no environment but this one."""
+        """Start the fork server with the variables of `environment` and no others.
+
+        The server imports the modules `preload`; see `is_ready`.
+        """
         self._deadlines = deadlines or Deadlines.of()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [
@@ -180,7 +196,10 @@ class Agent:
         self._decode = msgspec.json.Decoder(forkserver.Reply).decode
 
     def is_ready(self) -> bool:
-        """Whether the modules are imported. Raises `NodeLost`, with the log's last line, when they cannot be."""
+        """Return whether the modules are imported.
+
+        Raises `NodeLost`, with the log's last line, if an import fails.
+        """
         return isinstance(self._receive(), forkserver.Ready)
 
     def spawn(
@@ -193,10 +212,11 @@ class Agent:
         output: Output,
         descriptors: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Fork a rank that runs the script `argv` and prints into `output`. Return when the rank has started.
+        """Fork a rank that runs the script `argv` and prints into `output`.
 
-        `descriptors` maps names to open descriptors of this process. The rank gets a copy of each
-        (`config.inherited_descriptor`); the caller keeps its own, and that of `output`.
+        Returns when the rank has started. `descriptors` maps names to open descriptors of this
+        process. The rank gets a copy of each (`config.inherited_descriptor`). The caller keeps its
+        own descriptors, and that of `output`.
         """
         with descriptors_needed():
             page = self._pages[replica, rank] = PageReader(f"progress-{replica}.{rank}")
@@ -222,18 +242,22 @@ class Agent:
         try:
             socket.send_fds(self._control, [forkserver.REQUEST], [request, *descriptors])
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the server is gone: `_receive` says so
+            pass  # the server is gone: `_receive` raises
         finally:
             os.close(request)
 
     def page(self, replica: int, rank: int) -> Progress | None:
-        """Return what the progress page of a rank says, also after its end. None where it is torn or was never written."""
+        """Return the content of a rank's progress page, also after the rank's end.
+
+        None if the page is torn or was never written.
+        """
         return self._pages[replica, rank].read()
 
     def wake_server(self) -> bool:
-        """Continue the fork server if somebody has stopped it (SIGSTOP), and whether that was so.
+        """Continue the fork server if somebody has stopped it (SIGSTOP).
 
-        While it is stopped no rank can be started, seen off or fenced: the run would hang at the next of these.
+        Returns whether it was stopped. Meanwhile no rank can be started, reaped or fenced, so the
+        run would hang at the next of these.
         """
         fields = self._server_stat.read()
         is_stopped = bool(fields) and fields[_STATE_FIELD] == _STOPPED
@@ -242,13 +266,17 @@ class Agent:
         return is_stopped
 
     def fileno(self) -> int:
-        """Readable when `poll` has something to say; a dying process may be seen earlier than that."""
+        """Return a descriptor that is readable when `poll` has something to report.
+
+        `poll` may see a dying process even earlier.
+        """
         return self._control.fileno()
 
     def poll(self) -> list[End]:
-        """The ranks whose end is certain and was not reported yet.
+        """Return the ranks whose end is certain and was not reported before.
 
-        A rank that ends with exit code 0 is reported when that is confirmed; everything else at the first sign.
+        A rank that ends with exit code 0 is reported when its end is confirmed; any other rank at
+        the first sign.
         """
         ends = []
         while (reply := self._receive()) is not None:
@@ -268,7 +296,10 @@ class Agent:
         return ends
 
     def fence(self, replica: int) -> None:
-        """Kill every rank of a replica that is not known to be dead, with what it started. `is_fenced` says when it is done."""
+        """Kill every rank of a replica that is not known to be dead, with its process group.
+
+        `is_fenced` reports when all of them are dead.
+        """
         for process in self._processes.values():
             if process.replica == replica and not process.confirmed:
                 process.kill()
@@ -278,11 +309,11 @@ class Agent:
         return self._processes[replica, rank].pid
 
     def state(self, replica: int, rank: int, *, at_the_poll: bool = False) -> str:
-        """Return the state of a rank's process as in /proc/PID/stat, one letter; empty once it is reaped.
+        """Return the state letter of a rank's process in /proc/PID/stat; empty after it is reaped.
 
-        `at_the_poll`: as the newest `poll` has found it, which has read the same.
-        A process that was seen in state `t` is reported as `t` until its tracer is gone: strace lets it run between its system
-        calls, and its time is not its own there either.
+        `at_the_poll`: return what the newest `poll` read, without another read. A process that was
+        seen in state `t` is reported as `t` until its tracer is gone. The reason is strace, which
+        lets the process run between its system calls, where the tracer also delays it.
         """
         process = self._processes[replica, rank]
         if process.reported or not (at_the_poll and process.fields):
@@ -293,21 +324,22 @@ class Agent:
         return _TRACED if process.traced and state in _ALIVE else state
 
     def tracer(self, replica: int, rank: int) -> str:
-        """Return the name and pid of the process that traces a rank, such as `gdb (pid 12)`; empty if none does."""
+        """Return name and pid of a rank's tracer, such as `gdb (pid 12)`; empty if none."""
         pid = _tracer_pid(self._processes[replica, rank].pid)
         if not pid:
             return ""
         try:
             return f"{Path(f'/proc/{pid}/comm').read_text(errors='replace').strip()} (pid {pid})"
-        except OSError:  # of another user, or gone
+        except OSError:  # the tracer belongs to another user, or is gone
             return f"pid {pid}"
 
     def ask_for_stacks(self, replica: int, *, of_all_threads: bool) -> None:
-        """Have each rank of a replica write a stack into its log: its training thread's, or with `of_all_threads` those of all.
+        """Have each rank of a replica write a stack into its log, or the stacks of all its threads.
 
-        All threads are for a replica that is about to be fenced, and for no other (`forkserver`, Note [Stacks]);
-        `have_written_stacks` says when they are there. A rank that a tracer holds is left out: the signal would go to the
-        tracer, and stop a debugger.
+        Without `of_all_threads` it is the training thread's stack. Request all threads only of a
+        replica that is about to be fenced (`forkserver`, Note [Stacks]); `have_written_stacks`
+        reports when these are written. A rank that a tracer holds is left out: the signal would go
+        to the tracer, and stop a debugger.
         """
         for process in self._living(replica):
             if self.state(process.replica, process.rank) == _TRACED:
@@ -320,9 +352,9 @@ class Agent:
                 process.ask_for_stack()
 
     def have_written_stacks(self, replica: int) -> bool:
-        """Return whether every rank that can has written the stacks of all threads since they were asked for.
+        """Return whether every rank that can write has written the requested stacks of all threads.
 
-        A rank in state T, t or D can not, and is left out. Reads only /proc.
+        A rank in state T, t or D cannot write, and is left out. This reads only /proc.
         """
         return all(
             self.state(process.replica, process.rank) in _CANNOT_WRITE or process.has_handled(forkserver.STACKS_SIGNAL)
@@ -333,25 +365,25 @@ class Agent:
         return [each for each in self._processes.values() if each.replica == replica and not each.reported]
 
     def is_stopped(self, replica: int, rank: int) -> bool:
-        """Whether a rank stands still (SIGSTOP)."""
+        """Return whether a rank is stopped (SIGSTOP)."""
         return self.state(replica, rank) == _STOPPED.decode()
 
     def thaw(self, replica: int, rank: int) -> None:
-        """Continue a rank that stands still."""
+        """Continue a rank that is stopped."""
         with contextlib.suppress(ProcessLookupError):  # reaped meanwhile
             signal.pidfd_send_signal(self._processes[replica, rank].pidfd, signal.SIGCONT)
 
     def is_fenced(self, replica: int, but: Container[tuple[int, int]] = ()) -> bool:
-        """Whether no process of a replica is left, other than those of the ranks (replica, rank) in `but`."""
+        """Return whether no process of a replica is left, except ranks (replica, rank) in `but`."""
         ranks = [each for each in self._processes.values() if each.replica == replica]
         return all(each.confirmed or (each.replica, each.rank) in but for each in ranks)
 
     def has_ended(self, replica: int, rank: int) -> bool:
-        """Whether the process of a rank is confirmed dead."""
+        """Return whether the process of a rank is confirmed dead."""
         return self._processes[replica, rank].confirmed
 
     def undying(self) -> list[Undying]:
-        """Return the ranks that do not end although they were killed."""
+        """Return the killed ranks that do not end."""
         now, found = time.monotonic(), []
         for process in self._processes.values():
             if process.confirmed or process.killed_at is None or now - process.killed_at < self._deadlines.sigkill_s:
@@ -361,18 +393,21 @@ class Agent:
         return found
 
     def num_living(self) -> int:
-        """Ranks that are not confirmed dead."""
+        """Return the number of ranks that are not confirmed dead."""
         return sum(not each.confirmed for each in self._processes.values())
 
     def close(self) -> list[Undying]:
-        """Kill every rank and end the fork server; return what did not end within three times `Deadlines.close_s`."""
+        """Kill every rank and end the fork server; return the processes that did not end in time.
+
+        Each of three waits takes at most `Deadlines.close_s`.
+        """
         for replica in {each.replica for each in self._processes.values()}:
             self.fence(replica)
         given_up = {(each.replica, each.rank) for each in self.undying()}
         self.wake_server()
         self._control.close()  # the server kills and reaps what is left, then ends
         if not self._processes:
-            self._server.kill()  # it has nothing to reap, and may be importing for a long time
+            self._server.kill()  # no rank is left to reap, and the server may import for a long time
         left = []
         try:
             self._server.wait(timeout=self._deadlines.close_s)
@@ -396,8 +431,11 @@ class Agent:
         return left
 
     def _receive(self, *, deadline_s: float = 0.0) -> forkserver.Reply | None:
-        """Return the next reply, or None if none comes in time; starts are entered into the books here. Raises `NodeLost`."""
-        # Asked first: `receive` waits.
+        """Return the next reply, or None if none comes within `deadline_s` seconds.
+
+        A rank that the reply names as started is registered here. Raises `NodeLost`.
+        """
+        # `receive` would block without a packet.
         if not is_readable(self._control, deadline_s):
             return None
         packet, descriptors = receive(self._control, forkserver.MAX_PACKET_BYTES, 1)
@@ -409,7 +447,7 @@ class Agent:
             )
         reply: forkserver.Reply = self._decode(packet)
         if isinstance(reply, forkserver.Started):
-            if not descriptors:  # the kernel cuts off what a process has no room for
+            if not descriptors:  # the kernel drops descriptors that exceed the process's limit
                 raise NodeLost(_NO_DESCRIPTOR)
             with descriptors_needed():
                 process = _Process(reply.replica, reply.rank, reply.pid, descriptors[0])
@@ -418,7 +456,10 @@ class Agent:
 
 
 def _mask_of(status: Path, name: bytes) -> int:
-    """Return a set of signals in /proc/PID/status (proc(5)), bit n - 1 for signal n; 0 if the process is gone."""
+    """Return a set of signals in /proc/PID/status (proc(5)), bit n - 1 for signal n.
+
+    0 if the process is gone.
+    """
     try:
         lines = status.read_bytes().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -427,7 +468,7 @@ def _mask_of(status: Path, name: bytes) -> int:
 
 
 def _tracer_pid(pid: int) -> int:
-    """Return the pid of the process that traces a process; 0 if none does, or the process is gone."""
+    """Return the pid of the process that traces a process; 0 if none does, or if it is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -447,7 +488,7 @@ def _threads_blocking(pid: int, number: int) -> frozenset[str]:
 
 
 def _ended(pidfd: int, until: float) -> bool:
-    """Whether the process ends before the instant `until` of the monotonic clock."""
+    """Return whether the process ends before the instant `until` of `time.monotonic()`."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(max(0.0, until - time.monotonic()) * 1000))

@@ -1,6 +1,7 @@
-"""Which faults a run gets: a file of exact ones, or a rate and a seed that are turned into such a file.
+"""The faults of a run: a file of exact faults, or a rate and a seed that become such a file.
 
-Decides before anything starts, so that every chaos run is reproduced by the file `chaos.toml` in its run directory.
+Everything is decided before the run starts, so the file `chaos.toml` in the run directory
+reproduces the run's faults.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from megatron_recover.flags import did_you_mean
 CHAOS_FILE = "chaos.toml"
 
 _SLOWEST = 1000
-"""Times: what is slower stands still, which is another kind of fault."""
+"""Greatest factor of a slow rank. A slower rank counts as one that stands still, which is another
+kind of fault."""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,19 +30,22 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     num_replicas: int
     num_ranks: int
-    """Of one replica."""
+    """Ranks of one replica."""
     num_microbatches: int
-    """Of one step."""
+    """Microbatches of one step."""
     num_steps: int | None
-    """None: not known before the run."""
+    """Number of steps of the run; None: not known before the run."""
     min_replicas: int = 1
 
 
-# --- Exact faults --------------------------------------------------------------------------------------------------------
+# --- Exact faults ---------------------------------------------------------------------------------
 
 
 def parse(text: str, target: Target) -> tuple[Fault, ...]:
-    """The faults of a chaos file. Raises ValueError with one line a mistake: where in the file, what, and the remedy."""
+    """Return the faults of a chaos file.
+
+    Raises ValueError with one line per mistake: the line in the file, the mistake and the remedy.
+    """
     content = toml_file.read(text)
     found = [
         f"line {toml_file.line_of_key(text, key, 0)}: unknown key '{key}'; a chaos file has [[fault]] tables only"
@@ -92,7 +97,7 @@ def _slow_mistakes(table: Mapping[str, object]) -> Iterator[toml_file.Mistake]:
 
 
 def _limits(target: Target) -> dict[str, tuple[float, float]]:
-    """The least and the greatest value of each number of a fault."""
+    """Return the least and the greatest value of each number in a fault."""
     return {
         "replica": (0, target.num_replicas - 1),
         "rank": (0, target.num_ranks - 1),
@@ -106,7 +111,7 @@ def _limits(target: Target) -> dict[str, tuple[float, float]]:
 
 
 def render(faults: Sequence[Fault], comment: str) -> str:
-    """A chaos file with these faults; `parse` reads it back."""
+    """Return the text of a chaos file with these faults, which `parse` reads back."""
     lines = [f"# {comment}"]
     for fault in faults:
         lines += ["", "[[fault]]"]
@@ -115,7 +120,7 @@ def render(faults: Sequence[Fault], comment: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-# --- Faults at random ----------------------------------------------------------------------------------------------------
+# --- Faults at random -----------------------------------------------------------------------------
 
 IN_A_STEP = (
     FaultPoint.FORWARD,
@@ -129,23 +134,24 @@ IN_A_STEP = (
 )
 """Points that every replica passes in an undisturbed training step."""
 IN_A_RECOVERY = (FaultPoint.PROMISE, FaultPoint.STATUS, FaultPoint.RECOMPUTE, FaultPoint.SECOND_REDUCE)
-"""Points at which a death strikes while that of another is repaired."""
+"""Points at which a death strikes while an earlier death is being repaired."""
 _SECOND_DEATH = 0.3
-"""How often a fault is followed by one inside the recovery from it, as long as replicas are left for it."""
+"""Probability that a fault is followed by one inside its recovery, as long as replicas are left for
+that."""
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``rate=0.1,seed=7,steps=100``."""
+    """A rate of faults as the command line gives it: ``rate=0.1,seed=7,steps=100``."""
 
     rate: float
     """Probability that a step has a fault."""
     seed: int
     steps: int | None = None
-    """Length of the schedule; by default that of the run."""
+    """Length of the schedule in steps; None: that of the run."""
 
 
 def parse_rate(text: str) -> Rate:
-    """A rate from the command line. Raises ValueError with one line a mistake."""
+    """Return a rate from the command line. Raises ValueError with one line per mistake."""
     words = [word.partition("=") for word in text.split(",")]
     given = {key.strip(): value.strip() for key, _, value in words}
     found = [what for _, what in toml_file.mistakes(given, Rate, {"rate": (0, 1), "steps": (1, math.inf)}, strict=False)]
@@ -157,9 +163,10 @@ def parse_rate(text: str) -> Rate:
 
 
 def schedule(rate: Rate, target: Target) -> tuple[Fault, ...]:
-    """Kills at random steps, ranks and instants: a pure function of rate, seed and job.
+    """Return kills at random steps, ranks and instants: a pure function of rate, seed and job.
 
-    No replica is hit twice, and as many as the job needs are never hit. Raises ValueError when the number of steps is unknown.
+    No replica is hit twice, and as many replicas as the job needs are never hit. Raises ValueError
+    if the number of steps is unknown.
     """
     num_steps = rate.steps if rate.steps is not None else target.num_steps
     if num_steps is None:
@@ -181,15 +188,16 @@ def _strike(dice: random.Random, living: list[int], step: int, point: FaultPoint
     rank = 0 if point in LEADER_ONLY else dice.randrange(target.num_ranks)
     occurrence = 1
     if point in (FaultPoint.FORWARD, FaultPoint.BACKWARD):
-        # Every member computes at least so many of a step, whoever else is left.
+        # Every member computes at least this many microbatches of a step, whichever replicas are
+        # left.
         occurrence = 1 + dice.randrange(max(1, target.num_microbatches // target.num_replicas))
     return Fault(replica=replica, rank=rank, point=point, step=step, occurrence=occurrence)
 
 
 def faults_of(argument: str, target: Target) -> tuple[tuple[Fault, ...], str]:
-    """The faults that `--chaos ARGUMENT` asks for, and the file that reproduces them. Raises ValueError.
+    """Return the faults of `--chaos ARGUMENT`, and the text of the file that reproduces them.
 
-    An argument that does not exist and has a `=` is a rate.
+    An argument that is no existing path and has a `=` is a rate. Raises ValueError.
     """
     try:
         if Path(argument).exists() or "=" not in argument:
@@ -208,7 +216,10 @@ def faults_of(argument: str, target: Target) -> tuple[tuple[Fault, ...], str]:
 
 
 def unstruck(faults: Sequence[Fault], struck: Sequence[tuple[int, int, str | None]]) -> Iterator[tuple[int, Fault]]:
-    """Those that never struck, numbered from 1; `struck`: replica, rank and point of each fault that the trace has."""
+    """Yield the faults that never struck, numbered from 1 in `faults`.
+
+    `struck`: replica, rank and point of each fault in the trace.
+    """
     left = Counter(struck)
     for number, fault in enumerate(faults, 1):
         where = (fault.replica, fault.rank, fault.point.value)

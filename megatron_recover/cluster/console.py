@@ -1,7 +1,8 @@
 """The terminal of `megatron-recover run`: lines, and one live line below them.
 
-It runs in the recorder's process. A thread of its own writes, and waits for no disk. So a terminal that is slow, stopped or
-gone holds up nobody else. What the lines say is the narrator's.
+The console runs in the recorder's process. A thread of its own writes to the terminal and touches
+no disk. So a terminal that is slow, stopped or gone holds up nothing else. The narrator writes the
+lines.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from rich.text import Text
 from megatron_recover.deadlines import Deadlines
 
 _INTERVAL_S = 0.25
-"""Between two turns of the thread that writes."""
+"""Seconds between two turns of the thread that writes."""
 _MAX_LINES = 100_000
-"""That wait for a terminal; more are not shown."""
+"""Maximum of lines that wait for a terminal; further lines are not shown."""
 
 
 class Console:
@@ -36,14 +37,16 @@ class Console:
         is_held: Callable[[], bool] = lambda: False,
         deadlines: Deadlines | None = None,
     ) -> None:
-        """`quiet`: show only the end; `stream`: instead of stdout. While `is_held()` nothing is written: the shell has the
-        terminal.
+        """Show lines on `stream`, by default on stdout, after `start`.
+
+        `quiet`: show only the end. While `is_held()` is true the shell has the terminal, and
+        nothing is written.
         """
         self._quiet, self._is_held, self._deadlines = quiet, is_held, deadlines or Deadlines.of()
         self._rich = RichConsole(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self.is_live = self._rich.is_terminal and not quiet
         self.now = "starting"
-        """The live line. Any thread sets it."""
+        """The live line. Any thread may set it."""
         self._live: Live | None = None
         self._lines: queue.Queue[str] = queue.Queue(_MAX_LINES)
         self._over = threading.Event()
@@ -51,7 +54,7 @@ class Console:
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
 
     def show(self, line: str) -> None:
-        """Show one line. Any thread; never blocks."""
+        """Show one line. Any thread may call this; it never blocks."""
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait(line)
 
@@ -60,18 +63,21 @@ class Console:
         self._thread.start()
 
     def end(self, lines: Iterable[str]) -> None:
-        """Show what is left to show and then `lines`, also where this is quiet. Never blocks; nothing is shown after that."""
+        """Show what is left to show and then `lines`, which a quiet console shows, too.
+
+        This never blocks. Nothing is shown after `lines`.
+        """
         self._end = lines
         self._over.set()
 
     def close(self) -> bool:
-        """Wait for the terminal to take everything, but not for ever. Return whether it has."""
+        """Wait at most `screen_s` for the terminal to accept everything; return whether it has."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(self._deadlines.screen_s)
         return not self._thread.is_alive()
 
-    # --- The console's thread ----------------------------------------------------------------------------------------
+    # --- The console's thread ---------------------------------------------------------------------
 
     def _run(self) -> None:
         if self.is_live:
@@ -102,4 +108,4 @@ class Console:
         try:
             self._rich.print(Text(text))
         except OSError:
-            self._quiet = True  # nobody reads it (`... | head`, a terminal that was closed); the logs go on
+            self._quiet = True  # no reader (`... | head`, a closed terminal); the logs continue

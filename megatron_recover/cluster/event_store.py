@@ -1,14 +1,15 @@
-"""Writes the events of a run to its files, so that each is there exactly once, whoever dies in between.
+"""The files of a run's events, each event exactly once, whichever process dies meanwhile.
 
-`Ledger` is shared memory that says what is in the files and up to where each ring was read; it outlives the recorder.
-`EventStore` writes batches, puts a file aside when it is large, and has it compressed in a thread of its own. `Keeper` is the
-thread in which a disk that stalls may block. Nothing here knows what an event means, and nothing is synced to the disk: a power
-failure may lose the newest events.
+`Ledger` is shared memory that outlives the recorder. It records what is in the files and up to
+where each ring was read. `EventStore` writes batches, puts a large file aside, and has it
+compressed in a thread of its own. `Keeper` is the thread that a stalled disk may block. Nothing
+here interprets events. Nothing is synced to the disk: a power failure may lose the newest events.
 
-Note [Exactly once]. An event leaves its ring when the ledger says that it is in the file, and not before. A recorder that dies
-leaves at most one batch whose bytes are in the file, wholly or in part, and not in the ledger. The next recorder cuts the file
-to the size in the ledger and reads the rings from the positions in the ledger. So the rings are the only buffer: a second one
-in the recorder's memory would be lost with it.
+Note [Exactly once]. An event leaves its ring when the ledger records that it is in the file, and
+not before. A recorder that dies leaves at most one batch that is in the file, wholly or in part,
+and not in the ledger. The next recorder cuts the file to the size in the ledger and reads the rings
+from the positions in the ledger. So the rings are the only buffer: a second one in the recorder's
+memory would be lost with the recorder.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ from megatron_recover.trace import event_files
 from megatron_recover.trace.event_files import EVENTS_FILE
 
 MAX_RINGS = 2**16
-"""Of one run on one node: one for each process that ever records."""
+"""Maximum of rings of one run on one node, one for each process that ever records."""
 PART_BYTES = 256 * 2**20
-"""Size at which a file is put aside by default."""
+"""Default size in bytes at which a file is put aside."""
 _RETRY_S = 1.0
 _HEAD = struct.Struct("=qqqq")
-"""Of a slot: parts put aside, bytes of the newest file, largest stamp in it, number of rings."""
+"""Head of a slot: parts put aside, bytes of the newest file, largest stamp in it, number of
+rings."""
 _SLOT_BYTES = _HEAD.size + 16 * MAX_RINGS
 _COMPRESSION_LEVEL = 6
 _CHUNK_BYTES = 2**20
@@ -47,18 +49,21 @@ _LOWEST_PRIORITY = 19
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Whole lines for the file, and what the ledger says once they are there."""
+    """Whole lines for the file, and the ledger's entries once these lines are there."""
 
     lines: bytes
     num_events: int
     positions: Mapping[int, tuple[int, int]]
-    """Ring -> (position, dropped events that were told of)."""
+    """Ring -> (position, dropped events that were reported)."""
     last: int
-    """The largest stamp among the events."""
+    """Largest stamp of the events."""
 
 
 class Ledger:
-    """What is in the files. It has two slots; one word says which is valid, so that it changes at one instant."""
+    """The record of what is in the files.
+
+    It has two slots. One word selects the valid slot, so the ledger changes at one instant.
+    """
 
     def __init__(self, descriptor: int) -> None:
         """Map the memory behind `descriptor`, which `create_ledger` made."""
@@ -69,13 +74,13 @@ class Ledger:
         self._positions = array.array("q", self._memory[begin + _HEAD.size : begin + _HEAD.size + 16 * count])
 
     def position(self, ring: int) -> tuple[int, int]:
-        """Return the position and the number of dropped events told of, of one ring."""
+        """Return the position of one ring, and its number of dropped events that were reported."""
         if 2 * ring >= len(self._positions):
             return 0, 0
         return self._positions[2 * ring], self._positions[2 * ring + 1]
 
     def commit(self, parts: int, num_bytes: int, last: int, positions: Mapping[int, tuple[int, int]]) -> None:
-        """Replace all that the ledger says, but for the positions of other rings, at one instant."""
+        """Replace the ledger's entries at one instant, except the positions of other rings."""
         self.parts, self.num_bytes, self.last = parts, num_bytes, last
         for ring, (position, told) in positions.items():
             self._positions.extend([0] * (2 * ring + 2 - len(self._positions)))
@@ -93,12 +98,12 @@ class Ledger:
 
 
 def create_ledger() -> int:
-    """Create an empty ledger, and return its descriptor. Memory that is not used is not taken."""
+    """Create an empty ledger, and return its descriptor. Unused memory is not allocated."""
     return memory_file.create_sized("megatron-recover-ledger", mmap.PAGESIZE + 2 * _SLOT_BYTES, is_sparse=True)
 
 
 class EventStore:
-    """The files of one trace. Used by one thread at a time."""
+    """The files of one trace. One thread at a time uses it."""
 
     def __init__(
         self,
@@ -109,9 +114,10 @@ class EventStore:
         close_s: float,
         write: Callable[[int, memoryview], int] = os.write,
     ) -> None:
-        """`part_bytes`: a file that has grown to it is put aside; 0: never. `write` is `os.write`, but in tests.
+        """Store the events in `folder`; the files are opened at the first batch.
 
-        `close_s`: how long `close` waits for a part that is being compressed.
+        `part_bytes`: size at which a file is put aside; 0: never. `close_s`: seconds that `close`
+        waits for a part that is being compressed. `write`: replaces `os.write` in tests.
         """
         self._close_s = close_s
         self._folder, self._ledger, self._part_bytes, self._write = folder, ledger, part_bytes, write
@@ -121,7 +127,10 @@ class EventStore:
         self._over = threading.Event()
 
     def keep(self, batch: Batch) -> None:
-        """Append a batch and enter it in the ledger. Raises OSError, and then the file is as if this had not been tried."""
+        """Append a batch and enter it in the ledger.
+
+        Raises OSError; the batch is then cut off the file again.
+        """
         if self._file is None:
             self._file = self._open()
         rest = memoryview(batch.lines)
@@ -134,11 +143,11 @@ class EventStore:
         ledger = self._ledger
         ledger.commit(ledger.parts, ledger.num_bytes + len(batch.lines), batch.last, batch.positions)
         if self._part_bytes and self._is_regular and ledger.num_bytes >= self._part_bytes:
-            with contextlib.suppress(OSError):  # a disk that is full: the file grows on, and the next batch tries again
+            with contextlib.suppress(OSError):  # the disk is full: the file grows, and the next batch tries again
                 self._put_aside()
 
     def close(self) -> None:
-        """Close the file. A part that is being compressed stays as it is."""
+        """Close the file. A part whose compression is not finished stays uncompressed."""
         self._over.set()
         if self._file is not None:
             os.close(self._file)
@@ -147,10 +156,10 @@ class EventStore:
             self._compression.join(self._close_s)
 
     def _open(self) -> int:
-        """Open the newest file, cut to what the ledger says of it."""
+        """Open the newest file, cut to its size in the ledger."""
         newest, ledger = self._folder / EVENTS_FILE, self._ledger
         parts = max(event_files.numbers(self._folder), default=0)
-        if parts > ledger.parts:  # put aside by one that died before it could say so
+        if parts > ledger.parts:  # put aside by a recorder that died before the commit
             if newest.exists() and newest.samefile(event_files.part(self._folder, parts)):
                 os.replace(self._create_empty(), newest)
             ledger.commit(parts, 0, ledger.last, {})
@@ -160,7 +169,7 @@ class EventStore:
             self._is_regular = stat.S_ISREG(found.st_mode)
             if self._is_regular and found.st_size > ledger.num_bytes:
                 os.ftruncate(file, ledger.num_bytes)
-            elif self._is_regular and found.st_size < ledger.num_bytes:  # somebody has cut or replaced it: go on behind that
+            elif self._is_regular and found.st_size < ledger.num_bytes:  # somebody has cut or replaced it: append there
                 ledger.commit(ledger.parts, found.st_size, ledger.last, {})
         except OSError:
             os.close(file)
@@ -168,7 +177,10 @@ class EventStore:
         return file
 
     def _give_up(self) -> None:
-        """Cut off what was written of a batch, and open the file anew the next time (ESTALE would stay)."""
+        """Cut off the written part of a batch, and close the file.
+
+        The next batch opens it anew: in an open file ESTALE would stay.
+        """
         assert self._file is not None
         with contextlib.suppress(OSError):
             if self._is_regular:
@@ -178,9 +190,12 @@ class EventStore:
         self._file = None
 
     def _put_aside(self) -> None:
-        """Give the file its number and begin a new one. Where links are possible, `events.jsonl` is there at every instant."""
+        """Give the file its number and begin a new file.
+
+        On file systems with links, `events.jsonl` exists at every instant.
+        """
         newest, ledger = self._folder / EVENTS_FILE, self._ledger
-        aside, empty = event_files.part(self._folder, ledger.parts + 1), self._create_empty()  # what takes room comes first
+        aside, empty = event_files.part(self._folder, ledger.parts + 1), self._create_empty()  # first, as it needs room
         try:
             os.link(newest, aside)
         except OSError:  # a file system without links
@@ -199,10 +214,10 @@ class EventStore:
         os.close(os.open(empty, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
         return empty
 
-    # --- The thread that compresses -----------------------------------------------------------------------------------
+    # --- The thread that compresses ---------------------------------------------------------------
 
     def _compress(self) -> None:
-        # Of this thread alone (setpriority(2), notes): it is to take only the time that nobody else wants.
+        # The priority of this thread alone (setpriority(2), notes): it should use only idle time.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         for number in event_files.numbers(self._folder):
             plain = event_files.part(self._folder, number)
@@ -212,11 +227,11 @@ class EventStore:
                     if self._compress_one(plain, begun):
                         os.replace(begun, event_files.compressed(plain))
                         plain.unlink()
-                except OSError:  # no room; after the next part it is tried again
+                except OSError:  # no room; the next compression tries again
                     begun.unlink(missing_ok=True)
 
     def _compress_one(self, plain: Path, begun: Path) -> bool:
-        """Return whether all of it is compressed; False where the run was over first."""
+        """Return whether the whole part is compressed; False if the run was over before."""
         with (
             open(plain, "rb") as source,
             open(begun, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as raw,
@@ -232,7 +247,7 @@ class EventStore:
 
 
 class Keeper:
-    """The thread that writes: one batch at a time, again and again until the disk takes it."""
+    """The thread that writes, one batch at a time. It repeats each until the disk accepts it."""
 
     def __init__(self, store: EventStore) -> None:
         self._store = store
@@ -240,16 +255,16 @@ class Keeper:
         self._done: queue.SimpleQueue[Batch] = queue.SimpleQueue()
         self._over = threading.Event()
         self.busy_since: float | None = None
-        """`time.monotonic()` at which the batch under way was given; None while there is none."""
+        """`time.monotonic()` at which the current batch was given; None: there is no batch."""
         self.error: OSError | None = None
-        """Why the batch under way could not be written when it was tried last."""
+        """Error of the last attempt to write the current batch; None if there was none."""
         self.num_events = 0
-        """In the batch under way."""
+        """Number of events in the current batch."""
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
         self._thread.start()
 
     def give(self, batch: Batch) -> None:
-        """Have a batch written; there must be none under way."""
+        """Have a batch written. The batch before must be done."""
         self.busy_since, self.num_events = time.monotonic(), batch.num_events
         self._todo.put(batch)
 
@@ -263,7 +278,10 @@ class Keeper:
         return batch
 
     def close(self, deadline_s: float) -> bool:
-        """Give up what is not written. Return whether the thread has ended: it has not where the disk stalls."""
+        """Give up what is not written.
+
+        Returns whether the thread has ended; a disk that stalls keeps it from that.
+        """
         self._over.set()
         self._todo.put(None)
         self._thread.join(deadline_s)

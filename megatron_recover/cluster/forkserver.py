@@ -1,16 +1,20 @@
-"""The fork server: one process that has imported torch and Megatron once and forks every rank from there.
+"""The fork server: one process that has imported torch and Megatron once and forks every rank.
 
-A forked rank is up in tens of milliseconds instead of the 5 CPU-seconds of a fresh interpreter, and shares the imported
-pages. The server starts ranks, waits for them and reports how they ended; it never decides who is started or killed, except
-that it kills what is left when a rank or the launcher is gone: nothing outlives either.
+A forked rank is up in tens of milliseconds instead of the 5 CPU-seconds of a fresh interpreter, and
+shares the imported pages. The server starts ranks, waits for them and reports how they ended. The
+launcher decides which ranks are started or killed, with two exceptions. When a rank ends, the
+server kills the rest of its process group. When the launcher is gone, it kills every rank. So no
+process of a rank's group outlives the rank, and no rank outlives the launcher.
 
-Run by `cluster.agent.Agent` as ``python -m megatron_recover.cluster.forkserver FD REAP_S MODULE...``; FD is a SOCK_SEQPACKET
-socket on which each packet of the server is one JSON message, with descriptors attached where said. A request to the server is
-the packet `REQUEST`, with the descriptor of a file in memory that has its JSON: a command line may be longer than a packet.
+`cluster.agent.Agent` runs it as ``python -m megatron_recover.cluster.forkserver FD REAP_S
+MODULE...``. FD is a SOCK_SEQPACKET socket. Each packet of the server is one JSON message; `Started`
+has a descriptor attached. A request to the server is the packet `REQUEST`, with the descriptor of a
+file in memory that has the request's JSON: a command line may be longer than a packet.
 
-Note [Stacks]. Python (3.12) writes the stacks of other threads while these run: it follows frames that change under it, and may
-end the process by SIGSEGV (python/cpython#116008). So all stacks are asked for only of a replica that is about to be fenced
-anyway. A rank that may be healthy writes the stack of one thread, the one that gets the signal, which runs no Python meanwhile.
+Note [Stacks]. Python (3.12) writes the stacks of other threads while these run. It follows frames
+that change meanwhile, and may end the process by SIGSEGV (python/cpython#116008). So all stacks are
+requested only from a replica that is about to be fenced anyway. A rank that may be healthy writes
+the stack of one thread. That is the thread that gets the signal, which runs no Python meanwhile.
 """
 
 from __future__ import annotations
@@ -41,20 +45,25 @@ from megatron_recover.host import memory_file
 MAX_PACKET_BYTES = 4096
 REQUEST = b"request"
 MAX_DESCRIPTORS = 16
-"""That one packet can carry."""
+"""Maximum of descriptors with one packet."""
 STACK_SIGNAL = signal.SIGRTMIN + 8
-"""Has a rank write the stack of the thread that gets it into its log, whatever that does; nothing else of it changes."""
+"""Signal at which a rank writes the stack of the thread that gets it into its log. Whatever that
+thread does, nothing else of the rank changes."""
 STACKS_SIGNAL = signal.SIGRTMIN + 7
-"""Has a rank write the stacks of all its threads into its log, which may end it (Note [Stacks])."""
+"""Signal at which a rank writes the stacks of all its threads into its log, which may end the rank
+(Note [Stacks])."""
 TOLD_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals by which a job is asked to end; server and ranks ignore them, the launcher does not."""
+"""Signals that request the end of a job. The launcher reacts to them; fork server, recorder and, by
+default, ranks ignore them."""
 _IOLBF = 1
-"""Of setvbuf(3): print line by line."""
+"""Mode of setvbuf(3): print line by line."""
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):
-    """To the server, in a file (`write_request`). The packet has these descriptors: that file's, that of the output into which
-    stdout and stderr of the rank go, then those that `descriptors` names.
+    """A request to the server to start a rank, in a file (`write_request`).
+
+    The packet has these descriptors, in order: that file's; that of the output into which stdout
+    and stderr of the rank go; one for each name in `descriptors`.
     """
 
     replica: int
@@ -62,19 +71,23 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
     argv: tuple[str, ...]
     """The script and its arguments."""
     environment: dict[str, str]
-    """Added to the server's own."""
+    """Variables added to the server's own environment."""
     descriptors: tuple[str, ...] = ()
-    """What the descriptors behind the first are called: the rank finds them by `config.inherited_descriptor`."""
+    """Names of the descriptors after the first two, for `config.inherited_descriptor` in the
+    rank."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """From the server: the modules are imported."""
+    """A message from the server: the modules are imported."""
 
     seconds: float
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """From the server, with one descriptor: the rank's pidfd, opened before the pid could be used again."""
+    """A message from the server, with the pidfd of a rank that has started.
+
+    The pidfd was opened before the pid could be used again.
+    """
 
     replica: int
     rank: int
@@ -82,7 +95,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """From the server: the rank and everything in its process group is dead and reaped."""
+    """A message from the server: a rank and all of its process group are dead and reaped."""
 
     replica: int
     rank: int
@@ -94,7 +107,10 @@ Reply = Ready | Started | Exited
 
 
 def write_request(spawn: Spawn) -> int:
-    """Return the descriptor of a new file in memory that has the request. The caller closes it. Raises OSError."""
+    """Return the descriptor of a new file in memory that has the request.
+
+    The caller closes it. Raises OSError.
+    """
     descriptor = memory_file.create("megatron-recover-request")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(msgspec.json.encode(spawn))
@@ -102,12 +118,18 @@ def write_request(spawn: Spawn) -> int:
 
 
 def set_parent_death_signal(number: int) -> None:
-    """Have the kernel send us `number` when the parent dies (0: nothing). Linux; prctl(2), PR_SET_PDEATHSIG."""
+    """Have the kernel send this process `number` when its parent dies (0: nothing).
+
+    Linux; prctl(2), PR_SET_PDEATHSIG.
+    """
     _prctl(1, number)
 
 
 def set_process_name(name: str) -> None:
-    """What `ps -o comm` and `pkill -x` call this process; the kernel cuts it to 15 bytes. prctl(2), PR_SET_NAME."""
+    """Set the name of this process for `ps -o comm` and `pkill -x`.
+
+    The kernel cuts the name to 15 bytes. prctl(2), PR_SET_NAME.
+    """
     _prctl(15, name.encode())
 
 
@@ -118,9 +140,10 @@ def _prctl(option: int, value: int | bytes) -> None:
 
 
 def _print_by_lines() -> None:
-    """Have each line that Python or native code prints leave the process at once: it outlives a SIGKILL.
+    """Have each line that Python or native code prints leave the process at once.
 
-    Both would gather whole blocks, as our stdout is no terminal. What is forked from here goes on in the same way.
+    So the line outlives a SIGKILL. By default both would gather whole blocks, as stdout is no
+    terminal. Forked ranks inherit the setting.
     """
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     libc = ctypes.CDLL(None)
@@ -128,16 +151,19 @@ def _print_by_lines() -> None:
 
 
 def _flush() -> None:
-    """Print what is left of lines without an end, of Python and of native code."""
+    """Print buffered parts of lines that have no end yet, of Python and of native code."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BaseException):  # a script may have closed it, or put anything in its place
             stream.flush()
     libc = ctypes.CDLL(None)
-    libc.fflush(_native_stdout(libc))  # no other stream: one that a thread reads from is locked
+    libc.fflush(_native_stdout(libc))  # no other stream: if a thread reads from a stream, that stream is locked
 
 
 def _say(text: str) -> None:
-    """Print a line, unless that fails: the recorder of a launcher that is gone closes all outputs when it ends."""
+    """Print a line, unless that fails.
+
+    When the launcher is gone, its recorder closes all outputs at its own end.
+    """
     with contextlib.suppress(OSError):
         print(f"fork server: {text}", file=sys.stderr, flush=True)
 
@@ -148,7 +174,10 @@ def _native_stdout(libc: ctypes.CDLL) -> ctypes.c_void_p:
 
 class _Server:
     def __init__(self, control: socket.socket, reap_s: float) -> None:
-        """`reap_s`: how long to wait at the end for the ranks to die (`Deadlines.reap_s`)."""
+        """Serve requests on `control`.
+
+        `reap_s`: seconds to wait at the end for the ranks to die (`Deadlines.reap_s`).
+        """
         self._control, self._reap_s = control, reap_s
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
@@ -169,7 +198,7 @@ class _Server:
         if not packet:
             return False
         spawn = self._decode(os.pread(descriptors[0], os.fstat(descriptors[0]).st_size, 0)) if descriptors else None
-        if spawn is None or len(descriptors) != 2 + len(spawn.descriptors):  # the kernel cuts off what there is no room for
+        if spawn is None or len(descriptors) != 2 + len(spawn.descriptors):  # the kernel drops what exceeds the limit
             _say("no descriptor is left to start a rank with; raise `ulimit -n`")
             return False
         request, output, *handed_down = descriptors
@@ -189,9 +218,10 @@ class _Server:
 
     def _reap(self, key: selectors.SelectorKey) -> None:
         replica, rank, pid = key.data
-        # The zombie still owns the process group's id, so the group that is killed here is the rank's and no other.
+        # The zombie still owns the process group's id, so no other group than the rank's is killed
+        # here.
         os.waitid(os.P_PIDFD, key.fd, os.WEXITED | os.WNOWAIT)
-        with contextlib.suppress(ProcessLookupError):  # it died before it had made its group
+        with contextlib.suppress(ProcessLookupError):  # the rank died before it made its group
             os.killpg(pid, signal.SIGKILL)
         _, raw = os.waitpid(pid, 0)
         self._selector.unregister(key.fd)
@@ -202,11 +232,15 @@ class _Server:
         try:
             socket.send_fds(self._control, [msgspec.json.encode(reply)], descriptors)
         except (BrokenPipeError, ConnectionResetError):
-            # The launcher is gone; the next select reads the end of the stream and ends us.
+            # The launcher is gone; the next select finds the end of the stream, which ends this
+            # process.
             _say("the launcher is gone")
 
     def _kill_all(self) -> None:
-        """Kill every rank and reap those that die of it in time; one in an uninterruptible wait is left to the kernel."""
+        """Kill every rank and reap those which die within `reap_s`.
+
+        A rank in an uninterruptible wait is left to the kernel.
+        """
         self._selector.unregister(self._control)
         ranks = [key for key in self._selector.get_map().values() if key.data is not None]
         for key in ranks:
@@ -224,7 +258,7 @@ def _become_rank(spawn: Spawn, output: int, handed_down: list[int], inherited: l
     try:
         os.setsid()
         set_parent_death_signal(signal.SIGKILL)
-        if os.getppid() != server:  # it died before the kernel knew that we depend on it
+        if os.getppid() != server:  # the server died before the death signal was set
             os._exit(1)
         set_process_name(f"replica-{spawn.replica}.{spawn.rank}")
         for descriptor in inherited:
@@ -234,7 +268,7 @@ def _become_rank(spawn: Spawn, output: int, handed_down: list[int], inherited: l
         os.close(output)
         faulthandler.register(STACK_SIGNAL, file=2, all_threads=False, chain=False)
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=False)
-        for descriptor in handed_down:  # of this process alone, not of programs that it starts
+        for descriptor in handed_down:  # for this process alone, not for programs that it starts
             os.set_inheritable(descriptor, False)
         named = describe_descriptors(dict(zip(spawn.descriptors, handed_down, strict=True)))
         add_to_environment(spawn.environment | named)
@@ -242,7 +276,8 @@ def _become_rank(spawn: Spawn, output: int, handed_down: list[int], inherited: l
         gc.enable()
         status = _run_script(spawn.argv)
     finally:
-        # Not the interpreter's own way out: destructors of process groups whose peers are dead can block for ever.
+        # Skip the interpreter's own exit: destructors of process groups whose peers are dead can
+        # block for ever.
         try:
             _flush()
         finally:
@@ -250,7 +285,7 @@ def _become_rank(spawn: Spawn, output: int, handed_down: list[int], inherited: l
 
 
 def _run_script(argv: tuple[str, ...]) -> int:
-    """Run the script as `python SCRIPT ...` would; its exit code."""
+    """Run the script as `python SCRIPT ...` would; return its exit code."""
     sys.argv = list(argv)
     sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
     try:
@@ -264,7 +299,8 @@ def _run_script(argv: tuple[str, ...]) -> int:
     except BaseException:
         traceback.print_exc()
         return 1
-    # As the interpreter does at a good end: wait for threads that are no daemons, then the exit handlers.
+    # Like the interpreter at a normal end: wait for threads that are no daemons, then run the exit
+    # handlers.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     return 0
@@ -273,11 +309,12 @@ def _run_script(argv: tuple[str, ...]) -> int:
 def main() -> None:
     """Import the modules named on the command line, then serve."""
     _print_by_lines()
-    # Slurm and systemd tell every process of a job to end. What that means is the launcher's business: ranks need their parent
-    # until they have saved, and a rank heeds only what its training script asks for.
+    # Slurm and systemd request the end of every process of a job. Only the launcher reacts: ranks
+    # need their parent until they have saved, and a rank heeds only signals that its training
+    # script handles.
     for number in TOLD_TO_ALL:
         signal.signal(number, signal.SIG_IGN)
-    # While importing nobody reads the control socket, so the kernel watches the launcher for us.
+    # Nobody reads the control socket during the imports, so the kernel watches the launcher.
     set_parent_death_signal(signal.SIGKILL)
     control = socket.socket(fileno=int(sys.argv[1]))
     started = time.monotonic()
@@ -285,13 +322,15 @@ def main() -> None:
         importlib.import_module(name)
     if threading.active_count() != 1:
         _say(f"threads started by imports: {threading.enumerate()}")
-    # A collection in a child would write to, and so copy, the pages it shares with the server.
+    # A garbage collection in a child would write to, and so copy, the pages that the child shares
+    # with the server.
     gc.disable()
     gc.collect()
     gc.freeze()
     server = _Server(control, float(sys.argv[2]))
     server._send(Ready(seconds=time.monotonic() - started), [])
-    # A server that somebody has stopped wakes up when the launcher dies, finds its end closed and kills what is left.
+    # Somebody may have stopped the server. The launcher's death then continues it; it finds the
+    # socket closed and kills what is left.
     set_parent_death_signal(signal.SIGCONT)
     server.run()
 

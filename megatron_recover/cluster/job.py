@@ -1,4 +1,4 @@
-"""What a run consists of, and the folder that it takes: everything that is settled before a process starts."""
+"""The description of a run and its folder: everything that is settled before a process starts."""
 
 from __future__ import annotations
 
@@ -20,49 +20,53 @@ from megatron_recover.trace import Layout, Level
 from megatron_recover.trace.ring import RING_BYTES
 
 TRAIN_LOG = "train.log"
-"""What the writer prints."""
+"""Name of the file with the lines that the writer replica prints."""
 LAUNCHER_LOG = "launcher.log"
-"""The lines of ours that the console shows."""
+"""Name of the file with the console's lines that come from megatron-recover itself."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One run as its user asked for it."""
+    """One run as its user requested it."""
 
     argv: tuple[str, ...]
     """The training script and its arguments."""
     num_replicas: int
     layout: Layout
-    """Of one replica."""
+    """Layout of one replica."""
     config: RecoverConfig
     run_dir: Path
     faults: tuple[Fault, ...] = ()
     seed: int = 0
     dry_run: Path | None = None
-    """Script that runs the training script up to where training would begin; None: the training script does so itself."""
+    """Script that runs the training script up to where training would begin. None: the training
+    script does so itself."""
     preload: tuple[str, ...] = ()
-    """Modules that every rank finds imported."""
+    """Modules that every rank finds imported, since the fork server has imported them."""
     num_microbatches: int | None = None
-    """M of every training step, as the command line asks for it; None where it is unknown or changes."""
+    """M of every training step, from the command line; None if it is unknown or changes."""
     microbatch_samples: int | None = None
-    """Samples of each microbatch, where they are known."""
+    """Samples of each microbatch; None if unknown."""
     trace_level: Level = "microbatches"
     trace_file_bytes: int = PART_BYTES
-    """Size at which a file of the trace is put aside and compressed; 0: never."""
+    """Size in bytes at which a trace file is put aside and compressed; 0: never."""
     ring_bytes: int = RING_BYTES
-    """Room for the events of each process that are not in the trace yet."""
+    """Bytes that each process has for events that are not in the trace yet."""
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of one replica."""
+        """Return the number of ranks of one replica."""
         return self.layout.num_ranks
 
     def log_of(self, replica: int, rank: int) -> Path:
-        """Where a rank's stdout and stderr go."""
+        """Return the path of the log with a rank's stdout and stderr."""
         return self.run_dir / log_name(replica, rank)
 
 
 def claim_folder(folder: Path, *inside: str, flag: str = "--run-dir") -> Path:
-    """Create the folder of `flag`, or take an empty one, and make folders in it. Raises ValueError with the remedy."""
+    """Create the folder of `flag` and the folders `inside` it; return its absolute path.
+
+    A folder that exists must be empty. Raises ValueError with the remedy.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         used = sorted(each.name for each in folder.iterdir())
@@ -78,7 +82,10 @@ def claim_folder(folder: Path, *inside: str, flag: str = "--run-dir") -> Path:
 
 
 def new_folder(prefix: str = "") -> Path:
-    """Create `runs/<prefix><time>`, with a number behind it where another has just taken that. Raises ValueError."""
+    """Create and return `runs/<prefix><time>`, with a number appended if that name is taken.
+
+    Raises ValueError with the remedy.
+    """
     runs = Path("runs")
     name = prefix + time.strftime("%Y%m%d-%H%M%S")
     try:
@@ -99,7 +106,7 @@ def create_run_dir(run_dir: Path | None) -> Path:
 
 
 def write_description(job: Job) -> None:
-    """`run.json`: what was asked for, for those who read the run's evidence or repeat it (CONTRIBUTING.md)."""
+    """Write `run.json`: the run's settings, for its readers and to repeat it (CONTRIBUTING.md)."""
     description = {
         "version": __version__,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -116,9 +123,10 @@ def write_description(job: Job) -> None:
 
 
 def sharing_a_gpu(place: int) -> dict[str, str]:
-    """What NCCL needs to take several ranks on one device: each claims to be a host of its own.
+    """Return the environment with which NCCL accepts several ranks on one device.
 
-    That leaves sockets to NCCL; it would refuse two ranks of a host on one device.
+    NCCL refuses two ranks of one host on one device, so each rank claims a host of its own. NCCL
+    then has only sockets to communicate.
     """
     return {
         "NCCL_HOSTID": f"rank-{place}",

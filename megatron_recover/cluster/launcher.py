@@ -1,9 +1,13 @@
-"""The life of a run in the launcher's process: dry run, start of all ranks, watch over them, exit code; nothing stays behind.
+"""The run in the launcher's process: dry run, start of all ranks, watch over them, exit code.
 
-It joins the agent (processes), the membership (decisions) and the recording (trace and console, which have a process of their
-own). What a loss does to the job is decided by the core. What is decided here is what there is no job for yet or any more: bad
-input (of the dry run, or of a rank before generation 1), a fork server that is lost, a second Ctrl-C, and how long a process
-that has been told to end may take.
+The launcher joins the agent (processes), the membership (decisions) and the recording (trace and
+console, which have a process of their own). At its end it kills every process that is left. The
+core decides what a loss does to the job. The launcher itself decides about:
+
+- bad input, found in the dry run or by a rank before generation 1;
+- a fork server that is lost;
+- a second Ctrl-C;
+- how long a process may take to end when it was requested to.
 """
 
 from __future__ import annotations
@@ -43,19 +47,25 @@ from megatron_recover.host.addresses import ANY_PORT, INTERFACE
 from megatron_recover.observe.files import LOGS
 
 _DRY_RUN = -1
-"""What the agent calls the process that judges the arguments: it belongs to no replica."""
+"""Replica number that the agent gets for the dry run, which belongs to no replica."""
 _POLL_S = 0.1
-"""Between two looks at every rank, its /proc entry, page and output, and at the recorder. A message, which a broken link sends,
-is followed by a look at once. Without any other sign a death is known after half of it on average (`agent.py`, Note [Seeing a
-death])."""
+"""Seconds between two looks at the recorder and at every rank: /proc entry, page and output.
+
+A message, such as the report of a broken link, is followed by a look at once. Without any other
+sign a death is seen after half of this time on average (`agent.py`, Note [Seeing a death]).
+"""
 _CALLS_PRETRAIN = "called megatron_recover.megatron.pretrain; does it call Megatron's own instead?"
 
 
 class Launcher:
-    """One run. Everything happens in the thread that calls `run`."""
+    """One run. The thread that calls `run` does everything."""
 
     def __init__(self, job: Job, *, quiet: bool = False, deadlines: Deadlines | None = None) -> None:
-        """`quiet`: show only how the run ends, if it does not end well. `deadlines`: other waits than the job's; for tests."""
+        """Prepare the run of `job`; `run` starts it.
+
+        `quiet`: show only the end of the run, and only if its exit code is not 0. `deadlines`: for
+        tests, replaces the job's.
+        """
         self._job, self._quiet = job, quiet
         self._deadlines = deadlines or job.config.deadlines
         self._loop = Loop()
@@ -66,26 +76,29 @@ class Launcher:
         self._outputs: dict[tuple[int, int], Output] = {}
         self._fencing: set[int] = set()
         self._set_aside: set[tuple[int, int]] = set()
-        """Ranks (replica, rank) that do not end although they were killed."""
+        """Killed ranks (replica, rank) that do not end."""
         self._gone: set[int] = set()
-        """Replicas that have been fenced or are being."""
+        """Replicas that were fenced, or whose fencing has begun."""
         self._ending: tuple[int, str] | None = None
         self._end_by = 0.0
-        """By the loop's clock."""
+        """Time of the loop's clock until which processes may end by themselves."""
         self._stood_still_s = 0.0
         self._end_request = EndRequest()
         self.is_recorded = False
-        """Whether the whole trace was written, as far as the recorder has answered; known at the end of `run`."""
+        """True if the recorder has confirmed that the whole trace is written. Known after `run`."""
         self._recording: Recording
         self._node: Node
         self._ranks: Watch
         self._membership: CoordinatorDriver
 
     def run(self) -> int:
-        """Run the job to its end; its exit code (core.values.ExitCode, or 128 + signal when it was killed on request)."""
+        """Run the job to its end; return its exit code.
+
+        The code is one of `core.values.ExitCode`, or 128 + signal if the job was killed on request.
+        """
         job = self._job
         write_description(job)
-        raise_descriptor_limit()  # first: the recorder inherits it, and has two descriptors for each rank
+        raise_descriptor_limit()  # first: the recorder inherits the limit, and has two descriptors for each rank
         self._recording = Recording(job, self._started_at, quiet=self._quiet, deadlines=self._deadlines)
         self._recording.record(
             trace.RunStarted(
@@ -106,20 +119,26 @@ class Launcher:
             self._recording.record(trace.RunFinished(exit_code=exit_code, reason=reason))
             self.is_recorded = self._recording.finish(exit_code, reason)
         finally:
-            self._recording.close()  # whatever is raised is told after what it shows, on a terminal that is whole again
+            self._recording.close()  # so that a traceback comes after the console's lines, on a restored terminal
         return exit_code
 
     def release_signals(self) -> None:
-        """Have signals do again what they did before `run`. Until then they change no exit code once that is known."""
+        """Restore the signal handlers from before `run`.
+
+        Between the end of `run` and this call, signals do not change the exit code.
+        """
         self._end_request.release()
 
     def is_hurried(self) -> bool:
-        """Return whether a signal came after the exit code was known: what is left to do is to end early."""
+        """Return whether a signal came after the exit code was known.
+
+        What is left to do then should end early.
+        """
         return self._end_request.is_hurried
 
     @property
     def has_begun(self) -> bool:
-        """Whether training has begun: the job has had a generation."""
+        """Return whether training has begun: the job has had a generation."""
         return self._membership.generation > 0
 
     def _run(self) -> int:
@@ -162,10 +181,13 @@ class Launcher:
         assert self._ending is not None
         return self._ending[0]
 
-    # --- Start -------------------------------------------------------------------------------------------------------
+    # --- Start ------------------------------------------------------------------------------------
 
     def _until[Answer](self, answer: Callable[[], Answer], deadline_s: float, late: str) -> Answer | None:
-        """The first answer that is one; None if a signal or the deadline came first, which ends the run."""
+        """Return the first truthy result of `answer`, or None if a signal or the deadline is first.
+
+        In both cases of None the run ends. `late` is the reason if the deadline has passed.
+        """
         deadline = self._loop.time() + deadline_s
         while not self._end_request.is_made:
             if found := answer():
@@ -180,7 +202,10 @@ class Launcher:
         return None
 
     def _wait_for_imports(self) -> bool:
-        """False if a signal or the deadline ended the wait. Raises `NodeLost` where an import fails."""
+        """Return whether the modules are imported.
+
+        False if a signal or the deadline ended the wait. Raises `NodeLost` if an import fails.
+        """
         late = f"importing took more than {self._deadlines.deadline_s:.0f} s"
         if not self._until(self._node.is_ready, self._deadlines.deadline_s, late):
             return False
@@ -188,7 +213,10 @@ class Launcher:
         return True
 
     def _dry_run(self) -> bool:
-        """Whether the script, run once with its own parser and Megatron's, accepts its arguments; it ends before it trains."""
+        """Return whether the script accepts its arguments.
+
+        One process runs the script with its own parser and Megatron's, and ends before it trains.
+        """
         script = self._job.argv[0]
         with descriptors_needed():
             output = self._recording.output(self._job.run_dir / LOGS / "dry-run.log")
@@ -210,14 +238,18 @@ class Launcher:
 
     def _spawn_all(self) -> None:
         for replica in range(self._job.num_replicas):
-            # Closed here as soon as rank 0 has them: a copy would keep a dead leader's port answering.
+            # The launcher closes its copy as soon as rank 0 has the socket: a copy would keep a
+            # dead leader's port answering.
             with listen(ANY_PORT) as leader:
                 self._spawn_replica(replica, leader)
-        self._loop.waited_elsewhere()  # for the fork server, once for each rank
+        self._loop.waited_elsewhere()  # the thread waited for the fork server, once for each rank
         self._membership.launched()
 
     def _spawn_replica(self, replica: int, leader: socket.socket) -> None:
-        """Start the ranks of a replica, which get copies of its store, and rank 0 one of the leader's listening socket."""
+        """Start the ranks of a replica, each with a copy of the replica's store.
+
+        Rank 0 also gets a copy of the leader's listening socket.
+        """
         with descriptors_needed():
             store = rendezvous.create_store()
         try:
@@ -245,7 +277,7 @@ class Launcher:
         return {keys.DESCRIPTOR: self._sealed_key}
 
     def _environment(self, replica: int, rank: int, *, leader: str, dry_run: bool = False) -> dict[str, str]:
-        """What a rank's process finds in its environment beside what all inherit."""
+        """Return the variables that a rank's process gets beside the inherited environment."""
         job = self._job
         mine = tuple(
             msgspec.json.encode(fault).decode() for fault in job.faults if (fault.replica, fault.rank) == (replica, rank)
@@ -255,8 +287,9 @@ class Launcher:
             coordinator=self._membership.address, leader=leader, run_dir=str(job.run_dir),
             started_at=self._started_at, faults=() if dry_run else mine, dry_run=dry_run,
         )  # fmt: skip
-        # RANK and WORLD_SIZE are those of the replica's own world. LOCAL_RANK picks a device of this node, which
-        # the replicas share. MASTER_* are for scripts that read them: torch's rendezvous is not used, and the port is taken.
+        # RANK and WORLD_SIZE are those of the replica's own world. LOCAL_RANK picks a device of
+        # this node, which the replicas share. MASTER_* are for scripts that read these variables:
+        # torch's rendezvous is not used, and the port is occupied.
         host, _, port = leader.rpartition(":")
         place, shared = replica * job.num_ranks + rank, job.config.ranks_per_gpu
         return (sharing_a_gpu(place) if shared > 1 else {}) | {
@@ -269,7 +302,7 @@ class Launcher:
             "MASTER_PORT": port,
         }
 
-    # --- Watching ----------------------------------------------------------------------------------------------------
+    # --- Watching ---------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         while not (self._ending is not None and self._is_over()):
@@ -279,7 +312,8 @@ class Launcher:
             self._recording.poll()
             ends = self._node.poll()
             if ends:
-                # What a dying rank has said arrived before its end was seen: it comes first.
+                # A dying rank's messages arrived before its end was seen, so they are processed
+                # first.
                 self._loop.run_once(0.0)
             for end in explaining_first(ends):
                 self._ended(end)
@@ -292,7 +326,10 @@ class Launcher:
             self._follow_fences()
 
     def _follow_fences(self) -> None:
-        """Record which ranks of fenced replicas have ended, and set aside those that SIGKILL does not end."""
+        """Record the ends of ranks of fenced replicas.
+
+        Set the ranks aside that SIGKILL does not end.
+        """
         for replica, rank in [each for each in self._set_aside if self._node.has_ended(*each)]:
             self._set_aside.discard((replica, rank))
             self._recording.record(trace.Fenced(replica=replica, ranks=(rank,)))
@@ -304,7 +341,10 @@ class Launcher:
             self._recording.record(trace.Fenced(replica=replica, ranks=ranks))
 
     def _give_up(self, process: Undying) -> None:
-        """Go on without the end of a process that SIGKILL does not end, once. Its slot must not be used again."""
+        """Continue without the end of a process that SIGKILL does not end; do so once per process.
+
+        Its slot (replica, rank) must not be used again.
+        """
         if (process.replica, process.rank) in self._set_aside:
             return
         self._set_aside.add((process.replica, process.rank))
@@ -315,7 +355,7 @@ class Launcher:
                     replica=process.replica, rank=process.rank, pid=process.pid, state=process.state, wchan=process.wchan
                 )  # fmt: skip
             )
-        self._recording.says(f"{process} does not end although it was killed; nothing waits for it")
+        self._recording.says(f"{process} does not end although it was killed; the run does not wait for it")
 
     def _look_for_hangs(self) -> None:
         if self._ending is not None:
@@ -335,10 +375,10 @@ class Launcher:
             self._recording.says("somebody stopped the fork server: continued it, since no rank can be fenced without it")
 
     def _say_if_it_stood_still(self) -> None:
-        """Report a stop of this process itself (Ctrl-Z, SIGSTOP, a suspended machine), once it goes on."""
+        """Report, once this process continues, that it was stopped (Ctrl-Z, SIGSTOP, suspend)."""
         gap_s, self._stood_still_s = self._loop.stood_still_s - self._stood_still_s, self._loop.stood_still_s
         if gap_s >= self._deadlines.silence_s:
-            self._recording.says(f"the launcher stood still for {gap_s:.0f} s; all that it waits for has as much more time")
+            self._recording.says(f"the launcher stood still for {gap_s:.0f} s; its deadlines are extended by that time")
 
     def _is_over(self) -> bool:
         return self._node.num_living() <= len(self._set_aside) or self._loop.time() > self._end_by
@@ -346,10 +386,10 @@ class Launcher:
     def _ended(self, end: End) -> None:
         self._recording.ended(end.replica, end.rank)
         if self._ending is not None or end.replica in self._fencing or (end.replica, end.rank) in self._set_aside:
-            return  # as it was told
+            return  # the launcher has requested this end
         self._recording.record(trace.Failure(replica=end.replica, rank=end.rank, cause=end.cause))
         if end.status == ExitCode.BAD_INPUT and not self._membership.generation:
-            # What one rank refuses, all refuse: there is no point in waiting for the others.
+            # All ranks refuse what one rank refuses: there is no point in waiting for the others.
             self._end(ExitCode.BAD_INPUT, _refusal(self._outputs[end.replica, end.rank]))
             return
         said = self._outputs[end.replica, end.rank].end
@@ -370,10 +410,10 @@ class Launcher:
             self._deadlines.end_s if exit_code == ExitCode.OK else self._deadlines.stop_s * began
         )
 
-    # --- Signals -----------------------------------------------------------------------------------------------------
+    # --- Signals ----------------------------------------------------------------------------------
 
     def _signalled(self, number: int) -> None:
-        """Take one signal. What it means is decided in `cluster.signals`, Note [One request]."""
+        """React to one signal, which `cluster.signals` interprets (Note [One request])."""
         name, at_terminal = signal.Signals(number).name, is_at_terminal()
         at_once = "a second Ctrl-C" if at_terminal else f"`kill -9 {os.getpid()}`"
         match self._end_request.take(number, at_terminal=at_terminal):
@@ -395,26 +435,33 @@ class Launcher:
 
 
 def _refusal(output: Output) -> str:
-    """Why a process did not accept its arguments: what it says so of, else its last line, which is argparse's complaint."""
+    """Return why a process did not accept its arguments.
+
+    The reason is its `BAD_ARGUMENTS` lines. Without any it is the last line, as argparse writes it.
+    """
     lines = output.end().strip().splitlines() or ["the training script refused its arguments"]
     said = [line.removeprefix(BAD_ARGUMENTS) for line in lines if line.startswith(BAD_ARGUMENTS)]
     return "\n".join(said) or re.sub(r"^\S+: error: (argument )?", "", lines[-1])
 
 
 def _samples(job: Job) -> tuple[int, int] | None:
-    """Return the samples of a training step and of a microbatch, where both are known."""
+    """Return the samples of a training step and of a microbatch; None unless both are known."""
     if job.num_microbatches is None or job.microbatch_samples is None:
         return None
     return job.num_microbatches * job.microbatch_samples, job.microbatch_samples
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process, and all that it starts, open as many descriptors as the system allows it."""
+    """Raise the limit of open descriptors, for this process and its children, to the maximum."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _environment_of_workers(environment: dict[str, str]) -> dict[str, str]:
-    """Return the user's environment, with settings that many ranks on one machine need unless the user has his own."""
-    # All ranks of a job are on this machine: gloo would listen where the host name resolves, for remote hosts to connect.
+    """Return the user's environment with defaults for many ranks on one machine.
+
+    A variable that the user has set keeps the user's value.
+    """
+    # All ranks of a job are on this machine. By default gloo would listen on the address of the
+    # host name, where remote hosts can connect.
     return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE} | environment

@@ -1,10 +1,11 @@
-"""The recorder's side of what ranks print: one thread copies it to the logs, and whoever calls `look` is given new lines.
+"""The recorder's side of the outputs: a thread that copies them to logs, and lines to show.
 
-A disk that stands still stops that thread and nobody else. Why no process waits that prints: `output.py`,
-Note [Output never waits]. Nothing here knows what a line means.
+A stalled disk stops the thread of `LogWriter` and nothing else here. Note [Output never waits] in
+`output.py` explains why no process waits that prints. Nothing here interprets a line.
 
-Note [Copied once]. A recorder that dies leaves at most one chunk that is in a log, wholly or in part, and not in the ledger.
-The next one cuts the log to the size in the ledger and copies the chunk anew. Memory is freed when the ledger has its position.
+Note [Copied once]. A recorder that dies leaves at most one chunk that is in a log, wholly or in
+part, and not in the ledger. The next recorder cuts the log to the size in the ledger and copies the
+chunk again. Memory is freed when the ledger has its position.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from megatron_recover.cluster.output import (
 
 _INTERVAL_S = 0.2
 _SOON_S = 0.003
-"""The same at the end of a run, for which somebody waits."""
+"""Seconds between two copies at the end of a run, when somebody waits for them."""
 _RETRY_S = 1.0
-"""Before a log is tried again that had an error."""
+"""Seconds until a log that had an error is tried again."""
 _CHUNKS_AT_ONCE = 16
-"""Of one output, before the others have their turn."""
+"""Maximum of chunks of one output before the other outputs have their turn."""
 
 
 class _Log:
-    """The log of one output. Used by the thread that writes."""
+    """The log of one output. Only the thread that writes uses it."""
 
     def __init__(self, number: int, output: Output, ledger: OutputLedger, *, is_shown: bool) -> None:
-        """`is_shown`: the console reads this output as well."""
+        """`is_shown`: the console reads this output, too."""
         self.number, self.retry_at = number, 0.0
         self._output, self._ledger, self._is_shown = output, ledger, is_shown
         self._file: int | None = None
@@ -57,7 +58,10 @@ class _Log:
         return max(0, ledger.end(number, self._output) - done)
 
     def copy(self) -> bool:
-        """Append a chunk to the log. Return whether there is more. Raises OSError; then the log is as if not tried."""
+        """Append a chunk to the log. Return whether there is more.
+
+        Raises OSError; the log is then as if this had not been tried.
+        """
         ledger, number, output = self._ledger, self.number, self._output
         if self._file is None:
             self._file = self._open()
@@ -68,11 +72,11 @@ class _Log:
             return False
         if ledger.is_emptied(number, output):
             return False  # the recorder's own thread is about to notice it
-        self._free(unneeded)  # only now: where somebody has emptied the output, what is new stands there
+        self._free(unneeded)  # only now: an emptied output has new bytes there
         begin = max(done, ledger.lost(number))
         data = ledger.read(number, output, begin)
         if ledger.lost(number) > begin or ledger.first(number) != first:
-            return True  # freed meanwhile, perhaps before it was read
+            return True  # freed meanwhile, perhaps before the read
         if not data and begin == done:
             return False
         notes = EMPTIED_NOTE if copied.position < first and copied != Copied() else b""
@@ -90,17 +94,17 @@ class _Log:
             self._file = None
 
     def _unneeded(self, position: int) -> int:
-        """Return the position before which nobody needs the output, where it is copied up to `position`."""
+        """Return the position before which nobody needs an output copied up to `position`."""
         return min(position, self._ledger.shown(self.number)) if self._is_shown else position
 
     def _free(self, position: int) -> None:
-        """Give back the memory before `position`, but for the newest output."""
+        """Give back the memory before `position`, except for the newest output."""
         if position != self._freed:
             self._ledger.free(self.number, self._output, position - KEPT_BYTES)
             self._freed = position
 
     def _open(self) -> int:
-        """Open the log, cut to what the ledger says of it."""
+        """Open the log, cut to its size in the ledger."""
         ledger, number = self._ledger, self.number
         file = os.open(self._output.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -108,7 +112,7 @@ class _Log:
             self._is_regular = stat.S_ISREG(found.st_mode)
             if self._is_regular and found.st_size > copied.log_bytes:
                 os.ftruncate(file, copied.log_bytes)
-            elif self._is_regular and found.st_size < copied.log_bytes:  # somebody has cut it: go on behind that
+            elif self._is_regular and found.st_size < copied.log_bytes:  # somebody has cut it: append there
                 ledger.commit(number, Copied(copied.position, found.st_size, copied.num_lost))
         except OSError:
             os.close(file)
@@ -125,22 +129,22 @@ class _Log:
             with contextlib.suppress(OSError):
                 if self._is_regular:
                     os.ftruncate(self._file, log_bytes)
-            self.close()  # opened anew the next time: ESTALE would stay
+            self.close()  # the next call opens it anew: in an open file ESTALE would stay
             raise
 
 
 class LogWriter:
-    """The thread that writes all logs. A disk that stands still holds up this thread alone."""
+    """The thread that writes all logs. A stalled disk holds up this thread alone."""
 
     def __init__(self, ledger: OutputLedger) -> None:
-        """Start it."""
+        """Start the thread."""
         self._ledger = ledger
         self._logs: tuple[_Log, ...] = ()
         self._errors: dict[int, OSError] = {}
         self._woken = threading.Event()
         self._is_hurried = self._is_over = False
         self.busy_since: float | None = None
-        """`time.monotonic()` at which the write under way began; None while there is none."""
+        """`time.monotonic()` at which the current write began; None: nothing is being written."""
         self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
         self._thread.start()
 
@@ -150,25 +154,25 @@ class LogWriter:
 
     @property
     def error(self) -> OSError | None:
-        """Return why a log could not be written when it was tried last."""
+        """Return the last error of a log that could not be written; None if there is none."""
         return next(iter(list(self._errors.values())), None)
 
     @property
     def num_left(self) -> int:
-        """Return how many bytes are not in their logs."""
+        """Return the number of bytes that are not in their logs."""
         return sum(each.num_left for each in self._logs)
 
     def wake(self) -> None:
-        """Copy what is there now."""
+        """Copy new output at once."""
         self._woken.set()
 
     def hurry(self) -> None:
-        """Copy at once from now on: the run is over."""
+        """Copy with `_SOON_S` between two copies from now on: the run is over."""
         self._is_hurried = True
         self._woken.set()
 
     def close(self, deadline_s: float) -> None:
-        """End the thread, unless the disk holds it for longer than `deadline_s`."""
+        """End the thread, unless the disk holds it for longer than `deadline_s` seconds."""
         self._is_over = True
         self._woken.set()
         self._thread.join(deadline_s)
@@ -176,14 +180,14 @@ class LogWriter:
     def _run(self) -> None:
         has_more = False
         while not self._is_over:
-            has_more = sum(self._copy(log) for log in self._logs) > 0  # each has its turn
+            has_more = sum(self._copy(log) for log in self._logs) > 0  # not any(): each has its turn
             self._woken.wait(0.0 if has_more else _SOON_S if self._is_hurried else _INTERVAL_S)
             self._woken.clear()
         for log in self._logs:
             log.close()
 
     def _copy(self, log: _Log) -> bool:
-        """Copy what is there, but not for ever. Return whether there is more."""
+        """Copy a limited number of chunks. Return whether there is more."""
         has_more = False
         if time.monotonic() < log.retry_at:
             return has_more
@@ -204,45 +208,48 @@ class LogWriter:
 
 
 class Outputs:
-    """All outputs of a run, as the recorder's own thread sees them. It waits for no disk."""
+    """The outputs of a run in the recorder's own thread, which waits for no disk."""
 
     def __init__(
         self, ledger: OutputLedger, *, limit_bytes: int, slow_disk_s: float, speaks: Callable[[int], bool],
         keep: Callable[[bytes], None],
     ) -> None:  # fmt: skip
-        """`limit_bytes` of all outputs may wait for the disk. A disk that takes longer than `slow_disk_s` does not answer.
+        """Start a `LogWriter` on `ledger`.
 
-        `speaks(replica)` returns whether a replica speaks for the job at present. Its lines are shown, and given to `keep`.
+        `limit_bytes`: bytes of all outputs that may wait for the disk. `slow_disk_s`: seconds after
+        which a disk counts as not answering. `speaks(replica)` returns whether a replica is the
+        job's writer at present. The writer's lines are shown, and `keep` is called with them.
         """
         self._ledger, self._limit_bytes, self._slow_disk_s = ledger, limit_bytes, slow_disk_s
         self._speaks, self._keep = speaks, keep
         self._outputs: dict[int, Output] = {}
         self._shown: dict[int, int] = {}
-        """Output -> replica."""
+        """Output -> replica whose lines are to be shown."""
         self._ends: dict[int, int] = {}
-        """Output -> the end that it had in this turn, and in the one before."""
+        """Output -> its end in this turn; `_ends_before` has its end in the turn before."""
         self._ends_before: dict[int, int] = {}
         self._looked_at = time.monotonic()
         self.is_filling = False
-        """Whether what is printed would fill the memory within a second: then every moment counts."""
+        """True if new output would fill the memory within a second; then each turn follows soon."""
         self.has_more = False
-        """Whether the last `look` has left lines for the next one."""
+        """True if the last `look` has left lines for the next one."""
         self.num_emptied = 0
-        """How often somebody has emptied an output (`output.py`, Note [Emptied])."""
+        """Number of times that somebody has emptied an output (`output.py`, Note [Emptied])."""
         self.num_unshown = 0
-        """Bytes that are missing in `train.log`, as they found no room in memory."""
+        """Bytes that are missing in `train.log`, because memory had no room for them."""
         self.writer = LogWriter(ledger)
 
     def add(self, number: int, output: Output, *, shown_of: int | None) -> None:
-        """Take one more output. `shown_of`: whose lines these are, if they are to be shown."""
+        """Add an output. `shown_of`: the replica that prints it, if its lines are to be shown."""
         self._outputs[number] = output
         if shown_of is not None:
             self._shown[number] = shown_of
         self.writer.add(number, output, is_shown=shown_of is not None)
 
     def make_room(self) -> None:
-        """Drop what finds no room in memory, and notice how fast it fills. Called once a turn: calls that follow each other
-        at once would measure nothing.
+        """Drop output that has no room in memory, and measure how fast the memory fills.
+
+        Call it once a turn: calls that follow each other at once would measure nothing.
         """
         self._drop()
         now, ends = time.monotonic(), {number: self._ledger.end(number, output) for number, output in self._outputs.items()}
@@ -251,11 +258,12 @@ class Outputs:
         self._ends_before, self._ends, self._looked_at = self._ends, ends, now
 
     def look(self, *, at_end: bool = False) -> Iterator[str]:
-        """Yield new lines of who speaks for the job, and drop what finds no room meanwhile.
+        """Yield new lines of the job's writer, and drop output that has no room meanwhile.
 
-        `at_end`: all that is there now, and what follows the last newline. Else so much of each that all have their turn.
-        What others have printed since the turn before stays: the event by which one of them speaks for the job from now on
-        can be on its way.
+        `at_end`: yield everything up to now, also the text after the last newline. Otherwise yield
+        a limited part of each output, so that each has its turn. Output of other replicas stays if
+        it is newer than the turn before: the event that makes one of them the writer may be on its
+        way.
         """
         self.has_more = False
         for number, replica in self._shown.items():
@@ -265,19 +273,22 @@ class Outputs:
                 continue
             for text, position in self._new_lines(number, self._outputs[number], at_end=at_end):
                 self._keep(text)
-                self._ledger.show(number, position)  # right behind that: who is killed in between keeps lines twice
+                self._ledger.show(number, position)  # at once: a kill in between keeps lines twice
                 yield from text.decode(errors="replace").splitlines()
                 self._drop()
 
     def seal(self) -> None:
-        """Have nobody print any more: the run is over, and a program that outlives it would fill the memory."""
+        """Let no process print any more.
+
+        The run is over, and a program that outlives it would fill the memory.
+        """
         for output in self._outputs.values():
             with contextlib.suppress(OSError):
                 output.seal()
 
     @property
     def num_lost(self) -> int:
-        """Return how many bytes are lost, those included of which the logs do not tell yet."""
+        """Return how many bytes are lost, those included that no log has reported yet."""
         ledger, total = self._ledger, 0
         for number in self._outputs:
             copied = ledger.copied(number)
@@ -285,16 +296,16 @@ class Outputs:
         return total
 
     def ends(self) -> list[tuple[Path, str]]:
-        """Return the newest output of each process, with its log."""
+        """Return the path of each process's log, with the newest output of the process."""
         return sorted((each.log, each.end()) for each in self._outputs.values())
 
     def _drop(self) -> None:
-        """Drop what finds no room in memory, and notice which outputs somebody has emptied."""
+        """Drop output that has no room in memory, and notice which outputs somebody has emptied."""
         ledger = self._ledger
         for number, output in self._outputs.items():
             if ledger.notice_emptied(number, output):
                 self.num_emptied += 1
-                self.writer.wake()  # what is printed now is lost if the output is emptied again before it is copied
+                self.writer.wake()  # another emptying before the copy loses what is printed now
                 if number in self._shown and self._speaks(self._shown[number]):
                     self._keep(EMPTIED_NOTE)
         since = self.writer.busy_since
@@ -304,8 +315,8 @@ class Outputs:
         ledger.drop(self._outputs, self._limit_bytes, Who.RECORDER, why=disk, shown=self._shown)
 
     def _new_lines(self, number: int, output: Output, *, at_end: bool) -> Iterator[tuple[bytes, int]]:
-        """Yield whole lines, with the position behind them, which the caller enters in the ledger."""
-        ledger, end = self._ledger, self._ledger.end(number, output)  # what somebody prints meanwhile would have no end
+        """Yield chunks of whole lines, with the position after each, for the ledger."""
+        ledger, end = self._ledger, self._ledger.end(number, output)  # a fixed end, as somebody may print meanwhile
         for _ in itertools.count() if at_end else range(_CHUNKS_AT_ONCE):
             begin, first = ledger.shown(number), ledger.first(number)
             if num_missing := ledger.num_unshown(number):

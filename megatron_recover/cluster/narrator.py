@@ -1,13 +1,15 @@
-"""Puts a run into words: the lines of `megatron-recover run`, each with its time, in the order in which things happened.
+"""A run in words: the lines of `megatron-recover run`, each with its time, in the order of time.
 
-The recorder's thread gives it events, what the launcher says, and what ranks print. It gives each line to the console, and
-lines of ours to `launcher.log`. It waits for nobody, and decides nothing.
+The recorder's thread gives the narrator events, the launcher's lines and the ranks' output. The
+narrator gives each line to the console, and lines of megatron-recover itself to `launcher.log`. It
+never waits, and decides nothing.
 
-Note [Order of lines]. Events have the time of the trace, what the launcher says has the time at which that was said, and a line
-that a rank has printed has the time at which it was found, up to 0.2 s later. All of them reach the recorder in ways of their
-own. So each is kept for `HOLD_S`, and what is older is told by its time. What arrives later still (from a process that stood
-still, or was held up while it recorded) is told at once, with its own time. Only words wait: the account has an event as soon
-as it is taken.
+Note [Order of lines]. An event has the time of the trace. A line of the launcher has the time at
+which the launcher made it. A line that a rank has printed has the time at which the recorder found
+it, up to 0.2 s later. Events and lines reach the recorder by different ways. So each is kept for
+`HOLD_S` seconds; older lines are shown in the order of their times. A process that stood still, or
+was held up while it recorded, may deliver a line even later. Such a line is shown at once, with its
+own time. Only the lines wait: the account gets an event as soon as the narrator does.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from megatron_recover.observe.ending import Account
 from megatron_recover.observe.follow.progress import Progress
 
 HOLD_S = 0.5
-"""See Note [Order of lines]."""
+"""Seconds that each line is kept (Note [Order of lines])."""
 _WORTH_SHOWING = re.compile(
     r"\biteration\s+\d+\s*/|validation loss|saving checkpoint|saved checkpoint|loading checkpoint|nothing was left to train"
 )
 
 
 class Narrator:
-    """Tells a run. Used by one thread."""
+    """The writer of a run's lines. One thread uses it."""
 
     WANTED = frozenset(
         {
@@ -39,7 +41,8 @@ class Narrator:
             "failure", "fenced", "rank_moved", "rank_silent", "recovery", "run_finished",
         }
     )  # fmt: skip
-    """Names of the events that make a difference here: those that `_event`, `Progress.take` or `Account.take` name."""
+    """Names of the events that have an effect here: all that `_event`, `Progress.take` or
+    `Account.take` name."""
 
     def __init__(
         self,
@@ -50,43 +53,45 @@ class Narrator:
         log: Callable[[str], None],
         roster: tuple[int, ...] = (),
     ) -> None:
-        """`account` and `roster`: what another narrator has taken until now. `began_at`: zero of the trace's clock, in seconds
-        since the epoch. `show(line)` is called for every line, `log(line)` for those of ours.
+        """Continue with the `account` and the `roster` of the narrator before, if there was one.
+
+        `began_at`: zero of the trace's clock, in seconds since the epoch. `show(line)` is called
+        for every line, `log(line)` for each that megatron-recover itself makes.
         """
         self.account = account
         self.progress = Progress(account.replicas)
         self._began_at, self._show, self._log = began_at, show, log
         self._roster = roster or tuple(range(account.replicas))
-        """Of the events that were taken; they may not be told yet."""
+        """Newest roster in the events so far, which may not be shown yet."""
         self._heap: list[tuple[float, int, trace.AnyEvent | str, bool]] = []
         self._numbers = itertools.count()
         self._repairing = 0
-        """Newest generation that lost a replica, until the step in which it happened is committed."""
+        """Newest generation that lost a replica; 0 after the commit of the step in which it did."""
         self._labels: dict[int, str] = {}
 
     def says(self, text: str, seconds: float) -> None:
-        """Take one line of ours, `seconds` after the start of the run."""
+        """Add one line of launcher or recorder, made `seconds` after the start of the run."""
         self._push(seconds, text, is_ours=True)
 
     def take(self, event: trace.AnyEvent) -> None:
-        """Take the next event of the run."""
+        """Add the next event of the run."""
         if isinstance(event, trace.Generation):
             self._roster = event.roster
         self.account.take(event)
         self._push(event.t, event, is_ours=True)
 
     def take_lines(self, lines: Iterable[str], seconds: float) -> None:
-        """Take lines of the writer that were found at `seconds`; those that are worth it are told."""
+        """Add those lines of the writer that are worth showing; they were found at `seconds`."""
         for line in lines:
             if _WORTH_SHOWING.search(line):
                 self._push(seconds, line.strip(), is_ours=False)
 
     def is_writer(self, replica: int) -> bool:
-        """Return whether a replica is the one whose lines are shown, as far as the events that were taken say."""
+        """Return whether a replica is the writer, according to the events so far."""
         return replica == min(self._roster, default=replica)
 
     def tell(self, until: float = float("inf")) -> None:
-        """Tell all that happened until then, in seconds after the start of the run."""
+        """Show everything that happened until then, in seconds after the start of the run."""
         while self._heap and self._heap[0][0] <= until:
             seconds, _, what, is_ours = heapq.heappop(self._heap)
             if isinstance(what, str):
@@ -97,7 +102,10 @@ class Narrator:
                 self._tell(seconds, text)
 
     def end(self, exit_code: int, reason: str, seconds: float) -> list[str]:
-        """Tell the rest, and return the lines about how the run ended, which are in the log then and not shown yet."""
+        """Show the rest, and return the lines about how the run ended.
+
+        Those lines are in the log by then, and the caller shows them.
+        """
         self.tell()
         lines = [self._line(seconds, text) for text in self.account.lines(exit_code, reason)]
         for line in lines:
@@ -113,7 +121,7 @@ class Narrator:
         self._show(line)
 
     def _line(self, seconds: float, text: str) -> str:
-        """Return a line of ours, with its time as Megatron writes it."""
+        """Return a line of megatron-recover itself, with its time in Megatron's format."""
         microseconds = round((self._began_at + seconds) * 1e6)
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(microseconds // 1_000_000))
         return f"[{when}.{microseconds % 1_000_000:06d}] megatron-recover: {text}"
@@ -155,7 +163,7 @@ class Narrator:
                     else f"begins anew: no checkpoint was loaded from {where}"
                 )
             case trace.Recovery(phase="commit", generation=generation) if generation == self._repairing:
-                self._repairing = 0  # told once, by whoever is first
+                self._repairing = 0  # shown once, for the first leader to report
                 label = self._labels.get(event.step, f"step {event.step}")
                 yield f"{label} was finished without loss in generation {event.generation}"
 

@@ -1,6 +1,6 @@
-"""What a launcher asks of a node: starting its ranks, seeing them end, ending them, and looking at what they do.
+"""The interface of a node to the launcher: start ranks, report their ends, kill and inspect them.
 
-`cluster.agent.Agent` is the node that this process runs on. One that runs elsewhere has the same methods.
+`cluster.agent.Agent` is the node that this process runs on. A remote node has the same methods.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_recover.host.process_stat import cause_of
 
 
 class End(msgspec.Struct, frozen=True):
-    """A rank's process has ended, or is certain to."""
+    """The end of a rank's process, which has ended or is certain to."""
 
     replica: int
     rank: int
@@ -26,21 +26,25 @@ class End(msgspec.Struct, frozen=True):
 
     @property
     def cause(self) -> str:
-        """`SIGKILL`, or `exit code 1`."""
+        """Return the cause in words, such as `SIGKILL` or `exit code 1`."""
         return cause_of(self.status)
 
 
 class Undying(msgspec.Struct, frozen=True):
-    """A process that SIGKILL has not ended, most often one in an uninterruptible wait (state D) for a disk or device."""
+    """A process that SIGKILL has not ended.
+
+    Most often it is in an uninterruptible wait (state D) for a disk or a device.
+    """
 
     replica: int
-    """-1: no replica's; rank -1 is then the fork server, rank 0 the dry run."""
+    """Replica of the process. -1: no replica; rank -1 is then the fork server, and rank 0 the dry
+    run."""
     rank: int
     pid: int
     state: str
-    """As /proc/PID/stat has it; empty where it cannot be read."""
+    """State letter in /proc/PID/stat; empty if that cannot be read."""
     wchan: str
-    """The kernel function in which it waits; empty where it cannot be read."""
+    """Kernel function in which the process waits; empty if that cannot be read."""
 
     def __str__(self) -> str:
         ours = "the dry run" if self.rank >= 0 else "the fork server"
@@ -50,11 +54,11 @@ class Undying(msgspec.Struct, frozen=True):
 
 
 class NodeLost(RuntimeError):
-    """The node cannot start, watch or end processes any more. Its ranks end with it."""
+    """The node can no longer start, watch or end processes. Its ranks end with it."""
 
 
 class Node(Protocol):
-    """The processes of one node. Used by one thread. Every method may raise `NodeLost`."""
+    """The processes of one node. One thread uses it. Every method may raise `NodeLost`."""
 
     def is_ready(self) -> bool:
         """Return whether the node can start ranks."""
@@ -72,18 +76,24 @@ class Node(Protocol):
         output: Output,
         descriptors: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Start a rank that runs the script `argv`, prints into `output` and has a progress page."""
+        """Start a rank that runs the script `argv` and prints into `output`.
+
+        The rank gets a progress page.
+        """
 
     def poll(self) -> list[End]:
         """Return the ranks whose end is certain and was not reported before."""
 
     def page(self, replica: int, rank: int) -> Progress | None:
-        """Return what the progress page of a rank says, also after its end. None where it is torn or was never written."""
+        """Return the content of a rank's progress page, also after the rank's end.
+
+        None if the page is torn or was never written.
+        """
 
     def state(self, replica: int, rank: int, *, at_the_poll: bool = False) -> str:
-        """Return the state of a rank's process, one letter (proc(5)); empty once it is reaped.
+        """Return the state letter of a rank's process (proc(5)); empty after it is reaped.
 
-        `at_the_poll`: as the newest `poll` has found it.
+        `at_the_poll`: return what the newest `poll` read, without another read.
         """
 
     def pid(self, replica: int, rank: int) -> int:
@@ -93,22 +103,25 @@ class Node(Protocol):
         """Return the name and pid of the process that traces a rank; empty if none does."""
 
     def ask_for_stacks(self, replica: int, *, of_all_threads: bool) -> None:
-        """Have each rank of a replica write its stack, or those of all its threads, into its log."""
+        """Have each rank of a replica write its stack, or all its threads' stacks, to its log."""
 
     def have_written_stacks(self, replica: int) -> bool:
-        """Return whether every rank that can has written the stacks of all threads since they were asked for."""
+        """Return whether every rank that can write has written the requested stacks.
+
+        These are the stacks of all threads.
+        """
 
     def fence(self, replica: int) -> None:
-        """Kill every rank of a replica that is not known to be dead, with what it started."""
+        """Kill every rank of a replica that is not known to be dead, with its process group."""
 
     def is_fenced(self, replica: int, but: Container[tuple[int, int]] = ()) -> bool:
-        """Return whether no process of a replica is left, other than those of the ranks (replica, rank) in `but`."""
+        """Return whether no process of a replica is left, except ranks (replica, rank) in `but`."""
 
     def has_ended(self, replica: int, rank: int) -> bool:
         """Return whether the process of a rank is confirmed dead."""
 
     def undying(self) -> list[Undying]:
-        """Return the ranks that do not end although they were killed."""
+        """Return the killed ranks that do not end."""
 
     def num_living(self) -> int:
         """Return the number of ranks that are not confirmed dead."""
@@ -120,7 +133,7 @@ class Node(Protocol):
         """Continue a rank that is stopped."""
 
     def wake_server(self) -> bool:
-        """Continue what starts the ranks if somebody has stopped it, and return whether that was so."""
+        """Continue the fork server if somebody has stopped it; return whether it was stopped."""
 
     def close(self) -> list[Undying]:
-        """Kill every rank and end the node; return what did not end in time."""
+        """Kill every rank and end the node; return the processes that did not end in time."""

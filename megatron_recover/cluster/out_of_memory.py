@@ -1,11 +1,14 @@
-"""Whether the kernel has killed a process of a rank's control group for want of memory.
+"""Kills by the kernel's out-of-memory killer in the control groups of ranks.
 
-A SIGKILL says nothing of its sender. What tells the kernel's out-of-memory killer from an operator is the counter `oom_kill` of
-the process's memory control group, which rises with each of its kills, whichever limit was hit (cgroups(7): `memory.events` of
-version 2, `memory.oom_control` of version 1). In version 2 a group has that file only where its parent enables the memory
-controller. The nearest group above that has the file counts the kills of all groups below it, so it is read instead. In version
-1 each group counts for itself. Without such a file nothing is ever put down to a want of memory. The kernel
-makes these files up: reading them waits for no disk.
+A SIGKILL carries no sender. The counter `oom_kill` of the process's memory control group
+distinguishes the out-of-memory killer from an operator. It rises with each kill by that killer,
+whichever limit was hit (cgroups(7): `memory.events` of version 2, `memory.oom_control` of version
+1).
+
+In version 2 a group has that file only if its parent enables the memory controller. The nearest
+group above that has the file counts the kills of all groups below it, so that file is read instead.
+In version 1 each group counts for itself. Without such a file no death is ever charged to a lack of
+memory. The kernel generates these files: reading them waits for no disk.
 """
 
 from __future__ import annotations
@@ -18,28 +21,32 @@ _LOOK_S = 0.1
 
 
 class _Counter:
-    """What is known of one file."""
+    """The counter of one file."""
 
     def __init__(self, now_s: float, count: int) -> None:
         self.looked_s, self.count = now_s, count
         self.kills: list[float] = []
-        """When each kill was seen that has explained no death yet, the oldest first."""
+        """Times at which kills were seen that explain no death yet, in seconds, oldest first."""
 
     def update(self, now_s: float, count: int) -> None:
-        """Note the count of one look, and forget kills that are too old to explain a death."""
+        """Record the count of one look, and forget kills that are too old to explain a death."""
         self.kills += [now_s] * (count - self.count)
         self.kills = [at for at in self.kills if now_s - at < OOM_S]
         self.looked_s, self.count = now_s, count
 
 
 class OomKills:
-    """Follows the counters of all ranks' control groups. Used by one thread.
+    """The counters of all ranks' control groups. One thread uses this.
 
-    The kernel does not say whom it killed, and the ranks of a node mostly share one group. So a kill is laid on the rank whose
-    death is seen within `OOM_S` after the kill was seen, and on one rank only. What remains: another process of the group
-    (a data loader's worker) that is killed for want of memory less than that before an operator kills a rank with SIGKILL
-    makes the operator's kill look like the kernel's. A rank that the kernel has killed and that takes longer to end is not
-    charged.
+    The kernel does not report which process it killed, and the ranks of a node mostly share one
+    group. So a kill is charged to one rank only: the one whose death is seen within `OOM_S` after
+    the kill was seen. Two errors remain:
+
+    - The kernel kills another process of the group, such as a data loader's worker. Less than
+      `OOM_S` later an operator kills a rank with SIGKILL. Then the operator's kill looks like the
+      kernel's.
+    - The kernel kills a rank that takes longer than `OOM_S` to end. Then its death is not charged
+      to a lack of memory.
     """
 
     def __init__(self, *, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
@@ -55,13 +62,16 @@ class OomKills:
             self._counters.setdefault(file, _Counter(now_s, count))
 
     def look(self, now_s: float) -> None:
-        """Note the counts. Call it often: it reads at most once in `_LOOK_S`."""
+        """Read the counts. Call this often: it reads each file at most once in `_LOOK_S`."""
         for file, counter in self._counters.items():
             if now_s - counter.looked_s >= _LOOK_S and (count := _count(file)) is not None:
                 counter.update(now_s, count)
 
     def rose(self, pid: int, now_s: float) -> bool:
-        """Return whether a kill for want of memory explains the death of a process that is seen now; each does once."""
+        """Return whether an out-of-memory kill explains a process's death that is seen now.
+
+        Each kill explains one death.
+        """
         file = self._files.get(pid)
         count = _count(file) if file is not None else None
         if file is None or count is None:
@@ -88,10 +98,11 @@ class OomKills:
         return next((place for place in places if _count(place) is not None), None)
 
     def _groups(self, path: Path) -> list[Path]:
-        """Return a process's group of version 2 and the groups that contain it, the nearest first.
+        """Return a process's group of version 2 and the groups that contain it, nearest first.
 
-        A container may show the path that its host knows it by, with its own group mounted at the top. A group inside that has
-        the name of one of the host's is another group. So only a path that is there whole is followed upwards.
+        A container may show the path by which its host knows it, with its own group mounted at the
+        top. A group inside the container with the name of one of the host's groups is another
+        group. So a path is followed upwards only if all of it exists.
         """
         if ".." in path.parts or not (self._cgroups / path).is_dir():
             return [self._cgroups]

@@ -1,29 +1,39 @@
-"""What a process of a run prints: a file in memory that takes it at once, and the book on how far that was copied to its log.
+"""The output of a run's processes, in memory, and the ledger of how far it is copied to the logs.
 
 `cluster/logs.py` copies. Nothing here touches a disk.
 
-Note [Output never waits]. Stdout and stderr of a rank, and of what it starts, are one file in memory (memfd), opened for
-appending. So a write there ends at once, whoever stands still: the disk, the recorder, the launcher. A pipe would need a reader
-at every instant. While its reader is stopped or dead, a pipe blocks or fails whoever prints, native code and child processes
-included. What finds no room is therefore dropped by those who read, never by those who write: the oldest output that was not
-copied goes first, since the last words of a rank tell why it died. The recorder drops it, and so does the launcher, since one
-of them may be stopped. Lost bytes are counted and told in the log, where they are missing, with the reason.
+Note [Output never waits]. Stdout and stderr of a rank, and of its child processes, are one file in
+memory (memfd), opened for appending. So a write there ends at once, even while the disk stalls, or
+while the recorder or the launcher is stopped. A pipe would need a reader at every instant. While
+its reader is stopped or dead, a pipe blocks or fails every process that prints, native code and
+child processes included. Therefore the readers drop output that has no room; the writers never do.
+The oldest output that was not copied is dropped first, since a rank's last words show why it died.
+The recorder drops output, and so does the launcher, since either may be stopped. Lost bytes are
+counted. The log reports them where they are missing, with the reason.
 
-Note [Dropping]. All processes of a node share `WAITING_BYTES`. Where more than that waits, those that have the most waiting
-lose the oldest of it, until all fits. Who drops enters in the ledger up to where output is lost, and then frees that memory.
-Who copies reads, and then looks into the ledger again: what was entered meanwhile may have been read as zeros, and is read
-anew. Recorder and launcher have a word of their own there, and the larger one counts. Linux has no file that is bounded and
-neither blocks nor fails who writes. So the bound is that of those who look: what is printed between two looks comes on top.
+Note [Dropping]. All processes of a node share `WAITING_BYTES`. While more than that waits, the
+outputs with the most waiting bytes lose their oldest, until all fits. Before a process drops
+output, it enters in the ledger up to where the output is lost. Then it frees that memory. The
+process that copies reads output, and then looks into the ledger again: output that was entered as
+lost meanwhile may have been read as zeros, so it is read again. Recorder and launcher each have a
+word of their own for this, and the larger one counts. Linux has no file that is bounded and neither
+blocks nor fails its writers. So the readers enforce the bound: output that is printed between two
+looks comes on top.
 
-Note [Emptied]. Whoever opens /dev/stderr for writing and not for appending (`echo > /dev/stderr`) empties the
-file behind it, as with every file. A seal would forbid that (F_SEAL_SHRINK), and the open would fail with EPERM; so nothing is
-sealed, and the emptying is noticed and told. The file begins with one byte 0. Whoever prints into an emptied file puts
-something else there. The recorder then keeps that byte in the ledger and makes it 0 again. Positions of an output never
-decrease: what is printed after an emptying begins `_GAP` behind the last position in the ledger. A position that somebody
-enters late, since it was read before the emptying, is before that. A program that opens its output neither for appending nor
-for emptying writes over the beginning. Where that is freed already, the hole behind it shows that the output was not emptied.
-Where nothing is freed, it looks like an output that was emptied and has as much again, and is told and copied as such: text
-that is there twice is better than lost text.
+Note [Emptied]. A program that opens /dev/stderr for writing and not for appending (`echo >
+/dev/stderr`) empties the file behind it, as with every file. A seal (F_SEAL_SHRINK) would forbid
+that, but then the open would fail with EPERM. So nothing is sealed; the emptying is noticed and
+reported.
+
+The file begins with one byte 0. A program that prints into an emptied file puts another byte there.
+The recorder then keeps that byte in the ledger and makes it 0 again. Positions of an output never
+decrease: output after an emptying begins `_GAP` after the last position in the ledger. A position
+that was read before the emptying, and is entered later, is before that start.
+
+A program that opens its output neither for appending nor for emptying writes over the beginning. If
+the beginning is freed already, the hole after it shows that the output was not emptied. If nothing
+is freed, the output looks as if it was emptied and has as many bytes again. It is then reported and
+copied as such: text that is there twice is better than lost text.
 """
 
 from __future__ import annotations
@@ -42,28 +52,34 @@ from megatron_recover.cluster.event_store import MAX_RINGS
 from megatron_recover.host import memory_file
 
 WAITING_BYTES = 2**29
-"""So much output of all processes of a node may wait in memory for a disk."""
+"""Bytes of output, of all processes of a node, that may wait in memory for a disk."""
 KEPT_BYTES = 2**18
-"""So much of the newest output of each process stays in memory, in the log or not: its last words can be read there."""
+"""Bytes of the newest output of each process that stay in memory, copied or not, for readers of its
+last words."""
 CHUNK_BYTES = 2**18
-"""Read at once."""
+"""Maximum bytes of one read."""
 MAX_OUTPUTS = MAX_RINGS + 8
-"""Of one run on one node: one for each process that prints, and `train.log`."""
+"""Maximum of outputs of one run on one node: one for each process that prints, and those of the
+recorder's own logs."""
 _LEAST_FILE_BYTES = 2**40
-"""What the limit on the size of files must allow: it counts all that a process ever prints."""
+"""Smallest limit on the size of files that a run accepts, in bytes. The kernel counts everything
+that a process ever prints."""
 _GAP = 2**32
-"""Positions between what was before an emptying and what comes after it (Note [Emptied]). It is more than what may wait in
-memory, and so small that an output can be emptied 2 * 10^9 times."""
+"""Positions that are skipped at an emptying (Note [Emptied]). The number is larger than the output
+that may wait in memory, and so small that an output can be emptied 2 * 10^9 times."""
 _WORDS = 16
-"""Of an output in the ledger: which of two slots is valid; the slots, each `Copied`; lost up to, by recorder and by launcher;
-shown up to; where positions begin since it was emptied last, and the first byte since then; why something was lost last."""
+"""Number of words of an output in the ledger. In order: index of the valid slot; two slots, each
+`Copied`; end of the lost output according to the recorder, and to the launcher; end of the shown
+output; first position since the last emptying, and the first byte since then; reason of the last
+loss."""
 _SLOTS, _LOST, _SHOWN, _BASE, _FIRST, _WHY = (1, 4), 7, 9, 10, 11, 12
 _LOOKED_AT, _DISK = 0, 1
-"""Words behind those of the outputs: when the recorder looked last (CLOCK_MONOTONIC, ns), and what the disk did then."""
+"""Words after those of the outputs: time of the recorder's last look (CLOCK_MONOTONIC, ns), and the
+disk's state then."""
 
 
 class Why(enum.IntEnum):
-    """Why output found no room in memory."""
+    """The reason why output had no room in memory."""
 
     FASTER = 0
     DISK = 1
@@ -76,7 +92,7 @@ class Why(enum.IntEnum):
 
 
 def lost_note(num_bytes: int, why: Why) -> bytes:
-    """Return what a log says where output is missing."""
+    """Return the line of a log that reports missing output."""
     return f"\nmegatron-recover: {num_bytes} bytes of output are missing here: {why}\n".encode()
 
 
@@ -87,9 +103,10 @@ EMPTIED_NOTE = (
 
 
 def file_limit_mistake() -> str | None:
-    """Return why the limit on the size of files (`ulimit -f`) is too small for a run, with the remedy; None: it is not.
+    """Return why the limit on the size of files (`ulimit -f`) is too small for a run.
 
-    The kernel holds it against everything that a process has printed into its output, which is never cut.
+    The text includes the remedy. None if the limit is large enough. The kernel applies it to
+    everything that a process has printed into its output, which is never cut.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if soft == resource.RLIM_INFINITY or soft >= _LEAST_FILE_BYTES:
@@ -104,76 +121,83 @@ def file_limit_mistake() -> str | None:
 
 
 class Output(msgspec.Struct, frozen=True):
-    """What one process prints."""
+    """The output of one process."""
 
     descriptor: int
     log: Path
-    """Where it is copied to."""
+    """Path of the log to which the output is copied."""
 
     def end(self) -> str:
-        """Return the newest output, `KEPT_BYTES` at most."""
+        """Return the newest output, at most `KEPT_BYTES`."""
         size = os.fstat(self.descriptor).st_size
         newest = os.pread(self.descriptor, KEPT_BYTES, max(0, size - KEPT_BYTES))
-        return newest.lstrip(b"\0").decode(errors="replace")  # the mark of Note [Emptied], and what is freed
+        return newest.lstrip(b"\0").decode(errors="replace")  # the mark of Note [Emptied], and freed memory
 
     def seal(self) -> None:
-        """Give back its memory, as nobody reads it any more. A program that outlives the run finds it closed (EPERM)."""
+        """Give back its memory when nobody reads it any more.
+
+        A program that outlives the run gets EPERM when it prints.
+        """
         memory_file.seal_empty(self.descriptor)
 
     def close(self) -> None:
-        """Close the descriptor of this process."""
+        """Close this process's descriptor."""
         os.close(self.descriptor)
 
 
 def create(log: Path) -> Output:
-    """Create an output with nothing in it. Raises OSError."""
+    """Create an empty output. Raises OSError."""
     descriptor = memory_file.create("megatron-recover-output")
     os.fchmod(descriptor, 0o600)
     os.ftruncate(descriptor, 1)  # Note [Emptied]
-    # Whoever inherits the descriptor shares this flag: nobody writes over what another process of the rank has written.
+    # Processes that inherit the descriptor share this flag, so the processes of a rank do not
+    # overwrite each other's output.
     fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
     return Output(descriptor, log)
 
 
 class Copied(msgspec.Struct, frozen=True):
-    """How far an output is in its log."""
+    """The part of an output that its log has."""
 
     position: int = 0
-    """Of the output: everything before it is in the log or lost."""
+    """Position in the output; everything before it is in the log or lost."""
     log_bytes: int = 0
-    """Size of the log then."""
+    """Size of the log at that position."""
     num_lost: int = 0
-    """Bytes of the output that are missing in the log, and told there."""
+    """Bytes of the output that are missing in the log and reported there."""
 
 
 class Who(enum.IntEnum):
-    """Who drops output."""
+    """The process that drops output."""
 
     RECORDER = 0
     LAUNCHER = 1
 
 
 class OutputLedger:
-    """How far each output was copied, lost and shown. It is shared memory that outlives the recorder."""
+    """The record of how far each output is copied, lost and shown.
+
+    It is shared memory that outlives the recorder.
+    """
 
     def __init__(self, descriptor: int) -> None:
         """Map the memory behind `descriptor`, which `create_output_ledger` made."""
         self._memory = mmap.mmap(descriptor, 0)
         self._words = memoryview(self._memory).cast("q")
 
-    # --- What an output has ------------------------------------------------------------------------------------------
+    # --- What an output has -----------------------------------------------------------------------
 
     def first(self, number: int) -> int:
-        """Return the position of the first byte of an output, or of the first one since somebody has emptied it."""
+        """Return the first position of an output, or the first since somebody has emptied it."""
         begin = _WORDS * number
         return self._words[begin + _BASE] + (0 if self._words[begin + _FIRST] else 1)
 
     def end(self, number: int, output: Output) -> int:
-        """Return the position behind the newest byte of an output."""
+        """Return the position after the newest byte of an output."""
         return self._words[_WORDS * number + _BASE] + os.fstat(output.descriptor).st_size
 
     def read(self, number: int, output: Output, position: int) -> bytes:
-        """Return what an output has from `position` on, `CHUNK_BYTES` at most."""
+        """Return what an output has from `position` on, at most `CHUNK_BYTES`."""
         begin = _WORDS * number
         offset = position - self._words[begin + _BASE]
         data = os.pread(output.descriptor, CHUNK_BYTES, offset)
@@ -184,7 +208,10 @@ class OutputLedger:
         memory_file.free(output.descriptor, position - self._words[_WORDS * number + _BASE])
 
     def is_emptied(self, number: int, output: Output) -> bool:
-        """Return whether somebody has emptied an output, and printed into it, since the recorder noticed that last."""
+        """Return whether somebody has emptied an output and printed into it.
+
+        Emptyings that the recorder has noticed before do not count.
+        """
         found = os.fstat(output.descriptor)
         if not found.st_size:
             return False
@@ -193,15 +220,16 @@ class OutputLedger:
         return self._words[_WORDS * number + _BASE] + found.st_size < self._newest(number)
 
     def notice_emptied(self, number: int, output: Output) -> bool:
-        """Let positions begin anew where somebody has emptied an output, and return whether that was so (Note [Emptied]).
+        """Begin new positions if somebody has emptied an output (Note [Emptied]).
 
-        Used by one thread of the recorder. A recorder that dies in here leaves it to the next one.
+        Returns whether the output was emptied. One thread of the recorder uses this. If the
+        recorder dies in here, the next one does the work.
         """
         if not self.is_emptied(number, output):
             return False
         found, words, begin = os.fstat(output.descriptor), self._words, _WORDS * number
         mark = os.pread(output.descriptor, 1, 0)
-        is_emptied = found.st_blocks * 512 >= found.st_size or mark == b"\0"  # else the hole of what is freed is still there
+        is_emptied = found.st_blocks * 512 >= found.st_size or mark == b"\0"  # else the hole of freed memory is still there
         if is_emptied:
             words[begin + _FIRST] = mark[0] if mark else 0
             words[begin + _BASE] = self._newest(number) + _GAP
@@ -209,20 +237,20 @@ class OutputLedger:
         return is_emptied
 
     def _newest(self, number: int) -> int:
-        """Return the newest position of an output in the ledger."""
+        """Return the newest position of an output that the ledger has."""
         begin = _WORDS * number
         return max(self._words[begin + _BASE], self.copied(number).position, self.lost(number), self._words[begin + _SHOWN])
 
-    # --- What became of it -------------------------------------------------------------------------------------------
+    # --- What became of it ------------------------------------------------------------------------
 
     def copied(self, number: int) -> Copied:
-        """Return how far an output is in its log."""
+        """Return how far an output is copied to its log."""
         begin = _WORDS * number
         slot = begin + _SLOTS[self._words[begin]]
         return Copied(*self._words[slot : slot + 3])
 
     def commit(self, number: int, copied: Copied) -> None:
-        """Replace how far an output is in its log, at one instant. Used by one thread at a time."""
+        """Replace how far an output is copied, at one instant. One thread at a time uses this."""
         begin, words = _WORDS * number, self._words
         other = 1 - words[begin]
         slot = begin + _SLOTS[other]
@@ -230,40 +258,40 @@ class OutputLedger:
         words[begin] = other
 
     def lost(self, number: int) -> int:
-        """Return up to where an output is lost as far as it was not copied."""
+        """Return the position before which all output that was not copied is lost."""
         place = _WORDS * number + _LOST
         return max(self._words[place], self._words[place + 1])
 
     def why(self, number: int) -> Why:
-        """Return why output was dropped the last time."""
+        """Return the reason why output was dropped the last time."""
         return Why(self._words[_WORDS * number + _WHY])
 
     def shown(self, number: int) -> int:
-        """Return up to where the console has had an output, or will never have it."""
+        """Return the position up to which the console has shown an output or never will."""
         return max(self._words[_WORDS * number + _SHOWN], self.lost(number), self.first(number))
 
     def num_unshown(self, number: int) -> int:
-        """Return how many bytes before `shown` the console has not had."""
+        """Return how many bytes before `shown` the console has not shown."""
         return self.shown(number) - max(self._words[_WORDS * number + _SHOWN], self.first(number))
 
     def show(self, number: int, position: int) -> None:
-        """Note up to where the console has had an output."""
+        """Note the position up to which the console has shown an output."""
         self._words[_WORDS * number + _SHOWN] = position
 
-    # --- Dropping ----------------------------------------------------------------------------------------------------
+    # --- Dropping ---------------------------------------------------------------------------------
 
     def drop(
         self, outputs: Mapping[int, Output], limit: int, who: Who, *, why: Why = Why.FASTER, shown: Container[int] = ()
     ) -> None:
-        """Free the oldest output that waits, where more than `limit` bytes of all outputs do (Note [Dropping]).
+        """Free the oldest waiting output if more than `limit` bytes of all outputs wait.
 
-        `shown`: those that wait for the console, too.
+        See Note [Dropping]. `shown`: outputs that also wait for the console.
         """
         ends = {number: self.end(number, output) for number, output in outputs.items()}
         waiting = {number: max(0, end - self._done(number, is_shown=number in shown)) for number, end in ends.items()}
         if sum(waiting.values()) <= limit:
             return
-        most = _most(waiting.values(), limit - limit // 8)  # a part of it at once, not each byte by itself
+        most = _most(waiting.values(), limit - limit // 8)  # a large part at once, not byte by byte
         for number, num_bytes in waiting.items():
             if num_bytes > most:
                 begin, until = _WORDS * number, ends[number] - most
@@ -271,25 +299,31 @@ class OutputLedger:
                 self.free(number, outputs[number], until)
 
     def look(self, now_ns: int, disk: Why) -> None:
-        """Note that the recorder looks at what is printed, and what the disk does."""
+        """Note that the recorder looks at the outputs, and the state of the disk."""
         begin = _WORDS * MAX_OUTPUTS
         self._words[begin + _LOOKED_AT], self._words[begin + _DISK] = now_ns, disk
 
     def cause(self, now_ns: int, still_s: float) -> Why:
-        """Return why output finds no room, as the launcher sees it. `still_s`: a recorder that runs looks more often."""
+        """Return the launcher's view of why output has no room.
+
+        `still_s`: seconds within which a running recorder looks again.
+        """
         begin = _WORDS * MAX_OUTPUTS
         is_still = now_ns - self._words[begin + _LOOKED_AT] > still_s * 1e9
         return Why.RECORDER if is_still else Why(self._words[begin + _DISK])
 
     def _done(self, number: int, *, is_shown: bool) -> int:
-        """Return the position before which nobody waits for an output."""
+        """Return the position before which nobody needs an output any more."""
         copied = self.copied(number).position
         done = min(copied, self._words[_WORDS * number + _SHOWN]) if is_shown else copied
         return max(done, self.lost(number), self.first(number))
 
 
 def _most(sizes: Collection[int], room: int) -> int:
-    """Return how much each may have for all to find room, where those that have less leave theirs to the others."""
+    """Return the largest size that each may keep so that all fit into `room`.
+
+    Those with less leave their share to the others.
+    """
     for number, size in enumerate(sorted(sizes)):
         share = room // (len(sizes) - number)
         if size > share:
@@ -299,5 +333,5 @@ def _most(sizes: Collection[int], room: int) -> int:
 
 
 def create_output_ledger() -> int:
-    """Create an empty ledger, and return its descriptor. Memory that is not used is not taken."""
+    """Create an empty ledger, and return its descriptor. Unused memory is not allocated."""
     return memory_file.create_sized("megatron-recover-outputs", 8 * _WORDS * (MAX_OUTPUTS + 1), is_sparse=True)

@@ -1,8 +1,9 @@
-"""Receives packets from a process that may die at any instant (SOCK_SEQPACKET).
+"""Packets from a process that may die at any instant (SOCK_SEQPACKET).
 
-Note [A peer that dies]. Where a process dies before it has read all that was sent to it, the kernel tells the other end so
-first, once, by ECONNRESET: before what the dead one had still sent, and before the end of the stream. So that error ends
-nothing; what comes after it does.
+Note [A peer that dies]. A process may die before it has read everything that was sent to it. The
+kernel then reports ECONNRESET once to the other end. It does so before the packets that the dead
+process had still sent, and before the end of the stream. So that error ends nothing, and `receive`
+reads again after it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import socket
 
 
 def receive(sock: socket.socket, max_bytes: int, max_descriptors: int = 0) -> tuple[bytes, list[int]]:
-    """Return the next packet and its descriptors; an empty one when the peer is gone and all that it had sent was read."""
+    """Return the next packet and its descriptors; an empty packet at the end of the stream.
+
+    The stream ends when the peer is gone and every packet that it sent was read.
+    """
     try:
         packet, descriptors, _, _ = socket.recv_fds(sock, max_bytes, max_descriptors)
     except ConnectionResetError:

@@ -1,4 +1,7 @@
-"""Waits for one descriptor. `select.select` refuses descriptors from 1024 on, of which the launcher of a large run has many."""
+"""Waits for one descriptor, whatever its number.
+
+`select.select` refuses descriptors from 1024 on, and the launcher of a large run has many of these.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ import socket
 
 
 def is_readable(sock: socket.socket, seconds: float) -> bool:
-    """Return whether something can be read, or the other end has hung up, within so many seconds."""
+    """Return whether `sock` can be read, or its other end has hung up, within `seconds`."""
     return _is_ready(sock, select.POLLIN, seconds)
 
 
 def is_writable(sock: socket.socket, seconds: float) -> bool:
-    """Return whether something can be sent, or the other end has hung up, within so many seconds."""
+    """Return whether `sock` can send, or its other end has hung up, within `seconds`."""
     return _is_ready(sock, select.POLLOUT, seconds)
 
 

@@ -1,12 +1,19 @@
-"""The recorder: the process that writes trace and logs of a run from the memory of its processes, and runs the console.
+"""The recorder: the process that writes a run's trace and logs and runs the console.
 
-Nothing waits for it: a disk that stalls or is full, a slow terminal and the death of this process cost at most events and
-output, which are counted and told, never a step. The launcher starts it, tells it what it has to know (`Told`), and starts
-another one if it dies. It ends when it is told to, or when the launcher is gone. `narrator.py` puts the run into words.
+It reads events and output from memory that it shares with the run's processes. No rank waits for
+the recorder. A disk that stalls or is full, a slow terminal and the recorder's own death cost at
+most events and output, never a step. Lost events and output are counted and reported. The launcher
+starts the recorder, sends it what it has to know (`Told`), and starts another one if it dies. The
+recorder ends on `Finish`, or when the launcher is gone. `narrator.py` puts the run into words.
 
-Run by `cluster.recording.Recording` as ``python -m megatron_recover.cluster.recorder FD LEDGER OUTPUTS SETTINGS``: a
-SOCK_SEQPACKET socket on which each packet is one JSON message, the descriptors of both ledgers (of events and of outputs), and
-`Settings` as JSON. It imports no torch.
+`cluster.recording.Recording` runs it as ``python -m megatron_recover.cluster.recorder FD LEDGER
+OUTPUTS SETTINGS``:
+
+- FD: a SOCK_SEQPACKET socket, on which each packet is one JSON message;
+- LEDGER, OUTPUTS: the descriptors of the ledgers of events and of outputs;
+- SETTINGS: `Settings` as JSON.
+
+It imports no torch.
 """
 
 from __future__ import annotations
@@ -56,25 +63,26 @@ from megatron_recover.observe.files import LOGS
 from megatron_recover.trace.ring import Dropped, Item, Merge, RingReader
 
 _INTERVAL_S = 0.2
-"""Between two turns: how old the newest line of the file is while the disk takes it."""
+"""Seconds between two turns: the age of the file's newest line while the disk keeps up."""
 _SOON_S = 0.003
-"""The same where every moment counts, and how long a turn waits for a batch to be written."""
+"""Seconds between two turns when every moment counts, and the time that a turn waits for a
+batch."""
 _BATCH_BYTES = 2**20
-"""Written at once. Rings have room again when a batch is written."""
+"""Bytes that are written at once. The rings get room when a batch is written."""
 _AHEAD_BYTES = 16 * 2**20
-"""Events that are taken out of the rings and not written: the console shows them while the disk stalls. They stay in the rings
-until they are written."""
+"""Maximum bytes of events that are taken out of the rings and not yet written. The console shows
+these events while the disk stalls. They stay in the rings until they are written."""
 _TELL_LOSSES_S = 10.0
 _STOPPED = "T"
 
 
 class Recorder:
-    """Everything but the disk and the terminal, which have threads of their own."""
+    """The main thread of the recorder. Disk and terminal have threads of their own."""
 
     def __init__(
         self, control: socket.socket, ledger: Ledger, outputs: OutputLedger, settings: Settings, store: EventStore
     ) -> None:
-        """`control` leads to the launcher."""
+        """`control` is the socket to the launcher."""
         self._control, self._ledger, self._settings, self._deadlines = control, ledger, settings, settings.deadlines
         self._outputs = Outputs(
             outputs, limit_bytes=settings.output_bytes, slow_disk_s=self._deadlines.slow_disk_s,
@@ -97,21 +105,22 @@ class Recorder:
         self._lines: deque[tuple[bytes, Item]] = deque()
         self._ahead = 0
         self._unsent: deque[bytes] = deque()
-        """Replies for which the socket had no room."""
+        """Encoded replies for which the socket had no room."""
         self._untold: deque[float] = deque()
-        """When the launcher said what it has said and what is not told yet."""
+        """Times of the launcher's lines that are not shown yet, in seconds of the trace's clock."""
         self._finish: Finish | None = None
         self._is_orphan = False
         self._num_lost, self._losses_told_at, self._was_told = 0, 0.0, (0, 0, 0, 0)
         self._troubles = dict.fromkeys(_WHAT, "")
 
     def run(self) -> None:
-        """Record until the launcher says `Finish`, or is gone."""
+        """Record until the launcher sends `Finish`, or is gone."""
         self._console.start()
         while self._finish is None and not self._is_orphan:
             is_readable(self._control, self._pause_s())
             if self._turn():
-                # A message ends the wait, and there may be thousands: drains keep their pace.
+                # A message ends the wait, and there may be thousands: without this pause each would
+                # cost a drain.
                 time.sleep(_SOON_S)
         if self._is_orphan:
             end = time.monotonic() + self._deadlines.orphan_s
@@ -136,12 +145,13 @@ class Recorder:
         self._outputs.seal()
 
     def _turn(self) -> bool:
-        """Do what there is to do. Return whether the launcher had something to say."""
+        """Do one turn. Return whether the launcher has sent a message."""
         has_heard = self._receive()
         self._send_unsent()
         self._outputs.make_room()
         now = time.monotonic_ns()
-        # Events up to now can name another writer. What the former one printed before them is there now, and is shown first.
+        # Events up to `now` may name another writer. The lines that the former writer printed
+        # before are there by now, so they are shown first.
         self._narrator.take_lines(self._outputs.look(), self._seconds())
         if len(self._places) >= self._settings.num_rings:
             self._drain(now)
@@ -153,18 +163,21 @@ class Recorder:
         return has_heard
 
     def _pause_s(self) -> float:
-        """Return how long the next turn has time."""
+        """Return the seconds until the next turn."""
         since = self._keeper.busy_since
         is_written_soon = since is None or time.monotonic() - since < _INTERVAL_S
         is_behind = self._outputs.has_more or (bool(self._lines) and is_written_soon)
         return _SOON_S if self._outputs.is_filling or is_behind else _INTERVAL_S
 
     def _seconds(self) -> float:
-        """Return the time by the clock of the trace."""
+        """Return the time of the trace's clock, in seconds."""
         return time.monotonic() - self._settings.started_at
 
     def _narrate(self, until: float) -> None:
-        """Tell what happened until then. The launcher keeps what it has said until it is told, for the next recorder."""
+        """Show what happened until that time, in seconds of the trace's clock.
+
+        The launcher keeps each of its lines until it is shown, for the next recorder.
+        """
         self._narrator.tell(until)
         num_lines = 0
         while self._untold and self._untold[0] <= until:
@@ -174,13 +187,13 @@ class Recorder:
             self._send(LinesTold(num_lines))
 
     def _note(self) -> None:
-        """Have the launcher know what the next recorder has to know."""
+        """Send the launcher what the next recorder needs to know of the run."""
         account = self._narrator.account
         if (noted := Noted(account.loaded, account.saved)) != self._noted:
             self._noted = noted
             self._send(noted)
 
-    # --- From the launcher -------------------------------------------------------------------------------------------
+    # --- From the launcher ------------------------------------------------------------------------
 
     def _receive(self) -> bool:
         has_heard = False
@@ -227,18 +240,18 @@ class Recorder:
                 self._control.send(self._unsent[0])
                 self._unsent.popleft()
         except BlockingIOError:
-            return  # the launcher is busy, or stopped; there is one for each ring and line at most
+            return  # the launcher is busy or stopped; at most one reply per ring and line waits
         except OSError:
             self._unsent.clear()  # the launcher is gone
 
-    # --- From the outputs --------------------------------------------------------------------------------------------
+    # --- From the outputs -------------------------------------------------------------------------
 
     def _keep(self, which: int, lines: bytes) -> None:
-        """Write into memory what is to be in a log of our own."""
+        """Write lines into the output of a log of our own (`TRAIN_LOG` or `LAUNCHER_LOG`)."""
         if which in self._own_logs:
             os.write(self._own_logs[which].descriptor, lines)
 
-    # --- From the rings ----------------------------------------------------------------------------------------------
+    # --- From the rings ---------------------------------------------------------------------------
 
     def _drain(self, now: int) -> None:
         if self._ahead >= _AHEAD_BYTES:
@@ -247,7 +260,7 @@ class Recorder:
             line = self._line(item)
             self._lines.append((line, item))
             self._ahead += len(line)
-        self._note()  # before any of it is written: the next recorder goes on behind what is written
+        self._note()  # before any of these events is written: the next recorder continues after written events
 
     def _line(self, item: Item) -> bytes:
         """Return the line of an event, and give the event to the narrator."""
@@ -258,18 +271,23 @@ class Recorder:
             since = round(item.what.since / 1e9 - self._settings.started_at, 6)
             gap = trace.Gap(t=round(seconds, 6), replica=replica, rank=rank, num_events=item.what.num_events, since=since)
             return msgspec.json.encode(gap) + b"\n"
-        # The writer leaves the time open, as the stamp has it: `{"event":"voted","v":2,"t":0.0,...`.
+        # The process that records leaves the time at 0.0 in `{"event":"voted","v":2,"t":0.0,...`;
+        # the stamp has the time.
         line = item.what.replace(b'"t":0.0', b'"t":%.6f' % seconds, 1) + b"\n"
         name = line[10:].partition(b'"')[0].decode(errors="replace")
         if name in Narrator.WANTED:
-            with contextlib.suppress(msgspec.DecodeError):  # check will name the line; here it is only not shown
+            with contextlib.suppress(msgspec.DecodeError):  # the line is only not shown; `check` will name it
                 self._narrator.take(self._decode_event(line))
         return line
 
-    # --- To the disk -------------------------------------------------------------------------------------------------
+    # --- To the disk ------------------------------------------------------------------------------
 
     def _write(self, wait_s: float) -> None:
-        """Have the thread that writes take one batch after the other, as long as each takes less than `wait_s`."""
+        """Write batches one after the other, until one takes longer than `wait_s` seconds.
+
+        The keeper's thread writes. When it is idle, the launcher is sent `Drained` for exhausted
+        rings.
+        """
         self._note_written(0.0)
         while self._keeper.busy_since is None and self._lines:
             self._keeper.give(self._next_batch())
@@ -280,7 +298,7 @@ class Recorder:
                 self._send(Drained(number))
 
     def _note_written(self, wait_s: float) -> None:
-        """Give the rings room for what is written, if that is so within `wait_s`."""
+        """Give the rings the room of the batch, if it is written within `wait_s` seconds."""
         if self._keeper.busy_since is None or (batch := self._keeper.done(wait_s)) is None:
             return
         for number, (position, told) in batch.positions.items():
@@ -299,13 +317,14 @@ class Recorder:
         return Batch(b"".join(lines), len(lines), positions, last)
 
     def _write_events(self, until: float) -> bool:
-        """Write everything that is recorded, and return whether something is left.
+        """Write every recorded event. Return whether some are left.
 
-        What the disk has not taken by `until`, or refuses, is given up.
+        Events that the disk has not taken by `until`, or that it refuses for too long, are given
+        up.
         """
         refused_until = min(until, time.monotonic() + self._deadlines.refused_s)
         left = True
-        half = (time.monotonic() + until) / 2  # hundreds of megabytes of lines must not cost the events
+        half = (time.monotonic() + until) / 2  # hundreds of megabytes of lines must leave time for events
         self._look_for_the_last_time(half)
         while left and time.monotonic() < (until if self._error is None else refused_until):
             self._drain(time.monotonic_ns())
@@ -320,13 +339,16 @@ class Recorder:
         self._narrator.take_lines(lines, self._seconds())
 
     def _show_end(self) -> None:
-        """Tell the rest, and how the run ended: on the console behind the last lines of what failed."""
+        """Show the rest and how the run ended.
+
+        On the console the end comes after the last lines of the logs of what failed.
+        """
         finish, narrator = self._finish, self._narrator
         self._narrate(float("inf"))
         if finish is None:
             return
         lines = narrator.end(finish.exit_code, finish.reason, self._seconds())
-        if finish.exit_code == ExitCode.BAD_INPUT:  # said as the preflight says it; nothing is left to look at
+        if finish.exit_code == ExitCode.BAD_INPUT:  # the format of the preflight; no logs are left to read
             for line in finish.reason.splitlines():
                 print(f"megatron-recover run: {line}", file=sys.stderr)
         elif finish.exit_code != ExitCode.OK or not self._settings.quiet:
@@ -336,7 +358,7 @@ class Recorder:
             self._console.end([*_telling(ends), *lines])
 
     def _write_logs(self, until: float, left: bool) -> Shown:
-        """Write everything that is printed, like events. `left`: events are."""
+        """Write all output, with the same limits as events. `left`: some events are not written."""
         refused_until = min(until, time.monotonic() + self._deadlines.refused_s)
         keeper, writer = self._keeper, self._outputs.writer
         while (num_missing := writer.num_left) and time.monotonic() < (until if self._error is None else refused_until):
@@ -354,20 +376,20 @@ class Recorder:
     def _error(self) -> OSError | None:
         return self._keeper.error or self._outputs.writer.error
 
-    # --- To people ---------------------------------------------------------------------------------------------------
+    # --- To people --------------------------------------------------------------------------------
 
     def _says(self, text: str) -> None:
         self._narrator.says(text, self._seconds())
 
     def _tell(self, now: float, *, at_the_end: bool = False) -> None:
-        """Say once that there is trouble with the disk, and once that it is over; and how much was lost, now and then."""
+        """Report trouble with the disk once, its end once, and now and then how much was lost."""
         for name, (what, waits, where) in _WHAT.items():
             trouble = _trouble(self._keeper if name == "trace" else self._outputs.writer, now, self._deadlines.slow_disk_s)
             if trouble and not self._troubles[name]:
                 waits = waits.format(self._settings.output_bytes / 2**20)
                 self._says(
-                    f"WARNING: {what} cannot be written to {Path(self._settings.run_dir) / where} ({trouble}). The run goes "
-                    f"on. {waits}, and what finds no room there is lost; make room, or see to the disk"
+                    f"WARNING: {what} cannot be written to {Path(self._settings.run_dir) / where} ({trouble}). The run "
+                    f"continues. {waits}, and what does not fit there is lost; make room, or check the disk"
                 )
             elif self._troubles[name] and not trouble:
                 self._says(f"{what} is written again")
@@ -384,7 +406,7 @@ _WHAT = {
     "trace": ("the trace", "Events wait in memory", ""),
     "logs": ("what ranks print", "Up to {:.0f} MiB of it wait in memory, of all ranks together", LOGS),
 }
-"""What is written, where it waits, and the folder below that of the run."""
+"""Name on the console, place where it waits, and folder inside that of the run."""
 _LOSSES = (
     "{} events of this run are lost so far; the trace says where, and check does not vouch for those steps",
     "{} bytes that ranks have printed are lost so far, as no more than {:.0f} MiB of all ranks may wait in memory; the logs "
@@ -394,11 +416,11 @@ _LOSSES = (
     "{} times so far a program of a rank opened /dev/stdout or /dev/stderr for writing, and so emptied the rank's output: "
     "what was printed in the instant before is missing; let it append (>>)",
 )
-"""What can be lost: events, output, output on the console, and output that somebody has emptied."""
+"""Reports of loss: events, output, output on the console, and output that somebody has emptied."""
 
 
 def _telling(ends: Iterable[tuple[Path, str]]) -> Iterator[str]:
-    """Yield the last lines of what failed, so that nobody has to look for them."""
+    """Yield the last lines of logs with an error, so that nobody has to look for them."""
     for path, text in ends:
         lines = text.strip().splitlines()
         if any("Error" in line or "Traceback" in line or "Exception" in line for line in lines[-40:]):
@@ -407,7 +429,7 @@ def _telling(ends: Iterable[tuple[Path, str]]) -> Iterator[str]:
 
 
 def _trouble(writer: Keeper | LogWriter, now: float, slow_disk_s: float) -> str:
-    """Return what is wrong with the disk, as a thread that writes there finds it; empty: nothing."""
+    """Return the trouble that a thread has with writing to the disk; empty if there is none."""
     if writer.error is not None:
         return writer.error.strerror or str(writer.error)
     since = writer.busy_since
@@ -420,17 +442,18 @@ def _is_stopped(pid: int) -> bool:
 
 
 def main() -> None:
-    """Record a run."""
-    for number in TOLD_TO_ALL:  # what a signal to all processes of a job means is the launcher's business
+    """Record a run, as the command line describes it."""
+    for number in TOLD_TO_ALL:  # only the launcher reacts to a signal to all processes of a job
         signal.signal(number, signal.SIG_IGN)
-    # One that somebody has stopped wakes up when the launcher dies, writes what there is, and ends.
+    # Somebody may have stopped the recorder. The launcher's death then continues it; it writes what
+    # there is, and ends.
     set_parent_death_signal(signal.SIGCONT)
     set_process_name("recorder")
     control, ledger, outputs = socket.socket(fileno=int(sys.argv[1])), Ledger(int(sys.argv[2])), OutputLedger(int(sys.argv[3]))
     settings = msgspec.json.decode(sys.argv[4], type=Settings)
     store = EventStore(Path(settings.run_dir), ledger, part_bytes=settings.part_bytes, close_s=settings.deadlines.store_s / 2)
     Recorder(control, ledger, outputs, settings, store).run()
-    os._exit(0)  # threads that a disk or a terminal holds up are left behind
+    os._exit(0)  # do not wait for threads that a disk or a terminal blocks
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What launcher and recorder tell each other: each message is one packet of JSON, some with a descriptor.
+"""The messages between launcher and recorder, each one packet of JSON, some with a descriptor.
 
-`cluster/recording.py` is the launcher's side, and `cluster/recorder.py` the other one.
+`cluster/recording.py` is the launcher's side, and `cluster/recorder.py` the recorder's.
 """
 
 from __future__ import annotations
@@ -14,63 +14,71 @@ MAX_PACKET_BYTES = 2**16
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recorder has to know from the start."""
+    """The facts that a recorder needs from its start."""
 
     run_dir: str
     started_at: float
     """`time.monotonic()` of the launcher at the start of the run: zero of the trace's clock."""
     account: Account
-    """What is known of the run until now."""
+    """Account of the run until now."""
     quiet: bool
     part_bytes: int
     deadlines: Deadlines
     output_bytes: int
-    """Of all outputs together that may wait for the disk."""
+    """Bytes of all outputs together that may wait for the disk."""
     num_rings: int = 0
-    """Rings that are on their way: it drains none before it has them, since the order is that of all."""
+    """Number of rings that the launcher is about to send. The recorder drains no ring before it has
+    all of these, since the events of all rings have one order."""
     roster: tuple[int, ...] = ()
-    """The newest, if another recorder has written and shown the run until now."""
+    """Newest roster, if another recorder has written and shown the run until now; else empty."""
 
 
 class Ring(msgspec.Struct, frozen=True, tag=True):
-    """To the recorder, with one descriptor: a process will record in this ring. Sent before the process is started."""
+    """A message to the recorder, with the descriptor of a ring in which a process will record.
+
+    The launcher sends it before it starts the process.
+    """
 
     number: int
     replica: int
-    """-1: the launcher."""
+    """Replica of the process; -1: the launcher."""
     rank: int
 
 
 class Prints(msgspec.Struct, frozen=True, tag=True):
-    """To the recorder, with one descriptor: a process prints into this output."""
+    """A message to the recorder, with the descriptor of an output into which a process prints."""
 
     number: int
     log: str
     shown_of: int | None
-    """The replica whose lines these are, if they are for the console and `train.log`; `TRAIN_LOG` or `LAUNCHER_LOG`: this
-    becomes that file."""
+    """Replica that prints these lines, if they are for the console and `train.log`; else None.
+    `TRAIN_LOG` or `LAUNCHER_LOG`: the recorder itself writes this file's lines into the output."""
 
 
 TRAIN_LOG, LAUNCHER_LOG = -1, -2
-"""`Prints.shown_of` of the outputs into which the recorder itself writes: lines of the job's writer, and lines of ours."""
+"""Values of `Prints.shown_of` for the two outputs into which the recorder itself writes: the lines
+of the job's writer, and those of megatron-recover itself."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """To the recorder: the process of this ring lives no more."""
+    """A message to the recorder: the process that records in this ring has ended."""
 
     number: int
 
 
 class Says(msgspec.Struct, frozen=True, tag=True):
-    """To the recorder: one line for the console."""
+    """A message to the recorder: one line of the launcher for the console."""
 
     text: str
     seconds: float
-    """When it was said, by the clock of the trace."""
+    """Time at which the launcher made the line, in seconds of the trace's clock."""
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """To the recorder: nobody records any more. Write what there is, show how the run ended, and end."""
+    """A message to the recorder: no process records any more.
+
+    The recorder then writes what is left, shows how the run ended, and ends.
+    """
 
     exit_code: int
     reason: str
@@ -80,33 +88,36 @@ Told = Ring | Prints | Ended | Says | Finish
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
-    """From the recorder: everything of this ring is in the file, and its process has ended."""
+    """A message from the recorder: a ring's process has ended, and the file has all its events."""
 
     number: int
 
 
 class Noted(msgspec.Struct, frozen=True, tag=True):
-    """From the recorder: what a run has loaded and saved, which the launcher does not see by itself (`Account`)."""
+    """A message from the recorder: the iterations that the run has loaded and saved.
+
+    The launcher does not see these by itself (`Account`).
+    """
 
     loaded: int | None
     saved: int | None
 
 
 class Shown(msgspec.Struct, frozen=True, tag=True):
-    """From the recorder, its last word: how the run ended was shown."""
+    """The last message from the recorder: it has shown how the run ended."""
 
     num_unwritten: int
-    """Events that are not in the file."""
+    """Number of events that are not in the file."""
     why: str
-    """Empty if everything is on the disk."""
+    """Reason why something could not be written; empty if everything is on the disk."""
     num_missing: int = 0
     """Bytes that were printed and are not in the logs."""
     is_seen: bool = True
-    """Whether the terminal has taken it."""
+    """True if the terminal has taken all lines."""
 
 
 class LinesTold(msgspec.Struct, frozen=True, tag=True):
-    """From the recorder: the next so many lines that the launcher has said are told."""
+    """A message from the recorder: the launcher's next `num_lines` lines have been shown."""
 
     num_lines: int
 

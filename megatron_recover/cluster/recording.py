@@ -1,7 +1,7 @@
-"""The launcher's side of the recorder: rings and outputs of all processes, and a recorder that is started again if it dies.
+"""The launcher's side of the recorder: rings and outputs of all processes, and the recorder itself.
 
-No call waits for the recorder, but for `finish`, which has a deadline. What becomes of the recorder never changes what becomes
-of the run.
+A recorder that dies is started again. Only `finish` and `close` wait for the recorder, with a
+deadline. The recorder's fate never changes the run's.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from megatron_recover.observe.files import LOGS
 from megatron_recover.trace import ring
 
 _LAUNCHER = -1
-"""What the trace calls the launcher where it names a replica."""
+"""Replica number of the launcher in the trace."""
 _SHORTEST_PAUSE = 1 / 32
-"""Of `renew_s`: the pause after the second death in a row."""
+"""Pause after the second death in a row, as a fraction of `renew_s`."""
 _MAX_WAITING = 10_000
-"""Lines for the console that a recorder does not take; the oldest go."""
+"""Maximum of lines for the console that wait for a recorder; beyond it the oldest are dropped."""
 _MAX_TEXT = 8_000
 """Characters of such a line that are shown."""
 _LOOK_S = 0.05
-"""Between two looks at the recorder at the end of the run."""
+"""Seconds between two looks at the recorder at the end of the run."""
 
 
 class _Ring(msgspec.Struct):
@@ -52,23 +52,30 @@ class _Ring(msgspec.Struct):
 
 
 class Pauses:
-    """How long to wait before another recorder is started: twice as long from death to death, until one has lived long."""
+    """The pauses before another recorder is started.
+
+    The first restart is at once. Each further pause is twice as long as the one before, at most
+    `longest_s` seconds. After a recorder that lived so long the sequence begins anew.
+    """
 
     def __init__(self, longest_s: float) -> None:
         self._longest_s, self._next_s = longest_s, 0.0
 
     def after(self, lived_s: float) -> float:
-        """Return how many seconds to wait after the death of a recorder that has lived `lived_s`."""
+        """Return the seconds to wait after the death of a recorder that lived `lived_s` seconds."""
         pause_s = 0.0 if lived_s >= self._longest_s else self._next_s
         self._next_s = min(self._longest_s, max(_SHORTEST_PAUSE * self._longest_s, 2 * pause_s))
         return pause_s
 
 
 class Recording:
-    """The trace and the console of one run, as the launcher sees them. Used by one thread."""
+    """The trace and the console of one run, as the launcher sees them. One thread uses it."""
 
     def __init__(self, job: Job, started_at: float, *, quiet: bool = False, deadlines: Deadlines | None = None) -> None:
-        """Create the trace, empty, and start a recorder. Raises OSError where the folder takes no trace."""
+        """Create the empty trace and start a recorder.
+
+        Raises OSError if the folder accepts no trace.
+        """
         self._job, self._quiet = job, quiet
         self._deadlines = deadlines or job.config.deadlines
         self._account = Account(replicas=job.num_replicas, run_dir=str(job.run_dir))
@@ -78,8 +85,8 @@ class Recording:
             part_bytes=job.trace_file_bytes, output_bytes=output.WAITING_BYTES,
             deadlines=self._deadlines,
         )  # fmt: skip
-        # Not by the recorder alone: a folder that takes nothing is refused before anything is started. A FIFO, behind which
-        # somebody collects the trace, is there already.
+        # The launcher creates the file, too: a folder that accepts no file is refused before
+        # anything is started. A FIFO, behind which somebody collects the trace, exists already.
         events = job.run_dir / trace.EVENTS_FILE
         if not events.is_fifo():
             os.close(os.open(events, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -87,20 +94,22 @@ class Recording:
         self._copied = output.OutputLedger(self._output_ledger)
         self._outputs: dict[int, Output] = {}
         self._shown_of: dict[int, int] = {}
-        """Output -> replica whose lines are for the console, or the log of our own that it is."""
+        """Output -> replica whose lines are for the console, or `TRAIN_LOG` or `LAUNCHER_LOG`."""
         self._rings: dict[int, _Ring] = {}
         self._numbers: dict[tuple[int, int], int] = {}
         self._outbox: deque[messages.Told] = deque()
         self._untold: deque[messages.Says] = deque()
-        """Sent, and perhaps not told: the next recorder hears it again."""
+        """Lines that were sent and perhaps not shown; the next recorder gets them again."""
         self._shown: messages.Shown | None = None
         self._finish: messages.Finish | None = None
-        """What every recorder is told from the end of the run on: one that has heard it may die before it has done it."""
+        """Message that every recorder gets from the end of the run on: a recorder that has received
+        it may die before it has finished."""
         self._speaker = Speaker()
         self._roster: tuple[int, ...] = ()
         self._num_rings = 0
         self._pauses, self._began_at, self._start_at = Pauses(self._deadlines.renew_s), 0.0, float("inf")
-        """When the recorder was started, and when the next one is to be (`time.monotonic()`)."""
+        """The pauses, and two times of `time.monotonic()`: the start of the recorder, and the start
+        that is planned for the next one."""
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._decode = msgspec.json.Decoder(messages.Reply).decode
@@ -110,22 +119,22 @@ class Recording:
         self._start()
 
     def record(self, event: trace.Event) -> None:
-        """Record an event of the launcher. It never waits."""
+        """Record an event of the launcher. This never waits."""
         if isinstance(event, trace.Generation):
             self._roster = event.roster
         self._account.take(event)
         self._log.record(event)
 
     def descriptors(self, replica: int, rank: int) -> dict[str, int]:
-        """Return what a rank that is about to be started inherits: a new ring, by its name."""
+        """Return the descriptor of a new ring, by name, for a rank that is about to start."""
         descriptor = self._add(replica, rank)
         self.poll()
         return {ring.DESCRIPTOR: descriptor}
 
     def output(self, log: Path, *, shown_of: int | None = None) -> Output:
-        """Return a new output for a process that is about to be started; it is copied to `log`. Raises OSError.
+        """Return a new output for a process that is about to be started; it is copied to `log`.
 
-        `shown_of`: the replica that it belongs to, if its lines are for the console.
+        `shown_of`: the replica of the process, if its lines are for the console. Raises OSError.
         """
         made = output.create(log)
         number = len(self._outputs)
@@ -142,14 +151,14 @@ class Recording:
         return self.output(self._job.log_of(replica, rank), shown_of=replica if is_shown else None)
 
     def ended(self, replica: int, rank: int) -> None:
-        """Note that the process of a rank lives no more."""
+        """Note that the process of a rank has ended."""
         number = self._numbers.get((replica, rank))
         if number in self._rings:
             self._rings[number].has_ended = True
             self._outbox.append(messages.Ended(number))
 
     def says(self, text: str) -> None:
-        """Show one line of ours, and keep it in `launcher.log`."""
+        """Show one line of the launcher, and keep it in `launcher.log`."""
         if len(self._outbox) >= _MAX_WAITING and isinstance(self._outbox[0], messages.Says):
             self._outbox.popleft()
         self._outbox.append(self._line(text))
@@ -159,23 +168,26 @@ class Recording:
         return messages.Says(text[:_MAX_TEXT], round(time.monotonic() - self._started_at, 6))
 
     def poll(self) -> None:
-        """Exchange with the recorder what there is to exchange, and start another one if it has died."""
+        """Exchange messages with the recorder, and start another one if it has died."""
         self._send()
         self._drop_output()
         self._receive()
         if self._process is not None and self._process.poll() is not None and self._shown is None:
             self._receive()
             status, self._process = self._process.returncode, None
-            self._account.is_complete = False  # its last word on what was saved may not have come
+            self._account.is_complete = False  # its last `Noted` may not have come
             self._start_later(f"the recorder ended by {cause_of(status)}")
         if time.monotonic() >= self._start_at:
             self._start()
 
     def finish(self, exit_code: int, reason: str) -> bool:
-        """Have the rest of the trace written and the end of the run shown, within a deadline. Return whether it is written."""
+        """Have the rest of the trace written and the run's end shown, within a deadline.
+
+        Returns whether the whole trace is written.
+        """
         self._finish = messages.Finish(exit_code, reason[:_MAX_TEXT])
         self._outbox.append(self._finish)
-        self._pauses = Pauses(self._deadlines.renew_s)  # there is no time for long ones any more
+        self._pauses = Pauses(self._deadlines.renew_s)  # there is no time for long pauses any more
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)  # somebody may have stopped it
         else:
@@ -204,17 +216,18 @@ class Recording:
         return self._shown is not None and not self._shown.num_unwritten
 
     def close(self) -> None:
-        """End the recorder, which writes what there is first if it was not told to finish."""
+        """End the recorder. Without a call of `finish` before, it first writes what there is."""
         if self._finish is None and self._ledger >= 0:
             self._abandon()
         self._hang_up()
         if self._process is not None:
-            # One that has not shown the end has had its time, and one that the disk holds cannot end.
+            # A recorder that has not shown the end has used up its time, and one that the disk
+            # blocks cannot end.
             wait_s = self._deadlines.terminal_s if self._shown is not None and not self._shown.why else 0.0
             try:
                 self._process.wait(wait_s)
             except subprocess.TimeoutExpired:
-                self._process.kill()  # where the disk holds it, it ends when the disk lets it; nobody waits for that
+                self._process.kill()  # one that the disk blocks ends only later; nobody waits for that
             self._process = None
         for each in self._rings.values():
             os.close(each.descriptor)
@@ -230,21 +243,21 @@ class Recording:
             self._ledger = -1
 
     def _abandon(self) -> None:
-        """Have a recorder write what there is, as somebody has raised: it does what it does when its launcher is gone."""
+        """Have a recorder write what there is after an exception, as if it had no launcher."""
         end = time.monotonic() + self._deadlines.abandoned_s
         if self._process is None or self._process.poll() is not None:
             self._process = None
             self._start()
         while self._process is not None and self._process.poll() is None and time.monotonic() < end:
             if self._control is not None:
-                self._send()  # one that has just been started knows nothing
+                self._send()  # a new recorder has no messages yet
                 if not self._outbox:
                     self._hang_up()
             time.sleep(_LOOK_S)
         if self._process is None or self._process.returncode != 0:
             self._complain(f"trace and logs may miss their end in {self._job.run_dir}: no recorder has written all of it")
 
-    # --- The recorder ------------------------------------------------------------------------------------------------
+    # --- The recorder -----------------------------------------------------------------------------
 
     def _add(self, replica: int, rank: int) -> int:
         """Create a ring and return its descriptor."""
@@ -258,7 +271,7 @@ class Recording:
         return descriptor
 
     def _start(self) -> None:
-        """Start a recorder, and tell it all that the one before it knew."""
+        """Start a recorder, and send it everything that the one before knew."""
         self._hang_up()
         self._began_at, self._start_at = time.monotonic(), float("inf")
         others = [*self._untold, *(each for each in self._outbox if isinstance(each, messages.Says))]
@@ -278,11 +291,11 @@ class Recording:
             self._control.setblocking(False)
             with theirs:
                 self._process = self._spawn(theirs.fileno())
-        except OSError as error:  # no process, or no descriptor, can be had
+        except OSError as error:  # no process or no descriptor is available
             self._start_later(f"no recorder can be started ({error.strerror})")
 
     def _spawn(self, control: int) -> subprocess.Popen[bytes]:
-        """Start the process of a recorder, with its end of the socket. Raises OSError."""
+        """Start the process of a recorder, with the end `control` of the socket. Raises OSError."""
         settings = msgspec.structs.replace(self._settings, num_rings=len(self._rings), roster=self._roster)
         command = [
             sys.executable, "-m", "megatron_recover.cluster.recorder", str(control), str(self._ledger),
@@ -292,21 +305,21 @@ class Recording:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=inherited)
 
     def _start_later(self, why: str) -> None:
-        """Start another recorder after a pause, which grows while recorders die one after the other."""
+        """Start another recorder after a pause, which grows while recorders die in a row."""
         self._hang_up()
         now = time.monotonic()
         pause_s = self._pauses.after(now - self._began_at)
         self._start_at = now + pause_s
         if pause_s:
-            why += f", as did those before; in {figure(pause_s)} s another one goes on with the trace. Until then events and "
-            why += "output wait in memory, and what finds no room there is lost"
-            self._speaker.say(_ours(why))  # it must not wait: this is inside the loop of the coordinator
+            why += f", as did those before; in {figure(pause_s)} s a new one continues the trace. Until then events and "
+            why += "output wait in memory, and what does not fit there is lost"
+            self._speaker.say(_ours(why))  # without a wait: this runs in the coordinator's loop
         else:
-            why += ": another one goes on with the trace"
+            why += ": a new one continues the trace"
         self._outbox.append(self._line(why))
 
     def _drop_output(self) -> None:
-        """Drop what finds no room in memory: the recorder may be stopped, or gone."""
+        """Drop output that has no room in memory, as the recorder may be stopped or gone."""
         shown = {number for number, shown_of in self._shown_of.items() if shown_of >= 0}
         why = self._copied.cause(time.monotonic_ns(), self._deadlines.still_s)
         self._copied.drop(self._outputs, self._settings.output_bytes, Who.LAUNCHER, why=why, shown=shown)
@@ -327,9 +340,9 @@ class Recording:
             try:
                 socket.send_fds(self._control, [msgspec.json.encode(told)], handed)
             except BlockingIOError:
-                return  # it is busy, or stopped
+                return  # the recorder is busy or stopped
             except OSError:
-                return  # it has died: `poll` sees that
+                return  # the recorder has died: `poll` sees that
             self._outbox.popleft()
             if isinstance(told, messages.Says):
                 self._untold.append(told)
@@ -354,7 +367,7 @@ class Recording:
                     self._shown = shown
 
     def _complain(self, text: str) -> None:
-        """Say something on stderr, and wait only shortly for a terminal that takes nothing (Ctrl-S)."""
+        """Show a line on stderr; wait only briefly for a terminal that accepts nothing (Ctrl-S)."""
         self._speaker.say(_ours(text))
         self._speaker.wait(self._deadlines.notice_s)
 

@@ -1,7 +1,8 @@
-"""A simulated scenario on real processes: the command that runs it, and how long its steps took.
+"""A simulated scenario on real processes: the command that runs it, and the duration of its steps.
 
-A small GPT stands for the model; each of its forwards and backwards is stretched to the scenario's wall time by
-`scripts/paced_pretrain.py`, so that the number of cores decides little. What is dealt, summed, voted and recovered is real.
+A small GPT stands for the model. `scripts/paced_pretrain.py` stretches each forward and backward to
+the scenario's wall time, so the number of cores matters little. Dealing, sums, votes and recovery
+are real.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from megatron_recover.sim.timed.models import Scenario
 
 PACED = Path(megatron_recover.__file__).parents[1] / "scripts" / "paced_pretrain.py"
 MAX_PROCESSES = 32
-"""More ranks than this on one machine measure the machine."""
+"""Maximum of ranks. With more on one machine, the machine is measured and not the job."""
 HEADS = 4
-"""Of the model's attention; tensor parallelism divides them."""
+"""Attention heads of the model; the tensor parallel size must divide this number."""
 
 
 def refusals(scenario: Scenario) -> Iterator[str]:
-    """Why a scenario cannot be run on real processes of this machine, one line each."""
+    """Yield why a scenario cannot run on real processes of this machine, one line per reason."""
     job, failures = scenario.job, scenario.failures
     if job.replicas * job.ranks > MAX_PROCESSES:
         yield f"[job] replicas x ranks is {job.replicas * job.ranks}; on one machine it must be at most {MAX_PROCESSES}"
@@ -37,7 +38,7 @@ def refusals(scenario: Scenario) -> Iterator[str]:
 
 
 def flags(scenario: Scenario, data: Path) -> list[str]:
-    """The script and its flags: what stands behind `--` of `megatron-recover run`."""
+    """Return the script and its flags, as they follow `--` in `megatron-recover run`."""
     job = scenario.job
     text = (
         f"--num-layers {max(2, job.stages)} --hidden-size 32 --num-attention-heads {HEADS} --seq-length 32"
@@ -52,5 +53,5 @@ def flags(scenario: Scenario, data: Path) -> list[str]:
 
 
 def step_times(run_dir: Path) -> tuple[StepTime, ...]:
-    """Every training step of a run, from its trace."""
+    """Return every training step of a run, from its trace."""
     return tuple(one for one in Goodput(History.read(run_dir)).steps if one.is_training)

@@ -1,11 +1,12 @@
-"""Decides what a signal to the launcher means: the request to end the job, a repetition of that request, or kill at once.
+"""The meaning of a signal to the launcher: end the job, a repetition of that request, or kill.
 
-Note [One request]. A scheduler sends several signals for one end of a job: `--signal`'s USR1 or USR2 ahead of a time limit,
-then SIGTERM twice in a row on every node. All of these are one request. Only a person at a terminal can kill everything at
-once, with a second Ctrl-C. A terminal sends SIGINT to its foreground process group, so a SIGINT counts as Ctrl-C if this
-process has a controlling terminal and belongs to that terminal's foreground group. Any other SIGINT (`scancel --signal=INT`,
-a wrapper script without a terminal) counts like SIGTERM. Who has no terminal and must kill at once sends SIGKILL to the
-launcher: everything that it started dies with it.
+Note [One request]. A scheduler sends several signals for one end of a job: `--signal`'s USR1 or
+USR2 ahead of a time limit, then SIGTERM twice in a row on every node. All of these are one request.
+Only a person at a terminal can kill everything at once, with a second Ctrl-C. A terminal sends
+SIGINT to its foreground process group. So a SIGINT counts as Ctrl-C if this process has a
+controlling terminal and belongs to that terminal's foreground group. Any other SIGINT (`scancel
+--signal=INT`, a wrapper script without a terminal) counts like SIGTERM. Without a terminal, send
+SIGKILL to the launcher to kill at once: everything that the launcher started dies with it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from megatron_recover.cluster.forkserver import TOLD_TO_ALL
 
 
 class Answer(enum.Enum):
-    """What the launcher does about a signal."""
+    """The launcher's reaction to a signal."""
 
     END = "end"
-    """Ask all replicas to end after a common step."""
+    """Request all replicas to end after a common step."""
     KNOWN = "known"
-    """Nothing: the end was requested before."""
+    """Do nothing: the end was requested before."""
     KILL = "kill"
     """Kill everything at once."""
 
@@ -39,15 +40,19 @@ class EndRequest:
         self._num_ctrl_c = 0
         self._before: list[tuple[int, Callable[..., object] | int | None]] = []
         self.is_hurried = False
-        """Whether a signal came after the end of `received`: the exit code is known, and what is left to do is to end early."""
+        """True if a signal came after the end of `received`. The exit code is known by then, and
+        what is left to do should end early."""
 
     @property
     def is_made(self) -> bool:
-        """Whether any signal has arrived."""
+        """Return whether any signal has arrived."""
         return self._is_made
 
     def take(self, number: int, *, at_terminal: bool) -> Answer:
-        """Return the answer to one signal. `at_terminal` says whether a SIGINT now is a Ctrl-C (Note [One request])."""
+        """Return the answer to one signal.
+
+        `at_terminal`: a SIGINT now is a Ctrl-C (Note [One request]).
+        """
         if number == signal.SIGINT and at_terminal:
             self._num_ctrl_c += 1
         if self._num_ctrl_c > 1:
@@ -59,12 +64,15 @@ class EndRequest:
 
     @contextmanager
     def received(self, on_signal: Callable[[int], None]) -> Iterator[None]:
-        """Call `on_signal(number)`, from a signal handler, for every signal that asks for the job's end.
+        """Call `on_signal(number)`, from a signal handler, for every signal that requests the end.
 
-        SIGHUP, which a terminal that is closed sends, is left alone where whoever started this process has it ignored (nohup).
-        After this context the process is about to end, and no signal must change its exit code or leave anything behind. So
-        until `release` a signal only sets `is_hurried`. Where the end was requested, not even that: later signals of a
-        scheduler belong to that request and are ignored, but for SIGINT.
+        A terminal that is closed sends SIGHUP. If this process was started with SIGHUP ignored
+        (nohup), SIGHUP stays ignored.
+
+        After this context the process is about to end. No signal may then change its exit code or
+        leave anything behind. So until `release` a signal only sets `is_hurried`. If the end was
+        requested before, every signal but SIGINT is ignored: further signals of a scheduler belong
+        to that request.
         """
 
         def handle(number: int, frame: FrameType | None) -> None:
@@ -82,7 +90,7 @@ class EndRequest:
                 signal.signal(number, signal.SIG_IGN if self._is_made and number != signal.SIGINT else self._hurry)
 
     def release(self) -> None:
-        """Have signals do again what they did before `received`, but for those that are ignored (see there)."""
+        """Restore the handlers from before `received`, except of signals that it left ignored."""
         for number, handler in self._before:
             if signal.getsignal(number) == self._hurry:
                 signal.signal(number, handler)
@@ -93,7 +101,10 @@ class EndRequest:
 
 
 def is_at_terminal() -> bool:
-    """Return whether this process belongs to the foreground process group of a controlling terminal."""
+    """Return whether this process is in the foreground process group of a terminal.
+
+    The terminal is the controlling terminal of this process.
+    """
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # ENXIO: there is none

@@ -1,6 +1,7 @@
-"""When ranks that a fault of kind `freeze` has stopped go on: as soon as the trace says that what they wait for has happened.
+"""The end of freezes: a rank that a fault of kind `freeze` has stopped continues after its event.
 
-A stopped process cannot watch for anything, so the launcher does; it decides nothing else, and nothing without such faults.
+The event is one of the trace, given by the fault. A stopped process cannot watch for an event, so
+the launcher does. It decides nothing else here, and without such faults nothing at all.
 """
 
 from __future__ import annotations
@@ -14,20 +15,22 @@ from megatron_recover.observe.follow.tail import Tail
 
 
 class Thawing:
-    """Follows the trace of a run for the ends of its freezes. It never waits."""
+    """A reader of the run's trace that finds the ends of its freezes. It never waits."""
 
     def __init__(self, faults: Sequence[Fault], events: Path) -> None:
-        """`events`: the trace of the run. Without a freeze among its `faults` it is not read."""
+        """`events`: path of the run's trace. It is read only if a freeze is among the `faults`."""
         self._tail = Tail(events) if any(fault.kind is FaultKind.FREEZE for fault in faults) else None
         self._meant_for = {fault.replica for fault in faults if fault.kind is FaultKind.FREEZE}
         self._frozen: dict[tuple[int, int], str] = {}
-        """(replica, rank) -> the event that it waits for."""
+        """Frozen rank (replica, rank) -> name of the event that ends the freeze."""
         self._due: list[tuple[int, int]] = []
 
     def due(self) -> list[tuple[int, int]]:
-        """The ranks (replica, rank) whose event has come; a rank is named until `done`, since its stop may be on its way.
+        """Return the ranks (replica, rank) whose event has come.
 
-        A trace that cannot be read any more ends no freeze: the others fence who is frozen, as without an end of it.
+        A rank is in the result until `done` is called for it, since its SIGSTOP may still be on its
+        way. A trace that cannot be read any more ends no freeze: the other replicas then have the
+        frozen one fenced, as if its freeze had no end.
         """
         try:
             for line in self._tail.lines() if self._tail is not None else ():
@@ -39,22 +42,26 @@ class Thawing:
         return list(self._due)
 
     def concerns(self, replica: int) -> bool:
-        """Return whether a freeze is meant for the replica: the fault says when it ends, so nobody may end it before."""
+        """Return whether a freeze is meant for the replica.
+
+        The fault defines when that freeze ends, so nobody may end the replica before.
+        """
         return replica in self._meant_for
 
     def done(self, replica: int, rank: int) -> None:
-        """The rank goes on, or is gone."""
+        """Forget a rank that continues or has ended."""
         self._due.remove((replica, rank))
 
     def _take(self, event: trace.AnyEvent) -> None:
         if isinstance(event, trace.Fault) and event.until is not None:
             self._frozen[event.replica, event.rank] = event.until
             return
-        if isinstance(event, trace.Fenced):  # it is gone
+        if isinstance(event, trace.Fenced):  # the replica is gone
             self._frozen = {key: until for key, until in self._frozen.items() if key[0] != event.replica}
             self._due = [key for key in self._due if key[0] != event.replica]
         name = trace.name_of(event)
-        # Its own replica may still write what it was at.
+        # A frozen replica may still write events of its earlier work, so its own events do not
+        # count.
         author = getattr(event, "replica", None)
         for key in [key for key, until in self._frozen.items() if until == name and key[0] != author]:
             del self._frozen[key]

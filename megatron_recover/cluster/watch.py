@@ -1,7 +1,8 @@
-"""The agent's eye on its ranks: their progress pages, process states and deaths, and what is to be said of them.
+"""The watch over a node's ranks: their progress pages, process states and deaths.
 
-Joins the pages (`progress_page.py`), `/proc` and the machine of `core/detector.py`. It decides nothing about membership: the
-launcher feeds what is found here to the coordinator.
+This module joins the pages (`progress_page.py`), `/proc` and the machine of `core/detector.py`. It
+reports its findings to people, to the trace and to the launcher. It decides nothing about
+membership: the launcher gives the findings to the coordinator.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_recover.observe.standstills import about_stacks
 
 
 class Watch:
-    """Watches the ranks of one node. Used by the thread of the node."""
+    """The watch over the ranks of one node. The thread of the node uses it."""
 
     def __init__(
         self,
@@ -35,9 +36,11 @@ class Watch:
         at_work: Callable[[tuple[int, ...]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`log_of(replica, rank)`: where its log is. `says(line)` tells people.
+        """Watch `node` within the limits of `deadlines`.
 
-        `at_work(replicas)` is told which replicas are at work of their own, when that changes.
+        `log_of(replica, rank)` returns the path of a rank's log. `says(line)` shows a line to
+        people. `at_work(replicas)` is called with the replicas that are at work of their own, on
+        each change.
         """
         self._log_of = log_of
         self._node, self._record, self._says, self._clock = node, record, says, clock
@@ -49,7 +52,8 @@ class Watch:
             )
         )
         self._writing: dict[int, tuple[detector.Condemned, float]] = {}
-        """Replicas that are to be fenced when their ranks have written their stacks, and until when that is waited for."""
+        """Replicas to fence once their ranks have written their stacks, and the time limit of that
+        wait."""
         self._oom_kills = OomKills()
         self._ranks: list[tuple[int, int]] = []
 
@@ -59,9 +63,11 @@ class Watch:
         self._oom_kills.watch(self._node.pid(replica, rank), self._clock())
 
     def look(self, generation: int, replicas: Collection[int]) -> list[tuple[Loss, Failing | None]]:
-        """Judge the ranks of the `replicas` that are in the job; call it behind every poll of the node.
+        """Judge the ranks of the `replicas` that are in the job. Call it after every node poll.
 
-        Returns the replicas that hang and whose ranks have written their stacks, with what that is charged to.
+        Returns the replicas that hang and that are ready to be fenced: their ranks have written
+        their stacks, or the time for that is over. Each comes with the microbatches that the hang
+        is charged to, if any.
         """
         now_s = self._clock()
         self._oom_kills.look(now_s)
@@ -87,7 +93,11 @@ class Watch:
         return [self._fence(replica, now_s) for replica in self._due(replicas, now_s)]
 
     def _name(self, named: detector.Named, *, is_waited_for: bool) -> None:
-        """Tell people and the trace. `is_waited_for`: it is not fenced now, and its training threads write their stacks."""
+        """Report a finding on a rank to people and to the trace.
+
+        `is_waited_for`: the rank's replica is not about to be fenced. The training threads of its
+        ranks are then requested to write their stacks.
+        """
         self._record(
             trace.RankSilent(
                 replica=named.replica,
@@ -110,7 +120,7 @@ class Watch:
         text = f"replica {named.replica}, {named}; {about_stacks(named.verdict.value, named.state)}"
         text += f" ({self._log_of(named.replica, named.rank)})"
         if named.verdict is detector.Verdict.TRACED and (tracer := self._node.tracer(named.replica, named.rank)):
-            text += f"; it goes on when {tracer} lets it go"
+            text += f"; it continues when {tracer} releases it"
         if is_waited_for:
             left_s = max(0.0, self._deadline_s - named.seconds)
             until = time.strftime("%H:%M:%S", time.localtime(time.time() + left_s))
@@ -125,7 +135,7 @@ class Watch:
         return None if watched is None else round(max(0.0, self._clock() - watched.progress.since_ns / 1e9), 3)
 
     def _waiting(self, least_s: float) -> tuple[trace.WaitingRank, ...]:
-        """Return the ranks that have waited for somebody for `least_s` seconds, the longest waits first."""
+        """Return the ranks that have waited for others for `least_s` seconds, longest first."""
         found = [
             (watched.silent_s, replica, rank, watched.progress.phase)
             for (replica, rank), watched in self._state.ranks.items()
@@ -139,7 +149,10 @@ class Watch:
         )
 
     def _due(self, replicas: Collection[int], now_s: float) -> list[int]:
-        """Return the condemned replicas that are waited for no longer; forget those that are gone anyway."""
+        """Return the condemned replicas whose stacks are written, or whose time for that is over.
+
+        Forget condemned replicas that are gone anyway.
+        """
         for replica in self._writing.keys() - set(replicas):
             del self._writing[replica]
         return [
@@ -156,10 +169,13 @@ class Watch:
         return Loss(replica, LossKind.HUNG, detail), condemned.failing
 
     def loss(self, end: End, *, started: bool, said: Callable[[], str] = lambda: "") -> tuple[Loss, Failing | None]:
-        """Return what the first end of a replica is, and which microbatches it is charged to (INV-9), if any.
+        """Return how a replica is lost by the first end of a rank, and the failure charged for it.
 
-        `started`: generation 1 has been made. `said()`: what the rank has printed last. A rank of a replica that is about to be
-        fenced may end by being asked for its stacks (`forkserver`, Note [Stacks]): the replica is lost as it would have been.
+        The failure names the microbatches that the end is charged to (INV-9); None if there are
+        none. `started`: generation 1 has been made. `said()` returns the newest output of the rank.
+
+        A rank of a condemned replica may die from the request for its stacks (`forkserver`, Note
+        [Stacks]). The replica is then lost as hung, as if that rank had not died.
         """
         if end.replica in self._writing:
             condemned, _ = self._writing[end.replica]
@@ -178,7 +194,8 @@ class Watch:
         progress = self._node.page(end.replica, end.rank)
         if kind is not LossKind.CRASHED or by_communication or progress is None:
             return Loss(end.replica, kind, detail), None
-        # Elsewhere the page still names what a device may not have finished.
+        # In other phases the page may still name a microbatch whose work the device has not
+        # finished.
         if progress.phase not in _OF_A_MICROBATCH or not progress.microbatches:
             return Loss(end.replica, kind, detail), None
         which = ", ".join(map(str, progress.microbatches))
@@ -190,20 +207,27 @@ class Watch:
 
 _SIGKILL = 9
 _OF_A_MICROBATCH = detector.COMPUTES | {detector.Phase.DATA, detector.Phase.COMPILING, detector.Phase.PIPELINE}
-"""Phases in which a crash is the doing of a microbatch in work; on a device that runs behind, also between two computations."""
+"""Phases in which a microbatch in work is charged with a crash. On a device that runs behind the
+process, this includes the phases between two computations."""
 _MOST_WAITING = 64
-"""So many waiting ranks an event lists at most: in a large job all others may wait for one."""
+"""Maximum of waiting ranks that an event lists: in a large job all others may wait for one rank."""
 
 
 def exception_in(text: str) -> str:
-    """Return the exception of the last traceback in what a process has printed, in its first line; empty if there is none."""
+    """Return the exception that ends the last traceback in `text`, in its first line.
+
+    Empty if `text` has no traceback.
+    """
     _, found, traceback = text.rpartition("Traceback (most recent call last):\n")
     lines = traceback.splitlines() if found else []
     return next((line.strip()[: trace.MAX_REASON] for line in lines if line.strip() and not line.startswith(" ")), "")
 
 
 def explaining_first(ends: Sequence[End]) -> Iterable[End]:
-    """Yield ends that were seen in one look so that of each replica the one that explains the others comes first."""
+    """Yield ends that were seen in one look, ordered for each replica.
+
+    The end that explains the replica's other ends comes first.
+    """
     for replica in dict.fromkeys(end.replica for end in ends):
         mine = [end for end in ends if end.replica == replica]
         first = first_to_die([end.status for end in mine])

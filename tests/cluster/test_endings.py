@@ -238,7 +238,7 @@ def test_a_recorder_that_is_killed_costs_nothing(start: Start, tmp_path: Path) -
     # At this pace the rings have room for what happens until the next recorder is there, however long its start takes.
     job = start(spec(tmp_path, steps=FOR_EVER, trace_file_bytes=50_000, pace_s=0.01))
     job.recorder.kill()
-    job.until(lambda: "the recorder ended by SIGKILL: another one goes on with the trace" in job.output.read_text(), "a word")
+    job.until(lambda: "the recorder ended by SIGKILL: a new one continues the trace" in job.output.read_text(), "a word")
     job.ranks[-1].kill()  # what happens now is recorded
     reached = job.num_applied()
     job.until(lambda: job.num_applied() > reached + 20, "training to go on")

@@ -688,7 +688,7 @@ def test_a_line_of_the_launcher_is_told_once_though_the_recorder_dies(instant: s
     run.until(lambda: run.recording._process is not None and run.pid != former, "another recorder")
     run.finish()
     told = OURS.findall((run.run_dir / "launcher.log").read_text())
-    assert told[:2] == ["why", "the recorder ended by SIGKILL: another one goes on with the trace"] and told.count("why") == 1
+    assert told[:2] == ["why", "the recorder ended by SIGKILL: a new one continues the trace"] and told.count("why") == 1
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
@@ -744,7 +744,7 @@ def test_a_recorder_follows_however_many_have_died(
     assert sorted(steps(run.run_dir)) == list(range(7))
     err = capfd.readouterr().err
     assert err.count("as did those before; in ") == err.count("the recorder ended by SIGKILL") >= 5, err
-    assert "in 0.4 s another one goes on with the trace" in err
+    assert "in 0.4 s a new one continues the trace" in err
 
 
 def test_a_launcher_without_descriptors_goes_on_and_starts_a_recorder_when_it_has_some_again(
