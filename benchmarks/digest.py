@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.common import Row, row
 from megatron_recover.config import RecoverConfig
-from megatron_recover.trainer.state import State
+from megatron_recover.megatron.state import TrainingState
 
 LAYERS, WIDTH, TOKENS, RUNS = 4, 1024, 2048, 15
 _GOAL = "<= 0.02"
@@ -32,7 +32,7 @@ def rows() -> list[Row]:
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     leaf = type("Leaf", (), {"optimizer": optimizer, "grad_scaler": None})
-    state, batch = State([model], leaf), torch.randn(TOKENS, WIDTH)
+    state, batch = TrainingState([model], leaf), torch.randn(TOKENS, WIDTH)
 
     def step() -> None:
         optimizer.zero_grad()

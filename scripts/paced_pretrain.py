@@ -66,7 +66,6 @@ def _close_passes_at_once() -> None:
 
     def begin_closed(queue: WorkQueue, *args: Any, **kwargs: Any) -> None:
         begin(queue, *args, **kwargs)
-        queue._has_asked = True
         queue._driver.ask_close()
 
     WorkQueue.__init__ = begin_closed  # type: ignore[method-assign]

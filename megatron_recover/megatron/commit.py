@@ -45,6 +45,7 @@ from megatron_recover.megatron.data.loaders import MicrobatchCursor
 from megatron_recover.megatron.gradient_buffers import GradientBuffers
 from megatron_recover.megatron.parameter_digest import ParameterDigest
 from megatron_recover.megatron.schedule.passes import run_pass
+from megatron_recover.megatron.state import TrainingState
 from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trainer.communication import is_communication_error
 from megatron_recover.trainer.compiling import show_compilations
@@ -54,7 +55,7 @@ from megatron_recover.trainer.ledger import count_tokens, read_losses
 from megatron_recover.trainer.microbatches import Microbatches
 from megatron_recover.trainer.overlap import Overlap
 from megatron_recover.trainer.reduction import Gather, Reduction, gather_over_replica
-from megatron_recover.trainer.state import Scalar, State
+from megatron_recover.trainer.state import Scalar
 from megatron_recover.trainer.stopwatch import Stopwatch
 from megatron_recover.trainer.work_queue import WorkQueue
 
@@ -101,7 +102,7 @@ class CommitLoop:
         - `iteration()` returns Megatron's current iteration, from 1.
         - `alike()` returns all that must be equal on the same rank of every replica, by name
           (`megatron/data/alike.py`).
-        - `counters()` returns the scalars of the state that Megatron counts (`State`).
+        - `counters()` returns the scalars of the state that Megatron counts (`TrainingState`).
         - `page` shows what this rank does. None: nobody reads it.
         - `before_joining()` is called once, after Megatron has loaded its checkpoint, if any.
         """
@@ -122,7 +123,7 @@ class CommitLoop:
         self._parameter_digest = ParameterDigest(())
         self._parameters_checksum = 0
         """Newest digest of the parameters. Part of every checksum of the next steps."""
-        self._state: State | None = None
+        self._state: TrainingState | None = None
         """The state of this rank; None before the first step or save."""
         self._num_evaluations = 0
         self._applied: tuple[int, Apply, float | None] | None = None
@@ -162,13 +163,13 @@ class CommitLoop:
         self.stepped()
         return outcome
 
-    def know_state(self, chunks: Sequence[Any], optimizer: Any = None, scheduler: Any = None) -> State:
+    def know_state(self, chunks: Sequence[Any], optimizer: Any = None, scheduler: Any = None) -> TrainingState:
         """Return the state of this rank.
 
         An evaluation or an agreement may not know the optimizer yet.
         """
         if self._state is None or (optimizer is not None and not self._state.has_optimizer):
-            self._state = State(chunks, optimizer, scheduler, self._counters)
+            self._state = TrainingState(chunks, optimizer, scheduler, self._counters)
         return self._state
 
     @contextlib.contextmanager
@@ -375,7 +376,7 @@ class CommitLoop:
             )
         return losses
 
-    def _begin(self, work: Work, state: State) -> int:
+    def _begin(self, work: Work, state: TrainingState) -> int:
         """Report that this rank begins the next step; return the number of the step.
 
         Where the step's record carries a state digest, compute the digest anew and report it.

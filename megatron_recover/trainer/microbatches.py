@@ -85,8 +85,8 @@ class Microbatches:
     def suspects(self) -> tuple[int, ...]:
         """Return the microbatches to which an exception is charged.
 
-        That is the microbatch of the newest forward or backward while it is known, else all of the
-        pass.
+        Inside a forward or backward that is its microbatch. Between two of them no microbatch is
+        known to be at fault, so all of the pass are returned.
         """
         return tuple(self._of_pass) if self._current is None else (self._current.microbatch,)
 
@@ -116,6 +116,7 @@ class Microbatches:
             self._reduction.ledger.write(task.microbatch, tokens, losses)
         if self._forward_only:
             self._finish(task, chunk, 0.0, ())
+        self._current = None
         self._page.enter(Phase.PIPELINE, self._in_work.ended(task.microbatch))
 
     def backward_begins(self, task: Task, chunk: int, last: bool) -> None:
@@ -131,6 +132,7 @@ class Microbatches:
         backward_s = self._elapsed_s()
         self._seconds[task, chunk] += backward_s
         self._finish(task, chunk, backward_s, self._reduction.end_backward(task.microbatch, chunk, task.into))
+        self._current = None
         self._page.enter(Phase.PIPELINE, self._in_work.ended(task.microbatch))
 
     def _takes_ledger(self, task: Task) -> bool:
@@ -163,4 +165,3 @@ class Microbatches:
         # its last chunk.
         if self._journal is not None and chunk == (self._num_chunks - 1 if self._forward_only else 0):
             self._journal.finished(task.microbatch)
-        self._current = None

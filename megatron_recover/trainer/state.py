@@ -25,8 +25,8 @@ import bisect
 import enum
 import hashlib
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 import torch
@@ -53,42 +53,26 @@ class StateTensor(NamedTuple):
         return f"{self.name} {self.data.dtype} {self.shape} {self.data.numel()}"
 
 
-class State:
-    """The state of one rank.
+class State(Protocol):
+    """The state of one rank, as its trainer offers it. A trainer implements `values`."""
 
-    Each call finds the tensors again: an optimizer creates its own in its first step.
-    """
+    def values(self) -> Iterator[tuple[str, Tensor | Scalar]]:
+        """Yield all state by name, in an order equal on the same rank of all replicas.
 
-    def __init__(
-        self,
-        chunks: Sequence[Any],
-        optimizer: Any = None,
-        scheduler: Any = None,
-        counters: Callable[[], Mapping[str, Scalar]] = dict,
-    ) -> None:
-        """Use upstream's model chunks (DDP modules), optimizer and parameter scheduler.
-
-        The optimizer may be chained. `counters()` returns the scalars that belong to none of these,
-        such as the number of consumed samples.
+        Tensors may share memory (Note [Each byte once]).
         """
-        self._chunks, self._optimizer, self._scheduler, self._counters = chunks, optimizer, scheduler, counters
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Return whether the optimizer is known."""
-        return self._optimizer is not None
 
     def tensors(self) -> list[StateTensor]:
         """Return all tensors of the state, in an order equal on the same rank of all replicas."""
         found, covered = [], _Covered()
-        for name, value in self._values():
+        for name, value in self.values():
             if isinstance(value, Tensor):
                 found += covered.new_parts(name, value)
         return found
 
     def scalars(self) -> dict[str, Scalar]:
         """Return all scalars of the state."""
-        return {name: value for name, value in self._values() if not isinstance(value, Tensor)}
+        return {name: value for name, value in self.values() if not isinstance(value, Tensor)}
 
     def layout_digest(self) -> int:
         """Return a 63-bit digest of the names, shapes and dtypes of all state."""
@@ -104,22 +88,12 @@ class State:
         text = _digest_of_text([tensor.layout for tensor in tensors], sorted(self.scalars().items()))
         return combined([text, *checksums([tensor.data for tensor in tensors])])
 
-    # --- What state is ----------------------------------------------------------------------------
 
-    def _values(self) -> Iterator[tuple[str, Tensor | Scalar]]:
-        for number, chunk in enumerate(self._chunks):
-            yield from _of_module(f"chunk{number}", chunk)
-        for number, leaf in enumerate(_leaves(self._optimizer)):
-            if leaf.optimizer is not None:  # None on a rank without parameters of this kind
-                yield from _of_torch_optimizer(f"optimizer{number}", leaf.optimizer)
-            if getattr(leaf, "grad_scaler", None) is not None:
-                yield from _flattened(f"optimizer{number}.scaler", leaf.grad_scaler.state_dict())
-        if self._scheduler is not None:
-            yield from _flattened("scheduler", self._scheduler.state_dict())
-        yield from _flattened("counters", self._counters())
+# --- State of torch's own objects ----------------------------------------------------------------
 
 
-def _of_module(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, Tensor | Scalar]]:
+def of_module(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, Tensor | Scalar]]:
+    """Yield the parameters, persistent buffers and extra state of a module."""
     for name, parameter in module.named_parameters():
         yield f"{prefix}.{name}", parameter
     for path, each in module.named_modules():
@@ -130,21 +104,10 @@ def _of_module(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, Tens
             extra = each.get_extra_state()
             if isinstance(extra, io.BytesIO):
                 extra = torch.frombuffer(bytearray(extra.getvalue()), dtype=torch.uint8)
-            yield from _flattened(".".join(filter(None, (prefix, path, "extra"))), extra)
+            yield from flattened(".".join(filter(None, (prefix, path, "extra"))), extra)
 
 
-def _leaves(optimizer: Any) -> Iterator[Any]:
-    """Yield upstream's optimizers that each wrap one of torch's."""
-    if optimizer is None:
-        return
-    chained = getattr(optimizer, "chained_optimizers", None)
-    if chained is None:
-        yield optimizer
-    for each in chained or ():
-        yield from _leaves(each)
-
-
-def _of_torch_optimizer(prefix: str, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor | Scalar]]:
+def of_torch_optimizer(prefix: str, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor | Scalar]]:
     """Yield the state of an optimizer of torch's or with its interface.
 
     Such are Transformer Engine's and Apex's FusedAdam. A group's parameters are the master weights,
@@ -153,30 +116,30 @@ def _of_torch_optimizer(prefix: str, optimizer: torch.optim.Optimizer) -> Iterat
     scales: Mapping[Any, Any] = getattr(optimizer, "_scales", {})  # scales of Transformer Engine's moments below fp32
     seen = set()
     for number, group in enumerate(optimizer.param_groups):
-        yield from _flattened(f"{prefix}.group{number}", {key: value for key, value in group.items() if key != "params"})
+        yield from flattened(f"{prefix}.group{number}", {key: value for key, value in group.items() if key != "params"})
         for position, parameter in enumerate(group["params"]):
             name = f"{prefix}.group{number}.{position}"
             seen.add(parameter)
             yield name, parameter
-            yield from _flattened(name, optimizer.state.get(parameter, {}))
-            yield from _flattened(f"{name}.scale", scales.get(parameter, {}))
+            yield from flattened(name, optimizer.state.get(parameter, {}))
+            yield from flattened(f"{name}.scale", scales.get(parameter, {}))
     for position, key in enumerate(key for key in optimizer.state if key not in seen):
-        yield from _flattened(f"{prefix}.other{position}", optimizer.state[key])
+        yield from flattened(f"{prefix}.other{position}", optimizer.state[key])
     for number, inner in enumerate(getattr(optimizer, "sub_optimizers", ())):  # optimizer offloaded to the host
-        yield from _of_torch_optimizer(f"{prefix}.part{number}", inner)
+        yield from of_torch_optimizer(f"{prefix}.part{number}", inner)
 
 
-def _flattened(name: str, value: Any) -> Iterator[tuple[str, Tensor | Scalar]]:
+def flattened(name: str, value: Any) -> Iterator[tuple[str, Tensor | Scalar]]:
     """Yield the tensors and scalars inside `value`.
 
     Raises TypeError for anything that could be state and cannot be compared.
     """
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
-            yield from _flattened(f"{name}.{key}", value[key])
+            yield from flattened(f"{name}.{key}", value[key])
     elif isinstance(value, list | tuple):
         for position, item in enumerate(value):
-            yield from _flattened(f"{name}.{position}", item)
+            yield from flattened(f"{name}.{position}", item)
     elif isinstance(value, Tensor | int | float | str | bool | None):
         yield name, value
     elif isinstance(value, torch.dtype | torch.device | enum.Enum):

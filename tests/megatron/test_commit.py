@@ -379,6 +379,7 @@ def test_inv_9_only_the_microbatch_being_computed_is_suspected() -> None:
         microbatches.forward_begins(task, 0)
         assert microbatches.suspects() == (task.microbatch,)
         microbatches.forward_ended(task, 0, torch.tensor(1), None)
+        assert microbatches.suspects() == tuple(each.microbatch for each in tasks[: tasks.index(task) + 1]), "between two"
     for task in tasks:
         microbatches.backward_begins(task, 0, last=False)
         assert microbatches.suspects() == (task.microbatch,)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_recover.trainer.state import State, StateTensor, _leaves
+from megatron_recover.megatron.state import TrainingState, _leaves
+from megatron_recover.trainer.state import StateTensor
 from tests.megatron.processes import Layout, Training, _InOrder, run
 
 LAYOUTS = {
@@ -24,7 +25,7 @@ LAYOUTS = {
 }
 
 
-def trained(layout: Layout, steps: int) -> tuple[Training, State]:
+def trained(layout: Layout, steps: int) -> tuple[Training, TrainingState]:
     """A training after so many steps of upstream alone, and its state. Every replica would make the same."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -38,7 +39,7 @@ def trained(layout: Layout, steps: int) -> tuple[Training, State]:
         training.step(get_forward_backward_func())
         training.iterators = [iterator.iterable for iterator in training.iterators]
     consumed = {"consumed_train_samples": steps * layout.num_microbatches}
-    return training, State(training.chunks, training.optimizer, None, lambda: consumed)
+    return training, TrainingState(training.chunks, training.optimizer, None, lambda: consumed)
 
 
 def examine(layout: Layout) -> None:
@@ -88,7 +89,7 @@ def tensors_in(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from tensors_in(f"{name}.{key}", item)
 
 
-def every_bit_counts(state: State, tensors: list[StateTensor]) -> None:
+def every_bit_counts(state: TrainingState, tensors: list[StateTensor]) -> None:
     before, chance = state.digest(), random.Random(1)
     for tensor in tensors:
         octets = tensor.data.view(torch.uint8)
@@ -99,7 +100,7 @@ def every_bit_counts(state: State, tensors: list[StateTensor]) -> None:
     assert state.digest() == before
 
 
-def padding_does_not(training: Training, state: State) -> None:
+def padding_does_not(training: Training, state: TrainingState) -> None:
     before, ends = state.digest(), 0
     for chunk in training.chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
@@ -114,7 +115,7 @@ def padding_does_not(training: Training, state: State) -> None:
     assert ends or not training.layout.distributed_optimizer, "nothing was padded, so nothing was shown"
 
 
-def gradient_and_what_is_not_saved_do_not(training: Training, state: State) -> None:
+def gradient_and_what_is_not_saved_do_not(training: Training, state: TrainingState) -> None:
     before = state.digest()
     for chunk in training.chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
@@ -154,13 +155,13 @@ class Chain:
         self.chained_optimizers = optimizers
 
 
-def names(state: State) -> list[str]:
+def names(state: TrainingState) -> list[str]:
     return [tensor.name for tensor in state.tensors()]
 
 
 def test_a_tied_weight_counts_once_and_a_frozen_one_counts() -> None:
     module = Tied()
-    state = State([module])
+    state = TrainingState([module])
     assert names(state) == ["chunk0.embedding", "chunk0.frozen"]
     every_bit_counts(state, state.tensors())
 
@@ -176,7 +177,7 @@ def test_overlapping_tensors_are_cut_and_tensors_with_gaps_are_copied() -> None:
         "e": memory[12:20:2],
     }.items():
         module.register_buffer(name, value)
-    found = {tensor.name: tensor.data.numel() * tensor.data.element_size() for tensor in State([module]).tensors()}
+    found = {tensor.name: tensor.data.numel() * tensor.data.element_size() for tensor in TrainingState([module]).tensors()}
     assert found == {"chunk0.a": 16, "chunk0.b[0:16]": 16, "chunk0.b[32:40]": 8, "chunk0.c[4:12]": 8, "chunk0.d": 16}
 
 
@@ -187,7 +188,7 @@ def test_moments_scales_and_masters_of_any_optimizer_count() -> None:
     torch_optimizer.param_groups[0]["step"] = 7
     torch_optimizer._scales = {module.bias: {"exp_avg": torch.ones(1)}}  # type: ignore[attr-defined]
     torch_optimizer.state[module.weight]["master_param"] = torch.zeros(6, dtype=torch.int16)
-    state = State([module], Chain(Leaf(None), Leaf(torch_optimizer)))
+    state = TrainingState([module], Chain(Leaf(None), Leaf(torch_optimizer)))
     assert names(state)[2:] == ["optimizer1.group0.0.master_param", "optimizer1.group0.1.scale.exp_avg"]
     every_bit_counts(state, state.tensors())
     before = state.digest()
@@ -207,7 +208,7 @@ def test_scheduler_scaler_and_counters_count() -> None:
     scheduler, scaler, counters = {"num_steps": 3}, {"scale": torch.ones(1), "growth_tracker": 1}, {"consumed_train_samples": 6}
     leaf = Leaf(torch.optim.SGD(torch.nn.Linear(1, 1).parameters()))
     leaf.grad_scaler = SimpleNamespace(state_dict=lambda: scaler)
-    state = State([], leaf, SimpleNamespace(state_dict=lambda: scheduler), lambda: counters)
+    state = TrainingState([], leaf, SimpleNamespace(state_dict=lambda: scheduler), lambda: counters)
     seen = {state.digest()}
     for values, key in (
         (scheduler, "num_steps"),
@@ -224,4 +225,7 @@ def test_shape_and_type_are_part_of_the_state() -> None:
     one, other = torch.nn.Module(), torch.nn.Module()
     one.register_buffer("a", torch.zeros(4))
     other.register_buffer("a", torch.zeros(2, 2))
-    assert State([one]).layout_digest() != State([other]).layout_digest() and State([one]).digest() != State([other]).digest()
+    assert (
+        TrainingState([one]).layout_digest() != TrainingState([other]).layout_digest()
+        and TrainingState([one]).digest() != TrainingState([other]).digest()
+    )

@@ -19,8 +19,8 @@ from megatron_recover.core.alike import differences
 from megatron_recover.core.detector import Phase
 from megatron_recover.core.digest import combined
 from megatron_recover.faults import FaultPoint
+from megatron_recover.megatron.state import TrainingState
 from megatron_recover.progress_page import ProgressPage
-from megatron_recover.trainer.state import State
 from tests.megatron.loopback import Job, Killed, LoopbackDriver, Strike
 from tests.megatron.toy import Events, Threads, Trainer
 
@@ -77,7 +77,7 @@ class Run:
                 trainer.step(forward_only=True)
             trainer.loop.agree(f"save {steps}")
             self.saved.append(driver.replica)
-            self.digests[driver.replica, driver.rank] = State(trainer.chunks, leaf).digest()
+            self.digests[driver.replica, driver.rank] = TrainingState(trainer.chunks, leaf).digest()
 
         self.job.run(life)
 
@@ -169,18 +169,18 @@ def test_the_progress_page_shows_each_digest_as_a_phase_of_its_own(threads: Thre
     """It may take far longer than a step: whoever looks must not take it for a hang between two steps."""
     during: list[Phase] = []
     pages: dict[int, ProgressPage] = {}
-    enter, digest = ProgressPage.enter, State.digest
+    enter, digest = ProgressPage.enter, TrainingState.digest
 
     def entering(page: ProgressPage, phase: Phase, microbatches: tuple[int, ...] | None = None) -> None:
         pages[threading.get_ident()] = page
         enter(page, phase, microbatches)
 
-    def digesting(state: State) -> int:
+    def digesting(state: TrainingState) -> int:
         during.append(pages[threading.get_ident()].phase)
         return digest(state)
 
     monkeypatch.setattr(ProgressPage, "enter", entering)
-    monkeypatch.setattr(State, "digest", digesting)
+    monkeypatch.setattr(TrainingState, "digest", digesting)
     run = Run(threads, 2, 2, drift=None, interval=2)
     due = sum(record.state_digest is not None for record in run.job.records[0])
     assert due == 2 and during.count(Phase.DIGEST) == due * 4

@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_recover.config import rank_context
-from megatron_recover.trainer.state import State
+from megatron_recover.megatron.state import TrainingState
 from tests.system.late_saves import save_late
 
 _BIT = 1 << 8
@@ -53,16 +53,16 @@ def main() -> None:
 
 def _add_buffers() -> list[torch.Tensor]:
     """Give every model chunk a persistent buffer before its state is first looked at; the list fills up then."""
-    init, added = State.__init__, list[torch.Tensor]()
+    init, added = TrainingState.__init__, list[torch.Tensor]()
 
-    def init_with_buffers(self: State, chunks: Any, *others: Any, **named: Any) -> None:
+    def init_with_buffers(self: TrainingState, chunks: Any, *others: Any, **named: Any) -> None:
         for chunk in chunks:
             if not hasattr(chunk, "drifting"):
                 chunk.register_buffer("drifting", torch.zeros(3))
                 added.append(chunk.drifting)
         init(self, chunks, *others, **named)
 
-    State.__init__ = init_with_buffers  # type: ignore[method-assign]
+    TrainingState.__init__ = init_with_buffers  # type: ignore[method-assign]
     return added
 
 

@@ -13,7 +13,10 @@ Note [When a checkpoint exists]
 
     Megatron opens the tracker for writing, which empties the file, and then writes the iteration.
     Here the tracker is written beside its name, synced and renamed. So whichever process dies, the
-    tracker always names a complete checkpoint: the previous one or the new one.
+    tracker always names a complete checkpoint: the previous one or the new one. One exception is
+    left, on a file system that cannot exchange two names (NFS), where the tracker already names the
+    iteration that is saved again: between two renames that name is missing, and the older
+    checkpoint is complete under the same name with `.replaced`.
 """
 
 from __future__ import annotations
