@@ -318,7 +318,7 @@ class Begun(Value, frozen=True):
 
 
 class Closing(Value, frozen=True):
-    """Rank 0 requests `Close` as it begins its last known forward. Plans until `Close` still join."""
+    """Rank 0 requests `Close` as it begins its last known forward. Plans before `Close` join."""
 
     rank: int
     step: int
