@@ -78,16 +78,15 @@ class CoordinatorState(Value, frozen=True):
     patience: int = 0
     """Number of times that `trouble` ran out, 0 to 2."""
     undecided: str = ""
-    """Name of the `undecided` timer. Empty until no step is committed and the evidence names nobody.
-    """
+    """Name of the `undecided` timer. Empty until the evidence names nobody for a long trouble."""
     fruitless: int = 0
     """Generations in a row without a loss or a committed step. Decides the length of the grace, and
     is part of messages."""
     at_work: tuple[ReplicaId, ...] = ()
     """Replicas of the newest `AtWork`."""
     excuse: str = ""
-    """Name of the `excuse` timer, or empty. While it runs, waits for members at work are no evidence
-    against anybody."""
+    """Name of the `excuse` timer, or empty. While it runs, waits for members at work are no
+    evidence against anybody."""
     excused_for: tuple[ReplicaId, ...] = ()
     """Members that were announced by `Waits` in that time, so that each is announced once."""
     is_excuse_over: bool = False
