@@ -424,7 +424,7 @@ def _on_failing(state: CoordinatorState, failing: Failing) -> Step:
 
 
 def _on_diverged(state: CoordinatorState, diverged: Diverged) -> Step:
-    """Fence the minority and withdraw its results. End the job if there is no majority."""
+    """Fence the minority and withdraw results that it took part in. On a tie, end the job."""
     if diverged.generation != state.generation or diverged.replica not in state.roster:
         return state, ()
     if not diverged.minority:
