@@ -1,7 +1,7 @@
 """Decides which waits are evidence while no step is committed, and what excuses members.
 
-Pure functions of the coordinator's state, for `core/coordinator.py`: the rules are in its Note
-[Waiting for one at work]. `core/blame.py` decides who is at fault.
+Pure functions of the coordinator's state. The rules are in `core/coordinator.py`,
+Note [Waiting for one at work]. `core/blame.py` decides who is at fault.
 """
 
 from __future__ import annotations
