@@ -305,8 +305,8 @@ def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
     if expired.timer == state.excuse:
         return replace(state, is_excuse_over=True, reason_excused_by=()), ()
     if expired.timer == state.undecided:
-        why = f"nothing says who is at fault that no step was committed in {state.fruitless} generations"
-        return _end(state, ExitCode.FAILED, f"{why}, and the time for that is over")
+        why = f"no step was committed in {state.fruitless} generations and --recover-deadline-s has passed"
+        return _end(state, ExitCode.FAILED, f"{why}; the evidence names nobody at fault: read why each generation was made")
     if expired.timer == f"grace {state.generation}" and state.reason:
         return _same_roster(state)
     if (expired.timer == "start" or (expired.timer == "load" and not state.hellos)) and not state.generation:
@@ -380,12 +380,12 @@ def _blame(state: CoordinatorState) -> Step:
     if len(state.roster) == 2 and state.patience > 1:
         # Neither is known to be at fault. One alone needs no network; the lower id is the writer.
         stays, leaves = state.roster
-        why = "nothing says whose fault it is that they do not reach each other"
+        why = "the evidence does not show which of the two is at fault"
         detail = f"set aside so that replica {stays} can go on: {why} {how}"
         return _remove(state, (Loss(leaves, LossKind.SUSPECTED, detail),), detail)
     first = () if state.undecided else (Arm(f"undecided {state.generation}", "deadline_s"),)
     state = replace(state, undecided=state.undecided or f"undecided {state.generation}")
-    state, effects = _announce(state, (), f"nothing says who is at fault {how}")
+    state, effects = _announce(state, (), f"the evidence names nobody at fault {how}")
     return state, first + effects
 
 

@@ -12,7 +12,7 @@ from megatron_recover.core.blame import Evidence, heard, own_deadlines
 from megatron_recover.core.coordinator_state import Arm, CoordinatorState, Effect, Waits
 from megatron_recover.core.values import ReplicaId
 
-AT_WORK = "it reads data, compiles or computes, and no wait for it is held against anybody until a step is committed"
+AT_WORK = "it reads data, compiles or computes, which excuses all waits until a step is committed"
 """The reason of `Waits`: why the job waits for a member that is excused."""
 
 
