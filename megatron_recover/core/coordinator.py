@@ -50,8 +50,8 @@ Note [Timers]
     - `follow` removes the members that have not entered the generation, if another has. It waits
       for members at work. If nobody has entered, the job waits and reports this (`Waits`); the
       first member that enters then gives the others the full time once more.
-    - `finish` removes the members that have not finished. It counts only while a finished member is
-      in the roster, and is armed again during a save.
+    - `finish` removes the members that have not finished. It counts only while the member that
+      started it is in the roster, and is armed again during a save.
     - `grace` makes a generation with the same roster. After `trouble` ran out it removes, instead,
       the member that the evidence names, else one that works beyond `excuse`; never the only one.
       If neither of two members is named and `trouble` ran out twice, it removes the higher id. From

@@ -395,24 +395,24 @@ Report = Begun | Closing | Computed | Promised | Holds | Blocked | Raised | Ende
 
 
 class LossKind(enum.Enum):
-    """The reason why a replica left the roster, most often the end of one of its ranks."""
+    """The reason why a replica left the roster (`policy.loss_of` classifies the end of a rank)."""
 
     PROCESS_ENDED = "process ended"
-    """Ended by a signal from outside, with exit code 13, or with 0 after generation 1 was made."""
+    """A rank ended by a signal from outside, with exit code 13, or with 0 after generation 1."""
     CRASHED = "crashed"
-    """Ended by a signal of the computation, such as SIGSEGV, or killed for want of memory."""
+    """A rank ended by a signal of the computation (SIGSEGV, ...), or for want of memory."""
     HUNG = "hung"
     """A rank was stopped, or showed no progress for too long (`core/detector.py`)."""
     ENDED_EARLY = "ended early"
-    """Ended with exit code 0 before generation 1 was made."""
+    """A rank ended with exit code 0 before generation 1."""
     EXCEPTION = "exception"
-    """Ended with any other exit code."""
+    """A rank ended with any other exit code."""
     SUSPECTED = "suspected"
-    """Late, named at fault or set aside by the coordinator, or sender of an invalid message."""
+    """The replica was late, named at fault or set aside, or its leader sent an invalid message."""
     DIVERGED = "diverged"
-    """Outvoted by a strict majority (`Diverged`)."""
+    """A strict majority of the members outvoted the replica (`Diverged`)."""
     INVARIANT_VIOLATED = "invariant violated"
-    """A check inside one of its ranks failed, and the rank ended itself (exit code 14)."""
+    """A check inside a rank failed, and the rank ended itself (exit code 14)."""
 
 
 class Loss(Value, frozen=True):
@@ -424,9 +424,10 @@ class Loss(Value, frozen=True):
 
 
 class Void(Value, frozen=True):
-    """A miscounted step to compute anew: exception to INV-3, INV-4, INV-7 (docs/guarantees.md)."""
+    """A step to compute anew: the one exception to INV-3, INV-4 and INV-7 (docs/guarantees.md)."""
 
     step: int
+    """The step in which a sum does not count every microbatch once (`Miscounted`)."""
     since: Generation
     """Contributions and results of older generations are void."""
     gives_up: bool = False
@@ -464,7 +465,7 @@ class Hello(Value, frozen=True):
 
 
 class Entered(Value, frozen=True):
-    """All ranks of a replica have promised `generation`. The replica has not committed `step`."""
+    """All ranks of a replica promised `generation`; its first uncommitted step is `step`."""
 
     replica: ReplicaId
     generation: Generation
@@ -474,7 +475,7 @@ class Entered(Value, frozen=True):
 
 
 class Requested(Value, frozen=True):
-    """A replica requests a generation newer than `generation`: a broken link or an expired wait.
+    """A replica cannot continue in `generation` and requests a newer one.
 
     If `generation` is over already, the request is only evidence, and only if `stalled`.
     """
