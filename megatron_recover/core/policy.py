@@ -69,7 +69,7 @@ _LAST_WORDS = 16_384
 
 
 def tells_of_communication(text: str) -> bool:
-    """Return whether `text` is torch's report that communication inside a replica failed.
+    """Return whether torch reports in `text` that communication inside a replica failed.
 
     The text decides, because gloo's errors have no class of their own.
     """
@@ -91,8 +91,8 @@ def first_to_die(statuses: Sequence[int]) -> int:
     """Return the index of the end that explains the others.
 
     `statuses`: the ends of ranks of one replica that the agent saw in one look, as in `loss_of`.
-    A signal from outside comes before all else, since nobody is charged with it. Exit codes and
-    SIGABRT come last: ranks end so after another rank is gone, as their connection breaks or NCCL's
+    A signal from outside comes first, since it is charged to nothing. Exit codes and then SIGABRT
+    come last: ranks end so after another rank is gone, because their connection breaks or NCCL's
     watchdog aborts.
     """
 
@@ -109,7 +109,7 @@ _WITNESSED = frozenset({LossKind.CRASHED, LossKind.HUNG})
 """Kinds of losses that only failures witnessed by the agent explain: other ranks of such a replica
 raise as a consequence."""
 _UNCHARGED = frozenset({LossKind.PROCESS_ENDED, LossKind.INVARIANT_VIOLATED})
-"""Kinds of losses that no microbatch is charged with."""
+"""Kinds of losses that are charged to no microbatch."""
 
 
 def _charged(failing: Sequence[Failing], losses: Sequence[Loss]) -> list[Failing]:
@@ -132,10 +132,10 @@ def poisoned(
     Return None otherwise. `samples`: samples per training step and per microbatch, if they are
     known and do not change (`Policy.samples`).
 
-    - A replica that a signal from outside or a failed check ended charges no microbatch, although
-      its other ranks may then raise at one.
-    - A replica that a signal of the computation or a hang ended charges what its progress page
-      names.
+    - A loss by a signal from outside or by a failed check is charged to no microbatch. What other
+      ranks of the replica then raise does not count.
+    - A loss by a signal of the computation or by a hang is charged to the microbatches that the
+      progress page names.
     - Several microbatches may be named (a gradient that is not finite, a device that runs behind).
       Then only what both replicas name counts: a microbatch dealt to one replica is computed by
       another only after the first is lost.
