@@ -1,64 +1,72 @@
-"""The machine of membership: who is in the job. The only place where generations are made.
+"""The machine of membership: it decides which replicas form the job, and alone makes generations.
 
-`step(state, input) -> (state, effects)`. It knows no address, clock or process: the driver maps replica ids to links, arms
-timers and kills. What a loss leads to is `core/policy.py`.
+`step(state, input) -> (state, effects)`. The machine knows no address, clock or process: the driver
+maps replica ids to links, runs timers and kills. `core/policy.py` decides what a loss leads to.
 
 Caller's contract
 -----------------
-* One coordinator, one state, inputs in any order; effects carried out in order before the next input.
-* A link to a leader that breaks is no input by itself: the agent reports the end of the process as `Lost`, of the kind that
-  `policy.loss_of` gives it. A leader that sends what no leader sends is `Lost(SUSPECTED)`. If the agent is gone the run fails.
-* `Announce`: send `NewGeneration` to all leaders of its roster (with the addresses of all, which core does not know).
-* `Fence`: kill all ranks of the replica, for certain; never wait for it.
-* `Arm(timer, setting)`: feed `TimerFired(timer)` once after the seconds of that setting; timers are never disarmed (stale ones
-  are dropped by name).
-* `Waits`: tell the user for whom the job waits, why, and for how long at most that is excused. Nothing else depends on it.
-* `EndJob`: send `Stop(exit_code, reason)` to all leaders, end the run with that code. Nothing follows it.
+* One coordinator and one state. Inputs come in any order. Carry out the effects of an input, in
+  order, before the next input.
+* A broken link to a leader is no input: the agent reports the end of the process as `Lost`, with
+  the kind of `policy.loss_of`. A leader that sends an invalid message is `Lost(SUSPECTED)`. If the
+  agent is gone, the run fails.
+* `Announce`: send `NewGeneration`, with all addresses, to all leaders of its roster.
+* `Fence`: kill all ranks of the replica, for certain. Never wait for their end.
+* `Arm(timer, setting)`: feed `TimerFired(timer)` once, after the seconds of the setting. Never
+  disarm a timer: the machine ignores stale ones by name.
+* `Waits`: report to the user for which replicas the job waits, why, and for how long at most.
+* `EndJob`: send `Stop(exit_code, reason)` to all leaders, and end the run. No effect follows.
 
 Note [Waiting for a save]
-    A replica that saves takes part in no step, so the others' waits for it expire and they ask for a new generation. The first
-    request of a save gets one, which shows that all members still answer: a process that is stopped or dead does not enter
-    it. Later requests are kept until the save is over, and lead to one more generation then. So a save costs two generations
-    at most, however long it takes, and the losses of replicas that end meanwhile one each; none counts as fruitless and
-    nobody is suspected. A save that takes longer than its limit is excused no more.
+    A replica that saves takes part in no step. So the waits of the others expire, and they request
+    a new generation. The first request during a save gets one, which proves that all members
+    answer: a stopped or dead process does not enter it. Later requests wait until the save is over,
+    and then lead to one more generation. So a save costs at most two generations, and each loss
+    during the save one more. None of them counts as fruitless, and nobody is suspected. A save that
+    exceeds `save_s` is not excused any more.
 
 Note [Waiting for one at work]
-    A replica may read data, compile, digest its state or compute for longer than the others wait for it in a sum. Only its own
-    progress page tells that from a fault of the network, so the agents say who is at work (`AtWork`: core/detector.py has the
-    rule). A step needs every member, so while one is at work nobody can be told late: generations are made as ever, which
-    shows that all members answer, but what is waited for meanwhile is no evidence against anybody, nor is what was waited for
-    before in this step. Who is at work and does not enter a generation (a thread that computes may hold the interpreter's
-    lock) is waited for as well. `excuse` ends that, and judging takes its time after it. Of each such member the job says once
-    that it is waited for, and for how long at most it is excused (`Waits`); anew only when a step was committed or a replica
-    lost.
-    An `AtWork` has all who are, so one that is lost, late or repeated is mended by the next. Without news nobody is excused.
-    The work of one excuses no save of another that is overdue: as long as that goes on, generations count as ever, and nobody
-    but who saves can be named for them.
+    A replica may read data, compile, digest its state or compute longer than the others wait in a
+    sum. Only its progress page shows that the network is not at fault. So the agents report all
+    replicas at work (`AtWork`; the rule is in `core/detector.py`). A step needs every member. While
+    one is at work nobody can be called late:
+
+    - Generations are made as usual, which proves that all members answer.
+    - Waits are no evidence against anybody, nor are earlier waits in the same step.
+    - The coordinator also waits for a member at work that does not enter a generation: a thread
+      that computes may hold the interpreter's lock.
+
+    The timer `excuse` ends this; `trouble` starts only after it. Each such member is reported once,
+    with the longest excused time (`Waits`), until a step is committed or a replica is lost.
+    `AtWork` lists all replicas at work, so the next one repairs a lost, late or repeated one.
+    Without `AtWork` nobody is excused. Work does not excuse another member's overdue save:
+    meanwhile generations count as usual, and only the member that saves can be named for them.
 
 Note [Timers]
-    A timer says that somebody is late, and being late is relative: without one that is in time nobody is late. So a timer
-    never removes the last members, however long all of them take; only their own ends do. Timer by timer:
+    An expired timer shows that a member is late compared with others. Without a member that is in
+    time nobody is late, so a timer never removes the last members: only the end of their processes
+    does. What each timer does:
 
-    - `follow`: removes the members that have not entered the generation, if another has. If nobody has entered, the job
-      waits, and says for whom (`Waits`). The first member that then enters gives the others the full time once more. It also
-      waits for members that are at work.
-    - `finish`: removes the members that have not finished. It runs only while a member that has finished is in the roster,
-      so this one stays.
-    - `grace`: leads to the same roster again. When `trouble` has run out it removes the member that the evidence names, never
-      the only one. Where the evidence names none of two members, and it has run out twice, the higher id is set aside.
-      Otherwise it tries again, from the third time on with a pause (`follow_s`), and says so in each reason.
-    - `trouble`: runs twice, one after the other, from the first of the generations that are made without a loss, until a step
-      is committed or a replica is lost. It does nothing by itself: what lasts for so long is no passing disturbance.
-    - `excuse`: runs from the first generation in which members waited for one that was at work, until a step is committed or a
-      replica is lost. Then nobody is excused by work any more: it is the user's one deadline. What
-      members wait for from then on is judged as ever, by `trouble`.
-    - `undecided`: runs from the first generation for which the evidence names nobody, until a step is committed or a replica is
-      lost. Then the job ends, without having removed anybody: it has waited for the user's one deadline.
-    - `save`: removes nobody by itself. A save that is overdue is evidence against the member.
-    - `start`: removes the replicas that have not said hello, if another has and still lives. Otherwise they get the time to
-      load once more.
-    - `load`: ends the job, as besides only `undecided` does. No replica has become ready in that time, so there is no member
-      yet and no training that could be lost.
+    - `follow` removes the members that have not entered the generation, if another has. It waits
+      for members at work. If nobody has entered, the job waits and reports this (`Waits`); the
+      first member that enters then gives the others the full time once more.
+    - `finish` removes the members that have not finished. It counts only while the member that
+      started it is in the roster, and is armed again during a save.
+    - `grace` makes a generation with the same roster. After `trouble` ran out it removes, instead,
+      the member that the evidence names, else one that works beyond `excuse`; never the only one.
+      If neither of two members is named and `trouble` ran out twice, it removes the higher id. From
+      the third fruitless generation on it takes `follow_s`.
+    - `trouble` starts with the first generation that is made without a loss or an excuse. It runs
+      twice, and counts until a step is committed or a replica is lost. It removes nobody by itself.
+    - `excuse` starts with the first generation in which members waited for one at work. It counts
+      until a step is committed or a replica is lost. After it (the user's deadline) work excuses
+      nobody, and `trouble` starts.
+    - `undecided` starts with the first generation for which the evidence names nobody, and counts
+      until a step is committed or a replica is lost. It ends the job after the user's deadline.
+    - `save` removes nobody by itself: an overdue save is evidence against the member.
+    - `start` removes the replicas that sent no `Hello`, if another did and is not lost. Otherwise
+      `load` starts again.
+    - `load` ends the job if no replica is ready. There is no member yet and no training to lose.
 """
 
 from __future__ import annotations
@@ -123,25 +131,25 @@ __all__ = [
     "Policy", "Progressed", "Save", "Setting", "TimerFired", "Waits", "step",
 ]  # fmt: skip
 
-# --- The machine ---------------------------------------------------------------------------------------------------------
+# --- The machine ----------------------------------------------------------------------------------
 
 Step = tuple[CoordinatorState, tuple[Effect, ...]]
 
 
 def step(state: CoordinatorState, message: Input) -> Step:
-    """Take one input. Once the job is over nothing has an effect any more."""
+    """Return the next state and the effects of one input. Ignore all inputs after `EndJob`."""
     if state.over:
         return state, ()
     return TABLE[type(message)](state, message)
 
 
 def _on_launched(state: CoordinatorState, _: Launched) -> Step:
-    """Give the first replica its time to load."""
+    """Start the time in which the first replica must become ready."""
     return state, (Arm("load", "deadline_s"),)
 
 
 def _on_hello(state: CoordinatorState, hello: Hello) -> Step:
-    """Note the hello of a replica of this job; with the last one that was missing, make generation 1."""
+    """Record that a replica is ready. With the last missing replica, make generation 1."""
     known = {item.replica for item in state.hellos} | {loss.replica for loss in state.losses}
     if hello.replica in known or not 0 <= hello.replica < state.policy.num_replicas or state.generation:
         return state, ()
@@ -153,7 +161,7 @@ def _on_hello(state: CoordinatorState, hello: Hello) -> Step:
 
 
 def _start_when_complete(state: CoordinatorState) -> Step:
-    """Generation 1, when every replica has said hello or is gone."""
+    """Make generation 1 once every replica is ready or lost; end the job if it cannot start."""
     if len(state.hellos) + len(state.losses) < state.policy.num_replicas:
         return state, ()
     if not state.hellos:
@@ -175,7 +183,7 @@ def _start_when_complete(state: CoordinatorState) -> Step:
 
 
 def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> Step:
-    """Make the next generation, or end the job if nobody is left to be in it."""
+    """Make the next generation, or end the job if the roster is empty or has finished."""
     if not state.roster:
         return _nobody_left(state)
     if {item.replica for item in state.finished} >= set(state.roster):
@@ -203,7 +211,7 @@ def _on_lost(state: CoordinatorState, lost: Lost) -> Step:
 
 
 def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> Step:
-    """Take replicas out of the job for good, and fence what is left of them."""
+    """Remove replicas for good, fence them, and make a generation without them or end the job."""
     gone = {loss.replica for loss in state.losses}
     done = {item.replica for item in state.finished}
     losses = tuple(loss for loss in losses if loss.replica not in gone)
@@ -230,13 +238,13 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
     if verdict:
         state, effects = _end(state, *verdict)
         return state, fences + effects
-    # A replica that had finished is no loss: it owes nothing. It only has to leave the roster.
+    # A finished replica is no loss: its training is complete. It only leaves the roster.
     state, effects = _announce(state, tuple(loss for loss in losses if loss.replica not in done), reason)
     return state, fences + effects
 
 
 def _on_requested(state: CoordinatorState, request: Requested) -> Step:
-    """Wait a short grace for news of a death, which explains most requests, or for the end of a save, which explains others."""
+    """Record the request and its evidence. Wait for a death or the end of a save to explain it."""
     is_stale = request.generation != state.generation
     is_late = is_stale and request.stalled and state.evidence_from <= request.generation < state.generation
     if request.replica not in state.roster or (is_stale and not is_late):
@@ -248,23 +256,23 @@ def _on_requested(state: CoordinatorState, request: Requested) -> Step:
     reason = f"replica {request.replica}: {request.reason}"
     state = replace(state, reason=reason, reason_excused_by=working(state))
     if any(save.generation < state.generation for save in state.saves):
-        return state, ()  # everybody has entered a generation since: there is nothing to find out
-    # What fails at once is not tried again and again without a pause.
+        return state, ()  # a generation was made during the save already: no need of another
+    # Repeated failures are not retried without a pause.
     return state, (Arm(f"grace {state.generation}", "grace_s" if state.fruitless < 2 else "follow_s"),)
 
 
 def _on_at_work(state: CoordinatorState, news: AtWork) -> Step:
-    """Note who is at work: nothing follows from it before somebody waits in vain."""
+    """Record which replicas are at work. It matters only when a wait expires."""
     return replace(state, at_work=news.replicas), ()
 
 
 def _on_busy(state: CoordinatorState, busy: Busy) -> Step:
-    """A save begins: give it its time. It is over: go on with what was asked for meanwhile."""
+    """Start the timer of a save that begins. When it is over, answer the requests of that time."""
     if busy.replica not in state.roster:
         return state, ()
     others = tuple(save for save in state.saves if save.replica != busy.replica)
     if busy.over:
-        if (busy.replica, busy.replica) in state.evidence.pairs:  # late, but it takes part again: what was waited for is over
+        if (busy.replica, busy.replica) in state.evidence.pairs:  # overdue, but over: so are the waits
             state = without_evidence(state)
         return _saved(replace(state, saves=others)) if others != state.saves else (state, ())
     number = state.num_saves + 1
@@ -273,16 +281,16 @@ def _on_busy(state: CoordinatorState, busy: Busy) -> Step:
 
 
 def _saved(state: CoordinatorState) -> Step:
-    """Nobody is blamed for having waited for a save that ended in time."""
+    """Make the requested generation when the last save is over. Its waits are no evidence."""
     if not state.reason or state.saves:
         return state, ()
     state, effects = _announce(state, (), state.reason)
-    # A request that is on its way, or is repeated, is of a wait for that save as well.
+    # A request that is still on its way, or repeated, comes from a wait for that save, too.
     return replace(state, excused=True, evidence_from=state.generation), effects
 
 
 def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
-    """Act on a timer that is not stale. Note [Timers] says what each one may do."""
+    """Act on a timer that is not stale, by Note [Timers]."""
     expired_saves = tuple(save for save in state.saves if expired.timer == f"save {save.number}")
     if expired_saves:
         left = tuple(save for save in state.saves if save not in expired_saves)
@@ -297,14 +305,14 @@ def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
     if expired.timer == state.excuse:
         return replace(state, is_excuse_over=True, reason_excused_by=()), ()
     if expired.timer == state.undecided:
-        why = f"nothing says who is at fault that no step was committed in {state.fruitless} generations"
-        return _end(state, ExitCode.FAILED, f"{why}, and the time for that is over")
+        why = f"no step was committed in {state.fruitless} generations and --recover-deadline-s has passed"
+        return _end(state, ExitCode.FAILED, f"{why}; the evidence names nobody at fault: read why each generation was made")
     if expired.timer == f"grace {state.generation}" and state.reason:
         return _same_roster(state)
     if (expired.timer == "start" or (expired.timer == "load" and not state.hellos)) and not state.generation:
         return _started_late(state, expired.timer)
     done = {item.replica for item in state.finished}
-    # Of a member that is gone again the others may have heard nothing: they train on, and are not late.
+    # If the finished member is gone, the others may not know that it finished: they are not late.
     if expired.timer in {f"finish {replica}" for replica in state.roster if replica in done}:
         if state.saves:
             return state, (Arm(expired.timer, "finish_s"),)
@@ -315,7 +323,7 @@ def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
 
 
 def _followed_late(state: CoordinatorState) -> Step:
-    """Remove the members that have not entered the generation, or wait where none is late: the timer is then armed again."""
+    """Remove the late members. If nobody has entered, or all late ones work, arm `follow` again."""
     late = tuple(replica for replica in state.roster if replica not in state.entered)
     at_work = tuple(replica for replica in working(state) if replica in late) if state.entered else ()
     gone = tuple(replica for replica in late if replica not in at_work)
@@ -333,7 +341,7 @@ def _followed_late(state: CoordinatorState) -> Step:
 
 
 def _started_late(state: CoordinatorState, timer: str) -> Step:
-    """Remove the replicas that have not said hello before generation 1; if the others are gone again, let them load."""
+    """Remove the replicas that sent no `Hello`, or let them load again if no other is left."""
     here = {item.replica for item in state.hellos} | {loss.replica for loss in state.losses}
     late = tuple(replica for replica in range(state.policy.num_replicas) if replica not in here)
     if timer == "start" and not state.hellos:
@@ -345,7 +353,7 @@ def _started_late(state: CoordinatorState, timer: str) -> Step:
 
 
 def _same_roster(state: CoordinatorState) -> Step:
-    """Nobody died, and yet a member cannot go on: try again, but not for ever with a member that is at fault (INV-9)."""
+    """Make a generation with the same roster, or blame a member when `trouble` ran out (INV-9)."""
     if state.saves:
         return _announce(state, (), state.reason)
     state = replace(state, fruitless=state.fruitless + 1)
@@ -362,7 +370,7 @@ def _same_roster(state: CoordinatorState) -> Step:
 
 
 def _blame(state: CoordinatorState) -> Step:
-    """The trouble lasts: remove the member that the evidence names, or try on for as long as the user's deadline allows."""
+    """Remove the member that the evidence names. Else retry until the user's deadline passed."""
     how = f"in {state.fruitless} generations without a committed step; the last: {state.reason}"
     named = culprit(state.evidence, state.roster)
     named = at_work_for_too_long(state) if named is None else named
@@ -370,19 +378,19 @@ def _blame(state: CoordinatorState) -> Step:
         detail = f"at fault by what members reported of each other {how}"
         return _remove(state, (Loss(named, LossKind.SUSPECTED, detail),), detail)
     if len(state.roster) == 2 and state.patience > 1:
-        # Neither is at fault as far as anybody knows. One of them needs no network to train on; the lower is the writer.
+        # Neither is known to be at fault. One alone needs no network; the lower id is the writer.
         stays, leaves = state.roster
-        why = "nothing says whose fault it is that they do not reach each other"
+        why = "the evidence does not show which of the two is at fault"
         detail = f"set aside so that replica {stays} can go on: {why} {how}"
         return _remove(state, (Loss(leaves, LossKind.SUSPECTED, detail),), detail)
     first = () if state.undecided else (Arm(f"undecided {state.generation}", "deadline_s"),)
     state = replace(state, undecided=state.undecided or f"undecided {state.generation}")
-    state, effects = _announce(state, (), f"nothing says who is at fault {how}")
+    state, effects = _announce(state, (), f"the evidence names nobody at fault {how}")
     return state, first + effects
 
 
 def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
-    """Note it, and whom the member had waited for; a step further than before means that the last generations bore fruit."""
+    """Record that a member entered, its waits as evidence, and the step that it has reached."""
     if entered.generation != state.generation or entered.replica not in state.roster:
         return state, ()
     state = _reached(state, entered.step)
@@ -391,44 +399,44 @@ def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
     state = replace(state, entered=tuple(sorted({*state.entered, entered.replica})))
     if not state.all_late:
         return state, ()
-    # The timer that runs may be about to fire: the others would have no time.
+    # The running timer may fire at once, which would leave the other members no time.
     state = replace(state, follow=f"{state.follow} again", all_late=False)
     return state, (Arm(state.follow, "follow_s"),)
 
 
 def _on_progressed(state: CoordinatorState, progressed: Progressed) -> Step:
-    """Forget what was held against members while no step was committed, if one was committed since."""
+    """Drop all evidence if the member's beat shows that a step was committed since."""
     return (_reached(state, progressed.step) if progressed.replica in state.roster else state), ()
 
 
 def _reached(state: CoordinatorState, step: int) -> CoordinatorState:
-    """Note that all steps before `step` are committed: the last generations bore fruit if that is news."""
+    """Record that all steps before `step` are committed. If this is new, drop all evidence."""
     if step <= state.step:
         return state
     return replace(fruitful(state), step=step, evidence_from=state.generation)
 
 
 def _on_failing(state: CoordinatorState, failing: Failing) -> Step:
-    """Note it; end the job if one microbatch has ended two replicas."""
+    """Record a failed computation. End the job if one microbatch has ended two replicas."""
     state = replace(state, failing=(*state.failing, failing))
     verdict = poisoned(state.failing, state.losses, state.policy.samples)
     return _end(state, *verdict) if verdict else (state, ())
 
 
 def _on_diverged(state: CoordinatorState, diverged: Diverged) -> Step:
-    """Fence the minority and withdraw the results that it took part in, or end the job if there is none."""
+    """Fence the minority and withdraw results that it took part in. On a tie, end the job."""
     if diverged.generation != state.generation or diverged.replica not in state.roster:
         return state, ()
     if not diverged.minority:
         return _end(state, ExitCode.DIVERGED, diverged.reason)
     losses = tuple(Loss(replica, LossKind.DIVERGED, diverged.reason) for replica in diverged.minority)
-    # Told by every later generation, too: a member may hear of two at once.
+    # All later generations repeat it, because two may reach a member at once.
     state = replace(state, trusted_from=state.generation + 1)
     return _remove(state, losses, diverged.reason)
 
 
 def _on_miscounted(state: CoordinatorState, miscounted: Miscounted) -> Step:
-    """Make the step void, so that all members compute it anew; if that has been done before, so that all give it up and end."""
+    """Make the step void: all members compute it anew. The second time, all give it up."""
     if miscounted.generation != state.generation or miscounted.replica not in state.roster:
         return state, ()
     step, reason = miscounted.step, f"replica {miscounted.replica}: {miscounted.reason}"
@@ -440,7 +448,7 @@ def _on_miscounted(state: CoordinatorState, miscounted: Miscounted) -> Step:
 
 
 def _on_finished(state: CoordinatorState, finished: Finished) -> Step:
-    """Note it; end the job when all members have finished, for which the others have only so long (INV-8)."""
+    """Record that a member finished. End the job with the last; else start `finish` (INV-8)."""
     if finished.replica in {item.replica for item in state.finished} or finished.replica not in state.roster:
         return state, ()
     state = replace(state, finished=tuple(sorted((*state.finished, finished), key=lambda item: item.replica)))
@@ -450,7 +458,7 @@ def _on_finished(state: CoordinatorState, finished: Finished) -> Step:
 
 
 def _nobody_left(state: CoordinatorState) -> Step:
-    """End as those said that had finished: though they are gone, too, they had committed all that there was."""
+    """End the job without members. If one had finished before it was lost, all was committed."""
     if state.finished:
         return _finish(state)
     return _end(state, *nobody_left(state.failing, state.losses, state.miscount))
@@ -461,7 +469,7 @@ def _finish(state: CoordinatorState) -> Step:
 
 
 def _on_exit_asked(state: CoordinatorState, asked: ExitAsked) -> Step:
-    """Announce a generation whose members all ask for the exit in their votes."""
+    """Make a generation whose members all request the exit in their votes."""
     if not state.generation:
         return _end(state, ExitCode.INTERRUPTED, f"{asked.reason} before training began")
     request = exit_for(asked.reason)

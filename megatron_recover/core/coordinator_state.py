@@ -1,4 +1,4 @@
-"""What the machine of membership (`core/coordinator.py`) knows, takes in and gives out."""
+"""The state, inputs and effects of the machine of membership (`core/coordinator.py`)."""
 
 from __future__ import annotations
 
@@ -20,92 +20,104 @@ from megatron_recover.core.values import (
 
 
 class Policy(Value, frozen=True):
-    """Settings of membership."""
+    """The settings of membership, fixed for the run."""
 
     num_replicas: int
     min_replicas: int = 1
     samples: tuple[int, int] | None = None
-    """Of every training step, and of every microbatch, for messages; None where they are unknown or change."""
+    """Samples per training step and per microbatch, for messages. None: unknown, or they change."""
 
 
 class Save(Value, frozen=True):
-    """A replica that saves a checkpoint, and may take its time. See Note [Waiting for a save]."""
+    """A checkpoint save of one replica that has begun. See Note [Waiting for a save]."""
 
     replica: ReplicaId
     number: int
-    """Of this save in the run, from 1: names its timer."""
+    """Number of the save in the run, from 1. It is part of the name of the save's timer."""
     generation: Generation
-    """In which it began."""
+    """The generation in which the save began."""
 
 
 class CoordinatorState(Value, frozen=True):
-    """What the coordinator knows. Start with `CoordinatorState(policy)`."""
+    """Everything that the coordinator knows. Start with `CoordinatorState(policy)`."""
 
     policy: Policy
     generation: Generation = 0
+    """The newest generation; 0 before the first."""
     roster: tuple[ReplicaId, ...] = ()
     hellos: tuple[Hello, ...] = ()
+    """Greetings of the replicas that are ready and not lost, by replica."""
     losses: tuple[Loss, ...] = ()
-    """All losses of the run."""
+    """All losses of the run, in order."""
     entered: tuple[ReplicaId, ...] = ()
-    """Members that entered the current generation."""
+    """Members that entered the current generation, ascending."""
     follow: str = ""
-    """The timer that counts for members that have not entered the current generation; others of its kind are stale."""
+    """Name of the `follow` timer of the current generation. Timers of that kind with another name
+    are stale."""
     all_late: bool = False
-    """The timer ran out before any member had entered the current generation. See Note [Timers]."""
+    """True if `follow` ran out before any member entered the generation. See Note [Timers]."""
     reason: str = ""
-    """Why a newer generation is due (a grace runs), or empty."""
+    """Reason of the first request for a newer generation, while that waits for its grace or for a
+    save; else empty."""
     reason_excused_by: tuple[ReplicaId, ...] = ()
-    """Members that were at work when it was asked for: their work may be over before the grace is."""
+    """Members that were at work when `reason` was reported. They may have ended their work before
+    the grace ends."""
     evidence: Evidence = Evidence()
-    """Who could not reach whom since a step was committed or a replica was lost (`core/blame.py`)."""
+    """Reports that members could not reach each other, since the last committed step or loss
+    (`core/blame.py`)."""
     evidence_from: Generation = 0
-    """Reports of older generations are about what is over, and no evidence."""
+    """The first generation whose late reports still count as evidence."""
     waits: tuple[tuple[ReplicaId, tuple[ReplicaId, ...]], ...] = ()
-    """Which members waited for whom when they left the previous generation, by member."""
+    """(member, members it waited for) as of the end of the previous generation, by member."""
     excused: bool = False
-    """In the previous generation a save was under way or a member at work, or a loss ended it, which explains all waits: they
-    are no evidence."""
+    """True if a save, work or a loss explains all waits of the previous generation. Such waits are
+    no evidence."""
     trouble: str = ""
-    """The timer that runs while generations are made without a loss or a committed step, or empty. See Note [Timers]."""
+    """Name of the newest `trouble` timer. Empty until generations are made without a loss or a
+    committed step. See Note [Timers]."""
     patience: int = 0
-    """How often `trouble` has run out."""
+    """Number of times that `trouble` ran out, 0 to 2."""
     undecided: str = ""
-    """The timer of the time in which no step was committed and the evidence named nobody, or empty."""
+    """Name of the `undecided` timer. Empty until the evidence names nobody for a long trouble."""
     fruitless: int = 0
-    """Generations in a row without a loss or a committed step: how soon the next is tried, and what people are told."""
+    """Generations in a row without a loss or a committed step. Decides the length of the grace, and
+    is part of messages."""
     at_work: tuple[ReplicaId, ...] = ()
-    """As of the newest `AtWork`."""
+    """Replicas of the newest `AtWork`."""
     excuse: str = ""
-    """The timer of the time in which waits for who is at work are held against nobody, or empty."""
+    """Name of the `excuse` timer, or empty. While it runs, waits for members at work are no
+    evidence against anybody."""
     excused_for: tuple[ReplicaId, ...] = ()
-    """Members of which was said that they are waited for in that time."""
+    """Members that were announced by `Waits` in that time, so that each is announced once."""
     is_excuse_over: bool = False
-    """That time is over, and no step was committed and no replica lost since."""
+    """True if `excuse` ran out, until a step is committed or a replica is lost."""
     step: int = 0
-    """Highest uncommitted step reported."""
+    """The highest step that a member reported as its first uncommitted one."""
     requests: tuple[str, ...] = ()
+    """Job-wide requests that all further generations carry (`NewGeneration.requests`)."""
     trusted_from: Generation = 0
-    """The generation that was made because a replica was outvoted; of several the newest."""
+    """The newest generation that was made because a replica was outvoted; 0: none was."""
     void: Void | None = None
     """The newest step that was made void because a sum did not count every microbatch once."""
     miscount: str = ""
-    """Why that step was given up, or empty."""
+    """The reason why that step was given up, or empty."""
     failing: tuple[Failing, ...] = ()
-    """Computations that raised."""
+    """All failures of computations that were reported, in order."""
     saves: tuple[Save, ...] = ()
-    """Under way and within their time."""
+    """Saves that are in progress and have not exceeded `save_s`."""
     num_saves: int = 0
-    """All that ever began."""
+    """Number of saves that have begun in the run."""
     finished: tuple[Finished, ...] = ()
+    """Replicas whose training loop is over, by replica, lost ones included."""
     over: bool = False
+    """True after `EndJob`: no input has an effect any more."""
 
 
-# --- Inputs: LeaderMessage messages of leaders, and: -------------------------------------------------------------------
+# --- Inputs: the LeaderMessage messages of leaders, and: ------------------------------------------
 
 
 class Launched(Value, frozen=True):
-    """The processes of all replicas were started."""
+    """The launcher has started the processes of all replicas."""
 
 
 class Lost(Value, frozen=True):
@@ -115,74 +127,77 @@ class Lost(Value, frozen=True):
 
 
 class TimerFired(Value, frozen=True):
-    """A timer armed with `Arm` ran out."""
+    """A timer that an `Arm` effect started has run out."""
 
     timer: str
 
 
 class ExitAsked(Value, frozen=True):
-    """The whole job is asked to end at a common step with a checkpoint (signal to the launcher, time limit)."""
+    """A request to end the whole job at a common step with a checkpoint (signal, time limit)."""
 
     reason: str
 
 
 class Progressed(Value, frozen=True):
-    """A member says in a beat which step it has not committed yet: all before that are committed."""
+    """A member's beat reports its first uncommitted step: all steps before it are committed."""
 
     replica: ReplicaId
     step: int
 
 
 class AtWork(Value, frozen=True):
-    """The agents see by progress pages which replicas have a rank at work of its own, alive and not hung: all of them."""
+    """All replicas that are at work now, as the agents see from the ranks' progress pages.
+
+    Note [At work] in `core/detector.py` defines at work.
+    """
 
     replicas: tuple[ReplicaId, ...]
-    """Sorted."""
+    """Ascending; the complete list, which replaces the list of the `AtWork` before."""
 
 
 Input = LeaderMessage | Launched | Lost | TimerFired | ExitAsked | Progressed | AtWork
 
 
-# --- Effects -------------------------------------------------------------------------------------------------------------
+# --- Effects --------------------------------------------------------------------------------------
 
 
 class Announce(Value, frozen=True):
-    """Tell every member of the roster."""
+    """Send the new generation to every leader of its roster."""
 
     generation: NewGeneration
 
 
 class Fence(Value, frozen=True):
-    """Kill what is left of a replica."""
+    """Kill all ranks of a replica that are left, without waiting for their end."""
 
     replica: ReplicaId
 
 
 Setting = Literal["deadline_s", "start_s", "follow_s", "finish_s", "save_s", "blame_s", "grace_s"]
-"""How long a timer runs, by its name in `deadlines.Deadlines`: the driver knows the seconds."""
+"""The name of a timer's length in `deadlines.Deadlines`. The driver knows the seconds."""
 
 
 class Arm(Value, frozen=True):
-    """Start a timer."""
+    """Start a timer: feed `TimerFired(timer)` when it runs out."""
 
     timer: str
     setting: Setting
 
 
 class Waits(Value, frozen=True):
-    """The job waits for these replicas, and cannot go on before one of them answers or ends."""
+    """Report to the user that the job waits for these replicas, and why."""
 
     replicas: tuple[ReplicaId, ...]
     reason: str
     limit: Setting | None = None
-    """For how long at most the wait is excused, all such waits together, before anybody is judged (Note [Timers], `excuse`).
+    """Longest time for which all such waits together are excused (Note [Timers], `excuse`).
 
-    None: until one of them answers or ends.
+    None: the job waits until one of the replicas answers or ends.
     """
 
 
 class EndJob(Value, frozen=True):
-    """The run is over."""
+    """End the run: send `Stop` to all leaders. No effect follows."""
 
     exit_code: int
     reason: str

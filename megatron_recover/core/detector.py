@@ -1,51 +1,53 @@
-"""The machine that judges whether a rank works, waits, is slow, hangs or is stopped, from what its progress page shows.
+"""The machine that judges from progress pages if a rank works, waits, is slow, hangs or is stopped.
 
-`step(state, look) -> (state, effects)`. The machine knows no clock, file or process: the driver (`cluster/watch.py`) brings the
-time, the pages and the process states, and carries the effects out. The machine never removes a replica by itself.
+`step(state, look) -> (state, effects)`. The machine knows no clock, file or process. The driver
+(`cluster/watch.py`) supplies time, pages and process states, and carries out the effects.
 
 Note [How a hang is told from a slow operation]
-    A rank is silent as long as its page shows no new operation. Only time that the driver looked at counts: a gap between two
-    looks counts as `Limits.gap_s` at most, so an agent that was itself held up (a busy or suspended machine) accuses nobody.
-    A rank hangs in a phase after the larger of three times: a floor, `HANG_STEPS` typical steps, and twice the longest
-    operation that any rank has finished in that phase. The floor and the steps are what the goals allow (an endless loop is
-    fenced within 5 step times or 3 s, the larger). All figures are learned anew in every generation. Until a generation has
-    its own figures those of the generation before count twice, so that a microbatch that hangs one replica after the other is
-    found the second time, too. A phase that nobody has finished yet (the first save, a first compilation) has no limit but the
-    user's deadline.
+    A rank is silent while its page shows no new operation. Each gap between two looks counts as at
+    most `Limits.gap_s`, so that an agent which was held up itself accuses nobody. A rank hangs in a
+    phase after the largest of three times: a floor (`Limits.hung_s`), `HANG_STEPS` typical steps,
+    and twice the longest operation that any rank finished in that phase. The first two follow from
+    a goal: an endless loop is fenced within 5 step times or 3 s, the larger. Every generation
+    learns its own figures. Until then the older ones count twice, so that a microbatch that hangs
+    one replica after the other is found each time. A phase that no rank has finished yet (the first
+    save, a first compilation) is limited only by the user's deadline.
 
 Note [Who may be fenced for a hang]
-    A replica is condemned only while another replica is neither silent nor stopped. If all of them are, or only one is left,
-    the cause is probably outside (a data disk that stalls) and a fence would end the job: the hang is named, and ended only
-    after the user's deadline. A phase that leans on what replicas share (`LEANS_ON_OTHERS`: disks, mostly) is never evidence
-    before the deadline: a rank that is silent there is only named. Nor is a compilation: how long the last one took says
-    nothing about this one. The state of its process proves nothing: copying a checkpoint into the page cache, reading samples
-    and collecting garbage all run on a processor. The price is that an endless loop in such a phase costs the deadline.
-    A rank that waits for others never hangs: whoever keeps it waiting does.
+    A replica is condemned only while another one is neither silent nor stopped. Otherwise the cause
+    is probably outside (a data disk that stalls) and a fence would end the job: then the hang is
+    named, and ended after the user's deadline. In a phase that depends on shared disks or services
+    (`LEANS_ON_OTHERS`), or that compiles, silence is no evidence before the deadline. The process
+    state proves nothing: a copy to the page cache, reading samples and garbage collection all use a
+    processor. So an endless loop in such a phase costs the deadline. A rank that waits for others
+    never hangs: the rank that keeps it waiting does.
 
 Note [Ranks that wait inside their replica]
-    Megatron's own collectives join the ranks of a replica in the middle of a computation: one reads samples and sends them to
-    the others, one compiles what the others have compiled already. The pages of those that wait show a forward. So a rank is
-    kept waiting while another rank of its replica is at something of which nothing seen says how long it takes: a phase of
-    `BOUNDED_BY_NOTHING_SEEN`, or one that nobody has finished yet. Until the deadline such a rank waits. Its time is no silence
-    and teaches nothing, and the replica is at work by the other rank. After the deadline it is named, too, and its replica is
-    ended and charged with nothing, since nobody knows which of the two keeps the other waiting. A rank that is ahead keeps
-    nobody waiting, as it has done its part of all that the other is in. It may itself wait for the other: Megatron logs with a
-    barrier, and who has come that far waits there for a rank that loops in its optimizer.
+    Megatron's own collectives join the ranks of a replica inside a computation: one reads samples
+    for the others, or compiles what they have compiled. The pages of the waiting ranks show a
+    forward. So a rank counts as kept waiting while another rank of its replica is in a phase of
+    unknown length: one of `BOUNDED_BY_NOTHING_SEEN`, or one that no rank has finished yet. Until
+    the deadline such a rank is not judged, its time teaches nothing, and its replica is at work.
+    After the deadline the rank is named and its replica is fenced, but charged with no microbatch,
+    since the cause may be either rank. A rank that is ahead keeps nobody waiting. It may itself
+    wait for the other, for example in the barrier of Megatron's logging.
 
 Note [At work]
-    A rank is at work if its page shows a phase whose length the rank itself decides, its process can run, no other rank of its
-    replica keeps it waiting, and it would not be condemned for its silence. Its peers, which wait for it in a sum, cannot know
-    that; the coordinator is told which replicas have such a rank (`SeenAtWork`), and holds no wait for one against anybody
-    (`core/coordinator.py`, Note [Waiting for one at work]). A page that is torn or absent shows no work, and a replica of which
-    a rank is stopped or gone is not at work. Saves are left out: their leaders report them, and they have a time of their own.
-    Between two computations no rank of a replica may be at work for an instant, and who has just arrived at a sum may find that
-    the others have just given it up: so work counts for `Limits.after_work_s` after it was seen last.
+    A rank is at work if its page shows a phase whose length it decides itself and its process can
+    run. No rank of its replica may keep it waiting, nor may it be accused of a hang. Members that
+    wait for it in a sum do not know this. So the coordinator receives all such replicas
+    (`SeenAtWork`), and waits are then no evidence (`core/coordinator.py`,
+    Note [Waiting for one at work]). A torn or absent page shows no work. A replica with a stopped
+    or dead rank is not at work. Saves do not count, because leaders report them. Work counts for
+    `Limits.after_work_s` longer than it is seen. Between two computations a whole replica may be
+    idle for an instant. Others may also have requested a generation just before a rank arrives at
+    their sum.
 
 Note [Ranks that a tracer holds]
-    A debugger, gcore or strace holds the process of a rank in state `t`, most often because somebody looks into the rank. Such
-    a rank is named, and condemned only after the deadline, whatever it does. While one rank of a replica is held, time does not
-    count for any rank of that replica: its siblings wait for it inside their computations, and whoever is let go must not be
-    condemned for the time before. Nothing is learned from that time either.
+    A debugger, gcore or strace holds a process in state `t`, most often to look into the rank. Such
+    a rank is named, and condemned only after the deadline. While one rank is held, no time counts
+    for any rank of its replica, and none is learned from: the others wait for it inside their
+    computations, and no rank may be condemned for that time afterwards.
 """
 
 from __future__ import annotations
@@ -62,12 +64,12 @@ from megatron_recover.core.values import Failing, Generation, MicrobatchId, Repl
 
 
 class Phase(enum.IntEnum):
-    """What a rank's training thread does. The numbers are those of the progress page."""
+    """The activity of a rank's training thread, as numbered in the progress page."""
 
     LOADING = 1
-    """The script, Megatron's arguments, process groups, model, optimizer and checkpoint."""
+    """Loading script, arguments, process groups, model, optimizer and checkpoint."""
     BUILDING_DATA = 2
-    """Data sets and their index."""
+    """Building data sets and their index."""
     ORDERS = 3
     """Waiting for an order of the leader: a plan, the votes of all, the end of the job."""
     DATA = 4
@@ -81,50 +83,48 @@ class Phase(enum.IntEnum):
     EVALUATION = 9
     """A forward of an evaluation step."""
     PIPELINE = 10
-    """Between two computations of a pass: sending to, receiving from and waiting for other stages of the replica."""
+    """Exchanging data with other stages of the replica, between two computations of a pass."""
     REDUCTION = 11
     """Summing buckets over lanes and replicas, and waiting for the others in it."""
     OPTIMIZER = 12
-    """From the order to apply a step to the end of the optimizer."""
+    """Applying a step, from the order `Apply` to the end of the optimizer."""
     SAVE = 13
     BETWEEN = 14
-    """Between two steps: logs, hooks of the script."""
+    """Logging and other code of the script between two steps."""
     DIGEST = 15
     """Computing the digest of all state, between two steps."""
 
 
 COMPUTES = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.FIRST_STEPS, Phase.EVALUATION})
-"""Phases that compute the microbatches in work."""
+"""Phases that compute the microbatches of the page."""
 WAITS = frozenset({Phase.ORDERS, Phase.PIPELINE, Phase.REDUCTION})
-"""Phases whose length others decide."""
+"""Phases whose length other ranks decide."""
 LEANS_ON_OTHERS = frozenset({Phase.LOADING, Phase.BUILDING_DATA, Phase.DATA, Phase.SAVE, Phase.BETWEEN})
 """Phases whose length a shared disk or service may decide."""
 
 BOUNDED_BY_NOTHING_SEEN = LEANS_ON_OTHERS | {Phase.COMPILING}
-"""Phases in which a silence is no evidence before the deadline. How long one graph compiles says nothing about the next."""
+"""Phases in which silence is no evidence before the deadline: compile times differ by graph."""
 
 AFTER_A_STEP = frozenset({Phase.BETWEEN, Phase.DIGEST, Phase.SAVE})
-"""Phases that follow all else of the step that the page shows."""
+"""Phases that come after all others of the step that the page shows."""
 
 EVERY_STEP = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.BETWEEN})
-"""Phases that a training step goes through. When a step has ended, those that no look has met were shorter than a gap.
-
-(The time of the step would be no bound to use: the first step of a generation contains the hang that led to it.)
-"""
+"""Phases of every training step. One that no look saw took less than a gap. The step's time would
+be no bound: the first step of a generation contains the hang that led to the generation."""
 
 STOPPED, TRACED, UNINTERRUPTIBLE = "T", "t", "D"
 """States of a process, as in /proc/PID/stat."""
 CANNOT_RUN = frozenset({STOPPED, "Z", "X", ""})
-"""Stopped, or gone."""
+"""States of a process that is stopped or gone."""
 
 HANG_STEPS = 4.0
 STOP_STEPS = 2.0
-"""After how long a stopped process is condemned: the larger of a floor (`Limits.stopped_s`) and so many typical steps."""
+"""Typical steps after which a stopped process is condemned, but not before `Limits.stopped_s`."""
 TIMES_LONGEST = 2.0
 OLDER = 2.0
-"""Factor on figures of the generation before."""
+"""Factor on figures of an older generation."""
 _KEPT_STEPS, _ENOUGH_STEPS = 16, 5
-"""How many of the newest step times are kept; how many are needed to know the typical one."""
+"""Step times that are kept, the newest; step times that are needed to know the typical one."""
 
 
 class Progress(Value, frozen=True):
@@ -132,28 +132,28 @@ class Progress(Value, frozen=True):
 
     generation: Generation
     step: int
-    """-1 before the first."""
+    """Number of the step; -1 before the first."""
     label: str
-    """Of the step, such as ``train 17``."""
+    """Name of the step, such as ``train 17``."""
     phase: Phase
     microbatches: tuple[MicrobatchId, ...]
-    """In work: being computed, or enqueued on a device and not known complete."""
+    """Microbatches in work: being computed, or enqueued on a device and not known complete."""
     begun: int
-    """Operations of the training thread that have begun since the process started."""
+    """Operations that the training thread has begun since the process started."""
     ended: int
     since_ns: int
-    """When the newest operation began, by CLOCK_MONOTONIC."""
+    """Start of the newest operation, in nanoseconds of CLOCK_MONOTONIC."""
 
 
 class Sight(Value, frozen=True):
-    """One rank as one look shows it."""
+    """The page and process state of one rank at one look."""
 
     replica: ReplicaId
     rank: int
     progress: Progress | None
-    """None: the page is torn, or was never written."""
+    """Content of the page; None if the page is torn or was never written."""
     state: str
-    """One letter; empty if the process is gone."""
+    """One letter of /proc/PID/stat; empty if the process is gone."""
 
 
 class Look(Value, frozen=True):
@@ -165,7 +165,7 @@ class Look(Value, frozen=True):
 
 
 class Verdict(enum.Enum):
-    """What is said of a rank."""
+    """The judgement on a rank."""
 
     WORKING = "working"
     WAITING = "waiting"
@@ -173,13 +173,13 @@ class Verdict(enum.Enum):
     """Silent for more than half the time after which it hangs."""
     HUNG = "hung"
     STOPPED = "stopped"
-    """By SIGSTOP."""
+    """Stopped by SIGSTOP for more than `stop_limit_s`."""
     TRACED = "traced"
-    """A debugger, gcore or strace holds the process (Note [Ranks that a tracer holds])."""
+    """Held by a debugger, gcore or strace (Note [Ranks that a tracer holds])."""
 
 
 class Named(Value, frozen=True):
-    """Effect: tell people, and have the rank write its stacks."""
+    """Effect: report the rank to the user, and have the rank write its stacks unless it is slow."""
 
     replica: ReplicaId
     rank: int
@@ -192,10 +192,10 @@ class Named(Value, frozen=True):
     label: str
     microbatches: tuple[MicrobatchId, ...]
     is_kept: bool = False
-    """Another rank of its replica is at work, for which it may wait."""
+    """True if another rank of its replica is at work, for which the rank may wait."""
 
     def __str__(self) -> str:
-        """Return what is known in one line, without the replica."""
+        """Return one line that describes the silence, without the replica."""
         what = self.phase.name.lower().replace("_", " ")
         if self.microbatches:
             noun = "microbatch" if len(self.microbatches) == 1 else "microbatches"
@@ -212,88 +212,88 @@ class Named(Value, frozen=True):
 
 
 class Condemned(Value, frozen=True):
-    """Effect: fence the replica, when the ranks that hang have had a moment to write their stacks."""
+    """Effect, once: fence the replica after its ranks had a moment to write their stacks."""
 
     named: Named
-    """The rank that has been silent for the longest time."""
+    """The rank that was silent the longest; a stopped one comes first."""
     failing: Failing | None
-    """Which microbatches the hang is charged to; None: none."""
+    """The microbatches that the hang is charged to, or None."""
 
 
 class SeenAtWork(Value, frozen=True):
-    """Effect: tell the coordinator. Comes when it changes, with all replicas that are at work now (Note [At work])."""
+    """Effect: report all replicas at work to the coordinator, when they change (Note [At work])."""
 
     replicas: tuple[ReplicaId, ...]
-    """Sorted."""
+    """Ascending."""
 
 
 Effect = Named | Condemned | SeenAtWork
 
 
 class Figures(Value, frozen=True):
-    """How long things take: what limits derive from."""
+    """The measured durations from which limits are derived, in seconds."""
 
     steps_s: tuple[float, ...] = ()
-    """The newest step times."""
+    """The newest times of training steps, at most 16."""
     longest_s: Mapping[Phase, float] = MappingProxyType({})
-    """Of every phase the longest operation that a rank has finished."""
+    """The longest operation that any rank finished, per phase."""
 
 
 class Watched(Value, frozen=True):
-    """What is known of a rank."""
+    """Everything known about one rank. Silences are in seconds, since the page last changed."""
 
     progress: Progress
     quiet_s: float = 0.0
-    """Of `silent_s`, what is the rank's own."""
+    """Silence of the rank's own."""
     kept_s: float = 0.0
-    """The rest of it: another rank of the replica has kept it waiting."""
+    """Silence in which another rank of the replica kept the rank waiting."""
     is_kept: bool = False
-    """Whether one does so now (Note [Ranks that wait inside their replica])."""
+    """True if one does so now (Note [Ranks that wait inside their replica])."""
     stopped_s: float = 0.0
     traced_s: float = 0.0
-    """How long a tracer has held the rank since the page showed something new."""
+    """Time in which a tracer held the rank."""
     step_s: float = 0.0
-    """Since the step began, without the time in which a tracer held a rank of the replica."""
+    """Time since the step began, without the time in which a tracer held a rank of the replica."""
     told: frozenset[Verdict] = frozenset()
-    """What was said of the rank since it showed progress."""
+    """Verdicts that were reported since the page changed."""
 
     @property
     def silent_s(self) -> float:
-        """Since the page showed something new, without the time in which a tracer held a rank of the replica."""
+        """Return the whole silence, except while a tracer held a rank of the replica."""
         return self.quiet_s + self.kept_s
 
 
 class Limits(Value, frozen=True):
-    """The waits of a run that the detector keeps, in seconds. `Deadlines` says why each is as long as it is."""
+    """The limits of the detector, in seconds. `Deadlines` has the reason for each."""
 
     deadline_s: float
     """The user's one deadline."""
     gap_s: float
     """The longest time between two looks that counts."""
     stopped_s: float
-    """The floor below which no stopped process is condemned."""
+    """The shortest time after which a stopped process is condemned."""
     hung_s: float
-    """The floor below which no rank hangs."""
+    """The shortest silence after which a rank hangs."""
     after_work_s: float
-    """How long a replica counts as at work after it was seen at work."""
+    """Time for which a replica counts as at work after it was last seen at work."""
 
 
 class DetectorState(Value, frozen=True):
-    """What the detector knows. Start with `DetectorState(limits)`."""
+    """Everything that the detector knows. Start with `DetectorState(limits)`."""
 
     limits: Limits
     now_s: float | None = None
     generation: Generation = 0
     ranks: Mapping[tuple[ReplicaId, int], Watched] = MappingProxyType({})
     figures: Figures = Figures()
-    """Of this generation."""
+    """Figures of this generation."""
     older: Figures = Figures()
-    """Of the newest generation before it that had some."""
+    """Figures of the newest generation before this one that had enough steps."""
     condemned: frozenset[ReplicaId] = frozenset()
     worked_s: Mapping[ReplicaId, float] = MappingProxyType({})
-    """When each replica was seen at work last."""
+    """Time of the look that last saw each replica at work."""
     at_work: tuple[ReplicaId, ...] = ()
-    """As of the newest `SeenAtWork`."""
+    """Replicas of the newest `SeenAtWork`."""
 
 
 def typical_step_s(state: DetectorState) -> float | None:
@@ -304,7 +304,7 @@ def typical_step_s(state: DetectorState) -> float | None:
 
 
 def hang_limit_s(state: DetectorState, phase: Phase) -> float | None:
-    """Return the silence in seconds after which a rank hangs in `phase`; None: nothing but the deadline limits it."""
+    """Return the seconds of silence after which a rank hangs in `phase`; None: the deadline."""
     step_s = typical_step_s(state)
     longest_s = state.figures.longest_s.get(phase)
     if longest_s is None and phase in state.older.longest_s:
@@ -315,12 +315,12 @@ def hang_limit_s(state: DetectorState, phase: Phase) -> float | None:
 
 
 def stop_limit_s(state: DetectorState) -> float:
-    """Return after how many seconds a stopped process is condemned, and one that a tracer holds is named."""
+    """Return the seconds after which a stopped process is condemned, or a traced one is named."""
     return max(state.limits.stopped_s, STOP_STEPS * (typical_step_s(state) or 0.0))
 
 
 def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect, ...]]:
-    """Take one look. Effects are in no particular order; each rank is named once per silence, each replica condemned once."""
+    """Return the next state and the effects of a look: one `Named` per silence and verdict."""
     gap_s = 0.0 if state.now_s is None else min(max(0.0, look.now_s - state.now_s), state.limits.gap_s)
     if look.generation != state.generation:
         known = len(state.figures.steps_s) >= _ENOUGH_STEPS
@@ -351,7 +351,7 @@ def step(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect,
 
 
 def _kept(state: DetectorState, look: Look) -> set[tuple[ReplicaId, int]]:
-    """Return the ranks that another rank of their replica keeps waiting (Note [Ranks that wait inside their replica])."""
+    """Return the ranks that are kept waiting (Note [Ranks that wait inside their replica])."""
     bounded = {*state.figures.longest_s, *state.older.longest_s} - BOUNDED_BY_NOTHING_SEEN - WAITS
     furthest_back: dict[ReplicaId, tuple[int, bool]] = {}
     for sight in look.sights:
@@ -371,19 +371,19 @@ def _kept(state: DetectorState, look: Look) -> set[tuple[ReplicaId, int]]:
 
 
 def _place(progress: Progress) -> tuple[int, bool]:
-    """Return how far a rank has come: of two ranks the one with the larger value is ahead."""
+    """Return the rank's position, for comparison: of two ranks the larger value is ahead."""
     return progress.step, progress.phase in AFTER_A_STEP
 
 
 def _watch(before: Watched | None, sight: Sight, gap_s: float, counted_s: float, *, is_kept: bool) -> Watched | None:
-    """Return what is known of a rank after a look; None for one whose page was never seen whole.
+    """Return what is known about a rank after a look; None until its page was seen whole.
 
-    `gap_s`: time since the look before. `counted_s`: how much of it no tracer has taken from the rank.
+    `gap_s`: seconds since the look before. `counted_s`: the same, or 0 if a tracer holds a rank.
     """
     progress = sight.progress
     if before is None:
         return None if progress is None else Watched(progress, is_kept=is_kept)
-    if progress is None:  # torn: that it is being written shows nothing, and hides nothing
+    if progress is None:  # torn: a page that is being written neither shows nor hides progress
         progress = before.progress
     stopped_s = before.stopped_s + gap_s if sight.state == STOPPED else 0.0
     step_s = 0.0 if progress.step != before.progress.step else before.step_s + counted_s
@@ -407,7 +407,7 @@ def _has_moved(before: Progress, now: Progress) -> bool:
 
 
 def _steps_done(before: Watched, now: Progress, gap_s: float) -> tuple[float, ...]:
-    """Return how long each step took that a rank has done since the look before; evaluation tells nothing about training."""
+    """Return the seconds of each training step that ended since the look before; () if none."""
     known = before.progress
     if known.step < 0 or now.step <= known.step or not (label_of(known.label).is_training and label_of(now.label).is_training):
         return ()
@@ -416,7 +416,7 @@ def _steps_done(before: Watched, now: Progress, gap_s: float) -> tuple[float, ..
 
 
 def _judge(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effect, ...]]:
-    """Say what is new about each rank, and condemn replicas where Note [Who may be fenced for a hang] allows it."""
+    """Name ranks with a new verdict; condemn replicas by Note [Who may be fenced for a hang]."""
     effects: list[Effect] = []
     accused: dict[ReplicaId, Named] = {}
     silent: set[ReplicaId] = set()
@@ -459,7 +459,7 @@ def _judge(state: DetectorState, look: Look) -> tuple[DetectorState, tuple[Effec
 
 
 def _see_work(state: DetectorState, look: Look, accused: Collection[ReplicaId]) -> tuple[DetectorState, tuple[SeenAtWork, ...]]:
-    """Note which replicas are at work, those that are `accused` of hanging left out, and say so if it is news."""
+    """Record which replicas are at work, without the `accused` ones; report a change."""
     still = {sight.replica for sight in look.sights if sight.state in CANNOT_RUN}
     kept = {key for key, watched in state.ranks.items() if watched.is_kept}
     seen = {
@@ -482,7 +482,7 @@ def _see_work(state: DetectorState, look: Look, accused: Collection[ReplicaId]) 
 
 
 def _verdict(state: DetectorState, watched: Watched, process: str) -> tuple[Verdict, float]:
-    """Return the verdict on a rank, and the limit in seconds by which it was judged."""
+    """Return the verdict on a rank, and its limit in seconds."""
     if process == STOPPED:
         limit_s = stop_limit_s(state)
         return (Verdict.STOPPED if watched.stopped_s > limit_s else Verdict.WORKING), limit_s
@@ -503,14 +503,14 @@ def _verdict(state: DetectorState, watched: Watched, process: str) -> tuple[Verd
 
 
 def _is_evidence(named: Named) -> bool:
-    """Return whether the silence is the rank's own, as far as can be seen."""
+    """Return whether the silence counts against the rank before the deadline."""
     if named.verdict is Verdict.TRACED:
         return False
     return named.verdict is Verdict.STOPPED or named.phase not in BOUNDED_BY_NOTHING_SEEN
 
 
 def _charge(named: Named) -> Failing | None:
-    """Return what the hang is charged to: microbatches, only if the rank hangs inside their computation (INV-9)."""
+    """Return the microbatches to charge, if the rank hangs inside their computation (INV-9)."""
     if named.verdict is not Verdict.HUNG or named.is_kept or named.phase not in COMPUTES or not named.microbatches:
         return None
     return Failing(named.replica, named.label, named.microbatches, str(named), witnessed=True)

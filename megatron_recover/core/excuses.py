@@ -1,6 +1,7 @@
-"""What is held against members while no step is committed, and what excuses them: pure functions of the coordinator's state.
+"""Decides which waits are evidence while no step is committed, and what excuses members.
 
-`core/coordinator.py` asks them; its Note [Waiting for one at work] has the rules, and `core/blame.py` says who is at fault.
+Pure functions of the coordinator's state. The rules are in `core/coordinator.py`,
+Note [Waiting for one at work]. `core/blame.py` decides who is at fault.
 """
 
 from __future__ import annotations
@@ -11,24 +12,24 @@ from megatron_recover.core.blame import Evidence, heard, own_deadlines
 from megatron_recover.core.coordinator_state import Arm, CoordinatorState, Effect, Waits
 from megatron_recover.core.values import ReplicaId
 
-AT_WORK = "it reads data, compiles or computes, and no wait for it is held against anybody until a step is committed"
-"""Why the job waits for a member that is excused, in words."""
+AT_WORK = "it reads data, compiles or computes, which excuses all waits until a step is committed"
+"""The reason of `Waits`: why the job waits for a member that is excused."""
 
 
 def are_waits_excused(state: CoordinatorState) -> bool:
-    """Return whether waits are held against nobody now: a member saves, or is at work, and has the time for it."""
+    """Return whether waits are no evidence now: a member saves or works within its time."""
     return bool(state.saves) or bool(working(state))
 
 
 def working(state: CoordinatorState) -> tuple[ReplicaId, ...]:
-    """Return the members that are at work, as long as that excuses anybody."""
+    """Return the members that are at work; none after the time of `excuse` is over."""
     return () if state.is_excuse_over else tuple(replica for replica in state.at_work if replica in state.roster)
 
 
 def excuse(state: CoordinatorState, members: tuple[ReplicaId, ...]) -> tuple[CoordinatorState, tuple[Effect, ...]]:
-    """Give those that are at work their time, once, and say so of each; forget what was held against anybody meanwhile.
+    """Excuse the members at work: start their time and announce each, once; drop the evidence.
 
-    What a member has missed of its own is not forgotten: it has nothing to do with the work of others.
+    A member's own missed deadline stays evidence: the work of others does not explain it.
     """
     new = tuple(replica for replica in members if replica not in state.excused_for)
     effects: tuple[Effect, ...] = (Waits(new, AT_WORK, "deadline_s"),) if new else ()
@@ -40,22 +41,22 @@ def excuse(state: CoordinatorState, members: tuple[ReplicaId, ...]) -> tuple[Coo
         state,
         excuse=state.excuse or f"excuse {state.generation}",
         excused_for=(*state.excused_for, *new),
-        evidence_from=state.generation,  # who reports late has waited for them as well
+        evidence_from=state.generation,  # late reports are about waits for these members, too
     ), effects
 
 
 def without_evidence(state: CoordinatorState) -> CoordinatorState:
-    """Forget what was held against members, and for how long it was waited for something to come of it."""
+    """Return the state without evidence, and with the timers of judging not yet started."""
     return replace(state, evidence=Evidence(), waits=(), trouble="", patience=0, undecided="")
 
 
 def fruitful(state: CoordinatorState) -> CoordinatorState:
-    """A step was committed or a replica lost: what is tried from now on is tried for the first time."""
+    """Return the state after a committed step or a loss: no evidence, no excuses, no retries."""
     return replace(without_evidence(state), fruitless=0, excuse="", excused_for=(), is_excuse_over=False)
 
 
 def with_waits(state: CoordinatorState) -> CoordinatorState:
-    """Add whom members waited for to the evidence."""
+    """Return the state with the waits of the previous generation added to the evidence."""
     evidence = state.evidence
     for replica, awaited in state.waits:
         evidence = heard(evidence, replica, awaited)
@@ -63,6 +64,6 @@ def with_waits(state: CoordinatorState) -> CoordinatorState:
 
 
 def at_work_for_too_long(state: CoordinatorState) -> ReplicaId | None:
-    """Return a member that others wait for and that is at work though the time for that is over: of several the highest id."""
+    """Return the member, of the highest id, that works after `excuse` and keeps others waiting."""
     accused = {accused for _, accused in state.evidence.pairs}
     return max(accused & set(state.at_work) & set(state.roster), default=None) if state.is_excuse_over else None

@@ -1,6 +1,7 @@
-"""The name of a step: which of Megatron's iterations it is, and what it does. The only place where the text is made and read.
+"""The name of a step: what the step does, and in which of Megatron's iterations.
 
-A step has the same name on all replicas. On the wire, in the trace and in messages the name is text (`str(label)`).
+A step has the same name on all replicas. On the wire, in the trace and in messages the name is text
+(`str(label)`). Only this module writes and parses that text.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from typing import NamedTuple
 
 _GIVE_UP = "give up "
 _MOST_DIGITS = 40
-"""Python refuses to make a number of thousands of digits, and a damaged trace may have one."""
+"""Most digits of a number: a damaged trace may have more than Python's `int` accepts."""
 
 
 class StepKind(enum.StrEnum):
-    """What a step does."""
+    """The purpose of a step."""
 
     TRAIN = "train"
-    """Trains on the microbatches of one iteration."""
+    """Train on the microbatches of one iteration."""
     EVALUATE = "evaluate"
-    """Computes losses, and changes nothing."""
+    """Compute losses; change no state."""
     SAVE = "save"
-    """Compares the state of all replicas before a checkpoint is saved. It has no microbatches."""
+    """Compare the state of all replicas before a checkpoint is saved, without microbatches."""
     END = "end"
-    """Compares the state of all replicas at the end of training. It has no microbatches."""
+    """Compare the state of all replicas at the end of training, without microbatches."""
 
 
 class Label(NamedTuple):
@@ -32,11 +33,11 @@ class Label(NamedTuple):
 
     kind: StepKind
     iteration: int
-    """Megatron's iteration, from 1; of `END` how often it was tried before, from 0. -1 where the text has none."""
+    """Megatron's iteration, from 1. `END`: number of tries before, from 0. Malformed text: -1."""
     number: int | None = None
-    """Of `EVALUATE`: which evaluation step of that iteration, from 1."""
+    """Number of an `EVALUATE` step in its iteration, from 1; else None."""
     is_given_up: bool = False
-    """The step was miscounted twice, and ends without having changed anything (`values.Void.gives_up`)."""
+    """True if the step was miscounted twice and ends without a change (`values.Void.gives_up`)."""
 
     def __str__(self) -> str:
         number = "" if self.number is None else f"/{self.number}"
@@ -44,23 +45,23 @@ class Label(NamedTuple):
 
     @property
     def is_training(self) -> bool:
-        """Whether the step changes parameters."""
+        """Return whether the step changes parameters."""
         return self.kind is StepKind.TRAIN and not self.is_given_up
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether the step only computes losses."""
+        """Return whether the step only computes losses."""
         return self.kind is StepKind.EVALUATE and not self.is_given_up
 
     @property
     def is_agreement(self) -> bool:
-        """Whether the step only compares the state."""
+        """Return whether the step only compares the state of all replicas."""
         return self.kind in (StepKind.SAVE, StepKind.END) and not self.is_given_up
 
 
 @functools.lru_cache(maxsize=4096)
 def label_of(text: str) -> Label:
-    """Return the label that a text names. A text of another form counts as an evaluation without an iteration."""
+    """Return the label of a text. A malformed text becomes an evaluation of iteration -1."""
     rest = text.removeprefix(_GIVE_UP)
     kind, _, name = rest.partition(" ")
     iteration, slash, number = name.partition("/")
@@ -71,5 +72,5 @@ def label_of(text: str) -> Label:
 
 
 def given_up(text: str) -> str:
-    """Return the name of what is left of a step that is given up."""
+    """Return the name that replaces the name of a step when it is given up."""
     return f"{_GIVE_UP}{text}"

@@ -1,6 +1,6 @@
-"""What a loss leads to: the decisions of membership that are no protocol. Pure functions, each with its reason.
+"""Decides what losses and ends mean: kinds of losses, poisoned microbatches, exit codes.
 
-`core/coordinator.py` asks them; it alone changes the roster.
+These functions are pure. Only `core/coordinator.py` changes the roster.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from megatron_recover.core.values import ExitCode, Failing, Finished, Loss, Loss
 
 
 def exit_code(requests: Sequence[str]) -> int:
-    """How a replica ends whose last record carries `requests`."""
+    """Return the exit code of a replica whose last record carries `requests`."""
     if MISCOUNTED in requests:
-        return ExitCode.INVARIANT_VIOLATED  # also where the state could not be saved: a defect matters more than a full disk
+        return ExitCode.INVARIANT_VIOLATED  # also with UNSAVED: a defect matters more than a full disk
     if UNSAVED in requests:
         return ExitCode.UNSAVED
     if TOO_FEW in requests:
@@ -26,27 +26,29 @@ def exit_code(requests: Sequence[str]) -> int:
 
 
 def untrained(requests: Sequence[str]) -> str:
-    """Return what the last state is, in words, if the last record says that nothing was trained; else nothing."""
+    """Return the description of the last state if nothing was trained (`UNTRAINED`), else ""."""
     return next(iter(details(requests, RequestKind.UNTRAINED)), "")
 
 
 SIGNALS_OF_COMPUTATION = frozenset({4, 6, 7, 8, 11})
-"""SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV (signal(7), Linux): what a process does to itself."""
+"""SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV (signal(7), Linux): a process causes them by itself."""
 _SIGABRT, _SIGKILL = 6, 9
 
 
 def loss_of(status: int, *, started: bool, out_of_memory: bool = False) -> LossKind:
-    """Why a replica is lost of which a rank ended with `status` (exit code, or minus the signal) before it was told to.
+    """Classify the loss of a replica whose rank ended unasked with `status`.
 
-    `started`: generation 1 has been made. A training script that ends well before that has not called `pretrain`; after that
-    it has left without the others (`sys.exit`), which is as good as killed. `out_of_memory`: the kernel has killed a process
-    of the rank's control group for want of memory, and this end may be that.
+    `status`: the exit code, or minus the signal.
+    `started`: generation 1 was made. A script that ends with code 0 before that has not called
+    `pretrain`. After that it has left without the others (`sys.exit`), which counts as killed.
+    `out_of_memory`: the kernel has just killed a process of the rank's control group for want of
+    memory, possibly this one.
     """
     if -status in SIGNALS_OF_COMPUTATION or (status == -_SIGKILL and out_of_memory):
         return LossKind.CRASHED
     if status == ExitCode.INVARIANT_VIOLATED:
         return LossKind.INVARIANT_VIOLATED
-    if status == ExitCode.NO_REPLICA_LEFT:  # it gave up waiting for a launcher that was stopped: no fault of the training
+    if status == ExitCode.NO_REPLICA_LEFT:  # gave up waiting for a stopped launcher: no fault of training
         return LossKind.PROCESS_ENDED
     if status == ExitCode.OK and not started:
         return LossKind.ENDED_EARLY
@@ -63,29 +65,35 @@ _COMMUNICATION = re.compile(
 )
 _DEVICE = "CUDA error"
 _LAST_WORDS = 16_384
-"""Characters in which the watchdog's words are looked for: it prints the stack of its own C++ behind them."""
+"""Characters at the end of the output that are searched: a C++ stack follows the message."""
 
 
 def tells_of_communication(text: str) -> bool:
-    """Return whether torch says in `text` that communication inside a replica failed; gloo's errors have no class."""
+    """Return whether torch reports in `text` that communication inside a replica failed.
+
+    The text decides, because gloo's errors have no class of their own.
+    """
     return _COMMUNICATION.search(text) is not None
 
 
 def aborted_by_communication(status: int, said: str) -> bool:
-    """Return whether torch's watchdog of NCCL has ended a process (SIGABRT) because communication inside its replica failed.
+    """Return whether torch's NCCL watchdog ended a process because communication failed.
 
-    `said`: what the process has printed last. The watchdog also ends a process whose device has failed, in a kernel that was
-    given a wrong index for example. It names that error, which is the computation's.
+    The watchdog ends it by SIGABRT. `said`: the newest output of the process.
+    The watchdog also ends a process whose device has failed, for example in a kernel with a wrong
+    index. Its message then names the device error, which the computation has caused.
     """
     said = said[-_LAST_WORDS:]
     return status == -_SIGABRT and tells_of_communication(said) and _DEVICE not in said
 
 
 def first_to_die(statuses: Sequence[int]) -> int:
-    """Return the index of the end that explains the others, of ranks of one replica whose ends were seen in one look.
+    """Return the index of the end that explains the others.
 
-    A signal from outside goes before all else, since it charges nothing; an exit code and SIGABRT are what ranks do that find
-    another one gone (the connection broke; NCCL's watchdog aborts).
+    `statuses`: the ends of ranks of one replica that the agent saw in one look, as in `loss_of`.
+    A signal from outside comes first, since it is charged to nothing. Exit codes and then SIGABRT
+    come last: ranks end so after another rank is gone, because their connection breaks or NCCL's
+    watchdog aborts.
     """
 
     def precedence(index: int) -> int:
@@ -98,12 +106,14 @@ def first_to_die(statuses: Sequence[int]) -> int:
 
 
 _WITNESSED = frozenset({LossKind.CRASHED, LossKind.HUNG})
-"""Losses that only what the agent has witnessed is charged to: other ranks of the replica then raise as a consequence."""
+"""Kinds of losses that only failures witnessed by the agent explain: other ranks of such a replica
+raise as a consequence."""
 _UNCHARGED = frozenset({LossKind.PROCESS_ENDED, LossKind.INVARIANT_VIOLATED})
+"""Kinds of losses that are charged to no microbatch."""
 
 
 def _charged(failing: Sequence[Failing], losses: Sequence[Loss]) -> list[Failing]:
-    """Return what of `failing` counts, given how each replica was lost."""
+    """Return the failures that count, given the kind of each replica's loss."""
     kinds = {loss.replica: loss.kind for loss in losses}
     return [
         item
@@ -117,14 +127,18 @@ def _charged(failing: Sequence[Failing], losses: Sequence[Loss]) -> list[Failing
 def poisoned(
     failing: Sequence[Failing], losses: Sequence[Loss], samples: tuple[int, int] | None = None
 ) -> tuple[int, str] | None:
-    """The end of a job in which computing one microbatch has ended two replicas (INV-9), or None.
+    """Return exit code and reason if computing one microbatch has ended two replicas (INV-9).
 
-    `samples`: those of every training step, and of every microbatch, where they are known and do not change.
+    Return None otherwise. `samples`: samples per training step and per microbatch, if they are
+    known and do not change (`Policy.samples`).
 
-    A replica that a signal from outside ended is not blamed on the microbatch at which its other ranks then raised, nor one in
-    which a check failed. One that a signal of the computation or a hang ended is blamed on what the progress page names. Where
-    several microbatches are named (a gradient that is not finite, a device that runs behind), the common one counts: what one
-    replica was dealt first, another computes only after that one is lost.
+    - A loss by a signal from outside or by a failed check is charged to no microbatch. What other
+      ranks of the replica then raise does not count.
+    - A loss by a signal of the computation or by a hang is charged to the microbatches that the
+      progress page names.
+    - Several microbatches may be named (a gradient that is not finite, a device that runs behind).
+      Then only what both replicas name counts: a microbatch dealt to one replica is computed by
+      another only after the first is lost.
     """
     pairs = [
         (sorted({*one.microbatches} & {*other.microbatches}), one, other)
@@ -143,7 +157,10 @@ def poisoned(
 
 
 def _samples(label: str, microbatch: MicrobatchId, of_step: int, of_microbatch: int) -> str:
-    """Return which samples a microbatch of a training step has, in words; nothing for an evaluation."""
+    """Return text that names a microbatch's samples, from 0 in the order of training.
+
+    Return "" unless the step trains. `of_step`, `of_microbatch`: samples per step, per microbatch.
+    """
     step = label_of(label)
     if not step.is_training or step.iteration < 1:
         return ""
@@ -152,9 +169,9 @@ def _samples(label: str, microbatch: MicrobatchId, of_step: int, of_microbatch: 
 
 
 def nobody_left(failing: Sequence[Failing], losses: Sequence[Loss], miscount: str = "") -> tuple[int, str]:
-    """The end of a job whose last replica is gone and of which none had finished.
+    """Return exit code and reason of a job whose last replica is lost and of which none finished.
 
-    A defect if a step was given up (`miscount` says why), a check failed or every replica raised, else they died.
+    `miscount`: the reason why a step was given up, or "".
     """
     detail = "; ".join(f"replica {loss.replica}: {loss.kind.value} {loss.detail}".rstrip() for loss in losses)
     if miscount:
@@ -177,9 +194,11 @@ def nobody_left(failing: Sequence[Failing], losses: Sequence[Loss], miscount: st
 
 
 def all_finished(finished: Sequence[Finished], miscount: str, requests: Sequence[str] = ()) -> tuple[int, str]:
-    """The end of a job whose members have all finished, or are gone after the first of them had: its last record says the end.
+    """Return exit code and reason of a job whose members have all finished.
 
-    `miscount`: why a step was given up, or nothing. `requests`: what the coordinator had the members ask for.
+    Members that are lost after the first one finished do not matter: the last record decides.
+    `miscount`: the reason why a step was given up, or "". `requests`: the coordinator's own
+    job-wide requests.
     """
     if miscount:
         kept = "is saved" if all(item.is_saved for item in finished) else "was not saved"

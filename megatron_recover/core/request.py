@@ -1,7 +1,8 @@
-"""Job-wide requests: what voters ask of all replicas, in their votes. The only place where the text of one is made and read.
+"""Job-wide requests: what a voter wants all replicas to do, as part of its vote.
 
-A request is part of the record of a step. All replicas act on it when they have committed the step, so they act alike. On the
-wire, in the trace and in messages a request is text.
+The committed record of a step carries the requests of all voters. All replicas act on them after
+they committed the step, so all act alike. On the wire, in the trace and in messages a request is
+text. Only this module writes and parses that text.
 """
 
 from __future__ import annotations
@@ -11,23 +12,23 @@ from collections.abc import Collection
 
 
 class RequestKind(enum.StrEnum):
-    """What is asked for."""
+    """The kinds of requests. A request may have a detail after the kind's text."""
 
     EXIT = "exit"
-    """End the training loop at the step whose record carries the request. The detail is the reason."""
+    """End the training loop at the step whose record carries this. The detail is the reason."""
     MISSING = "missing checkpoint"
-    """Begin another save: a replica has become the writer, and the dead one did not finish. The detail is the iteration."""
+    """Save again: the writer died before its save was complete. The detail is the iteration."""
     SAVED = "the last checkpoint is there"
-    """Leave together: whoever sees the last checkpoint asks for that at the end of training."""
+    """Leave the end of training: a replica has seen that the last checkpoint exists."""
     UNSAVED = "the last checkpoint cannot be written"
-    """Leave without it: the writer gives up waiting for room on its disk."""
+    """Leave the end of training without the last checkpoint: the writer has given up."""
     UNTRAINED = "nothing was trained"
-    """Say so at the end of a training that was given up before its first step changed any state, so that nothing had to be
-    saved. The detail describes the state."""
+    """Report at the end that training was given up before any state changed, so that nothing had to
+    be saved. The detail describes the state."""
 
 
 def exit_for(reason: str) -> str:
-    """Return the request to end training for a reason."""
+    """Return the request to end training because of `reason`."""
     return f"{RequestKind.EXIT}: {reason}"
 
 
@@ -37,7 +38,7 @@ def missing(iteration: int) -> str:
 
 
 def nothing_trained(state: str) -> str:
-    """Return the request to say that nothing was trained; `state` describes what there is."""
+    """Return the request to report that nothing was trained; `state` describes the state."""
     return f"{RequestKind.UNTRAINED}: {state}"
 
 
@@ -48,6 +49,6 @@ UNSAVED = RequestKind.UNSAVED.value
 
 
 def details(requests: Collection[str], kind: RequestKind) -> list[str]:
-    """Return the details of all requests of a kind, in their order."""
+    """Return the details of all requests of a kind, in the order of `requests`."""
     begin = f"{kind}: "
     return [request.removeprefix(begin) for request in requests if request.startswith(begin)]

@@ -1,18 +1,26 @@
-"""The words of the protocol: frozen values that machines take in, keep and give out.
+"""The values of the protocol: everything that its machines receive, store and send.
 
-Nothing here knows torch, a clock, a socket or a thread. Every value is immutable and hashable, so a state of the protocol
-can be compared, stored in a set by the explorer, and sent over a wire as it is.
+Every value is immutable and hashable. So a state of the protocol can be compared, kept in a set by
+the explorer, and sent over a wire as it is. This module knows no torch, clock, socket or thread.
 
 Words (docs/architecture.md has all of them):
 
+replica
+    One complete copy of the model on its own ranks. Rank 0 is also its *leader*: it exchanges
+    messages with the coordinator and with the leaders of the other replicas.
+roster, member, generation
+    The replicas that form the job now; one of them; the number of the agreement on them.
 step
-    One unit that is committed as a whole: a training step or one evaluation step. Steps are numbered 0, 1, 2, ... from the
-    start of the run by every replica alike; `Work.label` ties a number to Megatron's iteration.
+    The unit that is committed as a whole: training, evaluation, or a comparison of all state.
+    Numbered 0, 1, 2, ... by all replicas alike; `Work.label` names Megatron's iteration.
 bucket
-    A fixed slice of one stage's gradient buffer, numbered 0..B-1 over all stages of the replica; the last one is the
-    *ledger* (tokens, losses and seconds per microbatch id, held by the last stage).
+    A fixed slice of one stage's gradient buffer, numbered 0..B-1 over all stages of a replica.
+    Bucket B-1 is the *ledger*: tokens, losses and seconds per microbatch, on the last stage.
+local gradient, result
+    The gradient that a replica's own backwards added up; the sum of all replicas' local gradients,
+    kept in separate memory.
 version
-    The generation that produced a bucket's result. Within one step and generation a bucket is reduced at most once, so
+    The generation that reduced a result. A generation reduces a bucket of a step at most once, so
     (step, bucket, version) names one result for all time.
 """
 
@@ -25,64 +33,65 @@ import msgspec
 from megatron_recover.core import label as labels
 
 ReplicaId = int
-"""Names a replica for the whole run; never used again after the replica is lost."""
+"""The number of a replica, from 0. The number of a lost replica is never used again in the run."""
 Generation = int
-"""The agreed membership number, from 1; strictly increasing."""
+"""The number of an agreed roster, from 1, strictly increasing. 0: no generation yet."""
 BucketId = int
 Version = int
 MicrobatchId = int
 
 
 class Value(msgspec.Struct, frozen=True, tag=True):
-    """Base of every protocol value: immutable, hashable, and told apart by its class name on the wire."""
+    """Base class of all values: immutable, hashable, tagged with its class name on the wire."""
 
 
 class Pipeline(Value, frozen=True):
-    """The stages through which a replica's microbatches go: what a pass takes depends on them (`core/quota.py`)."""
+    """The pipeline of a replica, on which the time of a pass depends (`core/quota.py`)."""
 
     num_stages: int = 1
-    """PP."""
+    """Pipeline stages (PP)."""
     num_chunks: int = 1
-    """Model chunks of a stage: more than 1 with virtual stages (VPP)."""
+    """Model chunks per stage: more than 1 with virtual stages (VPP)."""
 
 
 class Shape(Value, frozen=True):
-    """What the protocol knows of a replica: its ranks and who holds which bucket; equal in all, or the run does not start."""
+    """The layout of a replica. The run starts only if all replicas have equal shapes."""
 
     num_ranks: int
     """Ranks of one replica (TP x PP x CP x lanes)."""
     bucket_ranks: tuple[tuple[int, ...], ...]
-    """For each bucket the ranks (0..num_ranks-1) that hold it: those of its stage."""
+    """The ranks (0..num_ranks-1) that hold each bucket: those of its stage."""
     pipeline: Pipeline = Pipeline()
 
 
 class Work(Value, frozen=True):
-    """What one step consists of; the same on every replica."""
+    """The content of one step, equal on all replicas."""
 
     label: str
-    """The text of a `label.Label`: ``train 17``, ``evaluate 20/3``, ``save 20`` or ``end 0``."""
+    """Text of a `label.Label`: ``train 17``, ``evaluate 20/3``, ``save 20`` or ``end 0``."""
     num_microbatches: int
-    """M: the ids are 0..M-1."""
+    """M: the ids of the step's microbatches are 0..M-1."""
     buckets: tuple[BucketId, ...]
-    """Buckets that this step reduces (all for training, only the ledger for evaluation)."""
+    """Buckets that the step reduces: all in training, else only the ledger; none if given up."""
     digests: bool = False
-    """Whether the step's record carries the state digest (`Record.state_digest`)."""
+    """True if the step's record carries the state digest (`Record.state_digest`)."""
 
     def given_up(self) -> Work:
-        """Return what is left of this step when it is given up (`Void.gives_up`): a record without results."""
+        """Return the work that replaces a step that is given up (`Void.gives_up`)."""
         return Work(labels.given_up(self.label), 0, (), self.digests)
 
 
 class Compute(Value, frozen=True):
-    """Microbatches to compute, for the same buckets; a part of a pass (`core/rank.py`, Note [Passes])."""
+    """Microbatches to compute into the same buckets, in a pass (`core/rank.py`, Note [Passes])."""
 
     microbatches: tuple[MicrobatchId, ...]
     into: tuple[BucketId, ...]
-    """Buckets that take the gradient; that of the others goes to a dump, since they are decided or hold it already."""
+    """Buckets that receive the gradient. For all others the gradient is discarded: these buckets
+    are decided, or a member's local gradient of them contains the microbatches."""
 
 
 class Transfer(Value, frozen=True):
-    """A decided bucket goes from a replica that holds it to those that lack it."""
+    """The copy of a decided bucket's result from one member to all members that lack the result."""
 
     bucket: BucketId
     version: Version
@@ -91,171 +100,166 @@ class Transfer(Value, frozen=True):
 
 
 class Held(Value, frozen=True):
-    """A rank holds the complete result of a bucket."""
+    """The complete result of a bucket on one rank."""
 
     bucket: BucketId
     version: Version
     checksum: int
-    """Of the result's bytes on this rank, and of the parameters that the step starts from."""
+    """Checksum of the result on this rank, combined with the newest checksum of the parameters."""
 
 
 class BucketVersion(Value, frozen=True):
-    """A bucket that is complete on all ranks of its stage in one replica."""
+    """A bucket whose result is complete, in one version, on all ranks of its stage in a replica."""
 
     bucket: BucketId
     version: Version
     checksums: tuple[int, ...]
-    """One per rank of the bucket, in the order of `Shape.bucket_ranks`."""
+    """`Held.checksum` of each rank of the bucket, in the order of `Shape.bucket_ranks`."""
 
 
 class Record(Value, frozen=True):
-    """What a step commits. Two replicas that commit a step commit equal records."""
+    """The outcome of a step. All replicas that commit a step commit equal records."""
 
     step: int
     label: str
     versions: tuple[BucketVersion, ...]
+    """The committed results, one per bucket of `Work.buckets`."""
     requests: tuple[str, ...] = ()
-    """What voters ask of all: in a vote the voter's own, in what is committed their sorted union. To exit, and what is said of
-    the last checkpoint (`core/request.py`). Nothing to do with `Requested`, which asks the coordinator for a generation."""
+    """Job-wide requests, such as exit (`core/request.py`). In a vote: the voter's own. In a
+    committed record: the sorted union of all voters'. Not related to `Requested`."""
     paces: tuple[tuple[ReplicaId, int], ...] = ()
-    """(voter, nanoseconds that one of its microbatches took; 0: it computed none), in a vote the voter's own, in what is
-    committed those of all voters, by replica. Empty unless the step trains (`core/speed.py`)."""
+    """(voter, nanoseconds per microbatch; 0: it computed none); empty unless the step trains. In a
+    vote: the voter's own. In a committed record: all voters', by replica (`core/speed.py`)."""
     state_digest: int | None = None
-    """Of the state that the step began with, over all ranks of a replica in rank order (`core/digest.py`); None unless
-    `Work.digests`."""
+    """Digest of all state of a replica as the step begins; None unless `Work.digests`."""
 
     @property
     def gives_up(self) -> bool:
-        """Whether the step is over without having changed anything (`Void.gives_up`)."""
+        """Return whether the step ends without having changed anything (`Void.gives_up`)."""
         return labels.label_of(self.label).is_given_up
 
 
 class Vote(Value, frozen=True):
-    """One replica is ready to commit a record in `generation`. The record is not in the vote: all who agree hold it."""
+    """A vote to commit a record in `generation`: a digest, since every voter has the record."""
 
     replica: ReplicaId
     generation: Generation
     step: int
     digest: bytes
-    """Of the record without requests and paces (`core/digest.py`)."""
+    """Digest of the record without requests and paces (`core/digest.py`)."""
     outline: bytes
-    """Describes a difference, and decides nothing (Note [Outline] in `core/digest.py`)."""
+    """Short digests of the record's parts, to describe a disagreement (Note [Outline] there)."""
     requests: tuple[str, ...] = ()
-    """The voter's own, as in `Record`."""
     paces: tuple[tuple[ReplicaId, int], ...] = ()
-    """The voter's own, as in `Record`."""
+    """Both the voter's own, as in `Record`."""
 
 
 class Commitment(Value, frozen=True):
-    """A committed record as it travels to a member that has not committed it. That member voted for the same record."""
+    """A committed record on its way to a member that voted for the record and has not committed."""
 
     record: Record
-    """Without its `versions`: the member takes them from its own results."""
+    """The record with empty `versions`: the receiver inserts the versions of its own results."""
     digest: bytes
-    """Of the whole record, as in `Vote`: the member compares it with what it has put together."""
+    """`Vote.digest` of the record with its versions. The receiver compares its own record to it."""
 
 
 class Journal(Value, frozen=True):
-    """How far a replica is with its microbatches of a step: what it has started and not finished is being computed."""
+    """A replica's progress in a step, as seen by rank 0, on whose stage each backward ends last."""
 
     started: tuple[MicrobatchId, ...] = ()
-    """In the order in which its first stage began their forwards."""
+    """Microbatches in the order in which rank 0 began their forwards."""
     finished: tuple[MicrobatchId, ...] = ()
-    """In the order in which their backwards (in evaluation forwards) ended there: all stages have their gradient."""
+    """Microbatches in the order in which rank 0 ended their backwards (in evaluation: forwards)."""
 
     @property
     def computing(self) -> tuple[MicrobatchId, ...]:
-        """Begun and not finished."""
+        """Return the microbatches that are started and not finished."""
         return tuple(microbatch for microbatch in self.started if microbatch not in self.finished)
 
 
 class Contribution(Value, frozen=True):
-    """Buckets whose local gradients hold, or will hold, the same microbatches."""
+    """Buckets whose local gradients contain, or will contain, the same microbatches."""
 
     buckets: tuple[BucketId, ...]
-    """Ascending; not empty."""
     microbatches: tuple[MicrobatchId, ...]
-    """Ascending; not empty."""
+    """Both ascending and not empty."""
 
 
 class HeldVersion(Value, frozen=True):
-    """Buckets that a replica holds complete in the same version."""
+    """Buckets, ascending, of which a replica holds complete results of the same version."""
 
     version: Version
     buckets: tuple[BucketId, ...]
-    """Ascending; not empty."""
 
 
 class Status(Value, frozen=True):
-    """What a replica tells all members on entering a generation, after all its ranks promised."""
+    """A member's position, sent to all members once all its ranks have promised a generation."""
 
     replica: ReplicaId
     generation: Generation
     step: int
-    """The step that it has not committed yet."""
+    """The first step that the member has not committed."""
     work: Work | None
-    """The step's work, or None if this replica has not begun it."""
+    """Work of `step`; None if the member has not begun the step."""
     contributions: tuple[Contribution, ...]
-    """The ids that its local gradients hold or will hold (dealt to it, being computed); see `core/contribution.py`."""
+    """Microbatches in the member's local gradients, also those only dealt to the member so far."""
     complete: tuple[HeldVersion, ...]
-    """Buckets of this step that it holds complete, by version."""
+    """Buckets of `step` whose results the member holds complete, by version."""
     committed: Commitment | None
     """The record of `step - 1`, for members that have not committed it."""
     journal: Journal = Journal()
-    """Of this step, when rank 0 promised."""
+    """Journal of `step`, as of the promise of rank 0."""
 
 
 class Statuses(Value, frozen=True):
-    """What several members say on entering a generation, handed on by a neighbour in the tree (`core/tree.py`)."""
+    """Statuses of several members, forwarded by `replica` to its neighbour in the tree."""
 
     replica: ReplicaId
-    """Who hands it on."""
     generation: Generation
     statuses: tuple[Status, ...]
-    """Of the subtree below `replica` on the way up, of all members on the way down; by replica."""
+    """Sorted. Towards the root: from `replica` and all below. From the root: from all members."""
 
 
 class Ballot(Value, frozen=True):
-    """Votes for the same."""
+    """Votes for the same digest, united."""
 
     digest: bytes
     outline: bytes
-    """As in `Vote`."""
+    """Both as in `Vote`."""
     voters: tuple[ReplicaId, ...]
     """Ascending."""
     requests: tuple[str, ...] = ()
-    """The sorted union of the voters'."""
+    """Sorted union of the voters' requests."""
     paces: tuple[tuple[ReplicaId, int], ...] = ()
-    """Those of all voters, by replica."""
+    """Paces of all voters, by replica (`Record.paces`)."""
 
 
 class Votes(Value, frozen=True):
-    """Votes of several members of `generation` for `step`, handed on by a neighbour in the tree."""
+    """Votes of several members, forwarded by `replica` to its neighbour in the tree."""
 
     replica: ReplicaId
-    """Who hands them on."""
     generation: Generation
     step: int
     ballots: tuple[Ballot, ...]
-    """Of the subtree below `replica` on the way up, of all members on the way down."""
+    """Towards the root: from `replica` and all below. From the root: from all (`core/tree.py`)."""
 
 
-# --- Orders: from a replica's leader to its ranks, obeyed in the order in which they were given ---------------------------
+# --- Orders: from a leader to all ranks of its replica, one stream in one order -------------------
 
 
 class Promise(Value, frozen=True):
-    """Enter a generation: retire every older transport, register no result of an older generation, then acknowledge."""
+    """Order to enter a generation: revoke older transports, count no older result, acknowledge."""
 
     generation: Generation
     roster: tuple[ReplicaId, ...]
 
 
 class Plan(Value, frozen=True):
-    """What a replica does next for a step: it computes, then transfers, then reduces.
+    """Order to work on a step: compute, then transfer, then reduce.
 
-    Transfers and reductions cross replicas and end early when a newer generation comes. What is computed (and reductions over
-    lanes) stays inside the replica and is always carried out in full, because all ranks of a replica must run the same
-    collectives in the same order.
+    Transfers and reductions cross replicas, and end early when a newer generation comes. Computing
+    and sums over lanes stay inside the replica and always run in full: all ranks of a replica
+    must run the same collectives in the same order.
     """
 
     step: int
@@ -263,25 +267,25 @@ class Plan(Value, frozen=True):
     roster: tuple[ReplicaId, ...]
     work: Work
     quotas: tuple[int, ...]
-    """How many of this step's microbatches each member holds in some bucket or is dealt, in the order of `roster`: at most M
-    each. Where members hold the same one for different buckets, the sum exceeds M."""
+    """Microbatches of the step that each member has in some bucket or is dealt, at most M each, in
+    the order of `roster`. The sum exceeds M where two members have one in different buckets."""
     transfers: tuple[Transfer, ...]
+    """All transfers between members; `computes` are those of this replica alone."""
     computes: tuple[Compute, ...]
     reduces: tuple[BucketId, ...]
-    """Buckets to reduce in this generation. All replicas do so in one order, that in which backward passes them."""
+    """Buckets to reduce in `generation`. Each rank reduces its own in the order of backward."""
     voids: bool = False
-    """All that this replica has of the step is void (`NewGeneration.void`): its ranks empty their local gradients before they
-    carry out this plan."""
+    """True if the ranks must first empty their local gradients (`NewGeneration.void`)."""
 
 
 class Close(Value, frozen=True):
-    """The pass that runs ends with the plans before this order: what comes behind it is computed in a pass of its own."""
+    """Order to end the running pass with the plans before this order. Later ones get a new pass."""
 
     step: int
 
 
 class Apply(Value, frozen=True):
-    """The step is committed: make the results the gradient and run the optimizer."""
+    """Order to apply a committed step: the results become the gradient, and the optimizer runs."""
 
     record: Record
     generation: Generation
@@ -290,7 +294,7 @@ class Apply(Value, frozen=True):
 
 
 class Stop(Value, frozen=True):
-    """End this replica: the run cannot go on."""
+    """Order to end this replica: the job is over, or cannot continue here."""
 
     exit_code: int
     reason: str
@@ -299,48 +303,47 @@ class Stop(Value, frozen=True):
 Order = Promise | Plan | Close | Apply | Stop
 
 
-# --- Reports: from a rank to its leader, in order ------------------------------------------------------------------------
+# --- Reports: from a rank to its leader, in order -------------------------------------------------
 
 
 class Begun(Value, frozen=True):
-    """The rank's training loop has arrived at a step. The leader's own (rank 0) begins it; that of another rank brings requests
-    and its digest, and is not sent where it has neither."""
+    """The rank arrives at a step. Rank 0 begins it; others report only requests or a digest."""
 
     rank: int
     step: int
     work: Work
     requests: tuple[str, ...] = ()
     digest: int | None = None
-    """Of all state of this rank as the step begins; None unless `work.digests`."""
+    """Digest of all state of this rank as the step begins; None unless `work.digests`."""
 
 
 class Closing(Value, frozen=True):
-    """Rank 0 begins the last forward that it knows of: it asks for `Close`. Plans that are on their way still count."""
+    """Rank 0 requests `Close` as it begins its last known forward. Plans before `Close` join."""
 
     rank: int
     step: int
 
 
 class Promised(Value, frozen=True):
-    """The rank retired everything older than `generation`. Results that it holds were reported before."""
+    """The rank has revoked everything older than `generation`, and has reported all it holds."""
 
     rank: int
     generation: Generation
     journal: Journal = Journal()
-    """Of rank 0, which has the first stage: a microbatch begins and ends there."""
+    """Journal of rank 0. Empty from other ranks."""
 
 
 class Computed(Value, frozen=True):
-    """Rank 0 knows how long the first pass of a training step took; on a GPU it does only later, when its kernels are done."""
+    """Rank 0 knows the time of a training step's first pass; on a GPU after its kernels ended."""
 
     rank: int
     num_microbatches: int
-    """In the pass, with all that it took in; more than 0."""
+    """Microbatches of the pass, with all that joined it; more than 0."""
     elapsed_ns: int
 
 
 class Holds(Value, frozen=True):
-    """The rank holds these results complete (reduced or fetched)."""
+    """The rank holds these results complete, from reductions or transfers."""
 
     rank: int
     step: int
@@ -354,32 +357,32 @@ class Blocked(Value, frozen=True):
     generation: Generation
     reason: str
     suspects: tuple[ReplicaId, ...] = ()
-    """Members that this rank lost or waited for in vain, as far as it knows: one end of each pair (`core/blame.py`)."""
+    """Members that this rank lost or waited for in vain, as far as it knows (`core/blame.py`)."""
     stalled: bool = False
-    """It waited, which is evidence also when the generation is over. A connection that breaks then is a consequence of that."""
+    """True if the rank had waited long: then the suspects count even if the generation is over."""
     miscounted: int | None = None
-    """The step in which the sum of a bucket does not count every microbatch once, so that no replica holds it; else None."""
+    """Step of a sum that does not count every microbatch once (nobody holds the sum), or None."""
 
 
 class Raised(Value, frozen=True):
-    """Computing a microbatch raised (NaN check, out of memory, ...); the process is about to end."""
+    """An exception ends the rank (NaN check, out of memory, ...)."""
 
     rank: int
     step: int
     label: str
     microbatches: tuple[MicrobatchId, ...]
-    """One of these: the one being computed, or all of a pass; empty if it was something else."""
+    """The microbatch that was being computed, or all of its pass; empty if none is to blame."""
     error: str
 
 
 class Ended(Value, frozen=True):
-    """The rank's training loop is over; its control thread goes on obeying orders until `Stop`."""
+    """The rank's training loop is over. Its control thread still obeys orders until `Stop`."""
 
     rank: int
 
 
 class Saving(Value, frozen=True):
-    """The rank's training thread begins, or has ended (`over`), a checkpoint save; only rank 0 says so."""
+    """The training thread of rank 0 begins a checkpoint save, or has ended it (`over`)."""
 
     rank: int
     over: bool
@@ -388,31 +391,32 @@ class Saving(Value, frozen=True):
 Report = Begun | Closing | Computed | Promised | Holds | Blocked | Raised | Ended | Saving
 
 
-# --- Membership ----------------------------------------------------------------------------------------------------------
+# --- Membership -----------------------------------------------------------------------------------
 
 
 class LossKind(enum.Enum):
-    """Why a replica left the roster."""
+    """The reason why a replica left the roster (`policy.loss_of` classifies the end of a rank)."""
 
     PROCESS_ENDED = "process ended"
-    """By a signal from outside (SIGKILL, SIGTERM), or with exit code 0 while the run went on."""
+    """A rank ended by a signal from outside, with exit code 13, or with 0 after generation 1."""
     CRASHED = "crashed"
-    """By a signal that the computation raises (SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT), or killed for want of memory."""
+    """A rank ended by a signal of the computation (SIGSEGV, ...), or for want of memory."""
     HUNG = "hung"
     """A rank was stopped, or showed no progress for too long (`core/detector.py`)."""
     ENDED_EARLY = "ended early"
-    """A rank ended with exit code 0 before the first generation."""
+    """A rank ended with exit code 0 before generation 1."""
     EXCEPTION = "exception"
-    """With any other exit code."""
+    """A rank ended with any other exit code."""
     SUSPECTED = "suspected"
-    """Too late for a generation, the start or the end; blamed for generations without a step; or it sent what it must not."""
+    """The replica was late, named at fault or set aside, or its leader sent an invalid message."""
     DIVERGED = "diverged"
+    """A strict majority of the members outvoted the replica (`Diverged`)."""
     INVARIANT_VIOLATED = "invariant violated"
-    """A check inside one of its ranks failed, and the rank ended itself rather than go on (exit code 14)."""
+    """A check inside a rank failed, and the rank ended itself (exit code 14)."""
 
 
 class Loss(Value, frozen=True):
-    """One lost replica and why."""
+    """A replica that was lost, and the reason."""
 
     replica: ReplicaId
     kind: LossKind
@@ -420,17 +424,15 @@ class Loss(Value, frozen=True):
 
 
 class Void(Value, frozen=True):
-    """What members have of a step is void, since a sum did not count every microbatch once: they compute it anew, once.
-
-    This is the one exception to INV-3, INV-4 and INV-7 (docs/guarantees.md).
-    """
+    """A step to compute anew: the one exception to INV-3, INV-4 and INV-7 (docs/guarantees.md)."""
 
     step: int
+    """The step in which a sum does not count every microbatch once (`Miscounted`)."""
     since: Generation
     """Contributions and results of older generations are void."""
     gives_up: bool = False
-    """The step was miscounted again when it was computed anew. It is committed without a result (`Work.given_up`), so that
-    nothing changes, and the job ends after it with its state saved."""
+    """True if the step was miscounted again when it was computed anew. Then it is committed without
+    a result (`Work.given_up`): nothing changes, and the job ends with its state saved."""
 
 
 class NewGeneration(Value, frozen=True):
@@ -442,40 +444,40 @@ class NewGeneration(Value, frozen=True):
     """Replicas lost since the previous generation."""
     reason: str = ""
     requests: tuple[str, ...] = ()
-    """Requests that every member adds to its votes from now on (e.g. exit because too few replicas are left)."""
+    """Job-wide requests that each member adds to all its votes from now on (`core/request.py`)."""
     trusted_from: Generation = 0
-    """Results of older versions count no more in a step that nobody has committed: an outvoted replica took part in them."""
+    """Older versions do not count in an uncommitted step: an outvoted replica took part in them."""
     void: Void | None = None
-    """The newest step that was made void; told by all later generations, since a member may hear of two at once."""
+    """The newest void step. All later generations repeat it: two may reach a member at once."""
 
 
-# --- From a replica's leader to the coordinator --------------------------------------------------------------------------
+# --- From a replica's leader to the coordinator ---------------------------------------------------
 
 
 class Hello(Value, frozen=True):
-    """A replica is ready to join. `fingerprint` is equal in all, or the run ends."""
+    """A replica is ready to join."""
 
     replica: ReplicaId
     fingerprint: str
-    """Of all that has to be alike."""
+    """Digest of all that must be alike. The run ends if two replicas differ."""
     parts: tuple[tuple[str, str], ...] = ()
-    """That by name, with values, to say what differs (`core/alike.py`)."""
+    """(name, value) of what must be alike, to describe a difference (`core/alike.py`)."""
 
 
 class Entered(Value, frozen=True):
-    """All ranks of a replica promised `generation`; the replica has not committed `step` yet."""
+    """All ranks of a replica promised `generation`; its first uncommitted step is `step`."""
 
     replica: ReplicaId
     generation: Generation
     step: int
     waited_for: tuple[ReplicaId, ...] = ()
-    """Whose message it lacked when it left the generation that it had entered before."""
+    """Members whose message the replica still needed when it left the generation before."""
 
 
 class Requested(Value, frozen=True):
-    """A replica cannot go on in `generation`: a broken link, a lost message, an expired wait.
+    """A replica cannot continue in `generation` and requests a newer one.
 
-    Of an older generation it is evidence only, if it was `stalled`.
+    If `generation` is over already, the request is only evidence, and only if `stalled`.
     """
 
     replica: ReplicaId
@@ -487,37 +489,37 @@ class Requested(Value, frozen=True):
 
 
 class Busy(Value, frozen=True):
-    """A replica takes no part in any step until it says that this is `over`: it saves. It goes on promising and answering."""
+    """A replica saves a checkpoint until `over`. It takes part in no step, but still promises."""
 
     replica: ReplicaId
     over: bool
 
 
 class Failing(Value, frozen=True):
-    """Computing a microbatch raised in a replica, which is about to end."""
+    """Computing a microbatch failed in a replica, which is about to end."""
 
     replica: ReplicaId
     label: str
     microbatches: tuple[MicrobatchId, ...]
-    """As in `Raised`."""
+    """The microbatches that may be to blame, as in `Raised`."""
     error: str
     witnessed: bool = False
-    """True: nobody reported an exception, the agent read the microbatches from the progress page of a rank that a signal of the
-    computation ended or that hung in it. False: a rank reported the exception before it ended."""
+    """True if an agent read them from the progress page of a rank that crashed or hung."""
 
 
 class Diverged(Value, frozen=True):
-    """Members disagree on what `step` is; `minority` are those that a strict majority outvotes, empty on a tie."""
+    """Members disagree on the work or the outcome of `step`, or on the record before it."""
 
     replica: ReplicaId
     generation: Generation
     step: int
     minority: tuple[ReplicaId, ...]
+    """Members that a strict majority outvotes; empty if there is no such majority."""
     reason: str
 
 
 class Miscounted(Value, frozen=True):
-    """A sum of `step` in `generation` does not count every microbatch once on a rank of this replica."""
+    """A sum of `step` in `generation` does not count every microbatch once."""
 
     replica: ReplicaId
     generation: Generation
@@ -526,45 +528,43 @@ class Miscounted(Value, frozen=True):
 
 
 class Finished(Value, frozen=True):
-    """The training loop of a replica is over. It goes on answering until it is told to stop: others may need its status."""
+    """The training loop of a replica is over. The replica answers other members until `Stop`."""
 
     replica: ReplicaId
     exit_code: int
     is_saved: bool = False
-    """Whether its last record says that the checkpoint of its last state is there."""
+    """True if the last record carries `request.SAVED`: the last checkpoint exists."""
     untrained: str = ""
-    """What its last state is, in words, if its last record says that nothing was trained."""
+    """Description of the last state if nothing was trained (`RequestKind.UNTRAINED`)."""
 
 
 LeaderMessage = Hello | Entered | Requested | Busy | Failing | Diverged | Miscounted | Finished
 
 
 class ExitCode(enum.IntEnum):
-    """How a run ends (docs/guarantees.md)."""
+    """The ends of a run (docs/guarantees.md)."""
 
     OK = 0
     FAILED = 1
-    """A defect, an error in the training script on every replica, or no step is committed and nobody known to be at fault."""
+    """A defect, an exception on every replica, or no committed step and nobody proven at fault."""
     BAD_INPUT = 2
     UNFINISHED = 3
-    """Of `check`: all that was judged holds, and the trace has no end, or lacks events of some steps."""
+    """`check` only: all that was judged holds, but the trace has no end or lacks events."""
     TOO_FEW_REPLICAS = 10
-    """Fewer than `--recover-min-replicas` are left; a durable checkpoint was saved if any replica lives."""
+    """Fewer than `--recover-min-replicas` are left. A survivor saves if `--save` is set."""
     POISONED_MICROBATCH = 11
-    """Computing one microbatch has ended two replicas; it is named."""
+    """Computing one microbatch has ended two replicas. The message names the microbatch."""
     DIVERGED = 12
-    """Replicas disagree on results and no majority can say who is right."""
+    """Replicas disagree on results, and no majority decides."""
     NO_REPLICA_LEFT = 13
-    """All replicas died."""
     INVARIANT_VIOLATED = 14
-    """A broken invariant was found, by the checker or inside the run; or a step was miscounted twice (the state before it is
-    saved if `--save` is set and a replica lives)."""
+    """The checker or a rank found a broken invariant, or a step was miscounted twice."""
     INTERRUPTED = 15
-    """A signal or time limit ended the run at a common step, with a checkpoint."""
+    """A signal or time limit ended all replicas at a common step, which is saved with `--save`."""
     UNSAVED = 16
-    """Training ended, but its last checkpoint could not be written; the newest one that could is older."""
+    """Training ended, but its last checkpoint could not be written."""
 
     @classmethod
     def words(cls, code: int) -> str:
-        """What to call the exit code of a run; one that is none of these is that of a signal."""
+        """Return a name for the exit code of a run; codes that are not listed are of signals."""
         return cls(code).name.lower().replace("_", " ") if code in list(cls) else "killed"

@@ -578,11 +578,11 @@ def test_inv_9_of_two_members_that_do_not_reach_each_other_nobody_is_named_and_o
         state, _ = feed(state, *((LASTS,) if number == 3 else ()))
         state, effects = both_accuse(state)
         assert announced(effects).roster == (0, 1)
-    assert "nothing says who is at fault in 5 generations without a committed step" in announced(effects).reason
+    assert "the evidence names nobody at fault in 5 generations without a committed step" in announced(effects).reason
     state, _ = feed(state, TimerFired("trouble 1 again"))
     state, effects = both_accuse(state)
     assert Fence(1) in effects and announced(effects).roster == (0,)
-    assert "set aside so that replica 0 can go on: nothing says whose fault" in announced(effects).losses[0].detail
+    assert "set aside so that replica 0 can go on: the evidence does not show which" in announced(effects).losses[0].detail
 
 
 def test_inv_9_of_two_members_the_one_that_waits_for_nobody_is_named() -> None:
@@ -606,7 +606,8 @@ def test_inv_8_a_job_in_which_nothing_says_who_is_at_fault_ends_with_a_message(n
     _, effects = feed(state, TimerFired("undecided 3"))
     assert ended(effects) == EndJob(
         ExitCode.FAILED,
-        "nothing says who is at fault that no step was committed in 19 generations, and the time for that is over",
+        "no step was committed in 19 generations and --recover-deadline-s has passed; "
+        "the evidence names nobody at fault: read why each generation was made",
     )
     state, _ = feed(state, Entered(0, 20, 5))
     assert feed(state, TimerFired("undecided 3")) == (state, []), "a step was committed"
