@@ -45,8 +45,8 @@ Readable = Owner | int
 """Argument of `watch_readable`. Give a socket as the object that owns its descriptor; see
 `Loop.close_in_child`."""
 _LONGEST_WAIT_S = 1.0
-"""Longest wait in seconds while a timer is set. The loop cannot notice that it was stopped during a
-wait that it asked for."""
+"""Longest wait in seconds while a timer is set. The loop cannot notice a stop that is shorter than
+the wait that it asked for."""
 
 
 class Loop:
@@ -137,11 +137,11 @@ class Loop:
         heapq.heappush(self._timers, (self.time() + seconds, next(self._timer_order), call))
 
     def time(self) -> float:
-        """Return the seconds of the loop's own clock, which leaves out the time in which the loop stood still."""
+        """Return the seconds of the loop's own clock, which leaves out standstills."""
         return self._clock() - self.stood_still_s
 
     def waited_elsewhere(self) -> None:
-        """Note that the loop's thread has waited for something else since the loop ran last: that was no standstill."""
+        """Count no standstill since the loop ran last: its thread waited elsewhere."""
         self._ran_at = (self._clock(), self._cpu_clock())
 
     def send(self, link: Link, message: Message) -> None:
