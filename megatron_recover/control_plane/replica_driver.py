@@ -92,8 +92,7 @@ class ReplicaDriver:
     ) -> None:
         """Listen at the replica's address (the inherited socket, if any); link to the coordinator.
 
-        `fail(reason)` or `fail(reason, exit_code)`: the replica cannot continue. `key` is the
-        job's.
+        `fail(reason)`, `fail(reason, exit_code)`: the replica cannot continue. `key`: the job's.
         """
         self._context, self._config, self._deadlines = context, config, deadlines
         self._loop, self._deliver, self._fail, self._record, self._faults = loop, deliver, fail, record, faults
