@@ -50,7 +50,7 @@ MANY = 16
 """Fewer closed strangers than this are not reported: a peer that dies or dials again leaves a
 few."""
 TELL_S = 60.0
-"""Seconds between two reports of strangers at least."""
+"""Least number of seconds between two reports of strangers."""
 PAUSE_S = 0.05
 """Seconds that a listener pauses if it can accept nothing for lack of descriptors. Also the seconds
 for which it counts strangers before a report."""

@@ -38,13 +38,13 @@ examples:
   megatron-recover check runs/a --against runs/undisturbed
   megatron-recover simulate scenarios/recover-paper.toml
 
-'megatron-recover VERB --help' lists its options. Exit codes: 0 fine, 2 bad input, 3 unfinished, 14 broken invariant; all are in
-docs/guarantees.md.
+'megatron-recover VERB --help' lists its options. docs/guarantees.md lists all exit codes, such as
+0 fine, 2 bad input, 3 unfinished, 14 broken invariant.
 """
 
 
 def command_line(*arguments: str) -> str:
-    """Return a `megatron-recover` command for the shell that started this process."""
+    """Return a `megatron-recover` command to paste into the shell that started this process."""
     script = shutil.which("megatron-recover")
     ours = script is not None and os.path.dirname(script) == os.path.dirname(sys.executable)
     return shlex.join([*(["megatron-recover"] if ours else [sys.executable, "-m", "megatron_recover"]), *arguments])

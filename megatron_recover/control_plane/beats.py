@@ -1,6 +1,7 @@
 """Beats between the coordinator and the leaders: each end notices that the other is silent.
 
-Each end reports a silence once, and removes nobody because of it.
+Each end reports a silence once; a leader also reports that its need of the coordinator changed. No
+member is removed because of a silence.
 
 Note [Beats]. The coordinator sends each leader a `Beat` every `Deadlines.beat_s`, and the leader's
 control thread answers. The coordinator sends a beat only if the previous one was answered, so at

@@ -97,8 +97,8 @@ class Loop:
     def watch(self, link: Link, on_message: OnMessage, on_closed: OnClosed) -> None:
         """Serve a link, or replace the callbacks of a link that is served already.
 
-        The loop calls `on_closed(link, why)` once, after the last message, when the link is
-        dropped.
+        The loop calls `on_closed(link, why)` once, after the last message. The link is dropped
+        before that call.
         """
         is_new = link not in self._links
         self._links[link] = (on_message, on_closed)

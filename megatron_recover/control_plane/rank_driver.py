@@ -271,9 +271,9 @@ class RankDriver:
             self._feed(failed)
 
     def raised(self, microbatches: Sequence[int], error: BaseException) -> None:
-        """Report an exception, and wait up to `words_s` until the coordinator will know of it.
+        """Report an exception, and wait up to `words_s` until the report is on its way.
 
-        The caller ends after that. Computing one of `microbatches` raised `error`; if empty,
+        The process has to end after that. Computing one of `microbatches` raised `error`; if empty,
         something else did. Only the first report counts: its caller knows the microbatch, and later
         callers see the same exception propagate.
         """
@@ -321,7 +321,7 @@ class RankDriver:
             stopped = self._stopped_by()
             self._closed = True
             transport, self._transport = self._transport, None
-            self._loop.post(lambda: None)  # under the lock: who sees `_closed` by itself does not close the loop before
+            self._loop.post(lambda: None)  # under the lock: the control thread closes the loop only after this
         if self._control.is_alive():
             self._control.join()
         if transport is not None:

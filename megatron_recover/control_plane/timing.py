@@ -47,7 +47,7 @@ class RecoveryClock:
         self._announced = self._since = self._detected_s = 0.0
 
     def announced(self, generation: int, noticed_s: float) -> None:
-        """Note that `generation` was announced, `noticed_s` seconds after the first sign of it."""
+        """Note that `generation` was announced `noticed_s` seconds after the sign of its cause."""
         with self._lock:
             self._announced = self._since = time.monotonic()
             self._detected_s = noticed_s

@@ -133,7 +133,10 @@ class PackedAnnouncement(Value, frozen=True):
 
 
 class Heard(Value, frozen=True):
-    """Message of the leader to a rank: the rank's `Raised` was sent on; its process may end now."""
+    """Message of the leader to a rank: the leader has forwarded the rank's `Raised`.
+
+    The rank's process may end now.
+    """
 
 
 class Beat(Value, frozen=True):

@@ -20,8 +20,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=sn
     """Version of the format. Readers refuse any other version, where a field of the same name may
     have another meaning."""
     t: float = 0.0
-    """Seconds since the start of the run (CLOCK_MONOTONIC of the launcher's host); set by
-    `EventLog.record`."""
+    """Seconds since the start of the run (CLOCK_MONOTONIC of the launcher's host). Set by
+    `EventLog.record`, or by the recorder from the stamp in the ring."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -29,7 +29,8 @@ class RankSilent(Event, frozen=True, kw_only=True):
     phase: str
     """Activity of its training thread (`core/detector.py`)."""
     seconds: float
-    """Seconds that the verdict has held, as the agent's looks count them."""
+    """Seconds that the rank has shown no progress, or has been stopped or traced, as the agent's
+    looks count them."""
     idle_s: float | None = None
     """Seconds since the newest operation on its progress page began; None if that is not known."""
     step: int

@@ -313,10 +313,10 @@ class Applied(Event, frozen=True, kw_only=True):
     """Digest of all parameters of this rank; None if not due (`--recover-digest-interval`) or if
     nothing was trained."""
     lane_digest: str | None = None
-    """Digest of the parameters that are equal on every lane; None if these are all parameters.
+    """Digest of the parameters that must be equal on every lane; None if these are all parameters.
     Experts are spread over lanes."""
     replicated_digest: str | None = None
-    """Digest of the parameters that are equal on every tensor-parallel rank of the stage; None if
-    `parameter_digest` is."""
+    """Digest of the parameters that must be equal on every tensor-parallel rank of the stage; None
+    if `parameter_digest` is."""
     loss: float | None = None
     """Mean loss over the step's microbatches, on the last stage; None on other stages."""
