@@ -42,8 +42,8 @@ MAX_UNPROVEN = 256
 ACCEPTED_AT_ONCE = 64
 """Connections that a single turn accepts at most while the listener expects a peer."""
 UNEXPECTED_AT_ONCE = 16
-"""Connections that a single turn accepts at most while the listener expects nobody. See Note [Whom
-a listener expects]."""
+"""Connections that a single turn accepts at most while the listener expects nobody. See
+Note [Whom a listener expects]."""
 REST_S = 0.1
 """Seconds of the pause after such a turn."""
 MANY = 16
@@ -228,8 +228,8 @@ class Admission:
         """Accept connections, continue all handshakes, and close the connections that are overdue.
 
         Return the connections that are proven now. They belong to the caller, who has to send each
-        a verdict. `expects`: the caller needs a peer that has not connected. See Note [Whom a
-        listener expects].
+        a verdict. `expects`: the caller needs a peer that has not connected. See
+        Note [Whom a listener expects].
         """
         now, self.is_stuck = self._clock(), False
         accepts = expects or not self.rests

@@ -34,8 +34,8 @@ class Gate:
         - `me` is this end's role.
         - `admits(peer, wanted)` returns whether that peer may connect to the wanted party.
         - `on_link(link, peer)` is called for each proven peer that is admitted.
-        - `expects()` returns whether a peer that has not connected yet is needed: see Note [Whom a
-          listener expects].
+        - `expects()` returns whether a peer that has not connected yet is needed: see
+          Note [Whom a listener expects].
         - `report(name, number)` is called when strangers were disconnected.
         """
         self._loop, self._me, self._admits, self._on_link, self._expects = loop, me, admits, on_link, expects

@@ -17,7 +17,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class Fault(Event, frozen=True, kw_only=True):
-    """An injected fault is about to strike. Recorded by the rank that carries it out."""
+    """Rank: it is about to carry out an injected fault."""
 
     replica: int
     rank: int
@@ -33,14 +33,14 @@ class Fault(Event, frozen=True, kw_only=True):
 
 
 class Thawed(Event, frozen=True, kw_only=True):
-    """A rank that a fault had frozen is about to be continued. Recorded by the launcher."""
+    """Launcher: it is about to continue a rank that a fault had frozen."""
 
     replica: int
     rank: int
 
 
 class Failure(Event, frozen=True, kw_only=True):
-    """A rank's process has ended unexpectedly. Recorded by the launcher for its agent."""
+    """Agent: a rank's process has ended unexpectedly."""
 
     replica: int
     rank: int
@@ -49,14 +49,14 @@ class Failure(Event, frozen=True, kw_only=True):
 
 
 class Fenced(Event, frozen=True, kw_only=True):
-    """Ranks of a fenced replica are confirmed dead. Recorded by the launcher for its agent."""
+    """Agent: these ranks of a fenced replica are confirmed dead."""
 
     replica: int
     ranks: tuple[int, ...]
 
 
 class SetAside(Event, frozen=True, kw_only=True):
-    """A rank does not end although it was killed. Recorded by the launcher for its agent.
+    """Agent: a rank does not end although it was killed.
 
     Nothing waits for the rank, and its slot is not used again. The rank can have no further effect:
     its replica is in no roster, and it ends before it runs another instruction.
@@ -77,7 +77,7 @@ Phase = Literal["detect", "agree", "redeal", "recompute", "reduce", "commit"]
 
 
 class Recovery(Event, frozen=True, kw_only=True):
-    """One phase of a recovery has ended. Recorded by the leader."""
+    """Leader: one phase of a recovery has ended."""
 
     replica: int
     generation: int

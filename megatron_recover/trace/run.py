@@ -42,7 +42,7 @@ class Lost(Part, frozen=True, kw_only=True):
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
-    """The first event of a run. Recorded by the launcher."""
+    """Launcher: the first event of a run."""
 
     replicas: int
     """Number of replicas at the start; their ids are 0..replicas-1."""
@@ -58,7 +58,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
 
 
 class Joined(Event, frozen=True, kw_only=True):
-    """A replica is ready for the first generation. Recorded by its leader."""
+    """Leader: its replica is ready for the first generation."""
 
     replica: int
     fingerprint: str
@@ -68,7 +68,7 @@ class Joined(Event, frozen=True, kw_only=True):
 
 
 class Generation(Event, frozen=True, kw_only=True):
-    """The coordinator has announced a generation. Recorded by the coordinator."""
+    """Coordinator: it announces a generation; from now on these replicas are the job."""
 
     generation: int
     roster: tuple[int, ...]
@@ -92,10 +92,7 @@ class Generation(Event, frozen=True, kw_only=True):
 
 
 class Entered(Event, frozen=True, kw_only=True):
-    """All ranks of a replica have promised not to commit in an older generation.
-
-    Recorded by its leader.
-    """
+    """Leader: all ranks of its replica have promised not to commit in an older generation."""
 
     replica: int
     generation: int
@@ -104,24 +101,21 @@ class Entered(Event, frozen=True, kw_only=True):
 
 
 class Stopping(Event, frozen=True, kw_only=True):
-    """The run cannot continue. Recorded by the coordinator."""
+    """Coordinator: the run cannot continue."""
 
     exit_code: int
     reason: str
 
 
 class RunFinished(Event, frozen=True, kw_only=True):
-    """The last event of a run. Recorded by the launcher."""
+    """Launcher: the last event of a run."""
 
     exit_code: int
     reason: str = ""
 
 
 class Checkpoint(Event, frozen=True, kw_only=True):
-    """A checkpoint is saved, or a replica has loaded one.
-
-    The writer records the saves. Rank 0 of every replica records `loaded`.
-    """
+    """Writer: progress of a durable checkpoint. Rank 0 of every replica records `loaded`."""
 
     replica: int
     rank: int
@@ -134,10 +128,9 @@ class Checkpoint(Event, frozen=True, kw_only=True):
 
 
 class Gap(Event, frozen=True, kw_only=True):
-    """Events of a rank were lost before this line, because its ring was full or gone.
+    """Whoever writes the file: events of a rank were lost before this line.
 
-    Recorded by the process that writes the file. `check` vouches for none of the steps that a gap
-    touches.
+    The rank's ring was full or gone. `check` vouches for none of the steps that a gap touches.
     """
 
     replica: int

@@ -18,7 +18,7 @@ class WaitingRank(Part, frozen=True, kw_only=True):
 
 
 class RankSilent(Event, frozen=True, kw_only=True):
-    """A rank is slow, hangs, is stopped or is held by a tracer. Recorded by the agent.
+    """Agent: a rank is slow, hangs, is stopped or is held by a tracer.
 
     Only the next `Generation` shows whether the replica is lost by that.
     """
@@ -45,7 +45,7 @@ class RankSilent(Event, frozen=True, kw_only=True):
 
 
 class RankMoved(Event, frozen=True, kw_only=True):
-    """A rank for which `rank_silent` was recorded shows progress again. Recorded by the agent."""
+    """Agent: a rank for which `rank_silent` was recorded shows progress again."""
 
     replica: int
     rank: int
@@ -54,7 +54,7 @@ class RankMoved(Event, frozen=True, kw_only=True):
 
 
 class LeaderSilent(Event, frozen=True, kw_only=True):
-    """A leader does not answer its beats, or answers again. Recorded by the coordinator.
+    """Coordinator: a leader does not answer its beats, or answers again.
 
     The silence has no consequence for the leader.
     """
@@ -70,7 +70,7 @@ class LeaderSilent(Event, frozen=True, kw_only=True):
 
 
 class CoordinatorSilent(Event, frozen=True, kw_only=True):
-    """The coordinator sends nothing, not even beats, or it sends again. Recorded by a leader.
+    """Leader: its coordinator sends nothing, not even beats, or sends again.
 
     Training needs the coordinator only after a failure.
     """
@@ -91,9 +91,9 @@ class CoordinatorSilent(Event, frozen=True, kw_only=True):
 
 
 class Strangers(Event, frozen=True, kw_only=True):
-    """Connections that had not proven themselves were closed; a few are not reported.
+    """Coordinator, leader or rank: connections to it that had not proven themselves were closed.
 
-    Recorded by the coordinator, leader or rank to which they connected.
+    A few closed connections are not reported.
     """
 
     replica: int
@@ -107,7 +107,7 @@ class Strangers(Event, frozen=True, kw_only=True):
 
 
 class Waiting(Event, frozen=True, kw_only=True):
-    """The run waits until one of these replicas answers or ends. Recorded by the coordinator."""
+    """Coordinator: the run waits until one of these replicas answers or ends."""
 
     replicas: tuple[int, ...]
     reason: str

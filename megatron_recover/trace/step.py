@@ -51,10 +51,7 @@ class Contribution(Part, frozen=True, kw_only=True):
 
 
 class Status(Event, frozen=True, kw_only=True):
-    """The status that a replica sent to all members on entering a generation.
-
-    Recorded by its leader.
-    """
+    """Leader: the status that its replica sent to all members on entering a generation."""
 
     replica: int
     generation: int
@@ -77,7 +74,7 @@ class Status(Event, frozen=True, kw_only=True):
 
 
 class Plan(Event, frozen=True, kw_only=True):
-    """The plan of a replica for a step. Recorded by its leader."""
+    """Leader: the plan of its replica for a step."""
 
     replica: int
     generation: int
@@ -98,7 +95,7 @@ class Plan(Event, frozen=True, kw_only=True):
 
 
 class MicrobatchStarted(Event, frozen=True, kw_only=True):
-    """The forward of a microbatch begins. Recorded by the rank."""
+    """Rank: the forward of a microbatch begins."""
 
     replica: int
     rank: int
@@ -111,7 +108,7 @@ class MicrobatchStarted(Event, frozen=True, kw_only=True):
 
 
 class MicrobatchFinished(Event, frozen=True, kw_only=True):
-    """The backward of a microbatch is done (in evaluation the forward). Recorded by the rank.
+    """Rank: the backward of a microbatch (in evaluation the forward) is done.
 
     The gradient is in the local gradient of the buckets `into`.
     """
@@ -132,9 +129,7 @@ class MicrobatchFinished(Event, frozen=True, kw_only=True):
 
 
 class BucketPassed(Event, frozen=True, kw_only=True):
-    """A bucket has all the gradient of the last backward of a pass, which still runs.
-
-    Recorded by the rank.
+    """Rank: a bucket has all the gradient of the last backward of a pass, which still runs.
 
     The event is recorded before any other rank gets a part of the bucket. So a rank that dies
     before `MicrobatchFinished` may have contributed to the bucket.
@@ -150,7 +145,7 @@ class BucketPassed(Event, frozen=True, kw_only=True):
 
 
 class Extended(Event, frozen=True, kw_only=True):
-    """The running pass computes microbatches that a newer plan has dealt. Recorded by rank 0.
+    """Rank 0: the running pass also computes the microbatches that a newer plan has dealt.
 
     Otherwise such microbatches get a pass of their own.
     """
@@ -164,10 +159,7 @@ class Extended(Event, frozen=True, kw_only=True):
 
 
 class Reduced(Event, frozen=True, kw_only=True):
-    """The sum of a bucket over the replicas is complete on a rank, and is about to be held.
-
-    Recorded by the rank.
-    """
+    """Rank: the sum of a bucket over the replicas is complete here, and is about to be held."""
 
     replica: int
     rank: int
@@ -186,10 +178,7 @@ class Reduced(Event, frozen=True, kw_only=True):
 
 
 class Transferred(Event, frozen=True, kw_only=True):
-    """A decided bucket has arrived from the same-position rank of `source`.
-
-    Recorded by the rank.
-    """
+    """Rank: a decided bucket has arrived from the same-position rank of `source`."""
 
     replica: int
     rank: int
@@ -202,7 +191,7 @@ class Transferred(Event, frozen=True, kw_only=True):
 
 
 class Miscounted(Event, frozen=True, kw_only=True):
-    """A sum does not count every microbatch once. Recorded by the rank.
+    """Rank: a sum does not count every microbatch once.
 
     The step is then computed anew. If a sum miscounts again, the step is given up.
     """
@@ -219,10 +208,7 @@ class Miscounted(Event, frozen=True, kw_only=True):
 
 
 class ReductionFailed(Event, frozen=True, kw_only=True):
-    """A sum or transfer over the replicas did not complete; no gradient changed.
-
-    Recorded by the rank.
-    """
+    """Rank: a sum or transfer over the replicas did not complete; no gradient changed."""
 
     replica: int
     rank: int
@@ -233,10 +219,7 @@ class ReductionFailed(Event, frozen=True, kw_only=True):
 
 
 class StateDigested(Event, frozen=True, kw_only=True):
-    """A rank's digest of its state as a step begins whose record carries the state digest.
-
-    Recorded by the rank.
-    """
+    """Rank: the digest of its state as a step begins whose record carries the state digest."""
 
     replica: int
     rank: int
@@ -247,7 +230,7 @@ class StateDigested(Event, frozen=True, kw_only=True):
 
 
 class Voted(Event, frozen=True, kw_only=True):
-    """A replica votes for a record. Recorded by its leader before the vote is sent."""
+    """Leader: its replica is about to vote for a record."""
 
     replica: int
     generation: int
@@ -258,9 +241,9 @@ class Voted(Event, frozen=True, kw_only=True):
 
 
 class Disagreed(Event, frozen=True, kw_only=True):
-    """Members voted for different records. Each leader records the record of its own replica.
+    """Leader: members voted for different records, and this is the record of its own replica.
 
-    So the records can be compared.
+    The event allows a comparison of the records.
     """
 
     replica: int
@@ -278,7 +261,7 @@ class Disagreed(Event, frozen=True, kw_only=True):
 
 
 class Committed(Event, frozen=True, kw_only=True):
-    """The step is committed in a replica. Recorded by its leader."""
+    """Leader: the step is committed in its replica."""
 
     replica: int
     generation: int
@@ -302,7 +285,7 @@ class Committed(Event, frozen=True, kw_only=True):
 
 
 class Applied(Event, frozen=True, kw_only=True):
-    """The optimizer has run on the committed gradient. Recorded by the rank."""
+    """Rank: the optimizer has run on the committed gradient."""
 
     replica: int
     rank: int
