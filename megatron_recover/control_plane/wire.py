@@ -3,7 +3,7 @@
 Ranks, leaders and the coordinator exchange these messages. A frame is a header (magic, format
 version, body length) and one msgpack body of the tagged union `Message`. This module turns bytes
 into messages and rejects bytes that are no message. It never acts on a message and never blocks. It
-opens a connection only when a caller asks for one (`dial`, `Link.redial`).
+opens a connection only when a caller asks for one (`dial`).
 """
 
 from __future__ import annotations
