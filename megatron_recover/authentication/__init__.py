@@ -1,4 +1,5 @@
-"""Who may connect to a process of a job.
+"""The admission of connections to the processes of a job.
 
-The key of the job, the handshake that proves it, and what listeners do about connections that have not proven it.
+It consists of the job's key, the handshake that proves the key, and the handling of connections
+that have not proven it.
 """

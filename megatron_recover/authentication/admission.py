@@ -1,15 +1,25 @@
-"""Every listening end of a job, on all planes: strangers are held short until they have proven the job's key, or are let go.
+"""The admission of connections at every listener of a job, on all planes.
 
-A connection that has not proven itself costs one descriptor and less than a hundred bytes. It has a deadline, and there is a
-cap on how many there are. Nothing of what it sends is decoded. Running out of descriptors delays connections and ends nothing.
+A stranger is a connection that has not proven the job's key. A stranger costs one descriptor and
+less than a hundred bytes. Strangers have a deadline, and their number is limited. Their bytes go to
+the handshake only; no message is decoded. A lack of descriptors delays connections and ends
+nothing.
 
-Note [Whom a listener expects]. Every listener knows whether the job still needs a connection to it: a rank that has not greeted
-its leader, a neighbour in the roster, a leader that has not greeted the coordinator, a member that the sum in progress waits
-for. While it expects one it accepts as fast as it can, so a peer waits no longer than it takes to let go of the strangers
-before it in the kernel's queue, which is bounded (`net.core.somaxconn`). Nothing can be computed meanwhile anyway. An echo
-server always expects a probe, since a peer that does not answer within `probe_s` is accused. A listener that expects nobody
-accepts `UNEXPECTED_AT_ONCE` and rests for `REST_S`, so that strangers take no time from the training thread. The others wait in
-the kernel, where they cost nothing. Such a listener does not stop accepting, since a full queue refuses peers as well.
+Note [Whom a listener expects]. Every listener knows whether the job still needs a connection to it.
+The listener expects, for example:
+
+- a rank that has not greeted its leader,
+- a neighbour in the roster,
+- a leader that has not greeted the coordinator,
+- a member that the sum in progress waits for.
+
+A listener that expects a connection accepts as fast as it can. So a peer waits no longer than it
+takes to close the strangers before it in the kernel's queue, whose length is limited
+(`net.core.somaxconn`). No computation is possible meanwhile in any case. An echo server always
+expects a probe, since a peer that does not answer within `probe_s` is accused. A listener that
+expects nobody accepts `UNEXPECTED_AT_ONCE` connections and pauses for `REST_S`, so that strangers
+take no time from the training thread. Further connections wait in the kernel, where they cost
+nothing. Such a listener does not stop accepting, since a full queue refuses peers as well.
 """
 
 from __future__ import annotations
@@ -28,24 +38,30 @@ from megatron_recover.deadlines import INTRODUCTION_S
 from megatron_recover.host.speaker import Speaker
 
 MAX_UNPROVEN = 256
-"""Connections that have not proven themselves; with one more the oldest is closed."""
+"""Connections kept at most that have not proven themselves. One more closes the oldest."""
 ACCEPTED_AT_ONCE = 64
-"""Connections that one turn of the loop accepts, before it serves the others."""
+"""Connections that a single turn accepts at most while the listener expects a peer."""
 UNEXPECTED_AT_ONCE = 16
-"""Connections that a listener accepts before it rests, while it expects nobody. See Note [Whom a listener expects]."""
+"""Connections that a single turn accepts at most while the listener expects nobody. See
+Note [Whom a listener expects]."""
 REST_S = 0.1
-"""How long that rest is."""
+"""Seconds of the pause after such a turn."""
 MANY = 16
-"""Connections that are let go without a word: a peer that dies or dials again leaves a few."""
+"""Fewer closed strangers than this are not reported: a peer that dies or dials again leaves a
+few."""
 TELL_S = 60.0
-"""Between two reports of strangers."""
+"""Least number of seconds between two reports of strangers."""
 PAUSE_S = 0.05
-"""How long a listener rests that cannot accept for want of descriptors, and how long it gathers strangers before a report."""
+"""Seconds that a listener pauses if it can accept nothing for lack of descriptors. Also the seconds
+for which it counts strangers before a report."""
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def is_hopeless(sock: socket.socket) -> bool:
-    """Return whether a connection is over already, or begins with what no peer sends. Nothing need be made for such a one."""
+    """Return whether a connection has ended, or begins with bytes that no peer sends.
+
+    The caller then needs no `Acceptor` for it.
+    """
     try:
         begin = sock.recv(len(MAGIC), socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -56,7 +72,7 @@ def is_hopeless(sock: socket.socket) -> bool:
 
 
 class Unproven:
-    """A connection whose peer has still to prove who it is: its socket, its side of the handshake, its deadline."""
+    """A connection that has not proven itself, with its end of the handshake and its deadline."""
 
     def __init__(self, sock: socket.socket, acceptor: Acceptor, until: float) -> None:
         sock.setblocking(False)
@@ -65,9 +81,9 @@ class Unproven:
         self.until = until
 
     def advance(self) -> bool:
-        """Read and answer what is there without waiting; return whether the peer has proven itself.
+        """Continue the handshake without waiting; return whether the peer has proven itself.
 
-        Raises `Refused` or OSError when the connection is of no use.
+        Raises `Refused` or OSError if the connection cannot be used.
         """
         while wanted := self.acceptor.wanted:
             try:
@@ -81,17 +97,20 @@ class Unproven:
         return True
 
     def decide(self, verdict: Verdict, generation: int = 0) -> None:
-        """Send a proven peer the verdict. Raises OSError where the peer is gone."""
+        """Send a proven peer the verdict. Raises OSError if the peer is gone."""
         self.say(self.acceptor.decide(verdict, generation))
 
     def say(self, message: bytes) -> None:
-        """Send a message of the handshake. Raises OSError where the empty socket does not take it whole."""
+        """Send a message of the handshake. Raises OSError if the socket accepts only a part of it.
+
+        The socket's buffer is empty before, so it has room for the message.
+        """
         if self.sock.send(message) != len(message):
             raise OSError(errno.ENOBUFS, "the socket took a part of a message")
 
 
 class Reserve:
-    """A descriptor that is kept to be given up: with it a connection can be accepted, and closed, when there are no others."""
+    """A spare descriptor, released to accept and close a connection when no other is free."""
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -100,7 +119,12 @@ class Reserve:
         self._refill()
 
     def turn_away(self, listener: socket.socket, error: OSError) -> bool:
-        """Accept a connection and close it. Return whether that was possible. The first time, say what is wrong."""
+        """Accept a connection and close it.
+
+        Return whether that succeeded and the descriptor was opened anew.
+
+        The first call prints what is wrong.
+        """
         if not self._said:
             self._said = True
             self._speaker.say(f"megatron-recover: cannot accept a connection ({error.strerror}); raise `ulimit -n`")
@@ -114,7 +138,7 @@ class Reserve:
         return self._descriptor >= 0
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Release the descriptor."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -125,33 +149,44 @@ class Reserve:
 
 
 def out_of_descriptors(error: OSError) -> bool:
-    """Return whether `accept` failed for want of descriptors or memory, rather than because a connection was gone again."""
+    """Return whether `accept` failed for lack of descriptors or memory.
+
+    Otherwise the connection was gone.
+    """
     return error.errno in _OUT_OF_DESCRIPTORS
 
 
 Report = Callable[[str, int], None]
-"""`report(name, number)`: so many connections to the listener of that name were let go.
+"""`report(name, number)` is called when `number` connections to the listener `name` were closed as
+strangers.
 
-Called in the thread of `Admission.turn`."""
+The thread of `Admission.turn` calls it.
+"""
 
 
 class Admission:
-    """One listener and the connections to it that have not proven themselves. It never waits; its owner calls `turn`.
+    """One listener, and the connections to it that have not proven themselves.
 
-    Its descriptor is readable when `turn` has something to do, and `due_s` says when else. One thread at a time.
+    It never waits. Its owner calls `turn` when its descriptor is readable, and after the seconds
+    that `due_s` returns. Used by one thread at a time.
     """
 
     def __init__(
         self, listener: socket.socket, key: bytes, name: str, report: Report, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`name` is the listener's in reports, which come at most every `TELL_S`, and not for few connections."""
+        """Begin to admit connections to `listener`.
+
+        `name` is the listener's in reports. A report comes at most every `TELL_S` seconds, and not
+        for fewer than `MANY` connections. `clock` returns seconds.
+        """
         listener.setblocking(False)
         self._listener, self._key, self._name, self._report, self._clock = listener, key, name, report, clock
         self._port = listener.getsockname()[1]
         self.unproven: dict[int, Unproven] = {}
-        """By descriptor, the oldest first."""
+        """Connections that have not proven themselves, by descriptor, the oldest first."""
         self.is_stuck = False
-        """Whether a connection can be neither accepted nor turned away: the owner rests for `PAUSE_S`."""
+        """True if a connection can be neither accepted nor closed. The owner then pauses for
+        `PAUSE_S`."""
         self._reserve = Reserve()
         self._poll = select.epoll()
         self._poll.register(listener, select.EPOLLIN)
@@ -162,11 +197,14 @@ class Admission:
         self._speaker = Speaker()
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when somebody has arrived or has sent something."""
+        """Return a descriptor that is readable when a connection or bytes have arrived."""
         return self._poll.fileno()
 
     def close(self) -> None:
-        """Close the listener, and the connections that have not proven themselves. In a forked child: the copies of them."""
+        """Close the listener, and the connections that have not proven themselves.
+
+        In a forked child this closes the child's copies.
+        """
         self._poll.close()
         self._listener.close()
         for unproven in self.unproven.values():
@@ -176,21 +214,22 @@ class Admission:
 
     @property
     def rests(self) -> bool:
-        """Whether nobody is accepted for now who is not expected."""
+        """Return whether the pause after unexpected connections still lasts."""
         return self._clock() < self._rests_until
 
     def due_s(self) -> float | None:
-        """Return the seconds until `turn` has something to do though nobody arrives or sends; None: it has not."""
+        """Return the seconds until `turn` has work even if nothing arrives; None for never."""
         oldest = next(iter(self.unproven.values())).until if self.unproven else None
         listens_at = None if self._watches_listener else self._rests_until
         times = [each for each in (oldest, listens_at, self._tell_at) if each is not None]
         return max(0.0, min(times) - self._clock()) if times else None
 
     def turn(self, admits: Admits, *, expects: bool) -> list[Unproven]:
-        """Accept whoever has arrived, go on with all handshakes, and let go of those that are overdue.
+        """Accept connections, continue all handshakes, and close the connections that are overdue.
 
-        Return the connections that are proven now. They are the caller's, and each still has to be told a verdict.
-        `expects`: the caller needs someone who has not connected. See Note [Whom a listener expects].
+        Return the connections that are proven now. They belong to the caller, who has to send each
+        a verdict. `expects`: the caller needs a peer that has not connected. See
+        Note [Whom a listener expects].
         """
         now, self.is_stuck = self._clock(), False
         accepts = expects or not self.rests
@@ -219,13 +258,13 @@ class Admission:
         return proven
 
     def let_go(self, unproven: Unproven) -> None:
-        """Close a connection that has not proven itself, and count it."""
+        """Close a connection that has not proven itself, and count it as a stranger."""
         self._forget(unproven)
         unproven.sock.close()
         self._count()
 
     def tell(self) -> None:
-        """Report how many connections were let go, unless they are few."""
+        """Report the number of closed strangers, unless they are fewer than `MANY`."""
         self._tell_at = None
         if self._num_let_go < MANY:
             return
@@ -233,11 +272,11 @@ class Admission:
         self._report(self._name, number)
         self._speaker.say(
             f"megatron-recover: WARNING: {number} connections to port {self._port} ({self._name}) came from "
-            f"strangers and were let go unheard; `ss -tnp sport = :{self._port} or dport = :{self._port}` shows whose they are"
+            f"strangers and were closed; `ss -tnp sport = :{self._port} or dport = :{self._port}` shows their processes"
         )
 
     def _watch_listener(self, wanted: bool) -> None:
-        """Have the descriptor be readable, or not, when somebody arrives."""
+        """Choose whether a new connection makes the descriptor readable."""
         if wanted != self._watches_listener:
             self._poll.modify(self._listener, select.EPOLLIN if wanted else 0)
             self._watches_listener = wanted
@@ -250,7 +289,7 @@ class Admission:
                 return
             except OSError as error:
                 if not out_of_descriptors(error):
-                    continue  # that connection was gone again before we looked
+                    continue  # that connection was gone before it was accepted
                 turned_away = self._reserve.turn_away(self._listener, error)
                 self.is_stuck = not self.unproven and not turned_away
                 if self.unproven:

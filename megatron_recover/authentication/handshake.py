@@ -1,16 +1,20 @@
-"""The mutual challenge and response that opens every connection of a job, as pure state machines without sockets.
+"""The mutual challenge and response that opens every connection of a job.
 
-Both ends prove that they hold the job's key before either of them reads anything else. Four messages of fixed size:
+The two ends are pure state machines without sockets. Both prove that they hold the job's key before
+either decodes anything else. There are four messages of fixed size:
 
-1. *Opening*, connector to acceptor: who the connector is, whom it wants, at which port, for which generation, and its nonce.
-2. *Challenge*, acceptor to connector: the acceptor's nonce, and its proof.
+1. *Opening*, connector to acceptor: identity of the connector, wanted acceptor, port, generation,
+   and the connector's nonce.
+2. *Challenge*, acceptor to connector: the acceptor's nonce and proof.
 3. *Response*, connector to acceptor: the connector's proof.
-4. *Verdict*, acceptor to connector: welcome or refused, the acceptor's generation, and a proof of that verdict.
+4. *Verdict*, acceptor to connector: welcome or refused, the acceptor's generation, and a proof of
+   that verdict.
 
-A proof is a keyed hash (BLAKE2b) over the whole opening and the acceptor's nonce. The two ends and the verdict use different
-labels, so a proof that one end made is worth nothing at the other end. The opening binds roles, replicas, ranks, port and
-generation, so a proof is worth nothing to another process of the job, at another port, or for another generation. Nonces are
-fresh, so a recorded handshake proves nothing. The frames that follow a handshake are neither encrypted nor authenticated one by
+A proof is a keyed hash (BLAKE2b) over the whole opening and the acceptor's nonce. The two ends and
+the verdict use different labels, so a proof made by one end is invalid at the other end. The
+opening binds roles, replicas, ranks, port and generation. So a proof is invalid for another process
+of the job, at another port, or for another generation. Nonces are fresh, so a recorded handshake
+proves nothing. The frames that follow a handshake are neither encrypted nor authenticated one by
 one (docs/security.md).
 """
 
@@ -29,7 +33,8 @@ MAGIC = b"mgrecov2"
 
 _PROOF_BYTES = 32
 _OPENING = struct.Struct("<8sBBHIIIIQ32s")
-"""Magic, role of connector and acceptor, port, replica and rank of the connector, those of the acceptor, generation, nonce."""
+"""Magic; roles of connector and acceptor; port; replica and rank of the connector; those of the
+acceptor; generation; nonce."""
 _CHALLENGE = struct.Struct("<8s32s32s")
 """Magic, nonce, proof of the acceptor."""
 _VERDICT = struct.Struct("<8sBQ32s")
@@ -37,11 +42,14 @@ _VERDICT = struct.Struct("<8sBQ32s")
 
 
 class Refused(Exception):
-    """The other end is not who it should be, or does not speak this protocol. The connection cannot be used."""
+    """The other end is not the wanted party, or speaks another protocol.
+
+    The connection cannot be used.
+    """
 
 
 class Role(enum.IntEnum):
-    """What a process is in the conversation that a connection is for."""
+    """The part that a process has in the conversation on a connection."""
 
     COORDINATOR = 1
     LEADER = 2
@@ -49,13 +57,14 @@ class Role(enum.IntEnum):
     DATA = 4
     """A rank on the data plane."""
     WATCH = 5
-    """A rank that only wants to notice the end of another one; nothing follows the handshake."""
+    """A rank that waits for the end of another rank; nothing follows the handshake."""
     ECHO = 6
-    """A rank that asks another one for its answer, and the echo server that answers; nothing follows the handshake."""
+    """A rank that probes another rank, or the echo server that answers; nothing follows the
+    handshake."""
 
 
 class Verdict(enum.IntEnum):
-    """What an acceptor says to a connector that has proven itself."""
+    """An acceptor's answer to a connector that has proven itself."""
 
     WELCOME = 1
     OLDER = 2
@@ -73,7 +82,8 @@ class Party(NamedTuple):
 
 
 Admits = Callable[[Party, Party], bool]
-"""`admits(connector, acceptor)`: whether a connector that says it is the first may talk to the second, which it wants."""
+"""`admits(connector, acceptor)` returns whether the claimed connector may connect to the wanted
+acceptor."""
 
 
 def _proof(label: bytes, key: bytes, *parts: bytes) -> bytes:
@@ -89,7 +99,7 @@ _OF_CONNECTOR, _OF_ACCEPTOR, _OF_VERDICT = b"mgr connector", b"mgr acceptor", b"
 
 
 class _Side:
-    """What both ends share: messages of known size are collected, never more."""
+    """Common part of both ends: it collects messages of known size, and never more bytes."""
 
     def __init__(self, key: bytes, wanted: int) -> None:
         if len(key) != KEY_BYTES:
@@ -100,11 +110,14 @@ class _Side:
 
     @property
     def wanted(self) -> int:
-        """Number of bytes that may be read next, at most; 0 when the other end has nothing more to say."""
+        """Return how many bytes to read next at most; 0 when nothing more is expected."""
         return self._size - len(self._got)
 
     def _collect(self, data: bytes) -> bytes:
-        """Return the message once it is complete, and empty bytes before. Raises ValueError for more than was wanted."""
+        """Return the message once it is complete, and empty bytes before.
+
+        Raises ValueError for more bytes than were wanted.
+        """
         if len(data) > self.wanted:
             raise ValueError(f"{len(data)} bytes were read where {self.wanted} were wanted")
         self._got += data
@@ -115,22 +128,28 @@ class _Side:
 
 
 class Connector(_Side):
-    """The end that dialled. Send `opening`, then whatever `feed` returns, until `verdict` is known."""
+    """The end that dialled.
+
+    Send `opening`, then whatever `feed` returns, until `verdict` is set.
+    """
 
     def __init__(self, key: bytes, me: Party, peer: Party, *, port: int, nonce: bytes, generation: int = 0) -> None:
-        """`port` is the one that was dialled. `nonce` is fresh and random, of `NONCE_BYTES` bytes."""
+        """Begin a handshake over a dialled connection.
+
+        `port` is the port that was dialled. `nonce` is fresh and random, of `NONCE_BYTES` bytes.
+        """
         super().__init__(key, _CHALLENGE.size)
         self.opening = _OPENING.pack(
             MAGIC, me.role, peer.role, port, me.replica, me.rank, peer.replica, peer.rank, generation, nonce
         )  # fmt: skip
         self.verdict: Verdict | None = None
-        """What the acceptor decided, once its proof was checked."""
+        """The acceptor's verdict, once its proof was checked."""
         self.generation = 0
-        """Generation of the acceptor, as its verdict says."""
+        """Generation of the acceptor, from its verdict."""
         self._nonce = b""
 
     def feed(self, data: bytes) -> bytes:
-        """Take at most `wanted` bytes; return what has to be sent next. Raises `Refused`."""
+        """Process at most `wanted` bytes, and return the bytes to send next. Raises `Refused`."""
         message = self._collect(data)
         if not message:
             return b""
@@ -151,23 +170,30 @@ class Connector(_Side):
 
 
 class Acceptor(_Side):
-    """The end that listened. Send whatever `feed` returns; once `peer` is known, send what `decide` returns."""
+    """The end that listened.
+
+    Send whatever `feed` returns; once `peer` is set, send what `decide` returns.
+    """
 
     def __init__(self, key: bytes, admits: Admits, *, port: int, nonce: bytes) -> None:
-        """`port` is the one that this end listens on. `nonce` is fresh and random, of `NONCE_BYTES` bytes."""
+        """Begin a handshake over an accepted connection.
+
+        `port` is the port that this end listens on. `nonce` is fresh and random, of `NONCE_BYTES`
+        bytes.
+        """
         super().__init__(key, _OPENING.size)
         self.peer: Party | None = None
-        """Who the connector is, once it has proven that."""
+        """Identity of the connector, once it is proven."""
         self.generation = 0
-        """Generation that the connector wants, once `peer` is known."""
+        """Generation that the connector wants, once `peer` is set."""
         self._admits, self._port, self._nonce = admits, port, nonce
         self._opening = b""
 
     def feed(self, data: bytes) -> bytes:
-        """Take at most `wanted` bytes; return what has to be sent next. Raises `Refused`."""
+        """Process at most `wanted` bytes, and return the bytes to send next. Raises `Refused`."""
         message = self._collect(data)
         if not message:
-            if not self._opening and not MAGIC.startswith(self._got[: len(MAGIC)]):  # a stranger that would wait for our answer
+            if not self._opening and not MAGIC.startswith(self._got[: len(MAGIC)]):  # a stranger may wait for an answer
                 raise Refused("the other end does not speak this protocol")
             return b""
         if not self._opening:
@@ -180,7 +206,7 @@ class Acceptor(_Side):
         return b""
 
     def decide(self, verdict: Verdict, generation: int = 0) -> bytes:
-        """Return the message that tells a proven connector the verdict and this end's generation."""
+        """Return the message with the verdict and this end's generation, for a proven connector."""
         said = _VERDICT.pack(MAGIC, verdict, generation, b"")[:-_PROOF_BYTES]
         return said + _proof(_OF_VERDICT, self._key, self._opening, self._nonce, said)
 

@@ -1,7 +1,8 @@
-"""The key of a job: made by the launcher, handed to every rank by an inherited descriptor, and by nothing else.
+"""The key of a job, which the launcher makes and every rank inherits by a descriptor.
 
-The descriptor is an anonymous file in memory that is sealed against every change. It has no name, and the kernel lets only
-processes that may trace the rank open it by /proc. So neither arguments, environment nor any file of the run show the key.
+The descriptor is an anonymous file in memory that is sealed against every change. The file has no
+name. The kernel lets only processes that may trace the rank open it by /proc. So neither arguments
+nor environment nor any file of the run contain the key.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def make_key() -> bytes:
 
 
 def sealed(key: bytes) -> int:
-    """Return a descriptor of a sealed file in memory that contains `key`. The caller closes the descriptor."""
+    """Return a descriptor of a sealed file in memory that contains `key`. The caller closes it."""
     descriptor = memory_file.create("megatron-recover-key")
     os.fchmod(descriptor, 0o400)
     os.write(descriptor, key)
@@ -34,16 +35,16 @@ def sealed(key: bytes) -> int:
 
 
 def inherited_key() -> bytes:
-    """Return the key that this rank inherited, and close its descriptor: called once in a process.
+    """Return the key that this rank inherited, and close its descriptor.
 
-    Raises RuntimeError where the launcher handed down none.
+    Called once in a process. Raises RuntimeError if this process inherited no key.
     """
     descriptor = inherited_descriptor(DESCRIPTOR)
     if descriptor is None:
         raise RuntimeError("this process inherited no job key; start it by `megatron-recover run`")
     try:
         is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-    except OSError:  # closed, or of another kind
+    except OSError:  # closed, or no such file
         is_sealed = False
     if not is_sealed:
         raise RuntimeError(f"descriptor {descriptor} is not the sealed job key; start this process by `megatron-recover run`")

@@ -1,6 +1,7 @@
-"""The command line: finds the verb and hands the rest to it.
+"""The command line, which finds a verb and runs its module.
 
-Nothing heavy is imported here: a verb's module, and with it torch, is imported when the verb runs. `--help` stays instant.
+No large module is imported here. A verb's module, and with it torch, is imported when the verb
+runs, so `--help` is instant.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ VERBS: Mapping[str, str] = MappingProxyType({
     "explain": "print every wait of a run, who ends it, and why in that order",
     "data": "turn text files into a data set that Megatron reads",
 })  # fmt: skip
-"""Each verb and what it does; verb V is `megatron_recover.cli.V.main(argv) -> exit code`."""
+"""Each verb with its description; verb V is `megatron_recover.cli.V.main(argv) -> exit code`."""
 
 _EXAMPLES = """\
 examples:
@@ -37,20 +38,20 @@ examples:
   megatron-recover check runs/a --against runs/undisturbed
   megatron-recover simulate scenarios/recover-paper.toml
 
-'megatron-recover VERB --help' tells more. Exit codes: 0 fine, 2 bad input, 3 unfinished, 14 broken invariant; all are in
-docs/guarantees.md.
+'megatron-recover VERB --help' lists its options. docs/guarantees.md lists all exit codes, such as
+0 fine, 2 bad input, 3 unfinished, 14 broken invariant.
 """
 
 
 def command_line(*arguments: str) -> str:
-    """A command of ours that works when it is pasted into the shell that started this process."""
+    """Return a `megatron-recover` command to paste into the shell that started this process."""
     script = shutil.which("megatron-recover")
     ours = script is not None and os.path.dirname(script) == os.path.dirname(sys.executable)
     return shlex.join([*(["megatron-recover"] if ours else [sys.executable, "-m", "megatron_recover"]), *arguments])
 
 
 def usage() -> str:
-    """The text of `megatron-recover --help`."""
+    """Return the text of `megatron-recover --help`."""
     verbs = "\n".join(f"  {verb:<9} {what}" for verb, what in VERBS.items())
     return (
         "usage: megatron-recover VERB ...\n\n"
@@ -60,15 +61,15 @@ def usage() -> str:
 
 
 def _missing() -> str | None:
-    """What the interpreter lacks that every verb needs, in words."""
-    if sys.version_info < (3, 12):  # noqa: UP036 - a checkout is started by whatever python there is
+    """Return what the interpreter lacks that every verb needs, in words; None if nothing."""
+    if sys.version_info < (3, 12):  # noqa: UP036 - any python may start a checkout
         return f"is Python {sys.version_info[0]}.{sys.version_info[1]}, and 3.12 or newer is needed"
     absent = [name for name in ("msgspec", "rich") if importlib.util.find_spec(name) is None]
     return f"has no {' and no '.join(absent)}" if absent else None
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb; returns the exit code of the process (argparse's own exits pass through)."""
+    """Run one verb and return the exit code of the process; argparse's own exits are not caught."""
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage(), end="")
@@ -87,13 +88,13 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         code: int = importlib.import_module(f"megatron_recover.cli.{verb}").main(rest)
-    except KeyboardInterrupt:  # before or after what the verb itself takes care of
+    except KeyboardInterrupt:  # the verb itself did not catch it
         print(f"megatron-recover {verb}: interrupted", file=sys.stderr)
         code = 128 + signal.SIGINT
     except BrokenPipeError:
         code = 128 + signal.SIGPIPE
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # nobody reads what is printed (`... | head`): the interpreter shall not try again at its end
+    except BrokenPipeError:  # no reader (`... | head`): the interpreter must not try again at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code

@@ -1,5 +1,8 @@
-"""`megatron-recover check RUN_DIR`: prints the verdict of `observe.verify.check`; its exit code is 14 when that is not in the
-run's favour, and 3 when the run has not ended or part of it could not be judged."""
+"""`megatron-recover check RUN_DIR`: prints the verdict of `observe.verify.check` on a run.
+
+The exit code is 14 if an invariant is broken, two exact runs differ, or the run ended without a
+step. It is 3 if the run has not ended, or if part of it could not be judged.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def _json(verdict: Verdict) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Judge one run directory."""
+    """Judge one run directory and return the exit code."""
     parser = Parser(
         prog="megatron-recover check",
         description="Verify the invariants of a run from its trace alone, and compare it with a reference run.",

@@ -1,7 +1,7 @@
-"""`megatron-recover data`: text files, byte for byte, into Megatron's `.bin` and `.idx`.
+"""`megatron-recover data`: turns text files, byte for byte, into Megatron's `.bin` and `.idx`.
 
-Every file is one document: its bytes as tokens 0..255, then the end-of-document token 256. Train on it with
-``--tokenizer-type NullTokenizer --vocab-size 257``.
+Every file is one document: its bytes as tokens 0..255, then the end-of-document token 256. Train on
+the data set with ``--tokenizer-type NullTokenizer --vocab-size 257``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from megatron_recover.flags import Parser
 END_OF_DOCUMENT = 256
 VOCABULARY_SIZE = 257
 PACKAGES = frozenset({"site-packages", "dist-packages"})
-"""Directories that hold what pip installed: no part of the standard library, and not the same on any two machines."""
+"""Directories of packages that pip installed. They are no part of the standard library, and differ
+between machines."""
 
 
 def files_in(paths: Sequence[Path], suffixes: Sequence[str]) -> Iterator[Path]:
-    """Each path that is a file, and the files with one of the suffixes under each that is a directory, in sorted order.
+    """Yield the paths that are no directories, and the files in the directories, in sorted order.
 
-    Raises OSError for a directory that cannot be read: nobody shall train on less than was named.
+    In directories only files with one of the suffixes count; without suffixes all do. Files of
+    packages that pip installed do not count. Raises OSError if a directory cannot be read, since
+    the data set must not silently lack part of the input.
     """
     for path in paths:
         if path.is_dir():
@@ -43,10 +46,11 @@ def _raise(error: OSError) -> None:
 
 
 def write_dataset(output: Path, files: Iterable[Path]) -> tuple[int, int]:
-    """Write `<output>.bin` and `<output>.idx` and return the number of documents and of tokens (end-of-document included).
+    """Write `<output>.bin` and `<output>.idx`; return the number of documents and of tokens.
 
-    Both files appear complete or not at all; what was there before is replaced. Empty files are left out. Raises OSError for
-    what cannot be written and ValueError for what cannot be read, or where nothing was read.
+    The tokens include the end-of-document tokens. Both files appear complete or not at all, and
+    replace former ones. Empty files are left out. Raises OSError if a file cannot be written, and
+    ValueError if a file cannot be read or no text was found.
     """
     import numpy
 
@@ -67,7 +71,7 @@ def write_dataset(output: Path, files: Iterable[Path]) -> tuple[int, int]:
         builder.finalize(str(index))
         if not num_documents:
             raise ValueError("no text was found")
-        Path(f"{output}.idx").unlink(missing_ok=True)  # no moment at which an old index belongs to a new text
+        Path(f"{output}.idx").unlink(missing_ok=True)  # so that an old index never belongs to a new text
         os.replace(binary, f"{output}.bin")
         os.replace(index, f"{output}.idx")
     finally:
@@ -78,7 +82,7 @@ def write_dataset(output: Path, files: Iterable[Path]) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Torch's and Megatron's, about what a GPU would want: nothing that matters to a data set."""
+    """Suppress warnings of torch and Megatron about GPUs, which do not matter to a data set."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -89,7 +93,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _partial(output: Path) -> tuple[Path, Path]:
-    """What the two files are called while they are written."""
+    """Return the names of the two files while they are written."""
     partial = output.with_name(f".{output.name}.{os.getpid()}")
     return Path(f"{partial}.bin"), Path(f"{partial}.idx")
 
@@ -106,7 +110,7 @@ def _unreadable(error: OSError) -> str:
 
 
 def _input(paths: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
-    """The files with text in them. Raises ValueError with one line a mistake."""
+    """Return the files with text in them. Raises ValueError with one line for each mistake."""
     wrong = [f"--suffix {suffix} does not begin with a dot; write it like .py" for suffix in suffixes if suffix[:1] != "."]
     try:
         wrong += [f"PATH {path} does not exist; correct it" for path in paths if not path.exists()]
@@ -122,7 +126,10 @@ def _input(paths: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
 
 
 def _claim(prefix: str, *, overwrite: bool) -> Path:
-    """See to it that the data set can be written, before seconds go into imports. Raises ValueError, or OSError."""
+    """Return the output prefix after a check that files can be written there.
+
+    The check comes before imports that take seconds. Raises ValueError, or OSError.
+    """
     output = Path(prefix)
     if os.path.basename(prefix) in ("", ".", ".."):
         raise ValueError(
@@ -142,7 +149,7 @@ def _claim(prefix: str, *, overwrite: bool) -> Path:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; 0, or 2 with a message on bad input."""
+    """Run the verb; return 0, or exit with 2 and a message on bad input."""
     parser = Parser(
         prog="megatron-recover data", description="Turn text into a Megatron dataset, byte by byte, one document a file."
     )
@@ -155,7 +162,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--suffix", metavar=".EXT", action="append", default=[],
-        help="in directories take only such files; repeatable (default: all; .py where no PATH is given)",
+        help="read only such files in directories; repeatable (default: all; .py where no PATH is given)",
     )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace PREFIX.bin and PREFIX.idx where they exist")
     options = parser.parse_args(argv)

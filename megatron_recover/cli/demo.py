@@ -1,7 +1,8 @@
-"""`megatron-recover demo`: trains a model twice, kills real processes in the second run, and proves that it made no difference.
+"""`megatron-recover demo`: trains a model twice, and kills real processes in the second run.
 
-Everything goes through the entry points that a user has: `data`, `run --chaos`, `check --against`. This module only chooses the
-run, and says in plain words what the checker found; it computes no number itself.
+It then shows that the deaths made no difference. The demo uses the entry points that a user has:
+`data`, `run --chaos`, `check --against`. This module chooses the runs and prints the checker's
+findings in words. It computes no result itself.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ from megatron_recover.observe.work import Redone, Work
 from megatron_recover.trace import TraceError
 
 REPLICAS, RANKS, STEPS, MICROBATCHES, SEED = 3, 6, 20, 36, 1234
-"""So many microbatches that a replica is still at them when it hears of a death, on fast machines too (below 0.1 s)."""
+"""Sizes of the runs. With 36 microbatches a replica is still computing when it learns of a death,
+on fast machines too (below 0.1 s)."""
 PRETRAIN = Path(megatron_recover.__file__).parents[1] / "scripts" / "pretrain_gpt.py"
 DEADLINES = Deadlines.of()
-"""Those of the runs that the demo starts, which give no deadline. A run that takes longer than theirs is killed."""
+"""Deadlines of the runs that the demo starts, which set no deadline. A run that takes longer than
+its deadline is killed."""
 LAST_WORDS = 12
-"""Lines that are shown of what a command said when it failed."""
+"""Lines of a failed command's stderr that are shown."""
 
 MODEL = (
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 64 --num-attention-heads 4 "
@@ -55,7 +58,8 @@ TRAINING = (
     "--log-interval 1 --eval-interval 1000 --eval-iters 1 --overlap-grad-reduce "
     "--recover-determinism exact --recover-bucket-elements 40000 --recover-rebalance off"
 )
-"""Without rebalancing: all replicas share this machine's cores, so what one measures is how long the others left it waiting."""
+"""Flags of the training. Rebalancing is off: all replicas share this machine's cores, so a measured
+pace shows only how long the other replicas used the cores."""
 CHAOS = """\
 # A straggler and two deaths, of different pipeline stages (rank 0 is the first stage, rank 1 the second).
 [[fault]]  # so that the first death finds a 1F1B running on a busy machine too, where the dying one may lag behind
@@ -85,7 +89,7 @@ occurrence = 2
 
 @dataclass(frozen=True)
 class Claim:
-    """One thing that the demo promises, and whether the evidence shows it."""
+    """One claim of the demo, and whether the evidence shows it."""
 
     text: str
     holds: bool
@@ -93,7 +97,7 @@ class Claim:
 
 
 def _taken_in(history: History) -> Iterator[str]:
-    """What the passes that ran when a replica died took in, a sentence for each step."""
+    """Yield a sentence for each step in which a running pass was extended by lost microbatches."""
     by_step: dict[int, list[Redone]] = {}
     for one in Work(history).redone:
         if one.in_schedule:
@@ -107,7 +111,7 @@ def _taken_in(history: History) -> Iterator[str]:
 
 
 def claims(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
-    """What the two runs have to show, `faulty` having been checked against `reference`."""
+    """Return the claims about the two runs; `faulty` was checked against `reference`."""
     summary, quiet = faulty.summary, reference.summary
     kills = [fault for fault in summary.faults if fault.kind == FaultKind.KILL.value]
     backward, reduction = ([fault for fault in kills if fault.point == point] for point in ("backward", "reduce"))
@@ -127,7 +131,7 @@ def claims(reference: Verdict, faulty: Verdict) -> tuple[Claim, ...]:
             f"exit code {summary.exit_code}",
         ),
         Claim(
-            "The others did not let their pipelines drain first: what a death took joined the 1F1B that they were running",
+            "The others did not let their pipelines drain first: the lost microbatches joined the 1F1B that they were running",
             summary.microbatches_redone_in_schedule > 0,
             "; ".join(_taken_in(faulty.history)) or "all was computed in a second pass, after the running one",
         ),
@@ -169,7 +173,7 @@ _ITERATION = re.compile(
 
 
 def short(line: str) -> str:
-    """A line of a run's output, Megatron's long line of an iteration cut down to what matters here."""
+    """Return a line of a run's output, with Megatron's long line of an iteration made short."""
     found = _ITERATION.search(line)
     if found is None:
         return line
@@ -181,7 +185,7 @@ def short(line: str) -> str:
 
 
 def _place(fault: FaultSummary) -> str:
-    """Where a fault struck, in words."""
+    """Return where a fault struck, in words."""
     if fault.point == "reduce":
         return f"inside the reduction of bucket {fault.bucket}"
     if fault.point == "backward":
@@ -190,7 +194,7 @@ def _place(fault: FaultSummary) -> str:
 
 
 def story(summary: Summary) -> Iterator[str]:
-    """What happened at each fault, a sentence each."""
+    """Yield what happened at each fault, a sentence each."""
     for fault in summary.faults:
         if fault.kind == FaultKind.SLOW.value:
             yield f"{fault.label}: replica {fault.replica} rank {fault.rank} was slowed down for a step"
@@ -204,7 +208,10 @@ def story(summary: Summary) -> Iterator[str]:
 
 
 def num_gpus(devices: Path = Path("/dev")) -> int:
-    """GPUs that torch can use; it is asked, in a process of its own, only where the machine has any."""
+    """Return the number of GPUs that torch can use.
+
+    A process of its own asks torch, and only on a machine that has a GPU.
+    """
     if not any(devices.glob("nvidia[0-9]*")):
         return 0
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
@@ -212,7 +219,7 @@ def num_gpus(devices: Path = Path("/dev")) -> int:
 
 
 class _Demo:
-    """The four stages of the demo, in a folder of their own."""
+    """The four stages of the demo, in one folder."""
 
     def __init__(self, folder: Path, say: TextIO) -> None:
         self.folder, self._say = folder, say
@@ -225,7 +232,7 @@ class _Demo:
         print(text, file=self._say, flush=True)
 
     def run(self) -> tuple[Verdict, Verdict]:
-        """Data, both runs, check; raises RuntimeError where a stage does not end as it should."""
+        """Make the data, run both runs and check them. Raises RuntimeError if a stage fails."""
         model = "a GPT of 4 layers as 2 pipeline stages"
         self.tell("1/4  the text of Python's standard library becomes a data set")
         self._command("data", "--output", str(self.data))
@@ -244,9 +251,10 @@ class _Demo:
         self._command("run", *replicas, *flags, "--", str(PRETRAIN), *megatron)
 
     def _command(self, *arguments: str) -> None:
-        """Run one verb of ours in a process of its own; its output goes to a file and, indented, to the screen.
+        """Run one verb in a separate process, and show its output indented.
 
-        What it says on stderr goes to another file: it matters only when the command fails.
+        Its output also goes to a file. Its stderr goes to another file, which matters only if the
+        command fails.
         """
         command = [sys.executable, "-m", "megatron_recover", *arguments]
         log, errors = (self.folder / f"{arguments[0]}.{kind}" for kind in ("log", "err"))
@@ -271,7 +279,7 @@ class _Demo:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a run, and leave nothing behind: ranks that have lost their launcher end by themselves."""
+    """End a run and leave no process: ranks that have lost their launcher end by themselves."""
     for tell in (process.terminate, process.kill):
         if process.poll() is None:
             tell()
@@ -280,7 +288,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _verdict(folder: Path, found: tuple[Claim, ...], reference: Verdict, faulty: Verdict, seconds: float) -> str:
-    """The last screen."""
+    """Return the text of the last screen."""
     lines = ["", *(f"     {line}" for line in story(faulty.summary)), ""]
     for claim in found:
         lines += [f"  [{'yes' if claim.holds else ' NO'}] {claim.text}", f"        {claim.evidence}"]
@@ -297,7 +305,10 @@ def _verdict(folder: Path, found: tuple[Claim, ...], reference: Verdict, faulty:
 
 
 def main(argv: list[str]) -> int:
-    """Run the demo; 0: every claim holds, 14: one does not, 1: a run failed, 2: bad input, 15: interrupted."""
+    """Run the demo and return its exit code.
+
+    0: every claim holds; 14: a claim does not hold; 1: a run failed; 2: bad input; 15: interrupted.
+    """
     parser = Parser(
         prog="megatron-recover demo",
         description="Train a small GPT on real text twice, once with kill -9 of real processes, and prove that the result is "
@@ -316,12 +327,12 @@ def main(argv: list[str]) -> int:
 
     demo = _Demo(folder, sys.stderr if arguments.json else sys.stdout)
     began = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a demo that is told to end takes its runs with it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a demo that is terminated ends its runs
     try:
         reference, faulty = demo.run()
         report.write(demo.faulty, demo.reference)
     except KeyboardInterrupt:
-        print(f"megatron-recover demo: interrupted; what it has got to is in {folder}", file=sys.stderr)
+        print(f"megatron-recover demo: interrupted; what it has written is in {folder}", file=sys.stderr)
         return ExitCode.INTERRUPTED
     except (RuntimeError, OSError, TraceError) as error:
         print(f"megatron-recover demo: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`megatron-recover explain timeouts`: prints every wait of a run, what ends it, and why each is shorter than another."""
+"""`megatron-recover explain timeouts`: prints every wait of a run and the order of the waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXPLAINED = ("timeouts",)
 
 
 def meanings() -> dict[str, str]:
-    """Return what each field of `Deadlines` means: the docstring after it, in its order."""
+    """Return the docstring of each field of `Deadlines`, in the order of the fields."""
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(Deadlines))).body
     body = typing.cast(ast.ClassDef, definition).body
     return {
@@ -46,7 +46,7 @@ def timeouts(deadlines: Deadlines) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Print the explanation that was asked for."""
+    """Print the wanted explanation."""
     parser = Parser(
         prog="megatron-recover explain",
         description="Print who waits for what in a run, how long, who ends the wait, and why in that order.",

@@ -1,7 +1,7 @@
-"""What a run leaves at its end, summary.json and the loss plot, made by a process of its own: this module as a program.
+"""The process that makes summary.json and the loss plot of a run: this module run as a program.
 
-The run is over by then and has its exit code. Nothing that becomes of this process can change that: it may fail, be killed for
-want of memory, or hang on a disk.
+The run is over by then and has its exit code, which this process cannot change. The process may
+fail, be killed for lack of memory, or hang on a disk.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from megatron_recover.host.process_stat import signal_name
 from megatron_recover.trace import TraceError
 
 _LOOK_S = 0.2
-"""Between two looks at whether a signal has come."""
+"""Seconds between two checks whether a signal has arrived."""
 _LAST_WORDS = 400
-"""Characters of what the process says that are told."""
+"""Characters at most of the last line of the process's stderr that are reported."""
 
 
 def failure(run_dir: Path, deadlines: Deadlines, is_hurried: Callable[[], bool] = lambda: False) -> str | None:
-    """Make the files of a run in a process of its own; returns in a few words why there are none, or None.
+    """Make the files of a run in a separate process; return in a few words why it failed, or None.
 
-    It waits no longer than `report_s` or until `is_hurried()`, nor for a process that does not die when it is killed.
+    The wait ends after `report_s` seconds, or once `is_hurried()`. A process that does not die when
+    it is killed is left alone.
     """
     command = [sys.executable, "-m", "megatron_recover.cli.finish", str(run_dir)]
     try:
@@ -66,20 +67,20 @@ def failure(run_dir: Path, deadlines: Deadlines, is_hurried: Callable[[], bool] 
 
 def _kill(process: subprocess.Popen[str], deadlines: Deadlines) -> None:
     process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a disk: it is gone when that answers
+    with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a disk, and ends once the disk answers
         process.wait(timeout=deadlines.sigkill_s)
     if process.stderr is not None:
         process.stderr.close()
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make the files of one run directory; says on stderr, in its last line, why it cannot."""
+    """Make the files of one run directory. On failure the last line on stderr gives the reason."""
     from megatron_recover.observe import summary
     from megatron_recover.observe.history import History
     from megatron_recover.observe.report import plot
 
     run_dir = Path(argv[0])
-    with contextlib.suppress(OSError):  # where memory runs out, this process goes first
+    with contextlib.suppress(OSError):  # if memory runs out, the kernel kills this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         history = History.read(run_dir)

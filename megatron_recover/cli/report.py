@@ -1,4 +1,4 @@
-"""`megatron-recover report RUN_DIR`: makes the page that shows a run, and rebuilds its other files, from its trace."""
+"""`megatron-recover report RUN_DIR`: makes the page and the other files of a run from its trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_recover.trace import EVENTS_FILE, TraceError, event_files
 
 
 def main(argv: list[str]) -> int:
-    """Write the files and say where they are."""
+    """Write the files and print where they are."""
     parser = Parser(
         prog="megatron-recover report",
         description="Make report.html from the trace of a run, finished or not: one page that needs no network. Beside it "

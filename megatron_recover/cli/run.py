@@ -1,4 +1,4 @@
-"""`megatron-recover run`: judges a command line, runs the job, and leaves a run directory with the evidence."""
+"""`megatron-recover run`: checks a command line, runs the job, and leaves a run directory."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ PRELOAD = (
     "megatron_recover.megatron.commit",
     "megatron_recover.megatron.checkpoint.checkpoints",
 )
-"""What every rank finds imported."""
+"""Modules that the fork server imports, so that every rank starts with them."""
 DRY_RUN = Path(megatron_recover.__file__).parent / "megatron" / "launch" / "dry_run.py"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
-"""What a folder says that takes no more."""
+"""Errors of a folder that accepts no more data."""
 _NO_SCRIPT = "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."
 _LEAST_PART_BYTES = 2**20
-"""A run of days shall not leave a hundred thousand files."""
+"""Smallest size of a part of the trace in bytes. With smaller parts a run of days would leave a
+hundred thousand files."""
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def _bytes(text: str) -> int:
-    """Return a number of bytes. Raises ArgumentTypeError with the remedy."""
+    """Return the number of bytes that `text` names. Raises ArgumentTypeError with the remedy."""
     found = re.fullmatch(r"([0-9]+) ?(|KiB|MiB|GiB)", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text} is no number of bytes; write one like 268435456 or 256MiB")
@@ -52,7 +53,10 @@ def _bytes(text: str) -> int:
 
 
 class _RunParser(Parser):
-    """Its help ends with the flags of the trainer, which it does not take itself."""
+    """The parser of `run`.
+
+    Its help ends with the flags of the trainer, which it does not accept itself.
+    """
 
     elsewhere = "; Megatron's flags go behind the script's name"
 
@@ -79,8 +83,8 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--trace-level", choices=trace.LEVELS, default="microbatches",
-        help="what the trace shows: every microbatch, every step, or faults and recoveries only; check and the report can say "
-        "no more than the trace (default: microbatches)",
+        help="what the trace shows: every microbatch, every step, or faults and recoveries only; check and report know "
+        "only what the trace shows (default: microbatches)",
     )  # fmt: skip
     parser.add_argument(
         "--trace-file-bytes", type=_bytes, metavar="N", default=PART_BYTES,
@@ -92,13 +96,16 @@ def _parser() -> Parser:
 
 
 def _misplaced(words: Iterable[str], flags: Iterable[str], remedy: str) -> list[str]:
-    """One line for each of `flags` among the words."""
+    """Return one line for each of `flags` among the words."""
     found = dict.fromkeys(word.partition("=")[0] for word in words)
     return [f"{flag} stands on the wrong side of --; {remedy}" for flag in found if flag in flags]
 
 
 def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, str]:
-    """The job, with its new run directory, and its chaos file (empty without chaos). Raises ValueError."""
+    """Return the job, with its new run directory, and the text of its chaos file.
+
+    The text is empty without chaos. Raises ValueError.
+    """
     if not command:
         raise ValueError(_NO_SCRIPT)
     script, *flags = command
@@ -127,7 +134,7 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
 
 
 def _refuse_unseen(faults: Iterable[Fault], level: trace.Level) -> None:
-    """Raise ValueError for a freeze that no event of the trace can end."""
+    """Raise ValueError if a freeze waits for an event that the trace level leaves out."""
     left_out = {kind.__struct_config__.tag for kind in trace.LEFT_OUT[level]}
     unseen = sorted({fault.until for fault in faults if fault.until is not None} & left_out)
     if unseen:
@@ -148,9 +155,9 @@ def _target(arguments: argparse.Namespace, judged: Preflight) -> chaos.Target:
 
 
 def main(argv: list[str]) -> int:
-    """Run a job to its end; its exit code."""
+    """Run a job to its end and return its exit code."""
     parser = _parser()
-    if "--" not in argv and not {"-h", "--help"} & {*argv}:  # else every flag of Megatron's would be taken for one of ours
+    if "--" not in argv and not {"-h", "--help"} & {*argv}:  # else Megatron's flags would be parsed as flags of `run`
         parser.error(_NO_SCRIPT)
     end = argv.index("--") if "--" in argv else len(argv)
     ours = {option for action in parser._actions for option in action.option_strings} - {"-h", "--help"}
@@ -176,7 +183,7 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        # Files that there have to be before anything is trained: descriptions, and the trace.
+        # The descriptions and the trace, which must exist before anything is trained.
         print(
             f"megatron-recover run: --run-dir {job.run_dir}: {error.strerror}; the run could not be started. "
             "Make room there, or give another folder.",
@@ -193,7 +200,10 @@ def main(argv: list[str]) -> int:
 
 
 def _run(launcher: Launcher) -> int:
-    """Run the job and return its exit code. What is raised leaves signals as they were."""
+    """Run the job and return its exit code.
+
+    An exception leaves the signal handlers as they were before.
+    """
     try:
         return launcher.run()
     except BaseException:
@@ -202,17 +212,17 @@ def _run(launcher: Launcher) -> int:
 
 
 def _ended(launcher: Launcher, job: Job, exit_code: int, *, existed: bool) -> int:
-    """Leave what a run leaves at its end, and return its exit code."""
+    """Write the files that a run leaves at its end, and return its exit code."""
     interrupted = exit_code == ExitCode.INTERRUPTED or exit_code > 128
     if exit_code == ExitCode.BAD_INPUT or (interrupted and not launcher.has_begun):
         _discard(job.run_dir, existed=existed)
-    elif exit_code < 128:  # who asked for the end at once does not want to wait for a plot
+    elif exit_code < 128:  # a user who asked for an immediate end does not wait for a plot
         _report(job, launcher)
     return exit_code
 
 
 def _discard(run_dir: Path, *, existed: bool) -> None:
-    """Leave the folder as it was: nothing was trained, and the same command, corrected or not, shall find it free."""
+    """Restore the folder as it was: nothing was trained, and the same command needs it free."""
     _empty(run_dir)
     if not existed:
         run_dir.rmdir()
@@ -221,7 +231,7 @@ def _discard(run_dir: Path, *, existed: bool) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """Remove what is in a folder; the folder itself may be somebody's link or mount."""
+    """Remove the contents of a folder, but not the folder, which may be a link or a mount."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -230,17 +240,17 @@ def _empty(folder: Path) -> None:
 
 
 def _report(job: Job, launcher: Launcher) -> None:
-    """`summary.json` and the loss plot, for whatever the run has got to; and which exact faults it has not got to."""
+    """Make `summary.json` and the loss plot, and report the exact faults that never struck."""
     run_dir = job.run_dir
-    why: str | None = "the end of the trace could not be written"  # nobody waits once more for a disk that did not answer
+    why: str | None = "the end of the trace could not be written"  # no second wait for a disk that did not answer
     if launcher.is_recorded:
         why = finish.failure(run_dir, job.config.deadlines, launcher.is_hurried)
-    if why is not None:  # the run is over and has said how
+    if why is not None:  # the run is over and has reported its end
         remedy = f"`{command_line('report', str(run_dir))}` makes them"
         if not launcher.is_recorded or any(os.strerror(number) in why for number in _NO_ROOM):
             remedy = f"see to the disk of {run_dir} first (if it is full, make room there); then {remedy}"
         print(f"megatron-recover run: no summary and no plot: {why}; {remedy}", file=sys.stderr)
-    if why is not None or not job.faults:  # a disk that did not answer that process is not asked again here
+    if why is not None or not job.faults:  # the disk may have been the reason, so it is not read again
         return
     try:
         told = summary.load(run_dir)
@@ -249,6 +259,6 @@ def _report(job: Job, launcher: Launcher) -> None:
     for number, fault in chaos.unstruck(job.faults, [(one.replica, one.rank, one.point) for one in told.faults]):
         print(
             f"megatron-recover run: [[fault]] {number} of {run_dir / chaos.CHAOS_FILE} never struck (replica "
-            f"{fault.replica}, rank {fault.rank}, {fault.point.value}): the rank did not pass that so often, or was gone",
+            f"{fault.replica}, rank {fault.rank}, {fault.point.value}): the rank did not reach it so often, or had ended",
             file=sys.stderr,
         )

@@ -1,4 +1,4 @@
-"""The RUN_DIR of commands that look at a run: what is said where there is no trace, and what `report` and `top` take."""
+"""The RUN_DIR argument of commands that read a run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ _NAMED = 3
 
 
 def run_folder(path: str) -> Path:
-    """The folder of a run, also where its events.jsonl is named instead."""
+    """Return the folder of a run, given the folder or its events.jsonl."""
     place = Path(path)
     return place.parent if place.name == EVENTS_FILE else place
 
 
 def no_trace(path: Path) -> str:
-    """What is wrong with a path at which there is no trace, with the first few inside it (as in the folder of a demo)."""
+    """Return the message for a path without a trace.
+
+    The message names the first few traces below the path, as in the folder of a demo.
+    """
     folder = path.parent if path.name == EVENTS_FILE else path
     try:
         inside = sorted(str(one.parent) for one in folder.glob(f"*/{EVENTS_FILE}"))
-    except OSError:  # it cannot be looked into
+    except OSError:  # the folder cannot be read
         inside = []
     if not inside:
         return f"no trace at {path}; give the --run-dir of a run"

@@ -1,5 +1,8 @@
-"""`megatron-recover simulate SCENARIO`: runs the protocol's machines on a virtual clock, against the usual alternatives; or,
-with `--processes`, the same scenario for real, and tells how far the two are apart."""
+"""`megatron-recover simulate SCENARIO`: runs the protocol's machines on a virtual clock.
+
+The result is compared with checkpoint-restart and other policies. With `--processes` the same
+scenario also runs on real processes, and the verb prints how far the two are apart.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from megatron_recover.sim.timed.policies import simulate
 from megatron_recover.sim.timed.recover import run_recover
 
 TEXT = ("argparse.py", "ast.py", "bdb.py", "calendar.py", "cmd.py")
-"""Of the standard library: what real processes train on."""
+"""Files of the standard library that real processes train on."""
 
 
 def _parser() -> Parser:
@@ -36,7 +39,7 @@ def _parser() -> Parser:
         description="Run a job of any size on a virtual clock: the protocol's own machines, with models of compute, network "
         "and failures around them; and what checkpoint-restart and others would have made of it.",
         epilog="Scenarios are in scenarios/, their keys in docs/simulation.md. Exit code 2: the scenario has mistakes, each "
-        "told with its line, or a network slower than its timeouts, or a [[fault]] that never struck or took the last replica.",
+        "with its line, or a network slower than its timeouts, or a [[fault]] that never struck or took the last replica.",
     )
     parser.add_argument("scenario", type=Path, metavar="SCENARIO", help="a TOML file")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -51,7 +54,7 @@ def _parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Simulate one scenario, or run it, and tell what that found."""
+    """Simulate one scenario, or run it, and print the result."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
@@ -73,7 +76,7 @@ def main(argv: list[str]) -> int:
 
 
 def _on_processes(parser: Parser, arguments: argparse.Namespace, scenario: Scenario) -> int:
-    """The same scenario for real: what `run` makes of it, and the times of its steps beside the simulated ones."""
+    """Run the scenario on real processes and compare its step times with the simulated ones."""
     from megatron_recover.cli import data, run
     from megatron_recover.cluster import chaos, rehearsal
     from megatron_recover.cluster.job import claim_folder
@@ -86,7 +89,7 @@ def _on_processes(parser: Parser, arguments: argparse.Namespace, scenario: Scena
     existed = arguments.processes.exists()
     try:
         claim_folder(arguments.processes, flag="--processes")
-        if not existed:  # nothing is to be left where the scenario is refused; the run makes it again
+        if not existed:  # a refused scenario must leave nothing; the run makes it again
             arguments.processes.rmdir()
     except ValueError as error:
         parser.error(str(error))
@@ -107,7 +110,7 @@ def _on_processes(parser: Parser, arguments: argparse.Namespace, scenario: Scena
             "--", *rehearsal.flags(scenario, text),
         ])  # fmt: skip
     if code != ExitCode.OK:
-        has_trace = (arguments.processes / trace.EVENTS_FILE).is_file()  # a run that came to nothing leaves nothing
+        has_trace = (arguments.processes / trace.EVENTS_FILE).is_file()  # a run that never trained leaves nothing
         where = f"; see {arguments.processes}" if has_trace else ""
         print(f"megatron-recover simulate: the run ended with exit code {code}{where}", file=sys.stderr)
         return code
@@ -118,7 +121,10 @@ def _on_processes(parser: Parser, arguments: argparse.Namespace, scenario: Scena
 
 @contextlib.contextmanager
 def _progress(scenario: Scenario) -> Iterator[Callable[[int], None]]:
-    """What shows how many steps are simulated: a line of stderr that is rewritten, and gone in the end; only on a terminal."""
+    """Yield a function that shows how many steps are simulated.
+
+    It rewrites one line of stderr, which is gone in the end, and only on a terminal.
+    """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
         yield lambda count: None
@@ -130,7 +136,7 @@ def _progress(scenario: Scenario) -> Iterator[Callable[[int], None]]:
 
 
 def _in_file(path: Path, error: ValueError) -> str:
-    """What the run of a scenario found wrong with it, with the lines of the faults that it names."""
+    """Return the mistakes that the run of a scenario found, with the lines of their faults."""
     text, told = path.read_text(encoding="utf-8"), []
     for mistake in str(error).splitlines():
         named = re.match(r"\[\[fault\]\] (\d+)", mistake)
@@ -146,7 +152,7 @@ def _tell(
     lines: Iterable[str],
     table: tuple[tuple[str, ...], Iterable[tuple[Any, ...]]],
 ) -> int:
-    """Print it, and write it where that was asked for."""
+    """Print the result, and write it to `--out` if given."""
     text = msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
     print(text if arguments.json else "\n".join(lines), flush=True)
     if arguments.out is not None:

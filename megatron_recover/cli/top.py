@@ -1,6 +1,6 @@
-"""`megatron-recover top RUN_DIR`: one live line of a run, from its trace, until the run ends or the reader has seen enough.
+"""`megatron-recover top RUN_DIR`: shows one live line of a run, from its trace, until the run ends.
 
-It looks on: nothing of the run depends on it, and it can be started and ended at any time.
+It only reads: nothing in the run depends on it, and it can be started and ended at any time.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from megatron_recover.observe.follow.tail import Tail
 from megatron_recover.trace import event_files
 
 INTERVAL_S = 0.25
-"""Between two looks at the trace."""
+"""Seconds between two reads of the trace."""
 SILENCE_S = 30.0
-"""A run that has recorded nothing for so long may hang, or its launcher was killed or is stopped: the line says which."""
+"""Seconds without an event after which the line also shows what the launcher does. The run may
+hang, or its launcher may be stopped or dead."""
 
 _WAITING = "waiting for the run to start"
 
 
 class Gone(Exception):
-    """The trace has been removed: the run came to nothing."""
+    """The trace has been removed: the run was refused, or ended before it trained."""
 
 
 def main(argv: list[str]) -> int:
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> int:
         "run_dir",
         type=run_folder,
         metavar="RUN_DIR",
-        help="the folder of a run, or its events.jsonl; in an empty folder the run is waited for",
+        help="the folder of a run, or its events.jsonl; if the folder is empty, wait for the run to start",
     )
     run_dir = parser.parse_args(argv).run_dir
     place = run_dir / trace.EVENTS_FILE
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> int:
         if not event_files.exists(run_dir) and not _may_start(run_dir):
             parser.error(no_trace(place))
         follow(place, sys.stdout, time.sleep, time.monotonic)
-    except KeyboardInterrupt:  # the usual way to leave; the terminal is whole again by now
+    except KeyboardInterrupt:  # the usual way to end; rich has restored the terminal
         return ExitCode.OK
     except Gone:
         parser.error(f"{place} has gone: the run was refused, or ended before it trained")
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> int:
 
 
 def _may_start(run_dir: Path) -> bool:
-    """Whether a folder without a trace looks like that of a run which begins."""
+    """Return whether a folder without a trace may be that of a run which begins."""
     with event_files.reading(run_dir):
         return run_dir.is_dir() and ((run_dir / LOGS).is_dir() or not any(run_dir.iterdir()))
 
@@ -89,14 +90,17 @@ def follow(place: Path, stream: TextIO, wait: Callable[[float], None], clock: Ca
 
 
 Kind = Literal["news", "now", "end"]
-"""What a line says: that a step is done, how things stand after a look at the trace, how the run ended."""
+"""The kind of a line: a step is done, the state after a read of the trace, the end of the run."""
 
 
 def watch(place: Path, wait: Callable[[float], None], clock: Callable[[], float]) -> Iterator[tuple[Kind, str]]:
-    """Lines about the run whose trace is or will be at `place`; the last one is its end, and the only one of its kind.
+    """Yield lines about the run whose trace is or will be at `place`, the last of kind "end".
 
-    `wait(seconds)` passes the time between two looks. Raises `Gone` when a trace that was there is there no more, and
-    ValueError for a line of it that is no event, `trace.TraceError` where it cannot be read.
+    `wait(seconds)` waits between two reads. Raises:
+
+    - `Gone` if a trace that was there has been removed,
+    - ValueError for a line of the trace that is no event,
+    - `trace.TraceError` if the trace cannot be read.
     """
     tail, progress = Tail(place), Progress()
     seen, news_at, was_silent = event_files.exists(place.parent), clock(), False

@@ -1,12 +1,17 @@
-"""Beats between the coordinator and the leaders: each end notices that the other is silent, says so once, and judges nobody.
+"""Beats between the coordinator and the leaders: each end notices that the other is silent.
 
-Note [Beats]. The coordinator sends each leader a `Beat` every `Deadlines.beat_s`, and a leader's control thread answers it. A
-beat is sent only when the one before was answered, so at most one waits for a process that is stopped. Any message counts as
-a sign of life of the process that sent it, never of a training thread.
+Each end reports a silence once; a leader also reports that its need of the coordinator changed. No
+member is removed because of a silence.
 
-Training goes on without the coordinator until something fails. From then on the replicas need it, and it may be stopped
-(Ctrl-Z, SIGSTOP of the launcher). A leader then says what it waits for, and where the launcher is. It waits no longer than the
-one deadline that the user sets (INV-8): then its replica ends, because nobody could fence a broken one.
+Note [Beats]. The coordinator sends each leader a `Beat` every `Deadlines.beat_s`, and the leader's
+control thread answers. The coordinator sends a beat only if the previous one was answered, so at
+most one beat waits for a stopped process. Any message shows that the process that sent it is alive.
+No message shows that its training thread is.
+
+Training needs no coordinator until something fails. From then on the replicas need the coordinator,
+which may be stopped (Ctrl-Z, SIGSTOP of the launcher). A leader then reports what it waits for, and
+the launcher's process id and state. The leader waits no longer than the one deadline that the user
+sets (INV-8). Then its replica ends, because nobody could fence a broken replica.
 """
 
 from __future__ import annotations
@@ -24,11 +29,11 @@ _STATES = {
     "R": "running", "S": "asleep", "D": "in an uninterruptible wait", "T": "stopped", "t": "stopped by a debugger",
     "Z": "dead", "X": "dead",
 }  # fmt: skip
-"""States of a process (proc(5), /proc/PID/stat)."""
+"""Words for the state letters of a process (proc(5), /proc/PID/stat)."""
 
 
 class CoordinatorWatch:
-    """A leader's view of its coordinator. Everything runs in the loop's thread."""
+    """A leader's watch over its coordinator. Everything runs in the loop's thread."""
 
     def __init__(
         self,
@@ -43,8 +48,10 @@ class CoordinatorWatch:
     ) -> None:
         """Begin to watch.
 
-        `answer()` returns where the leader is. `waits()` returns what the leader needs the coordinator for, empty if nothing.
-        `give_up(reason)` is called once, when that has lasted for the user's deadline beside a silent coordinator.
+        - `answer()` returns the leader's generation, step and waits.
+        - `waits()` returns what the leader needs the coordinator for; empty if nothing.
+        - `give_up(reason)` is called once, when the leader has needed a silent coordinator for
+          `Deadlines.deadline_s`.
         """
         self._replica, self._loop, self._deadlines = replica, loop, deadlines
         self._answer, self._waits, self._record, self._give_up = answer, waits, record, give_up
@@ -52,13 +59,14 @@ class CoordinatorWatch:
         self._waits_for = ""
         self.speaker = Speaker()
         self._said: str | None = None
-        """What the replica needed when it last said that the coordinator is silent; None: it has not, in this silence."""
+        """Need of the replica at its last report of this silence, empty for no need. None: this
+        silence was not reported."""
         self._pid = 0
         self._is_over = False
         loop.after(deadlines.beat_s, self._look)
 
     def heard(self, beat: Beat | None = None) -> None:
-        """Note that the coordinator has sent something, perhaps a beat."""
+        """Note a message of the coordinator. `beat` is the message if it is a beat."""
         now = self._loop.time()
         silent_s, self._heard_at = now - self._heard_at, now
         if beat is not None:
@@ -68,7 +76,7 @@ class CoordinatorWatch:
             self._tell("over", silent_s)
 
     def stop(self) -> None:
-        """Watch no longer: the job is over."""
+        """Stop watching: the job is over."""
         self._is_over = True
 
     def _look(self) -> None:
@@ -119,7 +127,7 @@ class CoordinatorWatch:
         self.speaker.say(f"megatron-recover: {text}")
 
     def _who(self) -> str:
-        """The process of the coordinator, how it is, and what to do about it."""
+        """Return the coordinator's process, its state and what to do about it, in words."""
         if not self._pid:
             return "the launcher, not heard since the start"
         state = state_of(self._pid)
@@ -128,12 +136,15 @@ class CoordinatorWatch:
 
 
 class LeaderWatch:
-    """The coordinator's view of its leaders. Everything runs in the loop's thread."""
+    """The coordinator's watch over its leaders. Everything runs in the loop's thread."""
 
     def __init__(
         self, *, loop: Loop, deadlines: Deadlines, beat: Callable[[], Beat], record: Callable[[trace.Event], None]
     ) -> None:
-        """Begin to send beats to all leaders that are `watch`ed. `beat()` returns what to send now."""
+        """Begin to send beats to the leaders given to `watch`.
+
+        `beat()` returns the beat to send now.
+        """
         self._loop, self._deadlines, self._beat, self._record = loop, deadlines, beat, record
         self._links: dict[int, Link] = {}
         self._unanswered_since: dict[int, float] = {}
@@ -148,7 +159,7 @@ class LeaderWatch:
         self._send_to([replica])
 
     def answered(self, beat: LeaderBeat) -> None:
-        """Take a leader's answer."""
+        """Note a leader's answer to a beat."""
         self._newest[beat.replica] = beat
         since = self._unanswered_since.pop(beat.replica, self._loop.time())
         if beat.replica in self._silent:
@@ -156,13 +167,13 @@ class LeaderWatch:
             self._tell(beat.replica, "over", self._loop.time() - since)
 
     def forget(self, replica: int) -> None:
-        """Send no more beats to this leader: its replica is lost."""
+        """Stop sending beats to this leader: its replica is lost."""
         self._links.pop(replica, None)
         self._unanswered_since.pop(replica, None)
         self._silent.discard(replica)
 
     def stop(self) -> None:
-        """Send no more beats: the job is over."""
+        """Stop sending beats: the job is over."""
         self._is_over = True
 
     def _send(self) -> None:

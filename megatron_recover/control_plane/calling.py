@@ -1,7 +1,8 @@
-"""The dialling end of the control plane: a link that proves itself, and dials again while it was not believed.
+"""The dialling end of the control plane: a link that redials until it has proven itself.
 
-An acceptor that is crowded by strangers may let a connection go before its peer has proven itself. Nothing that was sent is
-lost then: frames are kept until the acceptor has welcomed this end. So a caller sees one link, which either works or is closed.
+An acceptor crowded by strangers may close a connection before its peer has proven itself. No
+message is lost by that: frames are kept until the acceptor has welcomed this end. So a caller sees
+one link, which either works or is closed.
 """
 
 from __future__ import annotations
@@ -21,22 +22,26 @@ _NOT_YET = (errno.EAGAIN, errno.ENOTCONN)
 
 
 class OutgoingLink(Link):
-    """A link to one party at one address. Messages are queued until that party has proven itself and welcomed this end."""
+    """A link to one party at one address.
+
+    Messages are queued until that party has proven itself and welcomed this end.
+    """
 
     def __init__(self, address: str, key: bytes, me: Party, peer: Party, *, patience_s: float) -> None:
         """Begin to dial `address` (host:port). Raises `LinkClosed` if nobody listens there.
 
-        `patience_s` limits how long the link goes on dialling if connections end before the peer was proven, or if this process
-        has no descriptor left for one. Then the link has no connection at first (`fileno()` is -1), and is to be dialled again.
+        `patience_s` limits for how many seconds the link dials again. It does so if a connection
+        ends before the peer was proven, or if this process has no descriptor left. In the second
+        case the link has no connection at first (`fileno()` is -1), and the loop dials again.
         """
         self._address, self._key, self._me, self._peer = address, key, me, peer
         self._give_up_at = time.monotonic() + patience_s
         self._pause_s = _PAUSE_S
         self.proven = False
-        """Whether the peer has proven itself, and welcomed this end."""
+        """True once the peer has proven itself and welcomed this end."""
         self._refused = False
         self._is_dialled = False
-        """Whether there has been a connection at all."""
+        """True once there has been a connection."""
         super().__init__(None, largest_body(peer.role, me.role))
         try:
             self.redial()
@@ -44,16 +49,19 @@ class OutgoingLink(Link):
             print(f"megatron-recover: {error}; this is tried again", file=sys.stderr, flush=True)
 
     def fileno(self) -> int:
-        """Return the descriptor, or -1 while there is no connection."""
+        """Return the descriptor, or -1 before the first connection."""
         return super().fileno() if self._is_dialled else -1
 
     @property
     def wants_write(self) -> bool:
-        """Whether something is queued that the socket can take when it is writable."""
+        """Return whether bytes are queued that the socket can accept when it is writable."""
         return super().wants_write if self.proven else bool(self._to_say)
 
     def flush(self) -> None:
-        """Hand the socket what it takes of the queue, or of the handshake before that. Raises `LinkClosed`."""
+        """Write as many bytes of the handshake, and after it of the queue, as the socket accepts.
+
+        Raises `LinkClosed`.
+        """
         if self.proven:
             super().flush()
         elif self.fileno() >= 0:
@@ -67,7 +75,7 @@ class OutgoingLink(Link):
             self._advance()
 
     def retry_s(self) -> float | None:
-        """Return how long to wait before `redial`, or None if the link is closed for good."""
+        """Return the seconds to wait before `redial`, or None if the link is closed for good."""
         if self.proven or self._refused or time.monotonic() + self._pause_s > self._give_up_at:
             return None
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
@@ -76,7 +84,8 @@ class OutgoingLink(Link):
     def redial(self) -> None:
         """Begin anew with another connection.
 
-        Raises `LinkClosed` if nobody listens there any more, and `CannotDial` where another try may succeed (`retry_s`).
+        Raises `LinkClosed` if nobody listens there any more, and `CannotDial` if another try may
+        succeed (`retry_s`).
         """
         self._take_socket(dial(self._address))
         self._is_dialled = True
@@ -85,12 +94,12 @@ class OutgoingLink(Link):
         self._to_say = self._connector.opening
 
     def close(self) -> None:
-        """Close the socket, if there is one. What is queued is kept for `redial`."""
+        """Close the socket, if there is one. Queued frames are kept for `redial`."""
         if self._is_dialled:
             super().close()
 
     def _advance(self) -> None:
-        """Go on with the handshake as far as it goes without waiting. Raises `LinkClosed`."""
+        """Continue the handshake as far as possible without waiting. Raises `LinkClosed`."""
         try:
             self._say()
             while (wanted := self._connector.wanted) and not self._to_say:

@@ -1,7 +1,8 @@
-"""The driver of the coordinator machine (`core/coordinator.py`): sockets, timers and addresses around it.
+"""The driver of the coordinator machine (`core/coordinator.py`): its sockets, timers and addresses.
 
-The machine decides who is in the job; this module only knows how to reach the leaders. It keeps the two things that the core
-does not know: the addresses of every replica's ranks, and since when something has been wrong.
+The machine decides which replicas are in the job. The driver reaches their leaders. It keeps two
+things that the core does not know: the addresses of every replica's ranks, and since when something
+has been wrong.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from megatron_recover.host.addresses import ANY_PORT
 def announcements(
     new: values.NewGeneration, peers: Mapping[int, Peer], announced: Collection[int], noticed_s: float
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the frame for each leader of the roster: at most two different ones, each encoded once.
+    """Yield (replica, frame) for each leader of the roster. There are at most two different frames.
 
-    `announced` has the replicas of earlier rosters. Their leaders need to be told of the replicas that are new only; the leader
-    of a replica that is new itself needs to be told of all.
+    `announced` has the replicas of earlier rosters. Their leaders need the addresses of the new
+    replicas only. The leader of a new replica needs the addresses of all.
     """
     fresh = tuple(peers[replica] for replica in new.roster if replica not in announced)
     to_old = frame(Announcement(new, fresh, noticed_s))
@@ -65,26 +66,28 @@ class CoordinatorDriver:
     ) -> None:
         """Listen for leaders on a free port (`host.addresses`).
 
-        `key` is the job's: leaders prove that they hold it.
-        `timers_s` has the seconds of every `core.coordinator.Setting`. `fence(replica)` starts killing it;
-        `on_end(exit_code, reason)` comes once, when the leaders have been told to stop.
+        - `key` is the job's; leaders have to prove that they hold it.
+        - `timers_s` has the seconds of every `core.coordinator.Setting`.
+        - `fence(replica)` begins to kill a replica.
+        - `on_end(exit_code, reason)` is called once, after the leaders were sent `Stop`.
         """
         self._loop, self._timers_s, self._record, self._fence, self._on_end = loop, timers_s, record, fence, on_end
         self._state = machine.CoordinatorState(policy)
         self._peers: dict[int, Peer] = {}
         self._links: dict[int, Link] = {}
         self._announced: set[int] = set()
-        """Replicas that were in a roster, so that the leaders of that roster know where they are."""
+        """Replicas that were in a roster; the leaders of that roster have their addresses."""
         self._noticed: float | None = None
         self._leaders = LeaderWatch(loop=loop, deadlines=deadlines or Deadlines.of(), beat=self._beat, record=record)
         self._asked: dict[int, int] = {}
-        """Replica -> the newest generation in which its request was heard; a beat repeats one that may not have been."""
+        """Replica -> newest generation in which it made a request. A beat repeats a request that
+        may have been lost."""
         listener = listen(ANY_PORT)
         self.address = address_of(listener)
-        """Where leaders find the coordinator."""
+        """Address (host:port) at which leaders reach the coordinator."""
         self._gate = Gate(
             loop, listener, key, Role.COORDINATOR, self._admits, self._accept,
-            expects=lambda: not self._state.generation,  # later nobody greets
+            expects=lambda: not self._state.generation,  # later no leader connects
             report=lambda name, number: record(
                 trace.Strangers(replica=-1, rank=-1, listener=name, num_connections=number)
             ),
@@ -92,20 +95,20 @@ class CoordinatorDriver:
 
     @property
     def generation(self) -> int:
-        """The newest; 0 before the first."""
+        """Return the newest generation; 0 before the first."""
         return self._state.generation
 
     def lost(self, loss: values.Loss) -> None:
-        """A replica is gone; losing it twice is fine."""
+        """Feed the machine the loss of a replica. A replica may be lost twice."""
         self._notice()
         self._step(machine.Lost(loss))
 
     def failing(self, failing: values.Failing) -> None:
-        """What the loss that follows is charged to, as the agent has seen it."""
+        """Feed the machine the agent's observation to which the loss that follows is charged."""
         self._step(failing)
 
     def at_work(self, replicas: tuple[int, ...]) -> None:
-        """Take from the agent which replicas are at work of their own, by their progress pages."""
+        """Feed the machine the replicas that have work of their own, by their progress pages."""
         self._step(machine.AtWork(replicas))
 
     def ask_exit(self, reason: str) -> None:
@@ -114,14 +117,14 @@ class CoordinatorDriver:
         self._step(machine.ExitAsked(reason))
 
     def launched(self) -> None:
-        """The processes of all replicas were started."""
+        """Note that the processes of all replicas were started."""
         self._step(machine.Launched())
 
     def close(self) -> None:
         """Stop listening. The links belong to the loop."""
         self._gate.close()
 
-    # --- From the leaders --------------------------------------------------------------------------------------------
+    # --- From the leaders ------------------------------------------------------------------------
 
     def _admits(self, peer: Party, wanted: Party) -> bool:
         """Return whether `peer` is a leader of this job that wants the coordinator."""
@@ -134,7 +137,7 @@ class CoordinatorDriver:
         )  # fmt: skip
 
     def _introduced(self, replica: int, link: Link, message: Message) -> None:
-        """Take the first message of a leader, which must be the greeting of the replica that it has proven to be of."""
+        """Handle a leader's first message, the `LeaderHello` of the replica that it has proven."""
         if (
             not isinstance(message, LeaderHello)
             or not message.hello.replica == message.peer.replica == replica
@@ -143,7 +146,7 @@ class CoordinatorDriver:
             self._loop.drop(link)
             return
         self._peers[replica], self._links[replica] = message.peer, link
-        # A link that breaks says nothing: the agent sees whether the process lives.
+        # A broken link proves nothing: the agent sees whether the process lives.
         self._loop.watch(link, lambda link, message: self._from_leader(replica, link, message), lambda link, why: None)
         self._leaders.watch(replica, link)
         self._step(message.hello)
@@ -165,20 +168,20 @@ class CoordinatorDriver:
                 self.lost(values.Loss(replica, values.LossKind.SUSPECTED, f"its leader sent a {kind} to the coordinator"))
 
     def _request(self, message: values.Requested | values.Diverged | values.Miscounted) -> None:
-        """Take a request, however often the leader repeats it: to the machine it is the same once and many times."""
+        """Feed the machine a request. The leader may repeat it, and the machine acts on it once."""
         if self._asked.get(message.replica, 0) < message.generation:
             self._asked[message.replica] = message.generation
             self._notice()
         self._step(message)
 
     def _beat(self) -> Beat:
-        """Return what all leaders are told every second."""
+        """Return the beat that all leaders are sent now."""
         state = self._state
         missing = state.roster if state.generation else range(state.policy.num_replicas)
         here = state.entered if state.generation else [hello.replica for hello in state.hellos]
         return Beat(os.getpid(), state.generation, state.step, tuple(each for each in missing if each not in here))
 
-    # --- The machine -------------------------------------------------------------------------------------------------
+    # --- The machine -----------------------------------------------------------------------------
 
     def _notice(self) -> None:
         if self._noticed is None:

@@ -1,7 +1,9 @@
-"""How large messages travel: ids as runs, each committed record once a frame, addresses as one table of bytes.
+"""Compact forms of large messages.
 
-Each form is lossless: what is unpacked equals what was packed. Whatever is unpacked is bounded before memory is taken for it,
-and what is no such form raises ValueError. This module knows nothing of sockets and frames (`control_plane/wire.py`).
+Ids are sent as runs, each committed record once a frame, addresses as one table of bytes. Each form
+is lossless: unpacking restores what was packed. The size of the result is checked before memory is
+allocated for it, and a malformed form raises ValueError. This module uses no sockets and no frames
+(`control_plane/wire.py`).
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ from megatron_recover.core import values
 from megatron_recover.core.values import Contribution, HeldVersion, Value
 
 MAX_IDS = 2**23
-"""Ids that the runs of one frame may stand for, equal runs once: 1024 buckets of 8192 microbatches if all buckets differ."""
+"""Number of ids that the runs of one frame may stand for, equal runs counted once. Enough for 1024
+different buckets of 8192 microbatches."""
 
 Runs = tuple[int, ...]
-"""A sequence of ids as first, count, first, count, ...: each run ascends by one. Contiguous ids take two numbers."""
+"""A sequence of ids as first, count, first, count, ...; within a run each id is one more than the
+id before. Contiguous ids take two numbers."""
 
 
 def runs(ids: Iterable[int]) -> Runs:
-    """Return a sequence of ids as runs; the order of the ids is kept."""
+    """Return a sequence of ids as runs, in the same order."""
     found: list[int] = []
     expected = None
     for each in ids:
@@ -36,14 +40,20 @@ def runs(ids: Iterable[int]) -> Runs:
 
 
 class _Unpacker:
-    """Takes the runs of one frame apart, within `MAX_IDS` altogether. Equal runs become one tuple in memory."""
+    """Unpacks the runs of one frame, at most `MAX_IDS` ids altogether.
+
+    Equal runs share one tuple.
+    """
 
     def __init__(self) -> None:
         self._left = MAX_IDS
         self._known: dict[Runs, tuple[int, ...]] = {}
 
     def ids(self, packed: Runs) -> tuple[int, ...]:
-        """Return the ids of runs. Raises ValueError where they are none, or stand for too many ids."""
+        """Return the ids that `packed` stands for.
+
+        Raises ValueError if `packed` is malformed, or if the frame stands for too many ids.
+        """
         if packed not in self._known:
             counts = packed[1::2]
             if len(packed) % 2 or any(count < 1 for count in counts):
@@ -56,11 +66,11 @@ class _Unpacker:
         return self._known[packed]
 
 
-# --- Statuses --------------------------------------------------------------------------------------------------------------
+# --- Statuses -----------------------------------------------------------------------------------
 
 
 class PackedWork(Value, frozen=True):
-    """How `values.Work` travels."""
+    """The form in which `values.Work` is sent."""
 
     label: str
     num_microbatches: int
@@ -69,33 +79,36 @@ class PackedWork(Value, frozen=True):
 
 
 class PackedStatus(Value, frozen=True):
-    """How `values.Status` travels."""
+    """The form in which `values.Status` is sent."""
 
     replica: values.ReplicaId
     generation: values.Generation
     step: int
     work: PackedWork | None
     contributions: tuple[tuple[Runs, Runs], ...]
-    """(buckets, microbatches) of each group."""
+    """(buckets, microbatches) of each contribution."""
     complete: tuple[tuple[values.Version, Runs], ...]
     committed: values.Commitment | None
     started: Runs
     finished: Runs
-    """Of the journal, in its order."""
+    """The finished microbatches of the journal, in its order, like `started`."""
 
 
 class PackedStatuses(Value, frozen=True):
-    """How `values.Statuses` travels: each committed record once. It has the pace of every member, and is mostly the same."""
+    """The form in which `values.Statuses` is sent, with each committed record once.
+
+    A record has the pace of every member, and most members hold the same record.
+    """
 
     replica: values.ReplicaId
     generation: values.Generation
     records: tuple[values.Commitment, ...]
     statuses: tuple[tuple[PackedStatus, int | None], ...]
-    """Each without its record, and the position of that in `records`."""
+    """(status without its record, position of that record in `records` or None) of each status."""
 
 
 def packed_status(status: values.Status) -> PackedStatus:
-    """Return a status as it travels."""
+    """Return the form in which a status is sent."""
     work = status.work
     return PackedStatus(
         status.replica, status.generation, status.step,
@@ -107,7 +120,7 @@ def packed_status(status: values.Status) -> PackedStatus:
 
 
 def unpacked_status(message: PackedStatus) -> values.Status:
-    """Return a status that has travelled. Raises ValueError for runs that are none or stand for too many ids."""
+    """Return the status that was sent in this form. Raises ValueError if the form is malformed."""
     return _status(message, _Unpacker())
 
 
@@ -123,7 +136,7 @@ def _status(message: PackedStatus, unpacker: _Unpacker) -> values.Status:
 
 
 def packed_statuses(message: values.Statuses) -> PackedStatuses:
-    """Return several statuses as they travel."""
+    """Return the form in which several statuses are sent."""
     records: list[values.Commitment] = []
     statuses = tuple(
         (packed_status(replace(status, committed=None)), _position(records, status.committed)) for status in message.statuses
@@ -132,9 +145,10 @@ def packed_statuses(message: values.Statuses) -> PackedStatuses:
 
 
 def unpacked_statuses(message: PackedStatuses, known: list[values.Commitment]) -> values.Statuses:
-    """Return several statuses that have travelled. Raises ValueError where a record is missing, or for what is no status.
+    """Return the statuses that were sent in this form. Raises ValueError if the form is malformed.
 
-    Records that are `known` stay those; others replace them: what comes in several frames shares them in memory.
+    A record that equals one of `known` is replaced by that object; then `known` becomes the records
+    of this message. So statuses that arrive in several frames share their records in memory.
     """
     for _, position in message.statuses:
         if position is not None and not 0 <= position < len(message.records):
@@ -150,7 +164,7 @@ def unpacked_statuses(message: PackedStatuses, known: list[values.Commitment]) -
 
 
 def _position(records: list[values.Commitment], record: values.Commitment | None) -> int | None:
-    """Return where a record is among those, at the end if it was not yet. There are few, most often it is one of them."""
+    """Return the position of a record in `records`, and append the record if it is missing."""
     if record is None:
         return None
     if record not in records:
@@ -158,39 +172,42 @@ def _position(records: list[values.Commitment], record: values.Commitment | None
     return records.index(record)
 
 
-# --- Addresses -------------------------------------------------------------------------------------------------------------
+# --- Addresses ----------------------------------------------------------------------------------
 
 
 class Peer(Value, frozen=True):
-    """Where to find the ranks of one replica."""
+    """The addresses of the ranks of one replica."""
 
     replica: values.ReplicaId
     leader_address: str
     data_addresses: tuple[str, ...]
-    """By rank."""
+    """Data-plane addresses, by rank."""
 
 
 class PackedPeers(Value, frozen=True):
-    """How `Peer`s travel: two bytes an address where many are on a host. Addresses stand in the order leader, then ranks."""
+    """The form in which `Peer`s are sent: two bytes an address where a host has many.
+
+    The addresses of each peer are in the order leader, then ranks.
+    """
 
     replicas: Runs
     sizes: tuple[tuple[int, int], ...]
-    """(addresses of a peer, how many peers in a row have so many)."""
+    """(number of addresses of a peer, number of consecutive peers with so many)."""
     hosts: tuple[tuple[str, int], ...]
-    """(host, how many addresses in a row are on it)."""
+    """(host, number of consecutive addresses on that host)."""
     ports: bytes
-    """Two bytes each, big-endian; 0 for an address that is among `others`."""
+    """Ports, two bytes each, big-endian; 0 for an address that is in `others`."""
     others: tuple[str, ...]
-    """Addresses of another form, as they are."""
+    """Addresses that are not `host:port`, unchanged."""
 
 
 _ADDRESS = re.compile(r"([^:/]*):([1-9][0-9]{0,4})")
 MAX_ADDRESSES = 2**21
-"""Of one announcement: 1000 replicas of 2000 ranks."""
+"""Largest number of addresses in one announcement: 1000 replicas of 2000 ranks."""
 
 
 def packed_peers(peers: Sequence[Peer]) -> PackedPeers:
-    """Return peers as they travel."""
+    """Return the form in which peers are sent."""
     hosts, ports, others = list[str](), bytearray(), list[str]()
     for address in (address for peer in peers for address in (peer.leader_address, *peer.data_addresses)):
         found = _ADDRESS.fullmatch(address)
@@ -208,7 +225,10 @@ def packed_peers(peers: Sequence[Peer]) -> PackedPeers:
 
 
 def unpacked_peers(message: PackedPeers) -> tuple[Peer, ...]:
-    """Return peers that have travelled. Raises ValueError where parts are missing or left over, or stand for too many."""
+    """Return the peers that were sent in this form.
+
+    Raises ValueError if parts are missing or left over, or if there are more than `MAX_ADDRESSES`.
+    """
     ports = [high << 8 | low for high, low in zip(message.ports[::2], message.ports[1::2], strict=False)]
     num_addresses = len(ports)
     replicas = _Unpacker().ids(message.replicas)
@@ -228,12 +248,12 @@ def unpacked_peers(message: PackedPeers) -> tuple[Peer, ...]:
 
 
 def _counted[T](items: Iterable[T]) -> tuple[tuple[T, int], ...]:
-    """Return equal items in a row as one item and their number."""
+    """Return each run of equal items as (item, length of the run)."""
     return tuple((item, sum(1 for _ in group)) for item, group in itertools.groupby(items))
 
 
 def _repeated[T](counted: Sequence[tuple[T, int]], total: int) -> list[T]:
-    """Undo `_counted`. Raises ValueError unless it stands for `total` items."""
+    """Undo `_counted`. Raises ValueError unless `counted` stands for `total` items."""
     if any(count < 1 for _, count in counted) or sum(count for _, count in counted) != total:
         raise ValueError(f"runs that have to stand for {total} items stand for {sum(count for _, count in counted)}")
     return [item for item, count in counted for _ in range(count)]

@@ -1,4 +1,4 @@
-"""The listening end of the control plane: serves a listener's admission in a loop, and hands on the links that are proven."""
+"""The listening end of the control plane: runs handshakes and reports proven links."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from megatron_recover.control_plane.wire import Link, largest_body
 
 
 class Gate:
-    """The admission of the control plane: hands on those whose peers have proven who they are. Used by the loop's thread."""
+    """The listener of a driver. Calls `on_link` for each peer that has proven who it is.
+
+    Used by the loop's thread.
+    """
 
     def __init__(
         self,
@@ -26,18 +29,27 @@ class Gate:
         expects: Callable[[], bool],
         report: Report,
     ) -> None:
-        """`on_link(link, peer)` is called for each proven peer that `admits(peer, wanted)` lets in. `me` is this end's role.
+        """Begin to listen.
 
-        `expects()` returns whether anyone who has not connected yet is needed: see Note [Whom a listener expects].
+        - `me` is this end's role.
+        - `admits(peer, wanted)` returns whether that peer may connect to the wanted party.
+        - `on_link(link, peer)` is called for each proven peer that is admitted.
+        - `expects()` returns whether a peer that has not connected yet is needed: see
+          Note [Whom a listener expects].
+        - `report(name, number)` is called when strangers were disconnected.
         """
         self._loop, self._me, self._admits, self._on_link, self._expects = loop, me, admits, on_link, expects
         self.admission = Admission(listener, key, me.name.lower(), report, loop.time)
         self._turn_at: float | None = None
-        """When the next turn comes though nothing arrives, by the loop's clock."""
+        """Time of the next turn if nothing arrives before, by the loop's clock; None if no turn is
+        planned."""
         loop.watch_readable(self.admission, self._turn)
 
     def close(self) -> None:
-        """Stop listening, and let go of those that have not proven themselves. Proven links belong to the loop."""
+        """Stop listening, and close the connections that have not proven themselves.
+
+        Proven links belong to the loop.
+        """
         self._turn_at = None
         self._loop.forget_readable(self.admission)
         self.admission.tell()
@@ -49,7 +61,7 @@ class Gate:
             assert peer is not None
             try:
                 unproven.decide(Verdict.WELCOME)
-            except OSError:  # the peer is gone, and dials again if it lives
+            except OSError:  # the peer is gone; it dials again if it lives
                 unproven.sock.close()
                 continue
             self._on_link(Link(unproven.sock, largest_body(peer.role, self._me)), peer)
@@ -58,7 +70,7 @@ class Gate:
         self._turn_later()
 
     def _turn_later(self) -> None:
-        """Have the next turn made when it is due, unless one comes before."""
+        """Schedule the next turn for when it is due, unless an earlier one is scheduled."""
         due_s = self.admission.due_s()
         if due_s is None or (self._turn_at is not None and self._turn_at <= self._loop.time() + due_s):
             return

@@ -1,8 +1,9 @@
-"""The socket on which rank 0 of a replica listens as its leader: made by the launcher, handed down by descriptor.
+"""The listening socket of a replica's leader, which rank 0 inherits from the launcher.
 
-The launcher has to know the addresses before there is a rank. A port that is only bound would not do: as long as no socket
-listens there, Linux lets any user bind the port too (both sockets set SO_REUSEADDR), and whoever listens first has it. So the
-launcher's socket listens from the start. Connections wait in the kernel until rank 0 accepts them.
+The launcher has to know the address before there is a rank. A socket that is bound and does not
+listen would not reserve the port: Linux lets any user bind the same port if both sockets set
+SO_REUSEADDR. Whichever socket listens first then has the port. So the launcher's socket listens
+from the start, and connections wait in the kernel until rank 0 accepts them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ LEADER = "leader"
 
 
 def inherited_listener(name: str, address: str) -> socket.socket | None:
-    """Return the non-blocking socket that rank 0 inherited under `name`, or None where the launcher handed down none.
+    """Return the non-blocking socket that rank 0 inherited under `name`, or None if there is none.
 
-    Called once for each name, since the returned socket owns the descriptor. Raises RuntimeError where the socket does not
-    listen at `address` (host:port).
+    Called once for each name, since the returned socket owns the descriptor. Raises RuntimeError if
+    the socket does not listen at `address` (host:port).
     """
     descriptor = inherited_descriptor(name)
     if descriptor is None:

@@ -1,12 +1,15 @@
-"""A small event loop for links: who has sent something, which timer ran out, what other threads asked for.
+"""A small event loop for links, timers and calls that other threads post.
 
-One thread runs it. It knows how messages arrive, not what they mean, and has no state of the protocol. (asyncio would do the
-same with more: its transports buffer without telling, and its loop cannot be handed to `select`-style callers in slices.)
+One thread runs the loop. The loop delivers messages without knowing their meaning, and holds no
+state of the protocol. asyncio was not used: its transports buffer without reporting how much, and
+its loop cannot run for one step at a time.
 
-Note [Standing still]. A process that is stopped (SIGSTOP, Ctrl-Z, a suspended machine) reads nothing meanwhile. When it goes
-on, all its timers have run out, and what would have met them lies unread in its sockets. So timers run on the loop's own clock,
-which leaves out the time in which the loop did not run: the time since it ran last, without what it asked to wait for and
-without the CPU time that its thread has used (a long handler is work). From `STILL_S` on such a gap shifts every timer.
+Note [Standing still]. A process that is stopped (SIGSTOP, Ctrl-Z, a suspended machine) reads
+nothing meanwhile. When the process is continued, all its timers have expired, although messages
+that would have cancelled them wait unread in its sockets. So timers run on the loop's own clock,
+which leaves out the time in which the loop did not run. That time is measured since the loop ran
+last. The wait that the loop asked for is subtracted, and so is the CPU time of its thread, because
+a long handler is work. A gap of `STILL_S` or more shifts every timer.
 """
 
 from __future__ import annotations
@@ -39,25 +42,35 @@ class Owner(Protocol):
 
 
 Readable = Owner | int
-"""A socket is watched as the object that owns its descriptor: see `Loop.close_in_child`."""
+"""Argument of `watch_readable`. Give a socket as the object that owns its descriptor; see
+`Loop.close_in_child`."""
 _LONGEST_WAIT_S = 1.0
-"""While a timer is set. In a longer wait the loop could not tell how long it stood still."""
+"""Longest wait in seconds while a timer is set. The loop cannot notice a stop that is shorter than
+the wait that it asked for."""
 
 
 class Loop:
-    """Links, listeners, readable descriptors, timers and posted calls, served by `run_once` in one thread."""
+    """An event loop over links, listeners, readable descriptors, timers and posted calls.
+
+    One thread serves them by `run_once`.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, cpu_clock: Callable[[], float] = time.thread_time) -> None:
-        """`clock` and `cpu_clock` return seconds: of the machine, and of CPU that the loop's thread has used."""
+        """Make a loop that serves nothing yet.
+
+        `clock` returns the machine's time in seconds; `cpu_clock` the CPU seconds that the loop's
+        thread has used.
+        """
         self.stood_still_s = 0.0
-        """How long the loop did not run although it had something to do or a timer set. See Note [Standing still]."""
+        """Seconds in which the loop did not run although it had something to do or a timer set. See
+        Note [Standing still]."""
         self._clock, self._cpu_clock = clock, cpu_clock
         self._ran_at: tuple[float, float] | None = None
         """Both clocks when the loop ran last; None before the first time."""
         self._selector = selectors.DefaultSelector()
         self._links: dict[Link, tuple[OnMessage, OnClosed]] = {}
         self._redialling: set[Link] = set()
-        """Links without a socket at present."""
+        """Links that have no socket at present."""
         self._paused: dict[Readable, Callable[[], None]] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_order = itertools.count()
@@ -67,25 +80,29 @@ class Loop:
         self._wake_here.setblocking(False)
         self._selector.register(self._wake_here, selectors.EVENT_READ, self._drain_wakes)
 
-    # --- From any thread ---------------------------------------------------------------------------------------------
+    # --- From any thread -------------------------------------------------------------------------
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have the loop's thread make `call` soon; calls are made in the order in which they were posted."""
+        """Have the loop's thread make `call` soon, in the order of the posts.
+
+        Any thread may post.
+        """
         self._posted.append(call)
-        # The pipe is full of wakes already, or a signal handler posts to a loop that was closed.
+        # Suppressed: the waker is full already, or a signal handler posts to a closed loop.
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
 
-    # --- From the loop's thread --------------------------------------------------------------------------------------
+    # --- From the loop's thread ------------------------------------------------------------------
 
     def watch(self, link: Link, on_message: OnMessage, on_closed: OnClosed) -> None:
-        """Serve a link, or serve it otherwise from now on.
+        """Serve a link, or replace the callbacks of a link that is served already.
 
-        `on_closed(link, why)` comes once, after the last message; the link is dropped by then.
+        The loop calls `on_closed(link, why)` once, after the last message. The link is dropped
+        before that call.
         """
         is_new = link not in self._links
         self._links[link] = (on_message, on_closed)
-        if is_new and link.fileno() < 0:  # there was no descriptor for its connection
+        if is_new and link.fileno() < 0:  # it got no descriptor for its connection
             self._redialling.add(link)
             self._redial(link)
         elif is_new:
@@ -101,7 +118,10 @@ class Loop:
             self._selector.unregister(readable)
 
     def pause_readable(self, readable: Readable, seconds: float) -> None:
-        """Leave a socket or descriptor of `watch_readable` alone for a while; one that is left alone already stays so."""
+        """Stop watching a socket or descriptor of `watch_readable` for `seconds`.
+
+        Has no effect on one that is paused already.
+        """
         if readable in self._paused:
             return
         call = self._paused[readable] = self._selector.unregister(readable).data
@@ -113,23 +133,26 @@ class Loop:
         self.after(seconds, resume)
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Make `call` once, `seconds` from now, by the loop's own clock (`time`)."""
+        """Make `call` once, `seconds` from now on the loop's own clock (`time`)."""
         heapq.heappush(self._timers, (self.time() + seconds, next(self._timer_order), call))
 
     def time(self) -> float:
-        """Return the seconds of the loop's own clock, which leaves out the time in which the loop stood still."""
+        """Return the seconds of the loop's own clock, which leaves out standstills."""
         return self._clock() - self.stood_still_s
 
     def waited_elsewhere(self) -> None:
-        """Note that the loop's thread has waited for something else since the loop ran last: that was no standstill."""
+        """Count no standstill since the loop ran last: its thread waited elsewhere."""
         self._ran_at = (self._clock(), self._cpu_clock())
 
     def send(self, link: Link, message: Message) -> None:
-        """Send without waiting. On a link that broke `on_closed` is called soon; on one that was dropped nothing happens."""
+        """Send a message without waiting.
+
+        If the link breaks, `on_closed` is called soon. On a link that was dropped nothing happens.
+        """
         self.put(link, frame(message))
 
     def put(self, link: Link, framed: bytes) -> None:
-        """`send` of what is framed already."""
+        """Send a frame, like `send`."""
         if link not in self._links:
             return
         try:
@@ -139,13 +162,13 @@ class Loop:
             self.post(lambda: self._over(link, why))
         except LinkClosed as closed:
             why, meant = str(closed), link.connection
-            # Select may report the same connection first, and the link may have another one by then.
+            # Select may report this connection first, and the link may have redialled by then.
             self.post(lambda: self._closed(link, why) if link.connection is meant else None)
         else:
             self._update(link)
 
     def drop(self, link: Link) -> None:
-        """Close a link without calling its `on_closed`. Dropping it twice is fine."""
+        """Close a link without calling its `on_closed`. A link may be dropped twice."""
         if self._links.pop(link, None) is not None:
             if link in self._redialling:
                 self._redialling.discard(link)
@@ -154,7 +177,10 @@ class Loop:
             link.close()
 
     def run_once(self, max_wait_s: float | None = None) -> None:
-        """Wait until something is due, at most `max_wait_s`, and serve it. It may return without anything having been due."""
+        """Wait until something is due, for at most `max_wait_s`, and serve it.
+
+        The call may also return although nothing was due.
+        """
         self._notice_gap(0.0)
         wait = max_wait_s
         if self._timers:
@@ -172,12 +198,15 @@ class Loop:
         for _ in range(len(self._posted)):
             self._posted.popleft()()
         while self._timers and self._timers[0][0] <= self.time():
-            if self._notice_gap(0.0):  # stopped since the links were read: read them first
+            if self._notice_gap(0.0):  # stopped since the links were read: first read them again
                 return
             heapq.heappop(self._timers)[2]()
 
     def close(self) -> None:
-        """Close every link and the loop's own descriptors (not those of `accept` and `watch_readable`)."""
+        """Close every link and the loop's own descriptors.
+
+        The descriptors of `watch_readable` belong to the caller.
+        """
         for link in list(self._links):
             self.drop(link)
         self._selector.close()
@@ -185,10 +214,12 @@ class Loop:
         self._wake_here.close()
 
     def close_in_child(self) -> None:
-        """In a forked child: close the copies of our descriptors, so that a dead parent's connections end at once.
+        """Close a forked child's copies of the loop's descriptors.
 
-        Does nothing where they are closed: in a child of that child, and after `close`. Sockets are closed through their
-        objects. An object that did not know would later close a descriptor that has got the same number.
+        Without this call the connections of a dead parent would stay open as long as its child
+        lives. Has no effect if the descriptors are closed already: in a child of that child, and
+        after `close`. Sockets are closed through the objects that own them. Otherwise such an
+        object would later close an unrelated descriptor with the same number.
         """
         keys = self._selector.get_map()
         if keys is None:
@@ -204,12 +235,12 @@ class Loop:
         self._redialling.clear()
         self._paused.clear()
 
-    # --- Inside ------------------------------------------------------------------------------------------------------
+    # --- Inside ----------------------------------------------------------------------------------
 
     def _notice_gap(self, asked_s: float | None) -> bool:
-        """Leave out of the loop's clock the time in which it did not run; whether there was any.
+        """Leave the time in which the loop did not run out of its clock; return whether any was.
 
-        `asked_s`: how long the loop has just asked to wait; None: until something came.
+        `asked_s` is the wait in seconds that the loop has just asked for; None if it had no limit.
         """
         now, cpu_s = self._clock(), self._cpu_clock()
         if self._ran_at is None or asked_s is None:
@@ -241,7 +272,7 @@ class Loop:
                     if link not in self._links:  # dropped while its messages were served
                         return
                     self._links[link][0](link, message)
-                self._update(link)  # one that dialled has something to send once it is welcome
+                self._update(link)  # a link that dialled may have frames to send once it is proven
         except LinkClosed as closed:
             self._closed(link, str(closed))
 

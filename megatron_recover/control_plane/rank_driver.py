@@ -1,8 +1,9 @@
-"""The driver of the rank machine (`core/rank.py`): what a rank's training thread sees of the rest of the job.
+"""The driver of the rank machine (`core/rank.py`): a rank's interface to the rest of the job.
 
-It joins two threads. The control thread reads the links and answers `Promise` at once; the training thread begins steps and
-obeys orders. Both drive the machine under one lock, which is also what makes `hold` and `Promise` exclude each other. The
-driver decides nothing about the protocol and never looks into a tensor.
+It joins two threads. The control thread reads the links and answers `Promise` at once. The training
+thread begins steps and obeys orders. Both feed the machine under one lock. The lock also makes
+`hold` and `Promise` exclude each other. The driver makes no decision of the protocol and never
+looks into a tensor.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ _RETRY_S = 0.02
 
 
 class JobStopped(SystemExit):
-    """This replica has to end: the job is over, or can not go on here.
+    """Raised in the training thread when this replica has to end.
 
-    A `SystemExit`, so that no ``except Exception`` of a training script keeps a replica alive that has been told to end, and
-    so that the process ends with `exit_code` when nobody catches it.
+    The job is over, or cannot continue in this replica. This is a `SystemExit`, so that no ``except
+    Exception`` of a training script keeps a stopped replica alive. If nobody catches it, the
+    process ends with `exit_code`.
     """
 
     def __init__(self, exit_code: int, reason: str) -> None:
@@ -69,32 +71,38 @@ class RankDriver:
         end_process: Callable[[int], None] = os._exit,
         deadlines: Deadlines | None = None,
     ) -> None:
-        """`key` is the job's (`key.inherited_key`). `page` shows what the training thread waits for; None: nobody looks.
+        """Make the driver of one rank; nothing runs before `join`.
 
-        `end_process(exit_code)` is called in the control thread when the training thread does not end as it has to.
+        - `key` is the job's (`key.inherited_key`).
+        - `page` shows what the training thread waits for; None: nobody reads a page.
+        - `end_process(exit_code)` is called in the control thread if the training thread does not
+          end in time.
         """
         self.replica, self.rank, self.num_ranks = context.replica, context.rank, context.num_ranks
         self.generation = 0
-        """Of the newest `Plan` or `Apply` that the training thread took; 0 before the first."""
+        """Generation of the newest `Plan` or `Apply` that the training thread took; 0 before the
+        first."""
         self.roster: tuple[int, ...] = tuple(range(context.num_replicas))
         """Members of `generation`, ascending."""
         self.step = -1
         """The newest step that this rank has begun; -1 before the first."""
         self.quotas: tuple[int, ...] = ()
-        """Of the newest `Plan` that was taken, in the order of its roster."""
+        """Quotas of the newest `Plan` that the training thread took, in the order of its roster."""
         self.requests: frozenset[str] = frozenset()
-        """All that the records have carried so far; the same on every replica after the same step."""
+        """All requests that committed records have carried; equal on every replica after the same
+        step."""
         self._context, self._config, self._endpoint, self._key = context, config, endpoint, key
         self._record, self._faults, self._end_process = record, faults, end_process
         self._deadlines = deadlines or config.deadlines
         self._page = page or ProgressPage()
         self._changed = threading.Condition(threading.RLock())
-        """Guards everything below; notified when the training thread may have something to do."""
+        """Guards everything below. Notified when the training thread may have something to do."""
         self._state = machine.RankState(context.replica, context.rank, ())
         self._known_addresses: dict[int, str] = {}
-        """All that were ever told: replica -> data address of its rank at this one's position."""
+        """Replica -> data address of its rank at this rank's position, for all replicas ever
+        announced."""
         self._addresses: dict[int, str] = {}
-        """Of the promised generation's members."""
+        """Replica -> data address, for the members of the promised generation."""
         self._transport: Transport | None = None
         self._unsaid: list[str] = []
         self._failure: JobStopped | None = None
@@ -108,17 +116,19 @@ class RankDriver:
         self._control = threading.Thread(target=self._run_control, name="recover-control", daemon=True)
 
     def is_writer(self) -> bool:
-        """Whether this replica is the one that logs, saves and writes TensorBoard: the lowest of the roster."""
+        """Return whether this replica, the roster's lowest, logs, saves and writes TensorBoard."""
         return self.replica == min(self.roster)
 
-    # --- The life of a training thread, in order -----------------------------------------------------------------------
+    # --- The life of a training thread, in order -------------------------------------------------
 
     def join(self, shape: Shape, fingerprint: str, parts: Parts = ()) -> None:
-        """Report this rank ready, once, when its buckets are known; wait until the job has its first generation.
+        """Report this rank ready, once, when its buckets are known; wait for the first generation.
 
-        `fingerprint` is of all that has to be equal in the same rank of every replica (configuration, initial state, data);
-        `parts` is that by name and value, for the message where it is not.
-        Raises `JobStopped` when the job ends before it has begun.
+        - `fingerprint` covers all that has to be equal in the same rank of every replica:
+          configuration, initial state, data.
+        - `parts` has the same by name and value, for the message that reports a difference.
+
+        Raises `JobStopped` if the job ends before it has begun.
         """
         if self._faults is not None:
             self._faults.at(FaultPoint.START_UP)
@@ -134,7 +144,11 @@ class RankDriver:
             self._raise_if_stopped()
 
     def begin(self, work: Work, requests: Sequence[str] = (), digest: int | None = None) -> int:
-        """Arrive at the next step and return its number. `digest` is of all state of this rank, where `work.digests`."""
+        """Begin the next step and return its number.
+
+        `digest` is the digest of all state of this rank if `work.digests`, else None. Raises
+        `JobStopped`.
+        """
         with self._changed:
             self._raise_if_stopped()
             asked = tuple(sorted({*requests, *self._unsaid}))
@@ -145,7 +159,7 @@ class RankDriver:
             return self.step
 
     def next_order(self) -> Plan | Apply:
-        """Wait for what to do next. Raises `JobStopped`."""
+        """Wait for the next order and return it. Raises `JobStopped`."""
         with self._changed:
             self._wait_until(lambda: bool(self._state.queue) or self._failure is not None)
             if self._failure is not None:
@@ -166,9 +180,9 @@ class RankDriver:
         return order
 
     def more_work(self) -> Plan | None:
-        """Inside a pass that has run out of microbatches: the next plan that it takes in, or None when it is closed.
+        """Return the next plan of the running pass, or None when the pass is closed.
 
-        Waits for either. Raises `JobStopped`.
+        Waits for either. Called when the pass has run out of microbatches. Raises `JobStopped`.
         """
         with self._changed:
             self._wait_until(lambda: bool(self._state.queue) or self._failure is not None)
@@ -181,32 +195,43 @@ class RankDriver:
         return order
 
     def has_order(self) -> bool:
-        """Whether `more_work` would not wait."""
+        """Return whether `more_work` would return without waiting."""
         with self._changed:
             return bool(self._state.queue) or self._failure is not None
 
     def ask_close(self) -> None:
-        """Nothing more is known to compute: have the pass closed. Plans that are on their way still belong to it."""
+        """Ask for the end of the pass. Plans that come before `Close` still belong to the pass."""
         with self._changed:
             self._feed(machine.EndPass())
 
     def started(self, microbatch: int) -> None:
-        """Rank 0 begins the forward of a microbatch: journalled, so that all know who computes what when somebody is lost."""
+        """Note that rank 0 begins the forward of a microbatch.
+
+        The journal has it, so that after a loss all members know which microbatches each one has
+        begun.
+        """
         with self._changed:
             self._feed(machine.MicrobatchStarted(microbatch))
 
     def finished(self, microbatch: int) -> None:
-        """Rank 0 has ended the backward of a microbatch (in evaluation its forward)."""
+        """Note that rank 0 has ended the backward of a microbatch (in evaluation its forward)."""
         with self._changed:
             self._feed(machine.MicrobatchFinished(microbatch))
 
     def measured(self, num_microbatches: int, elapsed_ns: int) -> None:
-        """Rank 0 knows how long the first pass of a training step took: in this replica's next vote all learn it."""
+        """Note how long the first pass of a training step took at rank 0.
+
+        This replica's next vote carries the pace to all members.
+        """
         with self._changed:
             self._feed(machine.Measured(num_microbatches, elapsed_ns))
 
     def transport(self, generation: int) -> Transport:
-        """The data plane of the plan that is being obeyed, when its pass is closed. Raises `Revoked` when it is overtaken."""
+        """Return the transport of `generation`, the generation of the plan that is being obeyed.
+
+        Call it when the pass is closed. Raises `Revoked` if a newer generation was promised or the
+        job stops.
+        """
         with self._changed:
             if not machine.may_run(self._state, generation):
                 raise Revoked(f"generation {self._state.promised} has been promised")
@@ -220,18 +245,24 @@ class RankDriver:
         return transport
 
     def pass_ended(self, generation: int) -> None:
-        """A pass is done whose newest plan is of `generation`."""
+        """Note the end of a pass whose newest plan is of `generation`."""
         if self._leader is not None:
             self._leader.clock.computed(generation)
 
     def hold(self, held: Held) -> bool:
-        """A result is complete here. False, and nothing has happened, if a newer generation was promised."""
+        """Store a complete result.
+
+        Return False, without effect, if a newer generation was promised.
+        """
         with self._changed:
             self._feed(machine.Completed(held))
             return held in self._state.held
 
     def blocked(self, generation: int, error: BaseException) -> None:
-        """A reduction or transfer of `generation` failed; the rest of its plan is left undone."""
+        """Report that a reduction or transfer of `generation` failed.
+
+        The caller leaves the rest of the plan undone.
+        """
         known = error if isinstance(error, TransportError) else TransportError()
         failed = machine.Failed(
             generation, trace.reason_of(error), known.peers, known.stalled, known.miscounted
@@ -240,9 +271,11 @@ class RankDriver:
             self._feed(failed)
 
     def raised(self, microbatches: Sequence[int], error: BaseException) -> None:
-        """Computing one of `microbatches` (empty: something else) raised; returns when the coordinator will know. Then end.
+        """Report an exception, and wait up to `words_s` until the report is on its way.
 
-        The first to report an exception knows the microbatch; whoever sees it pass by later does not, and is not heard.
+        The process has to end after that. Computing one of `microbatches` raised `error`; if empty,
+        something else did. Only the first report counts: its caller knows the microbatch, and later
+        callers see the same exception propagate.
         """
         if self._has_raised or not self._control.is_alive():
             return
@@ -253,24 +286,31 @@ class RankDriver:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Around a checkpoint save, on all ranks of the replica: meanwhile the others know why they have to wait for it."""
+        """Enclose a checkpoint save, on all ranks of the replica.
+
+        During the save the coordinator excuses that other replicas wait for this one.
+        """
         with self._changed:
             self._feed(machine.Save(over=False))
         with self._page.within(Phase.SAVE):
             yield
-        # Not after an exception: the replica is about to end, and its end says more.
+        # Not after an exception: the replica is about to end, and its end explains more.
         with self._changed:
             self._feed(machine.Save(over=True))
 
     def request(self, request: str) -> None:
-        """Have `request` ("exit: SIGTERM", ...) ride in this replica's next vote. Any thread."""
+        """Add `request` ("exit: SIGTERM", ...) to this rank's next `begin`; a vote then carries it.
+
+        Any thread may call this.
+        """
         with self._changed:
             self._unsaid.append(request)
 
     def close(self) -> None:
-        """End a training loop that is over: answer the others until the whole job ends, then close everything.
+        """End a finished training loop: serve the others until the job ends, then close everything.
 
-        Raises `JobStopped` when the job does not end well, or this replica loses touch with it.
+        Raises `JobStopped` if the job does not end well, or if this replica loses its connection to
+        it.
         """
         with self._changed:
             if self._closed:
@@ -281,7 +321,7 @@ class RankDriver:
             stopped = self._stopped_by()
             self._closed = True
             transport, self._transport = self._transport, None
-            self._loop.post(lambda: None)  # under the lock: who sees `_closed` by itself does not close the loop before
+            self._loop.post(lambda: None)  # under the lock: the control thread closes the loop only after this
         if self._control.is_alive():
             self._control.join()
         if transport is not None:
@@ -291,17 +331,19 @@ class RankDriver:
             raise self._last_words_written(stopped)
 
     def close_in_child(self) -> None:
-        """In a forked child (data loader, asynchronous save): close the copies of our sockets.
+        """Close the sockets that a forked child (data loader, asynchronous save) has inherited.
 
-        Called by the interpreter after every fork. While a child holds them, the connections of a dead rank stay open.
+        The interpreter calls this after every fork. While a child holds copies of the sockets, the
+        connections of a dead rank stay open.
         """
         self._loop.close_in_child()
 
-    # --- Waiting, under the lock ---------------------------------------------------------------------------------------
+    # --- Waiting, under the lock -----------------------------------------------------------------
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
-        # No deadline of its own: the leader's stall timer, the coordinator's follow timer and the agent's eye on every
-        # process end each wait for another party; the control thread ends it when the leader is lost (INV-8).
+        # No deadline here. Every wait for another party is ended by the leader's stall timer, by
+        # the coordinator's follow timer, or by the agent, which watches every process. If the
+        # leader is lost, the control thread ends this wait (INV-8).
         if not condition():
             with self._page.within(Phase.ORDERS):
                 self._changed.wait_for(condition)
@@ -319,7 +361,7 @@ class RankDriver:
         if stopped is not None:
             raise self._last_words_written(stopped)
 
-    # --- The machine, under the lock -----------------------------------------------------------------------------------
+    # --- The machine, under the lock -------------------------------------------------------------
 
     def _feed(self, event: machine.Input) -> None:
         self._state, effects = machine.step(self._state, event)
@@ -329,12 +371,13 @@ class RankDriver:
                     if self._transport is not None and self._transport.generation < generation:
                         self._transport.revoke()
                 case machine.ToLeader(report):
-                    # Posted, never sent from here: a leader carries out all effects of one input before the next input.
+                    # Posted, never sent from here: a leader carries out all effects of one input
+                    # before the next input.
                     self._outbox.append(report)
                     self._loop.post(self._send_reports)
         self._changed.notify_all()
 
-    # --- Control thread ------------------------------------------------------------------------------------------------
+    # --- Control thread --------------------------------------------------------------------------
 
     def _run_control(self) -> None:
         try:
@@ -343,7 +386,7 @@ class RankDriver:
             if self._leader is not None:
                 self._leader.see_ranks_off()
         except BaseException as error:
-            # Nothing may go unnoticed here: without this thread the rank neither promises nor hears of the job's end.
+            # Every error counts: without this thread the rank neither promises nor receives `Stop`.
             self._speaker.say(traceback.format_exc().rstrip())
             code = ExitCode.INVARIANT_VIOLATED if isinstance(error, InvariantViolation) else ExitCode.FAILED
             self._fail(f"{type(error).__name__}: {error}", code)
@@ -356,7 +399,10 @@ class RankDriver:
                 self._loop.close()
 
     def _introduce(self, hello: RankHello, since: float | None = None) -> None:
-        """Link to the leader, or begin to be it. `since`: the loop's time when the first link was tried; None: this is it."""
+        """Link to the leader, or become it at rank 0.
+
+        `since` is the loop's time of the first try to link; None: this is the first try.
+        """
         if self.rank == 0:
             self._leader = ReplicaDriver(
                 self._context, self._config, hello, key=self._key, loop=self._loop, deliver=self._deliver, fail=self._fail,
@@ -381,7 +427,7 @@ class RankDriver:
         self._loop.send(self._uplink, hello)
 
     def _deliver(self, message: Message) -> None:
-        """An order of the leader."""
+        """Feed the machine an order of the leader."""
         match message:
             case Enter(promise, data_addresses):
                 if self._faults is not None:
@@ -391,7 +437,7 @@ class RankDriver:
                     if promise.generation > self._state.promised:
                         self._addresses = {replica: self._known_addresses[replica] for replica in promise.roster}
                     self._feed(promise)
-                if self._uplink is not None:  # from here on a lost leader is no late start
+                if self._uplink is not None:  # from now on a lost link means a lost leader
                     self._loop.watch(self._uplink, lambda link, message: self._deliver(message), self._leader_lost)
             case Plan() | Close() | Apply() | Stop():
                 with self._changed:
@@ -422,11 +468,11 @@ class RankDriver:
     def _leader_lost(self, link: Link, why: str) -> None:
         if self._stopped_by() is None:
             reason = f"rank 0 of replica {self.replica} is gone ({why})"
-            # The agent kills what is left of a broken replica; only if it does not, this process ends by itself.
+            # The agent kills a broken replica; only if it does not, this process ends itself.
             self._loop.after(self._deadlines.follow_s, lambda: self._fail(reason))
 
     def _fail(self, reason: str, exit_code: int = ExitCode.FAILED) -> None:
-        """This rank cannot go on: tell the training thread, and end the process if that does not."""
+        """End this rank: stop its training thread, or the process if that thread does not end."""
         with self._changed:
             if self._failure is not None:
                 return
@@ -434,11 +480,11 @@ class RankDriver:
             if self._transport is not None:
                 self._transport.revoke()
             self._loop.after(self._deadlines.follow_s, lambda: self._end_process(exit_code))
-            # Not printed: this thread must come to that timer, and to the messages of others, whatever stderr is.
+            # Not printed: stderr may block, and this thread must serve its timers and messages.
             self._speaker.say(f"megatron-recover: replica {self.replica} rank {self.rank} ends: {reason}")
             self._changed.notify_all()
 
     def _last_words_written(self, stopped: JobStopped) -> JobStopped:
-        """Return what ends the training thread when its reason is in the log, or the log has had its time to take it."""
+        """Return `stopped` once its reason is written to stderr, or `words_s` have passed."""
         self._speaker.wait(self._deadlines.words_s)
         return stopped

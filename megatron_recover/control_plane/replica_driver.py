@@ -1,7 +1,7 @@
-"""The driver of the replica machine (`core/replica.py`), rank 0's second role: links to ranks, other leaders, coordinator.
+"""The driver of the replica machine (`core/replica.py`), which rank 0 runs as the leader.
 
-It carries out what `core.replica` decides, keeps the stall timer, and writes the leader's trace events. It decides nothing
-about the protocol and never touches a tensor. Everything here runs in the control thread.
+The driver holds the leader's links and stall timer and records its trace events. It makes no
+decision of the protocol and touches no tensor. All of it runs in rank 0's control thread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from megatron_recover.faults import FaultInjector, FaultPoint
 
 
 def _parts(message: machine.Word) -> Iterator[machine.Word]:
-    """The message in frames of bounded size: the machine takes in parts what several members say."""
+    """Yield the message in parts of bounded size; the receiver accepts several `Statuses`."""
     if not isinstance(message, values.Statuses):
         yield message
         return
@@ -58,23 +58,23 @@ def _parts(message: machine.Word) -> Iterator[machine.Word]:
 
 
 def _hex(state_digest: int | None) -> str | None:
-    """Return a state digest as the trace has it."""
+    """Return a state digest in the form that the trace uses."""
     return None if state_digest is None else f"{state_digest:016x}"
 
 
 def _results(record: values.Record) -> tuple[trace.Result, ...]:
-    """Return the versions of a record as the trace has them."""
+    """Return the versions of a record in the form that the trace uses."""
     return tuple(trace.Result(bucket=each.bucket, version=each.version, checksums=each.checksums) for each in record.versions)
 
 
 Deliver = Callable[[Message], None]
-"""Hands a message of the leader to its own rank."""
+"""Delivers a message of the leader to the leader's own rank."""
 
 _AGREED = (machine.Phase.IDLE, machine.Phase.WORKING, machine.Phase.VOTED)
 
 
 class ReplicaDriver:
-    """Drives one replica's machine."""
+    """Drives the machine of one replica."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class ReplicaDriver:
         faults: FaultInjector | None,
         deadlines: Deadlines,
     ) -> None:
-        """Accept at the replica's address, on the socket that this rank inherited if there is one, and link to the coordinator.
+        """Listen at the replica's address (the inherited socket, if any); link to the coordinator.
 
-        `fail(reason)`, or `fail(reason, exit_code)`: the replica cannot go on. `key` is the job's: every link is proven by it.
+        `fail(reason)`, `fail(reason, exit_code)`: the replica cannot continue. `key`: the job's.
         """
         self._context, self._config, self._deadlines = context, config, deadlines
         self._loop, self._deliver, self._fail, self._record, self._faults = loop, deliver, fail, record, faults
@@ -100,7 +100,7 @@ class ReplicaDriver:
         self._hellos: dict[int, RankHello] = {own.rank: own}
         self._ranks: dict[int, Link] = {}
         self._peers: dict[int, Peer] = {}
-        """All that were ever announced: an address belongs to a replica for the whole run."""
+        """Addresses of every replica that was ever announced; they never change."""
         self._introduced_peers: set[int] = set()
         """Replicas whose addresses this replica's ranks have."""
         self._outgoing: dict[int, Link] = {}
@@ -108,7 +108,7 @@ class ReplicaDriver:
         self._decided: machine.Decided | None = None
         self._voted: machine.Voted | None = None
         self._vote_digest = b""
-        """Of the record that was voted for."""
+        """Digest of the record that this replica voted for."""
         self.clock = RecoveryClock(context.replica, record)
         self._waiting: tuple[object, ...] = ()
         self._key, self._me = key, Party(Role.LEADER, context.replica)
@@ -125,7 +125,7 @@ class ReplicaDriver:
             context.coordinator, key, self._me, Party(Role.COORDINATOR), patience_s=self._deadlines.leader_s
         )  # fmt: skip
         self._request: values.Requested | values.Diverged | values.Miscounted | None = None
-        """What the coordinator was asked for last."""
+        """The last request to the coordinator."""
         loop.watch(self._coordinator, self._from_coordinator, self._coordinator_lost)
         self._coordinator_watch = CoordinatorWatch(
             context.replica, loop=loop, deadlines=deadlines, answer=self._where, waits=self._needs_coordinator,
@@ -134,11 +134,11 @@ class ReplicaDriver:
         self._join_when_complete()
 
     def report(self, report: values.Report) -> None:
-        """A report of one of this replica's ranks."""
+        """Feed the machine a report of one of this replica's ranks."""
         self._feed(report)
 
     def see_ranks_off(self) -> None:
-        """Give the ranks a moment to read their `Stop` and hang up: closing first could reset the link under it."""
+        """Let the ranks read `Stop` and close their links, so that no link is reset before."""
         until = time.monotonic() + self._deadlines.words_s
         while self._ranks and (left := until - time.monotonic()) > 0:
             self._loop.run_once(left)
@@ -147,10 +147,10 @@ class ReplicaDriver:
         """Stop listening. The links belong to the loop."""
         self._gate.close()
 
-    # --- Joining -----------------------------------------------------------------------------------------------------
+    # --- Joining ---------------------------------------------------------------------------------
 
     def _admits(self, peer: Party, wanted: Party) -> bool:
-        """Return whether `peer` is another rank of this replica, or the leader of another one, and wants this leader."""
+        """Return whether `peer`, a rank of this replica or another leader, wants this leader."""
         if peer.role is Role.RANK:
             known = peer.replica == self._context.replica and 0 < peer.rank < self._context.num_ranks
         else:
@@ -158,7 +158,7 @@ class ReplicaDriver:
         return known and wanted == self._me
 
     def _expects(self) -> bool:
-        """Return whether a rank of this replica, or a leader that sends to this one, has still to connect."""
+        """Return whether a rank of this replica or a neighbour has not connected yet."""
         is_complete = len(self._hellos) == self._context.num_ranks
         return not is_complete or not set(self._incoming.values()).issuperset(self._neighbours)
 
@@ -166,7 +166,7 @@ class ReplicaDriver:
         self._loop.watch(link, lambda link, message: self._introduced(peer, link, message), lambda link, why: None)
 
     def _introduced(self, proven: Party, link: Link, message: Message) -> None:
-        """Take the first message of a connection, which must be of the rank or replica that the connection has proven."""
+        """Handle a connection's first message, which must match the proven identity."""
         match message:
             case RankHello(rank=rank) if proven.role is Role.RANK and proven.rank == rank and rank not in self._hellos:
                 self._hellos[rank] = message
@@ -190,7 +190,7 @@ class ReplicaDriver:
         if any(hello.shape != hellos[0].shape for hello in hellos):
             self._fail("the ranks of this replica do not agree on their buckets")
             return
-        # Ranks differ (stages, shards); replicas do not: the replica's fingerprint covers those of its ranks in order.
+        # Ranks differ (stages, shards), replicas do not: the fingerprint covers all ranks in order.
         fingerprint = hashlib.blake2b("\n".join(hello.fingerprint for hello in hellos).encode(), digest_size=16).hexdigest()
         replica = self._context.replica
         self._record(trace.Joined(replica=replica, fingerprint=fingerprint, bucket_ranks=hellos[0].shape.bucket_ranks))
@@ -198,7 +198,7 @@ class ReplicaDriver:
         parts = together([hello.parts for hello in hellos])
         self._loop.send(self._coordinator, LeaderHello(values.Hello(replica, fingerprint, parts), peer))
 
-    # --- What arrives ------------------------------------------------------------------------------------------------
+    # --- What arrives ----------------------------------------------------------------------------
 
     def _from_rank(self, rank: int, link: Link, message: Message) -> None:
         match message:
@@ -211,7 +211,7 @@ class ReplicaDriver:
                 self._fail(f"rank {rank} of this replica sent a {type(message).__name__}")
 
     def _rank_lost(self, rank: int, why: str) -> None:
-        """The agent kills what is left of a broken replica; only if it does not, this process ends by itself."""
+        """End this process after `follow_s`, unless the agent kills the replica before."""
         self._ranks.pop(rank, None)
         reason = f"rank {rank} of this replica is gone ({why})"
         if self._state.phase is not machine.Phase.STOPPED:
@@ -240,13 +240,13 @@ class ReplicaDriver:
             self._fail(f"the coordinator is gone ({why}): nobody could fence a broken replica, so this one ends")
 
     def _where(self) -> LeaderBeat:
-        """Return where this replica is, with the request that the coordinator has not answered yet."""
+        """Return this replica's generation, step, waits and unanswered request."""
         state, request = self._state, self._request
         is_open = state.blocked and request is not None and request.generation == state.generation
         return LeaderBeat(state.replica, state.generation, state.step, machine.waiting_for(state), request if is_open else None)
 
     def _needs_coordinator(self) -> str:
-        """Return what this replica cannot go on without the coordinator for; an empty string if nothing."""
+        """Return what this replica needs the coordinator for, or an empty string."""
         state = self._state
         if state.phase is machine.Phase.STOPPED or len(self._hellos) < self._context.num_ranks:
             return ""
@@ -271,11 +271,11 @@ class ReplicaDriver:
         if peer is not None:
             self._feed(machine.LinkLost(peer, why))
 
-    # --- The machine -------------------------------------------------------------------------------------------------
+    # --- The machine -----------------------------------------------------------------------------
 
     def _feed(self, event: machine.Input) -> None:
         self._state, effects = machine.step(self._state, event)
-        if self._state.phase in _AGREED:  # noted before the ranks hear of it, who note what they do next
+        if self._state.phase in _AGREED:  # before the ranks are told: they record what comes next
             self.clock.agreed(self._state.step, begun=self._state.phase is not machine.Phase.IDLE)
         for effect in effects:
             self._carry_out(effect)
@@ -303,7 +303,7 @@ class ReplicaDriver:
                     self._record_disagreement(message)
                 if (
                     isinstance(message, values.Requested | values.Diverged | values.Miscounted)
-                    and message.generation == self._state.generation  # late evidence is of an older one
+                    and message.generation == self._state.generation  # late evidence belongs to an older one
                 ):
                     self._request = message
                 assert not isinstance(message, values.Hello), "it goes with the greeting"
@@ -330,7 +330,7 @@ class ReplicaDriver:
                 self._loop.put(self._ranks[rank], framed)
 
     def _order_to_enter(self, order: values.Promise) -> None:
-        """Send the order to promise, to each rank with its position's addresses in members that are new to the ranks."""
+        """Send each rank the order to promise, with the addresses of new members."""
         fresh = [peer for peer in order.roster if peer not in self._introduced_peers]
         self._introduced_peers.update(fresh)
         for rank in range(self._context.num_ranks):
@@ -348,7 +348,7 @@ class ReplicaDriver:
         self.clock.voted(vote.generation)
 
     def _send_to_peers(self, peers: tuple[int, ...], message: machine.Word) -> None:
-        """Send to all, passing the fault point behind the first: some have it then, the others do not."""
+        """Send to all `peers`, with a fault point after the first: some have the message then."""
         match message:
             case values.Status() | values.Statuses():
                 said = message.statuses if isinstance(message, values.Statuses) else (message,)
@@ -392,16 +392,16 @@ class ReplicaDriver:
                 del self._outgoing[peer]
                 self._feed(machine.LinkLost(peer, why))
 
-    # --- Waits (INV-8) -----------------------------------------------------------------------------------------------
+    # --- Waits (INV-8) ---------------------------------------------------------------------------
 
     def _watch_for_a_stall(self) -> None:
-        """Request a new generation when a wait for other members has lasted for `stall_s`. See Note [One wait].
+        """Request a new generation when a wait for other members has lasted for `stall_s`.
 
-        Note [One wait]. A wait for statuses, or for votes, has one deadline, from its start. Messages that arrive meanwhile do
-        not extend it: with many members it would last many times as long (INV-8). Nobody is blamed for the request itself. In
-        the generation that follows each member names whom it waits for, and one that waits itself passes the blame on
-        (`policy.blamed`): so in a tree that was making progress blame falls on the last in the row, not on those in between.
-        It has no consequence before several generations in a row without a committed step, and a commit clears it.
+        Note [One wait]. A wait for statuses, or for votes, has one deadline, counted from its
+        start. Messages do not extend it: a wait for many members could last many times as long
+        (INV-8). On entering the next generation each member names the members that it waited for.
+        In a row of waits only the last is at fault (`core/blame.py`, Note [Rule]). Blame has no
+        consequence before `blame_s` without a committed step; a commit clears it.
         """
         state = self._state
         now = (state.phase, state.generation, state.step) if machine.waiting_for(state) else ()
@@ -412,12 +412,12 @@ class ReplicaDriver:
             self._loop.after(self._deadlines.stall_s, lambda: self._stalled(now))
 
     def _stalled(self, waiting: tuple[object, ...]) -> None:
-        # Compared by identity: the same wait may have ended and begun again in the meantime.
+        # Compared by identity: the same wait may have ended and begun again since.
         if self._waiting is waiting:
             self._waiting = ()
             self._feed(machine.WaitExpired(self._state.generation, self._state.step))
 
-    # --- Trace -------------------------------------------------------------------------------------------------------
+    # --- Trace -----------------------------------------------------------------------------------
 
     def _record_status(self, status: values.Status) -> None:
         self._record(
@@ -479,14 +479,14 @@ class ReplicaDriver:
         )
 
     def _digest_of(self, record: values.Record) -> bytes:
-        """Return the digest of a committed record: that of the vote where what was committed is what was voted for."""
+        """Return the digest of a committed record, from the vote if the vote was for it."""
         voted = self._voted
         if voted is not None and bare(voted.record) == bare(record):
             return self._vote_digest
         return digest(record)
 
     def _record_disagreement(self, report: values.Diverged) -> None:
-        """Write what this replica voted for, if votes are what members disagree on: the votes had digests only."""
+        """Record this replica's own vote if votes differ: the votes carry only digests."""
         voted = self._voted
         if voted is None or (voted.record.step, voted.generation) != (report.step, report.generation):
             return

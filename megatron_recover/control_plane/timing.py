@@ -1,4 +1,7 @@
-"""How long a recovery takes, phase by phase, as one leader sees it. Only measures: nothing depends on what it says."""
+"""The seconds that each phase of a recovery takes, measured by one leader.
+
+Nothing depends on them.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,23 @@ _ORDER = {phase: position for position, phase in enumerate(_PHASES)}
 class RecoveryClock:
     """Turns the instants of a recovery into `trace.Recovery` events.
 
+    The phases, each from the end of the one before:
+
     detect
         From the coordinator's first sign of the loss to its announcement.
     agree
-        To the status of every member.
+        Until the status of every member has arrived.
     redeal
-        To the training thread taking the new plan; it may be in the middle of a pass, which it finishes.
+        Until the training thread takes the new plan, either inside the pass that runs or after it.
     recompute
-        To the end of the passes over what was dealt again.
+        Until the passes over the microbatches that were dealt again are done.
     reduce
-        To all ranks of this replica holding all results.
+        Until all ranks of this replica hold all results.
     commit
-        To the vote of every member.
+        Until the vote of every member has arrived.
 
-    A newer generation ends the measurement; where nobody had begun a step there is nothing to do after `agree`.
+    A newer generation ends the measurement. If no member had begun a step, `agree` is the last
+    phase.
     """
 
     def __init__(self, replica: int, record: Callable[[trace.Event], None]) -> None:
@@ -41,7 +47,7 @@ class RecoveryClock:
         self._announced = self._since = self._detected_s = 0.0
 
     def announced(self, generation: int, noticed_s: float) -> None:
-        """This leader learns of a generation `noticed_s` seconds after the first sign of what is behind it."""
+        """Note that `generation` was announced `noticed_s` seconds after the sign of its cause."""
         with self._lock:
             self._announced = self._since = time.monotonic()
             self._detected_s = noticed_s
@@ -49,11 +55,11 @@ class RecoveryClock:
             self._phase = "agree" if generation > 1 else None
 
     def since_announced_s(self) -> float:
-        """Seconds since the newest generation was announced to this leader."""
+        """Return the seconds since the newest generation was announced to this leader."""
         return time.monotonic() - self._announced
 
     def agreed(self, step: int, *, begun: bool) -> None:
-        """All statuses are there; `begun`: there is work to do for `step`."""
+        """Note that all statuses have arrived. `begun`: there is work to do for `step`."""
         with self._lock:
             if self._phase == "agree":
                 self._step = step
@@ -62,24 +68,24 @@ class RecoveryClock:
                 self._phase = self._phase if begun else None
 
     def taken(self, generation: int) -> None:
-        """Training thread: the plan of `generation` is obeyed from now on."""
+        """Note that the training thread has taken the plan of `generation`."""
         self._reached("redeal", generation)
 
     def computed(self, generation: int) -> None:
-        """Training thread: the passes of the plan are done."""
+        """Note that the training thread has done the passes of the plan."""
         self._reached("recompute", generation)
 
     def voted(self, generation: int) -> None:
-        """All ranks hold all results."""
+        """Note that all ranks hold all results."""
         self._reached("reduce", generation)
 
     def committed(self, generation: int, step: int) -> None:
-        """The step is committed here (one that was adopted is an older one)."""
+        """Note that the step is committed here. A record adopted for an earlier step is ignored."""
         if step == self._step:
             self._reached("commit", generation)
 
     def _reached(self, phase: trace.Phase, generation: int) -> None:
-        """The end of a phase, and of those before it that nothing had to be done for."""
+        """Record the end of a phase, and of the phases before it that had nothing to do."""
         with self._lock:
             while self._phase is not None and self._generation == generation and _ORDER[self._phase] <= _ORDER[phase]:
                 self._end(self._phase)

@@ -1,8 +1,9 @@
-"""Framed messages of the control plane: what travels between ranks, leaders and the coordinator, and the link it travels on.
+"""The messages of the control plane, their frames, and the link that carries them.
 
-A frame is a header (magic, format version, body length) and one msgpack body of the tagged union `Message`. This module
-decides how bytes become messages and refuses those that are not; it never acts on one, never blocks and never connects
-by itself.
+Ranks, leaders and the coordinator exchange these messages. A frame is a header (magic, format
+version, body length) and one msgpack body of the tagged union `Message`. This module turns bytes
+into messages and rejects bytes that are no message. It never acts on a message and never blocks. It
+opens a connection only when a caller asks for one (`dial`).
 """
 
 from __future__ import annotations
@@ -34,83 +35,97 @@ from megatron_recover.core.values import ReplicaId, Shape, Value
 
 FORMAT_VERSION = 1
 MAX_BODY_BYTES = 64 * 2**20
-"""A status carries the contributions of every bucket: far below this at any size we know of."""
+"""Largest body of any frame, in bytes. A status, which carries the contributions of every bucket,
+is far smaller at any job size we know of."""
 STATUSES_A_FRAME = 64
-"""Of those that are handed on in a tree: each has a line per bucket and rank, and a frame has only so much room."""
+"""Statuses in one frame when a leader forwards several statuses in a tree. A status has a line per
+bucket and rank, and the size of a frame is limited."""
 _HEADER = struct.Struct("!2sHI")
 _MAGIC = b"mr"
 _CHUNK_BYTES = 2**18
 _READ_BYTES = 2**20
-"""What one call reads of a link at most, before the other links are served."""
+"""Bytes that a single call reads from a link at most, before the loop serves the other links."""
 MAX_QUEUED_BYTES = 2 * MAX_BODY_BYTES
-"""What is kept for a peer that does not read; with more the link is closed."""
+"""Bytes queued at most for a peer that does not read. A message beyond that closes the link."""
 _LARGEST_BODIES = {(Role.LEADER, Role.COORDINATOR): 4 * 2**20, (Role.RANK, Role.LEADER): 16 * 2**20}
 
 
 def largest_body(sender: Role, receiver: Role) -> int:
-    """Return how many bytes a message from one role to another may have."""
+    """Return the largest body in bytes that a message from one role to another may have."""
     return _LARGEST_BODIES.get((sender, receiver), MAX_BODY_BYTES)
 
 
 class LinkClosed(Exception):
-    """The other end is gone, or what it sends is not ours; the link cannot be used any more."""
+    """The other end is gone, or its bytes are not valid frames.
+
+    The link cannot be used any more.
+    """
 
 
 class CannotDial(LinkClosed):
-    """This end had no descriptor, memory or local port to connect with: nothing is known of the other end. Try again later."""
+    """This end had no descriptor, memory or local port for a connection; try again later.
+
+    The error does not concern the other end.
+    """
 
 
 class QueueFull(LinkClosed):
-    """The other end does not read, and a message found no room: the link is over, also where it could be dialled again."""
+    """The other end does not read, and the queue had no room for a message.
+
+    The link is over, even if this end could dial again.
+    """
 
 
-# --- Messages that only the wire knows; the others are core values ---------------------------------------------------------
+# --- Messages that only this module defines; the others are values of `core` ------------------
 
 
 class RankHello(Value, frozen=True):
-    """First message of a rank to its leader, when its buckets are known."""
+    """The first message of a rank to its leader, sent when the rank knows its buckets."""
 
     rank: int
     shape: Shape
     fingerprint: str
     data_address: str
     parts: tuple[tuple[str, str], ...] = ()
-    """What of the fingerprint has a name (`core/alike.py`)."""
+    """The named values that the fingerprint covers, as (name, value) pairs (`core/alike.py`)."""
 
 
 class LeaderHello(Value, frozen=True):
-    """First message of a leader to the coordinator, when all its ranks have said theirs."""
+    """The first message of a leader to the coordinator, after `RankHello` from all its ranks."""
 
     hello: values.Hello
     peer: Peer
 
 
 class PeerHello(Value, frozen=True):
-    """First message of a leader to another leader."""
+    """The first message of a leader to another leader."""
 
     replica: ReplicaId
 
 
 class Announcement(Value, frozen=True):
-    """Coordinator to a leader: a new generation and where its members are."""
+    """Message of the coordinator to a leader: a new generation and its members' addresses."""
 
     new: values.NewGeneration
     peers: tuple[Peer, ...]
-    """Members of the roster that no earlier announcement to this leader had: where a replica is never changes."""
+    """The members of the roster that no earlier announcement to this leader contained. The
+    addresses of a replica never change."""
     noticed_s: float
-    """Seconds between the coordinator's first sign of the loss (or request) behind it and the sending."""
+    """Seconds from the coordinator's first sign of the loss or request that caused the generation,
+    to the sending of this message."""
 
 
 class Enter(Value, frozen=True):
-    """Leader to a rank: the order to promise, and where the same-position ranks of the members are."""
+    """Message of the leader to a rank: the order to promise, and the data addresses of members."""
 
     promise: values.Promise
     data_addresses: tuple[tuple[ReplicaId, str], ...]
-    """Of members that no earlier order to this rank had."""
+    """(replica, address) of the members that no earlier order to this rank contained. Each address
+    is that of the member's rank at this rank's position."""
 
 
 class PackedAnnouncement(Value, frozen=True):
-    """How `Announcement` travels."""
+    """The form in which an `Announcement` is sent."""
 
     new: values.NewGeneration
     peers: PackedPeers
@@ -118,34 +133,48 @@ class PackedAnnouncement(Value, frozen=True):
 
 
 class Heard(Value, frozen=True):
-    """Leader to a rank: its `Raised` is on its way to the coordinator, the process may end now."""
+    """Message of the leader to a rank: the leader has forwarded the rank's `Raised`.
+
+    The rank's process may end now.
+    """
 
 
 class Beat(Value, frozen=True):
-    """Coordinator to a leader, every `Deadlines.beat_s`: that it runs, and what it knows. It says nothing about any rank."""
+    """The coordinator's sign of life to a leader, every `Deadlines.beat_s`.
+
+    It does not cover ranks.
+    """
 
     pid: int
-    """Of the coordinator's process."""
+    """Process id of the coordinator."""
     generation: values.Generation
     step: int
-    """The highest uncommitted step that it has heard of."""
+    """The highest uncommitted step that any leader has reported to the coordinator."""
     waiting_for: tuple[ReplicaId, ...]
-    """Members that have not entered the generation; before the first one, replicas that have not said `Hello`."""
+    """Members that have not entered the generation. Before the first generation: replicas that have
+    not sent `Hello`."""
 
 
 class LeaderBeat(Value, frozen=True):
-    """A leader's answer to a `Beat`, by its control thread: it says nothing about the training thread."""
+    """A leader's answer to a `Beat`, sent by its control thread.
+
+    It does not show that training runs.
+    """
 
     replica: ReplicaId
     generation: values.Generation
     step: int
     waiting_for: tuple[ReplicaId, ...]
     request: values.Requested | values.Diverged | values.Miscounted | None = None
-    """What the leader has asked for in this generation and not got yet. The coordinator acts on it once."""
+    """The request of this generation that the coordinator has not answered yet. The coordinator
+    acts on a repeated request once."""
 
 
 def frame(message: Message) -> bytes:
-    """A message as it travels; the same for all whom it is sent to."""
+    """Return the frame of a message, which is the same for every receiver.
+
+    Raises ValueError for a message larger than `MAX_BODY_BYTES`.
+    """
     body = msgspec.msgpack.encode(_packed(message))
     if len(body) > MAX_BODY_BYTES:
         raise ValueError(f"a {type(message).__name__} of {len(body)} bytes exceeds the wire's {MAX_BODY_BYTES}")
@@ -163,7 +192,7 @@ _Framed = Message | PackedStatus | PackedStatuses | PackedAnnouncement
 
 
 def _packed(message: Message) -> _Framed:
-    """Return the form in which a message travels (`control_plane/encoding.py`)."""
+    """Return the form in which a message is sent (`control_plane/encoding.py`)."""
     match message:
         case values.Status():
             return packed_status(message)
@@ -175,7 +204,7 @@ def _packed(message: Message) -> _Framed:
 
 
 def _unpacked(framed: _Framed, known: list[values.Commitment]) -> Message:
-    """Return the message that has travelled in this form. Raises ValueError where it is no such form."""
+    """Return the message that was sent in this form. Raises ValueError if the form is malformed."""
     match framed:
         case PackedStatus():
             return unpacked_status(framed)
@@ -187,12 +216,13 @@ def _unpacked(framed: _Framed, known: list[values.Commitment]) -> Message:
 
 
 class Link:
-    """One connected, non-blocking stream of messages. Used by one thread."""
+    """One connected, non-blocking stream of messages, used by one thread."""
 
     def __init__(self, connection: socket.socket | None, max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        """A frame with a longer body than `max_body_bytes` closes the link before the body is read.
+        """Make a link over a connection, or without one.
 
-        Without a connection yet (None) the link has to be made by `redial` before it is used.
+        A frame whose body is longer than `max_body_bytes` closes the link before the body is read.
+        A link made without a connection (None) has to be connected by `redial` before it is used.
         """
         if connection is not None:
             self._take_socket(connection)
@@ -202,9 +232,11 @@ class Link:
         self._queued = 0
         """Bytes in `_outgoing`."""
         self._has_gap = False
-        """Whether a message found no room: nothing that is sent later may arrive."""
+        """True once a message found no room in the queue. No later message may be sent, since the
+        receiver would miss the lost one."""
         self._known: list[values.Commitment] = []
-        """Those of the newest statuses: what comes in several frames shares them in memory, too."""
+        """Committed records of the newest `Statuses` message. Statuses that arrive in several
+        frames share these objects in memory."""
         self._decode = msgspec.msgpack.Decoder(_Framed).decode
 
     def _take_socket(self, connection: socket.socket) -> None:
@@ -218,20 +250,26 @@ class Link:
 
     @property
     def connection(self) -> socket.socket:
-        """The socket; another one after `redial`."""
+        """Return the socket, which `redial` replaces."""
         return self._socket
 
     @property
     def wants_write(self) -> bool:
-        """Whether something is queued that the socket has not taken yet."""
+        """Return whether bytes are queued that the socket has not accepted yet."""
         return bool(self._outgoing)
 
     def send(self, message: Message) -> None:
-        """Queue a message and hand the socket what it takes now. Raises `LinkClosed`."""
+        """Queue a message and write as many queued bytes as the socket accepts now.
+
+        Raises `LinkClosed`.
+        """
         self.put(frame(message))
 
     def put(self, framed: bytes) -> None:
-        """`send` of what is framed already. Raises `LinkClosed`; `QueueFull` when the other end has not read for too long."""
+        """Queue a frame, like `send`.
+
+        Raises `LinkClosed`, and `QueueFull` if the queue has no room for it.
+        """
         if self._has_gap or self._queued + len(framed) > MAX_QUEUED_BYTES:
             self._has_gap = True
             raise QueueFull(f"the other end does not read: {self._queued + len(framed)} bytes wait for it")
@@ -240,7 +278,7 @@ class Link:
         self.flush()
 
     def flush(self) -> None:
-        """Hand the socket what it takes of the queue. Raises `LinkClosed`."""
+        """Write as many queued bytes as the socket accepts now. Raises `LinkClosed`."""
         try:
             while self._outgoing:
                 taken = self._socket.send(self._outgoing[0])
@@ -255,9 +293,9 @@ class Link:
             raise LinkClosed(str(error)) from error
 
     def receive(self) -> Iterator[Message]:
-        """Yield every complete message of what has arrived, of which a call reads a bounded part.
+        """Read a bounded part of what has arrived, and yield every complete message.
 
-        Then raises `LinkClosed` if the stream ends there, or is malformed.
+        Raises `LinkClosed` after the last message if the stream ended there or is malformed.
         """
         closed = self._read()
         yield from self._complete()
@@ -265,7 +303,10 @@ class Link:
             raise closed
 
     def _read(self) -> LinkClosed | None:
-        """Take a bounded part of what has arrived, and return how the stream ended if it did."""
+        """Read a bounded part of what has arrived.
+
+        Return how the stream ended, or None if it did not.
+        """
         try:
             for _ in range(_READ_BYTES // _CHUNK_BYTES):
                 chunk = self._socket.recv(_CHUNK_BYTES)
@@ -276,7 +317,7 @@ class Link:
             return None
         except OSError as error:
             return LinkClosed(str(error))
-        return None  # there may be more: the loop comes back to it
+        return None  # more may be there: the loop calls again
 
     def retry_s(self) -> float | None:
         """Return None: a link that is closed stays closed."""
@@ -287,7 +328,10 @@ class Link:
         raise LinkClosed("this end did not dial")
 
     def close(self) -> None:
-        """Close the socket. What is queued is kept by a link that can `redial`, and lost otherwise."""
+        """Close the socket.
+
+        Queued frames are kept by a link that can `redial`, and lost otherwise.
+        """
         self._socket.close()
 
     def _complete(self) -> Iterator[Message]:
@@ -301,16 +345,17 @@ class Link:
             try:
                 framed = self._decode(self._incoming[_HEADER.size : end])
                 message = _unpacked(framed, self._known)
-            except (ValueError, RecursionError) as error:  # msgspec's own is a ValueError; nested arrays make the other
+            except (ValueError, RecursionError) as error:  # msgspec raises ValueError; nested arrays RecursionError
                 raise LinkClosed(f"not a message: {error}") from error
             del self._incoming[:end]
             yield message
 
 
 def dial(address: str) -> socket.socket:
-    """Return a non-blocking socket on its way to `host:port`.
+    """Return a non-blocking socket that is connecting to `host:port`.
 
-    Raises `LinkClosed` if that is refused at once, and `CannotDial` if this end has not got what it takes to connect.
+    Raises `LinkClosed` if the connection is refused at once. Raises `CannotDial` if this end lacks
+    the descriptor, memory or local port for a connection.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -328,16 +373,17 @@ def dial(address: str) -> socket.socket:
 
 
 def listen(address: str) -> socket.socket:
-    """Return a non-blocking listening socket at `host:port`; port 0 lets the kernel choose (see `address_of`).
+    """Return a non-blocking socket that listens at `host:port`.
 
-    Raises OSError where the port is taken.
+    The kernel chooses the port if it is 0 (see `address_of`). Raises OSError if the port is taken.
     """
     host, _, port = address.rpartition(":")
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         if int(port):
-            # A port that was in use a moment ago is taken again. Never with port 0: between `bind` and `listen` another
-            # user's socket with this option could be bound to the same port and listen first.
+            # The option allows a port that was in use a moment ago. It is not set for port 0:
+            # between `bind` and `listen` another user's socket with this option could bind the same
+            # port and listen first.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, int(port)))
         listener.listen(socket.SOMAXCONN)
@@ -349,6 +395,6 @@ def listen(address: str) -> socket.socket:
 
 
 def address_of(bound: socket.socket) -> str:
-    """`host:port` of a bound socket."""
+    """Return `host:port` of a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"{host}:{port}"

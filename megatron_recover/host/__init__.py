@@ -1,1 +1,1 @@
-"""What one machine offers to processes: files in memory, locks on files, states of processes, lines on stderr."""
+"""Services of one machine to processes: files in memory, locks, process states, lines on stderr."""

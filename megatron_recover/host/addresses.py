@@ -1,6 +1,7 @@
-"""Where the processes of a job listen: every address and host name of a job comes from here.
+"""The addresses at which the processes of a job listen. No other module names an address or host.
 
-All ranks of a job are on one machine, so they meet on its loopback interface, which no other machine reaches.
+All ranks of a job are on one machine. They connect through its loopback interface, which no other
+machine reaches.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ HOST = "127.0.0.1"
 ANY_PORT = f"{HOST}:0"
 """The address of a listener whose port the kernel chooses."""
 INTERFACE = "lo"
-"""The network interface of `HOST`, for gloo and NCCL, which would listen where the machine's name resolves."""
+"""The network interface of `HOST`, for gloo and NCCL. Otherwise these would listen where the
+machine's name resolves."""
 
 
 def host_name() -> str:
-    """Return the name of this machine, by which a reader of a run's files knows whether the run is here."""
+    """Return the name of this machine, which identifies the host of a run in its files."""
     return socket.gethostname()

@@ -1,4 +1,7 @@
-"""Files that one process at a time holds. The kernel gives a file back when its holder ends, however that happens."""
+"""Lock files, each held by at most one process.
+
+The kernel releases a lock when its holder ends, in whatever way.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from typing import IO
 
 _POLL_S = 0.05
 _MODE = 0o660
-"""Whoever may read a file can hold it: others than the owner's group may not."""
+"""Mode of a lock file. Any process that can read a file can hold it, so only owner and group may
+read."""
 
 
 @contextlib.contextmanager
@@ -21,13 +25,13 @@ def opened(path: Path) -> Iterator[IO[str]]:
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE), "r+", encoding="utf-8") as file:
         mode = os.fstat(file.fileno()).st_mode
         if mode & ~_MODE & 0o777:
-            with contextlib.suppress(PermissionError):  # another user's
+            with contextlib.suppress(PermissionError):  # the file is another user's
                 os.fchmod(file.fileno(), mode & _MODE)
         yield file
 
 
 def is_held(file: IO[str], patience_s: float) -> bool:
-    """Wait up to `patience_s` seconds until this process holds an opened lock file, and return whether it does."""
+    """Wait up to `patience_s` seconds for the lock of an opened file. Return whether it is held."""
     give_up_at = time.monotonic() + patience_s
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Anonymous files in memory (memfd) that processes of a run share: the one place that creates them."""
+"""Anonymous files in memory (memfd) that processes of a run share. No other module creates one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import mmap
 import os
 
 _MFD_NOEXEC_SEAL = 0x0008
-"""Not executable, for ever (Linux 6.3; no constant of Python's). Hosts with `vm.memfd_noexec=2` refuse a file without it."""
+"""Flag for a file that can never be executed (Linux 6.3; Python has no constant). Hosts with
+`vm.memfd_noexec=2` refuse a file without it."""
 FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Seals for a file that others map: with another size, reading it would end its readers with SIGBUS."""
+"""Seals for a file that others map. If the file could shrink, reading it would end its readers with
+SIGBUS."""
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
 """Flags of fallocate(2)."""
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
@@ -20,9 +22,9 @@ _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
 
 def create(name: str) -> int:
-    """Create an empty file that can be sealed, and return its descriptor, which is not inheritable. Raises OSError.
+    """Create an empty file that can be sealed, and return its descriptor. Raises OSError.
 
-    `name` is what /proc shows.
+    The descriptor is not inheritable. /proc shows `name`.
     """
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
@@ -34,10 +36,13 @@ def create(name: str) -> int:
 
 
 def create_sized(name: str, num_bytes: int, *, is_sparse: bool = False) -> int:
-    """Create a file of so many bytes, all 0, whose size nobody can change. Return its descriptor. Raises OSError.
+    """Create a file of `num_bytes` zeros with a fixed size, and return its descriptor.
 
-    It gets all its memory now, as a mapping that is written later and finds none ends the writer with SIGBUS (a host that does
-    not overcommit: `vm.overcommit_memory=2`). A sparse file gets each page when it is written first.
+    Raises OSError.
+
+    All its memory is allocated now. Otherwise, on a host without overcommit
+    (`vm.overcommit_memory=2`), a later write to a mapping could find no memory and end the writer
+    with SIGBUS. A sparse file gets each page at the first write to it.
     """
     descriptor = create(name)
     try:
@@ -52,20 +57,29 @@ def create_sized(name: str, num_bytes: int, *, is_sparse: bool = False) -> int:
 
 
 def free(descriptor: int, end: int) -> None:
-    """Give back the memory of everything before `end`, in whole pages; it then reads as zeros. Raises OSError."""
+    """Release the memory of all whole pages before `end`, which then read as zeros.
+
+    Raises OSError.
+    """
     zero(descriptor, end - end % mmap.PAGESIZE)
 
 
 def zero(descriptor: int, num_bytes: int) -> None:
-    """Have so many bytes at the beginning read as zeros, and give back the memory of whole pages among them. Raises OSError."""
+    """Make the first `num_bytes` read as zeros, and release the whole pages among them.
+
+    Raises OSError.
+    """
     if num_bytes > 0 and _fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, 0, num_bytes) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
 
 def seal_empty(descriptor: int) -> None:
-    """Give back all memory of a file, and let nobody write into it any more: a write fails with EPERM. Raises OSError."""
+    """Release all memory of a file and forbid writing to it: a write fails with EPERM.
+
+    Raises OSError.
+    """
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
     free(descriptor, os.fstat(descriptor).st_size + mmap.PAGESIZE)
-    with contextlib.suppress(OSError):  # EBUSY: somebody has mapped it, and its size bounds what that may take
+    with contextlib.suppress(OSError):  # EBUSY: a process has mapped it; the fixed size limits its memory
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)

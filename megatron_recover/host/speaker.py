@@ -1,8 +1,9 @@
-"""Writes lines to stderr from a thread of its own, for threads that must not wait for whoever takes them.
+"""Lines on stderr, written by a thread of their own, for threads that must not wait for the reader.
 
-The launcher's stderr is a terminal that somebody may have stopped, or a file on a disk that may stall. A rank's is memory
-(`cluster/output.py`), unless its script has put a file of its own there. A thread that prints waits as well for every other
-thread that is inside a print, since these share a lock. This module decides nothing. What finds no room is dropped.
+The launcher's stderr is a terminal, which a user may have stopped, or a file on a disk that may
+stall. A rank's stderr is memory (`cluster/output.py`), unless its script has replaced it by a file.
+Threads that print share a lock, so one that waits for the reader makes the others wait too. Lines
+for which there is no room are dropped.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import queue
 import threading
 
 _MAX_LINES = 100
-"""Texts that wait; more are dropped."""
+"""Texts queued at most; further ones are dropped."""
 _STDERR = 2
 
 
@@ -26,7 +27,7 @@ class Speaker:
         self._thread: threading.Thread | None = None
 
     def say(self, text: str) -> None:
-        """Have a text written, with a line end. It never waits and never raises."""
+        """Queue a text, to be written with a line end. Never waits and never raises."""
         with contextlib.suppress(queue.Full):
             self._texts.put_nowait(text)
         with self._lock:
@@ -37,14 +38,20 @@ class Speaker:
                     self._thread = thread
 
     def wait(self, seconds: float) -> bool:
-        """Return whether everything is written, or could not be, within so many seconds."""
+        """Wait up to `seconds` for the queue to be written.
+
+        Return whether nothing is left to write.
+
+        A text that could not be written counts as done.
+        """
         texts = self._texts
         with texts.all_tasks_done:
             return texts.all_tasks_done.wait_for(lambda: not texts.unfinished_tasks, seconds)
 
     def _run(self) -> None:
         while True:
-            # Not by `sys.stderr`: at the end of the process the interpreter would wait for the lock of a write that stalls.
+            # Not by `sys.stderr`: at the end of the process the interpreter would wait for the lock
+            # of a write that stalls.
             rest = memoryview(f"{self._texts.get()}\n".encode(errors="backslashreplace"))
             with contextlib.suppress(OSError):
                 while rest:

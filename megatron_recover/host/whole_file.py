@@ -1,4 +1,7 @@
-"""Files that are whole or not there, whatever a full disk or a kill does: written beside their name, and then given it."""
+"""Files that are either complete or absent, even after a full disk or a kill.
+
+A file is written under another name, and renamed when it is complete.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,16 @@ from typing import BinaryIO
 def replacing(
     place: Path, *, partial: Path | None = None, durable: bool = False, before_naming: Callable[[], None] = lambda: None
 ) -> Iterator[BinaryIO]:
-    """Yield a file to write. It gets the name `place` when all of it is written; else what stands there stays as it is.
+    """Yield a file to write, which gets the name `place` once it is complete.
 
-    It is written to `partial` meanwhile, which lies in the same folder and takes the place of a link as well. None: to a hidden
-    name that is this process's own, where a link leads; the link stays. `durable` has the file on the disk before and after
-    it gets its name. `before_naming()` is called when it is complete, and what it raises is raised. Raises OSError with `place`
-    as its file name where the file cannot be written: one from a write has none.
+    Until then, and if writing fails, the former file at `place` stays as it is. Raises OSError with
+    `place` as its file name if the file cannot be written; the error of a write itself names no
+    file.
+
+    - `partial` is the name during the writing, in the same folder; the file then replaces a link at
+      `place`. None: a hidden name of this process; the file then replaces the target of a link.
+    - `durable` writes the file to disk before and after it gets its name.
+    - `before_naming()` is called when the file is complete. What it raises is raised.
     """
     target = place if partial is not None else place.resolve()
     beside = partial or target.with_name(f".{target.name}.{os.getpid()}")
@@ -40,7 +47,10 @@ def replacing(
 
 @contextlib.contextmanager
 def _named(place: Path, beside: Path) -> Iterator[None]:
-    """Give errors of the file `beside` the name that it is to have. What says in words what it is keeps them."""
+    """Name `place` in the errors of the file `beside`.
+
+    An OSError without errno, or of another file, is unchanged.
+    """
     try:
         yield
     except OSError as error:
@@ -50,7 +60,7 @@ def _named(place: Path, beside: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Have a file or folder on the disk. Raises OSError."""
+    """Write a file or folder to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

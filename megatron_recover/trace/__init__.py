@@ -1,15 +1,18 @@
-"""The event log of a run: the type of every event, how one is written and how a log is read.
+"""The event log of a run: the type of every event, and how events are written and read.
 
-A trace is one `events.jsonl`, one JSON object a line, that the recorder (`cluster.recorder`) writes from what all processes
-of a run record (`ring`). This package decides what an event looks like and nothing else: it never judges a history
-(`observe.verify.check` does) and never formats one for people.
+A trace is one `events.jsonl`, with one JSON object a line. The recorder (`cluster.recorder`) writes
+it from the events that all processes of a run record (`ring`). This package only defines what an
+event looks like. It never judges a history (`observe.verify.check` does) and never formats an event
+for people.
 
-Cause comes before effect: an event is recorded before its effect can be seen outside the thread that records it (before the
-vote is sent, before the result is held, before the fault strikes). So the order of the lines is an order in which the run can
-have happened, and the checker may rely on it.
+Cause comes before effect: an event is recorded before its effect can be seen outside the thread
+that records it. Examples: before the vote is sent, before the result is held, before the fault
+strikes. So the order of the lines is an order in which the run can have happened, and the checker
+may rely on this order.
 
-Event names are the class names in snake case, so use the package as the namespace: ``log.record(trace.Committed(...))``.
-docs/architecture.md, section Trace, lists who writes which event.
+Event names are the class names in snake case, so use the package as the namespace:
+``log.record(trace.Committed(...))``. docs/architecture.md, section Trace, lists which process
+writes which event.
 """
 
 # ruff: noqa: F401, I001  # the imports below are the list of what is public, subject by subject

@@ -1,4 +1,4 @@
-"""The list of all events, their names, and which of them a trace of each level has."""
+"""The list of all events, their names, and the events that a trace of each level has."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ AnyEvent = (
 
 
 def name_of(event: AnyEvent) -> str:
-    """What an event is called in a log."""
+    """Return the name of an event in a log."""
     return snake_case(type(event).__name__)
 
 
 NAMES = tuple(snake_case(kind.__name__) for kind in get_args(AnyEvent))
-"""What all events are called in a log."""
+"""The names of all events in a log."""
 
 
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -53,4 +53,4 @@ LEFT_OUT: dict[Level, frozenset[type[Event]]] = {
     "steps": _OF_MICROBATCHES,
     "faults": _OF_MICROBATCHES | _OF_STEPS,
 }
-"""The events that a trace of each level does not have."""
+"""The events that a trace of each level leaves out."""

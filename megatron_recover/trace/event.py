@@ -1,4 +1,4 @@
-"""What every event is, and every object inside one."""
+"""The base classes of all events, and of the objects inside events."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import msgspec
 
 
 def snake_case(class_name: str) -> str:
-    """Return what the events of a class are called in a log."""
+    """Return the name of a class's events in a log."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", class_name).lower()
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=snake_case, forbid_unknown_fields=True):
-    """What every event carries."""
+    """Base of all events, with the fields that every event has."""
 
     v: Literal[2] = 2
-    """Version of the format. Any other is refused: a field of the same name may mean something else there."""
+    """Version of the format. Readers refuse any other version, where a field of the same name may
+    have another meaning."""
     t: float = 0.0
-    """Seconds since the start of the run (CLOCK_MONOTONIC of the launcher's host); set by `EventLog.record`."""
+    """Seconds since the start of the run (CLOCK_MONOTONIC of the launcher's host). Set by
+    `EventLog.record`, or by the recorder from the stamp in the ring."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

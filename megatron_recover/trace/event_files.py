@@ -1,8 +1,9 @@
-"""The files of one trace: `events.jsonl`, and its older parts, which the recorder has put aside and compressed.
+"""The files of one trace: `events.jsonl`, and its older parts, which the recorder has put aside.
 
-`events.0001.jsonl.gz`, `events.0002.jsonl.gz` and so on are the parts, oldest first; one that is not compressed yet, or was not
-before the end of the run, lacks the `.gz`. The newest events are in `events.jsonl`. This module finds and opens them, in
-order, also while the recorder puts one aside; it does not know what a line means.
+The parts are `events.0001.jsonl.gz`, `events.0002.jsonl.gz` and so on, oldest first. A part that
+was not compressed, perhaps because the run ended first, lacks the `.gz`. The newest events are in
+`events.jsonl`. This module finds and opens the parts in order, also while the recorder puts one
+aside. It does not know what a line means.
 """
 
 from __future__ import annotations
@@ -24,18 +25,22 @@ _REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "only its owner may read it"),
     **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP), "give the --run-dir of a run"),
 }
-"""For errors of a name; after any other the disk is to be looked at."""
+"""Remedies for errors that concern a name. For any other error the remedy is to check the disk."""
 
 
 class TraceError(ValueError):
-    """A log that cannot be read; the message names the file, and the line and field of it or the remedy."""
+    """A log that cannot be read.
+
+    The message names the file, with either line and field or the remedy.
+    """
 
 
 @contextlib.contextmanager
 def reading(place: Path) -> Iterator[None]:
-    """Turn what keeps a file of a trace from being read into a `TraceError` with the remedy. FileNotFoundError passes.
+    """Raise a `TraceError` with the remedy instead of an error that keeps a file from being read.
 
-    `place`: the file or folder, for the errors that do not name it.
+    FileNotFoundError is raised unchanged. `place` is the file or folder to name if the error names
+    none.
     """
     try:
         yield
@@ -49,23 +54,26 @@ def reading(place: Path) -> Iterator[None]:
 
 
 def exists(folder: Path) -> bool:
-    """Return whether there is a trace in a folder, or a part of one. Raises `TraceError` where that cannot be seen."""
+    """Return whether a folder has a trace or a part of one.
+
+    Raises `TraceError` if it cannot be read.
+    """
     with reading(folder):
         return (folder / EVENTS_FILE).is_file() or bool(numbers(folder))
 
 
 def part(folder: Path, number: int) -> Path:
-    """Return where the part `number` (from 1) is put aside; `compressed` is where it ends up."""
+    """Return the path to which part `number` (from 1) is put aside, before `compressed`."""
     return folder / f"events.{number:04}.jsonl"
 
 
 def compressed(plain: Path) -> Path:
-    """Return the name of a part once it is compressed."""
+    """Return the name of a part after its compression."""
     return plain.with_name(plain.name + ".gz")
 
 
 def numbers(folder: Path) -> list[int]:
-    """Return the numbers of the parts that were put aside, in order."""
+    """Return the numbers of the parts that were put aside, ascending."""
     found = (_PART.fullmatch(path.name) for path in folder.glob("events.*.jsonl*"))
     return sorted({int(match[1]) for match in found if match})
 
@@ -75,10 +83,11 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def open_part(folder: Path, number: int) -> tuple[IO[bytes], Path] | None:
-    """Open the part `number` of a trace, put aside or not; None where there is none yet. Raises `TraceError` for a part that
-    is missing though later ones are there, and for one that cannot be opened.
+    """Open the part `number` of a trace, put aside or not; None if there is none yet.
 
-    Until the recorder has put the next file in its place, the name `events.jsonl` leads to the part before, too.
+    Raises `TraceError` if the part is missing although later parts exist, or if it cannot be
+    opened. Until the recorder has put the next file in its place, the name `events.jsonl` also
+    leads to the previous part.
     """
     with reading(folder):
         return _open_part(folder, number)
@@ -88,11 +97,13 @@ def _open_part(folder: Path, number: int) -> tuple[IO[bytes], Path] | None:
     for _ in range(2):
         for path in (part(folder, number), compressed(part(folder, number))):
             try:
-                # The plain one goes when the compressed one is there. Who has it open reads it to its end.
+                # The plain file is removed once the compressed one exists. A reader that has the
+                # plain file open reads it to its end.
                 return _open(path), path
             except FileNotFoundError:
                 continue
-        # Looked at first: once the part before is compressed and gone, `events.jsonl` is another file, perhaps of its inode.
+        # Looked at first: once the previous part is compressed and removed, `events.jsonl` is
+        # another file, which may have got the same inode.
         before = _identity(part(folder, number - 1))
         file = _newest(folder)
         if file is not None:
@@ -100,11 +111,11 @@ def _open_part(folder: Path, number: int) -> tuple[IO[bytes], Path] | None:
             if before == (here.st_dev, here.st_ino):
                 file.close()
                 return None
-        last = max(numbers(folder), default=0)  # first: where later ones are there, this one was put aside before
+        last = max(numbers(folder), default=0)  # first: if later parts exist, this one is put aside by now
         if not is_put_aside(folder, number) and last <= number:
             return None if file is None else (file, folder / EVENTS_FILE)
         if file is not None:
-            file.close()  # if the part was put aside after we had looked for it, this may be the one behind it
+            file.close()  # if the part was put aside meanwhile, this may be the next part
         if not is_put_aside(folder, number):
             raise TraceError(f"part {number} is missing: there is no {compressed(part(folder, number))}; put it back")
     raise AssertionError("unreachable: what was put aside stays there")
@@ -118,7 +129,7 @@ def _newest(folder: Path) -> IO[bytes] | None:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return which file a name leads to; None where there is none."""
+    """Return device and inode of the file that a name leads to; None if there is none."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -127,7 +138,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def is_put_aside(folder: Path, number: int) -> bool:
-    """Return whether the part `number` is complete: nothing is written to it any more."""
+    """Return whether the part `number` is complete, so that nothing more is written to it."""
     plain = part(folder, number)
     return plain.exists() or compressed(plain).exists()
 
@@ -135,8 +146,9 @@ def is_put_aside(folder: Path, number: int) -> bool:
 def lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:
     """Yield (file, line number in that file from 1, line) of a trace in order.
 
-    `path` is a run directory or its `events.jsonl`, which stand for all parts; any other file is read alone. Raises
-    FileNotFoundError where there is none, and `TraceError` for what cannot be read.
+    `path` is a run directory or its `events.jsonl`, which both stand for all parts. Any other file
+    is read alone. Raises FileNotFoundError if there is no such file, and `TraceError` if it cannot
+    be read.
     """
     with reading(path):
         is_folder = path.is_dir()
@@ -151,7 +163,8 @@ def lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:
         raise FileNotFoundError(2, "No such file or directory", str(folder / EVENTS_FILE))
     while opened is not None:
         file, place = opened
-        # Open until the next part is: a file that is compressed and removed meanwhile gives its inode to nobody before.
+        # The file stays open until the next part is open. So if it is compressed and removed
+        # meanwhile, no other file can get its inode.
         with reading(place), file:
             complete = yield from _lines(file, folder, number, place)
             opened = open_part(folder, number + 1) if complete else None
@@ -159,13 +172,15 @@ def lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:
 
 
 def _lines(file: IO[bytes], folder: Path, number: int, place: Path) -> Generator[tuple[Path, int, bytes], None, bool]:
-    """Yield the lines of one part as `lines` does, the last one perhaps without its end. Return whether these are all.
+    """Yield the lines of one part as `lines` does; return whether the part is complete.
 
-    Nobody may look once more whether the part is complete: it may be by then, and what was added before is not read.
+    The last line may lack its line end. The caller must not check again whether the part is
+    complete. By then it may be, and lines that were added before would not be read.
     """
     begun, count = b"", 0
     while True:
-        # What is added before the part is put aside is part of it: so the file is read again once it is known to be complete.
+        # Lines that are added before the part is put aside belong to it. So the file is read again
+        # after the check whether it is complete.
         is_complete = place.name != EVENTS_FILE or is_put_aside(folder, number)
         for line in file:
             begun += line

@@ -1,4 +1,4 @@
-"""The events of faults, of what they ended, and of the recovery from them."""
+"""The events of faults, of the processes that they ended, and of the recovery from them."""
 
 from __future__ import annotations
 
@@ -7,39 +7,40 @@ from typing import Literal
 from megatron_recover.trace.event import Event
 
 MAX_REASON = 500
-"""Characters of an exception that are told: it may print all of the data that it is about, and no message takes that."""
+"""Characters of an exception that are reported at most. An exception may print all of its data, and
+a message has a limited size."""
 
 
 def reason_of(error: BaseException) -> str:
-    """Return type and text of an exception, in `MAX_REASON` characters at most."""
+    """Return type and text of an exception, in at most `MAX_REASON` characters."""
     return f"{type(error).__name__}: {error}"[:MAX_REASON]
 
 
 class Fault(Event, frozen=True, kw_only=True):
-    """Rank, just before it carries an injected fault out."""
+    """Rank: it is about to carry out an injected fault."""
 
     replica: int
     rank: int
     point: str
     kind: str
-    """As in `faults.FaultKind`."""
+    """Value of `faults.FaultKind`."""
     step: int | None = None
     generation: int | None = None
     microbatch: int | None = None
     bucket: int | None = None
     until: str | None = None
-    """Of a freeze: the name of the event that ends it."""
+    """Name of the event that ends a freeze; None for other faults."""
 
 
 class Thawed(Event, frozen=True, kw_only=True):
-    """Launcher: a rank that a fault had frozen goes on."""
+    """Launcher: it is about to continue a rank that a fault had frozen."""
 
     replica: int
     rank: int
 
 
 class Failure(Event, frozen=True, kw_only=True):
-    """Agent: a rank's process has ended or does not answer."""
+    """Agent: a rank's process has ended unexpectedly."""
 
     replica: int
     rank: int
@@ -48,25 +49,27 @@ class Failure(Event, frozen=True, kw_only=True):
 
 
 class Fenced(Event, frozen=True, kw_only=True):
-    """Agent: these ranks of a broken replica are confirmed dead."""
+    """Agent: these ranks of a fenced replica are confirmed dead."""
 
     replica: int
     ranks: tuple[int, ...]
 
 
 class SetAside(Event, frozen=True, kw_only=True):
-    """Agent: a rank does not end although it was killed. Nobody waits for it, and its slot is not used again.
+    """Agent: a rank does not end although it was killed.
 
-    Whatever it still does has no effect: its replica is in no roster, and it ends before it runs another instruction.
+    Nothing waits for the rank, and its slot is not used again. The rank can have no further effect:
+    its replica is in no roster, and it ends before it runs another instruction.
     """
 
     replica: int
     rank: int
     pid: int
     state: str
-    """As /proc/PID/stat has it (`D`: in an uninterruptible wait); empty where it cannot be read."""
+    """State letter in /proc/PID/stat (`D`: in an uninterruptible wait); empty if it cannot be
+    read."""
     wchan: str
-    """The kernel function in which it waits; empty where it cannot be read."""
+    """Kernel function in which the rank waits; empty if it cannot be read."""
 
 
 Phase = Literal["detect", "agree", "redeal", "recompute", "reduce", "commit"]

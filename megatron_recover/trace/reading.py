@@ -1,4 +1,7 @@
-"""Reads a log line by line. A process that was killed in mid-write may have left a piece of a line."""
+"""Reading of a log, line by line.
+
+A process that was killed in mid-write may have left a fragment of a line.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,18 @@ _decode = msgspec.json.Decoder(AnyEvent).decode
 
 
 def parse(line: bytes) -> tuple[AnyEvent | None, str]:
-    """The event of one line of a log (with its newline, if it has one), and the fragment that stands before it or in its place.
+    """Return the event of one line of a log, and the fragment before the event or in its place.
 
-    A process that is killed while it writes can leave the beginning of a line: at the end of the file, or with the next
-    process's event right behind it. Such a fragment is no event and no error. Everything else that is not an event of this
-    version raises ValueError.
+    The line has its newline, if it has one. A process that is killed while it writes can leave the
+    beginning of a line. Such a fragment is at the end of the file, or the next process's event
+    follows it directly. A fragment is neither an event nor an error. Any other line that is no
+    event of this version raises ValueError.
     """
     whole = line.endswith(b"\n")
     if whole and line.startswith(_START_OF_EVENT):
         try:
             return _decode(line), ""
-        except msgspec.DecodeError:  # a fragment stands before the event, or it is none: that is told below
+        except msgspec.DecodeError:  # a fragment before the event, or no event: decided below
             pass
     start = line.rfind(_START_OF_EVENT)
     fragment = line[: max(start, 0)] if whole else line
@@ -51,11 +55,12 @@ def parse(line: bytes) -> tuple[AnyEvent | None, str]:
 
 
 def read(path: str | Path, on_cut: Callable[[int, str], None] | None = None) -> Iterator[tuple[int, AnyEvent]]:
-    """Yield (line number from 1, event) of a log in its order, one by one; numbers go on from one part of it to the next.
+    """Yield (line number from 1, event) of a log in its order; numbers continue from part to part.
 
-    `path` is a run directory, or its `events.jsonl`, for all parts (`event_files`); or one file, compressed or not.
-    `on_cut(line, fragment)` is told of every fragment (see `parse`). Raises `TraceError` for what is no event or cannot be
-    read, and FileNotFoundError where there is no log.
+    `path` is a run directory or its `events.jsonl`, for all parts (`event_files`), or one file,
+    compressed or not. `on_cut(line, fragment)` is called for every fragment (see `parse`). Raises
+    `TraceError` for a line that is no event or a file that cannot be read, and FileNotFoundError if
+    there is no log.
     """
     for number, (place, line_of_file, line) in enumerate(event_files.lines(Path(path)), start=1):
         try:

@@ -1,21 +1,26 @@
-"""A ring of events in shared memory: one process records, another one drains, and neither ever waits for the other.
+"""A ring of events in shared memory: one process records, another drains, and neither waits.
 
-`RingLog` is the writer's side, `RingReader` the reader's, `Merge` puts the events of many rings into one order. The memory is a
-memfd that whoever starts the writer keeps open as well: what a process has recorded outlives it, SIGKILL included.
-This module never writes a file and never decides what a lost event means.
+`RingLog` is the writer's side, `RingReader` the reader's. `Merge` puts the events of many rings
+into one order. The memory is a memfd, which the process that starts the writer keeps open as well.
+So recorded events outlive their process, SIGKILL included. This module never writes a file and
+never decides what a lost event means.
 
-Note [Order]. A writer makes its sequence number odd, reads CLOCK_MONOTONIC (one clock for all processes of a host), publishes
-the event under that stamp, and makes the number even. The reader notes the time N, then looks at every number. An even number
-says that whatever the ring records later has a stamp above N. An odd number says that one event may still come with a stamp
-below N; its stamp is above the N of the last look that did not find this number. The smallest of these bounds is the
-*watermark*: nothing can come below it any more, so events below it are merged by stamp and given out. An event that is recorded
-before another one is begun has the smaller stamp, so the merged order is one in which the run can have happened.
+Note [Order]. To record an event, a writer first makes its sequence number odd and reads
+CLOCK_MONOTONIC, one clock for all processes of a host. Then the writer publishes the event with
+that stamp, and makes the number even. The reader reads the time N, and after it the number of every
+writer. If a number is even, all events that this writer records later have stamps above N. If a
+number is odd, one event with a stamp below N may still come. The stamp of that event is above the N
+of the last look that did not find this number. The smallest of these bounds is the *watermark*. No
+further event can have a stamp below the watermark, so the events below it are merged by stamp and
+returned. An event that is recorded before another one is begun has the smaller stamp. So the merged
+order is one in which the run can have happened.
 
-Note [Visibility]. A writer uses no memory barrier, since Python has none that is not a system call. The reader makes up for
-that: it looks at the sequence numbers `_SETTLE_S` after N, at the positions `_SETTLE_S` after that, and at the events
-`_SETTLE_S` after that. A store leaves a core's store buffer within microseconds, so each look sees what was stored before the
-instant that it relies on, on processors that reorder stores (Arm) too. A process that is killed has stored, in program order,
-an event before the position that publishes it: a torn event is never published.
+Note [Visibility]. A writer uses no memory barrier, since Python has none that is not a system call.
+The reader waits instead. It reads the sequence numbers `_SETTLE_S` after N, the positions
+`_SETTLE_S` after that, and the events `_SETTLE_S` after that. A store leaves a core's store buffer
+within microseconds. So each look sees the stores before the instant that the look relies on, also
+on processors that reorder stores (Arm). A process that is killed has stored, in program order, an
+event before the position that publishes the event. So a torn event is never published.
 """
 
 from __future__ import annotations
@@ -36,32 +41,36 @@ from megatron_recover.deadlines import STUCK_S
 from megatron_recover.host import memory_file
 
 RING_BYTES = 4 * 2**20
-"""Room for the events of one process: some 20,000 of the most common ones. It is allocated at once; most runs fill it."""
+"""Bytes for the events of one process: some 20,000 of the most common ones. They are allocated at
+once; most runs fill them."""
 DESCRIPTOR = "events"
-"""The name under which a rank inherits its ring."""
+"""Name under which a rank inherits its ring."""
 
 _HEADER_BYTES = mmap.PAGESIZE
 _MAGIC = 0x6D72_7269_6E67_0001
-"""The last digits are the version of the layout."""
-# Words of 8 bytes in the header. Those of the writer and of the reader are in cache lines of their own.
+"""Magic number; its last digits are the version of the layout."""
+# Indices of 8-byte words in the header. The writer's words and the reader's words are in different
+# cache lines.
 _KIND, _CAPACITY, _LEVEL = 0, 1, 2
 _SEQUENCE, _WRITTEN, _DROPPED, _DROPPED_FIRST, _DROPPED_LAST = 8, 9, 10, 11, 12
 _READ, _TOLD = 16, 17
 _RECORD = struct.Struct("<qq")
-"""Before each event: its stamp and its length in bytes. The length `_SKIP` says that the rest of the ring is unused."""
+"""Header of an event: its stamp, and its length in bytes. The length `_SKIP` means that the rest of
+the ring is unused."""
 _SKIP = -1
 _SETTLE_S = 0.0005
 
 
 def _aligned(length: int) -> int:
-    """Return the room that so many bytes take: positions are multiples of 8."""
+    """Return the room for `length` bytes: positions are multiples of 8."""
     return length + 7 & ~7
 
 
 def create(*, level: trace.Level = "microbatches", capacity: int = RING_BYTES) -> int:
-    """Create a ring of `capacity` bytes (a multiple of 8, at least 4096). Return its descriptor, which is not inheritable.
+    """Create a ring of `capacity` bytes and return its descriptor, which is not inheritable.
 
-    The writer leaves out what `level` does not ask for.
+    `capacity` is a multiple of 8, at least 4096. The writer leaves out the events that `level` does
+    not include. Raises ValueError for another capacity, and OSError if there is no memory.
     """
     if capacity < 4096 or capacity % 8:
         raise ValueError(f"a ring of {capacity} bytes is not possible; give a multiple of 8 from 4096 on")
@@ -76,10 +85,13 @@ def create(*, level: trace.Level = "microbatches", capacity: int = RING_BYTES) -
 
 
 class _Ring:
-    """The memory of a ring, mapped."""
+    """The mapped memory of a ring."""
 
     def __init__(self, descriptor: int) -> None:
-        """Map the ring behind `descriptor`, which the caller may close after that. Raises ValueError when it is none."""
+        """Map the ring of `descriptor`, which the caller may then close.
+
+        Raises ValueError if the descriptor is no ring of this version.
+        """
         self._memory = mmap.mmap(descriptor, 0)
         self._words = memoryview(self._memory)[:_HEADER_BYTES].cast("q")
         self.capacity = self._words[_CAPACITY]
@@ -94,14 +106,17 @@ class _Ring:
 
 
 class RingLog(_Ring):
-    """The writer's side: one for each process. Any thread may record.
+    """The writer's side of a ring, one for each process. Any thread may record.
 
-    Recording never waits, never raises and makes no system call but for the clock. An event for which there is no room is
-    dropped and counted.
+    Recording never waits, never raises, and makes no system call except for the clock. An event for
+    which there is no room is dropped and counted.
     """
 
     def __init__(self, descriptor: int, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """`clock`: nanoseconds of CLOCK_MONOTONIC. The ring must have no other writer that lives."""
+        """Map the ring of `descriptor`, which must have no other living writer.
+
+        `clock` returns nanoseconds of CLOCK_MONOTONIC.
+        """
         super().__init__(descriptor)
         self._clock = clock
         self._left_out = trace.LEFT_OUT[trace.LEVELS[self._words[_LEVEL]]]
@@ -117,7 +132,8 @@ class RingLog(_Ring):
         try:
             line = self._encode(event)
         except Exception:
-            # A text that is no Unicode, for example. It must not end a rank; it is told as an event that was lost.
+            # For example a text that is no Unicode. It must not end a rank, so the event counts as
+            # dropped.
             line = None
         words = self._words
         with self._lock:
@@ -141,7 +157,8 @@ class RingLog(_Ring):
             words[_DROPPED] += 1
             return
         if unused:
-            # Positions are multiples of 8: where the header of a record does not fit either, 8 bytes are left, and no mark.
+            # Positions are multiples of 8. If the rest has no room for a header either, the rest is
+            # 8 bytes, without a mark.
             if unused >= _RECORD.size:
                 _RECORD.pack_into(self._memory, _HEADER_BYTES + start, stamp, _SKIP)
             start = 0
@@ -157,51 +174,55 @@ class _Nothing:
     """A log that keeps nothing."""
 
     def record(self, event: trace.Event) -> None:
-        """Forget the event."""
+        """Ignore the event."""
 
 
 def log_of_rank(context: RankContext) -> trace.Log:
-    """Return the log of this rank: the ring that it has inherited, else the trace file itself, as without a recorder.
+    """Return the log of this rank: the inherited ring, or the trace file if there is no recorder.
 
-    Called once in a process, as it closes the inherited descriptor.
-    A dry run is no part of the run and records nothing.
+    Called once in a process, since it closes the inherited descriptor. A dry run is no part of the
+    run, so its log keeps nothing.
     """
     if context.dry_run:
         return _Nothing()
     descriptor = inherited_descriptor(DESCRIPTOR)
     if descriptor is not None:
         log = RingLog(descriptor)
-        os.close(descriptor)  # the mapping has a copy of its own
+        os.close(descriptor)  # the mapping keeps the memory
         return log
     return trace.EventLog(os.path.join(context.run_dir, trace.EVENTS_FILE), context.started_at)
 
 
 class Dropped(msgspec.Struct, frozen=True):
-    """Events of one ring that were lost."""
+    """Lost events of one ring."""
 
     num_events: int
     since: int
-    """Stamp of the first."""
+    """Stamp of the first lost event."""
 
 
 class Item(msgspec.Struct, frozen=True):
-    """One event in the merged order, or word of events that are missing there."""
+    """One event in the merged order, or a count of events that are missing there."""
 
     stamp: int
     source: int
-    """The ring, as it was numbered when it was added."""
+    """Number of the ring, as given to `Merge.add`."""
     what: bytes | Dropped
     position: int
-    """Of the ring, once this item is kept for good (`RingReader.release`)."""
+    """Position of the ring up to which this item allows `RingReader.release`, once the item is
+    stored."""
     told: int
-    """Dropped events of the ring that were told of, this item included."""
+    """Number of dropped events of the ring that were reported, this item included."""
 
 
 class RingReader(_Ring):
-    """The reader's side: one at a time for each ring. It frees nothing before `release`."""
+    """The reader's side of a ring; one reader at a time. It frees no room before `release`."""
 
     def __init__(self, descriptor: int, *, position: int = 0, told: int = 0) -> None:
-        """Read on at `position`, of whose lost events `told` were told of: those of the newest `Item` that was kept."""
+        """Read from `position` on, where `told` dropped events were reported before.
+
+        Both are from the newest `Item` that was stored.
+        """
         super().__init__(descriptor)
         self._position, self._told = position, told
         self._end, self._last = position, 0
@@ -209,29 +230,33 @@ class RingReader(_Ring):
 
     @property
     def sequence(self) -> int:
-        """Odd while the writer records an event. It never returns to a former value."""
+        """Return the writer's sequence number, which is odd while the writer records an event.
+
+        The number never returns to a former value.
+        """
         return self._words[_SEQUENCE]
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether everything published was read, and everything dropped was told of."""
+        """Return whether all published events were read and all dropped events were reported."""
         return self._words[_WRITTEN] == self._position and self._words[_DROPPED] == self._told
 
     def look(self) -> None:
-        """Take note of how far the writer has got: `until` reads so far (Note [Visibility])."""
-        # A writer is never further ahead. What says more was not written by one, and must not keep the reader busy for ever.
+        """Read the writer's position, up to which `until` reads (Note [Visibility])."""
+        # A writer is never further ahead. A larger value is damage, and must not keep the reader
+        # busy for ever.
         self._end = min(self._words[_WRITTEN], self._position + self.capacity)
 
     def release(self, position: int, told: int) -> None:
-        """Let the writer use the room of everything before `position` again."""
+        """Free the room before `position` for the writer."""
         self._words[_TOLD] = told
         self._words[_READ] = position
 
     def until(self, stamp: int, source: int) -> Iterator[Item]:
-        """Yield what the writer has recorded or dropped with a smaller stamp, in order."""
+        """Yield the events that the writer recorded or dropped with a smaller stamp, in order."""
         words = self._words
         total, first, last = words[_DROPPED], words[_DROPPED_FIRST], words[_DROPPED_LAST]
-        # While events are being dropped, the word of them waits: it has to stand where the last of them would.
+        # While events are being dropped, their report waits: its place is that of the last of them.
         lost = Dropped(total - self._told, first) if total != self._told and last < stamp else None
         while (record := self._next()) is not None:
             at, begin, length, position = record
@@ -249,9 +274,9 @@ class RingReader(_Ring):
             yield Item(last, source, lost, self._position, total)
 
     def _next(self) -> tuple[int, int, int, int] | None:
-        """Return stamp, offset, length and following position of the next record; None at the end of what was published.
+        """Return stamp, offset, length and next position of the next record; None if there is none.
 
-        What cannot be a record stands for all that was published behind it: its length is 0.
+        A malformed record has length 0, and stands for all that was published after it.
         """
         while self._position < self._end:
             start = self._position % self.capacity
@@ -268,17 +293,20 @@ class RingReader(_Ring):
 
 
 class _Look(msgspec.Struct, frozen=True):
-    """What was seen of a ring."""
+    """The last look at the sequence number of a ring."""
 
     sequence: int
     bound: int
-    """The event that is recorded under this sequence number has a stamp above it."""
+    """Lower bound of the stamp of the event that is recorded under this sequence number."""
     since: int
-    """Time of the first look that saw this number."""
+    """Time of the first look that found this number."""
 
 
 class Merge:
-    """Merges the events of several rings into one order of cause before effect (Note [Order]). Used by one thread."""
+    """Merges the events of several rings into one order of cause before effect (Note [Order]).
+
+    Used by one thread.
+    """
 
     def __init__(
         self,
@@ -287,11 +315,12 @@ class Merge:
         after: int = 0,
         stuck_s: float = STUCK_S,
     ) -> None:
-        """`after`: the largest stamp that was given out before, by whoever merged these rings until now.
+        """Make a merge without rings.
 
-        `stuck_s`: how long the events of all others wait for one that a process has begun to record.
-
-        `settle` waits for `_SETTLE_S` (Note [Visibility]).
+        - `settle` waits for `_SETTLE_S` (Note [Visibility]).
+        - `after` is the largest stamp that a former merge of these rings has returned.
+        - `stuck_s` is the seconds for which all events wait for one that a process has begun to
+          record.
         """
         self._settle, self._stuck_s = settle, stuck_s
         self._readers: dict[int, RingReader] = {}
@@ -306,37 +335,39 @@ class Merge:
         self._readers[source] = reader
 
     def ended(self, source: int) -> None:
-        """Note that the writer of a ring lives no more: what it has begun to record will not come."""
+        """Note that the writer of a ring has ended: an event that it had begun will not come."""
         self._ended.add(source)
 
     def exhausted(self) -> list[int]:
-        """Return the rings whose writers have ended and of which everything was given out."""
+        """Return the rings whose writers have ended and whose events were all returned."""
         if self._rest is not None:
             return []
         return [source for source in self._ended if source in self._readers and self._readers[source].is_exhausted]
 
     def remove(self, source: int) -> None:
-        """Forget a ring."""
+        """Remove a ring, and unmap it."""
         self._ended.discard(source)
         self._looks.pop(source, None)
         self._readers.pop(source).close()
 
     @property
     def has_more(self) -> bool:
-        """Whether something was recorded that was not given out."""
+        """Return whether something was recorded that was not returned."""
         return self._rest is not None or any(not reader.is_exhausted for reader in self._readers.values())
 
     @property
     def sources(self) -> Mapping[int, RingReader]:
-        """The rings that are merged."""
+        """Return the rings that are merged."""
         return self._readers
 
     def drain(self, now: int, limit_bytes: int = 2**62) -> list[Item]:
-        """Return, in order, what was recorded since the last call and can have no predecessor any more.
+        """Return in order the events since the last call that no further event can precede.
 
-        `now` is a time before which every ring that had a writer was added. What goes beyond `limit_bytes` is left to the
-        next call. An event whose place in the order is given out already, because its process was stopped in the middle of
-        recording it, is left out and told as lost.
+        - `now` is a time before which every ring that had a writer was added.
+        - `limit_bytes` limits the events of one call; the next call returns the others.
+
+        A process may be stopped while it records an event. If later events were returned meanwhile,
+        that event is left out and reported as lost.
         """
         if self._rest is None:
             self._former = self._watermark

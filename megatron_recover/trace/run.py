@@ -1,4 +1,4 @@
-"""The events of a run as a whole: its membership, its beginning and end, what it saves, what its trace lacks."""
+"""The events of a run as a whole: membership, beginning and end, checkpoints, gaps of the trace."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from megatron_recover.core.values import LossKind
 from megatron_recover.trace.event import Event, Part
 
 Level = Literal["microbatches", "steps", "faults"]
-"""What a trace shows: every microbatch, every step, or faults and recoveries only. Each level is a part of the one before."""
+"""Level of detail of a trace: every microbatch, every step, or faults and recoveries only. Each
+level shows a part of what the level before shows."""
 Size = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Layout(Part, frozen=True, kw_only=True):
-    """How the model of one replica is spread over its ranks."""
+    """The layout of one replica's model over its ranks."""
 
     tp: Size
     pp: Size
@@ -28,12 +29,12 @@ class Layout(Part, frozen=True, kw_only=True):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of one replica."""
+        """Return the number of ranks of one replica."""
         return self.tp * self.pp * self.cp * self.lanes
 
 
 class Lost(Part, frozen=True, kw_only=True):
-    """A replica that left the roster, and why."""
+    """A replica that left the roster, and the reason."""
 
     replica: int
     kind: LossKind
@@ -44,16 +45,16 @@ class RunStarted(Event, frozen=True, kw_only=True):
     """Launcher: the first event of a run."""
 
     replicas: int
-    """Number of replicas at the start; they are 0..replicas-1."""
+    """Number of replicas at the start; their ids are 0..replicas-1."""
     layout: Layout
     determinism: str
     seed: int
     argv: tuple[str, ...]
     min_replicas: int = 1
     num_microbatches: int | None = None
-    """M of every training step as the command line asks for it; None where it changes from step to step."""
+    """M of every training step by the command line; None if it changes from step to step."""
     level: Level = "microbatches"
-    """What the trace shows: everything, or nothing of what `LEFT_OUT` names for this level."""
+    """Level of the trace, which lacks the events in `LEFT_OUT` of this level."""
 
 
 class Joined(Event, frozen=True, kw_only=True):
@@ -61,41 +62,46 @@ class Joined(Event, frozen=True, kw_only=True):
 
     replica: int
     fingerprint: str
-    """Of everything that must be equal on all replicas."""
+    """Digest of everything that must be equal on all replicas."""
     bucket_ranks: tuple[tuple[int, ...], ...]
-    """For each bucket the ranks inside the replica that hold it; the last bucket is the ledger."""
+    """Ranks inside the replica that hold each bucket, by bucket; the last bucket is the ledger."""
 
 
 class Generation(Event, frozen=True, kw_only=True):
-    """Coordinator: from now on these replicas are the job."""
+    """Coordinator: it announces a generation; from now on these replicas are the job."""
 
     generation: int
     roster: tuple[int, ...]
     losses: tuple[Lost, ...] = ()
-    """Since the previous generation."""
+    """Losses since the previous generation."""
     reason: str = ""
     void: tuple[int, int] | None = None
-    """(step, generation): what members had of that step in older generations counts no more."""
+    """(step, generation): contributions and results of that step from older generations are
+    void."""
     gives_up: bool = False
-    """That step was miscounted twice: it is committed without a result, and the run ends."""
+    """True if that step was miscounted twice: it is committed without a result, and the run
+    ends."""
 
     @property
     def request(self) -> str | None:
-        """Why the run is to end, where the generation was made for nothing but to carry that: it is no recovery."""
+        """Return why the run is to end, or None if the generation has another purpose.
+
+        A generation that was made only to carry that request is no recovery.
+        """
         return None if self.losses else next(iter(details((self.reason,), RequestKind.EXIT)), None)
 
 
 class Entered(Event, frozen=True, kw_only=True):
-    """Leader: all ranks of its replica have promised never to commit in an older generation."""
+    """Leader: all ranks of its replica have promised not to commit in an older generation."""
 
     replica: int
     generation: int
     seconds: float
-    """Since the generation was announced to this leader."""
+    """Seconds since the generation was announced to this leader."""
 
 
 class Stopping(Event, frozen=True, kw_only=True):
-    """Coordinator: the run cannot go on."""
+    """Coordinator: the run cannot continue."""
 
     exit_code: int
     reason: str
@@ -109,28 +115,28 @@ class RunFinished(Event, frozen=True, kw_only=True):
 
 
 class Checkpoint(Event, frozen=True, kw_only=True):
-    """Writer: progress of a durable checkpoint; or where a replica begins."""
+    """Writer: progress of a durable checkpoint. Rank 0 of every replica records `loaded`."""
 
     replica: int
     rank: int
     iteration: int
     phase: Literal["loaded", "started", "finished", "failed", "removed_partial"]
-    """`loaded`, from rank 0 of every replica of a job with `--load`: training begins behind `iteration`; 0 where nothing was
-    loaded."""
+    """Phase of a save; or `loaded`, in a job with `--load`: training begins after `iteration`,
+    which is 0 if nothing was loaded."""
     detail: str = ""
-    """Why it failed, where, and what to do; of `loaded` the folder."""
+    """Reason, folder and remedy of a failed save; the folder of `loaded`."""
 
 
 class Gap(Event, frozen=True, kw_only=True):
-    """Whoever writes the file: events of this rank were lost before this line, because its ring was full or gone.
+    """Whoever writes the file: events of a rank were lost before this line.
 
-    `check` vouches for none of the steps that a gap touches.
+    The rank's ring was full or gone. `check` vouches for none of the steps that a gap touches.
     """
 
     replica: int
-    """-1: the launcher."""
+    """Replica of the rank; -1: the launcher."""
     rank: int
     num_events: int
-    """How many were lost."""
+    """Number of lost events."""
     since: float
-    """When the first of them happened, as `Event.t`."""
+    """Time of the first lost event, in seconds as `Event.t`."""

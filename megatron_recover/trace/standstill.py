@@ -1,4 +1,4 @@
-"""The events of processes that do not end and do not go on: ranks, leaders, the coordinator."""
+"""The events of ranks, leaders and the coordinator that have not ended and make no progress."""
 
 from __future__ import annotations
 
@@ -14,86 +14,96 @@ class WaitingRank(Part, frozen=True, kw_only=True):
     rank: int
     phase: str
     seconds: float
-    """Since its page showed something new."""
+    """Seconds since its progress page showed something new."""
 
 
 class RankSilent(Event, frozen=True, kw_only=True):
     """Agent: a rank is slow, hangs, is stopped or is held by a tracer.
 
-    Whether its replica is lost by that is said by the next `Generation`.
+    Only the next `Generation` shows whether the replica is lost by that.
     """
 
     replica: int
     rank: int
     verdict: Literal["slow", "hung", "stopped", "traced"]
     phase: str
-    """What its training thread does (`core/detector.py`)."""
+    """Activity of its training thread (`core/detector.py`)."""
     seconds: float
-    """For so long, as the agent's looks count it."""
+    """Seconds that the rank has shown no progress, or has been stopped or traced, as the agent's
+    looks count them."""
     idle_s: float | None = None
-    """Since the last progress: since the newest operation that its page shows began. None where that is not known."""
+    """Seconds since the newest operation on its progress page began; None if that is not known."""
     step: int
     label: str
     microbatches: tuple[int, ...] = ()
-    """In work."""
+    """Microbatches that the rank is computing."""
     state: str = ""
-    """Of the process, as in /proc/PID/stat."""
+    """State letter of the process in /proc/PID/stat."""
     waiting: tuple[WaitingRank, ...] = ()
-    """Ranks of the job that have shown nothing new either, in a phase whose length others decide or beside a rank of their
-    replica that is at work; the longest waits first."""
+    """Other ranks that have shown nothing new either, the longest wait first. Each is in a phase
+    whose length others decide, or beside a rank of its replica that is at work."""
 
 
 class RankMoved(Event, frozen=True, kw_only=True):
-    """Agent: a rank of which `rank_silent` was recorded shows progress again."""
+    """Agent: a rank for which `rank_silent` was recorded shows progress again."""
 
     replica: int
     rank: int
     step: int
-    """The step that its page shows now."""
+    """The step that its progress page shows now."""
 
 
 class LeaderSilent(Event, frozen=True, kw_only=True):
-    """Coordinator: a leader does not answer its beats; or it does again. Nobody is judged by that."""
+    """Coordinator: a leader does not answer its beats, or answers again.
+
+    The silence has no consequence for the leader.
+    """
 
     member: int
     """The leader's replica."""
     generation: int
     phase: Literal["began", "over"]
     seconds: float
-    """How long the silence has lasted."""
+    """Seconds that the silence has lasted."""
     waiting_for: tuple[int, ...]
-    """Members that the leader waited for when it answered last."""
+    """Members that the leader waited for at its last answer."""
 
 
 class CoordinatorSilent(Event, frozen=True, kw_only=True):
-    """Leader: its coordinator sends nothing, not even beats; or it does again. Training needs it only where something fails."""
+    """Leader: its coordinator sends nothing, not even beats, or sends again.
+
+    Training needs the coordinator only after a failure.
+    """
 
     replica: int
     generation: int
     phase: Literal["began", "over"]
     seconds: float
-    """How long the silence has lasted."""
+    """Seconds that the silence has lasted."""
     waits: str
-    """What this replica needs the coordinator for, in words; empty: nothing yet."""
+    """Need of this replica for the coordinator, in words; empty: none yet."""
     waiting_for: tuple[int, ...]
     """Members whose message this replica waits for."""
     pid: int
-    """Of the coordinator's process; 0 where it was never heard."""
+    """Process id of the coordinator; 0 if no beat has come yet."""
     state: str
-    """Of that process, as /proc has it (`T`: stopped); empty where it cannot be read."""
+    """State letter of that process in /proc (`T`: stopped); empty if it cannot be read."""
 
 
 class Strangers(Event, frozen=True, kw_only=True):
-    """Coordinator, leader or rank: connections to it were let go that had not proven themselves. Few are not told."""
+    """Coordinator, leader or rank: connections to it that had not proven themselves were closed.
+
+    A few closed connections are not reported.
+    """
 
     replica: int
-    """-1: the coordinator."""
+    """Replica of the listener; -1: the coordinator."""
     rank: int
-    """-1: the coordinator."""
+    """Rank of the listener; -1: the coordinator."""
     listener: str
-    """Whose port it is: `coordinator`, `leader`, `data` or `echo`."""
+    """Name of the listener: `coordinator`, `leader`, `data` or `echo`."""
     num_connections: int
-    """Since the last such event of this listener."""
+    """Number of connections closed since the last such event of this listener."""
 
 
 class Waiting(Event, frozen=True, kw_only=True):
@@ -102,7 +112,9 @@ class Waiting(Event, frozen=True, kw_only=True):
     replicas: tuple[int, ...]
     reason: str
     limit_s: float | None = None
-    """For how long at most the wait is excused, all such waits together; None: until one of them answers or ends.
+    """Seconds for which the wait is excused at most, all such waits together; None: until one of
+    them answers or ends.
 
-    Then whoever keeps the others waiting is judged, which takes longer, unless a step is committed or a replica is lost.
+    After that the members that keep others waiting are judged, unless a step is committed or a
+    replica is lost before. Judging takes more time.
     """

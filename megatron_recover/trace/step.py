@@ -1,4 +1,4 @@
-"""The events of a step's protocol, from what the members hold to the optimizer."""
+"""The events of a step's protocol, from the statuses of the members to the optimizer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Result(Part, frozen=True, kw_only=True):
     bucket: int
     version: int
     checksums: tuple[int, ...]
-    """One per rank of the bucket, in the order of `Joined.bucket_ranks`."""
+    """One checksum per rank of the bucket, in the order of `Joined.bucket_ranks`."""
 
 
 class Decided(Part, frozen=True, kw_only=True):
-    """A bucket that needs no reduction any more because `source` holds it complete."""
+    """A bucket that needs no further reduction, because `source` holds it complete."""
 
     bucket: int
     version: int
@@ -25,7 +25,7 @@ class Decided(Part, frozen=True, kw_only=True):
 
 
 class Transfer(Part, frozen=True, kw_only=True):
-    """A decided bucket goes from `source` to `targets` (replicas)."""
+    """A transfer of a decided bucket from replica `source` to the replicas `targets`."""
 
     bucket: int
     version: int
@@ -34,68 +34,73 @@ class Transfer(Part, frozen=True, kw_only=True):
 
 
 class Compute(Part, frozen=True, kw_only=True):
-    """Microbatches to compute, their gradient kept for these buckets only."""
+    """Microbatches to compute, whose gradient is kept only for the buckets `into`."""
 
     microbatches: tuple[int, ...]
     into: tuple[int, ...]
 
 
 class Contribution(Part, frozen=True, kw_only=True):
-    """Microbatches that are, or will be, in the local gradient of these buckets. A bucket is in one contribution at most."""
+    """Microbatches that are, or will be, in the local gradient of these buckets.
+
+    A bucket is in one contribution at most.
+    """
 
     buckets: tuple[int, ...]
     microbatches: tuple[int, ...]
 
 
 class Status(Event, frozen=True, kw_only=True):
-    """Leader: what its replica told all members on entering a generation."""
+    """Leader: the status that its replica sent to all members on entering a generation."""
 
     replica: int
     generation: int
     step: int
-    """The step that it has not committed yet."""
+    """The step that the replica has not committed yet."""
     work: bool
-    """Whether it has begun that step."""
+    """True if the replica has begun that step."""
     contributions: tuple[Contribution, ...]
-    """The microbatches that its local gradient holds or will hold, buckets that hold the same ones together."""
+    """Microbatches that the local gradient holds or will hold, grouped by buckets that hold the
+    same."""
     complete: tuple[tuple[int, int], ...]
-    """(bucket, version) that it holds complete."""
+    """(bucket, version) of the results that the replica holds complete."""
     committed: int | None
-    """The last step that it has committed."""
+    """The last step that the replica has committed; None before the first."""
     finished: tuple[int, ...] = ()
-    """Microbatches of the step that its first stage has finished, in that order: its journal."""
+    """Microbatches of the step that the replica's first stage has finished, in order: its
+    journal."""
     computing: tuple[int, ...] = ()
-    """Those that it has begun and not finished."""
+    """Microbatches that the first stage has begun and not finished."""
 
 
 class Plan(Event, frozen=True, kw_only=True):
-    """Leader: what its replica does next for a step."""
+    """Leader: the plan of its replica for a step."""
 
     replica: int
     generation: int
     step: int
     label: str
-    """Megatron's name for the step, e.g. ``train 17`` or ``evaluate 20/3``."""
+    """Label of the step, e.g. ``train 17`` or ``evaluate 20/3``."""
     num_microbatches: int
-    """M: the step's microbatches are 0..M-1."""
+    """M; the step's microbatches are 0..M-1."""
     roster: tuple[int, ...]
     quotas: tuple[int, ...]
-    """Microbatches held by or dealt to each member, in the order of `roster`."""
+    """Number of microbatches held by or dealt to each member, in the order of `roster`."""
     transfers: tuple[Transfer, ...] = ()
     computes: tuple[Compute, ...] = ()
-    """Of this replica."""
+    """Microbatches that this replica computes."""
     reduces: tuple[int, ...] = ()
     """Buckets to reduce in this generation."""
     decided: tuple[Decided, ...] = ()
 
 
 class MicrobatchStarted(Event, frozen=True, kw_only=True):
-    """Rank: a forward begins."""
+    """Rank: the forward of a microbatch begins."""
 
     replica: int
     rank: int
     generation: int
-    """Of the plan that dealt the microbatch."""
+    """Generation of the plan that dealt the microbatch."""
     step: int
     microbatch: int
     chunk: int = 0
@@ -103,7 +108,10 @@ class MicrobatchStarted(Event, frozen=True, kw_only=True):
 
 
 class MicrobatchFinished(Event, frozen=True, kw_only=True):
-    """Rank: a backward is done (in evaluation the forward), its gradient is in the local gradient of the buckets `into`."""
+    """Rank: the backward of a microbatch (in evaluation the forward) is done.
+
+    The gradient is in the local gradient of the buckets `into`.
+    """
 
     replica: int
     rank: int
@@ -112,17 +120,19 @@ class MicrobatchFinished(Event, frozen=True, kw_only=True):
     microbatch: int
     chunk: int = 0
     seconds: float
-    """Forward and backward together, on this rank."""
+    """Seconds of forward and backward together, on this rank."""
     backward_s: float = 0.0
-    """The backward alone, which has just ended."""
+    """Seconds of the backward alone, which has just ended."""
     into: tuple[int, ...]
-    """Buckets of this rank and chunk that took the gradient, the ledger included; that of the others went to a dump."""
+    """Buckets of this rank and chunk that received the gradient, the ledger included. The gradient
+    of the other buckets went to a dump."""
 
 
 class BucketPassed(Event, frozen=True, kw_only=True):
-    """Rank: the last backward of a pass still goes on, but all its gradient is in the local gradient of this bucket.
+    """Rank: a bucket has all the gradient of the last backward of a pass, which still runs.
 
-    Written before anyone gets a part of the bucket: a rank that dies before `MicrobatchFinished` may have contributed.
+    The event is recorded before any other rank gets a part of the bucket. So a rank that dies
+    before `MicrobatchFinished` may have contributed to the bucket.
     """
 
     replica: int
@@ -135,18 +145,21 @@ class BucketPassed(Event, frozen=True, kw_only=True):
 
 
 class Extended(Event, frozen=True, kw_only=True):
-    """Rank 0: the pass that runs takes in what a newer plan has dealt to its replica; otherwise it gets a pass of its own."""
+    """Rank 0: the running pass also computes the microbatches that a newer plan has dealt.
+
+    Otherwise such microbatches get a pass of their own.
+    """
 
     replica: int
     rank: int
     generation: int
-    """Of that plan."""
+    """Generation of that plan."""
     step: int
     microbatches: tuple[int, ...]
 
 
 class Reduced(Event, frozen=True, kw_only=True):
-    """Rank: the sum over the replicas of a bucket is complete here, and is about to be held."""
+    """Rank: the sum of a bucket over the replicas is complete here, and is about to be held."""
 
     replica: int
     rank: int
@@ -154,13 +167,14 @@ class Reduced(Event, frozen=True, kw_only=True):
     step: int
     bucket: int
     version: int
-    """The generation that produced it."""
+    """The generation of the reduction."""
     checksum: int
-    """Of the result's bytes on this rank."""
+    """Checksum of the result's bytes on this rank."""
     provenance: Literal["ones"] | tuple[int, ...]
-    """How often each microbatch 0..M-1 is in the sum: "ones", or the counts where they are not all one."""
+    """Number of times that each microbatch 0..M-1 is in the sum: "ones", or the counts if they are
+    not all one."""
     seconds: float = 0.0
-    """Since the sum began on this rank."""
+    """Seconds since the sum began on this rank."""
 
 
 class Transferred(Event, frozen=True, kw_only=True):
@@ -177,7 +191,10 @@ class Transferred(Event, frozen=True, kw_only=True):
 
 
 class Miscounted(Event, frozen=True, kw_only=True):
-    """Rank: a sum does not count every microbatch once. The step is computed anew, and the second time given up."""
+    """Rank: a sum does not count every microbatch once.
+
+    The step is then computed anew. If a sum miscounts again, the step is given up.
+    """
 
     replica: int
     rank: int
@@ -185,9 +202,9 @@ class Miscounted(Event, frozen=True, kw_only=True):
     step: int
     bucket: int
     microbatches: tuple[int, ...]
-    """Those that it does not count exactly once."""
+    """Microbatches that the sum does not count exactly once."""
     own_counts: tuple[int, ...]
-    """How often this rank has each microbatch in its local gradient of the bucket."""
+    """Number of times that each microbatch is in this rank's local gradient of the bucket."""
 
 
 class ReductionFailed(Event, frozen=True, kw_only=True):
@@ -202,60 +219,69 @@ class ReductionFailed(Event, frozen=True, kw_only=True):
 
 
 class StateDigested(Event, frozen=True, kw_only=True):
-    """Rank: a step begins whose record carries the state digest, and this is the rank's part of it."""
+    """Rank: the digest of its state as a step begins whose record carries the state digest."""
 
     replica: int
     rank: int
     step: int
     label: str
     digest: str
-    """Of all state of this rank."""
+    """Digest of all state of this rank."""
 
 
 class Voted(Event, frozen=True, kw_only=True):
-    """Leader: its replica is ready to commit a record."""
+    """Leader: its replica is about to vote for a record."""
 
     replica: int
     generation: int
     step: int
     digest: str
-    """Of the record without what voters say of themselves (requests, paces): all in which equal votes differ."""
+    """Digest of the record without the fields that may differ between equal votes (requests,
+    paces)."""
 
 
 class Disagreed(Event, frozen=True, kw_only=True):
-    """Leader: members voted for different records; this is that of its own replica, so that they can be compared."""
+    """Leader: members voted for different records, and this is the record of its own replica.
+
+    The event allows a comparison of the records.
+    """
 
     replica: int
     generation: int
     step: int
     label: str
     digest: str
-    """As in `voted`."""
+    """Same digest as in `voted`."""
     versions: tuple[Result, ...]
     state_digest: str | None = None
-    """As in `committed`."""
+    """Same digest as in `committed`."""
     reason: str
-    """Who voted for what, and in which fields and buckets the records differ from this one."""
+    """The votes of the members, and the fields and buckets in which their records differ from this
+    one."""
 
 
 class Committed(Event, frozen=True, kw_only=True):
-    """Leader: the step is committed."""
+    """Leader: the step is committed in its replica."""
 
     replica: int
     generation: int
-    """In which this replica committed it."""
+    """Generation in which this replica committed the step."""
     step: int
     label: str
     digest: str
-    """Of the record without what voters said of themselves: equal to that of the votes."""
+    """Digest of the record without the voters' own fields (requests, paces); equal to that of the
+    votes."""
     adopted: bool
-    """True: taken over from a member that had committed it in an older generation; False: by a full set of votes."""
+    """True: the record is from a member that had committed the step in an older generation. False:
+    a full set of votes committed the step."""
     versions: tuple[Result, ...]
     requests: tuple[str, ...] = ()
     paces: tuple[tuple[int, int], ...] = ()
-    """(voter, nanoseconds that one of its microbatches took; 0: it computed none): what quotas follow."""
+    """(voter, nanoseconds a microbatch took the voter; 0: it computed none). Quotas follow from
+    these."""
     state_digest: str | None = None
-    """Of the state that the step began with, over all ranks in rank order; None where no digest was due."""
+    """Digest of the state that the step began with, over all ranks in rank order; None if none was
+    due."""
 
 
 class Applied(Event, frozen=True, kw_only=True):
@@ -267,10 +293,13 @@ class Applied(Event, frozen=True, kw_only=True):
     step: int
     label: str
     parameter_digest: str | None = None
-    """Of all parameters of this rank; None where not due (`--recover-digest-interval`) or nothing was trained."""
+    """Digest of all parameters of this rank; None if not due (`--recover-digest-interval`) or if
+    nothing was trained."""
     lane_digest: str | None = None
-    """Of those parameters that every lane must hold alike, where that is not all of them: experts are spread over lanes."""
+    """Digest of the parameters that must be equal on every lane; None if these are all parameters.
+    Experts are spread over lanes."""
     replicated_digest: str | None = None
-    """Of those parameters that every tensor-parallel rank of the stage must hold alike; None where `parameter_digest` is."""
+    """Digest of the parameters that must be equal on every tensor-parallel rank of the stage; None
+    if `parameter_digest` is."""
     loss: float | None = None
-    """Mean over the step's microbatches, on the last stage; None elsewhere."""
+    """Mean loss over the step's microbatches, on the last stage; None on other stages."""
