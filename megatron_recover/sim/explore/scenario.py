@@ -14,7 +14,7 @@ class Scenario(Value, frozen=True):
     replicas: int = 3
     microbatches: int = 3
     bucket_ranks: tuple[tuple[int, ...], ...] = ((0,),)
-    """For each bucket, the ranks of a replica that hold it."""
+    """Ranks of a replica that hold each bucket."""
     num_ranks: int = 1
     """Ranks of a replica."""
     steps: int = 2
@@ -23,8 +23,7 @@ class Scenario(Value, frozen=True):
     suspicions: int = 0
     """Replicas that the coordinator fences although they live. They continue to take steps."""
     alarms: int = 0
-    """New generations without a loss. The cause is a broken link, a lost message or an expired
-    wait."""
+    """New generations without a loss, as after a broken link, a lost message or an expired wait."""
     drifts: int = 0
     """Replicas whose parameters change silently between two steps."""
     links: bool = False
@@ -37,19 +36,18 @@ class Scenario(Value, frozen=True):
     """Let a pass run for any time and compute the microbatches of plans that arrive meanwhile. If
     False, a pass ends as soon as it can."""
     saves: int = 0
-    """Checkpoint saves. Any replica may begin one at any instant and end it at any later
-    instant."""
+    """Checkpoint saves. Any replica may begin one at any instant, and end it at any later one."""
     late_saves: bool = False
     """Let the coordinator's `save` timer run out before a save is over."""
     tree_above: int = TREE_ABOVE
     """Number of members above which statuses and votes go over a tree."""
     paces: tuple[int, ...] = ()
-    """Pace that each replica reports after every step (`Threads.paces`); empty: no reports.
+    """Nanoseconds a microbatch that each replica measures of itself (`Threads.paces`); empty: none.
 
-    Unequal paces change the quotas from the third step on.
+    Unequal paces bring new quotas in the third step.
     """
     late: int = 0
-    """Follow timers that run out at any instant, even before a member has entered the
+    """Follow timers that run out at any instant, also before a member has entered the
     generation."""
     broken: Channels = frozenset()
     """Channels of the data plane that deliver nothing. An operation that needs one fails after all
@@ -60,14 +58,16 @@ class Scenario(Value, frozen=True):
     """Times that the coordinator is stopped. It receives all that arrived meanwhile when it
     continues."""
     state_drifts: int = 0
-    """Replicas whose state changes silently between two steps where no sum depends on it. Only the
-    state digest shows this."""
+    """Replicas whose state changes silently between two steps, in parts that no sum depends on.
+
+    Only the state digest shows the change.
+    """
     readers: int = 0
     """Times that a replica begins to read data, compile or compute. It continues at any later
     instant; meanwhile other members may give up waiting for it."""
     hangs: bool = False
-    """Let a replica that reads hang: it never continues. Until the coordinator's deadline it cannot
-    be told from one that does."""
+    """Let a replica that reads hang: it never continues. Nothing shows this before the
+    coordinator's deadline has passed."""
     outlasts: bool = False
     """Let the coordinator's deadline pass before a replica that reads continues. The replica may
     then be fenced already."""
