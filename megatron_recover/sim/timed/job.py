@@ -159,7 +159,7 @@ class TimedCoordinator(Actor):
         self.timers_s = timers_s
 
     def receive(self, message: LeaderMessage) -> None:
-        """A message of a leader."""
+        """Receive a message of a leader."""
         self.occupied()
         self.feed(message)
 
@@ -212,8 +212,7 @@ class TimedJob:
         self.forward_share = timing.compute.forward_share
         self.memory = Memory()
         self.history: invariants.History | None = None
-        """History that the invariants judge; None: no checks, as with `Memory`, which observes no
-        facts."""
+        """History that the invariants judge; None: no checks (`Memory` observes no facts)."""
         self.broken: Channels = frozenset()
         """Channels of the data plane that deliver nothing from now on."""
         self.meetings = Meetings(self)
@@ -243,13 +242,12 @@ class TimedJob:
         self._status_bytes: dict[tuple[ReplicaId, int], tuple[float, float]] = {}
         """Results of `_bytes_of`, by replica and generation."""
         self._statuses_bytes: dict[tuple[ReplicaId, int], float] = {}
-        """Bytes of forwarded statuses, by generation and the replica that forwards them up; -1:
-        down."""
+        """Bytes of forwarded statuses, by who forwards them up (-1: down) and generation."""
         self._record_bytes: tuple[Commitment | None, float] = (None, 0.0)
         """Newest record that was measured, and its bytes."""
         self._waits: dict[ReplicaId, tuple[object, ...]] = {}
         self._num_computing = 0
-        """Members of the generation whose plans were the newest to deal microbatches."""
+        """Members of the newest generation whose plans dealt microbatches."""
         self._behind: set[ReplicaId] = set()
         """Members that have not committed the newest step that anybody has committed."""
 
