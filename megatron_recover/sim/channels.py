@@ -1,8 +1,8 @@
 """Network faults of the data plane: broken channels, the operations they stop, and the accusations.
 
 A channel leads from one replica to another. Whom a member of a stopped operation accuses follows
-from how the direct transport sums (`data_plane/direct.py`): each member sends its contributions to
-all, then its sums to all.
+from how the direct transport sums (`data_plane/direct.py`). Each member sends every other member
+a shard of its local gradient, and then its sums to all.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def accused(operation: Operation, me: ReplicaId, broken: Channels) -> tuple[Repl
 def stuck_in_a_sum(members: Sequence[ReplicaId], broken: Channels) -> dict[ReplicaId, tuple[ReplicaId, ...]]:
     """Return the replicas that each stuck member accuses.
 
-    These are the members whose contribution it lacks. If it lacks none, it accuses the only other
-    member that is still waiting for contributions, or nobody if there are several.
+    These are the members whose shards it lacks. If it lacks none, it lacks sums: then it accuses
+    the only other member that lacks shards, or nobody if there are several.
     """
     missing = {me: tuple(peer for peer in members if (peer, me) in broken) for me in members}
     found = {}

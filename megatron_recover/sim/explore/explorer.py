@@ -98,7 +98,8 @@ class Explorer(Moves):
 def explored(scenario: Scenario) -> tuple[Exploration, float]:
     """Return the exploration of a scenario, and the seconds that it took."""
     began = time.monotonic()
-    gc.disable()  # no value refers to itself, so there is no garbage; the search for it takes a fifth of the time
+    # No value refers to itself, so there is no garbage. To look for it takes a fifth of the time.
+    gc.disable()
     try:
         return Explorer(scenario).run(), time.monotonic() - began
     finally:

@@ -103,7 +103,8 @@ class Moves(Space):
 
     def fired(self, world: World, timer: str) -> World:
         """Return the world after a timer of the coordinator has run out."""
-        self.attempt = f"the timer {timer} runs out"  # for the report, if what the coordinator does is a violation
+        # For the report, if the reaction of the coordinator is a violation.
+        self.attempt = f"the timer {timer} runs out"
         return self.coordinate(world, coordinator.TimerFired(timer))
 
     def beat(self, world: World) -> coordinator.Progressed | None:

@@ -55,7 +55,7 @@ from megatron_recover.sim.multiset import Multiset, checksum, digest, state_dige
 
 
 class Part(Value, frozen=True):
-    """A rank's local gradient of a bucket, as its contribution to the reduction of a generation."""
+    """A rank's local gradient of a bucket, published for the reduction of a generation."""
 
     replica: ReplicaId
     rank: int
@@ -333,7 +333,7 @@ class _Run:
     def lead(self, message: replica.Input) -> None:
         void = self.leader.void
         self.leader, effects = replica.step(self.leader, message)
-        self.flawed = self.flawed and self.leader.void == void  # later miscounts are in the new attempt
+        self.flawed = self.flawed and self.leader.void == void  # a void starts a new attempt
         for effect in effects:
             if isinstance(effect, replica.ToRanks):
                 if isinstance(effect.order, Plan):

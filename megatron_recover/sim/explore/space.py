@@ -307,7 +307,7 @@ class Space:
         return number
 
     def delivered(self, world: World, position: int, operation: Operation) -> Multiset | None:
-        """Return what an operation would deliver, or None while a contribution is missing."""
+        """Return what an operation would deliver, or None while a member's data is missing."""
         version = operation.version if operation.source is not None else 0
         parts = []
         for member in operation.members if operation.source is None else (operation.source,):
@@ -338,7 +338,7 @@ class Space:
             return True  # all members hang: only the detector ends that
         if not state.over:
             return False
-        has_given_up = bool(state.miscount)  # a later step, such as the save, may be made void, too
+        has_given_up = bool(state.miscount)  # later steps, such as the save, may be void, too
         if {item.exit_code == ExitCode.INVARIANT_VIOLATED for item in state.finished} - {has_given_up}:
             why = state.miscount or "no step was given up"
             raise invariants.InvariantViolation(9, f"{why}, and the job ends with {state.finished}")

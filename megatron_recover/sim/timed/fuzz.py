@@ -166,7 +166,7 @@ class RandomJob(TimedJob):
 
     def reading_s(self, rank: TimedRank) -> float:
         if rank.course.next_label(self.num_steps, self.save_interval) is None:
-            return 0.0  # nothing is left to read, and the wait for the end is short
+            return 0.0  # nothing is left to read; `finish_s` limits the end
         seconds = self.readings.pop((rank.replica.number, rank.position), 0.0)
         if seconds:
             self.reading[rank] = self.clock.now + seconds

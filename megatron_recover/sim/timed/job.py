@@ -436,7 +436,7 @@ class TimedJob:
 
     def announced(self, new: NewGeneration) -> None:
         """Account for a generation that the coordinator has made."""
-        self._not_behind(self._behind - set(new.roster))  # those that died before their commit of the step
+        self._not_behind(self._behind - set(new.roster))  # the lost never will
         self.undiscovered &= set(new.roster)
         if new.generation > 1:
             deaths = [self._deaths[loss.replica] for loss in new.losses if loss.replica in self._deaths]

@@ -29,7 +29,7 @@ class Meeting:
         self.here: dict[ReplicaId, TimedRank] = {}
         """Ranks that have arrived and not left, by replica."""
         self.parts: dict[ReplicaId, object] = {}
-        """Contributions, by replica."""
+        """Local gradients, or results to copy, by replica."""
         self.stalled_since: dict[ReplicaId, float] = {}
         """Time since which a replica has waited for what a broken channel does not deliver."""
 
@@ -42,7 +42,7 @@ class Meetings:
         self.open: dict[Key, Meeting] = {}
 
     def arrive(self, rank: TimedRank, operation: Operation) -> None:
-        """Let a rank arrive at an operation, with its contribution."""
+        """Let a rank arrive at an operation, with its data."""
         job, key = self.job, _key(rank, operation)
         meeting = self.open.get(key)
         if meeting is None:

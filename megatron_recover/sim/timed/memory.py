@@ -24,7 +24,7 @@ class Memory:
         """Compute all of a plan at a rank."""
 
     def read(self, rank: Rank, operation: Operation) -> object:
-        """Return what a rank contributes to an operation."""
+        """Return the data that a rank brings to an operation."""
         return None
 
     def add(self, parts: list[object]) -> object:

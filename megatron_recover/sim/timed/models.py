@@ -258,7 +258,7 @@ class Losses:
         return self.dice.random()
 
     def within(self, seconds: float, num_members: int) -> float | None:
-        """Let `seconds` pass; return after how many of them a loss by rate strikes, or None."""
+        """Spend `seconds`; return after how many of them a loss by rate strikes, or None."""
         hazard = self.hazard(num_members)
         if not hazard or num_members <= self.failures.until_replicas:
             return None

@@ -84,7 +84,7 @@ class RecoverJob(TimedJob):
         super().announced(new)
         self._disturbed = True
         state = self.coordinator.state
-        if state.patience:  # no member is at fault here, so the timeouts must be
+        if state.patience:  # only the timeouts can be at fault here
             raise self._too_slow(f"{state.fruitless} generations in a row came without a step")
 
     def fence(self, number: ReplicaId) -> None:
@@ -112,7 +112,7 @@ class RecoverJob(TimedJob):
         victim, position = self._victim(), self.losses.dice.randrange(self.table.ranks)
         if self.failures.at == "reduction":
             bucket = self.losses.dice.choice(self.buckets_of[position])
-            for point in (FaultPoint.REDUCE, FaultPoint.SECOND_REDUCE):  # the rank dies at the first one that it passes
+            for point in (FaultPoint.REDUCE, FaultPoint.SECOND_REDUCE):  # the first one kills the rank
                 self.add_fault(Fault(replica=victim, rank=position, point=point, step=plan.step, bucket=bucket))
         else:
             seconds = self.meter.ideal_s(len(plan.roster), plan.work.num_microbatches)

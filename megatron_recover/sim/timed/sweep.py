@@ -45,7 +45,7 @@ AT_SIZE = "Meta, 98,304 GPUs"
 MAX_LOSSES = 1000
 """Largest value of `--losses`."""
 GPUS = (2_048, 8_192, 32_768, 100_032)
-"""Sizes of the sweep over sizes."""
+"""GPUs of a job, in the sweep over sizes."""
 HEAD = ("sweep", "rate", "losses_per_gpu_hour", "gpus", "policy", "losses", "hours", "goodput_of_ideal", "kill_to_plan_s")
 CSV_FILE, PLOT_FILE = "sweep.csv", "sweep.svg"
 
@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not found:
             print("interrupted before the first point")
             return CTRL_C_CODE
-        result.write_csv(options.out / CSV_FILE, HEAD, found)  # Ctrl-C may have interrupted its writing
+        result.write_csv(options.out / CSV_FILE, HEAD, found)  # Ctrl-C may have cut it
     draw(options.out / PLOT_FILE, found)
     told = f"interrupted after {len(found)} lines; " if is_interrupted else ""
     print(f"{told}wrote {options.out / CSV_FILE} and {options.out / PLOT_FILE}")
