@@ -49,8 +49,7 @@ def workers(number: int, tasks_each: int | None = None) -> Iterator[Pool]:
     resource_tracker.ensure_running()  # if the pool started it, it would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        # Do not fork: the importing process may have threads, whose locks a forked child would wait
-        # for.
+        # Not forked: a forked child would wait for locks that threads of this process hold.
         with multiprocessing.get_context("spawn").Pool(number, maxtasksperchild=tasks_each) as pool:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             yield pool

@@ -76,8 +76,7 @@ class Moves(Space):
         """
         state = self.coordinators[world.coordinator]
         if world.grace and not any(world.nodes[number] and self.stalls(world, number) for number in state.roster):
-            # A real grace is shorter than the time until all stuck members notice. Here it ends
-            # after that.
+            # A real grace is over before all stuck members notice. Here it is over after that.
             waits = world.faults.waits - bool(world.reading and world.faults.waits)
             over = world._replace(grace="", faults=world.faults._replace(waits=waits))
             # `trouble` runs out after at most LASTS generations, and again after as many more,

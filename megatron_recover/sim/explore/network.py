@@ -51,7 +51,7 @@ class World(NamedTuple):
     links: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     """(source, or -1 for the coordinator; destination; numbers of the messages on their way)."""
     grace: str = ""
-    """Name of the grace timer that runs, or empty. Set only where `Space.takes_time`."""
+    """Name of the grace timer that runs, or empty. Used only where `Space.takes_time`."""
     stopped: bool = False
     """True while the coordinator takes no input."""
     inbox: tuple[int, ...] = ()
@@ -72,8 +72,7 @@ class World(NamedTuple):
     Empty again after a commit or a loss.
     """
     blamed: tuple[ReplicaId, ...] = ()
-    """Replicas fenced for what members reported of each other, though not overdue; in that
-    order."""
+    """Replicas fenced for reports of other members though not overdue, in order of fencing."""
 
 
 class Table[T]:

@@ -30,8 +30,7 @@ class Scenario(Value, frozen=True):
     """Send messages over FIFO links that deliver once and may break. If False, any message that was
     sent may arrive at any time."""
     slow: bool = False
-    """Let training threads take an order at any later time. If False, they take it as soon as they
-    can."""
+    """Let training threads take an order at any later time, not as soon as they can."""
     passes_last: bool = False
     """Let a pass run for any time and compute the microbatches of plans that arrive meanwhile. If
     False, a pass ends as soon as it can."""
@@ -47,16 +46,14 @@ class Scenario(Value, frozen=True):
     Unequal paces bring new quotas in the third step.
     """
     late: int = 0
-    """Follow timers that run out at any instant, also before a member has entered the
-    generation."""
+    """Follow timers that run out at any instant, also before any member has entered."""
     broken: Channels = frozenset()
     """Channels of the data plane that deliver nothing. An operation that needs one fails after all
     its members have arrived at it."""
     miscounts: int = 0
     """Times that a replica counts a microbatch of a step twice. Several may hit the same step."""
     stops: int = 0
-    """Times that the coordinator is stopped. It receives all that arrived meanwhile when it
-    continues."""
+    """Times that the coordinator is stopped. What arrives meanwhile waits until it continues."""
     state_drifts: int = 0
     """Replicas whose state changes silently between two steps, in parts that no sum depends on.
 
@@ -72,8 +69,7 @@ class Scenario(Value, frozen=True):
     """Let the coordinator's deadline pass before a replica that reads continues. The replica may
     then be fenced already."""
     waits: int = 0
-    """Times that members give up waiting for a replica that reads, before it continues or the
-    deadline passes."""
+    """Times that members give up on such a replica before it continues or the deadline passes."""
     digested: tuple[int, ...] = ()
     """Steps whose record has the state digest."""
     of_last_bucket: tuple[int, ...] = ()

@@ -100,8 +100,8 @@ class Space:
         self.histories: Table[invariants.History] = Table()
         self.effects: dict[tuple[int, Stimulus | int], Effect] = {}
         self.needs: dict[tuple[int, bool], tuple[int, int]] = {}
-        """Messages judged so far, and messages that can still affect a node; by node and
-        membership."""
+        """Messages judged so far, and those that can still affect a node; by (node, is a
+        member)."""
         self.observed: dict[tuple[int, tuple[invariants.Fact, ...]], int] = {}
         self.data: dict[tuple[object, ...], list[int]] = {}
         """Numbers of the `Part`s and `Copy`s, by all fields but their counts."""

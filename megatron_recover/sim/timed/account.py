@@ -12,8 +12,7 @@ class StepAccount:
     ended: float = 0.0
     """Time at which the last member committed the step."""
     num_members: int = 0
-    """Members of the newest generation that dealt microbatches of the step: later deaths cost no
-    work."""
+    """Members of the newest generation in which microbatches of the step were dealt."""
 
 
 @dataclass

@@ -82,8 +82,7 @@ class RandomJob(TimedJob):
         self.counts = Counts(table.microbatches, self.observe)
         self.memory = self.counts
         self.other_dice = random.Random(f"digests {seed}")
-        """Random numbers for features added later, so that the rest of a seed's job stays as it
-        was."""
+        """Random numbers for features added later: the rest of a seed's job stays as it was."""
         self.digest_interval = self.other_dice.choice((1, 2, 3, 99))
         """Divisor of the steps whose record has the state digest."""
         newest_dice = random.Random(f"saves {seed}")
@@ -109,7 +108,7 @@ class RandomJob(TimedJob):
         self._last: dict[object, float] = {}
         """Time at which the last message of a FIFO link arrives."""
         self._broken: dict[tuple[ReplicaId, ReplicaId], int] = {}
-        """Times that the link between two leaders broke; messages on it at that time are lost."""
+        """Times that the link between two leaders broke, which loses the messages on it."""
         for _ in range(dice.choice((0, 1, 1, 2, 2, 3, 5))):
             self.clock.at(dice.expovariate(1 / (0.3 * table.steps)), dice.choice(faults or _FAULTS), self)
         self.reader_dice = random.Random(f"readers {seed}")

@@ -2,8 +2,8 @@
 
 It promises what a transport promises (`data_plane/transport.py`):
 
-- A member gets a result only when all members took part.
-- Where a member is dead, the operation fails at each member that waits.
+- A sum has a result only when all members took part, a copy only when its source did.
+- Where a needed member is dead, the operation fails at each member that waits.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ class Meetings:
                 job.clock.at(job.clock.now + job.timing.together_s(seconds, number), self._sum, arrived, operation)
         elif job.broken or any(map(job.is_reading, operation.members)):
             # A member that a broken channel holds up elsewhere does not come, nor does one that
-            # reads. A member that computes is waited for: here `stall_s` may be shorter than a
-            # pass.
+            # reads. A member that computes is waited for: `stall_s` may be shorter than a pass.
             job.clock.after(job.stall_s, self._absent, rank, meeting)
         dead = [number for number in job.undiscovered if job.is_dead(number, rank.position) and number in operation.members]
         if dead:

@@ -114,8 +114,7 @@ class TimedRank:
         """True while the rank saves a checkpoint."""
         self.course = Course()
         self.turn = 0
-        """Number of the training thread's current activity. An event that an older one scheduled is
-        ignored."""
+        """Number of the training thread's activity; events of older activities are ignored."""
 
     # --- control thread ---
 
