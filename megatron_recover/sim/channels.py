@@ -1,7 +1,8 @@
-"""Network faults of the data plane: which channels lose what is sent, which operations that stops, and who reports whom.
+"""Network faults of the data plane: broken channels, the operations they stop, and the accusations.
 
-A channel goes from one replica to another. What a member of a stopped operation reports follows from how sums go over the
-direct transport: contributions go from all to all, then each member's sums to all (`data_plane/direct.py`).
+A channel leads from one replica to another. Whom a member of a stopped operation accuses follows
+from how the direct transport sums (`data_plane/direct.py`). Each member sends every other member
+a shard of its local gradient, and then its sums to all.
 """
 
 from __future__ import annotations
@@ -16,38 +17,45 @@ from megatron_recover.core.values import ReplicaId
 Channels = frozenset[tuple[ReplicaId, ReplicaId]]
 """(from, to) of each channel that delivers nothing."""
 Ways = Literal["out", "in", "both"]
-"""Which directions of a link are lost, seen from the first replica that is named."""
+"""Directions that are lost, as seen from the replica that is named first."""
 
 
 def card(owner: ReplicaId, replicas: Iterable[ReplicaId], ways: Ways) -> Channels:
-    """Return what a bad network card of `owner` loses: what it sends ("out"), what it receives ("in"), or both."""
+    """Return the channels that a bad network card of `owner` breaks.
+
+    `ways`: what it sends ("out"), what it receives ("in"), or both.
+    """
     return frozenset[tuple[ReplicaId, ReplicaId]]().union(
         *(link(owner, other, ways) for other in replicas if other != owner)
     )  # fmt: skip
 
 
 def link(one: ReplicaId, other: ReplicaId, ways: Ways) -> Channels:
-    """Return what a bad link loses: from `one` to `other` ("out"), the other way ("in"), or both."""
+    """Return the channels that a bad link breaks: from `one` ("out"), to `one` ("in"), or both."""
     there, back = (one, other), (other, one)
     return frozenset({there} if ways == "out" else {back} if ways == "in" else {there, back})
 
 
 def completes(operation: Operation, me: ReplicaId, broken: Channels) -> bool:
-    """True if a member of an operation gets its result when all members take part."""
+    """Return whether a member of an operation gets its result when all members take part."""
     if operation.source is not None:
         return (operation.source, me) not in broken
     return not any((one, other) in broken for one in operation.members for other in operation.members)
 
 
 def accused(operation: Operation, me: ReplicaId, broken: Channels) -> tuple[ReplicaId, ...]:
-    """Return whom a member names when an operation that all have reached does not complete."""
+    """Return the replicas that a member accuses when an operation stops that all have reached."""
     if operation.source is not None:
         return () if completes(operation, me, broken) else (operation.source,)
     return stuck_in_a_sum(operation.members, broken).get(me, ())
 
 
 def stuck_in_a_sum(members: Sequence[ReplicaId], broken: Channels) -> dict[ReplicaId, tuple[ReplicaId, ...]]:
-    """Return whom each stuck member names: those whose contribution it lacks, else the only one that owes its sum."""
+    """Return the replicas that each stuck member accuses.
+
+    These are the members whose shards it lacks. If it lacks none, it lacks sums: then it accuses
+    the only other member that lacks shards, or nobody if there are several.
+    """
     missing = {me: tuple(peer for peer in members if (peer, me) in broken) for me in members}
     found = {}
     for me in members:
@@ -58,7 +66,10 @@ def stuck_in_a_sum(members: Sequence[ReplicaId], broken: Channels) -> dict[Repli
 
 
 def at_fault(broken: Channels) -> list[frozenset[ReplicaId]]:
-    """Return the smallest sets of replicas without which no broken channel is left, by trying all sets."""
+    """Return the smallest sets of replicas whose removal leaves no broken channel.
+
+    Try all sets of the replicas at the ends of broken channels.
+    """
     ends = sorted({end for channel in broken for end in channel})
     for size in range(len(ends) + 1):
         found = [frozenset(some) for some in combinations(ends, size) if all({*some} & {*channel} for channel in broken)]
@@ -68,9 +79,12 @@ def at_fault(broken: Channels) -> list[frozenset[ReplicaId]]:
 
 
 def innocent(fenced: Sequence[ReplicaId], roster: Sequence[ReplicaId], broken: Channels) -> bool:
-    """True if of the replicas that were `fenced`, in this order, one was not at fault for `broken` channels.
+    """Return whether one of the `fenced` replicas was not at fault for `broken` channels.
 
-    Of the last two members either may leave; `roster` has those that are left.
+    In that case no set of `at_fault` has all of them.
+
+    `fenced` is in the order of fencing; `roster` has the members that are left. Of the last two
+    members either may be fenced.
     """
     if len(roster) == 1 and fenced and any({*channel} == {fenced[-1], *roster} for channel in broken):
         fenced = fenced[:-1]

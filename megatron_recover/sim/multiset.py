@@ -1,6 +1,7 @@
-"""What the memory of a simulated rank holds instead of gradient: a multiset of microbatch ids.
+"""Multisets of microbatch ids, which simulated ranks hold instead of gradient.
 
-Exactly-once is checked in the data that way (INV-1): `counts[i]` is how often microbatch i is in it.
+`counts[i]` is how often microbatch i is in a multiset. So exactly-once is checked in the data
+(INV-1).
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ Multiset = tuple[int, ...]
 
 
 def add(parts: Iterable[Multiset]) -> Multiset:
-    """The sum of multisets."""
+    """Return the sum of multisets."""
     return tuple(map(sum, zip(*parts, strict=True)))
 
 
 def checksum(counts: Multiset) -> int:
-    """Stands for the checksum of a result's bytes, which is the same on all that reduced it."""
+    """Return what replaces the checksum of a result: equal on all ranks that reduced it."""
     value = 0
     for count in counts:
         value = value * 10 + count
@@ -26,15 +27,21 @@ def checksum(counts: Multiset) -> int:
 
 
 def voted(counts: Multiset, *, drifted: bool) -> int:
-    """Stands for the checksum that is voted on: it covers the parameters, too. `drifted`: they are not those of the others."""
+    """Return what replaces the checksum that is voted on, which covers the parameters, too.
+
+    `drifted`: the parameters differ from those of the other replicas.
+    """
     return -checksum(counts) if drifted else checksum(counts)
 
 
 def state_digest(step: int, rank: int, *, drifted: bool) -> int:
-    """Stands for the digest of all state that a rank begins a step with. `drifted`: it is not that of the other replicas."""
+    """Return what replaces the digest of all state with which a rank begins a step.
+
+    `drifted`: this state differs from that of the other replicas.
+    """
     return 1000 * step + 10 * rank + drifted
 
 
 def digest(record: Record, *, drifted: bool) -> str:
-    """Stands for the digest of the parameters that a committed step has made."""
+    """Return what replaces the digest of the parameters that a committed step has made."""
     return str(([(item.bucket, item.version) for item in record.versions], drifted))

@@ -1,4 +1,4 @@
-"""Long work that Ctrl-C may end at any time: once, and in this process alone, whose workers go with it."""
+"""Long work that Ctrl-C may end at any time, through the main process, which ends its workers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from types import FrameType
 from typing import NoReturn
 
 CTRL_C_CODE = 128 + signal.SIGINT
-"""The exit code of a command that Ctrl-C has ended."""
+"""Exit code of a command that Ctrl-C has ended."""
 
 
 @contextlib.contextmanager
 def ended_by_ctrl_c() -> Iterator[None]:
-    """The first SIGINT raises KeyboardInterrupt as usual; those that follow do not disturb what is left to do and to say.
+    """Raise KeyboardInterrupt at the first SIGINT, and ignore the later ones.
 
-    Where SIGINT is ignored (a command of a script's that goes on in the background) it stays so.
+    So nothing disturbs what the command has left to do and to print. Where SIGINT is ignored
+    before, as for a background command of a script, it stays ignored.
     """
     before = signal.getsignal(signal.SIGINT)
 
@@ -37,15 +38,18 @@ def ended_by_ctrl_c() -> Iterator[None]:
 
 @contextlib.contextmanager
 def workers(number: int, tasks_each: int | None = None) -> Iterator[Pool]:
-    """A pool of so many; with `tasks_each`, a process is replaced after so many tasks, so that its memory is free again.
+    """Yield a pool of `number` worker processes, all of which block SIGINT.
 
-    A terminal sends Ctrl-C to all of them. They block it from their first instruction on, those that come later included:
-    what the pool starts, its own threads as well, has the signal mask of the thread that makes it.
+    With `tasks_each` a process is replaced after so many tasks, which frees its memory.
+
+    A terminal sends Ctrl-C to all processes. The workers block it from their first instruction on,
+    replacements included: all that the pool starts inherits the signal mask of the thread that
+    makes it. So do the pool's own threads.
     """
-    resource_tracker.ensure_running()  # which would take SIGINT out of the mask, if the pool started it
+    resource_tracker.ensure_running()  # if the pool started it, it would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        # Not forked: whoever imports this may have threads, whose locks a forked child would wait for.
+        # Not forked: a forked child would wait for locks that threads of this process hold.
         with multiprocessing.get_context("spawn").Pool(number, maxtasksperchild=tasks_each) as pool:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             yield pool

@@ -1,1 +1,1 @@
-"""Exhaustive exploration of the machines of `core`."""
+"""Exhaustive exploration of the machines of `core` in small jobs."""

@@ -1,10 +1,11 @@
-"""Explores every behaviour of a small job: the core's own machines, every order of messages, every instant of a fault.
+"""Explore every behaviour of a small job: all orders of messages, and faults at every instant.
 
     python -m megatron_recover.sim.explore.explorer --config ci
 
-Breadth first from the announcement of generation 1. Where an invariant breaks, the shortest way found to it is printed and
-the exit code is 1. A state in which nothing can happen any more must be one in which all members have finished (INV-8, INV-9).
-`sim/explore/moves.py` says what is tried, and what is left out.
+The core's own machines run in it. The search is breadth first, from the announcement of generation
+1. Where an invariant breaks, the shortest way found to it is printed, and the exit code is 1. Where
+nothing can happen any more, the job must have ended (INV-8, INV-9). `sim/explore/moves.py` says
+what is tried, and what is left out.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from megatron_recover.sim.workers import CTRL_C_CODE, ended_by_ctrl_c, workers
 
 
 class Found(Value, frozen=True):
-    """A violation and the way to it."""
+    """A violation, and the attempts that lead to it."""
 
     detail: str
     lines: tuple[str, ...]
 
 
 class Exploration(Value, frozen=True):
-    """What an exploration covered."""
+    """Size and outcome of an exploration."""
 
     scenario: Scenario
     states: int
@@ -45,10 +46,10 @@ class Exploration(Value, frozen=True):
 
 
 class Explorer(Moves):
-    """One exploration."""
+    """A breadth-first search through all states of a scenario."""
 
     def run(self, limit: int = 50_000_000) -> Exploration:
-        """Explore every state. Raises MemoryError beyond `limit` states."""
+        """Explore every state. Raise MemoryError beyond `limit` states."""
         came_from: dict[World, World | None] = {}
         world = self.initial()
         ends = 0
@@ -77,7 +78,7 @@ class Explorer(Moves):
         return Exploration(self.scenario, len(came_from), self.transitions, ends, found)
 
     def way(self, world: World, came_from: Mapping[World, World | None]) -> tuple[str, ...]:
-        """What happened from the beginning to a state, and what was tried there."""
+        """Return what happened from the beginning to a state, and what was tried there."""
         attempts = [self.attempt]
         before = came_from.get(world)
         while before is not None:
@@ -90,14 +91,15 @@ class Explorer(Moves):
         return tuple(item if isinstance(item, str) else self.tell(*item) for item in attempts)
 
     def tell(self, number: ReplicaId, stimulus: Stimulus | int) -> str:
-        """A line of the report of a violation."""
+        """Return a line of the report of a violation."""
         return f"replica {number}: {self.messages[stimulus] if isinstance(stimulus, int) else stimulus}"
 
 
 def explored(scenario: Scenario) -> tuple[Exploration, float]:
-    """The exploration of a scenario, and the seconds that it took."""
+    """Return the exploration of a scenario, and the seconds that it took."""
     began = time.monotonic()
-    gc.disable()  # no value here refers to itself: there is nothing to collect, and the search takes a fifth of the time
+    # No value refers to itself, so there is no garbage. To look for it takes a fifth of the time.
+    gc.disable()
     try:
         return Explorer(scenario).run(), time.monotonic() - began
     finally:
@@ -107,7 +109,7 @@ def explored(scenario: Scenario) -> tuple[Exploration, float]:
 def explored_beside(
     scenarios: Sequence[Scenario], jobs: int, begins: Callable[[Scenario], None]
 ) -> Iterator[tuple[Exploration, float]]:
-    """Each exploration when it has ended, `jobs` at a time; `begins` is told of it when it begins."""
+    """Yield each exploration when it ends, `jobs` at a time. Call `begins` when one begins."""
     waiting = iter(scenarios)
     if jobs == 1:
         for scenario in waiting:
@@ -115,7 +117,7 @@ def explored_beside(
             yield explored(scenario)
         return
     with workers(jobs, tasks_each=1) as pool:
-        ended = pool.imap_unordered(explored, scenarios)  # which begins them in their order
+        ended = pool.imap_unordered(explored, scenarios)  # begins them in their order
         for scenario in itertools.islice(waiting, jobs):
             begins(scenario)
         for one in ended:
@@ -126,7 +128,10 @@ def explored_beside(
 
 @ended_by_ctrl_c()
 def main(arguments: list[str] | None = None) -> int:
-    """Explore the scenarios of a configuration; the exit code is 1 if one breaks an invariant, 130 after Ctrl-C."""
+    """Explore the scenarios of a configuration and return the exit code.
+
+    The code is 1 if a scenario breaks an invariant, 130 after Ctrl-C.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m megatron_recover.sim.explore.explorer", description=__doc__.split("\n\n")[0]
     )

@@ -1,7 +1,13 @@
-"""Whom the coordinator may remove for being late or at fault, judged by what is true in the explored world.
+"""Judgement of the replicas that the coordinator removes for being late or at fault.
 
-The coordinator knows evidence; the explorer knows who reads, since when the deadline has passed, whose save is overdue, which
-channels are broken and which timer it has fired. So each removal is judged by its cause, at the instant at which it is made.
+The coordinator has evidence only. The explorer knows the truth of its world:
+
+- which members read, and since when the deadline has passed;
+- whose save is overdue;
+- which channels are broken;
+- which timer it has fired.
+
+So it judges each removal by its cause, at the instant at which the coordinator makes it.
 """
 
 from __future__ import annotations
@@ -20,10 +26,13 @@ LASTS = 2
 
 
 def judged(scenario: Scenario, world: World, before: CoordinatorState, after: CoordinatorState, cause: Input) -> World:
-    """Return the world after what the coordinator made of an input: whom the others wait for, and who is overdue.
+    """Return the world after the coordinator's reaction to an input, with the waits that it ends.
 
-    Raises InvariantViolation where it has removed a replica that is not at fault, or the last ones for being late, and where it
-    keeps one whose save is overdue for longer than any trouble that passes.
+    Raise InvariantViolation in these cases:
+
+    - The coordinator has removed a replica that is not at fault.
+    - It has removed the last members for being late.
+    - It keeps a replica whose save is overdue for longer than any trouble that passes.
     """
     losses = after.losses[len(before.losses) :]
     if not losses and after.step == before.step:
@@ -39,12 +48,12 @@ def judged(scenario: Scenario, world: World, before: CoordinatorState, after: Co
             raise InvariantViolation(9, f"replicas {suspected} were fenced for what need not last: {losses[-1].detail}")
         else:
             world = _is_blamed(scenario, world, suspected, after.roster)
-    # What was waited for is over: the time of those that are still reading begins anew.
+    # The wait is over. For members that still read, the deadline begins anew.
     return world._replace(reading=tuple(each for each in world.reading if each in after.roster), overdue=None, late_saves=())
 
 
 def _is_not_excused(world: World, after: CoordinatorState) -> None:
-    """Those whose save is overdue must not be kept for the work of another."""
+    """Raise InvariantViolation if a replica whose save is overdue is kept for another's work."""
     for replica, since in world.late_saves:
         if after.generation - since > LASTS:
             made = f"{after.generation - since} generations without a step"
@@ -52,14 +61,18 @@ def _is_not_excused(world: World, after: CoordinatorState) -> None:
 
 
 def _is_late(world: World, losses: Sequence[Loss]) -> None:
-    """Those that have not entered a generation in time must not be at work that is excused."""
+    """Raise InvariantViolation if a member fenced for not entering was at work that is excused."""
     for loss in losses:
         if loss.replica in world.reading and world.overdue is None:
             raise InvariantViolation(9, f"replica {loss.replica} was only at work: {loss.detail}")
 
 
 def _is_blamed(scenario: Scenario, world: World, fenced: Sequence[ReplicaId], roster: Sequence[ReplicaId]) -> World:
-    """Those that evidence names must be at work beyond the deadline, save for too long, or be at fault for a broken channel."""
+    """Return the world with those that evidence names; raise InvariantViolation if one is innocent.
+
+    A replica may be fenced for work beyond the deadline, for an overdue save, or for a broken
+    channel.
+    """
     at_fault = {*(world.overdue or ()), *(replica for replica, _ in world.late_saves)}
     blamed = (*world.blamed, *(each for each in fenced if each not in at_fault))
     if blamed != world.blamed and channels.innocent(blamed, roster, scenario.broken):

@@ -1,19 +1,24 @@
-"""What can happen in a state of a small job: every order of messages, every step of a node, every fault.
+"""Moves from a state of a small job: every order of messages, every step of a node, every fault.
 
-What is not tried twice (each is another order of independent steps, or covered by another outcome; `reduced=False` tries it
-all, and a test compares the two)
-----------------------------------------------------------------------------------------------------------------------------
+Moves that are left out
+-----------------------
+Each one is another order of independent steps, or another outcome covers it. `reduced=False` tries
+them all, and a test compares the two.
+
 * Inside a node: `sim/explore/node.py`.
-* Generations come in layers: once one is announced, members of older ones only enter it. What they did before entering
-  reads no message of the new generation, so it can as well have happened before the announcement. (Not with `links`: there
-  messages of a generation may arrive before its announcement.)
-* A vote or status that is only stored, because those of two or more other members are missing, is delivered at once. It has
-  no effect before the last one comes, a new generation discards it delivered or not, and the last one may still be lost.
-  In a tree it may also make a node hand on what it has: a message more, which nobody has to receive.
-* A node that no new generation can reach (it is not in the newest roster; or it has entered the newest and no fault is left to
-  come) takes its steps at once: they only add messages, none disables another, and nobody has to receive what they send.
-* A crash is seen by the coordinator at once: until then the dead replica just does nothing, as any replica may at any time.
-  A fenced replica is never killed: being killed is doing nothing from then on.
+* Generations come in layers: after an announcement, members of older generations only enter the new
+  one. Their steps before entering read no message of the new generation, so these steps can as well
+  have happened before the announcement. With `links` this does not hold: there, messages of a
+  generation may arrive before its announcement.
+* A vote or status that the receiver only stores, because it still lacks those of two or more
+  members, is delivered at once. Such a message has no effect before the last one arrives, and the
+  last one may still be lost. A new generation discards it, delivered or not. In a tree the delivery
+  may also make the node forward what it has: one more message, which nobody has to receive.
+* A node that no new generation can reach takes its steps at once. Such a node is not in the newest
+  roster, or it has entered the newest generation and no fault is left. Its steps only add messages,
+  none disables another, and nobody has to receive what they send.
+* The coordinator sees a crash at once. Until it does, the dead replica merely does nothing, as any
+  replica may at any time. For the same reason a fenced replica is never killed.
 """
 
 from __future__ import annotations
@@ -32,16 +37,16 @@ from megatron_recover.sim.explore.node import CarryOut, Complete, Drift, DriftSt
 from megatron_recover.sim.explore.space import Attempt, Space
 
 _PATIENCE = 2
-"""How often `trouble` runs out."""
+"""Number of times that the coordinator's timer `trouble` runs out."""
 
 
 class Moves(Space):
-    """What can happen next, and what of it need not be tried."""
+    """States of a scenario with the moves from each, without those that need not be tried."""
 
     # --- what can happen ---
 
     def steps(self, world: World) -> Iterator[tuple[Attempt, World]]:
-        """Every step of a live node: what happens, and the state after it."""
+        """Yield every step of a live node and of the coordinator, with the state after it."""
         for number, name in enumerate(world.nodes):
             if name:
                 waits = self.stalls(world, number) if world.reading else []
@@ -65,14 +70,18 @@ class Moves(Space):
             yield f"the overdue save of replica {number} is over", over
 
     def times(self, world: World) -> Iterator[tuple[Attempt, World]]:
-        """The times that pass where operations take time to fail, and what comes of work that others wait for."""
+        """Yield timers that run out where operations take time to fail, and ends of local work.
+
+        Local work is reading data, compiling or computing, for which other members wait.
+        """
         state = self.coordinators[world.coordinator]
         if world.grace and not any(world.nodes[number] and self.stalls(world, number) for number in state.roster):
-            # A grace is shorter than the time in which all members that are stuck find that out: here it ends after that.
+            # A real grace is over before all stuck members notice. Here it is over after that.
             waits = world.faults.waits - bool(world.reading and world.faults.waits)
             over = world._replace(grace="", faults=world.faults._replace(waits=waits))
-            # What lasts is told from what passes after so many generations at the latest, and after as many more. Those in
-            # which waits are excused are none of them, and where nobody is left to wait for there is no end of trying to see.
+            # `trouble` runs out after at most LASTS generations, and again after as many more,
+            # which bounds the search. Generations with excused waits do not count. There is no
+            # bound once `trouble` has run out twice, if nobody reads and no channel is broken.
             tries = state.generation - int(state.trouble.split()[1]) if state.trouble else 0
             is_excused = world.reading and not state.is_excuse_over and not world.late_saves
             is_clear = not world.reading and not self.scenario.broken and state.patience == _PATIENCE
@@ -92,12 +101,16 @@ class Moves(Space):
             yield f"a beat of replica {beat.replica} tells of step {beat.step}", self.coordinate(world, beat)
 
     def fired(self, world: World, timer: str) -> World:
-        """The world after a timer of the coordinator has run out."""
-        self.attempt = f"the timer {timer} runs out"  # what the coordinator does then may be a violation
+        """Return the world after a timer of the coordinator has run out."""
+        # For the report, if the reaction of the coordinator is a violation.
+        self.attempt = f"the timer {timer} runs out"
         return self.coordinate(world, coordinator.TimerFired(timer))
 
     def beat(self, world: World) -> coordinator.Progressed | None:
-        """What a beat tells the coordinator of committed steps that it does not know of; it matters to those that wait."""
+        """Return the beat that reports steps whose commit the coordinator does not know, or None.
+
+        Such a beat matters to those that wait for readers. Without readers the result is None.
+        """
         state = self.coordinators[world.coordinator]
         if world.stopped or not self.scenario.readers:
             return None
@@ -106,14 +119,14 @@ class Moves(Space):
         return coordinator.Progressed(number, step) if step > state.step else None
 
     def continued(self, world: World) -> World:
-        """The world after the coordinator has taken all that reached it while it was stopped."""
+        """Return the world after the coordinator has received what arrived during its stop."""
         inbox, world = world.inbox, world._replace(stopped=False, inbox=())
         for number in inbox:
             world = self.coordinate(world, self.inputs[number])
         return world
 
     def faults(self, world: World) -> Iterator[tuple[Attempt, World]]:
-        """Every fault that may still come."""
+        """Yield every fault that may still happen, with the world after it."""
         state, left = self.coordinators[world.coordinator], world.faults
         for number in state.roster:
             lost = coordinator.Lost(Loss(number, LossKind.PROCESS_ENDED))
@@ -134,7 +147,7 @@ class Moves(Space):
             if left.readers and world.nodes[number] and not world.stopped and self.may_read(world, number):
                 reading = tuple(sorted({*world.reading, number}))
                 overdue = None if world.overdue is None else tuple(sorted({*world.overdue, number}))
-                # A look at a page is quicker than any wait is long.
+                # The agent looks at a progress page more often than any wait is long.
                 after = world._replace(reading=reading, overdue=overdue, faults=left._replace(readers=left.readers - 1))
                 yield f"replica {number} reads", self.coordinate(after, coordinator.AtWork(reading))
             if left.miscounts and world.nodes[number] and self.nodes[world.nodes[number]].may_miscount():
@@ -155,11 +168,11 @@ class Moves(Space):
             yield from self.alarm(world._replace(faults=left._replace(alarms=left.alarms - 1)), state)
 
     def may_fail(self, world: World) -> bool:
-        """Whether a fault may still come."""
+        """Return whether a fault may still happen."""
         return any(world.faults)
 
     def stimuli(self, world: World, number: ReplicaId) -> list[Stimulus | int]:
-        """What can reach a node: numbers of messages, and the node's own steps."""
+        """Return what can reach a node: numbers of messages, and the node's own steps."""
         name = world.nodes[number]
         own = self.own_steps(name)
         state = self.coordinators[world.coordinator]
@@ -167,7 +180,7 @@ class Moves(Space):
             return [self.newest[state.generation, state.roster, state.trusted_from, state.void]]
         found: list[Stimulus | int] = [queue[0] for _, destination, queue in world.links if destination == number]
         found += network.numbers(self.deliverable(world.messages, name))
-        if number in world.reading:  # its control thread goes on
+        if number in world.reading:  # its control thread continues
             return found + [stimulus for stimulus in own.stimuli if isinstance(stimulus, CarryOut)]
         found += own.stimuli
         for position, operation in own.pending:
@@ -177,7 +190,11 @@ class Moves(Space):
         return found + (self.stalls(world, number) if not world.reading else [])
 
     def stalls(self, world: World, number: ReplicaId) -> list[Stimulus | int]:
-        """The operations of a node that all members have reached and that broken channels stop."""
+        """Return a `Stall` for each operation of a node that waits in vain.
+
+        Without readers: the operations that all members have reached and that broken channels stop.
+        With readers: those that wait for a reader, once nothing else can happen.
+        """
         if number in world.reading:
             return []
         if world.reading:
@@ -190,14 +207,20 @@ class Moves(Space):
         ]
 
     def may_read(self, world: World, number: ReplicaId) -> bool:
-        """Whether a member can still be what the sum of a step waits for: the step is there, and nobody has its result."""
+        """Return whether the sum of a step can still wait for this member.
+
+        It can while the member has a step to do and no member has a result of its step.
+        """
         if self.nodes[world.nodes[number]].leader.step >= self.scenario.steps:
             return False
         members = [world.nodes[number] for number in self.coordinators[world.coordinator].roster]
         return not any(items for name in members if name for items in self.nodes[name].leader.held)
 
     def is_quiet(self, world: World) -> bool:
-        """Whether nothing is left to happen but what a reader keeps: no message takes as long as a wait for a member does."""
+        """Return whether nothing can happen but waits for readers to end.
+
+        Messages come first: none takes as long as a wait for a member does.
+        """
         return self.beat(world) is None and not any(
             self.take(world, number, stimulus) is not None
             for number in self.coordinators[world.coordinator].roster
@@ -206,7 +229,7 @@ class Moves(Space):
         )
 
     def waits_for_readers(self, world: World, number: ReplicaId) -> list[Stimulus | int]:
-        """The operations of a node whose members wait for one that reads, and may give that up."""
+        """Return a `Stall` for each operation of a node that may give up waiting for a reader."""
         state = self.coordinators[world.coordinator]
         if not world.faults.waits and not state.is_excuse_over and not (self.scenario.hangs and not state.excuse):
             return []
@@ -218,7 +241,7 @@ class Moves(Space):
         return found
 
     def alarm(self, world: World, state: coordinator.CoordinatorState) -> Iterator[tuple[Attempt, World]]:
-        """A new generation is asked for although nobody died."""
+        """Yield the requests for a new generation although nobody died."""
         if self.scenario.links:
             for a, b in itertools.combinations(state.roster, 2):
                 links = tuple(link for link in world.links if {link[0], link[1]} != {a, b})
@@ -233,7 +256,8 @@ class Moves(Space):
                 if after.coordinator != world.coordinator:
                     yield f"an operation of replica {number} rank {position} fails", after
         for number in state.roster:
-            # One of the members will do: who asks changes nothing but that it asks no more in this generation.
+            # One requesting member is enough. Which one it is changes only who requests nothing
+            # more in this generation.
             leader = self.nodes[world.nodes[number]].leader
             peers = neighbours(leader.roster, number, leader.tree_above) if leader.roster else ()
             after = self.stimulate(world, number, replica.LinkLost(peers[0])) if peers else world
@@ -244,7 +268,10 @@ class Moves(Space):
     # --- what need not be tried, what need not be kept ---
 
     def settle(self, world: World, trail: list[Attempt] | None = None) -> World:
-        """Take the steps whose order is of no consequence (the module's docstring says which), and drop useless messages."""
+        """Take the steps whose order does not matter, and drop useless messages.
+
+        The module's docstring lists these steps.
+        """
         while True:
             after = self.harmless(world) if self.reduced else None
             if after is None:
@@ -254,7 +281,7 @@ class Moves(Space):
                 trail.append(self.attempt)
 
     def harmless(self, world: World) -> World | None:
-        """The world after one step whose order is of no consequence, if there is one."""
+        """Return the world after one step whose order does not matter, or None if there is none."""
         state = self.coordinators[world.coordinator]
         if state.over:
             return None
@@ -278,7 +305,7 @@ class Moves(Space):
         return None
 
     def only_stored(self, name: int, bits: int) -> int:
-        """The messages that a node would only store; of those among `bits` it is known."""
+        """Return the messages that a node would only store, complete for those in `bits`."""
         judged, stored = self.stored.get(name, (0, 0))
         if bits & ~judged:
             for number in network.numbers(bits & ~judged):
@@ -287,7 +314,7 @@ class Moves(Space):
         return stored
 
     def tidy(self, world: World) -> World:
-        """Drop the messages that can have no effect any more on anyone."""
+        """Drop the messages that can no longer affect any node."""
         roster = self.coordinators[world.coordinator].roster
         needed = 0
         for number, name in enumerate(world.nodes):
@@ -297,7 +324,7 @@ class Moves(Space):
         return world if kept == world.messages else world._replace(messages=kept)
 
     def needed(self, bits: int, name: int, member: bool) -> int:
-        """The messages that can still have an effect on a node; of those among `bits` it is known."""
+        """Return the messages that can still affect a node, complete for those in `bits`."""
         key = (name, member)
         judged, needed = self.needs.get(key, (0, 0))
         if bits & ~judged:

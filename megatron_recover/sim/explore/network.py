@@ -1,4 +1,4 @@
-"""A state of the whole job in small numbers, and what of its messages can still matter to whom."""
+"""State of the whole job in small numbers, and which messages can still affect which node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_recover.sim.explore.node import Copy, Message, Node, Part
 
 
 class Faults(NamedTuple):
-    """How many faults of each kind may still come."""
+    """Number of faults of each kind that may still happen."""
 
     crashes: int
     suspicions: int
@@ -22,49 +22,61 @@ class Faults(NamedTuple):
     drifts: int
     state_drifts: int
     saves: int
-    """That may still begin."""
+    """Saves that may still begin."""
     late: int = 0
     """Follow timers that may still run out."""
     stops: int = 0
-    """Of the coordinator."""
+    """Times that the coordinator may still be stopped."""
     miscounts: int = 0
-    """Replicas that may still miscount."""
+    """Miscounts that may still happen."""
     readers: int = 0
-    """Replicas that may still read."""
+    """Times that a replica may still begin to read."""
     waits: int = 0
-    """How often members may still give up waiting for them."""
+    """Times that members may still give up waiting for a replica that reads."""
 
 
 class World(NamedTuple):
-    """A state of the whole job; components are numbered values, so that it is small and quick to compare."""
+    """A state of the whole job. Its parts are numbered values: it is small and quick to compare."""
 
     coordinator: int
+    """Number of the coordinator's state."""
     nodes: tuple[int, ...]
-    """0: dead."""
+    """Number of each replica's node; 0: dead."""
     messages: int
-    """Bit set of message numbers."""
+    """Bit set of the numbers of all messages that may arrive."""
     history: int
+    """Number of the history of facts."""
     faults: Faults
+    """Faults that may still happen."""
     links: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
-    """(source or -1 for the coordinator, destination, messages on the way)."""
+    """(source, or -1 for the coordinator; destination; numbers of the messages on their way)."""
     grace: str = ""
-    """The timer of a request that has not run out, where operations take time to fail (`Scenario.broken`)."""
+    """Name of the grace timer that runs, or empty. Used only where `Space.takes_time`."""
     stopped: bool = False
-    """The coordinator takes no input."""
+    """True while the coordinator takes no input."""
     inbox: tuple[int, ...] = ()
     """Numbers of the inputs that reached the coordinator since it was stopped, in their order."""
     reading: tuple[ReplicaId, ...] = ()
-    """Members whose training thread does nothing but read: they have not arrived at the sum. Who is fenced may go on."""
+    """Members whose training thread only reads and has not arrived at the sum.
+
+    A fenced replica is not listed: it may continue.
+    """
     overdue: tuple[ReplicaId, ...] | None = None
-    """Who has read since the coordinator's deadline passed; None before, and when a step was committed or a replica lost."""
+    """Members that read when the coordinator's deadline passed, or began to read after it.
+
+    None before the deadline, and again after a commit or a loss.
+    """
     late_saves: tuple[tuple[ReplicaId, int], ...] = ()
-    """Who saves for longer than it may, and the generation in which that time passed; nobody after a step or a loss."""
+    """(replica, generation in which the time for its save ran out) of each overdue save.
+
+    Empty again after a commit or a loss.
+    """
     blamed: tuple[ReplicaId, ...] = ()
-    """Replicas that were fenced for what members reported of each other, though they were not overdue; in that order."""
+    """Replicas fenced for reports of other members though not overdue, in order of fencing."""
 
 
 class Table[T]:
-    """Numbers distinct values from 1."""
+    """Numbers from 1 for distinct values."""
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
@@ -72,6 +84,7 @@ class Table[T]:
         self._encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
     def number(self, value: T) -> int:
+        """Return the number of a value; a new value gets the next number."""
         key = self._encode(value)
         found = self._numbers.get(key)
         if found is None:
@@ -87,7 +100,7 @@ class Table[T]:
 
 
 def numbers(bits: int) -> list[int]:
-    """The numbers in a bit set."""
+    """Return the numbers in a bit set."""
     numbers = []
     while bits:
         low = bits & -bits
@@ -97,7 +110,7 @@ def numbers(bits: int) -> list[int]:
 
 
 def received(world: World, number: ReplicaId, message: int) -> World:
-    """The world without the first message of the link on which `message` came to a replica."""
+    """Return the world without `message`, the first on a link to a replica."""
     links = list(world.links)
     at = next(i for i, (_, to, queue) in enumerate(links) if to == number and queue[0] == message)
     source, to, queue = links[at]
@@ -106,12 +119,16 @@ def received(world: World, number: ReplicaId, message: int) -> World:
 
 
 def address(message: Part | Copy) -> tuple[object, ...]:
+    """Return the fields by which an operation finds the data that it delivers."""
     version = message.version if isinstance(message, Copy) else 0
     return message.replica, message.rank, message.generation, message.step, message.bucket, version
 
 
 def needed(message: Message, node: Node, member: bool) -> bool:
-    """Whether a message can still have an effect on a node. `member`: of the newest roster, so that it may enter newer ones."""
+    """Return whether a message can still affect a node.
+
+    `member`: the node is in the newest roster, so it may enter newer generations.
+    """
     leader = node.leader
     newer = message.generation > leader.generation
     if isinstance(message, NewGeneration):
@@ -128,28 +145,37 @@ def needed(message: Message, node: Node, member: bool) -> bool:
 
 
 def reaches(message: Message, leader: replica.ReplicaState) -> bool:
-    """Whether a message can come to a replica at all: what is handed on in a tree goes to neighbours only."""
+    """Return whether a message can arrive at a replica at all.
+
+    A message that is forwarded in a tree goes to neighbours only.
+    """
     if not isinstance(message, Statuses | Votes):
         return True
     return message.generation == leader.generation and _goes_to(message, leader)
 
 
 def _goes_to(message: Status | Statuses | Vote | Votes, leader: replica.ReplicaState) -> bool:
-    """Whether a message of its generation is meant for a replica: one that is handed on goes to a neighbour in the tree."""
+    """Return whether a message of the leader's own generation is sent to this leader.
+
+    A message that is forwarded goes to a neighbour in the tree.
+    """
     if isinstance(message, Status | Vote):
         return message.replica != leader.replica
     return leader.replica in told(leader.roster, message.replica, _says(message), leader.tree_above)
 
 
 def _says(message: Status | Statuses | Vote | Votes) -> frozenset[ReplicaId]:
-    """Whose word a message carries."""
+    """Return the replicas whose status or vote a message carries."""
     if isinstance(message, Statuses):
         return frozenset(status.replica for status in message.statuses)
     return voters_of(message.ballots) if isinstance(message, Votes) else frozenset({message.replica})
 
 
 def only_stored(leader: replica.ReplicaState, message: Message) -> bool:
-    """Whether a node would do nothing with a message but keep it, and in a tree hand it on: another one is still missing."""
+    """Return whether a node would only store a message, because another one is still missing.
+
+    In a tree the node may also forward the message.
+    """
     if isinstance(message, Vote | Votes):
         here = voters_of(leader.votes)
         fits = (message.generation, message.step) == (leader.generation, leader.step)

@@ -1,20 +1,22 @@
-"""A small world around the core's machines: ranks with data, reductions whose outcome differs from member to member, faults.
+"""Replicas around the core's machines: ranks with data, and reductions that fail on some members.
 
-A `Node` is one replica: its leader's machine, its ranks' machines, and what their memory holds. Data is a multiset of
-microbatch ids per bucket (`counts[i]` is how often microbatch i is in it), so that exactly-once is checked in the data.
-Everything is a pure function of frozen values, so outcomes can be remembered by (node, stimulus).
+A `Node` is one replica: its leader's machine, the machines of its ranks, and their memory. Data is
+a multiset of microbatch ids per bucket, so exactly-once is checked in the data: `counts[i]` is how
+often microbatch i is in it. All is a pure function of frozen values, so outcomes are remembered.
 
-What is simulated, and why it is enough
----------------------------------------
-* Nodes interact by messages only. A rank that arrives at a reduction publishes its local gradient (`Part`); a rank whose
-  members have all published may complete, at any later time or never, independently of the others: that is all that a
-  transport promises (data_plane/transport.py). Fetching a decided bucket is the same with `Copy`.
-* Inside a node only one thing is left to chance: when a rank other than the leader's carries out a `Promise`, since until
-  then it may still complete a reduction. Every other internal step (orders, reports, passes, publishing) follows at once.
-  Each of them is invisible outside its node until the next message, commutes with everything elsewhere, and is undone by
-  nothing but the loss of the whole node; and being early only adds behaviours: a published `Part` need not be used.
-* That holds for reductions beside the last backward as well: a bucket is published when the pass is closed, which is earlier
-  than backward can have passed it, and the rest of the pass, which is always computed, is in the node's gradient already.
+Simulated steps, and why they suffice
+-------------------------------------
+* Nodes interact by messages only. A rank that arrives at a reduction publishes its local gradient
+  (`Part`). When all members have published, each rank may complete, at any later time or never,
+  independently of the others. A transport promises no more (data_plane/transport.py). A transfer of
+  a decided bucket works the same way with `Copy`.
+* Inside a node one thing is left to chance: when a rank other than the leader's obeys a `Promise`.
+  Until then it may still complete a reduction. Every other step (orders, reports, passes,
+  publishing) follows at once. It is invisible outside the node until the next message, commutes
+  with all steps elsewhere, and is undone only by the loss of the node. Being early only adds
+  behaviours: a published `Part` need not be used.
+* The same holds for reductions that overlap the last backward. A bucket is published when the pass
+  is closed, earlier than backward can reach it. The node's gradient already has the whole pass.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from megatron_recover.sim.multiset import Multiset, checksum, digest, state_dige
 
 
 class Part(Value, frozen=True):
-    """A rank's local gradient of a bucket, handed to the reduction of a generation."""
+    """A rank's local gradient of a bucket, published for the reduction of a generation."""
 
     replica: ReplicaId
     rank: int
@@ -64,7 +66,7 @@ class Part(Value, frozen=True):
 
 
 class Copy(Value, frozen=True):
-    """A decided result on its way from a rank to the same-position ranks of other members."""
+    """A decided result on its way from a rank to the ranks of equal position in other members."""
 
     replica: ReplicaId
     rank: int
@@ -83,22 +85,22 @@ class Rank(Value, frozen=True):
 
     machine: rank.RankState
     gradient: tuple[Multiset, ...]
-    """Per bucket of the rank its local gradient."""
+    """Local gradient of each bucket of the rank."""
     results: tuple[Multiset, ...]
-    """Per bucket of the rank the memory of its result, () where unspecified."""
+    """Memory of the result of each bucket of the rank; () where unspecified."""
     operations: tuple[Operation, ...] = ()
-    """What its training thread has to do next across replicas."""
+    """Operations across replicas that the training thread has yet to do, in order."""
     orders: tuple[Order, ...] = ()
-    """On their way from the leader."""
+    """Orders on their way from the leader."""
     begun: int = -1
-    """Of a follower: the newest step of which it has told its leader that it begins it, or that it ends there."""
+    """Newest step that a follower has reported as begun, or at which it has reported its end."""
 
     def may_end(self) -> bool:
-        """Whether it runs a pass whose end it has not asked for."""
+        """Return whether the rank runs a pass whose end it has not requested."""
         return self.machine.in_pass and not self.machine.has_asked
 
     def can_take(self) -> bool:
-        """Whether the training thread is free and has an order to take."""
+        """Return whether the training thread is free and has an order to take."""
         return bool(self.machine.queue) and not self.operations
 
 
@@ -108,33 +110,31 @@ class Node(Value, frozen=True):
     leader: replica.ReplicaState
     ranks: tuple[Rank, ...]
     work: tuple[Work, ...]
-    """The steps of the job. One that is given up is followed by nothing but a save."""
+    """Steps of the job. A step that is given up is followed by a save only."""
     drifted: bool = False
-    """Its parameters are not those of the others."""
+    """True if its parameters differ from those of the others."""
     flawed: bool = False
-    """It counts microbatch 0 once too often in all that it hands in, until the step is applied or it enters a generation in
-    which the step is void."""
+    """True if it counts microbatch 0 once too often, until the step is applied or becomes void."""
     state_drifted: bool = False
-    """State that no sum depends on yet is not that of the others: a moment of the optimizer, a buffer."""
+    """True if other state differs, such as a moment of the optimizer. No sum depends on it yet."""
 
     def may_miscount(self) -> bool:
-        """Whether the attempt at a step that it is in, or its next one, is one that counts right so far."""
+        """Return whether the node may miscount: in the step that it is in, or in its next one."""
         work = self.leader.work
         return not self.flawed and (self.between_steps() if work is None else bool(work.buckets))
 
     def may_begin(self) -> bool:
-        """Whether rank 0 has applied the last step and has yet to begin the next, or to end."""
+        """Return whether rank 0 can begin its next step, or end."""
         leader = self.leader
         free = leader.phase is not replica.Phase.JOINING and leader.work is None and not leader.ended
         return free and self.has_applied(0)
 
     def has_applied(self, rank: int) -> bool:
-        """Whether a rank has applied all that is committed: its training thread is not between steps before."""
+        """Return whether a rank has applied all that is committed."""
         return self.ranks[rank].machine.step == self.leader.step
 
     def to_arrive(self) -> list[int]:
-        """Return the followers that have yet to tell their leader that they begin the next step, which they do where their
-        digest is due, before rank 0 or after it; or that have yet to end, as rank 0 has."""
+        """Return the followers that have yet to begin the next step with a digest, or to end."""
         leader, at_end = self.leader, self.leader.step == len(self.work)
         if leader.phase is replica.Phase.JOINING or not (leader.ended if at_end else self.work[leader.step].digests):
             return []
@@ -142,17 +142,17 @@ class Node(Value, frozen=True):
         return [rank for rank in followers if self.has_applied(rank) and self.ranks[rank].begun < leader.step]
 
     def between_steps(self) -> bool:
-        """Whether all ranks have applied the last step and none has begun the next."""
+        """Return whether all ranks have applied the last step and none has begun the next."""
         leader = self.leader
         begun = leader.work is not None or leader.ended or leader.digests
         return not begun and all(self.has_applied(rank) for rank in range(len(self.ranks)))
 
 
-# --- Stimuli: what can happen to a node ----------------------------------------------------------------------------------
+# --- Stimuli: what can happen to a node -----------------------------------------------------------
 
 
 class Miscount(Value, frozen=True):
-    """Something goes wrong in the counting of an attempt at a step."""
+    """A fault that makes the node miscount in an attempt at a step."""
 
 
 class Begin(Value, frozen=True):
@@ -172,41 +172,41 @@ class CarryOut(Value, frozen=True):
 
 
 class TakeUp(Value, frozen=True):
-    """The training thread of a rank takes its next order; left to chance only where `Threads.slow`."""
+    """The training thread of a rank takes its next order. Left to chance only if `Threads.slow`."""
 
     rank: int
 
 
 class EndPass(Value, frozen=True):
-    """Rank 0 begins the last forward that it knows of; left to chance only where `Threads.passes_last`."""
+    """Rank 0 begins the last forward it knows of. Left to chance only if `Threads.passes_last`."""
 
 
 class Complete(Value, frozen=True):
-    """The operation at which a rank is completes with this result."""
+    """The operation at which a rank has arrived completes with this result."""
 
     rank: int
     counts: Multiset
 
 
 class Fail(Value, frozen=True):
-    """The operation at which a rank is fails there, whatever it does elsewhere."""
+    """The operation at which a rank has arrived fails on this rank, and perhaps not on others."""
 
     rank: int
 
 
 class Stall(Value, frozen=True):
-    """The operation at which a rank is has waited in vain for these replicas, as far as it knows."""
+    """A rank's operation has waited in vain for these replicas, as far as the rank knows."""
 
     rank: int
     accused: tuple[ReplicaId, ...]
 
 
 class Drift(Value, frozen=True):
-    """The parameters change. Only between two steps: a step knows them by the checksum that it takes of them at its begin."""
+    """The parameters change, between two steps only: a step takes their checksum when it begins."""
 
 
 class DriftState(Value, frozen=True):
-    """State changes that no sum depends on. Only between two steps."""
+    """State changes that no sum depends on, between two steps only."""
 
 
 Stimulus = (
@@ -216,17 +216,17 @@ Stimulus = (
 
 
 class Outcome(Value, frozen=True):
-    """What a stimulus does."""
+    """Result of a stimulus."""
 
     node: Node
     messages: tuple[tuple[Message, tuple[ReplicaId, ...]], ...]
-    """Each with those to whom it goes."""
+    """(message, replicas to which it is sent)."""
     reports: tuple[LeaderMessage, ...]
     facts: tuple[invariants.Fact, ...]
 
 
 def new_node(number: ReplicaId, shape: Shape, work: Sequence[Work], tree_above: int) -> Node:
-    """A replica that has joined and knows no generation."""
+    """Return a replica that has joined and knows no generation."""
     zeros = (0,) * work[0].num_microbatches
     ranks = []
     for position in range(shape.num_ranks):
@@ -237,22 +237,22 @@ def new_node(number: ReplicaId, shape: Shape, work: Sequence[Work], tree_above: 
 
 
 class Threads:
-    """Carries out stimuli. The methods that tests override to plant a bug are the ones that model a rank's threads."""
+    """Threads of a replica's ranks: carry out stimuli. Tests override methods to plant bugs."""
 
     def __init__(
         self, *, slow: bool = False, passes_last: bool = False, paces: Sequence[int] = (), miscounts: bool = False
     ) -> None:
         self.slow = slow
-        """Training threads take an order at any later time instead of as soon as they can."""
+        """True if training threads take an order at any later time, not as soon as they can."""
         self.passes_last = passes_last
-        """A pass runs for any time, and takes in what is dealt meanwhile, instead of ending as soon as it can."""
+        """True if a pass runs for any time, and computes what plans add meanwhile."""
         self.paces = paces
-        """What each replica measures of itself, in nanoseconds a microbatch; empty: nobody measures."""
+        """Nanoseconds a microbatch that each replica measures of itself; empty: none."""
         self.miscounts = miscounts
-        """Replicas may be `flawed`."""
+        """True if replicas may be `flawed`."""
 
     def stimulate(self, node: Node, stimulus: Stimulus) -> Outcome:
-        """What `stimulus` does to `node`. Raises InvariantViolation or ValueError where the machines see a defect."""
+        """Return the result of `stimulus`. Raise InvariantViolation or ValueError for a defect."""
         run = _Run(self, node)
         if isinstance(stimulus, Drift):
             run.drifted = True
@@ -286,32 +286,32 @@ class Threads:
         return Outcome(after, tuple(run.out), tuple(run.up), tuple(run.facts))
 
     def local_gradient_after(self, before: Multiset, result: Multiset) -> Multiset:
-        """The local gradient after a reduction that delivered `result`: untouched (INV-3)."""
+        """Return the local gradient after a reduction brought `result`: unchanged (INV-3)."""
         return before
 
     def miscounted(self, counts: Multiset) -> bool:
-        """Whether a sum shows that a replica is `flawed`. All else that is wrong with it is a defect, and told as a fact."""
+        """Return whether a sum shows a `flawed` replica. Other wrong sums are observed as facts."""
         return self.miscounts and counts[0] > 1 and set(counts[1:]) <= {1}
 
     def emptied(self, gradient: tuple[Multiset, ...]) -> tuple[Multiset, ...]:
-        """The local gradient of a rank when its step is made void."""
+        """Return the local gradient of a rank when its step is made void."""
         return tuple((0,) * len(counts) for counts in gradient)
 
     def applied(self, node: Rank, order: Apply, bucket: BucketId) -> Multiset:
-        """What becomes the gradient of a bucket."""
+        """Return the result that becomes the gradient of a bucket."""
         return node.results[node.machine.buckets.index(bucket)]
 
     def computes(self, plan: Plan, machine: rank.RankState) -> tuple[Compute, ...]:
-        """What a rank computes: all of a plan, whether or not it has been overtaken."""
+        """Return what a rank computes: all of a plan, even after a newer promise."""
         return plan.computes
 
     def retired(self, operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
-        """What is left of a rank's operations after `Retire`: they fail at once."""
+        """Return the operations of a rank that remain after `Retire`: none, they fail at once."""
         return ()
 
 
 class _Run:
-    """One stimulus being carried out; the only mutable thing here."""
+    """A stimulus being carried out; the only mutable object here."""
 
     def __init__(self, threads: Threads, node: Node) -> None:
         self.threads = threads
@@ -333,7 +333,7 @@ class _Run:
     def lead(self, message: replica.Input) -> None:
         void = self.leader.void
         self.leader, effects = replica.step(self.leader, message)
-        self.flawed = self.flawed and self.leader.void == void  # what goes wrong from here on is in the new attempt
+        self.flawed = self.flawed and self.leader.void == void  # a void starts a new attempt
         for effect in effects:
             if isinstance(effect, replica.ToRanks):
                 if isinstance(effect.order, Plan):
@@ -359,14 +359,14 @@ class _Run:
         self.ranks[position] = replace(self.ranks[position], machine=machine)
         for effect in effects:
             if isinstance(effect, rank.Retire):
-                # What runs across replicas fails at once; the training thread leaves the rest of its plan.
+                # Operations across replicas fail at once; the training thread leaves its plan.
                 left = self.threads.retired(self.ranks[position].operations)
                 self.ranks[position] = replace(self.ranks[position], operations=left)
             else:
                 self.lead(effect.report)
 
     def begin(self) -> None:
-        """Rank 0 begins the next step, or ends; with it the followers that are as far, unless their digest is due."""
+        """Let rank 0, and followers at its step unless a digest is due, begin that step or end."""
         step = self.leader.step
         is_alone = step < len(self.work) and self.work[step].digests
         for position in range(len(self.ranks)):
@@ -374,7 +374,7 @@ class _Run:
                 self.arrive(position)
 
     def arrive(self, position: int) -> None:
-        """A rank begins the next step, with the digest of its state where that is due, or ends."""
+        """Let a rank begin the next step, with its state digest where that is due, or end."""
         step = self.leader.step
         if position and (step == len(self.work) or self.work[step].digests):
             self.ranks[position] = replace(self.ranks[position], begun=step)
@@ -458,7 +458,7 @@ class _Run:
                 self.work = _saved_after(self.work, order.record.step)
 
     def compute(self, position: int, plan: Plan) -> None:
-        """Compute all of a plan, whatever happens: in the pass that runs, or in one that begins with it."""
+        """Compute all of a plan, in the pass that runs or in a new one that begins with it."""
         one = self.ranks[position]
         gradient = one.gradient
         if plan.voids:
@@ -477,7 +477,7 @@ class _Run:
             self.operate(position)
 
     def journal(self, plan: Plan) -> None:
-        """Rank 0 notes what it computes, and of the first pass of a step how long that took."""
+        """Record what rank 0 computes; report the duration of the first pass of a step."""
         first = not self.ranks[0].machine.journal.started
         ids = [microbatch for done in plan.computes for microbatch in done.microbatches]
         for microbatch in ids:
@@ -488,7 +488,7 @@ class _Run:
             self.feed(0, rank.Measured(len(ids), elapsed))
 
     def operate(self, position: int) -> None:
-        """The pass is over: begin what crosses replicas, as the newest plan has it."""
+        """Begin the operations across replicas of the newest plan, after the pass."""
         one = self.ranks[position]
         plan = one.machine.taken
         if isinstance(plan, Plan):
@@ -497,7 +497,7 @@ class _Run:
             self.advance(position)
 
     def advance(self, position: int) -> None:
-        """Arrive at the next operation: send a copy and go on, or give up the old result and wait for the new one."""
+        """Arrive at the next operation. After sending a copy continue; else drop the old result."""
         one = self.ranks[position]
         plan = one.machine.taken
         while one.operations and isinstance(plan, Plan):
@@ -520,12 +520,12 @@ class _Run:
 
 
 def pending(node: Node) -> list[tuple[int, Operation]]:
-    """(rank, operation) of every operation that could complete."""
+    """Return (rank, operation) of every operation that could complete."""
     return [(position, one.operations[0]) for position, one in enumerate(node.ranks) if one.operations]
 
 
 def _saved_after(work: tuple[Work, ...], step: int) -> tuple[Work, ...]:
-    """The steps of a job that has given `step` up: it agrees on the state that it saves, and ends."""
+    """Return the steps of a job that has given up `step`: only a save of agreed state follows."""
     save = Work(f"save after {step}", work[0].num_microbatches, work[0].buckets[-1:], digests=True)
     return (*work[: step + 1], save)
 

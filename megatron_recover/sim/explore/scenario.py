@@ -1,4 +1,4 @@
-"""What the explorer is asked to explore: sizes of a job and the faults that may hit it."""
+"""Scenarios for the explorer: sizes of a small job, and the faults that may hit it."""
 
 from __future__ import annotations
 
@@ -8,57 +8,73 @@ from megatron_recover.sim.channels import Channels, card, link
 
 
 class Scenario(Value, frozen=True):
-    """A job and the faults that may hit it, each at any instant."""
+    """A small job, and the faults that may hit it, each at any instant."""
 
     name: str
     replicas: int = 3
     microbatches: int = 3
     bucket_ranks: tuple[tuple[int, ...], ...] = ((0,),)
+    """Ranks of a replica that hold each bucket."""
     num_ranks: int = 1
+    """Ranks of a replica."""
     steps: int = 2
     crashes: int = 0
+    """Replicas that die."""
     suspicions: int = 0
-    """Replicas that are fenced although they live, and go on for a while."""
+    """Replicas that the coordinator fences although they live. They continue to take steps."""
     alarms: int = 0
-    """New generations without a loss: a broken link, a lost message, an expired wait."""
+    """New generations without a loss, as after a broken link, a lost message or an expired wait."""
     drifts: int = 0
     """Replicas whose parameters change silently between two steps."""
     links: bool = False
-    """FIFO links that deliver once and may break, instead of the set of all messages."""
+    """Send messages over FIFO links that deliver once and may break. If False, any message that was
+    sent may arrive at any time."""
     slow: bool = False
-    """Training threads take an order at any later time instead of as soon as they can."""
+    """Let training threads take an order at any later time, not as soon as they can."""
     passes_last: bool = False
-    """A pass of the schedule runs for any time, and takes in what is dealt meanwhile."""
+    """Let a pass run for any time and compute the microbatches of plans that arrive meanwhile. If
+    False, a pass ends as soon as it can."""
     saves: int = 0
-    """Checkpoint saves of any replica, from any instant to any later one."""
+    """Checkpoint saves. Any replica may begin one at any instant, and end it at any later one."""
     late_saves: bool = False
-    """The time for a save may pass before it is over."""
+    """Let the coordinator's `save` timer run out before a save is over."""
     tree_above: int = TREE_ABOVE
-    """Above so many members status and vote go over a tree."""
+    """Number of members above which statuses and votes go over a tree."""
     paces: tuple[int, ...] = ()
-    """What each replica measures of itself in every step (`Threads.paces`): unlike ones bring new quotas in the third."""
+    """Nanoseconds a microbatch that each replica measures of itself (`Threads.paces`); empty: none.
+
+    Unequal paces bring new quotas in the third step.
+    """
     late: int = 0
-    """Follow timers that run out at any instant, also before any member has entered the generation."""
+    """Follow timers that run out at any instant, also before any member has entered."""
     broken: Channels = frozenset()
-    """Channels of the data plane that deliver nothing. Operations that they stop fail when all members have reached them."""
+    """Channels of the data plane that deliver nothing. An operation that needs one fails after all
+    its members have arrived at it."""
     miscounts: int = 0
-    """Replicas that count a microbatch of a step twice; with two of them it may happen twice in a step."""
+    """Times that a replica counts a microbatch of a step twice. Several may hit the same step."""
     stops: int = 0
-    """How often the coordinator is stopped; what reaches it meanwhile is delivered at once when it continues."""
+    """Times that the coordinator is stopped. What arrives meanwhile waits until it continues."""
     state_drifts: int = 0
-    """Replicas of which state that no sum depends on changes silently between two steps: it shows in the state digest only."""
+    """Replicas whose state changes silently between two steps, in parts that no sum depends on.
+
+    Only the state digest shows the change.
+    """
     readers: int = 0
-    """Replicas that read data, compile or compute from any instant to any later one, while others give up waiting for them."""
+    """Times that a replica begins to read data, compile or compute. It continues at any later
+    instant; meanwhile other members may give up waiting for it."""
     hangs: bool = False
-    """Such a replica never goes on as a member; until the coordinator's deadline has passed it looks like the others."""
+    """Let a replica that reads hang: it never continues. Nothing shows this before the
+    coordinator's deadline has passed."""
     outlasts: bool = False
-    """The coordinator's deadline may pass before such a replica goes on: it may have been given up when it speaks."""
+    """Let the coordinator's deadline pass before a replica that reads continues. The replica may
+    then be fenced already."""
     waits: int = 0
-    """How often members that wait for such a replica give up before it goes on, or the deadline passes."""
+    """Times that members give up on such a replica before it continues or the deadline passes."""
     digested: tuple[int, ...] = ()
-    """Steps whose record carries the state digest."""
+    """Steps whose record has the state digest."""
     of_last_bucket: tuple[int, ...] = ()
-    """Steps that reduce the last bucket only, as evaluations, saves and the end do: not all ranks hold a result in them."""
+    """Steps that reduce the last bucket only, as evaluations, saves and the end do. Not every rank
+    holds a result in such a step."""
 
 
 ONE_RANK_TWO_BUCKETS = ((0,), (0,))
@@ -168,7 +184,7 @@ CONFIGS: dict[str, tuple[Scenario, ...]] = {
         ),
     ),
     "full": (
-        # The longest first: they decide when the last of several processes is done.
+        # The longest first: the last of several processes to end determines the total time.
         Scenario("4 replicas, 2 crashes and a false suspicion", replicas=4, microbatches=4, crashes=2, suspicions=1),
         Scenario("4 replicas, 3 crashes and a false suspicion", replicas=4, microbatches=4, steps=1, crashes=3, suspicions=1),
         Scenario(

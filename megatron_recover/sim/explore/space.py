@@ -1,11 +1,13 @@
-"""The states of a small job around the core's own machines: what one input, message or step of a node makes of them.
+"""States of a small job around the core's own machines, and the state after each input.
 
 `sim/explore/moves.py` has what can happen in a state.
 
-The network keeps every message that can still matter and delivers any of them to anyone at any time, again and again or
-never: lost, late, repeated and reordered messages are all in it, more than TCP allows. Scenarios with `links` have FIFO links
-instead, each message once, that break and lose what is on them: there a message that the machine drops is really gone.
-What is handed on in a tree comes to nobody but those to whom it goes.
+The network keeps every message that can still matter. It may deliver any of them to anyone at any
+time, repeatedly or never. So messages may be lost, late, repeated or reordered, which is more than
+TCP allows. A message that is forwarded in a tree arrives only at the replicas to which it goes.
+
+Scenarios with `links` have FIFO links instead. A link delivers each message once, and may break and
+lose what is on it. There, a message that the machine ignores is really gone.
 """
 
 from __future__ import annotations
@@ -50,22 +52,22 @@ from megatron_recover.sim.explore.scenario import Scenario
 from megatron_recover.sim.multiset import Multiset, add
 
 Links = tuple[tuple[int, int, tuple[int, ...]], ...]
-"""As in `World`."""
+"""Links as in `World`."""
 
 
 class Own(NamedTuple):
-    """What a node can do by itself."""
+    """Steps that a node can take by itself."""
 
     generation: Generation
     busy: bool
-    """Orders are on their way to a rank."""
+    """True while orders are on their way to a rank."""
     stimuli: tuple[Stimulus, ...]
     pending: tuple[tuple[int, Operation], ...]
-    """As of `world.pending`."""
+    """(rank, operation) of every operation that could complete."""
 
 
 class Effect(NamedTuple):
-    """An `Outcome` in numbers."""
+    """An `Outcome` with numbers for its node and messages."""
 
     node: int
     messages: tuple[tuple[int, tuple[ReplicaId, ...]], ...]
@@ -74,14 +76,17 @@ class Effect(NamedTuple):
 
 
 Attempt = str | tuple[ReplicaId, Stimulus | int]
-"""A fault in words, or what reached which replica."""
+"""Text of a fault; or a replica, and the stimulus or the number of the message that reached it."""
 
 
 class Space:
-    """The states of one scenario. All its tables only remember pure functions of their keys."""
+    """States of one scenario. The tables only remember results of pure functions of their keys."""
 
     def __init__(self, scenario: Scenario, threads: Threads | None = None, *, reduced: bool = True) -> None:
-        """`reduced`: leave out what `moves.py` says need not be tried."""
+        """Prepare the exploration of a scenario.
+
+        `reduced`: leave out the moves that `moves.py` says need not be tried.
+        """
         self.scenario = scenario
         self.threads = threads or Threads(
             slow=scenario.slow, passes_last=scenario.passes_last, paces=scenario.paces, miscounts=scenario.miscounts > 0
@@ -91,35 +96,36 @@ class Space:
         self.messages: Table[Message] = Table()
         self.coordinators: Table[coordinator.CoordinatorState] = Table()
         self.inputs: Table[coordinator.Input] = Table()
-        """What waits for a coordinator that is stopped."""
+        """Inputs that wait for a coordinator that is stopped."""
         self.histories: Table[invariants.History] = Table()
         self.effects: dict[tuple[int, Stimulus | int], Effect] = {}
         self.needs: dict[tuple[int, bool], tuple[int, int]] = {}
-        """Per node, and whether it is a member: messages that were judged, those that can still have an effect."""
+        """Messages judged so far, and those that can still affect a node; by (node, is a
+        member)."""
         self.observed: dict[tuple[int, tuple[invariants.Fact, ...]], int] = {}
         self.data: dict[tuple[object, ...], list[int]] = {}
-        """Numbers of the `Part`s and `Copy`s by everything but their content."""
+        """Numbers of the `Part`s and `Copy`s, by all fields but their counts."""
         self.transitions = 0
         self.stored: dict[int, tuple[int, int]] = {}
-        """Per node the messages that were judged, and those that it would only store."""
+        """Messages judged so far, and messages that a node would only store; by node."""
         self.decisions: dict[tuple[int, coordinator.Input], tuple[int, tuple[coordinator.Effect, ...]]] = {}
-        """What the coordinator does."""
+        """State and effects of the coordinator after an input, by its state and the input."""
         self.own: dict[int, Own] = {}
         self.data_bits = 0
-        """All `Part`s and `Copy`s."""
+        """Bit set of the numbers of all `Part`s and `Copy`s."""
         self.void: dict[int, int] = {}
-        """Per node the messages that are known to change nothing there."""
+        """Messages that are known to change nothing at a node; by node."""
         self.newest: dict[tuple[Generation, tuple[ReplicaId, ...], Generation, Void | None], int] = {}
-        """Numbers of announcements by all that a replica reads in them (and nobody asks for an exit here)."""
+        """Number of each announcement, by the fields that matter here: nobody requests an exit."""
         self.reduced = reduced
         self.layered = reduced and not scenario.links
         self.attempt: Attempt = "the job starts"
-        """What is being tried, for the report of a violation."""
+        """Step or fault that is being tried, for the report of a violation."""
 
     # --- one step ---
 
     def initial(self) -> World:
-        """Generation 1 is announced, nobody has entered it."""
+        """Return the world in which generation 1 is announced and no member has entered it."""
         scenario = self.scenario
         buckets = tuple(range(len(scenario.bucket_ranks)))
         work = [
@@ -155,7 +161,10 @@ class Space:
         return world
 
     def coordinate(self, world: World, message: coordinator.Input) -> World:
-        """Feed the coordinator, or its inbox while it is stopped. A grace ends at once; `faults` fires the follow timers."""
+        """Feed an input to the coordinator, or to its inbox while it is stopped.
+
+        A grace ends at once, unless operations take time to fail. `faults` fires the follow timers.
+        """
         if world.stopped:
             return world._replace(inbox=(*world.inbox, self.inputs.number(message)))
         key = (world.coordinator, message)
@@ -181,7 +190,7 @@ class Space:
         return world
 
     def observe(self, before: int, facts: tuple[invariants.Fact, ...]) -> int:
-        """The history after `facts`."""
+        """Return the history after `facts`."""
         if not facts:
             return before
         key = (before, facts)
@@ -194,7 +203,7 @@ class Space:
         return number
 
     def post(self, world: World, source: int, messages: tuple[tuple[int, tuple[ReplicaId, ...]], ...]) -> tuple[int, Links]:
-        """The network with more messages."""
+        """Return the network with more messages: the bit set of all, and the links."""
         bits = world.messages
         if not self.scenario.links:
             for number, _ in messages:
@@ -210,7 +219,7 @@ class Space:
         return bits, tuple((a, b, queue) for (a, b), queue in sorted(links.items()) if queue)
 
     def stimulate(self, world: World, number: ReplicaId, stimulus: Stimulus | int) -> World:
-        """The world after a stimulus (or the message of that number) has reached a node."""
+        """Return the world after a stimulus (or the message of that number) has reached a node."""
         key = (world.nodes[number], stimulus)
         effect = self.effects.get(key)
         if effect is None:
@@ -235,16 +244,19 @@ class Space:
         return world
 
     def blameless(self, report: LeaderMessage) -> LeaderMessage:
-        """Who waited for whom decides nothing where the time for that never passes."""
+        """Return a report without `waited_for` if operations take no time to fail.
+
+        The coordinator then decides nothing by these waits, because the time for that never passes.
+        """
         return replace(report, waited_for=()) if isinstance(report, Entered) and not self.takes_time else report
 
     @property
     def takes_time(self) -> bool:
-        """Whether operations take time to fail, so that members accuse each other."""
+        """True if operations take time to fail, so that members accuse each other."""
         return bool(self.scenario.broken or self.scenario.readers)
 
     def deliverable(self, bits: int, name: int) -> int:
-        """The messages that may do something to a node."""
+        """Return the messages that may change a node."""
         bits &= ~self.data_bits & ~self.void.get(name, 0)
         if len(self.nodes[name].leader.roster) > self.scenario.tree_above:
             for number in network.numbers(bits):
@@ -254,6 +266,7 @@ class Space:
         return bits
 
     def own_steps(self, name: int) -> Own:
+        """Return the steps that a node can take by itself."""
         own = self.own.get(name)
         if own is None:
             node = self.nodes[name]
@@ -271,7 +284,7 @@ class Space:
         return own
 
     def take(self, world: World, number: ReplicaId, stimulus: Stimulus | int) -> World | None:
-        """The world after a stimulus, or None where it changes nothing."""
+        """Return the world after a stimulus, or None if it changes nothing."""
         self.attempt = number, stimulus
         if self.scenario.links and isinstance(stimulus, int):
             return self.stimulate(network.received(world, number, stimulus), number, stimulus)
@@ -284,6 +297,7 @@ class Space:
         return None
 
     def message(self, message: Message) -> int:
+        """Return the number of a message, and note it if it carries data."""
         number = self.messages.number(message)
         if isinstance(message, Part | Copy):
             self.data_bits |= 1 << number
@@ -293,7 +307,7 @@ class Space:
         return number
 
     def delivered(self, world: World, position: int, operation: Operation) -> Multiset | None:
-        """What an operation would deliver, or None while somebody has not contributed."""
+        """Return what an operation would deliver, or None while a member's data is missing."""
         version = operation.version if operation.source is not None else 0
         parts = []
         for member in operation.members if operation.source is None else (operation.source,):
@@ -311,13 +325,20 @@ class Space:
     # --- how it ends ---
 
     def over(self, world: World) -> bool:
-        """Whether the job has ended as it should: all members finished, none is left, or no majority says which is right."""
+        """Return whether the job has ended. Raise InvariantViolation if it ended as it should not.
+
+        It may end in one of these ways:
+
+        - all members have finished;
+        - no member is left, or all members hang;
+        - members have drifted, and no majority shows whose state is right.
+        """
         state = self.coordinators[world.coordinator]
         if self.scenario.hangs and set(state.roster) <= set(world.reading):
-            return True  # the last member hangs: only the detector ends it
+            return True  # all members hang: only the detector ends that
         if not state.over:
             return False
-        has_given_up = bool(state.miscount)  # what comes after, a save above all, may be made void in its turn
+        has_given_up = bool(state.miscount)  # later steps, such as the save, may be void, too
         if {item.exit_code == ExitCode.INVARIANT_VIOLATED for item in state.finished} - {has_given_up}:
             why = state.miscount or "no step was given up"
             raise invariants.InvariantViolation(9, f"{why}, and the job ends with {state.finished}")
@@ -326,22 +347,25 @@ class Space:
         return True
 
     def tied(self, world: World) -> bool:
-        """Whether some have drifted and no strict majority is alike, so that nobody can say whose state is right."""
+        """Return whether members have drifted and no strict majority has equal state.
+
+        Then nobody can tell whose state is right.
+        """
         alike = Counter((node.drifted, node.drifted or node.state_drifted) for _, node in self.living(world))
         return bool(self.drifted(world)) and 2 * max(alike.values()) <= len(self.coordinators[world.coordinator].roster)
 
     def differs(self, world: World) -> bool:
-        """Whether a member has drifted, or one is flawed: then a new generation may still come."""
+        """Return whether a member has drifted or is flawed, so that a new generation may follow."""
         flawed = self.scenario.miscounts and any(name and self.nodes[name].flawed for name in world.nodes)
         return bool(flawed or self.drifted(world))
 
     def drifted(self, world: World) -> list[ReplicaId]:
-        """Members whose state is not what it should be."""
+        """Return the living members whose state is not what it should be."""
         if not self.scenario.drifts and not self.scenario.state_drifts:
             return []
         return [number for number, node in self.living(world) if node.drifted or node.state_drifted]
 
     def living(self, world: World) -> list[tuple[ReplicaId, Node]]:
-        """The members that have not died, each with its node."""
+        """Return the members that have not died, each with its node."""
         roster = self.coordinators[world.coordinator].roster
         return [(number, self.nodes[world.nodes[number]]) for number in roster if world.nodes[number]]

@@ -1,1 +1,1 @@
-"""Jobs of any size on a virtual clock."""
+"""Simulated jobs of any size on a virtual clock."""

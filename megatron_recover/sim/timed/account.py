@@ -1,4 +1,4 @@
-"""What a simulated run has shown: its steps, its recoveries, its end."""
+"""Account of a simulated run: its steps, its recoveries and its end. Times are virtual seconds."""
 
 from __future__ import annotations
 
@@ -10,36 +10,38 @@ class StepAccount:
     """One committed step."""
 
     ended: float = 0.0
-    """When the last member committed it."""
+    """Time at which the last member committed the step."""
     num_members: int = 0
-    """Of the newest generation in which microbatches of it were dealt: a member that dies later costs no work."""
+    """Members of the newest generation in which microbatches of the step were dealt."""
 
 
 @dataclass
 class RecoveryAccount:
-    """What one generation after the first cost."""
+    """Times and work of one generation after the first."""
 
     began: float
-    """The death, where there was one, or the request."""
+    """Time of the first death that led to it; without a death, that of the announcement."""
     announced: float = 0.0
+    """Time of the announcement."""
     planned: float = 0.0
-    """When the last member had its plan."""
+    """Time at which the last member had its plan."""
     step: int | None = None
-    """The one that was planned again."""
+    """Step that was planned again."""
     redone: int = 0
-    """Microbatches dealt again."""
+    """Microbatches that were dealt again."""
     in_schedule: int = 0
-    """Of those: dealt to passes that still ran."""
+    """Microbatches dealt again that were computed in passes still running."""
 
 
 @dataclass
 class Account:
-    """What a run has shown."""
+    """Steps, recoveries, messages and the end of a run."""
 
     steps: dict[int, StepAccount] = field(default_factory=dict)
+    """Committed steps, by number."""
     recoveries: dict[int, RecoveryAccount] = field(default_factory=dict)
-    """By generation."""
+    """Recoveries, by generation."""
     messages: int = 0
-    """Between leaders, and between them and the coordinator."""
+    """Messages between leaders, and between leaders and the coordinator."""
     exit_code: int | None = None
     reason: str = ""

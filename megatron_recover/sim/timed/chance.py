@@ -1,4 +1,4 @@
-"""What chance makes of time in a job of the fuzzer: how long everything takes, and who stands still."""
+"""Random times for a job of the fuzzer: how long everything takes, and which processes stop."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from megatron_recover.sim.timed.rank import TimedRank
 
 
 class RandomTiming(Timing):
-    """Everything takes a time of its own: mostly short, sometimes long."""
+    """Random seconds of everything: mostly few, sometimes many."""
 
     def __init__(self, dice: random.Random, job: JobTable) -> None:
         super().__init__(job, ComputeTable(microbatch_s=0.1), NetworkTable(bytes_per_s=1e9, gradient_bytes=1e6))
         self.dice = dice
         self.scale_s = 10 ** dice.uniform(-4, -1)
-        """Of messages: between much quicker than a microbatch and as slow as one."""
+        """Mean seconds of a message, 0.0001 to 0.1; a microbatch takes 0.1 on average."""
         self.paces: dict[tuple[ReplicaId, int], float] = {}
+        """Seconds of a microbatch, by (replica, step)."""
 
     def _some(self, mean_s: float) -> float:
         return self.dice.expovariate(1 / mean_s) * (20 if self.dice.random() < 0.02 else 1)
 
     def latency_s(self) -> float:
-        # Less than it takes to be fenced for not following: without a fault nobody is.
+        # Shorter than the wait for members to follow: without a fault no replica is fenced.
         return min(0.5, self._some(self.scale_s))
 
     def local_latency_s(self) -> float:
@@ -38,7 +39,7 @@ class RandomTiming(Timing):
         return 0.0
 
     def microbatch_s(self, replica: ReplicaId, step: int) -> float:
-        # The same for all ranks of a replica: they wait for each other inside the pass.
+        # Equal for all ranks of a replica: they wait for each other inside the pass.
         if (replica, step) not in self.paces:
             self.paces[replica, step] = self._some(0.1)
         return self.paces[replica, step]
@@ -50,7 +51,7 @@ class RandomTiming(Timing):
         return self._some(0.02)
 
     def together_s(self, seconds: float, replica: ReplicaId) -> float:
-        # No member knows when the others are done.
+        # Members finish at different times.
         return seconds + self._some(0.02)
 
     def transfer_s(self, bucket: int) -> float:
@@ -61,24 +62,27 @@ Process = TimedRank | TimedCoordinator
 
 
 class FreezingClock(Clock):
-    """A clock on which processes can be stopped: what concerns one of them waits, in order, until it goes on."""
+    """A clock that can stop processes.
+
+    Calls to a stopped process wait, in order, until it continues.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._frozen: dict[Process, float] = {}
-        """Stopped processes, and until when."""
+        """Stopped processes, and the time at which each continues."""
         self._waiting: dict[Process, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
 
     def at(self, time: float, call: Callable[..., None], *arguments: Any) -> None:
         super().at(time, self._unless_frozen, call, arguments)
 
     def freeze(self, one: Process, until: float) -> None:
-        """Stop a process; it goes on at the latest of the times that are asked for."""
+        """Stop a process until the latest of the times requested for it."""
         self._frozen[one] = max(until, self._frozen.get(one, 0.0))
         super().at(until, self._thaw, one)
 
     def is_frozen(self, one: Process) -> bool:
-        """Whether a process is stopped."""
+        """Return whether a process is stopped."""
         return one in self._frozen
 
     def _thaw(self, one: Process) -> None:
@@ -96,7 +100,7 @@ class FreezingClock(Clock):
 
 
 def _process_of(call: Callable[..., None], arguments: tuple[Any, ...]) -> Process | None:
-    """The rank in whose process a call happens, or the coordinator, if it is one's."""
+    """Return the rank or coordinator in whose process a call happens, or None."""
     for one in (getattr(call, "__self__", None), *arguments[:1]):
         if isinstance(one, TimedRank | TimedCoordinator):
             return one

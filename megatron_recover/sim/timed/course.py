@@ -1,8 +1,8 @@
-"""Which step of a simulated job comes next: training steps, the agreement before each save, and the end.
+"""Order of the steps of a simulated job: training, an agreement before each save, and the end.
 
-A function of the committed records alone, so all members come to the same step, as in
-`megatron/checkpoint/checkpoints.py`, Note [Agreed].
-A save that its writer did not live to finish is made up for at the end only; in production also at the next step boundary.
+The next step is a function of the committed records alone, so it is the same at all members, as in
+`megatron/checkpoint/checkpoints.py`, Note [Agreed]. If a writer dies before its save is complete,
+the save is repeated at the end only. In production it is also repeated at the next step boundary.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from megatron_recover.core.values import ExitCode, Record, ReplicaId, Value
 
 
 class Course(Value, frozen=True):
-    """Where a rank's training loop is."""
+    """The position of a rank's training loop."""
 
     trained: int = 0
-    """Steps whose gradient it has applied."""
+    """Training steps whose gradient the loop has applied."""
     agreed: int = 0
-    """The newest of them after which all agreed on the state to save it; 0: none."""
+    """Newest value of `trained` at which all agreed on the state to save; 0: none."""
     rounds: int = 0
-    """Of the end, in which all wait for the last checkpoint."""
+    """Rounds of the end so far. In them all wait for the last checkpoint."""
     leaves: bool = False
-    """A record asks for the end."""
+    """True once a record requests the end."""
     is_saved: bool = False
-    """A record of the end says that the last checkpoint is there."""
+    """True once a record of the end confirms that the last checkpoint is there."""
     writes: int | None = None
-    """What this rank's replica has to save now."""
+    """Value of `trained` whose state this rank's replica has to save now; None: nothing to save."""
 
     def after(self, record: Record, *, is_writer: bool) -> Course:
-        """Return where the loop is when a record is applied by a replica that saves, or not."""
+        """Return the course after a record is applied. `is_writer`: this rank's replica saves."""
         kind = label_of(record.label).kind
         course = replace(self, leaves=self.leaves or exit_code(record.requests) != ExitCode.OK)
         if record.gives_up:
@@ -49,7 +49,10 @@ class Course(Value, frozen=True):
         return course
 
     def next_label(self, num_steps: int, save_interval: int) -> str | None:
-        """Return the name of the next step, None when training is over. `save_interval` is in training steps; 0: no saves."""
+        """Return the label of the next step, or None when training is over.
+
+        `save_interval` is in training steps; 0: no saves.
+        """
         is_over = self.trained >= num_steps or self.leaves
         is_due = save_interval and self.trained and (is_over or self.trained % save_interval == 0)
         if is_due and self.agreed != self.trained:
@@ -60,5 +63,5 @@ class Course(Value, frozen=True):
 
 
 def is_writer(replica: ReplicaId, roster: tuple[ReplicaId, ...]) -> bool:
-    """True if this replica saves: the lowest of the roster."""
+    """Return whether this replica saves: the lowest of the roster does."""
     return replica == min(roster)

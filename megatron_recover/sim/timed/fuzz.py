@@ -1,11 +1,12 @@
-"""Random jobs with random faults at random instants: first everything may happen (safety), then nothing more (liveness).
+"""Random jobs with faults at random instants: safety while faults last, then progress.
 
     python -m megatron_recover.sim.timed.fuzz --seeds 100000 --seed 1 [--jobs 2]
 
-A seed is a job: its shape, how long everything takes, what fails when. While it runs, every fact is checked against INV-1..7.
-After the last fault it has to end, and well (INV-8, INV-9). The explorer tries everything that can happen to small jobs; this
-tries some of what can happen to larger ones, with real timeouts, in the order that time gives. A seed that fails prints the
-line that runs it again.
+A seed determines a job: its shape, how long everything takes, and what fails when. While the job
+runs, every fact is checked against INV-1..7. After the last fault the job must end, and with a
+permitted result (INV-8, INV-9). The explorer tries everything that can happen to small jobs. The
+fuzzer tries some of what can happen to larger ones, with real timeouts, in order of time. For a
+seed that fails it prints the command that runs the seed again.
 """
 
 from __future__ import annotations
@@ -37,31 +38,31 @@ from megatron_recover.sim.workers import CTRL_C_CODE, ended_by_ctrl_c, workers
 
 COMMAND = "python -m megatron_recover.sim.timed.fuzz"
 CALM_S = 2_000.0
-"""Virtual time in which a job has to end after its last fault; its steps take seconds."""
+"""Virtual seconds in which a job has to end, counted from its start; its steps take seconds."""
 MAX_EVENTS = 100_000
-"""Of a job: far more than any needs, and few enough to see at once that one goes round in circles."""
+"""Events in which a job has to end: far more than any needs, few enough to detect a loop soon."""
 SHAPES = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3))
-"""(ranks, stages)."""
+"""(ranks, stages) of a replica."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What became of a seed."""
+    """Result of the job of a seed."""
 
     seed: int
     exit_code: int
-    """Of the job."""
+    """Exit code of the job; -1: it did not end."""
     events: int
     faults: tuple[str, ...]
-    """What was done to it, in words."""
+    """Descriptions of the faults, in order."""
     problem: str | None
-    """What is wrong, or None."""
+    """Description of the broken invariant or the defect, or None."""
 
 
 class RandomJob(TimedJob):
-    """A job whose messages take random times on FIFO links that may break, and to which faults happen."""
+    """A job of random timing, with faults, whose messages go over FIFO links that may break."""
 
     def __init__(self, seed: int, faults: Sequence[Callable[[RandomJob], None]] | None = None) -> None:
-        """`faults`: what may happen, each as often as it is there; None: everything."""
+        """Draw the job of a seed from `faults`: repeated ones are more likely; None: all."""
         self.dice = dice = random.Random(seed)
         ranks, stages = dice.choice(SHAPES)
         table = JobTable(
@@ -81,12 +82,12 @@ class RandomJob(TimedJob):
         self.counts = Counts(table.microbatches, self.observe)
         self.memory = self.counts
         self.other_dice = random.Random(f"digests {seed}")
-        """Of what came later, so that a seed's job is otherwise the one that it always was."""
+        """Random numbers for features added later: the rest of a seed's job stays as it was."""
         self.digest_interval = self.other_dice.choice((1, 2, 3, 99))
-        """Steps of which this is a divisor carry the state digest."""
+        """Divisor of the steps whose record has the state digest."""
         newest_dice = random.Random(f"saves {seed}")
         self.save_interval = newest_dice.choice((0, 1, 2, 99))
-        self.save_s = newest_dice.uniform(0.2, 3.0)  # less than may be waited for
+        self.save_s = newest_dice.uniform(0.2, 3.0)  # shorter than the wait for a save
         self.faults: list[str] = []
         self.hit: set[ReplicaId] = set()
         """Replicas that a fault has hit."""
@@ -94,19 +95,20 @@ class RandomJob(TimedJob):
         self.num_raised = 0
         self.num_miscounts = 0
         self.num_deaths_in_saves = 0
-        """That are still to come."""
+        """Deaths of writers in saves that are still to come."""
         self.readings: dict[tuple[ReplicaId, int], float] = {}
-        """(replica, rank): for how long it reads before its next step."""
+        """Seconds for which a rank will read before its next step, by (replica, rank)."""
         self.reading: dict[TimedRank, float] = {}
-        """Ranks that read, and until when."""
+        """Ranks that read, and the time at which each ends."""
         self.exit_asked = False
         self.is_network_only = True
-        """All faults so far are bad channels and members that read: then nobody may be lost that a fault has not hit."""
+        """True while all faults are bad channels or reads: only replicas that a fault hit may be
+        lost."""
         self.last_fault_s = 0.0
         self._last: dict[object, float] = {}
-        """When the last message of a FIFO link arrives."""
+        """Time at which the last message of a FIFO link arrives."""
         self._broken: dict[tuple[ReplicaId, ReplicaId], int] = {}
-        """How often the link between two leaders broke: what was on it then is lost."""
+        """Times that the link between two leaders broke, which loses the messages on it."""
         for _ in range(dice.choice((0, 1, 1, 2, 2, 3, 5))):
             self.clock.at(dice.expovariate(1 / (0.3 * table.steps)), dice.choice(faults or _FAULTS), self)
         self.reader_dice = random.Random(f"readers {seed}")
@@ -118,7 +120,7 @@ class RandomJob(TimedJob):
         return replace(work, digests=work.digests or step % self.digest_interval == 0)
 
     def may_write(self, rank: TimedRank, order: Apply) -> None:
-        """INV-6: what is about to be made durable is what all who voted for it have."""
+        """Check that all voters have the state about to be saved (INV-6); kill a writer if due."""
         step, members = order.record.step, order.roster
         drifted = [number for number in members if self.counts.has_other_state(number, step)]
         if rank.replica.number in drifted and len(drifted) < len(members):
@@ -163,7 +165,7 @@ class RandomJob(TimedJob):
 
     def reading_s(self, rank: TimedRank) -> float:
         if rank.course.next_label(self.num_steps, self.save_interval) is None:
-            return 0.0  # it has no more to read, and `finish_s` to end
+            return 0.0  # nothing is left to read; `finish_s` limits the end
         seconds = self.readings.pop((rank.replica.number, rank.position), 0.0)
         if seconds:
             self.reading[rank] = self.clock.now + seconds
@@ -175,7 +177,7 @@ class RandomJob(TimedJob):
         return any(one.replica.number == number for one in self.reading)
 
     def look(self) -> None:
-        """What the agents see: who reads, alive and not stopped. They look much more often than anybody waits."""
+        """Report which replicas read, alive and not stopped, more often than any wait is long."""
         self.reading = {one: until for one, until in self.reading.items() if one.alive and until > self.clock.now}
         at_work = tuple(sorted({one.replica.number for one in self.reading if not self.freezer.is_frozen(one)}))
         if at_work != self.coordinator.state.at_work:
@@ -194,20 +196,20 @@ class RandomJob(TimedJob):
         self.clock.after(self.timing.latency_s(), super().fence, number)
 
     def lose(self, number: ReplicaId, kind: LossKind, after_s: float) -> None:
-        """The coordinator hears of a loss."""
+        """Report a loss to the coordinator."""
         self.clock.after(after_s, self.coordinator.feed, coordinator.Lost(Loss(number, kind)))
 
     # --- faults ---
 
     def note(self, fault: str, *replicas: ReplicaId, network: bool = False) -> None:
-        """A fault happens. `network`: a channel of the data plane delivers nothing from now on, or a member reads."""
+        """Note a fault. `network`: a channel of the data plane breaks, or a member reads."""
         self.faults.append(f"{self.clock.now:.4f} s: {fault}")
         self.is_network_only &= network
         self.hit.update(replicas)
         self.last_fault_s = self.clock.now
 
     def some_rank(self) -> TimedRank | None:
-        """A rank that is alive."""
+        """Return a random living rank, or None."""
         living = [each for one in self.replicas for each in one.ranks if each.alive]
         return self.dice.choice(living) if living else None
 
@@ -231,14 +233,14 @@ def _kill_two(job: RandomJob) -> None:
 
 
 def _suspect(job: RandomJob) -> None:
-    """Fenced although it lives, and it goes on for a while."""
+    """Fence a replica although it lives; it continues for a while."""
     number = job.dice.randrange(job.table.replicas)
     job.note(f"replica {number} is fenced, but lives", number)
     job.lose(number, LossKind.SUSPECTED, 0.0)
 
 
 def _stop(job: RandomJob) -> None:
-    """SIGSTOP, and SIGCONT later: long enough to be fenced, or not."""
+    """Stop a rank (SIGSTOP), and continue it (SIGCONT) before or after the time to fence it."""
     one = job.some_rank()
     if one is not None:
         seconds = job.dice.choice((0.1, 1.0, 4.0, 15.0))
@@ -259,7 +261,7 @@ def _break_link(job: RandomJob) -> None:
 
 
 def _fail_operation(job: RandomJob) -> None:
-    """A sum or copy fails on one rank, whatever it does elsewhere."""
+    """Let a sum or copy fail at one rank, whatever it does elsewhere."""
     busy = [meeting for meeting in job.meetings.open.values() if meeting.here]
     if busy:
         meeting = job.dice.choice(busy)
@@ -270,7 +272,7 @@ def _fail_operation(job: RandomJob) -> None:
 
 
 def _drift(job: RandomJob) -> None:
-    """The parameters of a replica, or state that no sum depends on, are others from its next step on."""
+    """Change a replica's parameters, or state that no sum depends on, from its next step on."""
     one = job.dice.choice(job.replicas)
     of_state = job.other_dice.random() < 0.5
     job.note(f"{'other state' if of_state else 'the parameters'} of replica {one.number} drift", one.number)
@@ -279,7 +281,7 @@ def _drift(job: RandomJob) -> None:
 
 
 def _raise(job: RandomJob) -> None:
-    """Computing a microbatch raises, and the process ends."""
+    """Let the computation of a microbatch raise, which ends the process."""
     one = job.some_rank()
     if one is not None and one.passing is not None:
         job.note(f"replica {one.replica.number} rank {one.position} raises", one.replica.number)
@@ -290,26 +292,26 @@ def _raise(job: RandomJob) -> None:
 
 
 def _save(job: RandomJob) -> None:
-    """A replica saves a checkpoint before its next step."""
+    """Let a replica save a checkpoint before its next step."""
     one = job.dice.choice(job.replicas)
     job.note(f"replica {one.number} saves", one.number)
     job.saves.add((one.number, one.ranks[0].machine.step + 1))
 
 
 def _kill_in_save(job: RandomJob) -> None:
-    """The next replica that saves what all have agreed on dies before it has done so, or just after."""
+    """Let the next writer die during the save on which all have agreed, or just after it."""
     job.num_deaths_in_saves += 1
 
 
 def _ask_exit(job: RandomJob) -> None:
-    """The launcher is told to end the job."""
+    """Request the end of the job, as a signal to the launcher does."""
     job.note("the job is asked to exit")
     job.exit_asked = True
     job.coordinator.feed(coordinator.ExitAsked("SIGTERM"))
 
 
 def _stop_everybody(job: RandomJob) -> None:
-    """All ranks stand still, so that nobody follows a generation in time."""
+    """Stop all ranks, so that no member follows a generation in time."""
     seconds = job.dice.choice((4.0, 15.0))
     job.note(f"everybody stands still for {seconds} s", *range(job.table.replicas))
     for one in job.replicas:
@@ -319,7 +321,7 @@ def _stop_everybody(job: RandomJob) -> None:
 
 
 def _stop_coordinator(job: RandomJob) -> None:
-    """Its inputs and timers wait, and come all at once."""
+    """Stop the coordinator. Its inputs and timers wait, and arrive all at once."""
     seconds = job.dice.choice((0.1, 1.0, 4.0, 60.0))
     job.note(f"the coordinator stands still for {seconds} s")
     job.freezer.freeze(job.coordinator, job.clock.now + seconds)
@@ -327,14 +329,14 @@ def _stop_coordinator(job: RandomJob) -> None:
 
 
 def _bad_card(job: RandomJob) -> None:
-    """From now on nothing that a replica sends over the data plane arrives, or nothing arrives there, or neither."""
+    """Break the channels from a replica, those to it, or both, from now on."""
     owner, ways = job.dice.randrange(job.table.replicas), job.dice.choice(_WAYS)
     job.note(f"the network card of replica {owner} is bad ({ways})", owner, network=True)
     job.broken |= channels.card(owner, range(job.table.replicas), ways)
 
 
 def _bad_link(job: RandomJob) -> None:
-    """The same between two replicas."""
+    """Break the channels between two replicas, in one direction or both, from now on."""
     if job.table.replicas < 2:
         return
     a, b = job.dice.sample(range(job.table.replicas), 2)
@@ -344,7 +346,7 @@ def _bad_link(job: RandomJob) -> None:
 
 
 def _miscount(job: RandomJob) -> None:
-    """A replica counts a microbatch of the step in which it is twice."""
+    """Let a replica count a microbatch of its current step twice."""
     one = job.dice.choice(job.replicas)
     job.note(f"replica {one.number} miscounts", one.number)
     job.counts.flawed.add((one.number, one.state.step))
@@ -352,7 +354,7 @@ def _miscount(job: RandomJob) -> None:
 
 
 def _read(job: RandomJob) -> None:
-    """A rank reads data before its next step for longer than others wait; late it is where that is beyond the deadline."""
+    """Let a rank read data for 4 to 900 s before its next step. It may exceed the deadline."""
     one, seconds = job.reader_dice.choice(job.replicas), job.reader_dice.choice((4.0, 30.0, 100.0, 900.0))
     position = job.reader_dice.randrange(job.table.ranks)
     late = (one.number,) if seconds > job.coordinator.timers_s["deadline_s"] else ()
@@ -368,7 +370,7 @@ _FAULTS = (
 )  # fmt: skip
 
 
-# --- Judging -------------------------------------------------------------------------------------------------------------
+# --- Judging --------------------------------------------------------------------------------------
 
 
 def run(job: RandomJob, seed: int) -> Verdict:
@@ -381,14 +383,14 @@ def run(job: RandomJob, seed: int) -> Verdict:
         problem = str(violation)
     except RuntimeError as stuck:
         problem = f"INV-8, INV-9: {stuck}"
-    except Exception as defect:  # whatever it is: the seed that shows it has to be told
+    except Exception as defect:  # any defect: the seed that shows it must be reported
         problem = f"{type(defect).__name__}: {defect}"
     exit_code = -1 if job.account.exit_code is None else job.account.exit_code
     return Verdict(seed, exit_code, job.clock.num_events, tuple(job.faults), problem)
 
 
 def _ill_ended(job: RandomJob) -> str | None:
-    """Why a job should not have ended as it did, or None."""
+    """Return why a job should not have ended as it did, or None."""
     code, members, losses = job.account.exit_code, job.coordinator.state.roster, job.coordinator.state.losses
     assert job.history is not None
     if not members and losses[-1].detail.startswith("did not enter"):
@@ -427,7 +429,7 @@ def fuzz(seed: int) -> Verdict:
 
 
 def verdicts(seeds: Iterable[int], jobs: int = 1) -> Iterator[Verdict]:
-    """Run the jobs of all seeds, in so many processes."""
+    """Yield the verdicts on the jobs of all seeds, which run in `jobs` processes."""
     if jobs == 1:
         yield from map(fuzz, seeds)
         return
@@ -436,13 +438,13 @@ def verdicts(seeds: Iterable[int], jobs: int = 1) -> Iterator[Verdict]:
 
 
 def replay_line(seed: int, seeds: int = 1, jobs: int = 1) -> str:
-    """The command that runs one seed again, or so many from it on."""
+    """Return the command that runs `seed` again, or `seeds` of them from it on."""
     return f"{COMMAND} --seed {seed} --seeds {seeds}" + (f" --jobs {jobs}" if jobs > 1 else "")
 
 
 @ended_by_ctrl_c()
 def main(arguments: list[str] | None = None) -> int:
-    """Run seeds; the exit code is 1 if one fails, 130 after Ctrl-C."""
+    """Run seeds and return the exit code: 1 if one fails, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.split("\n\n")[0])
     parser.add_argument("--seeds", type=int, default=1000, help="how many (default: 1000)")
     parser.add_argument("--seed", type=int, default=1, help="the first (default: 1)")

@@ -1,10 +1,10 @@
-"""A whole job on a virtual clock: the production machines of all ranks, leaders and the coordinator, and the time in between.
+"""A whole job on a virtual clock: the production machines, and models of the time in between.
 
     job = TimedJob(scenario.job, Timing(...), timers_s, ...)
     job.run()
 
-What is decided is decided by `core`; what takes time, and how much, is said by `sim/timed/models.py`. Every control thread
-takes one message at a time: who has many to send or to read is late with the last one.
+`core` makes every decision. `sim/timed/models.py` says what takes time, and how much. A control
+thread handles one message at a time: of many to send or to receive, the last one is late.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from megatron_recover.sim.timed.rank import TimedRank
 
 
 def _newest_kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same pure function, which remembers its newest answer."""
+    """Return a pure function with a memory of its newest answer."""
     kept: list[Any] = [None, None]
 
     def asked(*arguments: Any, **named: Any) -> Any:
@@ -65,7 +65,7 @@ def _newest_kept(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def answers_shared() -> Iterator[None]:
-    """Have all members share what each computes by itself in production: pure functions of what is equal in all of them."""
+    """Let all members share results of pure functions that each computes itself in production."""
     shared = [(replica, name) for name in ("recover", "learn", "tally")]
     shared += [(words, "voters_of"), *((planning, name) for name in ("balanced", "paces"))]
     originals = [(module, name, getattr(module, name)) for module, name in shared]
@@ -79,14 +79,14 @@ def answers_shared() -> Iterator[None]:
 
 
 class Actor:
-    """A control thread: busy with one message at a time."""
+    """A control thread, busy with one message at a time."""
 
     def __init__(self, job: TimedJob) -> None:
         self.job = job
         self.free_at = 0.0
 
     def occupied(self, num_bytes: float = 0.0) -> float:
-        """Take the time of one more message; returns when it is done."""
+        """Spend the time of one more message; return when it is done."""
         self.free_at = max(self.free_at, self.job.clock.now) + self.job.timing.message_s(num_bytes)
         return self.free_at
 
@@ -102,24 +102,24 @@ class TimedReplica(Actor):
 
     @property
     def leader_alive(self) -> bool:
-        """Whether its leader is alive."""
+        """True if its leader is alive."""
         return self.ranks[0].alive
 
     def receive(self, message: replica.Input) -> None:
-        """A message of another leader or of the coordinator."""
+        """Receive a message of another leader or of the coordinator."""
         if self.leader_alive:
             self.occupied()
             self.feed(message)
 
     def reported(self, position: int, report: Report) -> None:
-        """A report of a rank: rank 0's is here at once."""
+        """Receive a report of a rank: at once from rank 0, later from others."""
         if position == 0:
             self.feed(report)
         else:
             self.job.deliver_locally(self, position, report)
 
     def feed(self, message: replica.Input) -> None:
-        """One input of the machine, and its effects."""
+        """Feed one input to the machine, and carry out its effects."""
         if not self.leader_alive:
             return
         job = self.job
@@ -151,7 +151,7 @@ class TimedReplica(Actor):
 
 
 class TimedCoordinator(Actor):
-    """The coordinator's driver."""
+    """The coordinator's machine and its driver."""
 
     def __init__(self, job: TimedJob, policy: coordinator.Policy, timers_s: Mapping[str, float]) -> None:
         super().__init__(job)
@@ -159,12 +159,12 @@ class TimedCoordinator(Actor):
         self.timers_s = timers_s
 
     def receive(self, message: LeaderMessage) -> None:
-        """A message of a leader."""
+        """Receive a message of a leader."""
         self.occupied()
         self.feed(message)
 
     def feed(self, message: coordinator.Input) -> None:
-        """One input of the machine, and its effects."""
+        """Feed one input to the machine, and carry out its effects."""
         job = self.job
         self.state, effects = coordinator.step(self.state, message)
         for effect in effects:
@@ -187,7 +187,7 @@ class TimedCoordinator(Actor):
 
 
 class TimedJob:
-    """A job that runs. Subclass it to change what can go wrong between its parts (`sim/timed/fuzz.py`)."""
+    """A job that runs. Subclasses add what can go wrong between its parts (`sim/timed/fuzz.py`)."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class TimedJob:
         min_replicas: int = 1,
         tree_above: int = TREE_ABOVE,
     ) -> None:
-        """`timers_s`: seconds of every `core.coordinator.Setting`. `tree_above`: as in `core.replica.ReplicaState`."""
+        """Build a job. `timers_s`: seconds by `Setting`; `tree_above`: as in `ReplicaState`."""
         self.table, self.timing, self.detect_s, self.stall_s = table, timing, detect_s, stall_s
         self.clock = Clock()
         self.shape = shape_of(table)
@@ -212,18 +212,18 @@ class TimedJob:
         self.forward_share = timing.compute.forward_share
         self.memory = Memory()
         self.history: invariants.History | None = None
-        """What the invariants remember; without it they are not checked, and `Memory` gives them nothing to check."""
+        """History that the invariants judge; None: no checks (`Memory` observes no facts)."""
         self.broken: Channels = frozenset()
         """Channels of the data plane that deliver nothing from now on."""
         self.meetings = Meetings(self)
         self.account = Account()
         self.num_steps = table.steps
         self.save_interval = 0
-        """Training steps from one checkpoint to the next, and saves at every end; 0: nobody saves."""
+        """Training steps from one checkpoint to the next, with a save at every end; 0: no saves."""
         self.save_s = 0.0
-        """How long a save takes each rank of the replica that writes."""
+        """Seconds that a save takes each rank of the replica that writes."""
         self.durable: set[int] = set()
-        """After how many training steps the state was saved."""
+        """Numbers of training steps after which the state was saved."""
         self.replicas = [TimedReplica(self, number, tree_above) for number in range(table.replicas)]
         self.coordinator = TimedCoordinator(self, coordinator.Policy(table.replicas, min_replicas), timers_s)
         self.struck: list[Fault] = []
@@ -231,30 +231,30 @@ class TimedJob:
         self.unstruck: list[Fault] = []
         """Exact faults that have not struck."""
         self._passages: dict[tuple[ReplicaId, int], Passages] = {}
-        """Of the living ranks that have exact faults."""
+        """Passages of the living ranks that have exact faults, by (replica, rank)."""
         self.undiscovered: set[ReplicaId] = set()
-        """Replicas of which a rank is dead, and that no generation has left out yet."""
+        """Replicas with a dead rank that no generation has left out yet."""
         self._deaths: dict[ReplicaId, float] = {}
         self._dead: dict[ReplicaId, set[int]] = {}
         for fault in faults:
             self.add_fault(fault)
         self._works: dict[int, Work] = {}
         self._status_bytes: dict[tuple[ReplicaId, int], tuple[float, float]] = {}
-        """By replica and generation; see `_bytes_of`."""
+        """Results of `_bytes_of`, by replica and generation."""
         self._statuses_bytes: dict[tuple[ReplicaId, int], float] = {}
-        """By who hands them up (-1: down, to all), and generation."""
+        """Bytes of forwarded statuses, by who forwards them up (-1: down) and generation."""
         self._record_bytes: tuple[Commitment | None, float] = (None, 0.0)
-        """Of the newest record that was measured."""
+        """Newest record that was measured, and its bytes."""
         self._waits: dict[ReplicaId, tuple[object, ...]] = {}
         self._num_computing = 0
-        """How many members the generation has whose plans were the newest to deal microbatches."""
+        """Members of the newest generation whose plans dealt microbatches."""
         self._behind: set[ReplicaId] = set()
-        """Members that have not committed the newest step that somebody has."""
+        """Members that have not committed the newest step that anybody has committed."""
 
     # --- running ---
 
     def run(self, *, max_events: int = 2**62, until_s: float = float("inf")) -> Account:
-        """From the start to the end of the job. Raises RuntimeError when it does not end within a limit."""
+        """Run the job to its end. Raise RuntimeError if it does not end within a limit."""
         self.coordinator.feed(coordinator.Launched())
         for one in self.replicas:
             self.coordinator.feed(Hello(one.number, "same"))
@@ -267,7 +267,7 @@ class TimedJob:
         return self.account
 
     def work(self, step: int, label: str) -> Work:
-        """What a step consists of: training, or comparing all state before a save and at the end."""
+        """Return the work of a step: training, or comparing all state (for saves and the end)."""
         if step not in self._works:
             buckets = tuple(range(len(self.shape.bucket_ranks)))
             trains = label_of(label).is_training
@@ -276,34 +276,34 @@ class TimedJob:
         return self._works[step]
 
     def saving_s(self, rank: TimedRank) -> float:
-        """How long a rank saves a checkpoint before its next step."""
+        """Return the seconds for which a rank saves a checkpoint before its next step."""
         return self.save_s if rank.course.writes is not None and not rank.saving else 0.0
 
     def reading_s(self, rank: TimedRank) -> float:
-        """How long a rank reads data before it begins its next step, beyond what a step takes; asked until it is nothing."""
+        """Return a rank's extra seconds of reading before its next step; asked again until 0."""
         return 0.0
 
     def is_reading(self, number: ReplicaId) -> bool:
-        """Whether a rank of that replica reads for so long that others may give up waiting for it."""
+        """Return whether a rank of that replica reads so long that others may give up waiting."""
         return False
 
     def may_write(self, rank: TimedRank, order: Apply) -> None:
-        """All have agreed on the state that a rank is about to save."""
+        """Do nothing; a subclass can check the state that a rank is about to save, by agreement."""
 
     def saved(self, rank: TimedRank, trained: int) -> None:
-        """A rank has saved its part of the state after so many training steps; rank 0's names the checkpoint."""
+        """Note that a rank has saved its state after `trained` training steps; rank 0's counts."""
         if rank.position == 0:
             self.durable.add(trained)
 
     # --- messages ---
 
     def send(self, source: Actor, destination: TimedReplica | TimedCoordinator, departs: float, message: Any) -> None:
-        """Between leaders, or a leader and the coordinator."""
+        """Send a message between leaders, or between a leader and the coordinator."""
         self.account.messages += 1
         self.clock.at(departs + self.timing.latency_s(), destination.receive, message)
 
     def order(self, one: TimedReplica, order: Any) -> None:
-        """From a leader to all its ranks."""
+        """Send an order from a leader to all its ranks."""
         self.clock.at(max(one.free_at, self.clock.now) + self.timing.local_latency_s(), self._obey, one, order)
 
     def _obey(self, one: TimedReplica, order: Any) -> None:
@@ -311,15 +311,15 @@ class TimedJob:
             each.obey(order)
 
     def deliver_locally(self, one: TimedReplica, position: int, report: Report) -> None:
-        """From a rank to its leader."""
+        """Send a report from a rank to its leader."""
         self.clock.after(self.timing.local_latency_s(), one.feed, report)
 
     def size_of(self, message: replica.Word) -> float:
-        """Bytes on the wire, as far as they grow with the job."""
+        """Return the bytes of a message on the wire, as far as they grow with the job."""
         if isinstance(message, Status):
             return sum(self._bytes_of(message))
         if isinstance(message, Statuses):
-            # What goes down the tree is the same for everybody; who is where in it decides what goes up.
+            # All that goes down the tree is the same. What goes up depends on the sender.
             goes_down = len(message.statuses) == len(self.coordinator.state.roster)
             key = (-1 if goes_down else message.replica, message.generation)
             if key not in self._statuses_bytes:
@@ -330,14 +330,14 @@ class TimedJob:
         return 0.0
 
     def _bytes_together(self, statuses: Sequence[Status]) -> float:
-        """Of statuses that are handed on: each record once a frame."""
+        """Return the bytes of forwarded statuses, with each record once a frame."""
         found = [(id(status.committed), *self._bytes_of(status)) for status in statuses]
         records = {record: num_bytes for record, _, num_bytes in found}
         num_frames = math.ceil(len(found) / STATUSES_A_FRAME)
         return num_frames * sum(records.values()) + sum(num_bytes for _, num_bytes, _ in found)
 
     def _bytes_of(self, status: Status) -> tuple[float, float]:
-        """Of a status without the record that it carries, and of that, which most have in common."""
+        """Return the bytes of a status without its record, and of the record, which most share."""
         key = (status.replica, status.generation)
         if key not in self._status_bytes:
             record = status.committed
@@ -348,7 +348,7 @@ class TimedJob:
         return self._status_bytes[key]
 
     def watch(self, one: TimedReplica) -> None:
-        """INV-8: when a leader has waited `stall_s` for statuses, or for votes, it is told so."""
+        """Feed `WaitExpired` to a leader that waits `stall_s` for statuses or for votes (INV-8)."""
         waiting = (one.state.phase, one.state.generation, one.state.step)
         if self._waits.get(one.number) != waiting:
             self._waits[one.number] = waiting
@@ -363,17 +363,17 @@ class TimedJob:
 
     @property
     def awaits_faults(self) -> bool:
-        """Whether an exact fault may still strike."""
+        """True if an exact fault may still strike."""
         return bool(self._passages)
 
     def awaits_fault(self, rank: TimedRank) -> bool:
-        """Whether an exact fault may still strike this rank."""
+        """Return whether an exact fault may still strike this rank."""
         return (rank.replica.number, rank.position) in self._passages
 
     def pass_fault(
         self, rank: TimedRank, point: FaultPoint, *, step: int | None = None, bucket: int | None = None, at: float | None = None
     ) -> None:
-        """A rank passes a fault point, at once or at a later time; `step` None: of the one that it is in."""
+        """Let a rank pass a fault point, now or `at` a time; `step` None: its current step."""
         passages = self._passages.get((rank.replica.number, rank.position))
         if passages is None:
             return
@@ -390,13 +390,13 @@ class TimedJob:
             self.kill(fault.replica, fault.rank)
 
     def add_fault(self, fault: Fault) -> None:
-        """One more exact fault; on a rank that is dead it never strikes."""
+        """Add an exact fault. On a rank that is dead it never strikes."""
         self.unstruck.append(fault)
         if not self.is_dead(fault.replica, fault.rank):
             self._passages.setdefault((fault.replica, fault.rank), Passages()).add(fault)
 
     def kill(self, number: ReplicaId, position: int = 0) -> None:
-        """SIGKILL of one rank: its replica is lost as soon as the coordinator hears of it."""
+        """Kill one rank (SIGKILL). The coordinator loses its replica `detect_s` later."""
         if self.is_dead(number, position):
             return
         self._deaths.setdefault(number, self.clock.now)
@@ -410,11 +410,11 @@ class TimedJob:
             self.bury(number, position)
 
     def is_dead(self, number: ReplicaId, position: int) -> bool:
-        """Whether that rank is dead."""
+        """Return whether that rank is dead."""
         return number in self._dead and position in self._dead[number]
 
     def bury(self, number: ReplicaId, position: int) -> None:
-        """A rank is dead, and whoever is linked to it sees that; the coordinator has not heard of it."""
+        """Make a rank dead. Linked leaders notice it; the coordinator does not know of it yet."""
         if self.is_dead(number, position):
             return
         self._dead.setdefault(number, set()).add(position)
@@ -430,13 +430,13 @@ class TimedJob:
     # --- what is noted ---
 
     def observe(self, fact: invariants.Fact) -> None:
-        """INV-1..7. Raises InvariantViolation."""
+        """Check a fact against INV-1..7. Raise InvariantViolation if it breaks one."""
         if self.history is not None:
             self.history = invariants.observe(self.history, fact)
 
     def announced(self, new: NewGeneration) -> None:
-        """The coordinator made a generation."""
-        self._not_behind(self._behind - set(new.roster))  # who died before its commit: the step is over without it
+        """Account for a generation that the coordinator has made."""
+        self._not_behind(self._behind - set(new.roster))  # the lost never will
         self.undiscovered &= set(new.roster)
         if new.generation > 1:
             deaths = [self._deaths[loss.replica] for loss in new.losses if loss.replica in self._deaths]
@@ -447,7 +447,7 @@ class TimedJob:
             self._statuses_bytes.clear()
 
     def planned(self, one: TimedReplica, plan: Plan) -> None:
-        """A leader gave a plan to its ranks."""
+        """Account for a plan that a leader sends its ranks."""
         self.observe(invariants.Planned(one.number, plan))
         if plan.computes:
             self._num_computing = len(plan.roster)
@@ -458,19 +458,19 @@ class TimedJob:
             recovery.planned = self.clock.now
 
     def decided(self, effect: replica.Decided) -> None:
-        """A leader has the common plan of a recovery."""
+        """Account for the common plan of a recovery, which a leader has made."""
         recovery = self.account.recoveries.get(effect.generation)
         if recovery is not None:
             recovery.redone = len(effect.dealt)
 
     def computing(self, plan: Plan, count: int, *, in_schedule: bool) -> None:
-        """A rank 0 takes up microbatches of a plan: in the pass that runs, or in one of their own."""
+        """Account for microbatches that a rank 0 begins, in a pass that runs or in a new one."""
         recovery = self.account.recoveries.get(plan.generation)
         if recovery is not None and in_schedule:
             recovery.in_schedule += count
 
     def committed(self, one: TimedReplica, effect: replica.Committed) -> None:
-        """A leader has committed a step."""
+        """Account for a step that a leader has committed."""
         if self.history is not None:
             self.observe(invariants.Committed(one.number, effect.generation, effect.record, effect.adopted))
         step, steps = effect.record.step, self.account.steps
@@ -481,17 +481,17 @@ class TimedJob:
         self._not_behind({one.number})
 
     def _not_behind(self, members: set[ReplicaId]) -> None:
-        """These have committed the newest step, or never will."""
+        """Note that these have committed the newest step, or never will."""
         if self._behind:
             self._behind -= members
             if not self._behind:
                 self.step_ended(next(reversed(self.account.steps)))
 
     def step_ended(self, step: int) -> None:
-        """All members have committed it, but those that are lost."""
+        """Do nothing; called when all members have committed `step`, except those that are lost."""
 
     def end(self, exit_code: int, reason: str) -> None:
-        """The coordinator ends the job."""
+        """End the job, as the coordinator has decided."""
         self._not_behind(self._behind)
         self.account.exit_code, self.account.reason = exit_code, reason
         for one in self.replicas:

@@ -1,7 +1,9 @@
-"""The data plane on the virtual clock: where same-position ranks meet for a sum or a copy, and how long that takes.
+"""The data plane on the virtual clock: ranks of equal position meet for sums and copies.
 
-It promises what a transport promises (`data_plane/transport.py`): a result only when all members took part, and a failure at
-each of those that wait when one of them is dead.
+It promises what a transport promises (`data_plane/transport.py`):
+
+- A sum has a result only when all members took part, a copy only when its source did.
+- Where a needed member is dead, the operation fails at each member that waits.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from megatron_recover.sim.timed.rank import TimedRank, key_of
 from megatron_recover.sim.timed.world import World
 
 Key = tuple[object, ...]
-"""An operation without its members, who may be many, and the position of those that meet."""
+"""Fields of an operation without its members, which may be many, and the position of the ranks."""
 
 
 class Meeting:
@@ -25,11 +27,11 @@ class Meeting:
     def __init__(self, operation: Operation, position: int) -> None:
         self.operation, self.position = operation, position
         self.here: dict[ReplicaId, TimedRank] = {}
-        """Who has arrived and not left."""
+        """Ranks that have arrived and not left, by replica."""
         self.parts: dict[ReplicaId, object] = {}
-        """What each handed in."""
+        """Local gradients, or results to copy, by replica."""
         self.stalled_since: dict[ReplicaId, float] = {}
-        """Since when each waits for what a broken channel does not deliver."""
+        """Time since which a replica has waited for what a broken channel does not deliver."""
 
 
 class Meetings:
@@ -40,7 +42,7 @@ class Meetings:
         self.open: dict[Key, Meeting] = {}
 
     def arrive(self, rank: TimedRank, operation: Operation) -> None:
-        """A rank comes to an operation, and hands in what it has for it."""
+        """Let a rank arrive at an operation, with its data."""
         job, key = self.job, _key(rank, operation)
         meeting = self.open.get(key)
         if meeting is None:
@@ -58,8 +60,8 @@ class Meetings:
             for number, arrived in meeting.here.items():
                 job.clock.at(job.clock.now + job.timing.together_s(seconds, number), self._sum, arrived, operation)
         elif job.broken or any(map(job.is_reading, operation.members)):
-            # A member that is held up elsewhere by a broken channel does not come, nor one that reads. One that computes is
-            # waited for: here the `stall_s` may be shorter than a pass.
+            # A member that a broken channel holds up elsewhere does not come, nor does one that
+            # reads. A member that computes is waited for: `stall_s` may be shorter than a pass.
             job.clock.after(job.stall_s, self._absent, rank, meeting)
         dead = [number for number in job.undiscovered if job.is_dead(number, rank.position) and number in operation.members]
         if dead:
@@ -72,7 +74,7 @@ class Meetings:
             job.pass_fault(arrived, point, step=operation.step, bucket=operation.bucket, at=job.clock.now + seconds / 2)
 
     def _copy(self, rank: TimedRank, operation: Operation, meeting: Meeting) -> None:
-        """The source goes on at once; a target has its copy a transfer later than both are here."""
+        """Let the source continue at once. A target gets its copy a transfer after both arrived."""
         job = self.job
         assert operation.source is not None
         if operation.source == rank.replica.number:
@@ -104,7 +106,7 @@ class Meetings:
             rank.completed(operation, self.job.memory.result(rank, operation, result))
 
     def _arrives(self, rank: TimedRank, meeting: Meeting) -> bool:
-        """True if a result arrives; otherwise the rank waits for it until `stall_s` is over."""
+        """Return whether a result arrives; if not, let the rank wait for it for `stall_s`."""
         job, me = self.job, rank.replica.number
         if channels.completes(meeting.operation, me, job.broken):
             return True
@@ -131,7 +133,10 @@ class Meetings:
             rank.failed(operation, "no progress", accused, stalled=True)
 
     def leave(self, rank: TimedRank, operation: Operation) -> None:
-        """A rank has left, with nothing: a newer generation is promised there. Whom it waited for in vain it reports."""
+        """Let a rank leave without a result, as it has promised a newer generation.
+
+        It reports the replicas for which it has waited if that took at least half of `stall_s`.
+        """
         meeting, me, job = self.open.get(_key(rank, operation)), rank.replica.number, self.job
         if meeting is None:
             return
@@ -140,7 +145,7 @@ class Meetings:
             rank.report_stall(operation, channels.accused(operation, me, job.broken))
 
     def broken(self, victim: ReplicaId, position: int) -> None:
-        """A rank is dead: those that meet it see their connection break."""
+        """Let the operations of a dead rank fail at the ranks that have arrived and need it."""
         for meeting in list(self.open.values()):
             operation = meeting.operation
             if meeting.position == position and victim in operation.members:
@@ -149,17 +154,20 @@ class Meetings:
                         self.job.clock.after(self.job.timing.latency_s(), self.fail, arrived, operation, (victim,))
 
     def _has_what_it_needs(self, operation: Operation, meeting: Meeting, victim: ReplicaId) -> bool:
-        """Of a copy: the victim is another target, or the source and gone after it had sent."""
+        """Return whether the operation is a copy that no longer needs the victim.
+
+        The victim is then another target, or a source that has sent.
+        """
         return operation.source is not None and (operation.source != victim or victim in meeting.parts)
 
     def fail(self, rank: TimedRank, operation: Operation, suspects: tuple[ReplicaId, ...]) -> None:
-        """An operation fails on one rank, if it is still there."""
+        """Let an operation fail at one rank, if the rank is still there."""
         meeting = self.open.get(_key(rank, operation))
         if meeting is not None and meeting.here.pop(rank.replica.number, None) is not None:
             rank.failed(operation, "a connection broke", suspects)
 
     def forget(self, generation: int) -> None:
-        """All live ranks have left the generations before this one."""
+        """Forget the meetings of older generations, which all living ranks have left."""
         self.open = {key: meeting for key, meeting in self.open.items() if meeting.operation.generation >= generation}
 
 

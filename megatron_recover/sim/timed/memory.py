@@ -1,7 +1,8 @@
-"""What the memory of simulated ranks holds: nothing, where only time matters, or how often each microbatch is in it.
+"""Memory of simulated ranks: empty where only time matters, or multisets of microbatch ids.
 
-`Memory` is the former, for jobs of any size; `Counts` the latter, so that exactly-once is checked in the data: the local
-gradient of a bucket, and the results, are multisets of microbatch ids.
+`Memory` is the former, for jobs of any size. `Counts` is the latter: the local gradient of a
+bucket, and the results, hold how often each microbatch is in them. So exactly-once is checked in
+the data.
 """
 
 from __future__ import annotations
@@ -17,25 +18,28 @@ from megatron_recover.sim.timed.world import Rank
 
 
 class Memory:
-    """Holds nothing: all results are equal."""
+    """Memory that holds nothing: all results are equal."""
 
     def compute(self, rank: Rank, plan: Plan) -> None:
-        """A rank computes all of a plan."""
+        """Compute all of a plan at a rank."""
 
     def read(self, rank: Rank, operation: Operation) -> object:
-        """What a rank hands in to an operation."""
+        """Return the data that a rank brings to an operation."""
         return None
 
     def add(self, parts: list[object]) -> object:
-        """The sum over all members."""
+        """Return the sum over all members."""
         return None
 
     def miscounted(self, result: object) -> bool:
-        """True if a sum shows that a member counts what is not there. All else that is wrong with it is told as a fact."""
+        """Return whether a sum shows that a member counts what is not there.
+
+        Any other wrong sum is observed as a fact.
+        """
         return False
 
     def result(self, rank: Rank, operation: Operation, result: object) -> int:
-        """A rank holds what an operation brought; its checksum."""
+        """Store the result of an operation at a rank, and return its checksum."""
         return operation.version
 
     def state_digest(self, rank: Rank) -> int:
@@ -43,11 +47,14 @@ class Memory:
         return 0
 
     def apply(self, rank: Rank, order: Apply) -> None:
-        """The results become the gradient."""
+        """Make the results the gradient."""
 
 
 class Counts(Memory):
-    """Holds multisets, and tells every fact. The methods that tests override to plant a bug say what a rank's threads do."""
+    """Memory that holds multisets and observes every fact.
+
+    Tests plant bugs by overriding the methods that say what the threads of a rank do.
+    """
 
     def __init__(self, num_microbatches: int, observe: Callable[[invariants.Fact], None]) -> None:
         self.zeros: Multiset = (0,) * num_microbatches
@@ -55,25 +62,25 @@ class Counts(Memory):
         self.gradients: dict[Rank, dict[BucketId, Multiset]] = {}
         self.results: dict[Rank, dict[BucketId, Multiset]] = {}
         self.flawed: set[tuple[ReplicaId, int]] = set()
-        """(replica, step): it counts microbatch 0 once too often in all that it hands in, until that is made void."""
+        """(replica, step) with microbatch 0 counted once too often, until the step is made void."""
         self.drifted: dict[ReplicaId, int] = {}
-        """The first step that a replica begins with other parameters than the rest."""
+        """First step that a replica begins with other parameters than the rest."""
         self.state_drifted: dict[ReplicaId, int] = {}
-        """The first step that a replica begins with other state than the rest, of which no sum depends."""
+        """First step that a replica begins with other state than the rest; no sum depends on it."""
 
     def computes(self, rank: Rank, plan: Plan) -> tuple[Compute, ...]:
-        """What a rank computes: all of a plan, whether or not it has been overtaken."""
+        """Return what a rank computes: all of a plan, even after a newer promise."""
         return plan.computes
 
     def local_gradient_after(self, before: Multiset, result: Multiset) -> Multiset:
-        """The local gradient after a reduction that delivered `result`: untouched (INV-3)."""
+        """Return the local gradient after a reduction brought `result`: unchanged (INV-3)."""
         return before
 
     def _has_drifted(self, rank: Rank, step: int) -> bool:
         return step >= self.drifted.get(rank.replica.number, step + 1)
 
     def has_other_state(self, replica: ReplicaId, step: int) -> bool:
-        """Whether a replica begins a step with other parameters or other state than the rest."""
+        """Return whether a replica begins a step with other parameters or state than the rest."""
         return any(step >= drifted.get(replica, step + 1) for drifted in (self.drifted, self.state_drifted))
 
     def state_digest(self, rank: Rank) -> int:
@@ -133,5 +140,5 @@ class Counts(Memory):
 
 
 def _has_microbatches(rank: Rank) -> bool:
-    """Whether the step of a rank has any; where only state is compared there is nothing to count."""
+    """Return whether the step of a rank has microbatches; a comparison of state has none."""
     return isinstance(rank.machine.taken, Plan) and rank.machine.taken.work.num_microbatches > 0

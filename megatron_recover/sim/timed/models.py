@@ -1,6 +1,7 @@
-"""What a simulated job consists of, how long things take, what is lost when: the tables of a scenario file and more.
+"""Tables of a scenario file: the parts of a simulated job, the times it needs, and its losses.
 
-Decides no rule of the protocol; `sim/timed/job.py` asks it for seconds only. Every field that has a unit ends in it.
+No rule of the protocol is decided here; `sim/timed/job.py` requests seconds only. Every field that
+has a unit ends in it.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import Fault
 
 MEMBER_BYTES = 4.0
-"""Of a member's number in an announcement or a vote."""
+"""Bytes of a member's number in an announcement or a vote."""
 PACE_BYTES = 12.0
-"""Of a member's number and pace in the record of a vote."""
+"""Bytes of a member's number and pace in the record of a vote."""
 HOUR_S = 3600.0
 _REAL = Deadlines.of()
 LEDGER_COLUMNS = 64
-"""Of `trainer/ledger.py`, whose import needs torch; a test compares them."""
+"""Columns of the ledger in `trainer/ledger.py`, whose import needs torch; a test compares them."""
 
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Duration = Annotated[float, Meta(gt=0, le=1e9)]
-"""Seconds of what takes time at all: at most 30 years, so that sums over a whole job stay finite."""
+"""Seconds above 0, at most 30 years, so that sums over a whole job stay finite."""
 Bytes = Annotated[float, Meta(ge=1, le=1e18)]
 Amount = Annotated[float, Meta(gt=0, le=1e9)]
 
@@ -40,82 +41,83 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class JobTable(Table, frozen=True, kw_only=True):
-    """`[job]`: replicas of the model, and what one step is."""
+    """`[job]`: replicas of the model, and the size of a step."""
 
     replicas: Count
     ranks: Count
-    """Of one replica, one GPU each."""
+    """Ranks of one replica, one GPU each."""
     stages: Count = 1
     """Pipeline stages of a replica; `ranks` is a multiple of it."""
     microbatches: Count
-    """Of one step, over all replicas: M."""
+    """Microbatches of one step, over all replicas (M)."""
     steps: Count
+    """Training steps of the job."""
     buckets: Count = 4
-    """Reduction buckets of each stage, the ledger not counted."""
+    """Buckets of each stage, without the ledger."""
     seed: Annotated[int, Meta(ge=0)] = 1
-    """Of what is random: who is lost, and when."""
+    """Seed of the random choices: which replica is lost, and when."""
 
 
 class ComputeTable(Table, frozen=True, kw_only=True):
-    """`[compute]`: the time of what a replica does alone."""
+    """`[compute]`: the time of a replica's own work."""
 
     microbatch_s: Duration
-    """Forward and backward of one microbatch on one stage."""
+    """Seconds of a forward and backward of one microbatch on one stage."""
     forward_share: Annotated[float, Meta(gt=0, lt=1)] = 1 / 3
-    """Of that the forward's part; a backward costs about two forwards."""
+    """Part of `microbatch_s` that the forward takes; a backward costs about two forwards."""
     optimizer_s: Seconds = 0.0
-    """From the commit of a step to the begin of the next."""
+    """Seconds from the commit of a step to the begin of the next."""
 
 
 class NetworkTable(Table, frozen=True, kw_only=True):
-    """`[network]`: the time of what crosses processes."""
+    """`[network]`: the time of communication between processes."""
 
     latency_s: Seconds = 50e-6
-    """Of a message between two replicas, or a replica and the coordinator."""
+    """Seconds of a message between two replicas, or a replica and the coordinator."""
     local_latency_s: Seconds = 20e-6
-    """Of a message inside a replica."""
+    """Seconds of a message inside a replica."""
     message_s: Seconds = 20e-6
-    """CPU time of a control thread per message that it sends or receives."""
+    """CPU seconds of a control thread per message that it sends or receives."""
     bytes_per_s: Bytes
-    """Of one rank, while a reduction runs, and of a control message that is long."""
+    """Bytes per second of one rank during a reduction, and of a long control message."""
     gradient_bytes: Bytes
-    """Of one rank: what it reduces in a step."""
+    """Bytes that one rank reduces in a step."""
 
 
 class FailuresTable(Table, frozen=True, kw_only=True):
-    """`[failures]`: when replicas are lost, and what happens then. At most one of the two rates."""
+    """`[failures]`: when replicas are lost, and how long the job waits. It has at most one rate."""
 
     every_steps: Count | None = None
-    """A loss in each n-th step that is run."""
+    """Number n, for a loss in each n-th step that is run."""
     per_gpu_hour: Amount | None = None
-    """Losses of a GPU, and with it of its replica, per hour of each GPU; exponential times in between."""
+    """Losses of a GPU, and so of its replica, per hour of each GPU, at exponential intervals."""
     at: Literal["reduction", "anywhere"] = "anywhere"
-    """Of `every_steps`: while gradients are summed, or at a random instant of the step."""
+    """Instant of a loss by `every_steps`: while gradients are summed, or at random in the step."""
     until_replicas: Count = 1
-    """No more losses when so many are left."""
+    """Number of replicas at which losses end."""
     detect_s: Seconds = 0.05
-    """From the death of a process to the coordinator's knowing it."""
+    """Seconds from the death of a process until the coordinator knows it."""
     grace_s: Seconds = _REAL.grace_s
     follow_s: Duration = _REAL.follow_s
     stall_s: Duration = _REAL.stall_s
     save_s: Duration = _REAL.save_s
-    """These four as in a real run (`Deadlines`)."""
+    """These four have the meaning and default of a real run (`Deadlines`)."""
 
 
 class CheckpointTable(Table, frozen=True, kw_only=True):
-    """`[checkpoint]`: what the policy checkpoint-restart pays."""
+    """`[checkpoint]`: the costs of the policies that restart from a checkpoint."""
 
     save_s: Seconds
-    """One blocking save."""
+    """Seconds of one blocking save."""
     restart_s: Seconds
-    """From a loss to the first step after it, reading the checkpoint included."""
+    """Seconds from a loss to the first step after it, reading the checkpoint included."""
 
 
 class DropTable(Table, frozen=True, kw_only=True):
-    """`[drop]`: what the policies that drop or shrink pay when the group of replicas changes."""
+    """`[drop]`: the costs of a change of the group, for the policies that drop or shrink."""
 
     regroup_s: Seconds
-    """From the detection of a loss to collectives that work again."""
+    """Seconds from the detection of a loss until collectives work again."""
 
 
 PolicyName = Literal["recover", "shrink", "drop-step", "checkpoint-restart", "checkpoint-restart-equal"]
@@ -129,67 +131,79 @@ class Scenario(Table, frozen=True, kw_only=True):
     network: NetworkTable
     failures: FailuresTable = FailuresTable()
     fault: tuple[Fault, ...] = ()
-    """Exact faults, as in a chaos file; instead of a rate."""
+    """Exact faults, as in a chaos file, instead of a rate."""
     checkpoint: CheckpointTable | None = None
     drop: DropTable | None = None
     policies: Annotated[tuple[PolicyName, ...], Meta(min_length=1)] = ("recover",)
     tokens_per_microbatch: Count | None = None
-    """To tell throughput in tokens."""
+    """Tokens of a microbatch, to report throughput in tokens."""
     equal_gpu_hours: Amount | None = None
-    """Also tell what each policy has trained when so many GPU-hours are spent."""
+    """GPU-hours at which to report how many microbatches each policy has trained."""
 
 
 class Timing:
-    """Seconds of everything, for a job without surprises. The fuzzer's has surprises (`sim/timed/fuzz.py`)."""
+    """Seconds of everything, without chance. Those of the fuzzer vary (`sim/timed/chance.py`)."""
 
     def __init__(self, job: JobTable, compute: ComputeTable, network: NetworkTable) -> None:
         self.job, self.compute, self.network = job, compute, network
 
     def latency_s(self) -> float:
-        """Of a message between leaders, or a leader and the coordinator."""
+        """Return the seconds of a message between leaders, or a leader and the coordinator."""
         return self.network.latency_s
 
     def local_latency_s(self) -> float:
-        """Of a message between a rank and its leader."""
+        """Return the seconds of a message between a rank and its leader."""
         return self.network.local_latency_s
 
     def message_s(self, num_bytes: float = 0.0) -> float:
-        """A control thread is busy with a message."""
+        """Return the seconds for which a message keeps a control thread busy."""
         return self.network.message_s + num_bytes / self.network.bytes_per_s
 
     def microbatch_s(self, replica: int, step: int) -> float:
-        """Forward and backward of a microbatch on a stage of this replica in this step."""
+        """Return the seconds of a forward and backward on a stage of this replica in this step."""
         return self.compute.microbatch_s
 
     def optimizer_s(self) -> float:
-        """From `Apply` to the begin of the next step."""
+        """Return the seconds from `Apply` to the begin of the next step."""
         return self.compute.optimizer_s
 
     def bucket_bytes(self, bucket: BucketId) -> float:
-        """Of one rank, provenance included; the ledger has a row of `LEDGER_COLUMNS` numbers a microbatch."""
+        """Return the bytes of a bucket at one rank, provenance included.
+
+        The ledger has a row of `LEDGER_COLUMNS` numbers a microbatch.
+        """
         provenance = 8.0 * (self.job.microbatches + 1)
         if bucket == self.job.stages * self.job.buckets:
             return 8.0 * LEDGER_COLUMNS * self.job.microbatches + provenance
         return self.network.gradient_bytes / self.job.buckets + provenance
 
     def together_s(self, seconds: float, replica: int) -> float:
-        """When an operation that takes so long is over at one of its members: at all of them at once."""
+        """Return after how many seconds an operation of `seconds` ends at one of its members.
+
+        Here it ends at all of them at once.
+        """
         return seconds
 
     def reduce_s(self, bucket: BucketId, num_members: int) -> float:
-        """All-reduce of a bucket by recursive halving and doubling (Thakur, Rabenseifner, Gropp 2005, section 4.4)."""
+        """Return the seconds of an all-reduce of a bucket by recursive halving and doubling.
+
+        Source: Thakur, Rabenseifner, Gropp 2005, section 4.4.
+        """
         if num_members < 2:
             return 0.0
         volume = 2 * (num_members - 1) / num_members * self.bucket_bytes(bucket)
         return volume / self.network.bytes_per_s + 2 * math.ceil(math.log2(num_members)) * self.network.latency_s
 
     def transfer_s(self, bucket: BucketId) -> float:
-        """A decided bucket goes to a member that lacks it."""
+        """Return the seconds of a transfer of a decided bucket to a member that lacks it."""
         return self.bucket_bytes(bucket) / self.network.bytes_per_s + self.network.latency_s
 
     def entering_s(self, num_members: int) -> dict[str, float]:
-        """From a generation's announcement to the coordinator's hearing that the last member has entered it: what each key of
-        `[network]` has in it. The coordinator sends one announcement after the other, each with the roster."""
+        """Return the seconds from an announcement until the coordinator knows that all entered.
+
+        Each key of `[network]` has its part. The coordinator sends one announcement after the
+        other, each with the roster.
+        """
         network = self.network
         return {
             "latency_s": 2 * network.latency_s,
@@ -199,35 +213,44 @@ class Timing:
         }
 
     def reduction_s(self, num_members: int) -> float:
-        """All buckets of a stage, after the last backward. The last stage has the ledger too, and begins while others drain."""
+        """Return the seconds to reduce all buckets of a stage after the last backward.
+
+        The last stage has the ledger too, and begins while other stages still drain.
+        """
         drain_s = (self.job.stages - 1) * (1 - self.compute.forward_share) * self.compute.microbatch_s
         ledger_s = self.reduce_s(self.job.stages * self.job.buckets, num_members)
         return self.job.buckets * self.reduce_s(0, num_members) + max(0.0, ledger_s - drain_s)
 
     def ideal_step_s(self, num_members: int, num_microbatches: int) -> float:
-        """A step over the best integer quotas: no loss, no vote, no plan; computing, reducing and the optimizer only."""
+        """Return the seconds of a step over the best integer quotas, without loss, vote or plan.
+
+        They consist of computing, reducing and the optimizer.
+        """
         alike, pipeline = (1,) * num_members, Pipeline(self.job.stages)
         slots = makespan(balanced(num_microbatches, alike, pipeline), alike, pipeline)
         return slots * self.compute.microbatch_s + self.reduction_s(num_members) + self.compute.optimizer_s
 
 
 class Losses:
-    """When replicas are lost: a pure function of seed and of what is run. Every policy gets its own."""
+    """Times at which replicas are lost: a pure function of the seed and of the steps that run.
+
+    Every policy gets its own.
+    """
 
     def __init__(self, scenario: Scenario) -> None:
         self.failures, self.ranks = scenario.failures, scenario.job.ranks
         self.dice = random.Random(scenario.job.seed)
         self.num_steps = 0
-        """Begun so far."""
+        """Steps begun so far."""
         self.exposure = self.dice.expovariate(1.0)
-        """Until the next loss, in expected losses."""
+        """Exposure left until the next loss, in expected losses."""
 
     def hazard(self, num_members: int) -> float:
-        """Losses per second."""
+        """Return the losses per second."""
         return (self.failures.per_gpu_hour or 0.0) * num_members * self.ranks / HOUR_S
 
     def in_step(self, num_members: int) -> float | None:
-        """A step begins: the part of it (0..1) at which a loss by `every_steps` strikes, if one does."""
+        """Begin a step; return the part of it (0..1) at which `every_steps` strikes, or None."""
         self.num_steps += 1
         every = self.failures.every_steps
         if every is None or self.num_steps % every or num_members <= self.failures.until_replicas:
@@ -235,7 +258,7 @@ class Losses:
         return self.dice.random()
 
     def within(self, seconds: float, num_members: int) -> float | None:
-        """So many seconds go by: after how many of them a loss by rate strikes, if one does."""
+        """Spend `seconds`; return after how many of them a loss by rate strikes, or None."""
         hazard = self.hazard(num_members)
         if not hazard or num_members <= self.failures.until_replicas:
             return None
@@ -247,7 +270,10 @@ class Losses:
 
 
 def shape_of(job: JobTable) -> Shape:
-    """Which ranks hold which bucket: `job.buckets` for each stage, and the ledger, which the last stage holds."""
+    """Return which ranks hold which bucket.
+
+    Each stage has `job.buckets` buckets, and the last stage the ledger too.
+    """
     width = job.ranks // job.stages
     ranks: Sequence[tuple[int, ...]] = [tuple(range(stage * width, (stage + 1) * width)) for stage in range(job.stages)]
     buckets = (*(ranks[stage] for stage in range(job.stages) for _ in range(job.buckets)), ranks[-1])
@@ -255,5 +281,5 @@ def shape_of(job: JobTable) -> Shape:
 
 
 def stage_of(job: JobTable, rank: int) -> int:
-    """The pipeline stage of a rank."""
+    """Return the pipeline stage of a rank."""
     return rank // (job.ranks // job.stages)

@@ -1,4 +1,4 @@
-"""What a policy makes of a scenario: what it spends and what it commits."""
+"""Outcome of a policy in a scenario: the time that it spends, and the work that it commits."""
 
 from __future__ import annotations
 
@@ -9,46 +9,56 @@ from megatron_recover.sim.timed.models import HOUR_S, PolicyName, Scenario, Timi
 
 @dataclass
 class Outcome:
-    """What a policy made of a scenario."""
+    """Time that a policy spent in a scenario, and work that it committed."""
 
     policy: PolicyName
     seconds: float = 0.0
+    """Seconds that the run took."""
     gpu_seconds: float = 0.0
-    """Of replicas that are alive."""
+    """GPU-seconds of living replicas."""
     steps: int = 0
-    """Committed."""
+    """Committed steps."""
     microbatches: int = 0
-    """In committed steps."""
+    """Microbatches in committed steps."""
     ideal_seconds: float = 0.0
-    """What the committed steps take without a loss: the best integer quotas of all that lived when their work was dealt."""
+    """Seconds that the committed steps need without a loss.
+
+    Each step has the best integer quotas over all replicas that lived when its work was dealt.
+    """
     losses: int = 0
+    """Replicas that were lost."""
     replicas_end: int = 0
+    """Replicas that are left."""
     interval_steps: int | None = None
-    """Between saves."""
+    """Steps between saves."""
     young_daly_steps: tuple[float, float] | None = None
-    """That interval by Young's and by Daly's formula, not rounded."""
+    """The interval by Young's and by Daly's formula, in steps, not rounded."""
     microbatches_redone: int | None = None
+    """Microbatches that were dealt again after losses."""
     in_schedule: int | None = None
-    """Of the microbatches redone: in the pass that ran."""
+    """Microbatches among these that were computed in a pass that still ran."""
     steps_left_out: int | None = None
-    """Of the steps: those whose time was only added, since nothing in them could differ from the step before."""
+    """Steps whose time was only added, since nothing in them could differ from the step before."""
     kill_to_plan_s: tuple[float, float] | None = None
-    """Median and worst over all losses."""
+    """Seconds from a death to the last member's plan: median and worst over all recoveries."""
     curve: list[tuple[float, int]] = field(default_factory=list)
     """(GPU-seconds, microbatches committed) after each step."""
 
     @property
     def goodput_of_ideal(self) -> float:
-        """Of the seconds that went by, the part that the committed steps needed."""
+        """Part of the seconds spent that the committed steps needed."""
         return self.ideal_seconds / self.seconds
 
     @property
     def microbatches_per_gpu_hour(self) -> float:
-        """Effective throughput: what was trained over the GPU-hours of those that lived (ReCoVer's measure)."""
+        """Effective throughput: microbatches a GPU-hour of living replicas (ReCoVer's measure)."""
         return self.microbatches / self.gpu_seconds * HOUR_S
 
     def microbatches_at(self, gpu_hours: float) -> float | None:
-        """How many were committed when so many GPU-hours were spent; None where the run is shorter."""
+        """Return how many microbatches were committed when `gpu_hours` were spent.
+
+        None if the run is shorter.
+        """
         before = (0.0, 0)
         for spent, done in self.curve:
             if spent >= gpu_hours * HOUR_S:
@@ -59,7 +69,7 @@ class Outcome:
 
 
 class Meter:
-    """Adds up what a policy spends and commits."""
+    """Meter of the time that a policy spends and of the work that it commits."""
 
     def __init__(self, policy: PolicyName, scenario: Scenario) -> None:
         self.timing = Timing(scenario.job, scenario.compute, scenario.network)
@@ -68,24 +78,24 @@ class Meter:
         self._ideal: dict[tuple[int, int], float] = {}
 
     def spend(self, seconds: float) -> None:
-        """Time goes by with the replicas that are left."""
+        """Add seconds of the replicas that are left."""
         self.outcome.seconds += seconds
         self.outcome.gpu_seconds += seconds * self.outcome.replicas_end * self.ranks
 
     def lose(self) -> None:
-        """A replica is lost."""
+        """Count the loss of a replica."""
         self.outcome.losses += 1
         self.outcome.replicas_end -= 1
 
     def ideal_s(self, num_members: int, num_microbatches: int) -> float:
-        """`Timing.ideal_step_s`, remembered."""
+        """Return `Timing.ideal_step_s`, which is remembered."""
         key = (num_members, num_microbatches)
         if key not in self._ideal:
             self._ideal[key] = self.timing.ideal_step_s(num_members, num_microbatches)
         return self._ideal[key]
 
     def commit(self, num_members: int, num_microbatches: int, count: int = 1) -> None:
-        """So many steps are committed, whose work was dealt when so many lived."""
+        """Count `count` committed steps whose work was dealt to `num_members`."""
         outcome = self.outcome
         outcome.steps += count
         outcome.microbatches += count * num_microbatches

@@ -1,17 +1,18 @@
-"""What a job does about a loss, and what that costs: ours, and the usual alternatives.
+"""Policies of a job at a loss, and their costs: ours, and the usual alternatives.
 
-`recover` runs the machines (`sim/timed/recover.py`). The others are baselines, in closed form, step by step, over the same
-models and the same random losses. They pay nothing for votes, plans or membership: a baseline is simplified in its favour.
+`recover` runs the machines (`sim/timed/recover.py`). The others are baselines, computed in closed
+form, step by step, over the same models and the same random losses. They pay nothing for votes,
+plans or membership: a baseline is simplified in its favour.
 
 checkpoint-restart
-    A blocking save every n steps, n by Daly's formula (Daly 2006; Young 1974 is its first term). A loss ends the job; after
-    `restart_s` the survivors go on from the last save with quotas as even as integers allow, which Megatron does not: it needs
-    equal ones, and that is checkpoint-restart-equal.
-shrink
-    Collectives survive, but the lost microbatches are left out: every survivor goes on with its own quota, so the batch shrinks
-    (ReCoVer's ablation AdaptiveWorldPolicy).
-drop-step
-    The step of a loss is thrown away by all, and the batch shrinks from then on (torchft without spares: `should_commit`).
+    A blocking save every n steps, n by Daly's formula (Daly 2006; Young 1974 is its first term).
+    A loss ends the job. After `restart_s` the survivors continue from the last save, with quotas as
+    even as integers allow. Megatron cannot do that. checkpoint-restart-equal
+    The same with equal quotas only, which Megatron needs. shrink
+    Collectives survive, but the lost microbatches are left out. Every survivor continues with its
+    own quota, so the batch shrinks (ReCoVer's ablation AdaptiveWorldPolicy). drop-step
+    All replicas drop the step of a loss, and the batch shrinks from then on (torchft without
+    spares: `should_commit`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_recover.sim.timed.recover import recover
 
 
 def _begin_step(meter: Meter, losses: Losses, scenario: Scenario, seconds: float) -> float | None:
-    """A step of so many seconds begins: after how many of them a loss strikes, or None."""
+    """Begin a step of `seconds`; return after how many of them a loss strikes, or None."""
     members = meter.outcome.replicas_end
     part = losses.in_step(members)
     if part is None:
@@ -37,17 +38,23 @@ def _begin_step(meter: Meter, losses: Losses, scenario: Scenario, seconds: float
 
 
 def checkpoint_restart(scenario: Scenario) -> Outcome:
-    """Saves at Daly's interval, with quotas as even as integers allow on whatever is left."""
+    """Return the outcome of saves at Daly's interval, with quotas as even as integers allow."""
     return _checkpoint_restart(scenario, _interval(scenario), "checkpoint-restart")
 
 
 def checkpoint_restart_equal(scenario: Scenario) -> Outcome:
-    """The same with equal quotas only, as Megatron has it: replicas beyond the largest divisor of M wait idle."""
+    """Return the outcome of saves at Daly's interval with equal quotas, as Megatron has them.
+
+    Replicas beyond the largest divisor of M are idle.
+    """
     return _checkpoint_restart(scenario, _interval(scenario), "checkpoint-restart-equal")
 
 
 def best_checkpoint_restart(scenario: Scenario) -> Outcome:
-    """`checkpoint_restart` at the interval that turns out best for these very losses, which nobody can know before."""
+    """Return the outcome of `checkpoint_restart` at the interval that is best for these losses.
+
+    Nobody can know it before. The intervals tried are 1 to four times Young's, at most 1000 steps.
+    """
     young, _ = young_daly(scenario)
     tried = [_checkpoint_restart(scenario, n, "checkpoint-restart") for n in range(1, min(4 * math.ceil(young), 1000) + 1)]
     return max(tried, key=lambda outcome: outcome.microbatches_per_gpu_hour)
@@ -58,7 +65,10 @@ def _interval(scenario: Scenario) -> int:
 
 
 def young_daly(scenario: Scenario) -> tuple[float, float]:
-    """The interval between saves in steps, by Young's formula and by Daly's with its higher-order terms, at full size."""
+    """Return the interval between saves in steps, by Young's formula and by Daly's, at full size.
+
+    Daly's formula has higher-order terms.
+    """
     assert scenario.checkpoint is not None
     job, save_s = scenario.job, scenario.checkpoint.save_s
     step_s = Timing(job, scenario.compute, scenario.network).ideal_step_s(job.replicas, job.microbatches)
@@ -106,12 +116,15 @@ def _checkpoint_restart(scenario: Scenario, interval: int, policy: PolicyName) -
 
 
 def shrink(scenario: Scenario) -> Outcome:
-    """The survivors finish the step without what was lost, and go on with a smaller batch."""
+    """Return the outcome where survivors finish the step without the lost share.
+
+    They continue with a smaller batch.
+    """
     return _smaller(scenario, "shrink", keep_step=True)
 
 
 def drop_step(scenario: Scenario) -> Outcome:
-    """The step is thrown away, and the survivors go on with a smaller batch."""
+    """Return the outcome where all drop the step of a loss, and continue with a smaller batch."""
     return _smaller(scenario, "drop-step", keep_step=False)
 
 
@@ -130,7 +143,7 @@ def _smaller(scenario: Scenario, policy: PolicyName, *, keep_step: bool) -> Outc
         meter.spend(at)
         meter.lose()
         meter.spend(failures.detect_s + scenario.drop.regroup_s)
-        if keep_step:  # what is summed at the loss is summed again, without the lost share
+        if keep_step:  # sums that ran at the loss are repeated, without the lost share
             meter.spend(max(seconds - at, meter.timing.reduction_s(outcome.replicas_end)))
             meter.commit(outcome.replicas_end, quota * outcome.replicas_end)
     return outcome
@@ -143,10 +156,15 @@ _BASELINES: Mapping[PolicyName, Callable[[Scenario], Outcome]] = MappingProxyTyp
 
 
 def simulate(scenario: Scenario, on_step: Callable[[int], None] | None = None) -> dict[PolicyName, Outcome]:
-    """All policies of a scenario. `on_step` as of `RecoverJob`: of `recover` only, which takes nearly all of the time.
+    """Return the outcomes of all policies of a scenario.
 
-    Raises ValueError when the simulated job of `recover` is too slow for its own timeouts, when a fault of the scenario takes
-    its last replica, and with one line for each that never struck although the job ended.
+    `on_step`: as of `RecoverJob`, for `recover` only, which takes nearly all of the time.
+
+    Raise ValueError in these cases:
+
+    - The simulated job of `recover` is too slow for its own timeouts.
+    - A fault of the scenario takes the last replica.
+    - Faults never struck although the job ended; the error has one line for each.
     """
     return {
         policy: recover(scenario, on_step) if policy == "recover" else _BASELINES[policy](scenario)

@@ -1,17 +1,18 @@
-"""A rank on the virtual clock: its machine, and what its training thread does in between, which takes time.
+"""A rank on the virtual clock: its machine, and its training thread, whose work takes time.
 
-The rules are those of `core/rank.py`; here is only the caller that its contract asks for: when a pass runs out of microbatches,
-when it ends, when an operation across replicas is over.
+The rules are those of `core/rank.py`. Here is only the caller that its contract requires. The
+caller knows when a pass runs out of microbatches, when it ends, and when an operation across
+replicas is over.
 
 Note [Time of a pass]
-    1F1B over q microbatches on p stages, each forward f and backward b seconds, t = f + b (Narayanan et al. 2021, section 2.2).
-    Seconds after the begin of the pass, on stage s counted from 0:
+    1F1B over q microbatches on p stages (Narayanan et al. 2021, section 2.2). A forward takes f
+    seconds, a backward b; t = f + b. On stage s (from 0), in seconds after the begin of the pass:
 
     - forward k begins at s f + k f while the pipeline fills (k < p - s), then at s f + k t;
     - backward k ends at p f + (p - s) b + k t, so the stage is done at s f + (q - 1 + p - s) t.
 
-    What arrives before forward q would begin is forward q, and costs no bubble. Rank 0 asks for the end of the pass when it
-    begins the last forward that it knows of.
+    A microbatch that arrives before forward q would begin becomes forward q, and costs no bubble.
+    Rank 0 requests the end of the pass when it begins the last forward that it knows of.
 """
 
 from __future__ import annotations
@@ -56,43 +57,43 @@ class Pass:
         self.stage, self.stages = stage, stages
         self.microbatches: list[MicrobatchId] = []
         self.num_started = self.num_finished = 0
-        """Of those in the journal."""
+        """Microbatches that the journal has as started, and as finished."""
 
     @property
     def num_microbatches(self) -> int:
-        """All that are known."""
+        """Number of microbatches that are known so far."""
         return len(self.microbatches)
 
     def forward_begins(self, index: int) -> float:
-        """When the forward of this microbatch begins, counted from 0, if it is known in time."""
+        """Return when the forward of microbatch `index` (from 0) begins, if it is known in time."""
         filling = index < self.stages - self.stage
         return self.base + self.stage * self.forward_s + index * (self.forward_s if filling else self.slot_s)
 
     def backward_begins(self, index: int) -> float:
-        """When the backward of this microbatch begins."""
+        """Return when the backward of microbatch `index` begins."""
         backward_s = self.slot_s - self.forward_s
         filled = self.stages * self.forward_s + (self.stages - self.stage - 1) * backward_s
         return self.base + filled + index * self.slot_s
 
     def extend(self, microbatches: Sequence[MicrobatchId], now: float) -> None:
-        """Take in more; what comes after its time moves everything behind it."""
+        """Add microbatches. One that comes after its time moves everything behind it."""
         late = now - self.forward_begins(self.num_microbatches)
         if self.num_microbatches and late > 0:
             self.base += late
         self.microbatches += microbatches
 
     def ends(self) -> float:
-        """When the last backward is done."""
+        """Return when the last backward ends."""
         return self.backward_begins(self.num_microbatches - 1) + self.slot_s - self.forward_s
 
 
 def key_of(operation: Operation) -> tuple[int | None, ...]:
-    """An operation without its members, who may be many."""
+    """Return an operation without its members, of which there may be many."""
     return operation.generation, operation.step, operation.bucket, operation.version, operation.source
 
 
 class TimedRank:
-    """One rank. `busy` says that its training thread can not take an order now."""
+    """One rank. `busy` is True while its training thread can not take an order."""
 
     __slots__ = (
         "alive", "busy", "course", "job", "machine", "operations", "passes", "passing", "plans_taken", "position", "replica",
@@ -108,17 +109,17 @@ class TimedRank:
         self.operations: deque[Operation] = deque()
         self.plans_taken = 0
         self.passes: list[Pass] = []
-        """Of this step, both."""
+        """All passes of this step, ended ones included."""
         self.saving = False
-        """A checkpoint is being saved."""
+        """True while the rank saves a checkpoint."""
         self.course = Course()
         self.turn = 0
-        """Of the training thread: an event that was meant for an older one is over."""
+        """Number of the training thread's activity; events of older activities are ignored."""
 
     # --- control thread ---
 
     def obey(self, order: Order) -> None:
-        """An order of the leader arrives."""
+        """Receive an order of the leader."""
         if self.alive:
             joins = not self.machine.promised
             if isinstance(order, Promise):
@@ -129,7 +130,7 @@ class TimedRank:
             self.wake()
 
     def feed(self, message: rank.Input) -> None:
-        """One input of the machine, and its effects."""
+        """Feed one input to the machine, and carry out its effects."""
         self.machine, effects = rank.step(self.machine, message)
         for effect in effects:
             if isinstance(effect, rank.Retire):
@@ -138,7 +139,7 @@ class TimedRank:
                 self.replica.reported(self.position, effect.report)
 
     def _journal(self) -> None:
-        """Rank 0 notes what it has started and finished, when that is about to be said; nobody asks before."""
+        """Record what rank 0 has started and finished. A promise is about to report it."""
         for running in self.passes if self.position == 0 else ():
             for index in range(running.num_started, running.num_microbatches):
                 if running.forward_begins(index) > self.job.clock.now:
@@ -152,7 +153,7 @@ class TimedRank:
                 running.num_finished += 1
 
     def _retire(self, generation: Generation) -> None:
-        """What runs across replicas fails at once; the training thread leaves the rest of its plan."""
+        """Let operations across replicas fail; the training thread leaves the rest of its plan."""
         if self.operations and self.operations[0].generation < generation:
             self.job.meetings.leave(self, self.operations[0])
             self._leave()
@@ -160,7 +161,7 @@ class TimedRank:
     # --- training thread ---
 
     def begin(self) -> None:
-        """The training loop arrives at its next step, or at its end."""
+        """Arrive at the next step of the training loop, or at its end."""
         if not self.alive:
             return
         if reads_s := self.job.reading_s(self):
@@ -229,14 +230,17 @@ class TimedRank:
             self._pass_points(running, len(microbatches))
 
     def _pass_points(self, running: Pass, count: int) -> None:
-        """The last `count` microbatches of a pass are sure to be computed, unless the rank dies: pass their fault points."""
+        """Pass the fault points of the last `count` microbatches of a pass.
+
+        They are sure to be computed, unless the rank dies.
+        """
         forward = FaultPoint.FORWARD if self.plans_taken == 1 else FaultPoint.RECOMPUTE
         for index in range(running.num_microbatches - count, running.num_microbatches):
             self.job.pass_fault(self, forward, at=running.forward_begins(index))
             self.job.pass_fault(self, FaultPoint.BACKWARD, at=running.backward_begins(index))
 
     def _prepare(self, running: Pass, num_microbatches: int) -> None:
-        """The last forward that is known begins: take in what has come; where that is nothing, ask for the end of the pass."""
+        """Begin the last known forward: add what plans bring, or request the end of the pass."""
         while (
             self.alive and self.machine.in_pass and self.passing is running and running.num_microbatches == num_microbatches
         ):  # fmt: skip
@@ -247,7 +251,7 @@ class TimedRank:
                 break
 
     def _exhausted(self) -> None:
-        """The microbatches that are known have run out: take in what has come, or wait for it."""
+        """Take the orders that have come, as no known microbatch is left, or wait for one."""
         self.busy = False
         self.wake()
 
@@ -266,7 +270,7 @@ class TimedRank:
         self.wake()
 
     def _operate(self) -> None:
-        """The pass is over: what crosses replicas, as the newest plan has it."""
+        """Begin the operations across replicas of the newest plan: the pass is over."""
         plan = self.machine.taken
         if not isinstance(plan, Plan):
             return
@@ -283,7 +287,10 @@ class TimedRank:
             self.job.meetings.arrive(self, self.operations[0])
 
     def completed(self, operation: Operation, checksum: int | None) -> None:
-        """The operation at which this rank is has delivered a result (None: it only sent one)."""
+        """Note that this rank's operation has delivered a result.
+
+        `checksum` None: the rank only sent one.
+        """
         if not self.alive or not self.operations or key_of(self.operations[0]) != key_of(operation):
             return
         self.operations.popleft()
@@ -293,7 +300,7 @@ class TimedRank:
         self.wake()
 
     def report_stall(self, operation: Operation, accused: tuple[ReplicaId, ...]) -> None:
-        """Report whom an operation has waited for that is over now."""
+        """Report the replicas for which an operation has waited that is over now."""
         self.feed(rank.Failed(operation.generation, "no progress", accused, stalled=True))
 
     def failed(
@@ -305,7 +312,7 @@ class TimedRank:
         stalled: bool = False,
         miscounted: bool = False,
     ) -> None:
-        """The operation at which this rank is has failed here."""
+        """Report that this rank's operation has failed here."""
         if not self.alive or not self.operations or key_of(self.operations[0]) != key_of(operation):
             return
         self._leave()
@@ -327,7 +334,7 @@ class TimedRank:
         self._until(self.job.clock.now + self.job.timing.optimizer_s(), self.begin)
 
     def _until(self, time: float, then: object) -> None:
-        """The training thread is busy until then."""
+        """Keep the training thread busy until `time`, then call `then`."""
         self.busy = True
         self.turn += 1
         self.job.clock.at(time, self._if_still, self.turn, then)

@@ -1,6 +1,7 @@
-"""The policy `recover`: the real machines on the virtual clock, which lose replicas as a scenario says.
+"""The policy `recover`: the real machines on the virtual clock, with the losses of a scenario.
 
-Decides only who is lost and when, and which steps need not be simulated because nothing in them could differ.
+This module decides only which replicas are lost and when, and which steps need no simulation
+because nothing in them could differ.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from megatron_recover.sim.timed.outcome import Meter, Outcome
 
 
 class RecoverJob(TimedJob):
-    """A job of the real machines that loses replicas as the scenario says.
+    """A job of the real machines that loses replicas as the scenario has it.
 
-    Steps that can not differ from the ones before are not simulated again: when two steps have taken equally long, the second
-    without a recovery, those up to the next loss take as long, and only their time is added. Time ends with the last commit.
+    Steps that cannot differ from the ones before are not simulated again. When two steps have taken
+    equally long, the second without a recovery, the steps up to the next loss take as long. Only
+    their time is added. The job's time ends with the last commit.
     """
 
     def __init__(self, scenario: Scenario, on_step: Callable[[int], None] | None = None) -> None:
-        """`on_step(count)` is called when so many steps are committed."""
+        """Build the job of a scenario. Call `on_step(count)` when `count` steps are committed."""
         failures = scenario.failures
         super().__init__(
             scenario.job, Timing(scenario.job, scenario.compute, scenario.network), timers_of(failures),
@@ -33,7 +35,7 @@ class RecoverJob(TimedJob):
         self.failures, self.losses = failures, Losses(scenario)
         self.meter, self._on_step = Meter("recover", scenario), on_step
         self.step_seconds: list[float] = []
-        """Of every step, from commit to commit."""
+        """Seconds of every step, from commit to commit."""
         self.num_left_out = 0
         """Steps whose time was only added."""
         self._disturbed = True
@@ -41,12 +43,12 @@ class RecoverJob(TimedJob):
         self._ended = self._spent = 0.0
         self._next_loss: float | None = None
         self._doomed: set[ReplicaId] = set()
-        """Replicas that are going to die at an instant which is drawn already."""
+        """Replicas that will die at an instant that is drawn already."""
         self._is_over = False
         self._draw()
 
     def _draw(self) -> None:
-        """When the next loss by rate strikes, if nothing is left out until then."""
+        """Draw when the next loss by rate strikes, if no step is left out until then."""
         hazard = self.losses.hazard(self.meter.outcome.replicas_end)
         self._next_loss = None
         if hazard and self.meter.outcome.replicas_end > self.failures.until_replicas:
@@ -82,12 +84,12 @@ class RecoverJob(TimedJob):
         super().announced(new)
         self._disturbed = True
         state = self.coordinator.state
-        if state.patience:  # nobody was at fault, and nothing here is but the timeouts
+        if state.patience:  # only the timeouts can be at fault here
             raise self._too_slow(f"{state.fruitless} generations in a row came without a step")
 
     def fence(self, number: ReplicaId) -> None:
         super().fence(number)
-        if number not in self._deaths:  # replicas do nothing wrong here but die: this one was only slower than a timeout
+        if number not in self._deaths:  # replicas only die here: this one was slower than a timeout
             detail = next(loss.detail for loss in self.coordinator.state.losses if loss.replica == number)
             raise self._too_slow(f"no fault struck replica {number}, but it {detail}")
 
@@ -110,7 +112,7 @@ class RecoverJob(TimedJob):
         victim, position = self._victim(), self.losses.dice.randrange(self.table.ranks)
         if self.failures.at == "reduction":
             bucket = self.losses.dice.choice(self.buckets_of[position])
-            for point in (FaultPoint.REDUCE, FaultPoint.SECOND_REDUCE):  # whichever comes first; it dies once
+            for point in (FaultPoint.REDUCE, FaultPoint.SECOND_REDUCE):  # the first one kills the rank
                 self.add_fault(Fault(replica=victim, rank=position, point=point, step=plan.step, bucket=bucket))
         else:
             seconds = self.meter.ideal_s(len(plan.roster), plan.work.num_microbatches)
@@ -118,13 +120,13 @@ class RecoverJob(TimedJob):
             self.clock.after(part * seconds, self.kill, victim, position)
 
     def step_ended(self, step: int) -> None:
-        ended = self.account.steps[step].ended  # before now, where somebody died before it had committed
+        ended = self.account.steps[step].ended  # in the past, if a member died before its commit
         self._spend(ended)
         self.meter.commit(self.account.steps[step].num_members, self.table.microbatches)
         self.step_seconds.append(ended - self._ended)
         self._ended = ended
         was_disturbed, self._disturbed = self._disturbed, False
-        # Whoever is dead and not discovered has still to be recovered from.
+        # A dead replica that is not discovered yet still needs a recovery.
         if not was_disturbed and not self.undiscovered and not self.awaits_faults and self.failures.every_steps is None:
             self._leave_out(step)
         self._is_over = step == self.num_steps - 1
@@ -149,7 +151,7 @@ class RecoverJob(TimedJob):
 
 
 def timers_of(failures: FailuresTable) -> dict[str, float]:
-    """Seconds of every `core.coordinator.Setting`; the start of a job is not simulated."""
+    """Return the seconds of every `core.coordinator.Setting`; a job's start is not simulated."""
     return {
         "follow_s": failures.follow_s, "finish_s": failures.stall_s,
         "blame_s": 1.5 * failures.stall_s, "save_s": failures.save_s, "grace_s": failures.grace_s,
@@ -158,7 +160,11 @@ def timers_of(failures: FailuresTable) -> dict[str, float]:
 
 
 def run_recover(scenario: Scenario, on_step: Callable[[int], None] | None = None) -> RecoverJob:
-    """A job that has run. Raises as `simulate`, and RuntimeError where it ended wrong for no fault of the scenario."""
+    """Run the job of a scenario and return it.
+
+    Raise as `simulate` does, and RuntimeError if the job ended wrongly without a fault of the
+    scenario.
+    """
     job = RecoverJob(scenario, on_step)
     account = job.run()
 
@@ -184,7 +190,7 @@ def run_recover(scenario: Scenario, on_step: Callable[[int], None] | None = None
 
 
 def recover(scenario: Scenario, on_step: Callable[[int], None] | None = None) -> Outcome:
-    """Ours: the real machines. Raises as `run_recover`."""
+    """Return the outcome of the real machines. Raise as `run_recover` does."""
     job = run_recover(scenario, on_step)
     account = job.account
     outcome = job.meter.outcome

@@ -1,4 +1,4 @@
-"""What a simulation found, for programs and for people: a JSON object, a table, CSV."""
+"""Results of a simulation, for programs and for people: a JSON object, a table, CSV."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from megatron_recover.sim.timed.outcome import Outcome
 from megatron_recover.sim.timed.policies import best_checkpoint_restart
 
 RESULT_FILE = "result.json"
+"""Name of the file with the JSON object."""
 STEPS_FILE = "throughput.csv"
+"""Name of the file with the work committed after each step."""
 
 
 def summary(scenario: Scenario, outcomes: Mapping[PolicyName, Outcome]) -> dict[str, Any]:
-    """The JSON object: first what `recover` is judged by, then all policies."""
+    """Return the JSON object: first the measures of `recover`, then all policies."""
     found: dict[str, Any] = {}
     ours, theirs = outcomes.get("recover"), outcomes.get("checkpoint-restart")
     if ours is not None:
@@ -64,7 +66,7 @@ def _policy(scenario: Scenario, outcome: Outcome) -> dict[str, Any]:
 
 
 def lines(found: Mapping[str, Any]) -> Iterable[str]:
-    """The same for people: a table of policies, and the comparisons."""
+    """Yield the lines of a summary for people: a table of policies, and the comparisons."""
     yield f"{'policy':<26}{'steps':>7}{'losses':>8}{'hours':>9}{'goodput of ideal':>18}{'microbatches per GPU-hour':>27}"
     for policy, each in found["policies"].items():
         yield (
@@ -77,7 +79,7 @@ def lines(found: Mapping[str, Any]) -> Iterable[str]:
 
 
 def write_csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """A table of numbers."""
+    """Write a table of numbers."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(head)
@@ -85,7 +87,10 @@ def write_csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) ->
 
 
 def make_folder(parser: ArgumentParser, folder: Path) -> None:
-    """The folder of `--out`, before there is anything to lose; where it cannot be made, the command ends with its mistake."""
+    """Make the folder of `--out`, before there are results to lose.
+
+    Where it cannot be made, the command ends with a usage error.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -93,14 +98,17 @@ def make_folder(parser: ArgumentParser, folder: Path) -> None:
 
 
 def throughput(outcomes: Mapping[PolicyName, Outcome]) -> Iterable[tuple[str, float, int]]:
-    """(policy, GPU-hours spent, microbatches committed) after every step."""
+    """Yield (policy, GPU-hours spent, microbatches committed) after every step."""
     for policy, outcome in outcomes.items():
         for spent, done in outcome.curve:
             yield policy, round(spent / HOUR_S, 4), done
 
 
 def comparison(simulated_s: Sequence[float], real_s: Sequence[float]) -> dict[str, Any]:
-    """The times of a scenario's steps, simulated and real. The first one, in which processes warm up, is left out."""
+    """Return the times of a scenario's steps, simulated and real.
+
+    The first step, in which processes warm up, is left out.
+    """
     steps = [
         {"step": step, "simulated_s": simulated, "real_s": real, "simulated_over_real": simulated / real}
         for step, (simulated, real) in enumerate(zip(simulated_s, real_s, strict=True))
@@ -112,7 +120,7 @@ def comparison(simulated_s: Sequence[float], real_s: Sequence[float]) -> dict[st
 
 
 def comparison_lines(found: Mapping[str, Any]) -> Iterable[str]:
-    """The same for people."""
+    """Yield the lines of a comparison for people."""
     yield f"{'step':>5}{'simulated, s':>14}{'real, s':>10}{'simulated over real':>21}"
     for step in found["steps"]:
         ratio = step["simulated_over_real"]

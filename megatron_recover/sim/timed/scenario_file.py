@@ -1,6 +1,7 @@
-"""Scenario files: what `megatron-recover simulate` is asked for, judged before anything is simulated.
+"""Scenario files of `megatron-recover simulate`, judged before anything is simulated.
 
-`sim/timed/models.py` has the tables and what each key means; here is what does not fit together.
+`sim/timed/models.py` has the tables and the meaning of each key. This module has the contradictions
+between them.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ SIMULATED = (
 """Fault points that the simulator has."""
 
 Place = tuple[str, str]
-"""Table and key."""
+"""Table and key of a mistake."""
 
 
 def parse(text: str) -> Scenario:
-    """The scenario of a file's text. Raises ValueError with one line a mistake: where in the file, what, and the remedy."""
+    """Return the scenario of a file's text.
+
+    Raise ValueError with one line a mistake: its place in the file, the mistake, and the remedy.
+    """
     content = toml_file.read(text)
     found = [*_top(text, content)]
     if not found:
@@ -44,7 +48,7 @@ def parse(text: str) -> Scenario:
 
 
 def load(path: Path) -> Scenario:
-    """The scenario in a file. Raises ValueError, with the file's name in each line."""
+    """Return the scenario in a file. Raise ValueError with the file's name in each line."""
     try:
         return parse(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -56,7 +60,7 @@ def load(path: Path) -> Scenario:
 
 
 def _tables() -> dict[str, type[Table]]:
-    """Those tables of a scenario that are one each."""
+    """Return the tables that a scenario has at most once, by name."""
     found = {}
     for field in msgspec.structs.fields(Scenario):
         for kind in (field.type, *typing.get_args(field.type)):
@@ -66,7 +70,7 @@ def _tables() -> dict[str, type[Table]]:
 
 
 def _top(text: str, content: dict[str, object]) -> Iterator[str]:
-    """Mistakes that one table alone can have."""
+    """Yield the mistakes that one table alone can have."""
     tables = _tables()
     fields = {field.name: field for field in msgspec.structs.fields(Scenario)}
     plain = {}
@@ -100,7 +104,7 @@ def _faults(text: str, tables: object, limits: Mapping[str, tuple[float, float]]
 
 
 def _limits(table: object) -> dict[str, tuple[float, float]]:
-    """The least and the greatest value of each number of a fault, as far as `[job]` is right."""
+    """Return the limits of each number of a fault (least, greatest), as far as `[job]` is right."""
     limits: dict[str, tuple[float, float]] = {"occurrence": (1, math.inf)}
     with contextlib.suppress(msgspec.ValidationError):
         job = msgspec.convert(table, JobTable)
@@ -130,7 +134,7 @@ def _wrong_fault(table: Mapping[str, object], limits: Mapping[str, tuple[float, 
 
 
 def _contradictions(scenario: Scenario) -> Iterator[tuple[Place, str]]:
-    """What does not fit together in tables that are right by themselves."""
+    """Yield the contradictions between tables that are right by themselves."""
     job, failures = scenario.job, scenario.failures
     if job.ranks % job.stages:
         yield ("job", "stages"), f"stages is {job.stages}; it must divide ranks, which is {job.ranks}"

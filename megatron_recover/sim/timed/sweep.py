@@ -1,9 +1,10 @@
-"""How goodput goes with the rate of failures, and with the size of a job: CSV, and a plot of both.
+"""Sweeps of goodput over the rate of failures and the size of a job: CSV, and a plot of both.
 
-    python -m megatron_recover.sim.timed.sweep scenarios/large.toml --out DIR [--only rates|sizes] [--losses N]
+    python -m megatron_recover.sim.timed.sweep scenarios/large.toml --out DIR [--only rates|sizes]
+        [--losses N]
 
-Decides only which scenarios are simulated. Every point runs as long as `--losses` losses are expected to take. Jobs of other
-sizes have as many microbatches for each replica.
+This module decides only which scenarios are simulated. Every point runs as long as `--losses`
+losses are expected to take. Jobs of all sizes have as many microbatches for each replica.
 """
 
 from __future__ import annotations
@@ -31,13 +32,20 @@ RATES = (
     ("Llama 3 x 100", 100 * 419 / (54 * 24 * 16_384)),
     ("ReCoVer's test", 1 / (5 * 116 / HOUR_S * 512)),
 )
-"""Name and losses per GPU-hour: 2.34 failures per 1,000 node-days of 8 GPUs (Kokolis et al. 2024; their other cluster, RSC-1,
-has 6.5, the rate of the third line), 419 interruptions in 54 days on 16,384 GPUs (Llama 3, 2024), one failure every 18 minutes
-on 98,304 GPUs (FT-HSDP, 2026), one every 5 steps of 512 GPUs."""
+"""Names of rates, and losses per GPU-hour. Sources:
+
+- RSC-2: 2.34 failures per 1,000 node-days of 8 GPUs (Kokolis et al. 2024). Their other cluster,
+  RSC-1, has 6.5, about the rate of the third line.
+- Llama 3: 419 interruptions in 54 days on 16,384 GPUs (2024).
+- Meta: one failure every 18 minutes on 98,304 GPUs (FT-HSDP, 2026).
+- ReCoVer's test: one loss every 5 steps of 116 s on 512 GPUs.
+"""
 AT_SIZE = "Meta, 98,304 GPUs"
-"""The rate at which the size varies."""
+"""Rate at which the size varies."""
 MAX_LOSSES = 1000
+"""Largest value of `--losses`."""
 GPUS = (2_048, 8_192, 32_768, 100_032)
+"""GPUs of a job, in the sweep over sizes."""
 HEAD = ("sweep", "rate", "losses_per_gpu_hour", "gpus", "policy", "losses", "hours", "goodput_of_ideal", "kill_to_plan_s")
 CSV_FILE, PLOT_FILE = "sweep.csv", "sweep.svg"
 
@@ -46,7 +54,7 @@ Point = tuple[Any, ...]
 
 
 def point(base: Scenario, sweep: str, rate: str, replicas: int, losses: float, tell: Callable[[str], None]) -> Iterator[Point]:
-    """All policies of one scenario. `tell` is told before, as it may take long."""
+    """Yield the points of all policies of one scenario, after a call of `tell`."""
     job = base.job
     per_gpu_hour = dict(RATES)[rate]
     failures = msgspec.structs.replace(base.failures, every_steps=None, per_gpu_hour=per_gpu_hour)
@@ -67,7 +75,10 @@ def point(base: Scenario, sweep: str, rate: str, replicas: int, losses: float, t
 def points(
     base: Scenario, only: str | None, losses: float, gpus: Sequence[int] = GPUS, tell: Callable[[str], None] = lambda _: None
 ) -> Iterator[Point]:
-    """The sweep of rates at the scenario's size, then that of sizes. `tell` as of `point`."""
+    """Yield the sweep over rates at the scenario's size, then the one over sizes.
+
+    `tell`: as of `point`.
+    """
     if only != "sizes":
         for rate, _ in RATES:
             yield from point(base, "rate", rate, base.job.replicas, losses, tell)
@@ -77,7 +88,7 @@ def points(
 
 
 def draw(path: Path, found: Sequence[Point]) -> None:
-    """The part of the time that losses took (1 - goodput), over rate and over size."""
+    """Draw the part of the time that losses took (1 - goodput), over rate and over size."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -105,7 +116,10 @@ def draw(path: Path, found: Sequence[Point]) -> None:
 
 @ended_by_ctrl_c()
 def main(arguments: list[str] | None = None) -> int:
-    """Run the sweep; exit code 2 for a wrong scenario, 130 after Ctrl-C, which leaves table and plot of what there is."""
+    """Run the sweep and return the exit code: 2 for a wrong scenario, 130 after Ctrl-C.
+
+    After Ctrl-C the table and the plot have the points found so far.
+    """
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.split("\n\n")[0])
     parser.add_argument("scenario", type=Path, help="a scenario with all policies, e.g. scenarios/large.toml")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"where {CSV_FILE} and {PLOT_FILE} go")
@@ -151,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not found:
             print("interrupted before the first point")
             return CTRL_C_CODE
-        result.write_csv(options.out / CSV_FILE, HEAD, found)  # it may have been at it
+        result.write_csv(options.out / CSV_FILE, HEAD, found)  # Ctrl-C may have cut it
     draw(options.out / PLOT_FILE, found)
     told = f"interrupted after {len(found)} lines; " if is_interrupted else ""
     print(f"{told}wrote {options.out / CSV_FILE} and {options.out / PLOT_FILE}")

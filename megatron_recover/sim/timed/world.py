@@ -1,4 +1,4 @@
-"""What the parts of a simulated job see of each other: a rank, what ranks meet for, and what their memory holds.
+"""Protocols of the parts of a simulated job: a rank, the meetings of ranks, and their memory.
 
 `job.TimedJob` is the only module that knows all parts.
 """
@@ -18,7 +18,7 @@ from megatron_recover.sim.timed.models import JobTable, Timing
 
 
 class Replica(Protocol):
-    """The replica of a rank, as the rank sees it."""
+    """The replica of a rank, as the rank uses it."""
 
     number: ReplicaId
 
@@ -26,7 +26,7 @@ class Replica(Protocol):
 
 
 class Rank(Protocol):
-    """A rank, as the memory sees it."""
+    """A rank, as the memory uses it."""
 
     position: int
     machine: RankState
@@ -36,7 +36,7 @@ class Rank(Protocol):
 
 
 class Memory(Protocol):
-    """What simulated ranks hold (`memory.Memory`)."""
+    """The memory of all simulated ranks (`memory.Memory`)."""
 
     def compute(self, rank: Any, plan: Plan) -> None: ...
     def read(self, rank: Any, operation: Operation) -> object: ...
@@ -48,14 +48,14 @@ class Memory(Protocol):
 
 
 class MeetingPlace(Protocol):
-    """Where ranks meet for sums and copies (`meetings.Meetings`)."""
+    """The place where ranks meet for sums and copies (`meetings.Meetings`)."""
 
     def arrive(self, rank: Any, operation: Operation) -> None: ...
     def leave(self, rank: Any, operation: Operation) -> None: ...
 
 
 class World(Protocol):
-    """The job around its parts."""
+    """The job, as its parts use it; `job.TimedJob` says what each member is."""
 
     @property
     def clock(self) -> Clock: ...
