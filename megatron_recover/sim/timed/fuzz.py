@@ -104,7 +104,6 @@ class RandomJob(TimedJob):
         self.is_network_only = True
         """True while all faults are bad channels or reads: only replicas that a fault hit may be
         lost."""
-        self.last_fault_s = 0.0
         self._last: dict[object, float] = {}
         """Time at which the last message of a FIFO link arrives."""
         self._broken: dict[tuple[ReplicaId, ReplicaId], int] = {}
@@ -169,7 +168,6 @@ class RandomJob(TimedJob):
         seconds = self.readings.pop((rank.replica.number, rank.position), 0.0)
         if seconds:
             self.reading[rank] = self.clock.now + seconds
-            self.last_fault_s = max(self.last_fault_s, self.clock.now + seconds)
             self.look()
         return seconds
 
@@ -206,7 +204,6 @@ class RandomJob(TimedJob):
         self.faults.append(f"{self.clock.now:.4f} s: {fault}")
         self.is_network_only &= network
         self.hit.update(replicas)
-        self.last_fault_s = self.clock.now
 
     def some_rank(self) -> TimedRank | None:
         """Return a random living rank, or None."""
@@ -246,7 +243,6 @@ def _stop(job: RandomJob) -> None:
         seconds = job.dice.choice((0.1, 1.0, 4.0, 15.0))
         job.note(f"replica {one.replica.number} rank {one.position} stands still for {seconds} s", one.replica.number)
         job.freezer.freeze(one, job.clock.now + seconds)
-        job.last_fault_s += seconds
 
 
 def _break_link(job: RandomJob) -> None:
@@ -317,7 +313,6 @@ def _stop_everybody(job: RandomJob) -> None:
     for one in job.replicas:
         for each in one.ranks:
             job.freezer.freeze(each, job.clock.now + seconds)
-    job.last_fault_s += seconds
 
 
 def _stop_coordinator(job: RandomJob) -> None:
@@ -325,7 +320,6 @@ def _stop_coordinator(job: RandomJob) -> None:
     seconds = job.dice.choice((0.1, 1.0, 4.0, 60.0))
     job.note(f"the coordinator stands still for {seconds} s")
     job.freezer.freeze(job.coordinator, job.clock.now + seconds)
-    job.last_fault_s += seconds
 
 
 def _bad_card(job: RandomJob) -> None:
