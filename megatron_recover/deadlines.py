@@ -54,14 +54,13 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     longer. Then the replica is killed. Fixed: a stopped rank is to be gone within 1 s or three
     steps."""
     hung_s: float
-    """Least time that the detector waits for a rank that shows no progress. Four typical steps, or
-    twice the longest operation of its kind, if that is longer. Then the replica is killed. Fixed:
-    an
-    endless loop is to be ended within 3 s or five steps."""
+    """Least time that the detector waits for a rank that shows no progress. The wait is longer
+    where four typical steps, or twice the longest operation of its kind, are longer. Then the
+    replica is killed. Fixed: an endless loop is to be ended within 3 s or five steps."""
     after_work_s: float
     """Time for which a replica still counts as at work after it was last seen at work. Meanwhile
-    the replica is not blamed for keeping others waiting. Fixed: it bridges the instants between two
-    computations, and the way of a request that the others have just made."""
+    the replica is not blamed for keeping others waiting. Fixed: this bridges the instants between
+    two computations, and the way of a request that the others have just made."""
     oom_s: float
     """Longest time between a kill for want of memory and a death that the kill explains. Fixed:
     dying takes a process that long."""
@@ -88,8 +87,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     follow_s: float
     """Longest wait of the coordinator for the members to enter a generation. Then the coordinator
     removes and kills the members that have not, if another has. A rank whose replica is broken
-    waits
-    as long for the agent to kill the rank; then the rank ends itself."""
+    waits as long for the agent to kill the rank; then the rank ends itself."""
     lock_s: float
     """Longest wait of a new writer for the lock of the save folder, which a killed writer holds
     until it is dead. Then the save fails and is tried again at the next save point."""
@@ -112,13 +110,13 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     blame_s: float
     """Longest wait of the coordinator for a committed step, from the first generation that was made
     without a loss. Then the coordinator removes the member that the evidence names. After as long
-    again it removes the higher id of two members that accuse each other."""
+    again, if two members accuse each other, the coordinator removes the one with the higher id."""
     finish_s: float
     """Longest wait of the coordinator for the last members to finish once one has. Then the
     coordinator removes and kills them."""
     reap_s: float
     """Longest wait of the fork server, at the end, for the ranks that it has killed. Then the fork
-    server ends without those that are left."""
+    server ends without the ranks that are left."""
     close_s: float
     """Longest wait of the launcher for the fork server to kill and reap the ranks at the end. Then
     the launcher kills the fork server, too."""
@@ -128,11 +126,10 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     end_s: float
     """Longest wait of the launcher for the ranks to end by themselves after a job that ended well.
     Then the launcher kills them. Also its longest wait for the kernel to take down a process that
-    took
-    its SIGKILL. Then the launcher sets the slot of the process aside."""
+    took its SIGKILL. Then the launcher sets the slot of the process aside."""
     fork_s: float
-    """Longest wait of the launcher for the fork server to start a rank. Then the run ends with
-    code 1."""
+    """Longest wait of the launcher for the fork server to start a rank. Then the run ends with code
+    1."""
     notice_s: float
     """Longest wait of the launcher for stderr to take one of its own lines. Then the launcher
     continues. Fixed: see `trace_s`."""
@@ -159,8 +156,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     stuck_s: float
     """Longest wait of the events of all processes for one that a process has begun to record. Then
     that event is lost, and reported as a gap. Fixed: recording takes microseconds, and a process
-    that
-    takes longer is stopped."""
+    that takes longer is stopped."""
     slow_disk_s: float
     """Longest wait of the recorder for the disk without a warning. The warning ends nothing. Fixed:
     see `trace_s`."""

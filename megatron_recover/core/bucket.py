@@ -1,4 +1,4 @@
-"""Which buckets are complete in a replica, and which are decided among members.
+"""Complete buckets of one replica, and the buckets that are decided among members.
 
 A bucket version is *complete* when all ranks of its stage in one replica hold it. Mixed versions
 would let parameters that these ranks replicate drift apart.
