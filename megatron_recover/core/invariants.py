@@ -266,7 +266,7 @@ def _on_planned(history: History, fact: Planned) -> History:
     plan, replica = fact.plan, fact.replica
     _fence(history, replica, plan.generation, "plans")
     if replica not in history.rosters[-1]:
-        return history  # what a lost replica does is lost; it wastes nothing of the members
+        return history  # the work of a lost replica is lost, and wastes nothing of the members
     step = _step(history, plan.step)
     for bucket in plan.reduces:
         ranks = set(history.shape.bucket_ranks[bucket])

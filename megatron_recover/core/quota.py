@@ -62,8 +62,8 @@ def balanced(num_microbatches: int, paces: tuple[int, ...], pipeline: Pipeline =
     A pass with more microbatches takes longer. So a makespan is possible if the members' largest
     quotas within it sum to `num_microbatches` or more. Bisection finds the least such makespan.
 
-    One nanosecond less is not possible. So every excess microbatch is one that a member finishes at
-    the last instant; the last of these members in `paces` get one less.
+    No makespan is possible that is one nanosecond less. So every excess microbatch is one that a
+    member finishes at the last instant. The last of these members in `paces` get one less.
     """
     if not paces:
         raise ValueError("a roster has at least one member")
