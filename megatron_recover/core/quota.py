@@ -16,8 +16,8 @@ Note [What a pass takes]
 Note [Quota 0]
     A member gets quota 0 if its one microbatch would end later than the whole shares of the others.
     Such a member takes part in the reduction only. Its plan has no pass: upstream's schedules
-    cannot run an empty one (they would run one microbatch and divide its loss by 0). Note [Members
-    that compute nothing] in `core/speed.py` describes how such a member gets its share back.
+    cannot run an empty one (they would run one microbatch and divide its loss by 0).
+    Note [Members that compute nothing] in `core/speed.py` describes how the share comes back.
 """
 
 from __future__ import annotations
