@@ -1,4 +1,4 @@
-"""`python -m megatron_recover`: the same as `megatron-recover`."""
+"""The command `python -m megatron_recover`: the same as `megatron-recover`."""
 
 import sys
 

@@ -1,15 +1,16 @@
-"""Derives every wait of a run from the one deadline that the user sets, in an order that is proven. Pure: no clock, no waiting.
+"""Every wait of a run, derived from the user's one deadline, in a proven order. Pure: no clock.
 
-A wait that is inside another one, or whose end explains the other's, is strictly shorter: else the outer wait ends first and
-blames the wrong party. `ORDER` has each such pair with its reason, and a property test proves all of them for every deadline.
-`megatron-recover explain timeouts` prints both.
+A wait that is inside another one, or whose end explains the other's, is strictly shorter. Otherwise
+the outer wait would end first and blame the wrong party. `ORDER` has each such pair with its
+reason, and a property test proves all of them for every deadline. `megatron-recover explain
+timeouts` prints the waits and the pairs.
 
-Some waits do not grow with the deadline. Their docstrings say why (`Fixed:`), and objects that are made without any settings
-import them as constants. Such a constant is a field as well, though nobody reads it there: `ORDER` proves it, and
-`megatron-recover explain timeouts` prints it.
+Some waits do not grow with the deadline. Their docstrings give the reason (`Fixed:`). Some of them
+are constants too, for objects that are made without any settings. Nobody reads the field of such a
+constant; with the field `ORDER` proves the wait, and `megatron-recover explain timeouts` prints it.
 
-Not here: intervals at which something is looked at (polling), which no one waits for. `tests/core/test_constant_waits.py` lists
-them, and finds any other number of seconds in the package.
+Intervals of polling are not here, since no one waits for them. `tests/core/test_constant_waits.py`
+lists them, and finds any other number of seconds in the package.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from typing import NamedTuple
 import msgspec
 
 SHORTEST_S, LONGEST_S = 20.0, 1e6
-"""The range of the user's deadline. Below, start-up alone takes longer; above are eleven days, and no infinity."""
+"""Range of the user's deadline in seconds, without `LONGEST_S` itself.
+
+Below, start-up alone takes longer. The upper end is eleven days, and excludes infinity.
+"""
 DEFAULT_S = 1800.0
 
 STILL_S = 0.5
@@ -27,137 +31,175 @@ OOM_S = 1.0
 NOTICE_S = 1.0
 STUCK_S = 3.0
 INTRODUCTION_S = 5.0
-"""Waits that are the same for every deadline (`Deadlines` says why), for objects that are made without any settings."""
+"""Waits in seconds that are the same for every deadline, for objects without any settings.
+
+`Deadlines` gives the reasons.
+"""
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """All waits of a run in seconds. The docstring of each says who waits for whom, and who ends the wait."""
+    """All waits of a run in seconds, each with its waiting party and what ends the wait."""
 
     gap_s: float
-    """The detector counts so much of the time between two looks at a rank, at most. Fixed: the agent looks every 0.1 s, and a
-    longer gap is the agent's own."""
+    """Most time that the detector counts between two looks at a rank. Fixed: the agent looks every
+    0.1 s, and a longer gap is the agent's own."""
     stacks_s: float
-    """The agent waits so long for the ranks of a hung replica to write their stacks. Then it kills them. Fixed: a stopped rank
-    is to be gone within 1 s (`stopped_s` and this)."""
+    """Longest wait of the agent for the ranks of a hung replica to write their stacks. Then the
+    agent kills them. Fixed: a stopped rank is to be gone within 1 s (`stopped_s` and this)."""
     still_s: float
-    """A process that did not run for so long leaves that time out of its timers. Fixed: the scheduler of a busy machine takes
-    less."""
+    """Shortest time without running that a process leaves out of its timers. Fixed: the scheduler
+    of a busy machine takes less."""
     stopped_s: float
-    """The detector waits at least so long for a stopped process, or two typical steps. Then the replica is killed. Fixed: a
-    stopped rank is to be gone within 1 s or three steps."""
+    """Least time that the detector waits for a stopped process; two typical steps if these are
+    longer. Then the replica is killed. Fixed: a stopped rank is to be gone within 1 s or three
+    steps."""
     hung_s: float
-    """The detector waits at least so long for a rank that shows no progress, or four typical steps, or twice the longest
-    operation of its kind. Then the replica is killed. Fixed: an endless loop is to be ended within 3 s or five steps."""
+    """Least time that the detector waits for a rank that shows no progress. The wait is longer
+    where four typical steps, or twice the longest operation of its kind, are longer. Then the
+    replica is killed. Fixed: an endless loop is to be ended within 3 s or five steps."""
     after_work_s: float
-    """A replica counts as at work so long after it was last seen at work, and is not blamed for keeping others waiting. Fixed:
-    it bridges the instants between two computations, and the way of a request that the others have just made."""
+    """Time for which a replica still counts as at work after it was last seen at work. Meanwhile
+    the replica is not blamed for keeping others waiting. Fixed: this bridges the instants between
+    two computations, and the way of a request that the others have just made."""
     oom_s: float
-    """A kill for want of memory explains a death that is seen so long after it. Fixed: dying takes a process that long."""
+    """Longest time between a kill for want of memory and a death that the kill explains. Fixed:
+    dying takes a process that long."""
     introduction_s: float
-    """A listener waits so long for a connection to prove the job's key. Then it closes the connection, and an honest peer dials
-    again. Fixed: strangers must not hold a place for longer because a user is patient."""
+    """Longest wait of a listener for a connection to prove the job's key. Then the listener closes
+    the connection, and an honest peer dials again. Fixed: strangers must not hold a place for
+    longer because a user is patient."""
     beat_s: float
-    """The coordinator sends each leader a beat so often, and the leader answers. Nobody is judged by beats."""
+    """Time between two beats that the coordinator sends to a leader, which answers each. Nobody is
+    judged by beats."""
     grace_s: float
-    """The coordinator waits so long for the agent to see a death, which would explain a member's request. Then it makes a
-    generation with the same roster. Fixed: the agent sees a death within 0.1 s, and every repair waits for this."""
+    """Longest wait of the coordinator for the agent to see a death that would explain a member's
+    request. Then the coordinator makes a generation with the same roster. Fixed: the agent sees a
+    death within 0.1 s, and every repair waits for this."""
     silence_s: float
-    """Leader and coordinator call each other silent after so long without a message. They say so and end nothing."""
+    """Time without a message after which leader and coordinator report each other as silent. The
+    report ends nothing."""
     words_s: float
-    """A rank that raised, or a leader that was told to stop, waits so long until its last messages were read. Then it ends."""
+    """Longest wait of a rank that raised, or of a leader that was ordered to stop, until its last
+    messages were read. Then the process ends."""
     sigkill_s: float
-    """The agent waits so long for a killed process to take the signal. Then the launcher sets its slot aside."""
+    """Longest wait of the agent for a killed process to take the signal. Then the launcher sets the
+    slot of the process aside."""
     follow_s: float
-    """The coordinator waits so long for the members to enter a generation. Then it removes and kills those that have not, if
-    another has. A rank whose replica is broken waits as long for the agent to kill it; then it ends itself."""
+    """Longest wait of the coordinator for the members to enter a generation. Then the coordinator
+    removes and kills the members that have not, if another has. A rank whose replica is broken
+    waits as long for the agent to kill the rank; then the rank ends itself."""
     lock_s: float
-    """A new writer waits so long for the lock of the save folder, which a killed writer holds until it is dead. Then the save
-    fails and is tried at the next save point."""
+    """Longest wait of a new writer for the lock of the save folder, which a killed writer holds
+    until it is dead. Then the save fails and is tried again at the next save point."""
     probe_s: float
-    """A rank whose sum ran out waits so long for its peers to answer a probe. Then it names those that did not."""
+    """Longest wait of a rank whose sum ran out of time for its peers to answer a probe. Then the
+    rank names the peers that did not."""
     connect_s: float
-    """A rank inside a sum waits so long for the connection to a member. Then the sum fails, and its leader requests a
-    generation."""
+    """Longest wait of a rank inside a sum for the connection to a member. Then the sum fails, and
+    the leader requests a generation."""
     sum_s: float
-    """A rank inside a sum that all members have entered waits so long without any byte of any of them (`gloo`: without a
-    finished piece of 1 MiB). Then the sum fails, and its leader requests a generation."""
+    """Longest wait of a rank inside a sum that all members have entered without any byte of any of
+    them (`gloo`: without a finished piece of 1 MiB). Then the sum fails, and the leader requests a
+    generation."""
     slowest_s: float
-    """A rank inside a sum waits so long, without any byte of anyone, for the slowest member to enter the sum. Then the sum
-    fails, and its leader requests a generation."""
+    """Longest wait of a rank inside a sum for the slowest member to enter the sum, without any byte
+    of anyone. Then the sum fails, and the leader requests a generation."""
     stall_s: float
-    """A leader waits so long for the status or vote of other members. Then it requests a generation; who does not enter that
-    one is removed by `follow_s`."""
+    """Longest wait of a leader for the status or vote of other members. Then the leader requests a
+    generation. A member that does not enter that generation is removed by `follow_s`."""
     blame_s: float
-    """The coordinator waits so long from the first generation that was made without a loss for a step to be committed. Then it
-    removes the member that the evidence names; after as long again, of two members that accuse each other the higher id."""
+    """Longest wait of the coordinator for a committed step, from the first generation that was made
+    without a loss. Then the coordinator removes the member that the evidence names. After as long
+    again, if two members accuse each other, the coordinator removes the one with the higher id."""
     finish_s: float
-    """The coordinator waits so long for the last members to finish once one has. Then it removes and kills them."""
+    """Longest wait of the coordinator for the last members to finish once one has. Then the
+    coordinator removes and kills them."""
     reap_s: float
-    """The fork server waits so long at the end for the ranks that it has killed. Then it ends without those that are left."""
+    """Longest wait of the fork server, at the end, for the ranks that it has killed. Then the fork
+    server ends without the ranks that are left."""
     close_s: float
-    """The launcher waits so long for the fork server to kill and reap the ranks at the end. Then it kills the server, too."""
+    """Longest wait of the launcher for the fork server to kill and reap the ranks at the end. Then
+    the launcher kills the fork server, too."""
     stop_s: float
-    """The launcher waits so long for the ranks to end by themselves after a job that did not end well. Then it kills them."""
+    """Longest wait of the launcher for the ranks to end by themselves after a job that did not end
+    well. Then the launcher kills them."""
     end_s: float
-    """The launcher waits so long for the ranks to end by themselves after a job that ended well, and for the kernel to take
-    down a process that took its SIGKILL. Then it kills them, or sets their slots aside."""
+    """Longest wait of the launcher for the ranks to end by themselves after a job that ended well.
+    Then the launcher kills them. Also its longest wait for the kernel to take down a process that
+    took its SIGKILL. Then the launcher sets the slot of the process aside."""
     fork_s: float
-    """The launcher waits so long for the fork server to start a rank. Then the run ends with code 1."""
+    """Longest wait of the launcher for the fork server to start a rank. Then the run ends with code
+    1."""
     notice_s: float
-    """The launcher waits so long for stderr to take one of its own lines. Then it goes on. Fixed: see `trace_s`."""
+    """Longest wait of the launcher for stderr to take one of its own lines. Then the launcher
+    continues. Fixed: see `trace_s`."""
     renew_s: float
-    """The launcher waits at most so long before it starts another recorder where one has died: the first at once, each next one
-    after twice as long, and again at once after a recorder that lived so long. It never gives up."""
+    """Longest wait of the launcher before it starts another recorder where one has died. The first
+    starts at once, each next one after twice as long. After a recorder that lived so long the next
+    starts at once again. The launcher never gives up."""
     store_s: float
-    """The recorder waits so long for the files of the trace to close, and for those of the logs. Then it ends all the
-    same. Fixed: see `trace_s`."""
+    """Longest wait of the recorder for the files of the trace to close, and for those of the logs.
+    Then the recorder ends all the same. Fixed: see `trace_s`."""
     orphan_s: float
-    """The recorder of a launcher that is gone waits so long for the last events of ranks, which are being killed. Fixed: see
-    `trace_s`."""
+    """Longest wait of the recorder of a launcher that is gone for the last events of ranks, which
+    are being killed. Fixed: see `trace_s`."""
     replies_s: float
-    """The recorder waits so long at its end for the launcher to take what it says. Then it ends. Fixed: see `trace_s`."""
+    """Longest wait of the recorder, at its end, for the launcher to take its messages. Then the
+    recorder ends. Fixed: see `trace_s`."""
     refused_s: float
-    """The recorder tries so long at the end to write to a disk that refuses. Then the events are lost, and it says so. Fixed:
-    see `trace_s`."""
+    """Longest time, at the end, for which the recorder tries to write to a disk that refuses. Then
+    the events are lost, and the recorder reports it. Fixed: see `trace_s`."""
     abandoned_s: float
-    """A launcher that raises waits so long for the recorder, or for a new one if there is none, which does then what it does
-    without a launcher. Then it kills the recorder, and says so. Fixed: see `trace_s`."""
+    """Longest wait of a launcher that raises for the recorder, or for a new one if there is none.
+    The recorder does then what it does without a launcher. After the wait the launcher kills the
+    recorder, and reports it. Fixed: see `trace_s`."""
     stuck_s: float
-    """The events of all processes wait so long for one that a process has begun to record. Then that event is lost, and told as
-    a gap. Fixed: recording takes microseconds, and a process that takes longer is stopped."""
+    """Longest wait of the events of all processes for one that a process has begun to record. Then
+    that event is lost, and reported as a gap. Fixed: recording takes microseconds, and a process
+    that takes longer is stopped."""
     slow_disk_s: float
-    """The recorder waits so long for the disk before it warns. It ends nothing. Fixed: see `trace_s`."""
-    screen_s: float
-    """The recorder waits so long for the terminal to take how the run ended. Then the launcher says it on stderr. Fixed:
+    """Longest wait of the recorder for the disk without a warning. The warning ends nothing. Fixed:
     see `trace_s`."""
+    screen_s: float
+    """Longest wait of the recorder for the terminal to take how the run ended. Then the launcher
+    prints it on stderr. Fixed: see `trace_s`."""
     terminal_s: float
-    """The launcher waits so long, after `trace_s`, for the recorder to have shown the end of the run. Fixed: see
-    `trace_s`."""
+    """Longest wait of the launcher, after `trace_s`, for the recorder to have shown the end of the
+    run. Fixed: see `trace_s`."""
     trace_s: float
-    """The recorder waits so long at the end for the disk to take the rest of the trace. Then the rest is lost, and it says so.
-    Fixed: the exit code is known by then, and a scheduler that asked for the end kills soon (Slurm after 30 s); with
-    `terminal_s` this is over before."""
+    """Longest wait of the recorder, at the end, for the disk to take the rest of the trace. Then
+    the rest is lost, and the recorder reports it. Fixed: the exit code is known by then, and a
+    scheduler that asked for the end kills soon (Slurm after 30 s). With `terminal_s` this is over
+    before."""
     report_s: float
-    """The launcher waits so long for the process that makes summary and plot. Then it ends that process, and says how to make
-    them."""
+    """Longest wait of the launcher for the process that makes summary and plot. Then the launcher
+    ends that process, and prints how to make them."""
     build_s: float
-    """A rank waits so long for another process that builds the data index. Then it builds the index beside it."""
+    """Longest wait of a rank for another process that builds the data index. Then the rank builds
+    the index, too."""
     start_s: float
-    """The coordinator waits so long from the first replica that is ready to the last. Then it goes on without the others."""
+    """Longest wait of the coordinator from the first replica that is ready to the last. Then the
+    coordinator continues without the others."""
     leader_s: float
-    """A rank tries so long to connect to its leader at the start, and waits so long for each key in torch's store of its
-    replica. Then it ends, and its replica is lost."""
+    """Longest time for which a rank tries to connect to its leader at the start. Also its longest
+    wait for each key in torch's store of its replica. Then the rank ends, and its replica is
+    lost."""
     save_s: float
-    """Members wait so long for one that saves a checkpoint. Then the coordinator suspects it. The last save of a run is tried
-    again for so long where there is no room. Then the run ends with code 16."""
+    """Longest wait of members for one that saves a checkpoint. Then the coordinator suspects that
+    member. Also the longest time for which the last save of a run is tried again where there is no
+    room. Then the run ends with code 16."""
     deadline_s: float
-    """The user's deadline. The launcher waits so long for the imports, for the dry run, and for the first replica to be ready.
-    A replica waits so long for a launcher that is stopped (code 13), and members wait so long where nobody can be blamed. A
-    rank that hangs where nothing tells a hang from slow work is ended after it, and so is a collective inside a replica."""
+    """The user's deadline. Longest wait of the launcher for the imports, for the dry run, and for
+    the first replica to be ready. Longest wait of a replica for a launcher that is stopped (code
+    13), and of members where nobody can be blamed. A rank that hangs where nothing distinguishes a
+    hang from slow work is ended after this time, and so is a collective inside a replica."""
 
     @staticmethod
     def of(deadline_s: float = DEFAULT_S) -> Deadlines:
-        """Return the waits that follow from the user's deadline. Raises ValueError with the remedy if it is out of range."""
+        """Return the waits that follow from the user's deadline.
+
+        Raises ValueError with the remedy if the deadline is out of range.
+        """
         if not SHORTEST_S <= deadline_s < LONGEST_S:  # also where it is no number
             raise ValueError(
                 f"--recover-deadline-s is {deadline_s:g}; it must be at least {SHORTEST_S:g} and below {LONGEST_S:.0f} seconds"
@@ -220,7 +262,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def figure(seconds: float) -> str:
-    """Return a wait in seconds as people read it: three figures at most behind which nothing counts, never an exponent."""
+    """Return a wait in seconds as short text: at most two decimals, never an exponent."""
     return f"{round(seconds, 2 if seconds < 10 else 1 if seconds < 100 else 0):.6f}".rstrip("0").rstrip(".")
 
 
@@ -229,7 +271,7 @@ def _between(least: float, value: float, most: float) -> float:
 
 
 class Below(NamedTuple):
-    """A wait that must end before another one would."""
+    """Two waits of which `inner` must be shorter than `outer`, and the reason."""
 
     inner: str
     outer: str

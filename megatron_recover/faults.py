@@ -1,8 +1,9 @@
-"""Fault points: named instants of a rank's life at which a test or a chaos run may end it.
+"""Fault points: named instants of a rank's life at which a test or a chaos run may end the rank.
 
-This module decides what a fault is and carries it out in its own process; it never decides which faults a run gets
-(`cluster.chaos`) and never writes the trace itself. Code that has fault points keeps `FaultInjector | None` and asks
-``if faults is not None: faults.at(...)``, so that a run without faults pays one comparison.
+This module decides what a fault is and carries faults out in its own process. It never decides
+which faults a run gets (`cluster.chaos`), and never writes the trace itself. Code with fault points
+keeps `FaultInjector | None` and calls ``if faults is not None: faults.at(...)``, so that a run
+without faults pays one comparison.
 """
 
 from __future__ import annotations
@@ -17,64 +18,70 @@ import msgspec
 
 
 class FaultPoint(enum.Enum):
-    """Where a fault can strike. docs/chaos.md says which rank passes each, and with which step, microbatch and bucket."""
+    """The points at which a fault can strike.
+
+    docs/chaos.md lists for each point the ranks that pass it, and its step, microbatch and bucket.
+    """
 
     START_UP = "start_up"
-    """Before the rank joins; it has no step."""
+    """The instant before the rank joins; this point has no step."""
     FORWARD = "forward"
     BACKWARD = "backward"
     COMPUTE = "compute"
-    """Every forward and backward of a step; only to be slowed down."""
+    """Every forward and backward of a step; for faults of kind `slow` only."""
     BEFORE_REDUCE = "before_reduce"
     REDUCE = "reduce"
     """Inside the sum of a bucket over the replicas."""
     BEFORE_VOTE = "before_vote"
     IN_VOTE = "in_vote"
-    """Leader: some members have been sent the vote, the others have not."""
+    """Leader only: the vote was sent to some members and not yet to the others."""
     AFTER_VOTE = "after_vote"
     OPTIMIZER = "optimizer"
     EVALUATE = "evaluate"
     CHECKPOINT = "checkpoint"
     CHECKPOINT_TRACKER = "checkpoint_tracker"
-    """Between writing a checkpoint's data and naming it in the tracker."""
+    """The instant between writing a checkpoint's data and naming it in the tracker."""
     PROMISE = "promise"
     """A newer generation is known and not yet acknowledged."""
     STATUS = "status"
-    """Leader: some members have been sent the status, the others have not."""
+    """Leader only: the status was sent to some members and not yet to the others."""
     RECOMPUTE = "recompute"
-    """Forward of a microbatch that was dealt again."""
+    """The forward of a microbatch that was dealt again."""
     TRANSFER = "transfer"
     SECOND_REDUCE = "second_reduce"
-    """Inside a reduction of a step that was planned again: it has lost a replica, or a link broke."""
+    """Inside a reduction of a step that was planned again after a lost replica or broken link."""
 
 
 class FaultKind(enum.Enum):
-    """What is done to the rank."""
+    """The effect of a fault on its rank."""
 
     KILL = "kill"
-    """SIGKILL: nothing of it runs any more."""
+    """SIGKILL: nothing of the rank runs any more."""
     STOP = "stop"
-    """SIGSTOP: it keeps its sockets open and answers nothing."""
+    """SIGSTOP: the rank keeps its sockets open and answers nothing."""
     FREEZE = "freeze"
-    """SIGSTOP, and SIGCONT as soon as the trace has an event `Fault.until` of somebody else (`cluster.thawing`)."""
+    """SIGSTOP, then SIGCONT once the trace has the event `Fault.until` (`cluster.thawing`).
+
+    The event has to be one of another replica or of the launcher.
+    """
     RAISE = "raise"
     """A Python exception, as a NaN check or a lack of memory would raise."""
     SEGV = "segv"
-    """SIGSEGV, and below other signals that a computation raises in its own process: it ends at once."""
+    """SIGSEGV: like the next four, a signal that a computation raises in its own process."""
     BUS = "bus"
-    """SIGBUS, as of a data file that was cut under its memory map."""
+    """SIGBUS, as when a data file was cut under its memory map."""
     FPE = "fpe"
     ILL = "ill"
     ABORT = "abort"
-    """SIGABRT, as of a check in a library."""
+    """SIGABRT, as when a check in a library fails."""
     LOOP = "loop"
-    """The thread at the fault point loops for ever; the other threads of the rank, control included, go on."""
+    """The thread at the fault point loops for ever; other threads, control included, run on."""
     SLOW = "slow"
-    """Every forward and backward takes `Fault.factor` times as long, for `Fault.steps` steps; nothing fails."""
+    """Forward and backward take `Fault.factor` times as long in `Fault.steps` steps; none fails."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One fault: who, where, when. Fields that are None match anything."""
+    """One fault: its rank, point, kind and instant. Fields that are None match anything."""
 
     replica: int
     rank: int
@@ -84,16 +91,16 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     microbatch: int | None = None
     bucket: int | None = None
     occurrence: int = 1
-    """Strike at the n-th passage that matches everything above, counted from 1 in this process."""
+    """Strike at this passage that matches everything above, counted from 1 in this process."""
     until: str | None = None
-    """Of a freeze, and of nothing else: what ends it, by the name that the event has in the trace."""
+    """Name of the trace event that ends a freeze; None for other kinds."""
     factor: float | None = None
-    """Of `slow`, and of nothing else, like `steps`: how many times as long."""
+    """Ratio by which forward and backward of a slow rank take longer; None for other kinds."""
     steps: int | None = None
-    """From `step` on (None: the first); None: to the end of the run."""
+    """Number of slow steps from `step` on, or from the first; None: to the end of the run."""
 
     def matches(self, point: FaultPoint, step: int | None, microbatch: int | None, bucket: int | None) -> bool:
-        """Whether a passage of `point` counts for this fault (occurrence aside)."""
+        """Return whether a passage of `point` counts for this fault, apart from `occurrence`."""
         return (
             self.point is point
             and self.step in (None, step)
@@ -102,13 +109,13 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         )
 
     def slows(self, step: int) -> bool:
-        """Whether it makes a step slow."""
+        """Return whether this fault makes the step slow."""
         first = self.step or 0
         return self.kind is FaultKind.SLOW and first <= step and (self.steps is None or step < first + self.steps)
 
 
 STANDS_STILL = frozenset({FaultKind.STOP.value, FaultKind.FREEZE.value, FaultKind.LOOP.value})
-"""Kinds, as in a trace, that leave the rank alive and silent."""
+"""Kinds, as written in a trace, that leave the rank alive and silent."""
 LEADER_ONLY = frozenset({FaultPoint.IN_VOTE, FaultPoint.STATUS})
 """Points that only rank 0 of a replica passes."""
 
@@ -117,11 +124,14 @@ _POINTS_WITH = {
     "bucket": (FaultPoint.REDUCE, FaultPoint.SECOND_REDUCE, FaultPoint.TRANSFER),
     "step": tuple(point for point in FaultPoint if point is not FaultPoint.START_UP),
 }
-"""Points that are passed for one of a kind."""
+"""Points that have a microbatch, a bucket or a step, by key of `Fault`."""
 
 
 def never_passed(table: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Why a fault, written as in a file, can strike nowhere: each key that does not fit its point, and the remedy."""
+    """Yield each key of a fault that does not fit its point, with the remedy.
+
+    `table` is the fault as written in a file. Such a fault would strike nowhere.
+    """
     point = next((point for point in FaultPoint if point.value == table.get("point")), None)
     if point in (None, FaultPoint.COMPUTE):
         return
@@ -135,22 +145,25 @@ def never_passed(table: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 
 
 class Passages:
-    """Counts how often one rank passes the points of its faults: what says, here and in the simulator, when each strikes."""
+    """A count of how often one rank passes the points of its faults.
+
+    The count decides when each fault strikes, in a rank and in the simulator.
+    """
 
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
         self._left: list[tuple[Fault, int]] = []
-        """Faults that have not struck, and how many matching passages are left until they do."""
+        """(fault that has not struck, matching passages that are left until it does)."""
         for fault in faults:
             self.add(fault)
 
     def add(self, fault: Fault) -> None:
-        """One more fault of this rank; what was passed before does not count for it."""
+        """Add a fault of this rank; earlier passages do not count for it."""
         self._left.append((fault, fault.occurrence))
 
     def take(
         self, point: FaultPoint, *, step: int | None = None, microbatch: int | None = None, bucket: int | None = None
     ) -> Fault | None:
-        """Count a passage for every fault that it matches; the first whose turn has come is used up and returned."""
+        """Count a passage for every fault that it matches; remove and return the first due one."""
         due: Fault | None = None
         left = []
         for fault, num_left in self._left:
@@ -177,17 +190,18 @@ _SIGNALS = {
 
 
 class InjectedFault(Exception):
-    """What a fault of kind `raise` raises."""
+    """The exception that a fault of kind `raise` raises."""
 
 
 class FaultInjector:
-    """Carries out the faults of one rank. Any thread may pass a fault point."""
+    """The faults of one rank, and their execution; any thread may pass a fault point."""
 
     def __init__(self, faults: Sequence[Fault], *, replica: int, rank: int, record: Callable[..., None]) -> None:
         """Keep those `faults` that are meant for this rank.
 
-        `record(replica=, rank=, point=, kind=, step=, microbatch=, bucket=, until=)` (the fields of `trace.Fault`) is called
-        just before a fault is carried out and has to be durable when it returns.
+        `record(replica=, rank=, point=, kind=, step=, microbatch=, bucket=, until=)` (the fields of
+        `trace.Fault`) is called just before a fault is carried out. The record has to be durable
+        when the call returns.
         """
         self._replica, self._rank, self._record = replica, rank, record
         mine = [fault for fault in faults if (fault.replica, fault.rank) == (replica, rank)]
@@ -198,14 +212,17 @@ class FaultInjector:
 
     @classmethod
     def of(cls, texts: Sequence[str], *, replica: int, rank: int, record: Callable[..., None]) -> FaultInjector | None:
-        """The injector for `RankContext.faults`, or None when there are none."""
+        """Return the injector for `RankContext.faults`, or None if there are no faults."""
         faults = [msgspec.json.decode(text, type=Fault) for text in texts]
         return cls(faults, replica=replica, rank=rank, record=record) if faults else None
 
     def at(
         self, point: FaultPoint, *, step: int | None = None, microbatch: int | None = None, bucket: int | None = None
     ) -> None:
-        """Pass a fault point: return, or be killed, stopped, or raise `InjectedFault`, once per fault."""
+        """Pass a fault point; a due fault ends, stops or loops the rank or raises `InjectedFault`.
+
+        Each fault strikes once.
+        """
         with self._lock:
             due = self._passages.take(point, step=step, microbatch=microbatch, bucket=bucket)
         if due is None:
@@ -219,11 +236,14 @@ class FaultInjector:
         if due.kind is FaultKind.LOOP:
             while True:  # until it is fenced
                 pass
-        # To this thread, which meets it before its next instruction; one sent to the process may let it run on a little.
+        # Sent to this thread the signal strikes before its next instruction; to the process, later.
         signal.pthread_kill(threading.get_ident(), _SIGNALS[due.kind])
 
     def stretch(self, step: int, seconds: float) -> float:
-        """A forward or backward took so long: wait as long as slow ranks take more. Returns how long it took in all."""
+        """Wait as long as a slow rank takes longer for a forward or backward of `seconds`.
+
+        Return the seconds with that wait.
+        """
         factor = 1.0
         for fault in self._slow:
             if fault.factor is None or not fault.slows(step):

@@ -1,6 +1,7 @@
-"""Command lines that say what they want: a mistyped word is answered with the one that was meant, all of them at once.
+"""Answers to mistyped command lines: the word that was meant, and all mistakes at once.
 
-Standard library only: `--help` stays instant, and a rank judges Megatron's parser by the same words.
+This module uses the standard library only, so that `--help` stays instant. A rank judges Megatron's
+parser with the same words.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ _REPLACED = dict.fromkeys(
     ("--recover-stall-timeout-s", "--recover-follow-timeout-s", "--recover-save-timeout-s"),
     "--recover-deadline-s, from which all waits follow; see `megatron-recover explain timeouts`",
 )
-"""Flags of older versions."""
+"""Replacements of flags that older versions had."""
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
-    """The remedy for a word that is none of `known`: what has replaced it, the one that is like it, or else `otherwise`."""
+    """Return the remedy for an unknown word: replacement, similar known word, or `otherwise`."""
     if word in _REPLACED:
         return f"it was replaced by {_REPLACED[word]}"
     named = {_telling(each): each for each in known}
@@ -28,12 +29,15 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def _telling(word: str) -> str:
-    """Return what tells a flag from others: dashes and a prefix that many have make no two of them alike."""
+    """Return the part of a flag that distinguishes it: no dashes, no prefix `recover-`."""
     return word.lstrip("-").removeprefix("recover-")
 
 
 def value_of(argv: Sequence[str], flag: str) -> str | None:
-    """What a command line gives for a flag, as `--flag VALUE` or `--flag=VALUE`: the last one counts, as for argparse."""
+    """Return the value that a command line gives for a flag, or None if it does not give any.
+
+    Both `--flag VALUE` and `--flag=VALUE` count. The last one wins, as for argparse.
+    """
     found = None
     for word, after in zip(argv, [*argv[1:], None], strict=True):
         name, equals, value = word.partition("=")
@@ -43,9 +47,10 @@ def value_of(argv: Sequence[str], flag: str) -> str | None:
 
 
 def unknown(argv: Sequence[str], parser: ArgumentParser, elsewhere: str = "") -> list[str]:
-    """One line for each word up to a bare `--` that looks like a flag and is none of the parser's.
+    """Return one line for each word that looks like a flag and is unknown to the parser.
 
-    `elsewhere`: where such a flag may belong that is like none of them.
+    Words after a bare `--` are ignored. `elsewhere` extends the remedy for a flag that is like no
+    known one: the place where such a flag may belong.
     """
     known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     before = argv[: argv.index("--")] if "--" in argv else argv
@@ -58,16 +63,19 @@ def unknown(argv: Sequence[str], parser: ArgumentParser, elsewhere: str = "") ->
 
 
 class Parser(ArgumentParser):
-    """As argparse's, but with one line a mistake and no usage, and without abbreviations: they would hide a mistype."""
+    """An argparse parser with one line per mistake, no usage text and no abbreviations.
+
+    Abbreviations would hide a mistype.
+    """
 
     elsewhere = ""
-    """See `unknown`."""
+    """The argument `elsewhere` of `unknown`."""
 
     def __init__(self, *, prog: str, description: str, usage: str | None = None, epilog: str | None = None) -> None:
         super().__init__(prog=prog, description=description, usage=usage, epilog=epilog, allow_abbrev=False)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Namespace | None = None) -> Namespace:  # type: ignore[override]
-        """The arguments; ends the process with exit code 2 where they are wrong."""
+        """Return the arguments; end the process with exit code 2 if they are wrong."""
         argv = sys.argv[1:] if args is None else list(args)
         found = unknown(argv, self, self.elsewhere)
         if found:  # before argparse, which would complain about what is missing for the mistype
@@ -75,5 +83,5 @@ class Parser(ArgumentParser):
         return super().parse_args(argv, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """End the process with exit code 2 and one line for each line of `message`."""
+        """End the process with exit code 2, and print each line of `message`."""
         self.exit(2, "".join(f"{self.prog}: {line}\n" for line in message.removeprefix("argument ").splitlines()))

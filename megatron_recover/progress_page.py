@@ -1,17 +1,22 @@
-"""The progress page of a rank: a small record in shared memory that says what its training thread does.
+"""The progress page of a rank: a small record in shared memory of what its training thread does.
 
-The rank writes it, its agent reads it, and it outlives the rank. This module decides how the record is laid out and what is
-whole; what follows from a page is decided by `core/detector.py` (hangs) and `core/policy.py` (whom a death is charged to).
+The rank writes the page, its agent reads the page, and the page outlives the rank. This module
+decides how a record is laid out and when a record is whole. What follows from a record is decided
+by `core/detector.py` (hangs) and `core/policy.py` (the microbatch that a death is charged to).
 
 Note [A page without locks]
-    The page is a memfd that the agent creates, seals against shrinking and hands down (no file anywhere), mapped by both.
-    Writing is one copy into the mapping and makes no system call. The record carries a checksum of itself: a reader that meets
-    a write half done, or a page of which the rank died in the middle of a write, finds that it does not fit, and the page names
-    nobody. A checksum needs no order of stores, which differs between processors.
+    The page is a memfd, which is no file anywhere. The agent creates the page, seals it against
+    shrinking and gives it to the rank; both map it. Writing is one copy into the mapping and makes
+    no system call.
+
+    The record carries a checksum of itself. So a reader notices a write that is half done, also if
+    the rank died in the middle of it. Such a page names nobody. A checksum needs no order of
+    stores, which differs between processors.
 
 Note [One writer]
-    The training thread of the rank writes. Other threads of a rank (control, `recover-reduce`) never touch the page: a page
-    that a healthy control thread kept fresh would hide a training thread that hangs.
+    The training thread of the rank writes. Other threads of a rank (control, `recover-reduce`)
+    never touch the page. If a healthy control thread kept the page fresh, a training thread that
+    hangs would be hidden.
 """
 
 from __future__ import annotations
@@ -29,27 +34,27 @@ from megatron_recover.core.detector import Phase, Progress
 from megatron_recover.host import memory_file
 
 DESCRIPTOR = "progress"
-"""The name under which the agent hands the page down."""
+"""The name under which the agent gives the page to the rank."""
 MAX_MICROBATCHES = 16
-"""In work, that a page has room for. More are cut off: the oldest stay, since a device works in order."""
+"""Most microbatches in work that a page has room for. The oldest stay: a device works in order."""
 PAGE_BYTES = 4096
 _MAX_LABEL_BYTES = 48
 _CHECK = struct.Struct("<I")
 _FIXED = struct.Struct(f"<qqqqqBB{_MAX_LABEL_BYTES}s")
-"""generation, step, begun, ended, since_ns, phase, number of microbatches, label padded with zeros."""
+"""(generation, step, begun, ended, since_ns, phase, number of microbatches, zero-padded label)."""
 _IDS = tuple(struct.Struct(f"<{count}i") for count in range(MAX_MICROBATCHES + 1))
 _RECORD_BYTES = _CHECK.size + _FIXED.size
 _MOST_BYTES = _RECORD_BYTES + _IDS[-1].size
-"""Of a page that a record can have. A look reads no more: twenty times a second, the rest of all pages is not in any cache."""
+"""Most bytes that a record can have. A look reads no more: the rest of a page is in no cache."""
 _TRIES = 3
-"""A reader tries so often to meet a page that is not being written."""
+"""Reads after which a reader gives up on a page that is torn each time."""
 
 
 class ProgressPage:
-    """The writing end. Used by the training thread of a rank alone."""
+    """The writing end of a page, for the training thread of a rank alone."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        """Map the page behind `descriptor`, which is closed; None: a private page that nobody reads."""
+        """Map the page behind `descriptor` and close it; without one: a page that nobody reads."""
         self._memory = mmap.mmap(-1 if descriptor is None else descriptor, PAGE_BYTES)
         if descriptor is not None:
             os.close(descriptor)
@@ -60,22 +65,28 @@ class ProgressPage:
         self._generation, self._step = 0, -1
         self._begun = self._ended = 0
         self._is_open = False
-        """Whether the newest operation has not ended."""
+        """True while the newest operation has not ended."""
         self._since_ns = 0
         self.enter(Phase.LOADING)
 
     @classmethod
     def inherited(cls) -> ProgressPage:
-        """Return the page that the agent handed down to this rank, or a private one outside `megatron-recover run`."""
+        """Return the page that the agent gave this rank.
+
+        Outside `megatron-recover run` it is a private one.
+        """
         return cls(inherited_descriptor(DESCRIPTOR))
 
     @property
     def phase(self) -> Phase:
-        """What was entered last."""
+        """The phase that was entered last."""
         return self._phase
 
     def enter(self, phase: Phase, microbatches: tuple[int, ...] | None = None) -> None:
-        """Begin an operation, which ends the one before; `microbatches` are in work from now on (None: the same as before)."""
+        """Begin an operation, which ends the one before.
+
+        `microbatches` are in work from now on; None: the same as before.
+        """
         if microbatches is not None and microbatches != self._ids:
             self._ids = microbatches[:MAX_MICROBATCHES]
             self._packed_ids = _IDS[len(self._ids)].pack(*self._ids)
@@ -88,7 +99,7 @@ class ProgressPage:
 
     @contextlib.contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """Do something else for a while, then go on with what was being done: as an operation of its own."""
+        """Enter another phase, then again the phase of before, as an operation of its own."""
         before = self._phase
         self.enter(phase)
         try:
@@ -97,11 +108,11 @@ class ProgressPage:
             self.enter(before)
 
     def begin_step(self, step: int, label: str) -> None:
-        """The training thread arrives at a step. It is shown from the next `enter` on."""
+        """Store the step at which the training thread arrives; the next `enter` shows it."""
         self._step, self._label = step, label.encode()[:_MAX_LABEL_BYTES]
 
     def obey(self, generation: int) -> None:
-        """The training thread obeys an order of `generation`. It is shown from the next `enter` on."""
+        """Store the generation of the order that is carried out; the next `enter` shows it."""
         self._generation = generation
 
     def _write(self) -> None:
@@ -115,28 +126,28 @@ class ProgressPage:
 
 
 class PageReader:
-    """The reading end, of the agent. It outlives the rank."""
+    """The reading end of a page, for the agent; it outlives the rank."""
 
     def __init__(self, name: str) -> None:
-        """Create the page; `name` is what /proc shows it as."""
-        # Whoever holds the descriptor could shrink the file otherwise, and reading it would end the reader with SIGBUS.
+        """Create the page; /proc shows it under `name`."""
+        # Sealed: if a holder of the descriptor shrank the file, reading would end in SIGBUS.
         self.descriptor = memory_file.create_sized(name, PAGE_BYTES)
-        """To hand down to the rank; give it up with `release`."""
+        """The descriptor to give to the rank; close it with `release`."""
         self._memory = mmap.mmap(self.descriptor, PAGE_BYTES, prot=mmap.PROT_READ)
 
     def release(self) -> None:
-        """Close the descriptor, once the rank has its own. The page stays readable."""
+        """Close the descriptor once the rank has its own; the page stays readable."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def close(self) -> None:
-        """Give the page up."""
+        """Close the descriptor and unmap the page."""
         self.release()
         self._memory.close()
 
     def read(self) -> Progress | None:
-        """Return what the page says, or None if it is torn or was never written."""
+        """Return the record of the page, or None if it is torn or was never written."""
         for _ in range(_TRIES):
             if (progress := parse(self._memory[:_MOST_BYTES])) is not None:
                 return progress
@@ -144,7 +155,7 @@ class PageReader:
 
 
 def parse(page: bytes) -> Progress | None:
-    """Return the record of a page, or None where its checksum or a field does not fit."""
+    """Return the record of a page, or None if its checksum or a field does not fit."""
     [check] = _CHECK.unpack_from(page)
     generation, step, begun, ended, since_ns, phase, count, label = _FIXED.unpack_from(page, _CHECK.size)
     if count > MAX_MICROBATCHES or phase not in _PHASES:

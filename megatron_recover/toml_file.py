@@ -1,7 +1,8 @@
-"""TOML files that a user wrote: every mistake in them, with its line.
+"""Mistakes in a TOML file that a user wrote, each with its line.
 
-Decides nothing about what a file means; a `msgspec.Struct` says that. The standard library's parser tells no line of a key, so
-it is looked for in the text, which finds it where a file is written one `key = value` a line.
+This module decides nothing about what a file means; a `msgspec.Struct` does that. The standard
+library's parser gives no line of a key. So the key is looked for in the text, which works for files
+with one `key = value` a line.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import msgspec
 from megatron_recover.flags import did_you_mean
 
 Mistake = tuple[str, str]
-"""The key that is wrong, and what is wrong with it."""
+"""(the key that is wrong, what is wrong with it)."""
 
 
 def read(text: str) -> dict[str, Any]:
-    """The content of a TOML file. Raises ValueError where it is none."""
+    """Return the content of a TOML file. Raise ValueError if `text` is not TOML."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -37,9 +38,10 @@ def mistakes(
     *,
     strict: bool = True,
 ) -> Iterator[Mistake]:
-    """Each key that is wrong or missing, if the table is to become a `kind`.
+    """Yield each key that is wrong or missing in a table that is to become a `kind`.
 
-    `limits` are the least and the greatest value of numbers. Not `strict`: numbers may be written as strings.
+    `limits` has the least and the greatest value of numbers, by key. Without `strict` numbers may
+    be written as strings.
     """
     fields = {field.name: field for field in msgspec.structs.fields(kind)}
     for key, value in table.items():
@@ -64,7 +66,7 @@ def mistakes(
 
 
 def _choices(kind: Any) -> list[str]:
-    """The values of a field that has only some."""
+    """Return the values of a field that allows a few values only; else nothing."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return [str(member.value) for member in kind]
     if get_origin(kind) is Literal:
@@ -73,14 +75,20 @@ def _choices(kind: Any) -> list[str]:
 
 
 def line_of_table(text: str, name: str, index: int = 0) -> int:
-    """Line number (from 1) of the index-th header `[name]` or `[[name]]`; 0 where the file says it in another way."""
+    """Return the line number (from 1) of the index-th header `[name]` or `[[name]]`.
+
+    Return 0 if the file writes the table in another way.
+    """
     header = re.compile(rf"\s*\[+\s*{re.escape(name)}\s*\]")
     found = [number for number, line in enumerate(text.splitlines(), 1) if header.match(line)]
     return found[index] if index < len(found) else 0
 
 
 def line_of_key(text: str, key: str, start: int) -> int:
-    """Line number (from 1) of the first `key =` (or table `key`) behind line `start`; `start` where it is not found."""
+    """Return the line number (from 1) of the first `key =` (or table `key`) after line `start`.
+
+    Return `start` if there is none.
+    """
     found = re.compile(rf'\s*(\[+\s*)?["\']?{re.escape(key)}["\']?\s*[=\].]')
     for number, line in enumerate(text.splitlines(), 1):
         if number > start and found.match(line):
@@ -89,5 +97,5 @@ def line_of_key(text: str, key: str, start: int) -> int:
 
 
 def located(text: str, table: Mapping[str, object], start: int, found: Iterator[Mistake]) -> list[str]:
-    """Mistakes in a table whose header is in line `start`, each with its line."""
+    """Return each mistake in a table with its line; the header of the table is in line `start`."""
     return [f"line {line_of_key(text, key, start) if key in table else start}: {mistake}" for key, mistake in found]

@@ -1,6 +1,7 @@
-"""What has to be alike on all replicas when they start, by name, so that a difference can be told with both values.
+"""Named properties that all replicas must share at the start, to describe any difference.
 
-Pure: parts are names and values in text, made by each rank, put together by its leader, compared by the coordinator.
+Pure functions. Each rank makes its parts (names and values as text), its leader combines those of
+all ranks, and the coordinator compares the replicas.
 """
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 Parts = tuple[tuple[str, str], ...]
-"""(name, value or its digest), in an order that is equal on all replicas."""
+"""(name, value or its digest) pairs, in an order that is equal on all replicas."""
 SHOWN = 5
-"""So many differences are told; the rest is counted."""
+"""Most differences that are described one by one; the rest is counted."""
 _ABSENT = "not there"
 
 
 def together(of_ranks: Sequence[Parts]) -> Parts:
-    """Return a replica's parts from those of its ranks in order: one where all that have it say the same, else one a rank."""
+    """Return a replica's parts from those of its ranks, in rank order.
+
+    A name has one part where all ranks that have the name agree on its value, else one per rank.
+    """
     values: dict[str, list[tuple[int, str]]] = {}
     for rank, parts in enumerate(of_ranks):
         for name, value in parts:
@@ -30,14 +34,14 @@ def together(of_ranks: Sequence[Parts]) -> Parts:
 
 
 def differences(one: Parts, other: Parts) -> list[tuple[str, str, str]]:
-    """Return (name, value of the one, value of the other) of all that differs, in the order of the one."""
+    """Return (name, value in `one`, value in `other`) of each difference, in the order of `one`."""
     mine, theirs = dict(one), dict(other)
     names = dict.fromkeys([*mine, *theirs])
     return [(name, mine.get(name, _ABSENT), theirs.get(name, _ABSENT)) for name in names if mine.get(name) != theirs.get(name)]
 
 
 def told(one: int, other: int, found: Sequence[tuple[str, str, str]]) -> str:
-    """Return in words what differs between two replicas."""
+    """Describe the differences between two replicas, at most `SHOWN` of them one by one."""
     lines = [f"{name} is {mine} on replica {one} and {theirs} on replica {other}" for name, mine, theirs in found[:SHOWN]]
     more = [f"{len(found) - SHOWN} more differ"] if len(found) > SHOWN else []
     return "; ".join([*lines, *more])

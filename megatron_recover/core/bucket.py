@@ -1,8 +1,10 @@
-"""Which buckets are complete in a replica, and which are decided among members.
+"""Complete buckets of one replica, and the buckets that are decided among members.
 
-A bucket version is *complete* when all ranks of its stage in one replica hold it: mixing versions between those ranks would
-let parameters that they replicate drift apart. It is *decided* when a status exchange says that a member holds it complete;
-from then on nobody computes or reduces it again while a member holds it (INV-4), unless it is withdrawn.
+A bucket version is *complete* when all ranks of its stage in one replica hold it. Mixed versions
+would let parameters that these ranks replicate drift apart.
+
+A bucket is *decided* when a status exchange shows that a member holds it complete. From then on it
+is neither computed nor reduced again while a member holds it (INV-4), unless it is withdrawn.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ class Decision(Value, frozen=True):
     bucket: BucketId
     version: Version
     holders: tuple[ReplicaId, ...]
-    """Members that hold it complete, ascending; not empty."""
+    """Members that hold the bucket complete in this version, ascending; not empty."""
     source: ReplicaId
-    """The holder that sends it to those that lack it."""
+    """The holder that sends the result to members without it."""
 
 
 def complete(shape: Shape, held: Sequence[Sequence[Held]], buckets: Iterable[BucketId]) -> tuple[BucketVersion, ...]:
-    """Those of `buckets` that all their ranks hold in one version. `held[rank]` has the results of a rank."""
+    """Return those of `buckets` that all their ranks hold in one version.
+
+    `held[rank]` has the results of a rank.
+    """
     by_rank = [{item.bucket: item for item in items} for items in held]
     found = []
     for bucket in buckets:
@@ -47,7 +52,10 @@ def complete(shape: Shape, held: Sequence[Sequence[Held]], buckets: Iterable[Buc
 
 
 def by_version(complete: Iterable[BucketVersion]) -> tuple[HeldVersion, ...]:
-    """Return complete buckets as a status has them: by version, without checksums, which the vote compares."""
+    """Return complete buckets by version, as a status has them.
+
+    A status needs no checksums: the vote compares them.
+    """
     buckets: dict[Version, list[BucketId]] = {}
     for each in complete:
         buckets.setdefault(each.version, []).append(each.bucket)
@@ -55,13 +63,13 @@ def by_version(complete: Iterable[BucketVersion]) -> tuple[HeldVersion, ...]:
 
 
 def decide(statuses: Sequence[Status], buckets: Iterable[BucketId], trusted_from: Generation) -> tuple[Decision, ...]:
-    """The decided ones of `buckets`, given the statuses of all members for the same step, by replica.
+    """Return the decided ones of `buckets`, given all members' statuses for one step, by replica.
 
-    Versions below `trusted_from` decide nothing (`NewGeneration.trusted_from`).
-
-    The highest version wins; members can hold different ones only if a holder was missing in between, which a roster that
-    never takes a lost replica back excludes. Sources are spread over the holders by bucket, so that one member's link is not
-    the bottleneck.
+    - Versions below `trusted_from` decide nothing (`NewGeneration.trusted_from`).
+    - The highest version wins. Members can hold different versions only if a holder was missing in
+      between. A roster that never takes a lost replica back excludes that.
+    - Sources are spread over the holders by bucket, so that no single member's link is the
+      bottleneck.
     """
     versions: dict[BucketId, dict[ReplicaId, Version]] = {bucket: {} for bucket in buckets}
     for status in statuses:

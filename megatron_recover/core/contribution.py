@@ -1,7 +1,8 @@
-"""What replicas contribute to buckets, buckets with equal contributions together.
+"""Microbatches that replicas contribute to buckets, grouped by equal contributions.
 
-A replica's microbatches go into all buckets of a step alike, but for what was computed again after a loss, so one group is the
-rule and a few are the exception: everything here costs as much as there are groups, not buckets.
+A replica's microbatches go into all buckets of a step, except what is computed again after a loss.
+So there is usually one group and seldom more than a few. `added` and `missing` unite the ids once
+per group, not once per bucket.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from megatron_recover.core.values import BucketId, Compute, Contribution, Microb
 
 
 def grouped(by_bucket: Mapping[BucketId, Sequence[MicrobatchId]]) -> tuple[Contribution, ...]:
-    """Return contributions in groups, by their lowest bucket. Buckets without any are left out; ids ascend."""
+    """Return contributions in groups, ordered by their lowest bucket, with ids ascending.
+
+    Buckets without any microbatch are left out.
+    """
     groups: dict[tuple[MicrobatchId, ...], list[BucketId]] = {}
     for bucket in sorted(by_bucket):
         if by_bucket[bucket]:
@@ -21,15 +25,15 @@ def grouped(by_bucket: Mapping[BucketId, Sequence[MicrobatchId]]) -> tuple[Contr
 
 
 def by_bucket(contributions: Iterable[Contribution]) -> dict[BucketId, tuple[MicrobatchId, ...]]:
-    """Return the ids of each bucket that has any. A bucket is in one group."""
+    """Return the microbatch ids of each bucket that has any; a bucket is in one group only."""
     return {bucket: each.microbatches for each in contributions for bucket in each.buckets}
 
 
 def added(contributions: Sequence[Contribution], computes: Iterable[Compute]) -> tuple[Contribution, ...]:
-    """Return the contributions with what a plan computes added to them."""
+    """Return the contributions with the microbatches that a plan computes added."""
     known: dict[BucketId, Sequence[MicrobatchId]] = dict(by_bucket(contributions))
     for compute in computes:
-        united: dict[int, tuple[MicrobatchId, ...]] = {}  # by the identity of what was there: buckets of a group share it
+        united: dict[int, tuple[MicrobatchId, ...]] = {}  # by identity of the old ids, which the buckets of a group share
         for bucket in compute.into:
             before = known.get(bucket, ())
             if id(before) not in united:
@@ -41,7 +45,10 @@ def added(contributions: Sequence[Contribution], computes: Iterable[Compute]) ->
 def missing(
     held: Iterable[Sequence[Contribution]], buckets: Sequence[BucketId], num_microbatches: int
 ) -> dict[MicrobatchId, tuple[BucketId, ...]]:
-    """Return for each id that some of the buckets misses in the contributions of all members those buckets, in their order."""
+    """Return each id that a bucket misses in the contributions of all members, with its buckets.
+
+    These are the buckets that miss the id, in the order of `buckets`.
+    """
     present: dict[tuple[BucketId, ...], set[MicrobatchId]] = {}
     for each in (group for contributions in held for group in contributions):
         present.setdefault(each.buckets, set()).update(each.microbatches)

@@ -1,13 +1,16 @@
-"""What a vote says of a record instead of the record: a digest, and an outline from which a difference can be described.
+"""The digest and the outline that stand for a record in a vote.
 
-All members of a generation hold the record that they vote for, each its own, so the record need not travel. Pure, and the same
-on every machine: msgpack of a frozen value has one encoding, and BLAKE2b is a function.
+All members of a generation hold the record that they vote for, so the record need not travel. The
+functions are pure and give the same on every machine: msgpack has one encoding of a frozen value.
 
 Note [Outline]
-    The record is cut into parts: each field that voters have to agree on, but for `versions`; then `versions` in at most
-    `MAX_GROUPS` runs of equal length. The digest covers the digests of all parts, so equal digests mean equal records. The
-    outline has the first bytes of each part's digest. It decides nothing: where digests differ, it names the fields and
-    buckets in which they do, at a size that does not grow with the buckets. The records themselves are in the leaders' traces.
+    The record is cut into parts: each field that voters have to agree on except `versions`, then
+    `versions` in at most `MAX_GROUPS` runs of equal length. The digest covers the digests of all
+    parts, so equal digests mean equal records.
+
+    The outline has the first bytes of each part's digest. The outline decides nothing. Where
+    digests differ, it shows which fields and buckets differ, at a size that does not grow with the
+    number of buckets. The records themselves are in the leaders' traces.
 """
 
 from __future__ import annotations
@@ -21,25 +24,25 @@ from msgspec.structs import replace
 from megatron_recover.core.values import BucketVersion, Commitment, Record, Value
 
 DIGEST_BYTES = 16
-"""A collision of 128 bits is no concern; nobody chooses a record in order to find one."""
+"""Bytes of a record's digest. 128 bits suffice: nobody chooses records to make digests collide."""
 MAX_GROUPS = 64
-"""Runs of buckets in an outline; with at most so many buckets it names each."""
+"""Most runs of buckets in an outline. With at most this many buckets each bucket is named alone."""
 _PART_BYTES = 4
-"""Of each part in the outline."""
+"""Bytes of each part in the outline."""
 _COMPARED = tuple(name for name in Record.__struct_fields__ if name not in ("versions", "requests", "paces"))
 
 
 class Summary(Value, frozen=True):
-    """What stands for a record in a vote."""
+    """The digest and the outline of a record."""
 
     digest: bytes
-    """Of the record without what each voter says of itself (`bare`): equal exactly where those are equal."""
+    """Digest of the `bare` record: two digests are equal exactly if the bare records are equal."""
     outline: bytes
-    """See Note [Outline]."""
+    """Some bytes of the digest of each part, see Note [Outline]."""
 
 
 def bare(record: Record) -> Record:
-    """Return what all votes for a step have to agree on: the record without what each voter says of itself."""
+    """Return the record without requests and paces: the part that all votes must agree on."""
     return replace(record, requests=(), paces=())
 
 
@@ -52,17 +55,17 @@ def summarize(record: Record) -> Summary:
 
 
 def digest(record: Record) -> bytes:
-    """Return the digest of a record, as `summarize` has it."""
+    """Return the digest of a record, as in `summarize`."""
     return summarize(record).digest
 
 
 def commitment(record: Record) -> Commitment:
-    """Return a committed record as others need it, who have voted for it and hold its versions."""
+    """Return a committed record for members that have voted for it and hold its versions."""
     return Commitment(replace(record, versions=()), digest(record))
 
 
 def differences(record: Record, outlines: Iterable[bytes]) -> str:
-    """Describe in words where records with these outlines differ from `record`: in which fields, in which buckets."""
+    """Describe the fields and buckets in which records with these outlines differ from `record`."""
     mine = _parts(summarize(record).outline)
     buckets = [_span(versions) for versions in _groups(record.versions)]
     names = [*(f"field {name!r}" for name in _COMPARED), *buckets]
@@ -77,9 +80,9 @@ def differences(record: Record, outlines: Iterable[bytes]) -> str:
 
 
 def combined(digests: Sequence[int]) -> int:
-    """Return the digest, 0..2**63-1, of several digests or checksums of that range in this order.
+    """Return one digest, 0..2**63-1, of digests or checksums of that range in this order.
 
-    A replica's state digest is made of those of its ranks, in rank order.
+    A replica's state digest combines those of its ranks, in rank order.
     """
     parts = b"".join(value.to_bytes(8, "little") for value in digests)
     return int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest(), "little") >> 1
@@ -90,7 +93,7 @@ def _digest(part: object) -> bytes:
 
 
 def _groups(versions: tuple[BucketVersion, ...]) -> Iterator[tuple[BucketVersion, ...]]:
-    """Yield runs of the versions, as equal in length as integers allow; none is empty."""
+    """Yield runs of the versions, as equal in length as integers allow; no run is empty."""
     number = min(MAX_GROUPS, len(versions))
     for index in range(number):
         yield versions[index * len(versions) // number : (index + 1) * len(versions) // number]

@@ -1,23 +1,34 @@
-"""INV-1..9 over a history: a sequence of facts, each saying what one replica, rank or the coordinator did.
+"""INV-1..9 over a history of facts, each of which one replica, rank or the coordinator made true.
 
-`observe(history, fact) -> history` raises `InvariantViolation` at the first fact that breaks an invariant; `check(facts)` does
-it for a whole list. The explorer feeds what its simulated machines do. The checker of traces judges by rules of its own
-(`observe/verify/rules.py`), so that one mistake cannot hide in both. A field that a source cannot know is None. Facts come in
-an order in which they can have happened: cause before effect.
+`observe(history, fact) -> history` raises `InvariantViolation` at the first fact that breaks an
+invariant. `check(shape, facts)` observes a whole list.
 
-- INV-1 exactly once: a result that counts has each microbatch exactly once (`Held.counts`, `Applied.counts`).
-- INV-2 agreement: one record a step, from which all members learn the same paces; all ranks of a replica hold what it names,
-  and its state digest is that of what these ranks began the step with;
-  equal checksums and digests everywhere; nothing that a replica took part in which was outvoted before is voted through.
-- INV-3 no corruption: a local gradient that is read holds exactly what was planned into it (`Read`).
-- INV-4 decided once: no bucket is reduced while a member holds it complete in an older version that is not withdrawn.
+The explorer feeds what its simulated machines do. The checker of traces has rules of its own
+(`observe/verify/rules.py`), so that one mistake cannot hide in both. A field that a source cannot
+know is None. Facts come in an order in which they can have happened: cause before effect.
+
+- INV-1 exactly once: a result that counts has each microbatch exactly once (`Held.counts`,
+  `Applied.counts`).
+- INV-2 agreement, in these respects:
+  - A step has one record, and all members learn the same paces from the record.
+  - All ranks of a replica hold what the record names. Its state digest combines the digests of the
+    states with which these ranks began the step.
+  - Checksums and digests are equal everywhere.
+  - No result in which an outvoted replica took part is committed by votes.
+- INV-3 no corruption: a local gradient that is read holds exactly what was planned into it
+  (`Read`).
+- INV-4 decided once: no bucket is reduced while a member holds it complete in an older version that
+  is not withdrawn.
 - INV-5 fencing: nothing of a generation older than the one that the replica entered has an effect.
-- INV-6 single history: generations are consecutive, one roster each, nobody comes back; commits have all members' equal votes.
+- INV-6 single history: generations are consecutive, with one roster each, and no replica comes
+  back. Commits have the equal votes of all members.
 - INV-7 least work: nothing is dealt that a member holds.
-- INV-3, INV-4 and INV-7 have one exception: a step that is made void (`values.Void`) begins anew for each member that enters.
-  It is given up only where it was void before, and then committed by all without a result.
-- INV-8 bounded waits, INV-9 progress: about what does *not* happen, so no single fact breaks them. The explorer raises them
-  at states in which nothing can happen any more; a driver's deadline does in production.
+- INV-3, INV-4 and INV-7 have one exception: a step that is made void (`values.Void`) begins anew
+  for each member that enters. It is given up only where it was void before, and then committed by
+  all without a result.
+- INV-8 bounded waits, INV-9 progress: these are about what does *not* happen, so no single fact
+  breaks them. The explorer raises them at states in which nothing can happen any more. In
+  production the deadline of a driver does.
 """
 
 from __future__ import annotations
@@ -54,7 +65,7 @@ class InvariantViolation(Exception):
         self.invariant = invariant
 
 
-# --- Facts; `values.Entered` is one too ----------------------------------------------------------------------------------
+# --- Facts; `values.Entered` is one too -----------------------------------------------------------
 
 
 class Formed(Value, frozen=True):
@@ -63,9 +74,9 @@ class Formed(Value, frozen=True):
     generation: Generation
     roster: tuple[ReplicaId, ...]
     outvoted: tuple[ReplicaId, ...] = ()
-    """Replicas that it leaves out because a majority disagreed with them."""
+    """Replicas that the roster leaves out because a majority disagreed with them."""
     void: Void | None = None
-    """As in `NewGeneration`: each member gives up what it has of the step when it enters a generation that is not older."""
+    """`NewGeneration.void`: members that enter `since` or later drop what they have of the step."""
 
 
 class Planned(Value, frozen=True):
@@ -76,7 +87,10 @@ class Planned(Value, frozen=True):
 
 
 class Read(Value, frozen=True):
-    """A rank handed its local gradient of a bucket to a reduction; `counts[i]` is how often microbatch i is in it."""
+    """A rank gave its local gradient of a bucket to a reduction.
+
+    `counts[i]` is the number of times that microbatch i is in the gradient.
+    """
 
     replica: ReplicaId
     rank: int
@@ -96,11 +110,11 @@ class Held(Value, frozen=True):
     version: Version
     checksum: int
     counts: tuple[int, ...] | None
-    """How often each microbatch is in it, if known."""
+    """Number of times that each microbatch is in the result; None if unknown."""
 
 
 class Digested(Value, frozen=True):
-    """A rank began a step whose record carries the state digest, and this is the digest of its own state."""
+    """The digest of a rank's state as it began a step with `Work.digests`."""
 
     replica: ReplicaId
     rank: int
@@ -132,13 +146,13 @@ class Applied(Value, frozen=True):
     rank: int
     step: int
     counts: tuple[tuple[BucketId, tuple[int, ...]], ...] | None
-    """Per bucket of the rank how often each microbatch is in the gradient, if known."""
+    """(bucket, number of times that each microbatch is in the gradient); None if unknown."""
     digest: str | None
-    """Of the rank's parameters afterwards, if known."""
+    """Digest of the rank's parameters after the step; None if unknown."""
 
 
 def formed(new: NewGeneration) -> Formed:
-    """The fact of an announcement."""
+    """Return the fact that an announcement makes."""
     outvoted = tuple(loss.replica for loss in new.losses if loss.kind is LossKind.DIVERGED)
     return Formed(new.generation, new.roster, outvoted, new.void)
 
@@ -146,23 +160,23 @@ def formed(new: NewGeneration) -> Formed:
 Fact = Formed | Entered | Planned | Read | Held | Digested | Voted | Committed | Applied
 
 
-# --- What has to be remembered -------------------------------------------------------------------------------------------
+# --- What has to be remembered --------------------------------------------------------------------
 
 
 class StepHistory(Value, frozen=True):
-    """What is known of one step. Of members only: what a lost replica holds or was dealt matters to nobody any more."""
+    """The facts of one step, without what lost replicas hold, voted or were dealt."""
 
     record: Record | None = None
-    """Without what voters say of themselves."""
+    """The committed record without requests and paces; None before the first commit."""
     paces: frozenset[tuple[ReplicaId, tuple[tuple[ReplicaId, int], ...]]] = frozenset()
-    """Who committed it with which paces."""
+    """(replica, paces of the record that the replica committed)."""
     dealt: frozenset[tuple[ReplicaId, BucketId, MicrobatchId]] = frozenset()
     held: frozenset[tuple[ReplicaId, int, BucketId, Version]] = frozenset()
     """(replica, rank, bucket, version)."""
     checksums: frozenset[tuple[BucketId, Version, int, int]] = frozenset()
     """(bucket, version, rank, checksum)."""
     votes: frozenset[tuple[ReplicaId, Generation, Record]] = frozenset()
-    """Who voted in which generation for what, without what voters say of themselves."""
+    """(voter, generation, record without requests and paces)."""
     digests: frozenset[tuple[int, str]] = frozenset()
     """(rank, parameter digest)."""
     states: frozenset[tuple[ReplicaId, int, int]] = frozenset()
@@ -170,24 +184,27 @@ class StepHistory(Value, frozen=True):
 
 
 class History(Value, frozen=True):
-    """Everything that the invariants need to remember. Start with `History(shape)`."""
+    """All that the rules need to remember; the first one is `History(shape)`."""
 
     shape: Shape
     rosters: tuple[tuple[ReplicaId, ...], ...] = ()
-    """`rosters[g - 1]` is that of generation g."""
+    """The roster of generation g is `rosters[g - 1]`."""
     outvoted: tuple[tuple[ReplicaId, Generation], ...] = ()
-    """Who was outvoted, and the first generation without it."""
+    """(outvoted replica, first generation without it)."""
     void: Void | None = None
     """The newest step that was made void."""
     entered: tuple[tuple[ReplicaId, Generation], ...] = ()
-    """Newest generation of each replica."""
+    """(replica, newest generation that the replica entered)."""
     committed: tuple[tuple[ReplicaId, int], ...] = ()
-    """How many steps each replica has committed."""
+    """(replica, number of steps that the replica has committed)."""
     steps: tuple[tuple[int, StepHistory], ...] = ()
 
 
 def check(shape: Shape, facts: Iterable[Fact]) -> History:
-    """Observe all facts. Raises InvariantViolation with the position of the fact that breaks an invariant."""
+    """Observe all facts.
+
+    Raises InvariantViolation with the position of the fact that breaks an invariant.
+    """
     history = History(shape)
     for position, fact in enumerate(facts):
         try:
@@ -199,7 +216,7 @@ def check(shape: Shape, facts: Iterable[Fact]) -> History:
 
 
 def observe(history: History, fact: Fact) -> History:
-    """Take one fact."""
+    """Add one fact to the history. Raise InvariantViolation if the fact breaks an invariant."""
     return RULES[type(fact)](history, fact)
 
 
@@ -249,7 +266,7 @@ def _on_planned(history: History, fact: Planned) -> History:
     plan, replica = fact.plan, fact.replica
     _fence(history, replica, plan.generation, "plans")
     if replica not in history.rosters[-1]:
-        return history  # what a lost replica does is lost; it wastes nothing of the members
+        return history  # the work of a lost replica is lost, and wastes nothing of the members
     step = _step(history, plan.step)
     for bucket in plan.reduces:
         ranks = set(history.shape.bucket_ranks[bucket])
@@ -268,7 +285,7 @@ def _on_planned(history: History, fact: Planned) -> History:
                 f"microbatch {i} of step {plan.step} for bucket {bucket}, whose gradient replica {holders[bucket, i]} holds"
             )
             raise InvariantViolation(7, f"replica {replica} computes {detail}")
-    # Its ranks give up what the plan replaces; of a bucket that only some of them held, the rest may still be fetched.
+    # The ranks drop what the plan replaces, also where only some of them held the bucket.
     replaced = results(plan, replica)
     held = frozenset(item for item in step.held if item[0] != replica or item[2] not in replaced)
     return _at(history, plan.step, replace(step, dealt=step.dealt | fresh, held=held))
@@ -356,7 +373,7 @@ def _on_committed(history: History, fact: Committed) -> History:
     history = replace(history, committed=committed)
     step = replace(step, record=record, paces=step.paces | _current(history, fact.replica, {(fact.replica, paces)}))
     if all(dict(committed).get(replica, 0) > record.step for replica in history.rosters[-1]):
-        # Nothing of the step can happen any more but that a lost replica commits or applies it.
+        # From here on only a lost replica can still commit or apply the step.
         step = StepHistory(record=record, digests=step.digests)
     return _at(history, record.step, step)
 
@@ -384,7 +401,7 @@ def _roster(history: History, generation: Generation) -> tuple[ReplicaId, ...]:
 
 
 def _outvoted(history: History, generation: Generation, version: Version) -> list[ReplicaId]:
-    """Who took part in a version and was outvoted before `generation` was made."""
+    """Return the members of a version's generation that were outvoted up to `generation`."""
     return [r for r, since in history.outvoted if since <= generation and r in _roster(history, version)]
 
 
@@ -395,7 +412,7 @@ def _fence(history: History, replica: ReplicaId, generation: Generation, deed: s
 
 
 def _current[T](history: History, replica: ReplicaId, items: Iterable[T]) -> frozenset[T]:
-    """The items if the replica is a member of the newest generation, else nothing."""
+    """Return the items if the replica is a member of the newest generation, else nothing."""
     return frozenset(items) if replica in history.rosters[-1] else frozenset()
 
 

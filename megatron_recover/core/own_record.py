@@ -1,7 +1,7 @@
-"""The record that a replica's own results make: what it votes for, and what it commits when all have voted alike.
+"""The record that a replica's own results make: the replica votes for it and may commit it.
 
-The record is put together from the results that the replica's ranks hold, whenever it is needed: it does not travel with votes,
-and nothing else in the state repeats it.
+The record is made whenever it is needed, from the results that the replica's ranks hold. It does
+not travel with votes, and no other field of the state repeats it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,27 @@ def held_complete(state: ReplicaState) -> tuple[BucketVersion, ...]:
 
 
 def own_record(state: ReplicaState) -> Record:
-    """Return the record of the step as this replica holds it, without what voters say of themselves."""
+    """Return the record of the step as this replica holds it, without requests and paces."""
     label = state.work.label if state.work is not None else ""
     return Record(state.step, label, held_complete(state), state_digest=_state_digest(state))
 
 
 def _state_digest(state: ReplicaState) -> int | None:
-    """Return the digest of the state that the replica began the step with, if the record carries one. All ranks told theirs."""
+    """Return the digest of the state that the step began with; None if the record has none.
+
+    All ranks must have sent their digests.
+    """
     if state.work is None or not state.work.digests:
         return None
     return combined([of_rank for _, of_rank in state.digests])
 
 
 def adopted(state: ReplicaState, commitment: Commitment) -> Record:
-    """Return the whole record that a member has committed. Raises InvariantViolation if it is not of this replica's results.
+    """Return the whole record that a member has committed, made from this replica's results.
 
-    Nobody commits without the vote of all, so this replica has voted for that record, and has not given up a result since: a
-    plan that replaces a result needs the status of the member that committed.
+    Raises InvariantViolation if the digests differ. Nobody commits without the votes of all, so
+    this replica has voted for the record. It has not dropped a result since: a plan that replaces a
+    result needs the status of the member that committed.
     """
     record = replace(commitment.record, versions=held_complete(state))
     if digest(record) != commitment.digest:

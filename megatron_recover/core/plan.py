@@ -1,6 +1,7 @@
-"""What a member does next: the plan of a step that begins, its part in a recovery, and what a plan means for each rank.
+"""The plan of a fresh step, a member's part in a recovery, and the operations of one rank.
 
-Decides nothing that members have to agree on: quotas come from `core/quota.py`, what is held and lost from `core/recovery.py`.
+This module decides nothing that members have to agree on. Quotas come from `core/quota.py`; what is
+held and lost comes from `core/recovery.py`.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ from megatron_recover.core.values import (
 
 
 class Operation(Value, frozen=True):
-    """What a rank does across replicas: it meets the ranks of its position in `members` for a sum or a copy of a bucket."""
+    """An operation across replicas: a sum or a copy of a bucket.
+
+    The ranks of one position in all `members` take part.
+    """
 
     generation: Generation
     step: int
     bucket: BucketId
     version: Version
-    """Of the result."""
+    """Version of the result."""
     source: ReplicaId | None
-    """Who sends its result to the other members; None: a sum over all of them, for all of them."""
+    """The replica that sends its result to the other members; None for a sum over all members."""
     members: tuple[ReplicaId, ...]
 
 
@@ -48,7 +52,10 @@ def fresh_plan(
     speeds: Speeds = UNKNOWN,
     pipeline: Pipeline = ONE_STAGE,
 ) -> Plan:
-    """The plan of a step that begins with nothing held by anyone. `speeds` are of all the steps before it."""
+    """Return the plan of a step of which no member holds anything.
+
+    `speeds` must have learned from all the steps before.
+    """
     quotas = balanced(work.num_microbatches, paces(speeds, roster), pipeline)
     ids = share(quotas, roster, replica)
     computes = (Compute(ids, work.buckets),) if ids else ()
@@ -56,7 +63,10 @@ def fresh_plan(
 
 
 def plan_of(recovery: Recovery, replica: ReplicaId, generation: Generation, roster: Sequence[ReplicaId]) -> Plan:
-    """The part of one member in a recovery whose `work` is known."""
+    """Return the part of one member in a recovery.
+
+    Raises ValueError if nobody has begun the step.
+    """
     if recovery.work is None:
         raise ValueError("nobody has begun the step: it has no recovery plan")
     transfers = []
@@ -82,13 +92,19 @@ def plan_of(recovery: Recovery, replica: ReplicaId, generation: Generation, rost
 
 
 def results(plan: Plan, replica: ReplicaId) -> dict[BucketId, Version]:
-    """The results that a plan brings to a replica, with the version of each: its reductions and the transfers to it."""
+    """Return the version of each result that a plan brings to a replica.
+
+    The results are the plan's reductions and the transfers to `replica`.
+    """
     brought = {item.bucket: item.version for item in plan.transfers if replica in item.targets}
     return brought | dict.fromkeys(plan.reduces, plan.generation)
 
 
 def operations(plan: Plan, replica: ReplicaId, buckets: Iterable[BucketId]) -> tuple[Operation, ...]:
-    """What a plan has a rank do across replicas: copies, then sums in the order of `buckets`, which are those of the rank."""
+    """Return a rank's operations across replicas: copies, then sums in the order of `buckets`.
+
+    `buckets` are those of the rank.
+    """
     mine, reduces = dict.fromkeys(buckets), frozenset(plan.reduces)
     copies = (
         Operation(plan.generation, plan.step, item.bucket, item.version, item.source, (item.source, *item.targets))

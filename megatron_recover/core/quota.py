@@ -1,18 +1,23 @@
-"""Who computes which microbatches: pure functions of roster, M, paces and what is held, so all members come to the same answer.
+"""The microbatches that each member computes: pure functions, so that all members agree.
 
-Never decides who is a member, how fast one is (`core/speed.py`), nor what is lost.
+Their arguments are the roster, M, the paces and what is held. They never decide who is a member,
+how fast a member is (`core/speed.py`), or what is lost.
 
 Note [What a pass takes]
-    A tick is the forward and backward of one model chunk of a stage. 1F1B over q microbatches on PP stages takes q + PP - 1
-    ticks. With V chunks a stage microbatches pass in groups of PP (`megatron/schedule/interleaved.py`), PP V ticks each. A last
-    group of r < PP has vacant slots, which stages have to wait through in all chunks but the last: PP (V - 1) + r ticks, most
-    of a whole group. So the first microbatch of a group is dear, the others are cheap, and quotas of the least makespan fill
+    A tick is the forward and backward of one model chunk of a stage. 1F1B over q microbatches on PP
+    stages takes q + PP - 1 ticks. With V chunks per stage, microbatches run in groups of PP
+    (`megatron/schedule/interleaved.py`), and a group takes PP V ticks.
+
+    A last group of r < PP microbatches has vacant slots. Stages wait through these slots in all
+    chunks but the last. So the group takes PP (V - 1) + r ticks, most of a whole group. The first
+    microbatch of a group is expensive and the others are cheap; quotas of the least makespan fill
     groups where that pays.
 
 Note [Quota 0]
-    A member gets nothing where its one microbatch would end later than the whole shares of the others: then it only takes
-    part in the reduction. Upstream's schedules cannot run an empty pass (they would run one microbatch and divide its loss by
-    0), so a plan has none. Note [Members that compute nothing] in `core/speed.py` says how such a member gets its share back.
+    A member gets quota 0 if its one microbatch would end later than the whole shares of the others.
+    Such a member takes part in the reduction only. Its plan has no pass: upstream's schedules
+    cannot run an empty one (they would run one microbatch and divide its loss by 0).
+    Note [Members that compute nothing] in `core/speed.py` describes how the share comes back.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ ONE_STAGE = Pipeline()
 
 
 def ticks(quota: int, pipeline: Pipeline = ONE_STAGE) -> int:
-    """How long a pass over `quota` microbatches takes; see Note [What a pass takes]."""
+    """Return the ticks of a pass over `quota` microbatches; see Note [What a pass takes]."""
     if not quota:
         return 0
     groups, rest = divmod(quota, pipeline.num_stages)
@@ -36,26 +41,29 @@ def ticks(quota: int, pipeline: Pipeline = ONE_STAGE) -> int:
 
 
 def _most(within: int, pipeline: Pipeline) -> int:
-    """The largest quota of which a pass takes no more ticks than that."""
+    """Return the largest quota whose pass takes at most `within` ticks."""
     whole = pipeline.num_stages * pipeline.num_chunks
     groups, rest = divmod(max(0, within - pipeline.num_stages + 1), whole)
     return groups * pipeline.num_stages + max(0, rest - whole + pipeline.num_stages)
 
 
 def makespan(quotas: Sequence[int], paces: Sequence[int], pipeline: Pipeline = ONE_STAGE) -> int:
-    """Until the last member has computed its quota, in ticks times pace."""
+    """Return when the last member has computed its quota, in ticks times pace."""
     return max((ticks(quota, pipeline) * pace for quota, pace in zip(quotas, paces, strict=True)), default=0)
 
 
 @functools.lru_cache(maxsize=8)
 def balanced(num_microbatches: int, paces: tuple[int, ...], pipeline: Pipeline = ONE_STAGE) -> tuple[int, ...]:
-    """The quotas of the least makespan, in the order of the members' paces (nanoseconds a microbatch, all above 0).
+    """Return the quotas of the least makespan, in the order of `paces`.
 
-    They sum to `num_microbatches`. Raises ValueError where there is nobody to compute.
+    `paces` are nanoseconds per microbatch, all above 0. The quotas sum to `num_microbatches`.
+    Raises ValueError if there is no member.
 
-    A pass takes the longer the more microbatches it has, so a makespan can be kept if the most that each member can do in it
-    sum to the batch or more; the least such makespan is found by bisection. One nanosecond less does not do, so what is too
-    much is one microbatch of members that are done at the last instant, and the last of these go without.
+    A pass with more microbatches takes longer. So a makespan is possible if the members' largest
+    quotas within it sum to `num_microbatches` or more. Bisection finds the least such makespan.
+
+    No makespan is possible that is one nanosecond less. So every excess microbatch is one that a
+    member finishes at the last instant. The last of these members in `paces` get one less.
     """
     if not paces:
         raise ValueError("a roster has at least one member")
@@ -77,7 +85,7 @@ def balanced(num_microbatches: int, paces: tuple[int, ...], pipeline: Pipeline =
 
 
 def share(quotas: Sequence[int], roster: Sequence[ReplicaId], replica: ReplicaId) -> tuple[MicrobatchId, ...]:
-    """The ids that `replica` computes when a step begins with nothing held: contiguous, in the order of the roster."""
+    """Return the ids of `replica` when nothing is held: contiguous, in the order of the roster."""
     position = roster.index(replica)
     start = sum(quotas[:position])
     return tuple(range(start, start + quotas[position]))
@@ -89,9 +97,10 @@ def deal(
     paces: Mapping[ReplicaId, int],
     pipeline: Pipeline = ONE_STAGE,
 ) -> dict[MicrobatchId, ReplicaId]:
-    """Give each lost id to the member that would be done with it first, the lowest replica among equals.
+    """Give each lost id to the member that would finish it first; among equals the lowest replica.
 
-    `loads` has the number of microbatches that each member has still to compute, `paces` how long it takes for one.
+    `loads` has the number of microbatches that each member still has to compute, `paces` the time
+    that a microbatch takes each member.
     """
     current = dict(loads)
     done = [(ticks(load + 1, pipeline) * paces[member], member) for member, load in loads.items()]

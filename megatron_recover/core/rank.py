@@ -1,39 +1,52 @@
-"""The machine of one rank: which orders it has, which operation may run, which result counts.
+"""The machine of one rank: queued orders, operations that may run, results that count.
 
-`step(state, input) -> (state, effects)`. Both threads of a rank drive the same state under one lock; the machine never blocks.
+`step(state, input) -> (state, effects)` never blocks. Both threads of a rank drive the same state
+under one lock.
 
 Caller's contract
 -----------------
-* Control thread: feed every order of the leader's stream, in order. Carry the effects out before the next input.
-* Training thread: `Begin` on arriving at a step; then `Take` whenever the queue is not empty and obey `state.taken`:
+* Control thread: feed every order of the leader, in order. Carry out its effects before the next
+  input.
+* Training thread: feed `Begin` on arriving at a step. Then feed `Take` whenever the queue is not
+  empty, and obey `state.taken`:
 
-  - a `Plan`: run all its computes in full, whatever happens, in one pass (Note [Passes]); as soon as `in_pass` is over, its
-    operations (`operations(plan, state.replica, state.buckets)` of `core/plan.py`) one by one, each only while
-    `may_run(state, plan.generation)`; `Completed` after each that succeeded, `Failed` at the first that did not (then leave
-    the rest of the plan), and `Take` again;
-  - a `Close`, the one order that `state.taken` does not become: look for it at the head of the queue before `Take`. The pass
-    ends with the microbatches that are known;
-  - a `Plan` that voids: first empty the local gradient and all counts of the step;
-  - an `Apply`: the results are the gradient now; go on to the next step;
-  - a `Stop`: end.
+  - `Plan`: run all its computes in full, whatever happens, in one pass (Note [Passes]). As soon as
+    `in_pass` is over, run its operations (`operations(plan, state.replica, state.buckets)` of
+    `core/plan.py`) one by one, each only while `may_run(state, plan.generation)`. Feed `Completed`
+    after each that succeeded. At the first that did not, feed `Failed`, leave the rest of the plan,
+    and feed `Take` again.
+  - `Plan` that `voids`: before all else empty the local gradient and all counts of the step.
+  - `Close`: the one order that never becomes `state.taken`. Look for `Close` at the head of the
+    queue before `Take`. The pass ends with the microbatches that are known.
+  - `Apply`: the results are the gradient now. Continue with the next step.
+  - `Stop`: end.
 
-* A result counts iff it is in `state.held` after `Completed`; otherwise drop it (a newer generation was promised).
-* `Retire(g)`: revoke every transport of a generation below g. From its return on none of them writes any memory. It comes
-  before the acknowledgement `ToLeader(Promised(g))`, and this order is what INV-5 and INV-8 rest on.
+* A result counts if and only if it is in `state.held` after `Completed`. Otherwise drop the result:
+  a newer generation was promised.
+* `Retire(g)`: revoke every transport of a generation below g. From its return on none of them
+  writes any memory. `Retire(g)` comes before the acknowledgement `ToLeader(Promised(g))`; INV-5 and
+  INV-8 rest on this order.
 
 Note [Passes]
-    A pass of the schedule belongs to all ranks of a replica, and they must agree on what is in it without waiting for each
-    other. It begins with a `Plan` that has computes, takes in the computes of every `Plan` that follows in the stream of
-    orders, and ends at `Close`. Rank 0 (of the first stage) feeds `EndPass` one forward before the schedule needs to know of
-    more than rank 0 does, and the leader puts `Close` into the stream: the same place for everybody. So a microbatch that is
-    dealt before that moment is computed in the pass that runs; later ones open a pass of their own. Of the plans of a pass
-    only the newest is reduced: the others are of generations that are over.
+    All ranks of a replica run the same passes of the schedule. They have to agree on the
+    microbatches of a pass without waiting for each other.
 
-    A plan that voids what the step has so far (`Plan.voids`) never comes into a pass: it follows from a sum of the generation
-    before, to which every member has contributed, and a member contributes when the pass is closed.
+    - A pass begins with a `Plan` that has computes.
+    - The pass includes the computes of every `Plan` that follows in the stream of orders.
+    - The pass ends at `Close`. Rank 0 (of the first stage) feeds `EndPass` when it begins the last
+      forward that it knows of. The leader then puts `Close` into the stream, at the same place for
+      all.
 
-    The machine knows whether a pass runs here (`in_pass`) and whether its end was asked for, and the end of a pass that nobody
-    opened is a defect.
+    So a microbatch that is dealt before `Close` is computed in the pass that runs. A later one is
+    computed in a pass of its own. Of the plans of a pass only the newest is reduced: the
+    generations of the others are over.
+
+    A plan that voids the step (`Plan.voids`) never comes into a pass. It follows from a sum of the
+    generation before, to which every member has contributed. A member contributes only when its
+    pass is closed.
+
+    The machine knows whether a pass runs here (`in_pass`) and whether rank 0 has requested its end
+    (`has_asked`). A `Close` without a pass is a defect, and raises ValueError.
 """
 
 from __future__ import annotations
@@ -74,33 +87,33 @@ from megatron_recover.core.values import (
 
 
 class RankState(Value, frozen=True):
-    """What a rank knows. Start with `RankState(replica, rank, buckets)`."""
+    """The state of a rank's machine; the first one is `RankState(replica, rank, buckets)`."""
 
     replica: ReplicaId
     rank: int
     buckets: tuple[BucketId, ...]
-    """Buckets that this rank holds (those of its stage)."""
+    """Buckets that this rank holds: those of its stage."""
     promised: Generation = 0
-    """Newest generation promised."""
+    """Newest generation that this rank has promised; 0 before the first."""
     step: int = 0
-    """The step that is not applied yet."""
+    """The step that this rank has not applied yet."""
     queue: tuple[Plan | Close | Apply | Stop, ...] = ()
-    """Orders that the training thread has not taken yet."""
+    """Orders that the training thread has not taken yet, oldest first."""
     taken: Plan | Apply | Stop | None = None
-    """The order that the training thread obeys."""
+    """The order that the training thread carries out."""
     in_pass: bool = False
-    """Whether the training thread runs a pass: it has taken a plan that computes, and no `Close` since."""
+    """True while a pass runs: a plan that computes was taken, and no `Close` since."""
     has_asked: bool = False
-    """Of rank 0: the end of that pass is asked for."""
+    """True once rank 0 has requested the end of the pass that runs; False on other ranks."""
     held: tuple[Held, ...] = ()
-    """Results of this step that count, by bucket."""
+    """Results of `step` that count, by bucket."""
     unreported: tuple[Held, ...] = ()
-    """Results that the leader does not know yet."""
+    """Results that the leader does not know of yet."""
     journal: Journal = Journal()
-    """Of rank 0: its microbatches of this step."""
+    """The microbatches of `step` that rank 0 has started and finished; empty on other ranks."""
 
 
-# --- Inputs: any Order from the leader, and from the rank's own training thread: ------------------------------------------
+# --- Inputs: any Order from the leader, and from the rank's own training thread: ------------------
 
 
 class Begin(Value, frozen=True):
@@ -109,15 +122,15 @@ class Begin(Value, frozen=True):
     work: Work
     requests: tuple[str, ...] = ()
     digest: int | None = None
-    """As in `values.Begun`."""
+    """The digest of `values.Begun`."""
 
 
 class Take(Value, frozen=True):
-    """The training thread asks for its next order; the queue is not empty."""
+    """The training thread requests its next order; the queue must not be empty."""
 
 
 class EndPass(Value, frozen=True):
-    """Rank 0's schedule is about to need more microbatches than are known; once in a pass is enough."""
+    """Rank 0 begins the last forward that it knows of; feeding this once in a pass is enough."""
 
 
 class MicrobatchStarted(Value, frozen=True):
@@ -127,20 +140,20 @@ class MicrobatchStarted(Value, frozen=True):
 
 
 class MicrobatchFinished(Value, frozen=True):
-    """Rank 0 has ended the backward of a microbatch (in evaluation its forward)."""
+    """Rank 0 has finished the backward of a microbatch (in evaluation its forward)."""
 
     microbatch: MicrobatchId
 
 
 class Measured(Value, frozen=True):
-    """Rank 0 knows how long the first pass of a training step took; as in `values.Computed`."""
+    """The duration of the first pass of a training step, measured by rank 0 (`values.Computed`)."""
 
     num_microbatches: int
     elapsed_ns: int
 
 
 class Completed(Value, frozen=True):
-    """An operation across replicas (a transfer to this replica, or a reduction) delivered a result."""
+    """An operation across replicas (transfer to this replica, or reduction) delivered a result."""
 
     held: Held
 
@@ -152,16 +165,16 @@ class Failed(Value, frozen=True):
     reason: str
     suspects: tuple[ReplicaId, ...] = ()
     stalled: bool = False
-    """Both as in `values.Blocked`."""
+    """`suspects` and `stalled` are those of `values.Blocked`."""
     miscounted: bool = False
-    """What it delivered does not count every microbatch once."""
+    """True if the sum of the bucket did not count every microbatch exactly once."""
 
 
 class Raise(Value, frozen=True):
     """Computing a microbatch raised; the process is about to end."""
 
     microbatches: tuple[MicrobatchId, ...]
-    """As in `values.Raised`."""
+    """The microbatches of `values.Raised`."""
     error: str
 
 
@@ -172,7 +185,7 @@ class Save(Value, frozen=True):
 
 
 class End(Value, frozen=True):
-    """The training loop is over."""
+    """The training loop has ended."""
 
 
 Input = (
@@ -180,17 +193,17 @@ Input = (
 )
 
 
-# --- Effects -------------------------------------------------------------------------------------------------------------
+# --- Effects --------------------------------------------------------------------------------------
 
 
 class Retire(Value, frozen=True):
-    """Revoke every transport of a generation below this one, now."""
+    """An instruction to revoke every transport of a generation below `generation`, now."""
 
     generation: Generation
 
 
 class ToLeader(Value, frozen=True):
-    """Send to the leader."""
+    """A report to send to the leader."""
 
     report: Report
 
@@ -198,34 +211,34 @@ class ToLeader(Value, frozen=True):
 Effect = Retire | ToLeader
 
 
-# --- The machine ---------------------------------------------------------------------------------------------------------
+# --- The machine ----------------------------------------------------------------------------------
 
 Step = tuple[RankState, tuple[Effect, ...]]
 
 
 def step(state: RankState, message: Input) -> Step:
-    """Take one input. Raises InvariantViolation if the leader's orders contradict what this rank holds."""
+    """Apply one input. Raise InvariantViolation if an order contradicts what this rank holds."""
     return TABLE[type(message)](state, message)
 
 
 def may_run(state: RankState, generation: Generation) -> bool:
-    """Whether an operation across the replicas of `generation` may begin or go on."""
+    """Return whether an operation across the replicas of `generation` may begin or continue."""
     return generation == state.promised and not (state.queue and isinstance(state.queue[0], Stop))
 
 
 def _on_promise(state: RankState, order: Promise) -> Step:
-    """Retire what is older, report what is held, acknowledge; in this order."""
+    """Retire older transports, report what is held, and acknowledge, in this order."""
     if order.generation <= state.promised:
         return state, ()
     state, effects = _flush(replace(state, promised=order.generation))
-    # What a plan voids counts no more from the order on, whenever the training thread takes it.
+    # What a plan voids stops counting with the order, whenever the training thread takes it.
     voided = any(isinstance(queued, Plan) and queued.voids for queued in state.queue)
     journal = Journal() if voided else state.journal
     return state, (Retire(order.generation), *effects, ToLeader(Promised(state.rank, order.generation, journal)))
 
 
 def _on_order(state: RankState, order: Plan | Close | Apply) -> Step:
-    """Queue it for the training thread."""
+    """Queue the order for the training thread; an `Apply` must name only results that are held."""
     if state.queue and isinstance(state.queue[0], Stop):
         return state, ()
     if isinstance(order, Apply):
@@ -234,7 +247,10 @@ def _on_order(state: RankState, order: Plan | Close | Apply) -> Step:
 
 
 def _check_held(state: RankState, order: Apply) -> None:
-    """No half of a replica may apply: a record that names a result which is not here is a defect of the protocol (INV-2)."""
+    """Raise InvariantViolation if the record names a result that this rank does not hold (INV-2).
+
+    Such a record is a defect of the protocol. Without this check a part of the replica would apply.
+    """
     held = {item.bucket: item.version for item in state.held}
     for item in order.record.versions:
         if item.bucket in state.buckets and held.get(item.bucket) != item.version:
@@ -246,19 +262,19 @@ def _check_held(state: RankState, order: Apply) -> None:
 
 
 def _on_stop(state: RankState, order: Stop) -> Step:
-    """Put it before everything else and retire all transports."""
+    """Replace all queued orders by `Stop`, and retire all transports."""
     return replace(state, queue=(order,)), (Retire(state.promised + 1),)
 
 
 def _on_begin(state: RankState, begin: Begin) -> Step:
-    """Tell the leader; of a follower it wants to know requests and digest only."""
+    """Report the step to the leader; a follower only reports requests and a digest, if any."""
     if state.rank != 0 and not begin.requests and begin.digest is None:
         return state, ()
     return state, (ToLeader(Begun(state.rank, state.step, begin.work, begin.requests, begin.digest)),)
 
 
 def _on_take(state: RankState, _: Take) -> Step:
-    """Hand the next order to the training thread; a plan gives up the results that it replaces."""
+    """Give the next order to the training thread; a plan drops the results that it replaces."""
     if not state.queue:
         raise ValueError("there is no order to take: ask only when the queue is not empty")
     order, *rest = state.queue
@@ -280,31 +296,31 @@ def _on_take(state: RankState, _: Take) -> Step:
 
 
 def _on_end_pass(state: RankState, _: EndPass) -> Step:
-    """Ask the leader to close the pass for all ranks at the same place in the stream of orders."""
+    """Request `Close` from the leader, which orders it to all ranks at the same place."""
     if state.rank != 0 or not state.in_pass or state.has_asked:
         return state, ()
     return replace(state, has_asked=True), (ToLeader(Closing(state.rank, state.step)),)
 
 
 def _on_started(state: RankState, started: MicrobatchStarted) -> Step:
-    """Journal it."""
+    """Store the microbatch as started in the journal."""
     journal = state.journal
     return replace(state, journal=replace(journal, started=(*journal.started, started.microbatch))), ()
 
 
 def _on_finished(state: RankState, finished: MicrobatchFinished) -> Step:
-    """Journal it."""
+    """Store the microbatch as finished in the journal."""
     journal = state.journal
     return replace(state, journal=replace(journal, finished=(*journal.finished, finished.microbatch))), ()
 
 
 def _on_measured(state: RankState, measured: Measured) -> Step:
-    """Tell the leader, for its vote."""
+    """Report the time of the pass to the leader, for its vote."""
     return state, (ToLeader(Computed(state.rank, measured.num_microbatches, measured.elapsed_ns)),)
 
 
 def _on_completed(state: RankState, completed: Completed) -> Step:
-    """Count the result if the plan asked for it and its generation is still the promised one; report all of a plan at once."""
+    """Store a result that the plan asks for, while it may run; report when the plan has all."""
     plan, held = state.taken, completed.held
     if not isinstance(plan, Plan) or not may_run(state, plan.generation):
         return state, ()
@@ -313,7 +329,7 @@ def _on_completed(state: RankState, completed: Completed) -> Step:
         return state, ()
     items = tuple(sorted((*state.held, held), key=lambda item: item.bucket))
     state = replace(state, held=items, unreported=(*state.unreported, held))
-    # One report a plan when nothing fails: the leader can do nothing with a part of them.
+    # One report per plan when nothing fails: the leader has no use for a part of the results.
     return _flush(state) if expected.keys() <= {item.bucket for item in items} else (state, ())
 
 
@@ -324,7 +340,7 @@ def _flush(state: RankState) -> Step:
 
 
 def _on_failed(state: RankState, failed: Failed) -> Step:
-    """Tell the leader, unless the generation is over anyway; that it waited in vain it tells even then."""
+    """Report the failure to the leader, unless the generation is over and nothing had stalled."""
     if not may_run(state, failed.generation) and not failed.stalled:
         return state, ()
     miscounted = state.step if failed.miscounted else None
@@ -333,18 +349,18 @@ def _on_failed(state: RankState, failed: Failed) -> Step:
 
 
 def _on_raise(state: RankState, raised: Raise) -> Step:
-    """Tell the leader which microbatch of what."""
+    """Report to the leader which microbatches of which step raised."""
     label = state.taken.work.label if isinstance(state.taken, Plan) else f"step {state.step}"
     return state, (ToLeader(Raised(state.rank, state.step, label, raised.microbatches, raised.error)),)
 
 
 def _on_save(state: RankState, save: Save) -> Step:
-    """Tell the leader, if this rank speaks for the replica."""
+    """Report the beginning or end of a save to the leader; only rank 0 reports it."""
     return state, (ToLeader(Saving(state.rank, save.over)),) if state.rank == 0 else ()
 
 
 def _on_end(state: RankState, _: End) -> Step:
-    """Tell the leader."""
+    """Report the end of the training loop to the leader."""
     return state, (ToLeader(Ended(state.rank)),)
 
 

@@ -1,10 +1,13 @@
-"""What the members of a new generation do next: a pure function of all their statuses, so all come to the same plan.
+"""The common plan of a new generation: a pure function of all its members' statuses.
 
-1. A member that has committed a step gives its record to those that have not (they voted for it, so they hold its results).
-2. A bucket that a member holds complete is decided and goes to those that lack it. Not so a result in which a replica took part
-   that was outvoted since: in a step that nobody has committed it counts as held by nobody.
-3. An undecided bucket is reduced again, whole. Ids that no member's local gradient of that bucket holds are dealt to those that
-   will be done with them first, and computed into exactly the undecided buckets that miss them.
+1. A member that has committed a step gives its record to those that have not. They voted for the
+   record, so they hold its results.
+2. A bucket that a member holds complete is decided and is sent to members without it. Exception: in
+   a step that nobody has committed, nobody counts as holding a result in which a replica took part
+   that was outvoted since.
+3. An undecided bucket is reduced again, whole. Ids that no member's local gradient of that bucket
+   holds are dealt to the members that will finish them first. Their gradient goes into exactly the
+   undecided buckets that miss them.
 """
 
 from __future__ import annotations
@@ -30,19 +33,19 @@ from megatron_recover.core.vote import Disagreement, disagreement
 
 
 class Recovery(Value, frozen=True):
-    """The common answer of a status exchange."""
+    """The common outcome of a status exchange."""
 
     step: int
-    """The step that nobody has committed."""
+    """The step that no member has committed."""
     adopt: Commitment | None
-    """Record of `step - 1`, for members that have not committed it."""
+    """Record of `step - 1` for members that have not committed it; None if there are none."""
     work: Work | None
-    """Of `step`, or None if nobody has begun it: then everyone begins it afresh."""
+    """Work of `step`, or None if no member has begun it; then every member begins it afresh."""
     decisions: tuple[Decision, ...]
     reduces: tuple[BucketId, ...]
-    """Undecided buckets."""
+    """Undecided buckets, which are reduced again."""
     dealt: tuple[tuple[ReplicaId, MicrobatchId, tuple[BucketId, ...]], ...]
-    """(who computes, which microbatch, into which buckets), by id."""
+    """(member that computes, microbatch, buckets that it goes into), by microbatch."""
     quotas: tuple[int, ...]
     reason: str
 
@@ -50,9 +53,11 @@ class Recovery(Value, frozen=True):
 def recover(
     statuses: Sequence[Status], trusted_from: Generation, *, speeds: Speeds = UNKNOWN, pipeline: Pipeline = ONE_STAGE
 ) -> Recovery | Disagreement:
-    """The answer to the statuses of all members of one generation, whose announcement says `trusted_from`.
+    """Return the common plan of one generation, or the disagreement that its statuses show.
 
-    `speeds` are of all the steps that this member has committed. Raises ValueError if their steps differ by more than one.
+    `statuses` has one of every member. `trusted_from` is that of the generation's announcement.
+    `speeds` must have learned from all steps that this member has committed. Raises ValueError if
+    the steps of two members differ by more than one.
     """
     ordered = sorted(statuses, key=lambda status: status.replica)
     step = max(status.step for status in ordered)
@@ -78,7 +83,7 @@ def recover(
     loads = {replica: {i for each in groups for i in each.microbatches} for replica, groups in held.items()}
     finished = {status.replica: set(status.journal.finished) for status in ordered}
     left = {replica: len(ids - finished[replica]) for replica, ids in loads.items()}
-    # A member that is behind has yet to learn from the step that it adopts; the others have.
+    # A member that is behind has not yet learned from the step that it adopts; the others have.
     pace = paces(learn(speeds, adopt.record) if adopt is not None else speeds, sorted(loads))
     owners = deal(missing, left, dict(zip(sorted(loads), pace, strict=True)), pipeline)
     dealt = tuple((owners[microbatch], microbatch, missing[microbatch]) for microbatch in sorted(missing))

@@ -1,19 +1,19 @@
-"""The machine of one replica, run at its leader: orders for its ranks, status and votes for its peers.
+"""The machine of one replica, run by its leader: orders to its ranks, messages to other leaders.
 
-`step(state, input) -> (state, effects)`: pure, deterministic, total over every input in any order (what does not fit is
-dropped, so late, repeated and reordered messages are harmless). It never waits; `waiting_for` says whom it waits for.
+`step(state, input) -> (state, effects)` is pure and deterministic, and accepts every input in every
+phase. It ignores inputs that do not fit, so late, repeated and reordered messages do no harm. It
+never blocks: `waiting_for(state)` names the members whose message it needs.
 
 Caller's contract (docs/protocol.md has all of it)
 --------------------------------------------------
-* Feed every input; carry the effects out in order before the next input.
-* `ToRanks` goes to every rank of this replica, the leader's own included, over one FIFO link each.
-* `ToPeers` goes to these leaders over FIFO links; above `tree_above` members they are neighbours in the tree. A link may break:
-  feed `LinkLost(peer)`, never resend by yourself. Messages for a generation that the receiver has not heard of are fed as they
-  come; the machine keeps the newest of each member.
-* `ToCoordinator` goes to the coordinator.
-* When `waiting_for(state)` has not been empty for `stall_s`, with no change of `state.phase`, `state.generation` or
-  `state.step`: feed `WaitExpired(generation, step)`. Messages that arrive meanwhile do not extend that time.
-* `Decided`, `Voted`, `Committed`, and the messages themselves are what the trace is written from.
+* Feed every input. Carry out its effects in order before the next input.
+* `ToRanks`: send to every rank of this replica, the leader's own included, over one FIFO link each.
+* `ToPeers`: send to these leaders over FIFO links. When a link breaks, feed `LinkLost(peer)`, and
+  never resend. Feed a status at once, even if its generation was not announced yet.
+* `ToCoordinator`: send to the coordinator.
+* Feed `WaitExpired(generation, step)` when `waiting_for(state)` was not empty for `stall_s` without
+  a change of `state.phase`, `state.generation` or `state.step`. Messages do not extend that time.
+* `Decided`, `Voted`, `Committed` and the messages themselves are the source of the trace.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ __all__ = [
     "Voted", "WaitExpired", "Word", "step", "waiting_for",
 ]  # fmt: skip
 
-# --- The machine ---------------------------------------------------------------------------------------------------------
+# --- The machine ----------------------------------------------------------------------------------
 
 Step = tuple[ReplicaState, tuple[Effect, ...]]
 
 
 def step(state: ReplicaState, message: Input) -> Step:
-    """Take one input. What `TABLE` does not list for the state's phase is dropped: it is late, repeated or meaningless."""
+    """Apply one input. Ignore an input that `TABLE` does not list for the phase of the state."""
     row = TABLE[state.phase].get(type(message))
     if row is None:
         return state, ()
@@ -104,7 +104,7 @@ def step(state: ReplicaState, message: Input) -> Step:
 
 
 def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
-    """Leave the older generation for good: order the ranks to promise."""
+    """Leave the older generation for good, and order the ranks to promise the new one."""
     if new.generation <= state.generation or state.replica not in new.roster:
         return state, ()
     begun = state.work is not None
@@ -117,7 +117,7 @@ def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
         requests=unite((state.requests, new.requests)),
         trusted_from=new.trusted_from,
         promised=(),
-        # A plan that waited for the training loop is dropped: nothing of it was computed, so nothing of it is held.
+        # Without `work` no rank has the waiting plan, so nothing of it was computed or is held.
         plan=state.plan if begun else None,
         statuses=tuple(status for status in state.statuses if status.generation >= new.generation),
         votes=(),
@@ -128,7 +128,7 @@ def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
 
 
 def _voided(state: ReplicaState, new: NewGeneration) -> ReplicaState:
-    """Give up what this replica has of the step that the generation says is void, unless it has done so before."""
+    """Give up what this replica has of the step that `new.void` names, once for each `Void`."""
     if new.void is None or new.void == state.void:
         return state
     if state.work is None or new.void.step != state.step:
@@ -138,15 +138,15 @@ def _voided(state: ReplicaState, new: NewGeneration) -> ReplicaState:
 
 
 def _on_promised(state: ReplicaState, report: Promised) -> Step:
-    """When the last rank has promised: tell coordinator and members where this replica stands."""
+    """Enter the generation once the last rank has promised: send `Entered` and the status."""
     if report.generation != state.generation or report.rank in state.promised:
         return state, ()
     state = replace(state, promised=tuple(sorted((*state.promised, report.rank))))
-    if report.rank == 0 and state.work is not None:  # else it may be that of the step before
+    if report.rank == 0 and state.work is not None:  # else it may be of the step before
         state = replace(state, journal=Journal() if state.must_void else report.journal)
     if len(state.promised) < state.shape.num_ranks:
         return state, ()
-    # Only now: a rank that has not promised could still register an old result behind the back of this status (INV-5).
+    # Not before: a rank that has not promised could still add an older result (INV-5).
     status = Status(
         state.replica,
         state.generation,
@@ -165,7 +165,7 @@ def _on_promised(state: ReplicaState, report: Promised) -> Step:
 
 
 def _on_status(state: ReplicaState, message: Status | Statuses) -> Step:
-    """Keep what it says, hand it on in a tree; with the last one that was missing, make the common plan."""
+    """Keep each status and forward it in a tree; make the common plan once all have come."""
     if message.generation < state.generation:
         return state, ()
     if message.generation == state.generation and state.phase not in (Phase.PROMISING, Phase.EXCHANGING):
@@ -178,7 +178,7 @@ def _on_status(state: ReplicaState, message: Status | Statuses) -> Step:
 
 
 def _exchange(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
-    """Hand on what was not heard `before`; make the common plan once all statuses of the generation are here."""
+    """Forward the statuses if a subtree is complete since `before`; plan once none is missing."""
     statuses = tuple(status for status in state.statuses if status.generation == state.generation)
     effects = handed_on(state, before, Statuses(state.replica, state.generation, statuses))
     if waiting_for(state):
@@ -203,8 +203,8 @@ def _exchange(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
 
 
 def _on_begun(state: ReplicaState, report: Begun) -> Step:
-    """Note its requests and digest; the leader's own also begins the step: order the waiting plan, or a fresh one."""
-    # A follower may be signalled alone and come late: its request then rides in the next vote.
+    """Store a rank's requests and digest; rank 0's report also begins the step and its plan."""
+    # A signal may reach one follower alone, and late: its request is then part of the next vote.
     state = replace(state, requests=unite((state.requests, report.requests)))
     if report.step != state.step:
         return state, ()
@@ -213,24 +213,24 @@ def _on_begun(state: ReplicaState, report: Begun) -> Step:
     if report.rank == 0 and state.work is None:
         state = replace(state, work=report.work)
         return _start(state) if state.phase is Phase.IDLE else (state, ())
-    # The digest of a slow rank may be the last that the vote waited for.
+    # This digest may be the last that the vote was waiting for.
     return _vote(state) if state.phase is Phase.WORKING else (state, ())
 
 
 def _on_closing(state: ReplicaState, report: Closing) -> Step:
-    """End the pass at this place in the stream of orders, for all ranks."""
+    """Order `Close`, so that the pass ends at the same place in the orders of all ranks."""
     return state, (ToRanks(Close(state.step)),) if report.step == state.step else ()
 
 
 def _on_computed(state: ReplicaState, report: Computed) -> Step:
-    """Note how fast this replica is: its next vote says so to all."""
+    """Store this replica's pace in nanoseconds per microbatch, for its next vote."""
     pipeline = state.shape.pipeline
     pace = report.elapsed_ns * pipeline.num_chunks // ticks(report.num_microbatches, pipeline)
     return replace(state, pace_ns=max(1, pace)), ()
 
 
 def _start(state: ReplicaState) -> Step:
-    """Give the ranks their plan: the one that a recovery left, or a fresh one. Needs phase IDLE and the step begun."""
+    """Order the waiting plan, or a fresh one; needs phase IDLE, and that the step has begun."""
     if state.work is None:
         return state, ()
     plan = state.plan or fresh_plan(
@@ -258,7 +258,7 @@ def _start(state: ReplicaState) -> Step:
 
 
 def _on_holds(state: ReplicaState, report: Holds) -> Step:
-    """Note what the rank holds; vote when all ranks hold all results."""
+    """Store the results that a rank holds; vote once all ranks hold all results."""
     if state.plan is None or report.step != state.step or not state.held:
         return state, ()
     if state.phase is Phase.PROMISING and report.rank in state.promised:
@@ -272,7 +272,7 @@ def _on_holds(state: ReplicaState, report: Holds) -> Step:
 
 
 def _vote(state: ReplicaState) -> Step:
-    """Vote once all ranks hold all results of the step and, where its record carries the state digest, have told theirs."""
+    """Vote once all ranks hold all results and, with `work.digests`, have sent their digests."""
     complete = held_complete(state)
     if state.work is None or len(complete) < len(state.work.buckets):
         return state, ()
@@ -288,9 +288,9 @@ def _vote(state: ReplicaState) -> Step:
 
 
 def _on_vote(state: ReplicaState, message: Vote | Votes) -> Step:
-    """Keep it, hand it on in a tree; commit when all members have voted for the same record."""
-    # Votes of a newer generation or of the next step cannot have been cast: the one needs this replica's status, the other
-    # its local gradient of that step, which it has only after committing this one.
+    """Keep the votes, forward them in a tree; commit once all have voted for the same record."""
+    # Votes of a newer generation or of the next step cannot have been cast: the former need this
+    # replica's status, the latter its local gradient, which exists only after this commit.
     if isinstance(message, Vote):
         message = Votes(message.replica, message.generation, message.step, (ballot_of(message),))
     if (message.generation, message.step) != (state.generation, state.step) or message.replica not in state.roster:
@@ -301,7 +301,7 @@ def _on_vote(state: ReplicaState, message: Vote | Votes) -> Step:
 
 
 def _count(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
-    """Hand on what was not heard `before`; commit once all have voted."""
+    """Forward the votes if a subtree is complete since `before`; commit once none is missing."""
     effects = handed_on(state, before, Votes(state.replica, state.generation, state.step, state.votes))
     outcome = tally(state.votes, state.roster)
     if outcome is None:
@@ -315,7 +315,7 @@ def _count(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
 
 
 def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
-    """Commit the step; the next one has not begun yet."""
+    """Commit the step: order `Apply`, learn the paces, and forget all that belonged to it."""
     state = replace(
         state,
         phase=Phase.IDLE,
@@ -327,7 +327,7 @@ def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
         digests=(),
         plan=None,
         votes=(),
-        # Whoever asked may be gone before the end, and the last record says how the job ended: it rides on from here.
+        # The last record decides how the job ends, and the replica that asked may be lost by then.
         requests=unite((state.requests, record.requests)),
         committed=record,
         speeds=learn(state.speeds, record),
@@ -345,9 +345,9 @@ def _diverged(state: ReplicaState, conflict: Disagreement, effects: tuple[Effect
 
 
 def _on_blocked(state: ReplicaState, report: Blocked) -> Step:
-    """Ask for a newer generation, once; what the rank knows of its peers is evidence also when that has been asked for."""
+    """Report a miscounted sum, or request a newer generation once; always report a stall."""
     if report.miscounted is not None:
-        # A late one is about an attempt that is over: it must not make the present one void.
+        # A late report is about an attempt that is over: it must not make the present one void.
         if (report.generation, report.miscounted) != (state.generation, state.step) or state.phase is not Phase.WORKING:
             return state, ()
         miscounted = Miscounted(state.replica, state.generation, state.step, report.reason)
@@ -361,14 +361,14 @@ def _on_blocked(state: ReplicaState, report: Blocked) -> Step:
 
 
 def _on_link_lost(state: ReplicaState, lost: LinkLost) -> Step:
-    """Ask for a newer generation: what was on the link may be lost."""
+    """Request a newer generation: messages on the broken link may be lost."""
     if lost.peer not in neighbours(state.roster, state.replica, state.tree_above):
         return state, ()
     return _request(state, f"the link to the leader of replica {lost.peer} broke {lost.detail}".rstrip(), (lost.peer,))
 
 
 def _on_expired(state: ReplicaState, expired: WaitExpired) -> Step:
-    """Ask for a newer generation. Whom it waits for it says with all others, on entering that one (`Entered`)."""
+    """Request a newer generation; `Entered.waited_for` will name the members that were missing."""
     missing = waiting_for(state)
     if not missing or (expired.generation, expired.step) != (state.generation, state.step):
         return state, ()
@@ -376,7 +376,7 @@ def _on_expired(state: ReplicaState, expired: WaitExpired) -> Step:
 
 
 def _request(state: ReplicaState, reason: str, suspects: tuple[ReplicaId, ...], *, stalled: bool = False) -> Step:
-    """Ask for a newer generation, once a generation."""
+    """Request a newer generation, at most once in a generation."""
     if state.blocked:
         return state, ()
     request = Requested(state.replica, state.generation, reason, suspects, stalled)
@@ -384,21 +384,21 @@ def _request(state: ReplicaState, reason: str, suspects: tuple[ReplicaId, ...], 
 
 
 def _on_raised(state: ReplicaState, report: Raised) -> Step:
-    """Tell the coordinator which microbatch did it."""
+    """Report to the coordinator which microbatches a rank was computing when it raised."""
     return state, (ToCoordinator(Failing(state.replica, report.label, report.microbatches, report.error)),)
 
 
 def _on_saving(state: ReplicaState, report: Saving) -> Step:
-    """Tell the coordinator: for so long nobody can expect this replica to take part in a step."""
+    """Report to the coordinator that this replica takes part in no step until its save is over."""
     return state, (ToCoordinator(Busy(state.replica, report.over)),)
 
 
 def _on_ended(state: ReplicaState, report: Ended) -> Step:
-    """When the last rank has ended: tell the coordinator that this replica has finished, and go on answering."""
+    """Report `Finished` once the last rank has ended its training loop; keep answering."""
     if report.rank in state.ended:
         return state, ()
     state = replace(state, ended=tuple(sorted((*state.ended, report.rank))))
-    # All ranks, not only the leader's: the job's end must not find one that has not applied the last step.
+    # All ranks, not the leader alone: the job must not end before each has applied the last step.
     if len(state.ended) < state.shape.num_ranks:
         return state, ()
     requests = state.committed.requests if state.committed is not None else ()
@@ -406,23 +406,23 @@ def _on_ended(state: ReplicaState, report: Ended) -> Step:
 
 
 def _on_stop(state: ReplicaState, stop: Stop) -> Step:
-    """Order the ranks to stop; nothing follows."""
+    """Order the ranks to stop, and ignore every later input."""
     return replace(state, phase=Phase.STOPPED), (ToRanks(stop),)
 
 
-# --- The table -----------------------------------------------------------------------------------------------------------
+# --- The table ------------------------------------------------------------------------------------
 
 
 class Row(NamedTuple):
-    """What an input does in a phase."""
+    """The handler of one input in one phase, and the phases that it may lead to."""
 
     handler: Callable[[ReplicaState, Any], Step]
     leads_to: frozenset[Phase]
-    """Phases in which the state may be afterwards."""
+    """Phases that the state may be in afterwards."""
 
 
 _Answer = tuple[type, Callable[[ReplicaState, Any], Step], tuple[Phase, ...]]
-"""An input, its handler, and the phases that it may lead to besides the one it comes in."""
+"""An input type, its handler, and the phases that it may lead to besides the present one."""
 
 
 def _statuses(leads_to: tuple[Phase, ...] = ()) -> tuple[_Answer, ...]:
@@ -434,7 +434,7 @@ def _votes(leads_to: tuple[Phase, ...] = ()) -> tuple[_Answer, ...]:
 
 
 def _rows(phase: Phase, *extra: _Answer) -> dict[type, Row]:
-    """The rows of a phase: what every living phase answers, and `extra`."""
+    """Return the rows of a phase: the inputs that every phase but STOPPED answers, and `extra`."""
     rows: dict[type, Row] = {
         NewGeneration: Row(_on_generation, frozenset({phase, Phase.PROMISING})),
         Begun: Row(_on_begun, frozenset({phase})),
@@ -451,7 +451,7 @@ def _rows(phase: Phase, *extra: _Answer) -> dict[type, Row]:
     return rows
 
 
-# A full set of statuses, or of votes, can carry a replica far in one input: its own may be the last that was missing.
+# One input can lead through several phases: with the last status a replica may plan and vote.
 _AFTER_EXCHANGE = (Phase.IDLE, Phase.WORKING, Phase.VOTED)
 
 TABLE: Mapping[Phase, Mapping[type, Row]] = {

@@ -1,4 +1,4 @@
-"""What the machine of one replica (`core/replica.py`) knows, takes in and gives out."""
+"""State, inputs and effects of the machine of one replica (`core/replica.py`)."""
 
 from __future__ import annotations
 
@@ -35,89 +35,94 @@ from megatron_recover.core.values import (
 
 
 class Phase(enum.Enum):
-    """Where a replica is in its generation."""
+    """The place of a replica in its generation."""
 
     JOINING = "joining"
-    """No generation yet."""
+    """The replica is in no generation yet."""
     PROMISING = "promising"
-    """Waits for its own ranks to promise."""
+    """The leader waits for all ranks of its replica to promise the generation."""
     EXCHANGING = "exchanging"
-    """Has sent its status; waits for the status of every member."""
+    """The replica has sent its status and waits for the status of every member."""
     IDLE = "idle"
-    """All statuses are there; its training loop has not begun the step."""
+    """All statuses have arrived; the training loop has not begun the step."""
     WORKING = "working"
-    """Its ranks compute and reduce."""
+    """The ranks compute and reduce."""
     VOTED = "voted"
-    """All its ranks hold all results; waits for the vote of every member."""
+    """All ranks hold all results; the replica waits for the vote of every member."""
     STOPPED = "stopped"
-    """Told to stop. Nothing follows."""
+    """The replica was ordered to stop, and ignores every input."""
 
 
 class ReplicaState(Value, frozen=True):
-    """What a leader knows. Start with `ReplicaState(replica, shape)`."""
+    """The state of a replica's machine; the first one is `ReplicaState(replica, shape)`."""
 
     replica: ReplicaId
     shape: Shape
     tree_above: int = TREE_ABOVE
-    """Above so many members status and vote go over a tree; the same in all replicas."""
+    """Largest roster whose members send status and vote to each other directly; larger: a tree.
+
+    All replicas have the same value.
+    """
     phase: Phase = Phase.JOINING
     generation: Generation = 0
     roster: tuple[ReplicaId, ...] = ()
     step: int = 0
-    """The step that is not committed yet."""
+    """The step that this replica has not committed yet."""
     work: Work | None = None
-    """The step's work once the training loop has begun it."""
+    """Work of `step`; None until the training loop has begun the step."""
     requests: tuple[str, ...] = ()
-    """What all its votes ask for from now on: requests of its ranks (`Begun`), of generations (`NewGeneration`), and all that a
-    record has carried."""
+    """Requests that all votes carry from now on.
+
+    Sources: ranks (`Begun`), generations (`NewGeneration`), and every record that was committed.
+    """
     promised: tuple[int, ...] = ()
-    """Ranks that promised `generation`."""
+    """Ranks that have promised `generation`, ascending."""
     contributions: tuple[Contribution, ...] = ()
-    """The ids that this replica's local gradients hold or will hold."""
+    """Microbatch ids that this replica's local gradients of `step` hold or will hold."""
     held: tuple[tuple[Held, ...], ...] = ()
-    """Per rank its complete results of this step, by bucket."""
+    """Results of `step` that each rank holds complete, by rank and bucket; empty before a plan."""
     digests: tuple[tuple[int, int], ...] = ()
-    """(rank, digest of its state as this step begins), by rank; empty unless the step's record carries the state digest."""
+    """(rank, digest of its state as `step` begins), by rank; only of steps with `Work.digests`."""
     plan: Plan | None = None
-    """The plan that the ranks obey, or (phase IDLE) that waits for the training loop to begin the step."""
+    """The plan that the ranks carry out or, in phase IDLE, that waits for the step to begin."""
     statuses: tuple[Status, ...] = ()
-    """Newest status of each member, own included, by replica."""
+    """Newest status of each member, this replica's own included, by replica."""
     votes: tuple[Ballot, ...] = ()
-    """Votes for this step."""
+    """Votes for `step` in `generation`, equal votes in one ballot."""
     committed: Record | None = None
-    """Record of `step - 1`."""
+    """Record of `step - 1`; None before the first commit."""
     blocked: bool = False
-    """A newer generation was asked for."""
+    """True once this replica has requested a newer generation, or reported what leads to one."""
     waited_for: tuple[ReplicaId, ...] = ()
-    """Until `Entered` says it: whom this replica waited for when it left a generation."""
+    """Members that the replica waited for when it left a generation, until `Entered` names them."""
     trusted_from: Generation = 0
-    """Of `generation` (`NewGeneration.trusted_from`)."""
+    """`NewGeneration.trusted_from` of `generation`."""
     void: Void | None = None
-    """Of `generation` (`NewGeneration.void`)."""
+    """`NewGeneration.void` of the newest generation that had one."""
     must_void: bool = False
-    """The ranks have something of the step that is void, and no plan has told them so."""
+    """True while the ranks hold something of the void step that no plan has voided yet."""
     ended: tuple[int, ...] = ()
-    """Ranks whose training loop is over."""
+    """Ranks whose training loop has ended, ascending."""
     pace_ns: int = 0
-    """What a microbatch took in the last pass that was measured."""
+    """Nanoseconds per microbatch in the last pass that was measured; 0 before the first."""
     speeds: Speeds = Speeds()
-    """As of all steps that are committed."""
+    """Speeds that all committed records give."""
     journal: Journal = Journal()
-    """Of this step, as rank 0 promised."""
+    """Journal of `step`, as rank 0 sent it with its last promise."""
 
 
-# --- Inputs: NewGeneration and Stop (coordinator), Report (ranks), Status and Vote (other leaders), and: -------------------
+# --- Inputs: NewGeneration, Stop (coordinator), Report (ranks), Status, Vote (leaders), and: ------
 
 
 class LinkLost(Value, frozen=True):
-    """The link to another leader broke; messages may be lost."""
+    """The link to another leader broke; messages on it may be lost."""
 
     peer: ReplicaId
     detail: str = ""
 
 
 class WaitExpired(Value, frozen=True):
-    """A wait took too long. Dropped unless the replica still waits in this generation and step."""
+    """A wait has lasted `stall_s`; ignored unless the wait is of this generation and step."""
 
     generation: Generation
     step: int
@@ -126,59 +131,63 @@ class WaitExpired(Value, frozen=True):
 Input = NewGeneration | Stop | Report | Status | Statuses | Vote | Votes | LinkLost | WaitExpired
 
 
-# --- Effects -------------------------------------------------------------------------------------------------------------
+# --- Effects --------------------------------------------------------------------------------------
 
 
 class ToRanks(Value, frozen=True):
-    """Send to every rank of this replica."""
+    """An order to send to every rank of this replica."""
 
     order: Order
 
 
 Word = Status | Statuses | Vote | Votes
-"""What leaders say to each other."""
+"""A message between leaders."""
 
 
 class ToPeers(Value, frozen=True):
-    """Send to these leaders. A roster of one has no peers, and in a tree others hear of a status or vote only from what is
-    handed on: the effect still comes, when this replica says it."""
+    """A message to send to the leaders of `peers`.
+
+    `peers` is empty in a roster of one. `peers` is also empty for a replica's own status or vote in
+    a tree, where neighbours receive it in forwarded `Statuses` or `Votes`. The trace needs the
+    effect.
+    """
 
     peers: tuple[ReplicaId, ...]
     message: Word
 
 
 class ToCoordinator(Value, frozen=True):
-    """Send to the coordinator."""
+    """A message to send to the coordinator."""
 
     message: LeaderMessage
 
 
 class Decided(Value, frozen=True):
-    """A recovery plan was made: what was decided and why (the plan itself follows in `ToRanks`)."""
+    """The decisions of a status exchange and their reason; the plan itself follows in `ToRanks`."""
 
     step: int
     generation: Generation
     decided: tuple[tuple[BucketId, Version, ReplicaId], ...]
-    """(bucket, version, a member that holds it)."""
+    """(bucket, version, member that holds the result and sends it to those without it)."""
     dealt: tuple[tuple[ReplicaId, MicrobatchId, tuple[BucketId, ...]], ...]
-    """Who recomputes what, as `core.recovery.Recovery` has it."""
+    """(member that computes, microbatch, buckets that miss it), as in `core.recovery.Recovery`."""
     reason: str
 
 
 class Voted(Value, frozen=True):
-    """This replica votes for `record`, in full; the vote itself, which has its digest, follows in `ToPeers`."""
+    """This replica votes for `record`; the vote, with the digest, follows in `ToPeers`."""
 
     record: Record
     generation: Generation
 
 
 class Committed(Value, frozen=True):
-    """The step is committed here."""
+    """This replica has committed a step."""
 
     record: Record
     generation: Generation
     adopted: bool
-    """The record came with a member's status instead of from votes."""
+    """True if the record came with a member's status instead of from votes."""
 
 
 Effect = ToRanks | ToPeers | ToCoordinator | Decided | Voted | Committed

@@ -1,24 +1,33 @@
-"""How fast each member computes, as all members believe it: a pure function of the records that were committed.
+"""Members' speeds as all members believe them: a pure function of the committed records.
 
-Each voter says in its vote how long one of its microbatches took (`Record.paces`); the committed record has what all voters
-said, and every member learns from the same records in the same order. So all believe the same, whoever committed a record by
-votes and whoever adopted it, and plan the same quotas. It never decides quotas (`core/quota.py`). Whole numbers only, so that
-unlike machines cannot round apart.
+Each vote carries the time that a microbatch took the voter (`Record.paces`). A committed record has
+the times of all voters, and every member learns from the same records in the same order. So all
+members believe the same and plan the same quotas, whether they committed or adopted a record.
+
+This module never decides quotas (`core/quota.py`). It uses whole numbers only, since floating point
+might round differently on different machines.
 
 Note [Noise]
-    Quotas that follow every measurement would never be still, so three things stand between a measurement and a quota.
-    (1) The estimate of a member is the mean of its last measurements (`MEMORY`), which noise moves little. (2) A measurement
-    that is far from the estimate (`FAR`) changes nothing; two in a row that are near each other replace it. So a pause of one
-    step is no straggler, a first step that warms up does not count, and a member that slows down twofold is found out in two
-    steps. (3) What is believed stays as it is until the estimate of a member has left what is believed of it by more than
-    `TOLERANCE`; then the estimates of all are believed. Members that are believed to be within `TOLERANCE` of their median are
-    alike.
+    Quotas that follow every measurement would never settle. Three rules prevent that.
+
+    (1) The estimate of a member is the mean of its last measurements (`MEMORY`), which noise moves
+    little.
+
+    (2) A measurement far from the estimate (`FAR`) changes nothing. Two in a row that are near each
+    other replace the estimate. So a pause of one step makes no straggler, and a first step that
+    warms up does not count. A member that slows down twofold is known after two steps.
+
+    (3) Beliefs stay until the estimate of a member differs from the belief by more than
+    `TOLERANCE`. Then the estimates of all members are believed. Members count as alike if all
+    beliefs are within `TOLERANCE` of their median.
+
     `tests/core/test_speed.py` has the figures.
 
 Note [Members that compute nothing]
-    A member may be so slow that its quota is 0: its one microbatch would take longer than the whole shares of the others. Then
-    nobody measures it. Its estimate shrinks a little with every step (`FORGETTING`), as if it recovered, until it gets a
-    microbatch again, and one measurement near the old ones puts the old estimate back.
+    A member may be so slow that its quota is 0: its one microbatch would take longer than the whole
+    shares of the others. Then nobody measures it. Its estimate shrinks a little with every step
+    (`FORGETTING`), as if the member recovered, until the member gets a microbatch again. One
+    measurement near the old ones then restores the old estimate.
 """
 
 from __future__ import annotations
@@ -31,50 +40,56 @@ from msgspec.structs import replace
 from megatron_recover.core.values import Record, ReplicaId, Value
 
 MEMORY = 16
-"""Measurements in the mean."""
+"""Most measurements in the mean."""
 FAR = 4
-"""A measurement is far from a number if it is off by more than a FAR-th of it."""
+"""A measurement is far from a number if it differs by more than 1/FAR of the number."""
 TOLERANCE = 12
-"""An estimate has left a number if it is off by more than a TOLERANCE-th of it (8 %)."""
+"""An estimate has left a number if it differs by more than 1/TOLERANCE of the number (8 %)."""
 FORGETTING = 64
-"""The estimate of a member that computes nothing loses a FORGETTING-th of itself a step."""
+"""The estimate of a member that computes nothing shrinks by 1/FORGETTING per step."""
 
 
 class Estimate(Value, frozen=True):
-    """What the measurements of one replica say."""
+    """The estimate that the measurements of one replica give."""
 
     replica: ReplicaId
     pace_ns: int = 0
-    """Nanoseconds a microbatch; 0 while nothing is known."""
+    """Nanoseconds per microbatch; 0 while nothing is known."""
     num: int = 0
-    """Measurements in it, up to `MEMORY`."""
+    """Number of measurements in the mean, up to `MEMORY`."""
     odd_ns: int = 0
-    """The last measurement, if it was far from `pace_ns`; of a member that computes nothing its estimate before; else 0."""
+    """The last measurement if it was far from `pace_ns`, else 0.
+
+    For a member that computes nothing: its estimate before it began to shrink.
+    """
 
 
 class Speeds(Value, frozen=True):
-    """What all members believe after the same records."""
+    """Estimates and beliefs of all members after the same records."""
 
     num_steps: int = 0
-    """Records that were learned from."""
+    """Number of steps whose records were learned from."""
     estimates: tuple[Estimate, ...] = ()
-    """Of those voters of the last record that said something, by replica."""
+    """Estimates of the voters that reported a pace in the last record with paces, by replica."""
     believed: tuple[tuple[ReplicaId, int], ...] = ()
-    """(replica, nanoseconds a microbatch) as of the last time that they changed, by replica; empty: nothing told them apart."""
+    """(replica, nanoseconds per microbatch) as last believed, by replica; empty: all are alike."""
 
 
 UNKNOWN = Speeds()
-"""Before the first record."""
+"""Speeds before the first record."""
 
 
 def said(speeds: Speeds, replica: ReplicaId, pace_ns: int) -> tuple[tuple[ReplicaId, int], ...]:
-    """`Record.paces` of a vote in a training step. A replica that was never measured says nothing."""
+    """Return `Record.paces` for a vote in a training step; empty for a replica never measured."""
     known = any(estimate.replica == replica for estimate in speeds.estimates)
     return ((replica, pace_ns),) if pace_ns or known else ()
 
 
 def learn(speeds: Speeds, record: Record) -> Speeds:
-    """Take a committed record, once: one that was learned from before changes nothing. Only training steps have paces."""
+    """Learn from a committed record, once: ignore a record that was learned from before.
+
+    Only training steps have paces.
+    """
     if record.step < speeds.num_steps:
         return speeds
     if not record.paces:
@@ -85,7 +100,10 @@ def learn(speeds: Speeds, record: Record) -> Speeds:
 
 
 def paces(speeds: Speeds, members: Sequence[ReplicaId]) -> tuple[int, ...]:
-    """Nanoseconds a microbatch of each member; all 1 where they are alike. One that nobody knows has the others' median."""
+    """Return nanoseconds per microbatch of each member, or all 1 if the members are alike.
+
+    An unknown member has the median of the others.
+    """
     roster = frozenset(members)
     believed = {replica: pace for replica, pace in speeds.believed if replica in roster}
     if not believed:
@@ -97,7 +115,7 @@ def paces(speeds: Speeds, members: Sequence[ReplicaId]) -> tuple[int, ...]:
 
 
 def _estimated(before: Estimate, measured: int) -> Estimate:
-    """See Note [Noise], (1) and (2)."""
+    """Return the new estimate by rules (1) and (2) of Note [Noise]."""
     pace, num, odd = before.pace_ns, before.num, before.odd_ns
     if not measured:  # Note [Members that compute nothing]
         return replace(before, pace_ns=max(1, pace - pace // FORGETTING), num=1, odd_ns=odd or pace) if pace else before
@@ -110,7 +128,7 @@ def _estimated(before: Estimate, measured: int) -> Estimate:
 
 
 def _believed(speeds: Speeds, estimates: Sequence[Estimate]) -> tuple[tuple[ReplicaId, int], ...]:
-    """See Note [Noise], (3)."""
+    """Return the new beliefs by rule (3) of Note [Noise]."""
     now = {estimate.replica: estimate.pace_ns for estimate in estimates if estimate.pace_ns}
     if not now:
         return speeds.believed
@@ -121,5 +139,5 @@ def _believed(speeds: Speeds, estimates: Sequence[Estimate]) -> tuple[tuple[Repl
 
 
 def _is_near(one: int, other: int, part: int) -> bool:
-    """Whether it differs from the other by at most a `part`-th of that."""
+    """Return whether `one` differs from `other` by at most 1/`part` of `other`."""
     return abs(one - other) * part <= other

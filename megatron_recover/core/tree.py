@@ -1,11 +1,13 @@
-"""Who tells whom what all members have to know: everybody everybody or, where there are many members, along a tree.
+"""The routes of statuses and votes: directly between all members, or along a tree above a limit.
 
-The roster (ascending) is a heap: the parent of position i is (i - 1) // k. What a member and all below it say goes up as one
-message once it is all there; what everybody says goes down the same way. So a member of n sends and gets at most k + 1
-messages instead of n - 1, and knows everything after 2 log_k(n) of them in a row. Every member makes the same tree out of the
-roster alone, and `heard`, the members whose word a member has, decides what it does next: nothing else is remembered.
+The roster (ascending) is a heap: the parent of position i is (i - 1) // k. A member sends the
+messages of itself and all members below it upwards, as one message, once it has all of them. The
+messages of all members come down the same way. So each of n members sends and receives at most
+k + 1 messages instead of n - 1. Everything has reached a member after about 2 log_k(n) hops.
 
-Never looks into what is said, never decides anything about it.
+Every member derives the same tree from the roster alone. `heard`, the members whose message a
+member has, decides what the member does next; nothing else is remembered. This module never looks
+into the messages and decides nothing about them.
 """
 
 from __future__ import annotations
@@ -16,25 +18,25 @@ from collections.abc import Collection, Iterator, Sequence
 from megatron_recover.core.values import ReplicaId
 
 TREE_ABOVE = 64
-"""Members, above which the word goes over a tree (default of `--recover-tree-above`)."""
+"""Largest roster whose members exchange messages directly (default of `--recover-tree-above`)."""
 _FAN_OUT = 8
-"""Children of a member: the depth of the tree hardly falls beyond, and a parent's work grows."""
+"""Most children of a member: more hardly lower the depth of the tree, and load the parent."""
 
 
 def parent(roster: Sequence[ReplicaId], replica: ReplicaId, above: int) -> ReplicaId | None:
-    """The member next to the root; None for the root itself."""
+    """Return the parent of `replica`, or None if it is the root."""
     position = bisect_left(roster, replica)
     return roster[(position - 1) // _fan_out(above)] if position else None
 
 
 def children(roster: Sequence[ReplicaId], replica: ReplicaId, above: int) -> tuple[ReplicaId, ...]:
-    """The members next to the leaves."""
+    """Return the children of `replica`, ascending; none for a leaf."""
     first = bisect_left(roster, replica) * _fan_out(above) + 1
     return tuple(roster[first : first + _fan_out(above)])
 
 
 def neighbours(roster: Sequence[ReplicaId], replica: ReplicaId, above: int) -> tuple[ReplicaId, ...]:
-    """With whom `replica` exchanges messages, ascending."""
+    """Return the members that `replica` exchanges messages with, ascending."""
     if len(roster) <= above:
         return tuple(member for member in roster if member != replica)
     up = parent(roster, replica, above)
@@ -42,7 +44,10 @@ def neighbours(roster: Sequence[ReplicaId], replica: ReplicaId, above: int) -> t
 
 
 def told(roster: Sequence[ReplicaId], replica: ReplicaId, heard: Collection[ReplicaId], above: int) -> tuple[ReplicaId, ...]:
-    """To whom `replica` hands on all that it has `heard`, once: when this changes. Nobody, where members tell each other."""
+    """Return the members to forward everything `heard` to, or none.
+
+    Send only when the returned members change. Without a tree nothing is forwarded.
+    """
     if len(roster) <= above:
         return ()
     if len(heard) == len(roster):
@@ -52,8 +57,11 @@ def told(roster: Sequence[ReplicaId], replica: ReplicaId, heard: Collection[Repl
 
 
 def awaited(roster: Sequence[ReplicaId], replica: ReplicaId, heard: Collection[ReplicaId], above: int) -> tuple[ReplicaId, ...]:
-    """Whose message `replica` still needs before it has heard from all: of the members that are missing; of the children
-    below whom one is missing; of the parent."""
+    """Return the members whose message `replica` needs next before it has heard from all.
+
+    - Without a tree: the members that are missing.
+    - In a tree: children below which a member is missing; if there are none, the parent.
+    """
     if len(heard) == len(roster):
         return ()
     if len(roster) <= above:
@@ -64,17 +72,17 @@ def awaited(roster: Sequence[ReplicaId], replica: ReplicaId, heard: Collection[R
 
 
 def _fan_out(above: int) -> int:
-    """A member of a tree has no more children than it had peers before there was one."""
+    """Return the most children of a member: `_FAN_OUT`, or `above` if that is smaller."""
     return min(_FAN_OUT, above)
 
 
 def _all_below(roster: Sequence[ReplicaId], replica: ReplicaId, heard: Collection[ReplicaId], above: int) -> bool:
-    """Whether everybody from `replica` down to the leaves is among `heard`."""
+    """Return whether `heard` has `replica` and all members below it."""
     return all(roster[position] in heard for position in _below(bisect_left(roster, replica), len(roster), _fan_out(above)))
 
 
 def _below(position: int, size: int, fan_out: int) -> Iterator[int]:
-    """`position` and all below it, level by level: each level of a heap is one range."""
+    """Yield `position` and all positions below it, by level: each level of a heap is one range."""
     first = last = position
     while first < size:
         yield from range(first, min(last + 1, size))

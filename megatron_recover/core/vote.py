@@ -1,8 +1,9 @@
-"""The commit rule: what a full set of votes says, and who is right when members disagree.
+"""The commit rule: the outcome of all members' votes, and the minority when members disagree.
 
-A step is committed in a generation when *all* its members voted for the same digest of a record (`core/digest.py`), whatever
-each says of itself, its requests and its pace (and, which `core/replica.py` sees to, no newer generation is promised). One
-missing vote means: nothing is known yet.
+A step is committed in a generation when *all* its members have voted for the same digest of a
+record (`core/digest.py`). Requests and paces, which differ between voters, do not count.
+`core/replica.py` also ensures that no newer generation is promised. While a vote is missing,
+nothing is known.
 """
 
 from __future__ import annotations
@@ -12,29 +13,29 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from megatron_recover.core.values import Ballot, ReplicaId, Value, Vote
 
 _SHOWN = 40
-"""Characters of a value in which members differ."""
+"""Most characters shown of a value in which members differ."""
 
 
 class Disagreement(Value, frozen=True):
-    """Members say different things that had to be equal."""
+    """A difference between members in what has to be equal."""
 
     minority: tuple[ReplicaId, ...]
-    """Whom a strict majority outvotes; empty if there is no strict majority."""
+    """Members that a strict majority outvotes; empty if there is no strict majority."""
     reason: str
 
 
 def unite(requests: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """Sorted union of requests."""
+    """Return the sorted union of requests."""
     return tuple(sorted({request for group in requests for request in group}))
 
 
 def disagreement(opinions: Mapping[ReplicaId, Hashable], subject: str) -> Disagreement | None:
-    """None if all opinions are equal, else who is in the minority, and in which fields the opinions differ.
+    """Return None if all opinions are equal, else the minority and the fields that differ.
 
-    `subject` names what they are about.
+    `subject` names in messages what the opinions are about.
     """
     first = next(iter(opinions.values()), None)
-    if all(opinion is first or opinion == first for opinion in opinions.values()):  # most often; hashing them takes longer
+    if all(opinion is first or opinion == first for opinion in opinions.values()):  # the usual case; hashing takes longer
         return None
     groups: dict[Hashable, list[ReplicaId]] = {}
     for replica in sorted(opinions):
@@ -51,7 +52,7 @@ def disagreement(opinions: Mapping[ReplicaId, Hashable], subject: str) -> Disagr
 
 
 def _differences(name: str, one: object, other: object) -> Iterator[str]:
-    """Yield each field in which two values differ, with both; nothing for opinions that have no fields."""
+    """Yield each field in which two values differ, with both; nothing if they have no fields."""
     if isinstance(one, Value) and type(one) is type(other):
         for field in one.__struct_fields__:
             yield from _differences(f"{name}.{field}" if name else field, getattr(one, field), getattr(other, field))
@@ -70,7 +71,10 @@ def ballot_of(vote: Vote) -> Ballot:
 
 
 def gather(ballots: Sequence[Ballot], more: Iterable[Ballot]) -> tuple[Ballot, ...]:
-    """All votes, those for the same in one ballot. A voter's first word counts; what they say of themselves is united."""
+    """Return all votes, equal ones in one ballot with the requests and paces of their voters.
+
+    Only the first vote of a voter counts.
+    """
     known = voters_of(ballots)
     groups: dict[bytes, list[tuple[Ballot, Sequence[ReplicaId]]]] = {}
     for ballot, voters in (
@@ -83,7 +87,10 @@ def gather(ballots: Sequence[Ballot], more: Iterable[Ballot]) -> tuple[Ballot, .
 
 
 def _united(said: Sequence[tuple[Ballot, Collection[ReplicaId]]]) -> Ballot:
-    """One ballot of votes for the same, with what those voters said of themselves in the ballots beside them."""
+    """Return one ballot of equal votes, given as ballots with the voters that count of each.
+
+    The result has the requests of all these ballots, and the paces of these voters.
+    """
     first, _ = said[0]
     voters = tuple(sorted(voter for _, voters in said for voter in voters))
     paces = sorted(
@@ -93,14 +100,15 @@ def _united(said: Sequence[tuple[Ballot, Collection[ReplicaId]]]) -> Ballot:
 
 
 def voters_of(ballots: Iterable[Ballot]) -> frozenset[ReplicaId]:
-    """Who has voted."""
+    """Return the members that have voted."""
     return frozenset(voter for ballot in ballots for voter in ballot.voters)
 
 
 def tally(ballots: Sequence[Ballot], roster: Sequence[ReplicaId]) -> Ballot | Disagreement | None:
-    """The ballot of all members, a disagreement, or None while a member's vote is missing.
+    """Return the ballot of all members, a disagreement, or None while a member's vote is missing.
 
-    `ballots` are what members said in one step and generation (`gather`). The ballot has the requests and paces of the voters.
+    `ballots` are the votes of one step and generation (`gather`). The returned ballot has the
+    requests and paces of the voters.
     """
     members = frozenset(roster)
     if not members <= voters_of(ballots):

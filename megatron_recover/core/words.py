@@ -1,6 +1,6 @@
-"""Answers from a replica's state: whose status and vote it has received, for whose it waits, to whom it forwards them.
+"""Queries on a replica's state about statuses and votes: received, awaited, to be forwarded.
 
-The rules by which members hear each other directly or over a tree are in `core/tree.py`.
+`core/tree.py` has the rules by which members exchange messages directly or along a tree.
 """
 
 from __future__ import annotations
@@ -12,34 +12,40 @@ from megatron_recover.core.vote import voters_of
 
 
 def waiting_for(state: ReplicaState) -> tuple[ReplicaId, ...]:
-    """Return the members whose message this replica needs before it can go on."""
+    """Return the members whose message this replica needs before it can continue."""
     if state.phase not in (Phase.EXCHANGING, Phase.VOTED):
         return ()
     return awaited(state.roster, state.replica, heard_from(state), state.tree_above)
 
 
 def heard_from(state: ReplicaState) -> frozenset[ReplicaId]:
-    """Return the members whose vote is here; before there is a plan, those whose status is."""
+    """Return the members whose vote has come; before a plan, those whose status has."""
     if state.phase in (Phase.PROMISING, Phase.EXCHANGING):
         return frozenset(status.replica for status in state.statuses if status.generation == state.generation)
     return voters_of(state.votes)
 
 
 def told_at_once(state: ReplicaState) -> tuple[ReplicaId, ...]:
-    """Return the members to which this replica sends its own status and vote by itself: all neighbours, none in a tree."""
+    """Return the members that get this replica's own status and vote: all, or none in a tree."""
     if len(state.roster) > state.tree_above:
         return ()
     return neighbours(state.roster, state.replica, state.tree_above)
 
 
 def handed_on(state: ReplicaState, before: frozenset[ReplicaId], message: Statuses | Votes) -> tuple[Effect, ...]:
-    """Return what forwards `message` in a tree, to the neighbours for whom what came since `before` completes it."""
+    """Return what forwards `message` in a tree, if what came since `before` completes it.
+
+    The parent receives it once all members below have sent theirs, the children once all have.
+    """
     to = told(state.roster, state.replica, heard_from(state), state.tree_above)
     return (ToPeers(to, message),) if to and to != told(state.roster, state.replica, before, state.tree_above) else ()
 
 
 def newest_of_each(known: tuple[Status, ...], said: tuple[Status, ...]) -> tuple[Status, ...]:
-    """Keep the newest status of each replica: bounded, and a member that sent a newer one has promised to leave the old."""
+    """Return the newest status of each replica, which bounds their number.
+
+    A replica that sent a newer status has promised to leave the older generation.
+    """
     newest = {status.replica: status for status in known}
     for status in said:
         if status.replica not in newest or newest[status.replica].generation < status.generation:
