@@ -34,7 +34,7 @@ fuzz: setup      ## SEEDS random jobs on a virtual clock from SEED on, each judg
 	@$(PY) -m megatron_recover.sim.timed.fuzz --seeds $(or $(SEEDS),10000) --seed $(or $(SEED),1) --jobs 2
 
 sweep: setup     ## simulate rates of failures and sizes up to 100,000 GPUs: OUT/sweep.csv and a plot (default runs/sweep; long)
-	@$(PY) -m megatron_recover.sim.timed.sweep scenarios/large.toml --out $(or $(OUT),runs/sweep) $(if $(LOSSES),--losses $(LOSSES))
+	@$(PY) -m scripts.study.sweep scenarios/large.toml --out $(or $(OUT),runs/sweep) $(if $(LOSSES),--losses $(LOSSES))
 
 gpu-test: setup  ## the CUDA and NCCL part; says why where there is no GPU
 	@$(PY) -m pytest -q tests/gpu

@@ -1,4 +1,7 @@
-"""Which folders are packages: pyproject.toml, which has all else, cannot say where `patches/` goes beside what is found."""
+"""A thin entry point for tools that look for setup.py.
+
+The package is described in pyproject.toml (PEP 621).
+"""
 
 from setuptools import find_packages, setup
 

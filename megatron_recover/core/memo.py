@@ -14,9 +14,9 @@ from typing import Any
 def newest_kept[**Arguments, Answer](function: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
     """Return the pure `function` with a memory of its newest arguments and answer.
 
-    Arguments are compared by equality. Unlike `functools.lru_cache`, no call hashes them, which
-    would take longer than the comparison for the statuses of thousands of members. Any thread may
-    call the function.
+    Arguments are compared by equality, and must not be changed after the call. No call hashes them,
+    as `functools.lru_cache` would: for the statuses of thousands of members that takes longer than
+    the comparison. Any thread may call the function.
     """
     newest: tuple[Any, Any, Any] | None = None
 

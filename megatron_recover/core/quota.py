@@ -26,6 +26,7 @@ import functools
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 
+from megatron_recover.core.memo import newest_kept
 from megatron_recover.core.values import MicrobatchId, Pipeline, ReplicaId
 
 ONE_STAGE = Pipeline()
@@ -52,6 +53,7 @@ def makespan(quotas: Sequence[int], paces: Sequence[int], pipeline: Pipeline = O
     return max((ticks(quota, pipeline) * pace for quota, pace in zip(quotas, paces, strict=True)), default=0)
 
 
+@newest_kept
 @functools.lru_cache(maxsize=8)
 def balanced(num_microbatches: int, paces: tuple[int, ...], pipeline: Pipeline = ONE_STAGE) -> tuple[int, ...]:
     """Return the quotas of the least makespan, in the order of `paces`.

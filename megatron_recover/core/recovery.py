@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from megatron_recover.core import contribution
 from megatron_recover.core.bucket import Decision, decide
+from megatron_recover.core.memo import newest_kept
 from megatron_recover.core.quota import ONE_STAGE, deal
 from megatron_recover.core.speed import UNKNOWN, Speeds, learn, paces
 from megatron_recover.core.values import (
@@ -50,6 +51,7 @@ class Recovery(Value, frozen=True):
     reason: str
 
 
+@newest_kept
 def recover(
     statuses: Sequence[Status], trusted_from: Generation, *, speeds: Speeds = UNKNOWN, pipeline: Pipeline = ONE_STAGE
 ) -> Recovery | Disagreement:

@@ -37,6 +37,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from megatron_recover.core.memo import newest_kept
 from megatron_recover.core.values import Record, ReplicaId, Value
 
 MEMORY = 16
@@ -85,6 +86,7 @@ def said(speeds: Speeds, replica: ReplicaId, pace_ns: int) -> tuple[tuple[Replic
     return ((replica, pace_ns),) if pace_ns or known else ()
 
 
+@newest_kept
 def learn(speeds: Speeds, record: Record) -> Speeds:
     """Learn from a committed record, once: ignore a record that was learned from before.
 
@@ -99,6 +101,7 @@ def learn(speeds: Speeds, record: Record) -> Speeds:
     return Speeds(record.step + 1, estimates, _believed(speeds, estimates))
 
 
+@newest_kept
 def paces(speeds: Speeds, members: Sequence[ReplicaId]) -> tuple[int, ...]:
     """Return nanoseconds per microbatch of each member, or all 1 if the members are alike.
 

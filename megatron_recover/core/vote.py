@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
+from megatron_recover.core.memo import newest_kept
 from megatron_recover.core.values import Ballot, ReplicaId, Value, Vote
 
 _SHOWN = 40
@@ -99,11 +100,13 @@ def _united(said: Sequence[tuple[Ballot, Collection[ReplicaId]]]) -> Ballot:
     return Ballot(first.digest, first.outline, voters, unite(each.requests for each, _ in said), tuple(paces))
 
 
-def voters_of(ballots: Iterable[Ballot]) -> frozenset[ReplicaId]:
+@newest_kept
+def voters_of(ballots: Sequence[Ballot]) -> frozenset[ReplicaId]:
     """Return the members that have voted."""
     return frozenset(voter for ballot in ballots for voter in ballot.voters)
 
 
+@newest_kept
 def tally(ballots: Sequence[Ballot], roster: Sequence[ReplicaId]) -> Ballot | Disagreement | None:
     """Return the ballot of all members, a disagreement, or None while a member's vote is missing.
 

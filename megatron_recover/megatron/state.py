@@ -1,4 +1,4 @@
-"""The state of Megatron's model chunks, optimizer and parameter scheduler (`trainer.state.State`)."""
+"""The state of Megatron's model chunks, optimizer and parameter scheduler."""
 
 from __future__ import annotations
 

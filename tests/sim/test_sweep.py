@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recover.sim.timed import sweep
-from megatron_recover.sim.timed.sweep import CSV_FILE, HEAD, PLOT_FILE, RATES
+from scripts.study import sweep
+from scripts.study.sweep import CSV_FILE, HEAD, PLOT_FILE, RATES
 
 SCENARIO = """\
 policies = ["recover", "checkpoint-restart"]

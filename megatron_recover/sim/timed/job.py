@@ -9,9 +9,8 @@ thread handles one message at a time: of many to send or to receive, the last on
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,8 +18,7 @@ from msgspec.structs import replace
 
 from megatron_recover.control_plane.encoding import packed_status
 from megatron_recover.control_plane.wire import STATUSES_A_FRAME
-from megatron_recover.core import coordinator, invariants, replica, words
-from megatron_recover.core import plan as planning
+from megatron_recover.core import coordinator, invariants, replica
 from megatron_recover.core.label import label_of
 from megatron_recover.core.tree import TREE_ABOVE, neighbours
 from megatron_recover.core.values import (
@@ -49,33 +47,6 @@ from megatron_recover.sim.timed.meetings import Meetings
 from megatron_recover.sim.timed.memory import Memory
 from megatron_recover.sim.timed.models import MEMBER_BYTES, PACE_BYTES, JobTable, Timing, shape_of
 from megatron_recover.sim.timed.rank import TimedRank
-
-
-def _newest_kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a pure function with a memory of its newest answer."""
-    kept: list[Any] = [None, None]
-
-    def asked(*arguments: Any, **named: Any) -> Any:
-        if kept[0] != (arguments, named):
-            kept[:] = [(arguments, named), function(*arguments, **named)]
-        return kept[1]
-
-    return asked
-
-
-@contextlib.contextmanager
-def answers_shared() -> Iterator[None]:
-    """Let all members share results of pure functions that each computes itself in production."""
-    shared = [(replica, name) for name in ("recover", "learn", "tally")]
-    shared += [(words, "voters_of"), *((planning, name) for name in ("balanced", "paces"))]
-    originals = [(module, name, getattr(module, name)) for module, name in shared]
-    for module, name, original in originals:
-        setattr(module, name, _newest_kept(original))
-    try:
-        yield
-    finally:
-        for module, name, original in originals:
-            setattr(module, name, original)
 
 
 class Actor:
@@ -258,12 +229,11 @@ class TimedJob:
         self.coordinator.feed(coordinator.Launched())
         for one in self.replicas:
             self.coordinator.feed(Hello(one.number, "same"))
-        with answers_shared():
-            while self.account.exit_code is None:
-                if not self.clock.step():
-                    raise RuntimeError(f"nothing can happen any more at {self.clock.now:.3f} s, and the job is not over")
-                if self.clock.num_events > max_events or self.clock.now > until_s:
-                    raise RuntimeError(f"no end after {self.clock.num_events} events and {self.clock.now:.3f} s")
+        while self.account.exit_code is None:
+            if not self.clock.step():
+                raise RuntimeError(f"nothing can happen any more at {self.clock.now:.3f} s, and the job is not over")
+            if self.clock.num_events > max_events or self.clock.now > until_s:
+                raise RuntimeError(f"no end after {self.clock.num_events} events and {self.clock.now:.3f} s")
         return self.account
 
     def work(self, step: int, label: str) -> Work:

@@ -1,6 +1,6 @@
 """Sweeps of goodput over the rate of failures and the size of a job: CSV, and a plot of both.
 
-    python -m megatron_recover.sim.timed.sweep scenarios/large.toml --out DIR [--only rates|sizes]
+    python -m scripts.study.sweep scenarios/large.toml --out DIR [--only rates|sizes]
         [--losses N]
 
 This module decides only which scenarios are simulated. Every point runs as long as `--losses`
@@ -23,7 +23,7 @@ from megatron_recover.sim.timed.models import HOUR_S, Losses, Scenario, Timing
 from megatron_recover.sim.timed.policies import simulate
 from megatron_recover.sim.workers import CTRL_C_CODE, ended_by_ctrl_c
 
-COMMAND = "python -m megatron_recover.sim.timed.sweep"
+COMMAND = "python -m scripts.study.sweep"
 RATES = (
     ("RSC-2", 2.34 / (1000 * 24 * 8)),
     ("Llama 3", 419 / (54 * 24 * 16_384)),
