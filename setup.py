@@ -1,6 +1,6 @@
-"""A thin entry point for tools that look for setup.py.
+"""Name the packages: pyproject.toml cannot say that `patches/` becomes one of them.
 
-The package is described in pyproject.toml (PEP 621).
+All else is in pyproject.toml (PEP 621).
 """
 
 from setuptools import find_packages, setup
