@@ -174,7 +174,7 @@ class Writer:
         yield trace.Failure(t=t, replica=victim, rank=0, cause="SIGKILL")
         yield trace.Fenced(t=t, replica=victim, ranks=tuple(range(self.shape.ranks)))
         self.generation += 1
-        lost = trace.Lost(replica=victim, kind=LossKind.PROCESS_ENDED, detail="SIGKILL")
+        lost = trace.Loss(replica=victim, kind=LossKind.PROCESS_ENDED, detail="SIGKILL")
         yield trace.Generation(t=t, generation=self.generation, roster=tuple(others), losses=(lost,), reason="SIGKILL")
         yield from (msgspec.structs.replace(one, t=t) for one in self.statuses(others, step, dealt))
         yield from self.compute(others, self.deal(dealt[victim], others), step, t)

@@ -22,11 +22,11 @@ from megatron_recover.core import replica
 from megatron_recover.core.recovery import recover
 from megatron_recover.core.values import (
     Begun,
-    Computed,
     Held,
     Holds,
     Journal,
     NewGeneration,
+    PassTimed,
     Pipeline,
     Promised,
     Shape,
@@ -56,9 +56,9 @@ SHAPE = _shape()
 BUCKETS = tuple(range(len(SHAPE.bucket_ranks)))
 
 
-def _lead(state: replica.ReplicaState, *messages: replica.Input) -> tuple[replica.ReplicaState, list[replica.Word]]:
+def _lead(state: replica.ReplicaState, *messages: replica.Input) -> tuple[replica.ReplicaState, list[replica.PeerMessage]]:
     """Feed messages to a machine; return its new state and the messages to its peers."""
-    said: list[replica.Word] = []
+    said: list[replica.PeerMessage] = []
     for message in messages:
         state, effects = replica.step(state, message)
         said += [effect.message for effect in effects if isinstance(effect, replica.ToPeers)]
@@ -85,7 +85,7 @@ class Job:
         roster = tuple(range(REPLICAS))
         entered = [_enter(replica.ReplicaState(number, SHAPE), 1, roster) for number in roster]
         state, _ = _lead(entered[0][0], *(status for _, status in entered[1:]), Begun(0, 0, self._work(0)))
-        state, [vote] = _lead(state, Computed(0, SHARE, SHARE * 10**8), *_holds(0, range(len(BUCKETS))))
+        state, [vote] = _lead(state, PassTimed(0, SHARE, SHARE * 10**8), *_holds(0, range(len(BUCKETS))))
         assert isinstance(vote, Vote)
         self.vote = vote
         state, _ = _lead(state, *(replace(vote, replica=number, paces=((number, 10**8 + number),)) for number in roster[1:]))

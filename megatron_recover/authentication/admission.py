@@ -33,7 +33,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from megatron_recover.authentication.handshake import MAGIC, NONCE_BYTES, Acceptor, Admits, Refused, Verdict
+from megatron_recover.authentication.handshake import MAGIC, NONCE_BYTES, Acceptor, Admits, Refused, Reply
 from megatron_recover.deadlines import INTRODUCTION_S
 from megatron_recover.host.speaker import Speaker
 
@@ -96,7 +96,7 @@ class Unproven:
                 self.say(answer)
         return True
 
-    def decide(self, verdict: Verdict, generation: int = 0) -> None:
+    def decide(self, verdict: Reply, generation: int = 0) -> None:
         """Send a proven peer the verdict. Raises OSError if the peer is gone."""
         self.say(self.acceptor.decide(verdict, generation))
 
@@ -156,7 +156,7 @@ def out_of_descriptors(error: OSError) -> bool:
     return error.errno in _OUT_OF_DESCRIPTORS
 
 
-Report = Callable[[str, int], None]
+ReportStrangers = Callable[[str, int], None]
 """`report(name, number)` is called when `number` connections to the listener `name` were closed as
 strangers.
 
@@ -172,7 +172,12 @@ class Admission:
     """
 
     def __init__(
-        self, listener: socket.socket, key: bytes, name: str, report: Report, clock: Callable[[], float] = time.monotonic
+        self,
+        listener: socket.socket,
+        key: bytes,
+        name: str,
+        report: ReportStrangers,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin to admit connections to `listener`.
 

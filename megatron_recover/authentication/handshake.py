@@ -63,7 +63,7 @@ class Role(enum.IntEnum):
     handshake."""
 
 
-class Verdict(enum.IntEnum):
+class Reply(enum.IntEnum):
     """An acceptor's answer to a connector that has proven itself."""
 
     WELCOME = 1
@@ -142,7 +142,7 @@ class Connector(_Side):
         self.opening = _OPENING.pack(
             MAGIC, me.role, peer.role, port, me.replica, me.rank, peer.replica, peer.rank, generation, nonce
         )  # fmt: skip
-        self.verdict: Verdict | None = None
+        self.verdict: Reply | None = None
         """The acceptor's verdict, once its proof was checked."""
         self.generation = 0
         """Generation of the acceptor, from its verdict."""
@@ -162,10 +162,10 @@ class Connector(_Side):
             return _proof(_OF_CONNECTOR, self._key, self.opening, self._nonce)
         magic, verdict, generation, proof = _VERDICT.unpack(message)
         _check(_OF_VERDICT, self._key, proof, self.opening, self._nonce, message[:-_PROOF_BYTES])
-        if magic != MAGIC or verdict not in tuple(Verdict):
+        if magic != MAGIC or verdict not in tuple(Reply):
             raise Refused(f"the other end gave verdict {verdict}, which this version does not know")
         self._size = 0
-        self.verdict, self.generation = Verdict(verdict), generation
+        self.verdict, self.generation = Reply(verdict), generation
         return b""
 
 
@@ -205,7 +205,7 @@ class Acceptor(_Side):
         self.peer, _, self.generation = self._judge(self._opening)
         return b""
 
-    def decide(self, verdict: Verdict, generation: int = 0) -> bytes:
+    def decide(self, verdict: Reply, generation: int = 0) -> bytes:
         """Return the message with the verdict and this end's generation, for a proven connector."""
         said = _VERDICT.pack(MAGIC, verdict, generation, b"")[:-_PROOF_BYTES]
         return said + _proof(_OF_VERDICT, self._key, self._opening, self._nonce, said)

@@ -35,7 +35,7 @@ from megatron_recover.observe.report import writing as report
 from megatron_recover.observe.report.page import PAGE_FILE
 from megatron_recover.observe.summary import SUMMARY_FILE, FaultSummary, Summary
 from megatron_recover.observe.verify.check import Verdict, check, describe
-from megatron_recover.observe.work import Redone, Work
+from megatron_recover.observe.work import Redone, WorkAccount
 from megatron_recover.trace import TraceError
 
 REPLICAS, RANKS, STEPS, MICROBATCHES, SEED = 3, 6, 20, 36, 1234
@@ -99,7 +99,7 @@ class Claim:
 def _taken_in(history: History) -> Iterator[str]:
     """Yield a sentence for each step in which a running pass was extended by lost microbatches."""
     by_step: dict[int, list[Redone]] = {}
-    for one in Work(history).redone:
+    for one in WorkAccount(history).redone:
         if one.in_schedule:
             by_step.setdefault(one.step, []).append(one)
     for step, taken in by_step.items():

@@ -27,7 +27,7 @@ from types import MappingProxyType
 import msgspec
 
 from megatron_recover.cluster import forkserver
-from megatron_recover.cluster.node import End, NodeLost, Undying
+from megatron_recover.cluster.node import NodeLost, ProcessEnd, Undying
 from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable
@@ -272,7 +272,7 @@ class Agent:
         """
         return self._control.fileno()
 
-    def poll(self) -> list[End]:
+    def poll(self) -> list[ProcessEnd]:
         """Return the ranks whose end is certain and was not reported before.
 
         A rank that ends with exit code 0 is reported when its end is confirmed; any other rank at
@@ -288,11 +288,11 @@ class Agent:
                 process.confirmed = True
                 if not process.reported:
                     process.reported = True
-                    ends.append(End(process.replica, process.rank, reply.status))
+                    ends.append(ProcessEnd(process.replica, process.rank, reply.status))
         for process in self._processes.values():
             if not process.reported and (status := process.dying_status()):
                 process.reported = True
-                ends.append(End(process.replica, process.rank, status))
+                ends.append(ProcessEnd(process.replica, process.rank, status))
         return ends
 
     def fence(self, replica: int) -> None:

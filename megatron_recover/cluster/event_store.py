@@ -59,7 +59,7 @@ class Batch(msgspec.Struct, frozen=True):
     """Largest stamp of the events."""
 
 
-class Ledger:
+class Bookmark:
     """The record of what is in the files.
 
     It has two slots. One word selects the valid slot, so the ledger changes at one instant.
@@ -97,7 +97,7 @@ class Ledger:
         return mmap.PAGESIZE + slot * _SLOT_BYTES
 
 
-def create_ledger() -> int:
+def create_bookmark() -> int:
     """Create an empty ledger, and return its descriptor. Unused memory is not allocated."""
     return memory_file.create_sized("megatron-recover-ledger", mmap.PAGESIZE + 2 * _SLOT_BYTES, is_sparse=True)
 
@@ -108,7 +108,7 @@ class EventStore:
     def __init__(
         self,
         folder: Path,
-        ledger: Ledger,
+        ledger: Bookmark,
         *,
         part_bytes: int = PART_BYTES,
         close_s: float,

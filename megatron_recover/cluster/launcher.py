@@ -28,7 +28,7 @@ from megatron_recover import trace
 from megatron_recover.authentication import key as keys
 from megatron_recover.cluster.agent import Agent, descriptors_needed
 from megatron_recover.cluster.job import Job, sharing_a_gpu, write_description
-from megatron_recover.cluster.node import End, Node, NodeLost, Undying
+from megatron_recover.cluster.node import Node, NodeLost, ProcessEnd, Undying
 from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.recording import Recording
 from megatron_recover.cluster.signals import Answer, EndRequest, is_at_terminal
@@ -39,7 +39,7 @@ from megatron_recover.control_plane import listening, rendezvous
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import address_of, listen
-from megatron_recover.core.coordinator import Policy
+from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
@@ -154,7 +154,7 @@ class Launcher:
             at_work=lambda replicas: self._membership.at_work(replicas),
         )  # fmt: skip
         self._membership = CoordinatorDriver(
-            Policy(num_replicas=job.num_replicas, min_replicas=job.config.min_replicas, samples=_samples(job)),
+            MembershipSettings(num_replicas=job.num_replicas, min_replicas=job.config.min_replicas, samples=_samples(job)),
             key=self._key,
             loop=self._loop,
             timers_s={setting: getattr(self._deadlines, setting) for setting in get_args(Setting)},
@@ -383,7 +383,7 @@ class Launcher:
     def _is_over(self) -> bool:
         return self._node.num_living() <= len(self._set_aside) or self._loop.time() > self._end_by
 
-    def _ended(self, end: End) -> None:
+    def _ended(self, end: ProcessEnd) -> None:
         self._recording.ended(end.replica, end.rank)
         if self._ending is not None or end.replica in self._fencing or (end.replica, end.rank) in self._set_aside:
             return  # the launcher has requested this end

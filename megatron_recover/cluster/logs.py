@@ -25,7 +25,7 @@ from megatron_recover.cluster.output import (
     KEPT_BYTES,
     Copied,
     Output,
-    OutputLedger,
+    OutputBookmark,
     Who,
     Why,
     lost_note,
@@ -43,7 +43,7 @@ _CHUNKS_AT_ONCE = 16
 class _Log:
     """The log of one output. Only the thread that writes uses it."""
 
-    def __init__(self, number: int, output: Output, ledger: OutputLedger, *, is_shown: bool) -> None:
+    def __init__(self, number: int, output: Output, ledger: OutputBookmark, *, is_shown: bool) -> None:
         """`is_shown`: the console reads this output, too."""
         self.number, self.retry_at = number, 0.0
         self._output, self._ledger, self._is_shown = output, ledger, is_shown
@@ -136,7 +136,7 @@ class _Log:
 class LogWriter:
     """The thread that writes all logs. A stalled disk holds up this thread alone."""
 
-    def __init__(self, ledger: OutputLedger) -> None:
+    def __init__(self, ledger: OutputBookmark) -> None:
         """Start the thread."""
         self._ledger = ledger
         self._logs: tuple[_Log, ...] = ()
@@ -211,7 +211,7 @@ class Outputs:
     """The outputs of a run in the recorder's own thread, which waits for no disk."""
 
     def __init__(
-        self, ledger: OutputLedger, *, limit_bytes: int, slow_disk_s: float, speaks: Callable[[int], bool],
+        self, ledger: OutputBookmark, *, limit_bytes: int, slow_disk_s: float, speaks: Callable[[int], bool],
         keep: Callable[[bytes], None],
     ) -> None:  # fmt: skip
         """Start a `LogWriter` on `ledger`.

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from megatron_recover import trace
 from megatron_recover.deadlines import figure
 from megatron_recover.observe.ending import Account
-from megatron_recover.observe.follow.progress import Progress
+from megatron_recover.observe.follow.progress import RunProgress
 
 HOLD_S = 0.5
 """Seconds that each line is kept (Note [Order of lines])."""
@@ -59,7 +59,7 @@ class Narrator:
         for every line, `log(line)` for each that megatron-recover itself makes.
         """
         self.account = account
-        self.progress = Progress(account.replicas)
+        self.progress = RunProgress(account.replicas)
         self._began_at, self._show, self._log = began_at, show, log
         self._roster = roster or tuple(range(account.replicas))
         """Newest roster in the events so far, which may not be shown yet."""

@@ -16,7 +16,7 @@ from megatron_recover.core.detector import Progress
 from megatron_recover.host.process_stat import cause_of
 
 
-class End(msgspec.Struct, frozen=True):
+class ProcessEnd(msgspec.Struct, frozen=True):
     """The end of a rank's process, which has ended or is certain to."""
 
     replica: int
@@ -81,7 +81,7 @@ class Node(Protocol):
         The rank gets a progress page.
         """
 
-    def poll(self) -> list[End]:
+    def poll(self) -> list[ProcessEnd]:
         """Return the ranks whose end is certain and was not reported before."""
 
     def page(self, replica: int, rank: int) -> Progress | None:

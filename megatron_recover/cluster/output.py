@@ -174,7 +174,7 @@ class Who(enum.IntEnum):
     LAUNCHER = 1
 
 
-class OutputLedger:
+class OutputBookmark:
     """The record of how far each output is copied, lost and shown.
 
     It is shared memory that outlives the recorder.
@@ -332,6 +332,6 @@ def _most(sizes: Collection[int], room: int) -> int:
     return max(sizes, default=0)
 
 
-def create_output_ledger() -> int:
+def create_output_bookmark() -> int:
     """Create an empty ledger, and return its descriptor. Unused memory is not allocated."""
     return memory_file.create_sized("megatron-recover-outputs", 8 * _WORDS * (MAX_OUTPUTS + 1), is_sparse=True)

@@ -33,29 +33,29 @@ import msgspec
 
 from megatron_recover import trace
 from megatron_recover.cluster.console import Console
-from megatron_recover.cluster.event_store import Batch, EventStore, Keeper, Ledger
+from megatron_recover.cluster.event_store import Batch, Bookmark, EventStore, Keeper
 from megatron_recover.cluster.forkserver import TOLD_TO_ALL, set_parent_death_signal, set_process_name
 from megatron_recover.cluster.logs import LogWriter, Outputs
 from megatron_recover.cluster.narrator import HOLD_S, Narrator
-from megatron_recover.cluster.output import Output, OutputLedger
+from megatron_recover.cluster.output import Output, OutputBookmark
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.readiness import is_readable, is_writable
 from megatron_recover.cluster.recorder_messages import (
     LAUNCHER_LOG,
     MAX_PACKET_BYTES,
     TRAIN_LOG,
+    CheckpointNews,
     Drained,
-    Ended,
-    Finish,
+    FinishRecording,
     LinesTold,
-    Noted,
-    Prints,
+    OutputAdded,
     Reply,
     Ring,
+    RingEnded,
     Says,
     Settings,
     Shown,
-    Told,
+    ToRecorder,
 )
 from megatron_recover.core.values import ExitCode
 from megatron_recover.host.process_stat import state_of
@@ -80,7 +80,7 @@ class Recorder:
     """The main thread of the recorder. Disk and terminal have threads of their own."""
 
     def __init__(
-        self, control: socket.socket, ledger: Ledger, outputs: OutputLedger, settings: Settings, store: EventStore
+        self, control: socket.socket, ledger: Bookmark, outputs: OutputBookmark, settings: Settings, store: EventStore
     ) -> None:
         """`control` is the socket to the launcher."""
         self._control, self._ledger, self._settings, self._deadlines = control, ledger, settings, settings.deadlines
@@ -95,9 +95,9 @@ class Recorder:
             settings.account, began_at=time.time() - time.monotonic() + settings.started_at, show=self._console.show,
             log=lambda line: self._keep(LAUNCHER_LOG, f"{line}\n".encode()), roster=settings.roster,
         )  # fmt: skip
-        self._noted = Noted(settings.account.loaded, settings.account.saved)
+        self._noted = CheckpointNews(settings.account.loaded, settings.account.saved)
         control.setblocking(False)
-        self._decode = msgspec.json.Decoder(Told).decode
+        self._decode = msgspec.json.Decoder(ToRecorder).decode
         self._decode_event = msgspec.json.Decoder(trace.AnyEvent).decode
         self._keeper = Keeper(store)
         self._merge = Merge(after=ledger.last, stuck_s=self._deadlines.stuck_s)
@@ -108,7 +108,7 @@ class Recorder:
         """Encoded replies for which the socket had no room."""
         self._untold: deque[float] = deque()
         """Times of the launcher's lines that are not shown yet, in seconds of the trace's clock."""
-        self._finish: Finish | None = None
+        self._finish: FinishRecording | None = None
         self._is_orphan = False
         self._num_lost, self._losses_told_at, self._was_told = 0, 0.0, (0, 0, 0, 0)
         self._troubles = dict.fromkeys(_WHAT, "")
@@ -189,7 +189,7 @@ class Recorder:
     def _note(self) -> None:
         """Send the launcher what the next recorder needs to know of the run."""
         account = self._narrator.account
-        if (noted := Noted(account.loaded, account.saved)) != self._noted:
+        if (noted := CheckpointNews(account.loaded, account.saved)) != self._noted:
             self._noted = noted
             self._send(noted)
 
@@ -209,7 +209,7 @@ class Recorder:
             self._heard(self._decode(packet), descriptors)
         return has_heard
 
-    def _heard(self, told: Told, descriptors: list[int]) -> None:
+    def _heard(self, told: ToRecorder, descriptors: list[int]) -> None:
         match told:
             case Ring(number, replica, rank):
                 [descriptor] = descriptors
@@ -217,17 +217,17 @@ class Recorder:
                 self._merge.add(number, RingReader(descriptor, position=position, told=dropped))
                 os.close(descriptor)
                 self._places[number] = replica, rank
-            case Prints(number, log, shown_of):
+            case OutputAdded(number, log, shown_of):
                 output = Output(descriptors[0], Path(log))
                 if shown_of is not None and shown_of < 0:
                     self._own_logs[shown_of], shown_of = output, None
                 self._outputs.add(number, output, shown_of=shown_of)
-            case Ended(number):
+            case RingEnded(number):
                 self._merge.ended(number)
             case Says(text, seconds):
                 self._narrator.says(text, seconds)
                 self._untold.append(seconds)
-            case Finish():
+            case FinishRecording():
                 self._finish = told
 
     def _send(self, reply: Reply) -> None:
@@ -449,7 +449,11 @@ def main() -> None:
     # there is, and ends.
     set_parent_death_signal(signal.SIGCONT)
     set_process_name("recorder")
-    control, ledger, outputs = socket.socket(fileno=int(sys.argv[1])), Ledger(int(sys.argv[2])), OutputLedger(int(sys.argv[3]))
+    control, ledger, outputs = (
+        socket.socket(fileno=int(sys.argv[1])),
+        Bookmark(int(sys.argv[2])),
+        OutputBookmark(int(sys.argv[3])),
+    )
     settings = msgspec.json.decode(sys.argv[4], type=Settings)
     store = EventStore(Path(settings.run_dir), ledger, part_bytes=settings.part_bytes, close_s=settings.deadlines.store_s / 2)
     Recorder(control, ledger, outputs, settings, store).run()

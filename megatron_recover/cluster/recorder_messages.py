@@ -45,7 +45,7 @@ class Ring(msgspec.Struct, frozen=True, tag=True):
     rank: int
 
 
-class Prints(msgspec.Struct, frozen=True, tag=True):
+class OutputAdded(msgspec.Struct, frozen=True, tag=True):
     """A message to the recorder, with the descriptor of an output into which a process prints."""
 
     number: int
@@ -60,7 +60,7 @@ TRAIN_LOG, LAUNCHER_LOG = -1, -2
 of the job's writer, and those of megatron-recover itself."""
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class RingEnded(msgspec.Struct, frozen=True, tag=True):
     """A message to the recorder: the process that records in this ring has ended."""
 
     number: int
@@ -74,7 +74,7 @@ class Says(msgspec.Struct, frozen=True, tag=True):
     """Time at which the launcher made the line, in seconds of the trace's clock."""
 
 
-class Finish(msgspec.Struct, frozen=True, tag=True):
+class FinishRecording(msgspec.Struct, frozen=True, tag=True):
     """A message to the recorder: no process records any more.
 
     The recorder then writes what is left, shows how the run ended, and ends.
@@ -84,7 +84,7 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Told = Ring | Prints | Ended | Says | Finish
+ToRecorder = Ring | OutputAdded | RingEnded | Says | FinishRecording
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
@@ -93,7 +93,7 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-class Noted(msgspec.Struct, frozen=True, tag=True):
+class CheckpointNews(msgspec.Struct, frozen=True, tag=True):
     """A message from the recorder: the iterations that the run has loaded and saved.
 
     The launcher does not see these by itself (`Account`).
@@ -122,4 +122,4 @@ class LinesTold(msgspec.Struct, frozen=True, tag=True):
     num_lines: int
 
 
-Reply = Drained | Noted | LinesTold | Shown
+Reply = Drained | CheckpointNews | LinesTold | Shown

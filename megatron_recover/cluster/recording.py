@@ -90,18 +90,18 @@ class Recording:
         events = job.run_dir / trace.EVENTS_FILE
         if not events.is_fifo():
             os.close(os.open(events, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        self._ledger, self._output_ledger = event_store.create_ledger(), output.create_output_ledger()
-        self._copied = output.OutputLedger(self._output_ledger)
+        self._ledger, self._output_ledger = event_store.create_bookmark(), output.create_output_bookmark()
+        self._copied = output.OutputBookmark(self._output_ledger)
         self._outputs: dict[int, Output] = {}
         self._shown_of: dict[int, int] = {}
         """Output -> replica whose lines are for the console, or `TRAIN_LOG` or `LAUNCHER_LOG`."""
         self._rings: dict[int, _Ring] = {}
         self._numbers: dict[tuple[int, int], int] = {}
-        self._outbox: deque[messages.Told] = deque()
+        self._outbox: deque[messages.ToRecorder] = deque()
         self._untold: deque[messages.Says] = deque()
         """Lines that were sent and perhaps not shown; the next recorder gets them again."""
         self._shown: messages.Shown | None = None
-        self._finish: messages.Finish | None = None
+        self._finish: messages.FinishRecording | None = None
         """Message that every recorder gets from the end of the run on: a recorder that has received
         it may die before it has finished."""
         self._speaker = Speaker()
@@ -141,7 +141,7 @@ class Recording:
         self._outputs[number] = made
         if shown_of is not None:
             self._shown_of[number] = shown_of
-        self._outbox.append(messages.Prints(number, str(log), shown_of))
+        self._outbox.append(messages.OutputAdded(number, str(log), shown_of))
         return made
 
     def output_of_rank(self, replica: int, rank: int) -> Output:
@@ -155,7 +155,7 @@ class Recording:
         number = self._numbers.get((replica, rank))
         if number in self._rings:
             self._rings[number].has_ended = True
-            self._outbox.append(messages.Ended(number))
+            self._outbox.append(messages.RingEnded(number))
 
     def says(self, text: str) -> None:
         """Show one line of the launcher, and keep it in `launcher.log`."""
@@ -185,7 +185,7 @@ class Recording:
 
         Returns whether the whole trace is written.
         """
-        self._finish = messages.Finish(exit_code, reason[:_MAX_TEXT])
+        self._finish = messages.FinishRecording(exit_code, reason[:_MAX_TEXT])
         self._outbox.append(self._finish)
         self._pauses = Pauses(self._deadlines.renew_s)  # there is no time for long pauses any more
         if self._process is not None:
@@ -280,9 +280,9 @@ class Recording:
         for number, each in self._rings.items():
             self._outbox.append(messages.Ring(number, *each.place))
             if each.has_ended:
-                self._outbox.append(messages.Ended(number))
+                self._outbox.append(messages.RingEnded(number))
         for number, made in self._outputs.items():
-            self._outbox.append(messages.Prints(number, str(made.log), self._shown_of.get(number)))
+            self._outbox.append(messages.OutputAdded(number, str(made.log), self._shown_of.get(number)))
         self._outbox.extend(others)
         if self._finish is not None:
             self._outbox.append(self._finish)
@@ -335,7 +335,7 @@ class Recording:
             handed = []
             if isinstance(told, messages.Ring):
                 handed = [self._rings[told.number].descriptor]
-            elif isinstance(told, messages.Prints):
+            elif isinstance(told, messages.OutputAdded):
                 handed = [self._outputs[told.number].descriptor]
             try:
                 socket.send_fds(self._control, [msgspec.json.encode(told)], handed)
@@ -358,7 +358,7 @@ class Recording:
             match self._decode(packet):
                 case messages.Drained(number):
                     os.close(self._rings.pop(number).descriptor)
-                case messages.Noted(loaded, saved):
+                case messages.CheckpointNews(loaded, saved):
                     self._account.loaded, self._account.saved = loaded, saved
                 case messages.LinesTold(num_lines):
                     for _ in range(num_lines):

@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from megatron_recover import trace
-from megatron_recover.cluster.node import End, Node
+from megatron_recover.cluster.node import Node, ProcessEnd
 from megatron_recover.cluster.out_of_memory import OomKills
 from megatron_recover.core import detector
 from megatron_recover.core.policy import aborted_by_communication, first_to_die, loss_of
-from megatron_recover.core.values import Failing, Loss, LossKind
+from megatron_recover.core.values import Loss, LossKind, ReplicaFailing
 from megatron_recover.deadlines import Deadlines, figure
 from megatron_recover.observe.standstills import about_stacks
 
@@ -62,7 +62,7 @@ class Watch:
         self._ranks.append((replica, rank))
         self._oom_kills.watch(self._node.pid(replica, rank), self._clock())
 
-    def look(self, generation: int, replicas: Collection[int]) -> list[tuple[Loss, Failing | None]]:
+    def look(self, generation: int, replicas: Collection[int]) -> list[tuple[Loss, ReplicaFailing | None]]:
         """Judge the ranks of the `replicas` that are in the job. Call it after every node poll.
 
         Returns the replicas that hang and that are ready to be fenced: their ranks have written
@@ -161,14 +161,16 @@ class Watch:
             if self._node.have_written_stacks(replica) or now_s >= until_s
         ]
 
-    def _fence(self, replica: int, now_s: float) -> tuple[Loss, Failing | None]:
+    def _fence(self, replica: int, now_s: float) -> tuple[Loss, ReplicaFailing | None]:
         condemned, until_s = self._writing.pop(replica)
         detail = str(condemned.named)
         if now_s >= until_s and not self._node.have_written_stacks(replica):
             detail += f"; not all of its ranks wrote their stacks within {figure(self._stacks_s)} s"
         return Loss(replica, LossKind.HUNG, detail), condemned.failing
 
-    def loss(self, end: End, *, started: bool, said: Callable[[], str] = lambda: "") -> tuple[Loss, Failing | None]:
+    def loss(
+        self, end: ProcessEnd, *, started: bool, said: Callable[[], str] = lambda: ""
+    ) -> tuple[Loss, ReplicaFailing | None]:
         """Return how a replica is lost by the first end of a rank, and the failure charged for it.
 
         The failure names the microbatches that the end is charged to (INV-9); None if there are
@@ -200,7 +202,7 @@ class Watch:
             return Loss(end.replica, kind, detail), None
         which = ", ".join(map(str, progress.microbatches))
         detail += f", with microbatch {which} of {progress.label} in work ({progress.phase.name.lower()})"
-        return Loss(end.replica, kind, detail), Failing(
+        return Loss(end.replica, kind, detail), ReplicaFailing(
             end.replica, progress.label, progress.microbatches, detail, witnessed=True
         )
 
@@ -223,7 +225,7 @@ def exception_in(text: str) -> str:
     return next((line.strip()[: trace.MAX_REASON] for line in lines if line.strip() and not line.startswith(" ")), "")
 
 
-def explaining_first(ends: Sequence[End]) -> Iterable[End]:
+def explaining_first(ends: Sequence[ProcessEnd]) -> Iterable[ProcessEnd]:
     """Yield ends that were seen in one look, ordered for each replica.
 
     The end that explains the replica's other ends comes first.

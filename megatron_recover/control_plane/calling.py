@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from megatron_recover.authentication.handshake import NONCE_BYTES, Connector, Party, Refused, Verdict
+from megatron_recover.authentication.handshake import NONCE_BYTES, Connector, Party, Refused, Reply
 from megatron_recover.control_plane.wire import CannotDial, Link, LinkClosed, Message, dial, largest_body
 
 _PAUSE_S = 0.02
@@ -118,7 +118,7 @@ class OutgoingLink(Link):
         verdict = self._connector.verdict
         if verdict is None:
             return
-        if verdict is not Verdict.WELCOME:
+        if verdict is not Reply.WELCOME:
             self._refused = True
             raise LinkClosed(f"refused by the other end ({verdict.name})")
         self.proven = True

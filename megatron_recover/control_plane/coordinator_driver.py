@@ -54,7 +54,7 @@ class CoordinatorDriver:
 
     def __init__(
         self,
-        policy: machine.Policy,
+        policy: machine.MembershipSettings,
         *,
         key: bytes,
         loop: Loop,
@@ -101,9 +101,9 @@ class CoordinatorDriver:
     def lost(self, loss: values.Loss) -> None:
         """Feed the machine the loss of a replica. A replica may be lost twice."""
         self._notice()
-        self._step(machine.Lost(loss))
+        self._step(machine.ReplicaLost(loss))
 
-    def failing(self, failing: values.Failing) -> None:
+    def failing(self, failing: values.ReplicaFailing) -> None:
         """Feed the machine the agent's observation to which the loss that follows is charged."""
         self._step(failing)
 
@@ -153,21 +153,23 @@ class CoordinatorDriver:
 
     def _from_leader(self, replica: int, link: Link, message: Message) -> None:
         match message:
-            case values.Requested() | values.Diverged() | values.Miscounted() if message.replica == replica:
+            case values.ReplicaBlocked() | values.Diverged() | values.Miscounted() if message.replica == replica:
                 self._request(message)
             case LeaderBeat() if message.replica == replica:
                 self._leaders.answered(message)
                 self._step(machine.Progressed(replica, message.step))
                 if message.request is not None and message.request.replica == replica:
                     self._request(message.request)
-            case values.Entered() | values.Busy() | values.Failing() | values.Finished() if message.replica == replica:
+            case values.Entered() | values.ReplicaSaving() | values.ReplicaFailing() | values.ReplicaFinished() if (
+                message.replica == replica
+            ):
                 self._step(message)
             case _:
                 self._loop.drop(link)
                 kind = type(message).__name__
                 self.lost(values.Loss(replica, values.LossKind.SUSPECTED, f"its leader sent a {kind} to the coordinator"))
 
-    def _request(self, message: values.Requested | values.Diverged | values.Miscounted) -> None:
+    def _request(self, message: values.ReplicaBlocked | values.Diverged | values.Miscounted) -> None:
         """Feed the machine a request. The leader may repeat it, and the machine acts on it once."""
         if self._asked.get(message.replica, 0) < message.generation:
             self._asked[message.replica] = message.generation
@@ -207,7 +209,7 @@ class CoordinatorDriver:
     def _announce(self, new: values.NewGeneration) -> None:
         noticed_s = time.monotonic() - self._noticed if self._noticed is not None else 0.0
         self._noticed = None
-        losses = tuple(trace.Lost(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in new.losses)
+        losses = tuple(trace.Loss(replica=loss.replica, kind=loss.kind, detail=loss.detail) for loss in new.losses)
         void = (new.void.step, new.void.since) if new.void is not None else None
         gives_up = new.void is not None and new.void.gives_up
         self._record(

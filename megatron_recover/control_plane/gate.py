@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-from megatron_recover.authentication.admission import PAUSE_S, Admission, Report
-from megatron_recover.authentication.handshake import Admits, Party, Role, Verdict
+from megatron_recover.authentication.admission import PAUSE_S, Admission, ReportStrangers
+from megatron_recover.authentication.handshake import Admits, Party, Reply, Role
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import Link, largest_body
 
@@ -27,7 +27,7 @@ class Gate:
         on_link: Callable[[Link, Party], None],
         *,
         expects: Callable[[], bool],
-        report: Report,
+        report: ReportStrangers,
     ) -> None:
         """Begin to listen.
 
@@ -60,7 +60,7 @@ class Gate:
             peer = unproven.acceptor.peer
             assert peer is not None
             try:
-                unproven.decide(Verdict.WELCOME)
+                unproven.decide(Reply.WELCOME)
             except OSError:  # the peer is gone; it dials again if it lives
                 unproven.sock.close()
                 continue

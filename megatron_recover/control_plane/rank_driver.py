@@ -202,7 +202,7 @@ class RankDriver:
     def ask_close(self) -> None:
         """Ask for the end of the pass. Plans that come before `Close` still belong to the pass."""
         with self._changed:
-            self._feed(machine.EndPass())
+            self._feed(machine.AskClose())
 
     def started(self, microbatch: int) -> None:
         """Note that rank 0 begins the forward of a microbatch.
@@ -218,13 +218,13 @@ class RankDriver:
         with self._changed:
             self._feed(machine.MicrobatchFinished(microbatch))
 
-    def measured(self, num_microbatches: int, elapsed_ns: int) -> None:
+    def pass_timed(self, num_microbatches: int, elapsed_ns: int) -> None:
         """Note how long the first pass of a training step took at rank 0.
 
         This replica's next vote carries the pace to all members.
         """
         with self._changed:
-            self._feed(machine.Measured(num_microbatches, elapsed_ns))
+            self._feed(machine.TimePass(num_microbatches, elapsed_ns))
 
     def transport(self, generation: int) -> Transport:
         """Return the transport of `generation`, the generation of the plan that is being obeyed.
@@ -255,7 +255,7 @@ class RankDriver:
         Return False, without effect, if a newer generation was promised.
         """
         with self._changed:
-            self._feed(machine.Completed(held))
+            self._feed(machine.Hold(held))
             return held in self._state.held
 
     def blocked(self, generation: int, error: BaseException) -> None:
@@ -264,13 +264,13 @@ class RankDriver:
         The caller leaves the rest of the plan undone.
         """
         known = error if isinstance(error, TransportError) else TransportError()
-        failed = machine.Failed(
+        failed = machine.Block(
             generation, trace.reason_of(error), known.peers, known.stalled, known.miscounted
         )  # fmt: skip
         with self._changed:
             self._feed(failed)
 
-    def raised(self, microbatches: Sequence[int], error: BaseException) -> None:
+    def failing(self, microbatches: Sequence[int], error: BaseException) -> None:
         """Report an exception, and wait up to `words_s` until the report is on its way.
 
         The process has to end after that. Computing one of `microbatches` raised `error`; if empty,
@@ -281,7 +281,7 @@ class RankDriver:
             return
         self._has_raised = True
         with self._changed:
-            self._feed(machine.Raise(tuple(microbatches), trace.reason_of(error)))
+            self._feed(machine.Fail(tuple(microbatches), trace.reason_of(error)))
             self._changed.wait_for(lambda: self._heard or self._failure is not None, self._deadlines.words_s)
 
     @contextlib.contextmanager
@@ -316,7 +316,7 @@ class RankDriver:
             if self._closed:
                 return
             if self._control.is_alive():
-                self._feed(machine.End())
+                self._feed(machine.Finish())
                 self._wait_until(lambda: self._stopped_by() is not None)
             stopped = self._stopped_by()
             self._closed = True
@@ -458,9 +458,11 @@ class RankDriver:
             if self._leader is not None:
                 self._leader.report(report)
             elif self._uplink is not None:
-                assert not isinstance(report, values.Closing | values.Computed | values.Saving), "rank 0 alone reports this"
+                assert not isinstance(report, values.CloseAsked | values.PassTimed | values.RankSaving), (
+                    "rank 0 alone reports this"
+                )
                 self._loop.send(self._uplink, report)
-            if isinstance(report, values.Raised) and self._leader is not None:
+            if isinstance(report, values.RankFailing) and self._leader is not None:
                 self._deliver(Heard())
             if is_follower and self._faults is not None and isinstance(report, values.Holds):
                 self._faults.at(FaultPoint.AFTER_VOTE, step=report.step)

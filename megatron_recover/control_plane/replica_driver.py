@@ -41,14 +41,14 @@ from megatron_recover.control_plane.wire import (
 )
 from megatron_recover.core import replica as machine
 from megatron_recover.core import values
-from megatron_recover.core.alike import together
+from megatron_recover.core.alike import combined
 from megatron_recover.core.digest import bare, digest
 from megatron_recover.core.tree import neighbours
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
 
 
-def _parts(message: machine.Word) -> Iterator[machine.Word]:
+def _parts(message: machine.PeerMessage) -> Iterator[machine.PeerMessage]:
     """Yield the message in parts of bounded size; the receiver accepts several `Statuses`."""
     if not isinstance(message, values.Statuses):
         yield message
@@ -70,7 +70,7 @@ def _results(record: values.Record) -> tuple[trace.Result, ...]:
 Deliver = Callable[[Message], None]
 """Delivers a message of the leader to the leader's own rank."""
 
-_AGREED = (machine.Phase.IDLE, machine.Phase.WORKING, machine.Phase.VOTED)
+_AGREED = (machine.ReplicaPhase.IDLE, machine.ReplicaPhase.WORKING, machine.ReplicaPhase.VOTED)
 
 
 class ReplicaDriver:
@@ -124,7 +124,7 @@ class ReplicaDriver:
         self._coordinator = OutgoingLink(
             context.coordinator, key, self._me, Party(Role.COORDINATOR), patience_s=self._deadlines.leader_s
         )  # fmt: skip
-        self._request: values.Requested | values.Diverged | values.Miscounted | None = None
+        self._request: values.ReplicaBlocked | values.Diverged | values.Miscounted | None = None
         """The last request to the coordinator."""
         loop.watch(self._coordinator, self._from_coordinator, self._coordinator_lost)
         self._coordinator_watch = CoordinatorWatch(
@@ -195,16 +195,16 @@ class ReplicaDriver:
         replica = self._context.replica
         self._record(trace.Joined(replica=replica, fingerprint=fingerprint, bucket_ranks=hellos[0].shape.bucket_ranks))
         peer = Peer(replica, self._context.leader, tuple(hello.data_address for hello in hellos))
-        parts = together([hello.parts for hello in hellos])
+        parts = combined([hello.parts for hello in hellos])
         self._loop.send(self._coordinator, LeaderHello(values.Hello(replica, fingerprint, parts), peer))
 
     # --- What arrives ----------------------------------------------------------------------------
 
     def _from_rank(self, rank: int, link: Link, message: Message) -> None:
         match message:
-            case values.Begun() | values.Promised() | values.Holds() | values.Blocked() | values.Ended():
+            case values.Begun() | values.Promised() | values.Holds() | values.RankBlocked() | values.RankFinished():
                 self.report(message)
-            case values.Raised():
+            case values.RankFailing():
                 self.report(message)
                 self._loop.send(link, Heard())
             case _:
@@ -214,7 +214,7 @@ class ReplicaDriver:
         """End this process after `follow_s`, unless the agent kills the replica before."""
         self._ranks.pop(rank, None)
         reason = f"rank {rank} of this replica is gone ({why})"
-        if self._state.phase is not machine.Phase.STOPPED:
+        if self._state.phase is not machine.ReplicaPhase.STOPPED:
             self._loop.after(self._deadlines.follow_s, lambda: self._fail(reason))
 
     def _from_coordinator(self, link: Link, message: Message) -> None:
@@ -236,7 +236,7 @@ class ReplicaDriver:
                 self._fail(f"the coordinator sent a {type(message).__name__}")
 
     def _coordinator_lost(self, link: Link, why: str) -> None:
-        if self._state.phase is not machine.Phase.STOPPED:
+        if self._state.phase is not machine.ReplicaPhase.STOPPED:
             self._fail(f"the coordinator is gone ({why}): nobody could fence a broken replica, so this one ends")
 
     def _where(self) -> LeaderBeat:
@@ -248,7 +248,7 @@ class ReplicaDriver:
     def _needs_coordinator(self) -> str:
         """Return what this replica needs the coordinator for, or an empty string."""
         state = self._state
-        if state.phase is machine.Phase.STOPPED or len(self._hellos) < self._context.num_ranks:
+        if state.phase is machine.ReplicaPhase.STOPPED or len(self._hellos) < self._context.num_ranks:
             return ""
         if state.generation == 0:
             return "the first generation"
@@ -276,7 +276,7 @@ class ReplicaDriver:
     def _feed(self, event: machine.Input) -> None:
         self._state, effects = machine.step(self._state, event)
         if self._state.phase in _AGREED:  # before the ranks are told: they record what comes next
-            self.clock.agreed(self._state.step, begun=self._state.phase is not machine.Phase.IDLE)
+            self.clock.agreed(self._state.step, begun=self._state.phase is not machine.ReplicaPhase.IDLE)
         for effect in effects:
             self._carry_out(effect)
         self._watch_for_a_stall()
@@ -302,7 +302,7 @@ class ReplicaDriver:
                 elif isinstance(message, values.Diverged):
                     self._record_disagreement(message)
                 if (
-                    isinstance(message, values.Requested | values.Diverged | values.Miscounted)
+                    isinstance(message, values.ReplicaBlocked | values.Diverged | values.Miscounted)
                     and message.generation == self._state.generation  # late evidence belongs to an older one
                 ):
                     self._request = message
@@ -347,7 +347,7 @@ class ReplicaDriver:
         self._record(trace.Voted(replica=vote.replica, generation=vote.generation, step=vote.step, digest=vote.digest.hex()))
         self.clock.voted(vote.generation)
 
-    def _send_to_peers(self, peers: tuple[int, ...], message: machine.Word) -> None:
+    def _send_to_peers(self, peers: tuple[int, ...], message: machine.PeerMessage) -> None:
         """Send to all `peers`, with a fault point after the first: some have the message then."""
         match message:
             case values.Status() | values.Statuses():

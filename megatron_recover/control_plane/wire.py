@@ -133,7 +133,7 @@ class PackedAnnouncement(Value, frozen=True):
 
 
 class Heard(Value, frozen=True):
-    """Message of the leader to a rank: the leader has forwarded the rank's `Raised`.
+    """Message of the leader to a rank: the leader has forwarded the rank's `RankFailing`.
 
     The rank's process may end now.
     """
@@ -165,7 +165,7 @@ class LeaderBeat(Value, frozen=True):
     generation: values.Generation
     step: int
     waiting_for: tuple[ReplicaId, ...]
-    request: values.Requested | values.Diverged | values.Miscounted | None = None
+    request: values.ReplicaBlocked | values.Diverged | values.Miscounted | None = None
     """The request of this generation that the coordinator has not answered yet. The coordinator
     acts on a repeated request once."""
 
@@ -184,9 +184,10 @@ def frame(message: Message) -> bytes:
 Message = (
     RankHello | LeaderHello | PeerHello | Announcement | Enter | Heard | Beat | LeaderBeat
     | values.Plan | values.Close | values.Apply | values.Stop
-    | values.Begun | values.Promised | values.Holds | values.Blocked | values.Raised | values.Ended
+    | values.Begun | values.Promised | values.Holds | values.RankBlocked | values.RankFailing | values.RankFinished
     | values.Vote | values.Votes | values.Status | values.Statuses
-    | values.Entered | values.Requested | values.Busy | values.Failing | values.Diverged | values.Miscounted | values.Finished
+    | values.Entered | values.ReplicaBlocked | values.ReplicaSaving | values.ReplicaFailing | values.ReplicaFinished
+    | values.Diverged | values.Miscounted
 )  # fmt: skip
 _Framed = Message | PackedStatus | PackedStatuses | PackedAnnouncement
 

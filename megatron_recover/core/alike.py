@@ -15,7 +15,7 @@ SHOWN = 5
 _ABSENT = "not there"
 
 
-def together(of_ranks: Sequence[Parts]) -> Parts:
+def combined(of_ranks: Sequence[Parts]) -> Parts:
     """Return a replica's parts from those of its ranks, in rank order.
 
     A name has one part where all ranks that have the name agree on its value, else one per rank.
@@ -40,7 +40,7 @@ def differences(one: Parts, other: Parts) -> list[tuple[str, str, str]]:
     return [(name, mine.get(name, _ABSENT), theirs.get(name, _ABSENT)) for name in names if mine.get(name) != theirs.get(name)]
 
 
-def told(one: int, other: int, found: Sequence[tuple[str, str, str]]) -> str:
+def described(one: int, other: int, found: Sequence[tuple[str, str, str]]) -> str:
     """Describe the differences between two replicas, at most `SHOWN` of them one by one."""
     lines = [f"{name} is {mine} on replica {one} and {theirs} on replica {other}" for name, mine, theirs in found[:SHOWN]]
     more = [f"{len(found) - SHOWN} more differ"] if len(found) > SHOWN else []

@@ -46,13 +46,13 @@ class Evidence(Value, frozen=True):
     """Members that reported that they wait or cannot continue; ascending."""
 
 
-def heard(evidence: Evidence, accuser: ReplicaId, accused: Iterable[ReplicaId]) -> Evidence:
+def with_report(evidence: Evidence, accuser: ReplicaId, accused: Iterable[ReplicaId]) -> Evidence:
     """Return the evidence with a report of `accuser` that it is stuck; `accused` may be empty."""
     pairs = {*evidence.pairs, *((accuser, each) for each in accused)}
     return Evidence(tuple(sorted(pairs)), tuple(sorted({*evidence.stuck, accuser})))
 
 
-def overdue(evidence: Evidence, replica: ReplicaId) -> Evidence:
+def with_missed_deadline(evidence: Evidence, replica: ReplicaId) -> Evidence:
     """Return the evidence with the fact that `replica` missed a deadline of its own."""
     return Evidence(tuple(sorted({*evidence.pairs, (replica, replica)})), evidence.stuck)
 

@@ -7,9 +7,9 @@ Caller's contract
 -----------------
 * One coordinator and one state. Inputs come in any order. Carry out the effects of an input, in
   order, before the next input.
-* A broken link to a leader is no input: the agent reports the end of the process as `Lost`, with
-  the kind of `policy.loss_of`. A leader that sends an invalid message is `Lost(SUSPECTED)`. If the
-  agent is gone, the run fails.
+* A broken link to a leader is no input: the agent reports the end of the process as
+  `ReplicaLost`, with the kind of `policy.loss_of`. A leader that sends an invalid message is
+  `ReplicaLost(SUSPECTED)`. If the agent is gone, the run fails.
 * `Announce`: send `NewGeneration`, with all addresses, to all leaders of its roster.
 * `Fence`: kill all ranks of the replica, for certain. Never wait for their end.
 * `Arm(timer, setting)`: feed `TimerFired(timer)` once, after the seconds of the setting. Never
@@ -77,8 +77,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from megatron_recover.core.alike import differences, told
-from megatron_recover.core.blame import culprit, heard, overdue, own_deadlines
+from megatron_recover.core.alike import described, differences
+from megatron_recover.core.blame import culprit, own_deadlines, with_missed_deadline, with_report
 from megatron_recover.core.coordinator_state import (
     Announce,
     Arm,
@@ -90,19 +90,19 @@ from megatron_recover.core.coordinator_state import (
     Fence,
     Input,
     Launched,
-    Lost,
-    Policy,
+    MembershipSettings,
+    OpenSave,
     Progressed,
-    Save,
+    ReplicaLost,
     Setting,
     TimerFired,
     Waits,
 )
 from megatron_recover.core.excuses import (
+    after_progress,
     are_waits_excused,
     at_work_for_too_long,
     excuse,
-    fruitful,
     with_waits,
     without_evidence,
     working,
@@ -110,25 +110,25 @@ from megatron_recover.core.excuses import (
 from megatron_recover.core.policy import all_finished, nobody_left, poisoned
 from megatron_recover.core.request import MISCOUNTED, TOO_FEW, exit_for
 from megatron_recover.core.values import (
-    Busy,
     Diverged,
     Entered,
     ExitCode,
-    Failing,
-    Finished,
     Hello,
     Loss,
     LossKind,
     Miscounted,
     NewGeneration,
-    Requested,
+    ReplicaBlocked,
+    ReplicaFailing,
+    ReplicaFinished,
+    ReplicaSaving,
     Void,
 )
 from megatron_recover.core.vote import unite
 
 __all__ = [
-    "Announce", "Arm", "AtWork", "CoordinatorState", "Effect", "EndJob", "ExitAsked", "Fence", "Input", "Launched", "Lost",
-    "Policy", "Progressed", "Save", "Setting", "TimerFired", "Waits", "step",
+    "Announce", "Arm", "AtWork", "CoordinatorState", "Effect", "EndJob", "ExitAsked", "Fence", "Input", "Launched",
+    "MembershipSettings", "OpenSave", "Progressed", "ReplicaLost", "Setting", "TimerFired", "Waits", "step",
 ]  # fmt: skip
 
 # --- The machine ----------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def _start_when_complete(state: CoordinatorState) -> Step:
                 state,
                 ExitCode.FAILED,
                 f"replicas {first.replica} and {other.replica} do not start alike: "
-                f"{told(first.replica, other.replica, found)}; use the same script, flags, packages, data and checkpoint",
+                f"{described(first.replica, other.replica, found)}; use the same script, flags, packages, data and checkpoint",
             )
     if len(state.hellos) < state.policy.min_replicas:
         detail = f"{len(state.hellos)} of {state.policy.num_replicas} replicas started, {state.policy.min_replicas} are needed"
@@ -205,7 +205,7 @@ def _announce(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) ->
     return state, (Announce(new), Arm(follow, "follow_s"))
 
 
-def _on_lost(state: CoordinatorState, lost: Lost) -> Step:
+def _on_lost(state: CoordinatorState, lost: ReplicaLost) -> Step:
     """Fence the replica and announce a generation without it, or end the job."""
     return _remove(state, (lost.loss,), lost.loss.kind.value)
 
@@ -224,7 +224,7 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
         hellos=tuple(item for item in state.hellos if item.replica not in {loss.replica for loss in losses}),
         evidence_from=state.generation + 1,
     )
-    state = fruitful(state)
+    state = after_progress(state)
     if not state.generation:
         state, effects = _start_when_complete(state)
         return state, fences + effects
@@ -243,14 +243,14 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
     return state, fences + effects
 
 
-def _on_requested(state: CoordinatorState, request: Requested) -> Step:
+def _on_requested(state: CoordinatorState, request: ReplicaBlocked) -> Step:
     """Record the request and its evidence. Wait for a death or the end of a save to explain it."""
     is_stale = request.generation != state.generation
     is_late = is_stale and request.stalled and state.evidence_from <= request.generation < state.generation
     if request.replica not in state.roster or (is_stale and not is_late):
         return state, ()
     if not are_waits_excused(state):
-        state = replace(state, evidence=heard(state.evidence, request.replica, request.suspects))
+        state = replace(state, evidence=with_report(state.evidence, request.replica, request.suspects))
     if state.reason or is_stale:
         return state, ()
     reason = f"replica {request.replica}: {request.reason}"
@@ -266,7 +266,7 @@ def _on_at_work(state: CoordinatorState, news: AtWork) -> Step:
     return replace(state, at_work=news.replicas), ()
 
 
-def _on_busy(state: CoordinatorState, busy: Busy) -> Step:
+def _on_busy(state: CoordinatorState, busy: ReplicaSaving) -> Step:
     """Start the timer of a save that begins. When it is over, answer the requests of that time."""
     if busy.replica not in state.roster:
         return state, ()
@@ -276,7 +276,7 @@ def _on_busy(state: CoordinatorState, busy: Busy) -> Step:
             state = without_evidence(state)
         return _saved(replace(state, saves=others)) if others != state.saves else (state, ())
     number = state.num_saves + 1
-    state = replace(state, saves=(*others, Save(busy.replica, number, state.generation)), num_saves=number)
+    state = replace(state, saves=(*others, OpenSave(busy.replica, number, state.generation)), num_saves=number)
     return state, (Arm(f"save {number}", "save_s"),)
 
 
@@ -294,7 +294,7 @@ def _on_expired(state: CoordinatorState, expired: TimerFired) -> Step:
     expired_saves = tuple(save for save in state.saves if expired.timer == f"save {save.number}")
     if expired_saves:
         left = tuple(save for save in state.saves if save not in expired_saves)
-        evidence = functools.reduce(overdue, (save.replica for save in expired_saves), state.evidence)
+        evidence = functools.reduce(with_missed_deadline, (save.replica for save in expired_saves), state.evidence)
         state = replace(state, saves=left, evidence=evidence)
         return _same_roster(state) if state.reason and not left else (state, ())
     if expired.timer == state.follow and state.generation:
@@ -413,10 +413,10 @@ def _reached(state: CoordinatorState, step: int) -> CoordinatorState:
     """Record that all steps before `step` are committed. If this is new, drop all evidence."""
     if step <= state.step:
         return state
-    return replace(fruitful(state), step=step, evidence_from=state.generation)
+    return replace(after_progress(state), step=step, evidence_from=state.generation)
 
 
-def _on_failing(state: CoordinatorState, failing: Failing) -> Step:
+def _on_failing(state: CoordinatorState, failing: ReplicaFailing) -> Step:
     """Record a failed computation. End the job if one microbatch has ended two replicas."""
     state = replace(state, failing=(*state.failing, failing))
     verdict = poisoned(state.failing, state.losses, state.policy.samples)
@@ -447,7 +447,7 @@ def _on_miscounted(state: CoordinatorState, miscounted: Miscounted) -> Step:
     return _announce(replace(state, void=void, requests=requests, miscount=reason), (), reason)
 
 
-def _on_finished(state: CoordinatorState, finished: Finished) -> Step:
+def _on_finished(state: CoordinatorState, finished: ReplicaFinished) -> Step:
     """Record that a member finished. End the job with the last; else start `finish` (INV-8)."""
     if finished.replica in {item.replica for item in state.finished} or finished.replica not in state.roster:
         return state, ()
@@ -486,13 +486,13 @@ TABLE: Mapping[type, Callable[[CoordinatorState, Any], Step]] = {
     Launched: _on_launched,
     Hello: _on_hello,
     Entered: _on_entered,
-    Requested: _on_requested,
-    Busy: _on_busy,
-    Failing: _on_failing,
+    ReplicaBlocked: _on_requested,
+    ReplicaSaving: _on_busy,
+    ReplicaFailing: _on_failing,
     Diverged: _on_diverged,
     Miscounted: _on_miscounted,
-    Finished: _on_finished,
-    Lost: _on_lost,
+    ReplicaFinished: _on_finished,
+    ReplicaLost: _on_lost,
     TimerFired: _on_expired,
     ExitAsked: _on_exit_asked,
     Progressed: _on_progressed,

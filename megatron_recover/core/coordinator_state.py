@@ -6,20 +6,20 @@ from typing import Literal
 
 from megatron_recover.core.blame import Evidence
 from megatron_recover.core.values import (
-    Failing,
-    Finished,
     Generation,
     Hello,
     LeaderMessage,
     Loss,
     NewGeneration,
+    ReplicaFailing,
+    ReplicaFinished,
     ReplicaId,
     Value,
     Void,
 )
 
 
-class Policy(Value, frozen=True):
+class MembershipSettings(Value, frozen=True):
     """The settings of membership, fixed for the run."""
 
     num_replicas: int
@@ -28,7 +28,7 @@ class Policy(Value, frozen=True):
     """Samples per training step and per microbatch, for messages. None: unknown, or they change."""
 
 
-class Save(Value, frozen=True):
+class OpenSave(Value, frozen=True):
     """A checkpoint save of one replica that has begun. See Note [Waiting for a save]."""
 
     replica: ReplicaId
@@ -41,7 +41,7 @@ class Save(Value, frozen=True):
 class CoordinatorState(Value, frozen=True):
     """Everything that the coordinator knows. Start with `CoordinatorState(policy)`."""
 
-    policy: Policy
+    policy: MembershipSettings
     generation: Generation = 0
     """The newest generation; 0 before the first."""
     roster: tuple[ReplicaId, ...] = ()
@@ -101,13 +101,13 @@ class CoordinatorState(Value, frozen=True):
     """The newest step that was made void because a sum did not count every microbatch once."""
     miscount: str = ""
     """The reason why that step was given up, or empty."""
-    failing: tuple[Failing, ...] = ()
+    failing: tuple[ReplicaFailing, ...] = ()
     """All failures of computations that were reported, in order."""
-    saves: tuple[Save, ...] = ()
+    saves: tuple[OpenSave, ...] = ()
     """Saves that are in progress and have not exceeded `save_s`."""
     num_saves: int = 0
     """Number of saves that have begun in the run."""
-    finished: tuple[Finished, ...] = ()
+    finished: tuple[ReplicaFinished, ...] = ()
     """Replicas whose training loop is over, by replica, lost ones included."""
     over: bool = False
     """True after `EndJob`: no input has an effect any more."""
@@ -120,7 +120,7 @@ class Launched(Value, frozen=True):
     """The launcher has started the processes of all replicas."""
 
 
-class Lost(Value, frozen=True):
+class ReplicaLost(Value, frozen=True):
     """A replica is gone or must be treated as gone."""
 
     loss: Loss
@@ -155,7 +155,7 @@ class AtWork(Value, frozen=True):
     """Ascending; the complete list, which replaces the list of the `AtWork` before."""
 
 
-Input = LeaderMessage | Launched | Lost | TimerFired | ExitAsked | Progressed | AtWork
+Input = LeaderMessage | Launched | ReplicaLost | TimerFired | ExitAsked | Progressed | AtWork
 
 
 # --- Effects --------------------------------------------------------------------------------------

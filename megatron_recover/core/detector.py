@@ -60,7 +60,7 @@ from types import MappingProxyType
 from msgspec.structs import replace
 
 from megatron_recover.core.label import label_of
-from megatron_recover.core.values import Failing, Generation, MicrobatchId, ReplicaId, Value
+from megatron_recover.core.values import Generation, MicrobatchId, ReplicaFailing, ReplicaId, Value
 
 
 class Phase(enum.IntEnum):
@@ -216,7 +216,7 @@ class Condemned(Value, frozen=True):
 
     named: Named
     """The rank that was silent the longest; a stopped one comes first."""
-    failing: Failing | None
+    failing: ReplicaFailing | None
     """The microbatches that the hang is charged to, or None."""
 
 
@@ -509,8 +509,8 @@ def _is_evidence(named: Named) -> bool:
     return named.verdict is Verdict.STOPPED or named.phase not in BOUNDED_BY_NOTHING_SEEN
 
 
-def _charge(named: Named) -> Failing | None:
+def _charge(named: Named) -> ReplicaFailing | None:
     """Return the microbatches to charge, if the rank hangs inside their computation (INV-9)."""
     if named.verdict is not Verdict.HUNG or named.is_kept or named.phase not in COMPUTES or not named.microbatches:
         return None
-    return Failing(named.replica, named.label, named.microbatches, str(named), witnessed=True)
+    return ReplicaFailing(named.replica, named.label, named.microbatches, str(named), witnessed=True)

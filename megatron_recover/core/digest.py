@@ -32,7 +32,7 @@ _PART_BYTES = 4
 _COMPARED = tuple(name for name in Record.__struct_fields__ if name not in ("versions", "requests", "paces"))
 
 
-class Summary(Value, frozen=True):
+class RecordSummary(Value, frozen=True):
     """The digest and the outline of a record."""
 
     digest: bytes
@@ -46,12 +46,12 @@ def bare(record: Record) -> Record:
     return replace(record, requests=(), paces=())
 
 
-def summarize(record: Record) -> Summary:
+def summarize(record: Record) -> RecordSummary:
     """Return the digest and the outline of a record."""
     parts = [_digest((name, getattr(record, name))) for name in _COMPARED]
     parts += [_digest(versions) for versions in _groups(record.versions)]
     digest = hashlib.blake2b(b"".join(parts), digest_size=DIGEST_BYTES).digest()
-    return Summary(digest, b"".join(part[:_PART_BYTES] for part in parts))
+    return RecordSummary(digest, b"".join(part[:_PART_BYTES] for part in parts))
 
 
 def digest(record: Record) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from megatron_recover.core.blame import Evidence, heard, own_deadlines
+from megatron_recover.core.blame import Evidence, own_deadlines, with_report
 from megatron_recover.core.coordinator_state import Arm, CoordinatorState, Effect, Waits
 from megatron_recover.core.values import ReplicaId
 
@@ -50,7 +50,7 @@ def without_evidence(state: CoordinatorState) -> CoordinatorState:
     return replace(state, evidence=Evidence(), waits=(), trouble="", patience=0, undecided="")
 
 
-def fruitful(state: CoordinatorState) -> CoordinatorState:
+def after_progress(state: CoordinatorState) -> CoordinatorState:
     """Return the state after a committed step or a loss: no evidence, no excuses, no retries."""
     return replace(without_evidence(state), fruitless=0, excuse="", excused_for=(), is_excuse_over=False)
 
@@ -59,7 +59,7 @@ def with_waits(state: CoordinatorState) -> CoordinatorState:
     """Return the state with the waits of the previous generation added to the evidence."""
     evidence = state.evidence
     for replica, awaited in state.waits:
-        evidence = heard(evidence, replica, awaited)
+        evidence = with_report(evidence, replica, awaited)
     return replace(state, evidence=evidence, waits=())
 
 

@@ -11,7 +11,7 @@ from itertools import combinations
 
 from megatron_recover.core.label import label_of
 from megatron_recover.core.request import MISCOUNTED, TOO_FEW, UNSAVED, RequestKind, details
-from megatron_recover.core.values import ExitCode, Failing, Finished, Loss, LossKind, MicrobatchId
+from megatron_recover.core.values import ExitCode, Loss, LossKind, MicrobatchId, ReplicaFailing, ReplicaFinished
 
 
 def exit_code(requests: Sequence[str]) -> int:
@@ -68,7 +68,7 @@ _LAST_WORDS = 16_384
 """Characters at the end of the output that are searched: a C++ stack follows the message."""
 
 
-def tells_of_communication(text: str) -> bool:
+def is_communication_text(text: str) -> bool:
     """Return whether torch reports in `text` that communication inside a replica failed.
 
     The text decides, because gloo's errors have no class of their own.
@@ -84,7 +84,7 @@ def aborted_by_communication(status: int, said: str) -> bool:
     index. Its message then names the device error, which the computation has caused.
     """
     said = said[-_LAST_WORDS:]
-    return status == -_SIGABRT and tells_of_communication(said) and _DEVICE not in said
+    return status == -_SIGABRT and is_communication_text(said) and _DEVICE not in said
 
 
 def first_to_die(statuses: Sequence[int]) -> int:
@@ -112,7 +112,7 @@ _UNCHARGED = frozenset({LossKind.PROCESS_ENDED, LossKind.INVARIANT_VIOLATED})
 """Kinds of losses that are charged to no microbatch."""
 
 
-def _charged(failing: Sequence[Failing], losses: Sequence[Loss]) -> list[Failing]:
+def _charged(failing: Sequence[ReplicaFailing], losses: Sequence[Loss]) -> list[ReplicaFailing]:
     """Return the failures that count, given the kind of each replica's loss."""
     kinds = {loss.replica: loss.kind for loss in losses}
     return [
@@ -125,7 +125,7 @@ def _charged(failing: Sequence[Failing], losses: Sequence[Loss]) -> list[Failing
 
 
 def poisoned(
-    failing: Sequence[Failing], losses: Sequence[Loss], samples: tuple[int, int] | None = None
+    failing: Sequence[ReplicaFailing], losses: Sequence[Loss], samples: tuple[int, int] | None = None
 ) -> tuple[int, str] | None:
     """Return exit code and reason if computing one microbatch has ended two replicas (INV-9).
 
@@ -168,7 +168,7 @@ def _samples(label: str, microbatch: MicrobatchId, of_step: int, of_microbatch: 
     return f" (samples {first} to {first + of_microbatch - 1} in the order of training, from 0)"
 
 
-def nobody_left(failing: Sequence[Failing], losses: Sequence[Loss], miscount: str = "") -> tuple[int, str]:
+def nobody_left(failing: Sequence[ReplicaFailing], losses: Sequence[Loss], miscount: str = "") -> tuple[int, str]:
     """Return exit code and reason of a job whose last replica is lost and of which none finished.
 
     `miscount`: the reason why a step was given up, or "".
@@ -193,7 +193,7 @@ def nobody_left(failing: Sequence[Failing], losses: Sequence[Loss], miscount: st
     return ExitCode.NO_REPLICA_LEFT, f"no replica is left ({detail})"
 
 
-def all_finished(finished: Sequence[Finished], miscount: str, requests: Sequence[str] = ()) -> tuple[int, str]:
+def all_finished(finished: Sequence[ReplicaFinished], miscount: str, requests: Sequence[str] = ()) -> tuple[int, str]:
     """Return exit code and reason of a job whose members have all finished.
 
     Members that are lost after the first one finished do not matter: the last record decides.

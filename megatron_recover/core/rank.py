@@ -12,8 +12,8 @@ Caller's contract
 
   - `Plan`: run all its computes in full, whatever happens, in one pass (Note [Passes]). As soon as
     `in_pass` is over, run its operations (`operations(plan, state.replica, state.buckets)` of
-    `core/plan.py`) one by one, each only while `may_run(state, plan.generation)`. Feed `Completed`
-    after each that succeeded. At the first that did not, feed `Failed`, leave the rest of the plan,
+    `core/plan.py`) one by one, each only while `may_run(state, plan.generation)`. Feed `Hold`
+    after each that succeeded. At the first that did not, feed `Block`, leave the rest of the plan,
     and feed `Take` again.
   - `Plan` that `voids`: before all else empty the local gradient and all counts of the step.
   - `Close`: the one order that never becomes `state.taken`. Look for `Close` at the head of the
@@ -21,7 +21,7 @@ Caller's contract
   - `Apply`: the results are the gradient now. Continue with the next step.
   - `Stop`: end.
 
-* A result counts if and only if it is in `state.held` after `Completed`. Otherwise drop the result:
+* A result counts if and only if it is in `state.held` after `Hold`. Otherwise drop the result:
   a newer generation was promised.
 * `Retire(g)`: revoke every transport of a generation below g. From its return on none of them
   writes any memory. `Retire(g)` comes before the acknowledgement `ToLeader(Promised(g))`; INV-5 and
@@ -33,7 +33,7 @@ Note [Passes]
 
     - A pass begins with a `Plan` that has computes.
     - The pass includes the computes of every `Plan` that follows in the stream of orders.
-    - The pass ends at `Close`. Rank 0 (of the first stage) feeds `EndPass` when it begins the last
+    - The pass ends at `Close`. Rank 0 (of the first stage) feeds `AskClose` when it begins the last
       forward that it knows of. The leader then puts `Close` into the stream, at the same place for
       all.
 
@@ -61,25 +61,25 @@ from megatron_recover.core.plan import results
 from megatron_recover.core.values import (
     Apply,
     Begun,
-    Blocked,
     BucketId,
     Close,
-    Closing,
-    Computed,
-    Ended,
+    CloseAsked,
     Generation,
     Held,
     Holds,
     Journal,
     MicrobatchId,
     Order,
+    PassTimed,
     Plan,
     Promise,
     Promised,
-    Raised,
+    RankBlocked,
+    RankFailing,
+    RankFinished,
+    RankSaving,
     ReplicaId,
     Report,
-    Saving,
     Stop,
     Value,
     Work,
@@ -129,7 +129,7 @@ class Take(Value, frozen=True):
     """The training thread requests its next order; the queue must not be empty."""
 
 
-class EndPass(Value, frozen=True):
+class AskClose(Value, frozen=True):
     """Rank 0 begins the last forward that it knows of; feeding this once in a pass is enough."""
 
 
@@ -145,36 +145,36 @@ class MicrobatchFinished(Value, frozen=True):
     microbatch: MicrobatchId
 
 
-class Measured(Value, frozen=True):
-    """The duration of the first pass of a training step, measured by rank 0 (`values.Computed`)."""
+class TimePass(Value, frozen=True):
+    """The duration of a training step's first pass, measured by rank 0 (`values.PassTimed`)."""
 
     num_microbatches: int
     elapsed_ns: int
 
 
-class Completed(Value, frozen=True):
+class Hold(Value, frozen=True):
     """An operation across replicas (transfer to this replica, or reduction) delivered a result."""
 
     held: Held
 
 
-class Failed(Value, frozen=True):
+class Block(Value, frozen=True):
     """An operation across replicas of `generation` failed or waited too long."""
 
     generation: Generation
     reason: str
     suspects: tuple[ReplicaId, ...] = ()
     stalled: bool = False
-    """`suspects` and `stalled` are those of `values.Blocked`."""
+    """`suspects` and `stalled` are those of `values.RankBlocked`."""
     miscounted: bool = False
     """True if the sum of the bucket did not count every microbatch exactly once."""
 
 
-class Raise(Value, frozen=True):
+class Fail(Value, frozen=True):
     """Computing a microbatch raised; the process is about to end."""
 
     microbatches: tuple[MicrobatchId, ...]
-    """The microbatches of `values.Raised`."""
+    """The microbatches of `values.RankFailing`."""
     error: str
 
 
@@ -184,12 +184,12 @@ class Save(Value, frozen=True):
     over: bool
 
 
-class End(Value, frozen=True):
+class Finish(Value, frozen=True):
     """The training loop has ended."""
 
 
 Input = (
-    Order | Begin | Take | MicrobatchStarted | MicrobatchFinished | EndPass | Measured | Completed | Failed | Raise | Save | End
+    Order | Begin | Take | MicrobatchStarted | MicrobatchFinished | AskClose | TimePass | Hold | Block | Fail | Save | Finish
 )
 
 
@@ -295,11 +295,11 @@ def _on_take(state: RankState, _: Take) -> Step:
     return state, ()
 
 
-def _on_end_pass(state: RankState, _: EndPass) -> Step:
+def _on_end_pass(state: RankState, _: AskClose) -> Step:
     """Request `Close` from the leader, which orders it to all ranks at the same place."""
     if state.rank != 0 or not state.in_pass or state.has_asked:
         return state, ()
-    return replace(state, has_asked=True), (ToLeader(Closing(state.rank, state.step)),)
+    return replace(state, has_asked=True), (ToLeader(CloseAsked(state.rank, state.step)),)
 
 
 def _on_started(state: RankState, started: MicrobatchStarted) -> Step:
@@ -314,12 +314,12 @@ def _on_finished(state: RankState, finished: MicrobatchFinished) -> Step:
     return replace(state, journal=replace(journal, finished=(*journal.finished, finished.microbatch))), ()
 
 
-def _on_measured(state: RankState, measured: Measured) -> Step:
+def _on_measured(state: RankState, measured: TimePass) -> Step:
     """Report the time of the pass to the leader, for its vote."""
-    return state, (ToLeader(Computed(state.rank, measured.num_microbatches, measured.elapsed_ns)),)
+    return state, (ToLeader(PassTimed(state.rank, measured.num_microbatches, measured.elapsed_ns)),)
 
 
-def _on_completed(state: RankState, completed: Completed) -> Step:
+def _on_completed(state: RankState, completed: Hold) -> Step:
     """Store a result that the plan asks for, while it may run; report when the plan has all."""
     plan, held = state.taken, completed.held
     if not isinstance(plan, Plan) or not may_run(state, plan.generation):
@@ -339,29 +339,29 @@ def _flush(state: RankState) -> Step:
     return replace(state, unreported=()), (ToLeader(Holds(state.rank, state.step, state.unreported)),)
 
 
-def _on_failed(state: RankState, failed: Failed) -> Step:
+def _on_failed(state: RankState, failed: Block) -> Step:
     """Report the failure to the leader, unless the generation is over and nothing had stalled."""
     if not may_run(state, failed.generation) and not failed.stalled:
         return state, ()
     miscounted = state.step if failed.miscounted else None
-    report = Blocked(state.rank, failed.generation, failed.reason, failed.suspects, failed.stalled, miscounted)
+    report = RankBlocked(state.rank, failed.generation, failed.reason, failed.suspects, failed.stalled, miscounted)
     return state, (ToLeader(report),)
 
 
-def _on_raise(state: RankState, raised: Raise) -> Step:
+def _on_raise(state: RankState, raised: Fail) -> Step:
     """Report to the leader which microbatches of which step raised."""
     label = state.taken.work.label if isinstance(state.taken, Plan) else f"step {state.step}"
-    return state, (ToLeader(Raised(state.rank, state.step, label, raised.microbatches, raised.error)),)
+    return state, (ToLeader(RankFailing(state.rank, state.step, label, raised.microbatches, raised.error)),)
 
 
 def _on_save(state: RankState, save: Save) -> Step:
     """Report the beginning or end of a save to the leader; only rank 0 reports it."""
-    return state, (ToLeader(Saving(state.rank, save.over)),) if state.rank == 0 else ()
+    return state, (ToLeader(RankSaving(state.rank, save.over)),) if state.rank == 0 else ()
 
 
-def _on_end(state: RankState, _: End) -> Step:
+def _on_end(state: RankState, _: Finish) -> Step:
     """Report the end of the training loop to the leader."""
-    return state, (ToLeader(Ended(state.rank)),)
+    return state, (ToLeader(RankFinished(state.rank)),)
 
 
 TABLE: Mapping[type, Callable[[RankState, Any], Step]] = {
@@ -374,11 +374,11 @@ TABLE: Mapping[type, Callable[[RankState, Any], Step]] = {
     Take: _on_take,
     MicrobatchStarted: _on_started,
     MicrobatchFinished: _on_finished,
-    EndPass: _on_end_pass,
-    Measured: _on_measured,
-    Completed: _on_completed,
-    Failed: _on_failed,
-    Raise: _on_raise,
+    AskClose: _on_end_pass,
+    TimePass: _on_measured,
+    Hold: _on_completed,
+    Block: _on_failed,
+    Fail: _on_raise,
     Save: _on_save,
-    End: _on_end,
+    Finish: _on_end,
 }

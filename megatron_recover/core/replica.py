@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from megatron_recover.core.bucket import by_version
 from megatron_recover.core.contribution import added
 from megatron_recover.core.digest import commitment, differences, summarize
+from megatron_recover.core.forwarding import direct_peers, forwarded, heard_from, newest_of_each, waiting_for
 from megatron_recover.core.own_record import adopted, held_complete, own_record
 from megatron_recover.core.plan import fresh_plan, plan_of, results
 from megatron_recover.core.policy import exit_code, untrained
@@ -37,42 +38,42 @@ from megatron_recover.core.replica_state import (
     Effect,
     Input,
     LinkLost,
-    Phase,
+    PeerMessage,
+    ReplicaPhase,
     ReplicaState,
     ToCoordinator,
     ToPeers,
     ToRanks,
     Voted,
     WaitExpired,
-    Word,
 )
 from megatron_recover.core.request import SAVED
-from megatron_recover.core.speed import learn, said
+from megatron_recover.core.speed import learn, reported_paces
 from megatron_recover.core.tree import neighbours
 from megatron_recover.core.values import (
     Apply,
     Begun,
-    Blocked,
-    Busy,
     Close,
-    Closing,
-    Computed,
+    CloseAsked,
     Diverged,
-    Ended,
     Entered,
-    Failing,
-    Finished,
     Holds,
     Journal,
     Miscounted,
     NewGeneration,
+    PassTimed,
     Promise,
     Promised,
-    Raised,
+    RankBlocked,
+    RankFailing,
+    RankFinished,
+    RankSaving,
     Record,
+    ReplicaBlocked,
+    ReplicaFailing,
+    ReplicaFinished,
     ReplicaId,
-    Requested,
-    Saving,
+    ReplicaSaving,
     Status,
     Statuses,
     Stop,
@@ -80,11 +81,10 @@ from megatron_recover.core.values import (
     Votes,
 )
 from megatron_recover.core.vote import Disagreement, ballot_of, gather, tally, unite
-from megatron_recover.core.words import handed_on, heard_from, newest_of_each, told_at_once, waiting_for
 
 __all__ = [
-    "Committed", "Decided", "Effect", "Input", "LinkLost", "Phase", "ReplicaState", "ToCoordinator", "ToPeers", "ToRanks",
-    "Voted", "WaitExpired", "Word", "step", "waiting_for",
+    "Committed", "Decided", "Effect", "Input", "LinkLost", "PeerMessage", "ReplicaPhase", "ReplicaState", "ToCoordinator",
+    "ToPeers", "ToRanks", "Voted", "WaitExpired", "step", "waiting_for",
 ]  # fmt: skip
 
 # --- The machine ----------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def _on_generation(state: ReplicaState, new: NewGeneration) -> Step:
     begun = state.work is not None
     entered = replace(
         state,
-        phase=Phase.PROMISING,
+        phase=ReplicaPhase.PROMISING,
         waited_for=waiting_for(state) or state.waited_for,
         generation=new.generation,
         roster=new.roster,
@@ -159,34 +159,36 @@ def _on_promised(state: ReplicaState, report: Promised) -> Step:
     )
     before = heard_from(state)
     entered = Entered(state.replica, state.generation, state.step, state.waited_for)
-    state = replace(state, phase=Phase.EXCHANGING, statuses=newest_of_each(state.statuses, (status,)), waited_for=())
+    state = replace(state, phase=ReplicaPhase.EXCHANGING, statuses=newest_of_each(state.statuses, (status,)), waited_for=())
     state, effects = _exchange(state, before)
-    return state, (ToCoordinator(entered), ToPeers(told_at_once(state), status), *effects)
+    return state, (ToCoordinator(entered), ToPeers(direct_peers(state), status), *effects)
 
 
 def _on_status(state: ReplicaState, message: Status | Statuses) -> Step:
     """Keep each status and forward it in a tree; make the common plan once all have come."""
     if message.generation < state.generation:
         return state, ()
-    if message.generation == state.generation and state.phase not in (Phase.PROMISING, Phase.EXCHANGING):
+    if message.generation == state.generation and state.phase not in (ReplicaPhase.PROMISING, ReplicaPhase.EXCHANGING):
         return state, ()
     before = heard_from(state)
     state = replace(
         state, statuses=newest_of_each(state.statuses, message.statuses if isinstance(message, Statuses) else (message,))
     )
-    return _exchange(state, before) if state.phase is Phase.EXCHANGING else (state, ())
+    return _exchange(state, before) if state.phase is ReplicaPhase.EXCHANGING else (state, ())
 
 
 def _exchange(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
     """Forward the statuses if a subtree is complete since `before`; plan once none is missing."""
     statuses = tuple(status for status in state.statuses if status.generation == state.generation)
-    effects = handed_on(state, before, Statuses(state.replica, state.generation, statuses))
+    effects = forwarded(state, before, Statuses(state.replica, state.generation, statuses))
     if waiting_for(state):
         return state, effects
     recovery = recover(statuses, state.trusted_from, speeds=state.speeds, pipeline=state.shape.pipeline)
     if isinstance(recovery, Disagreement):
         return _diverged(state, recovery, effects)
-    state = replace(state, phase=Phase.IDLE, statuses=tuple(s for s in state.statuses if s.generation > state.generation))
+    state = replace(
+        state, phase=ReplicaPhase.IDLE, statuses=tuple(s for s in state.statuses if s.generation > state.generation)
+    )
     if recovery.step > state.step:
         if recovery.adopt is None:
             raise ValueError(f"step {state.step} is committed elsewhere without a record")
@@ -212,17 +214,17 @@ def _on_begun(state: ReplicaState, report: Begun) -> Step:
         state = replace(state, digests=tuple(sorted((dict(state.digests) | {report.rank: report.digest}).items())))
     if report.rank == 0 and state.work is None:
         state = replace(state, work=report.work)
-        return _start(state) if state.phase is Phase.IDLE else (state, ())
+        return _start(state) if state.phase is ReplicaPhase.IDLE else (state, ())
     # This digest may be the last that the vote was waiting for.
-    return _vote(state) if state.phase is Phase.WORKING else (state, ())
+    return _vote(state) if state.phase is ReplicaPhase.WORKING else (state, ())
 
 
-def _on_closing(state: ReplicaState, report: Closing) -> Step:
+def _on_closing(state: ReplicaState, report: CloseAsked) -> Step:
     """Order `Close`, so that the pass ends at the same place in the orders of all ranks."""
     return state, (ToRanks(Close(state.step)),) if report.step == state.step else ()
 
 
-def _on_computed(state: ReplicaState, report: Computed) -> Step:
+def _on_computed(state: ReplicaState, report: PassTimed) -> Step:
     """Store this replica's pace in nanoseconds per microbatch, for its next vote."""
     pipeline = state.shape.pipeline
     pace = report.elapsed_ns * pipeline.num_chunks // ticks(report.num_microbatches, pipeline)
@@ -244,7 +246,7 @@ def _start(state: ReplicaState) -> Step:
     replaced = results(plan, state.replica)
     state = replace(
         state,
-        phase=Phase.WORKING,
+        phase=ReplicaPhase.WORKING,
         plan=plan,
         must_void=False,
         contributions=added(state.contributions, plan.computes),
@@ -261,14 +263,14 @@ def _on_holds(state: ReplicaState, report: Holds) -> Step:
     """Store the results that a rank holds; vote once all ranks hold all results."""
     if state.plan is None or report.step != state.step or not state.held:
         return state, ()
-    if state.phase is Phase.PROMISING and report.rank in state.promised:
+    if state.phase is ReplicaPhase.PROMISING and report.rank in state.promised:
         return state, ()
     expected = results(state.plan, state.replica)
     fresh = {item.bucket: item for item in report.held if expected.get(item.bucket) == item.version}
     merged = {item.bucket: item for item in state.held[report.rank]} | fresh
     items = tuple(merged[bucket] for bucket in sorted(merged))
     state = replace(state, held=(*state.held[: report.rank], items, *state.held[report.rank + 1 :]))
-    return _vote(state) if state.phase is Phase.WORKING else (state, ())
+    return _vote(state) if state.phase is ReplicaPhase.WORKING else (state, ())
 
 
 def _vote(state: ReplicaState) -> Step:
@@ -279,12 +281,12 @@ def _vote(state: ReplicaState) -> Step:
     if state.work.digests and len(state.digests) < state.shape.num_ranks:
         return state, ()
     trains = len(state.work.buckets) == len(state.shape.bucket_ranks)
-    paces = said(state.speeds, state.replica, state.pace_ns if state.contributions else 0) if trains else ()
+    paces = reported_paces(state.speeds, state.replica, state.pace_ns if state.contributions else 0) if trains else ()
     record = replace(own_record(state), requests=state.requests, paces=paces)
     summary, before = summarize(record), heard_from(state)
     vote = Vote(state.replica, state.generation, state.step, summary.digest, summary.outline, record.requests, record.paces)
-    state, effects = _count(replace(state, phase=Phase.VOTED, votes=gather(state.votes, (ballot_of(vote),))), before)
-    return state, (Voted(record, state.generation), ToPeers(told_at_once(state), vote), *effects)
+    state, effects = _count(replace(state, phase=ReplicaPhase.VOTED, votes=gather(state.votes, (ballot_of(vote),))), before)
+    return state, (Voted(record, state.generation), ToPeers(direct_peers(state), vote), *effects)
 
 
 def _on_vote(state: ReplicaState, message: Vote | Votes) -> Step:
@@ -297,12 +299,12 @@ def _on_vote(state: ReplicaState, message: Vote | Votes) -> Step:
         return state, ()
     before = heard_from(state)
     state = replace(state, votes=gather(state.votes, message.ballots))
-    return _count(state, before) if state.phase is Phase.VOTED else (state, ())
+    return _count(state, before) if state.phase is ReplicaPhase.VOTED else (state, ())
 
 
 def _count(state: ReplicaState, before: frozenset[ReplicaId]) -> Step:
     """Forward the votes if a subtree is complete since `before`; commit once none is missing."""
-    effects = handed_on(state, before, Votes(state.replica, state.generation, state.step, state.votes))
+    effects = forwarded(state, before, Votes(state.replica, state.generation, state.step, state.votes))
     outcome = tally(state.votes, state.roster)
     if outcome is None:
         return state, effects
@@ -318,7 +320,7 @@ def _commit(state: ReplicaState, record: Record, *, adopted: bool) -> Step:
     """Commit the step: order `Apply`, learn the paces, and forget all that belonged to it."""
     state = replace(
         state,
-        phase=Phase.IDLE,
+        phase=ReplicaPhase.IDLE,
         step=state.step + 1,
         work=None,
         contributions=(),
@@ -344,19 +346,19 @@ def _diverged(state: ReplicaState, conflict: Disagreement, effects: tuple[Effect
     return replace(state, blocked=True), (*effects, ToCoordinator(report))
 
 
-def _on_blocked(state: ReplicaState, report: Blocked) -> Step:
+def _on_blocked(state: ReplicaState, report: RankBlocked) -> Step:
     """Report a miscounted sum, or request a newer generation once; always report a stall."""
     if report.miscounted is not None:
         # A late report is about an attempt that is over: it must not make the present one void.
-        if (report.generation, report.miscounted) != (state.generation, state.step) or state.phase is not Phase.WORKING:
+        if (report.generation, report.miscounted) != (state.generation, state.step) or state.phase is not ReplicaPhase.WORKING:
             return state, ()
         miscounted = Miscounted(state.replica, state.generation, state.step, report.reason)
         return replace(state, blocked=True), (ToCoordinator(miscounted),)
-    if report.generation == state.generation and state.phase is Phase.WORKING and not state.blocked:
+    if report.generation == state.generation and state.phase is ReplicaPhase.WORKING and not state.blocked:
         return _request(state, report.reason, report.suspects, stalled=report.stalled)
     if report.generation > state.generation or not report.stalled:
         return state, ()
-    evidence = Requested(state.replica, report.generation, report.reason, report.suspects, True)
+    evidence = ReplicaBlocked(state.replica, report.generation, report.reason, report.suspects, True)
     return state, (ToCoordinator(evidence),)
 
 
@@ -372,29 +374,31 @@ def _on_expired(state: ReplicaState, expired: WaitExpired) -> Step:
     missing = waiting_for(state)
     if not missing or (expired.generation, expired.step) != (state.generation, state.step):
         return state, ()
-    return _request(state, f"no {'status' if state.phase is Phase.EXCHANGING else 'vote'} of replicas {missing} came", ())
+    return _request(
+        state, f"no {'status' if state.phase is ReplicaPhase.EXCHANGING else 'vote'} of replicas {missing} came", ()
+    )
 
 
 def _request(state: ReplicaState, reason: str, suspects: tuple[ReplicaId, ...], *, stalled: bool = False) -> Step:
     """Request a newer generation, at most once in a generation."""
     if state.blocked:
         return state, ()
-    request = Requested(state.replica, state.generation, reason, suspects, stalled)
+    request = ReplicaBlocked(state.replica, state.generation, reason, suspects, stalled)
     return replace(state, blocked=True), (ToCoordinator(request),)
 
 
-def _on_raised(state: ReplicaState, report: Raised) -> Step:
+def _on_raised(state: ReplicaState, report: RankFailing) -> Step:
     """Report to the coordinator which microbatches a rank was computing when it raised."""
-    return state, (ToCoordinator(Failing(state.replica, report.label, report.microbatches, report.error)),)
+    return state, (ToCoordinator(ReplicaFailing(state.replica, report.label, report.microbatches, report.error)),)
 
 
-def _on_saving(state: ReplicaState, report: Saving) -> Step:
+def _on_saving(state: ReplicaState, report: RankSaving) -> Step:
     """Report to the coordinator that this replica takes part in no step until its save is over."""
-    return state, (ToCoordinator(Busy(state.replica, report.over)),)
+    return state, (ToCoordinator(ReplicaSaving(state.replica, report.over)),)
 
 
-def _on_ended(state: ReplicaState, report: Ended) -> Step:
-    """Report `Finished` once the last rank has ended its training loop; keep answering."""
+def _on_ended(state: ReplicaState, report: RankFinished) -> Step:
+    """Report `ReplicaFinished` once the last rank has ended its training loop; keep answering."""
     if report.rank in state.ended:
         return state, ()
     state = replace(state, ended=tuple(sorted((*state.ended, report.rank))))
@@ -402,12 +406,12 @@ def _on_ended(state: ReplicaState, report: Ended) -> Step:
     if len(state.ended) < state.shape.num_ranks:
         return state, ()
     requests = state.committed.requests if state.committed is not None else ()
-    return state, (ToCoordinator(Finished(state.replica, exit_code(requests), SAVED in requests, untrained(requests))),)
+    return state, (ToCoordinator(ReplicaFinished(state.replica, exit_code(requests), SAVED in requests, untrained(requests))),)
 
 
 def _on_stop(state: ReplicaState, stop: Stop) -> Step:
     """Order the ranks to stop, and ignore every later input."""
-    return replace(state, phase=Phase.STOPPED), (ToRanks(stop),)
+    return replace(state, phase=ReplicaPhase.STOPPED), (ToRanks(stop),)
 
 
 # --- The table ------------------------------------------------------------------------------------
@@ -417,34 +421,34 @@ class Row(NamedTuple):
     """The handler of one input in one phase, and the phases that it may lead to."""
 
     handler: Callable[[ReplicaState, Any], Step]
-    leads_to: frozenset[Phase]
+    leads_to: frozenset[ReplicaPhase]
     """Phases that the state may be in afterwards."""
 
 
-_Answer = tuple[type, Callable[[ReplicaState, Any], Step], tuple[Phase, ...]]
+_Answer = tuple[type, Callable[[ReplicaState, Any], Step], tuple[ReplicaPhase, ...]]
 """An input type, its handler, and the phases that it may lead to besides the present one."""
 
 
-def _statuses(leads_to: tuple[Phase, ...] = ()) -> tuple[_Answer, ...]:
+def _statuses(leads_to: tuple[ReplicaPhase, ...] = ()) -> tuple[_Answer, ...]:
     return (Status, _on_status, leads_to), (Statuses, _on_status, leads_to)
 
 
-def _votes(leads_to: tuple[Phase, ...] = ()) -> tuple[_Answer, ...]:
+def _votes(leads_to: tuple[ReplicaPhase, ...] = ()) -> tuple[_Answer, ...]:
     return (Vote, _on_vote, leads_to), (Votes, _on_vote, leads_to)
 
 
-def _rows(phase: Phase, *extra: _Answer) -> dict[type, Row]:
+def _rows(phase: ReplicaPhase, *extra: _Answer) -> dict[type, Row]:
     """Return the rows of a phase: the inputs that every phase but STOPPED answers, and `extra`."""
     rows: dict[type, Row] = {
-        NewGeneration: Row(_on_generation, frozenset({phase, Phase.PROMISING})),
+        NewGeneration: Row(_on_generation, frozenset({phase, ReplicaPhase.PROMISING})),
         Begun: Row(_on_begun, frozenset({phase})),
-        Closing: Row(_on_closing, frozenset({phase})),
-        Computed: Row(_on_computed, frozenset({phase})),
-        Raised: Row(_on_raised, frozenset({phase})),
-        Saving: Row(_on_saving, frozenset({phase})),
-        Blocked: Row(_on_blocked, frozenset({phase})),
-        Ended: Row(_on_ended, frozenset({phase})),
-        Stop: Row(_on_stop, frozenset({Phase.STOPPED})),
+        CloseAsked: Row(_on_closing, frozenset({phase})),
+        PassTimed: Row(_on_computed, frozenset({phase})),
+        RankFailing: Row(_on_raised, frozenset({phase})),
+        RankSaving: Row(_on_saving, frozenset({phase})),
+        RankBlocked: Row(_on_blocked, frozenset({phase})),
+        RankFinished: Row(_on_ended, frozenset({phase})),
+        Stop: Row(_on_stop, frozenset({ReplicaPhase.STOPPED})),
     }
     for kind, handler, leads_to in extra:
         rows[kind] = Row(handler, frozenset({phase, *leads_to}))
@@ -452,48 +456,48 @@ def _rows(phase: Phase, *extra: _Answer) -> dict[type, Row]:
 
 
 # One input can lead through several phases: with the last status a replica may plan and vote.
-_AFTER_EXCHANGE = (Phase.IDLE, Phase.WORKING, Phase.VOTED)
+_AFTER_EXCHANGE = (ReplicaPhase.IDLE, ReplicaPhase.WORKING, ReplicaPhase.VOTED)
 
-TABLE: Mapping[Phase, Mapping[type, Row]] = {
-    Phase.JOINING: _rows(
-        Phase.JOINING,
+TABLE: Mapping[ReplicaPhase, Mapping[type, Row]] = {
+    ReplicaPhase.JOINING: _rows(
+        ReplicaPhase.JOINING,
         *_statuses(),
     ),
-    Phase.PROMISING: _rows(
-        Phase.PROMISING,
+    ReplicaPhase.PROMISING: _rows(
+        ReplicaPhase.PROMISING,
         *_statuses(),
         (Holds, _on_holds, ()),
-        (Promised, _on_promised, (Phase.EXCHANGING, *_AFTER_EXCHANGE)),
+        (Promised, _on_promised, (ReplicaPhase.EXCHANGING, *_AFTER_EXCHANGE)),
         (LinkLost, _on_link_lost, ()),
     ),
-    Phase.EXCHANGING: _rows(
-        Phase.EXCHANGING,
+    ReplicaPhase.EXCHANGING: _rows(
+        ReplicaPhase.EXCHANGING,
         *_statuses(_AFTER_EXCHANGE),
         *_votes(),
         (LinkLost, _on_link_lost, ()),
         (WaitExpired, _on_expired, ()),
     ),
-    Phase.IDLE: _rows(
-        Phase.IDLE,
+    ReplicaPhase.IDLE: _rows(
+        ReplicaPhase.IDLE,
         *_statuses(),
-        (Begun, _on_begun, (Phase.WORKING,)),
+        (Begun, _on_begun, (ReplicaPhase.WORKING,)),
         *_votes(),
         (LinkLost, _on_link_lost, ()),
     ),
-    Phase.WORKING: _rows(
-        Phase.WORKING,
+    ReplicaPhase.WORKING: _rows(
+        ReplicaPhase.WORKING,
         *_statuses(),
-        (Begun, _on_begun, (Phase.VOTED, Phase.IDLE)),
-        (Holds, _on_holds, (Phase.VOTED, Phase.IDLE)),
+        (Begun, _on_begun, (ReplicaPhase.VOTED, ReplicaPhase.IDLE)),
+        (Holds, _on_holds, (ReplicaPhase.VOTED, ReplicaPhase.IDLE)),
         *_votes(),
         (LinkLost, _on_link_lost, ()),
     ),
-    Phase.VOTED: _rows(
-        Phase.VOTED,
+    ReplicaPhase.VOTED: _rows(
+        ReplicaPhase.VOTED,
         *_statuses(),
-        *_votes((Phase.IDLE,)),
+        *_votes((ReplicaPhase.IDLE,)),
         (LinkLost, _on_link_lost, ()),
         (WaitExpired, _on_expired, ()),
     ),
-    Phase.STOPPED: {},
+    ReplicaPhase.STOPPED: {},
 }

@@ -34,7 +34,7 @@ from megatron_recover.core.values import (
 )
 
 
-class Phase(enum.Enum):
+class ReplicaPhase(enum.Enum):
     """The place of a replica in its generation."""
 
     JOINING = "joining"
@@ -63,7 +63,7 @@ class ReplicaState(Value, frozen=True):
 
     All replicas have the same value.
     """
-    phase: Phase = Phase.JOINING
+    phase: ReplicaPhase = ReplicaPhase.JOINING
     generation: Generation = 0
     roster: tuple[ReplicaId, ...] = ()
     step: int = 0
@@ -140,7 +140,7 @@ class ToRanks(Value, frozen=True):
     order: Order
 
 
-Word = Status | Statuses | Vote | Votes
+PeerMessage = Status | Statuses | Vote | Votes
 """A message between leaders."""
 
 
@@ -153,7 +153,7 @@ class ToPeers(Value, frozen=True):
     """
 
     peers: tuple[ReplicaId, ...]
-    message: Word
+    message: PeerMessage
 
 
 class ToCoordinator(Value, frozen=True):

@@ -80,7 +80,7 @@ UNKNOWN = Speeds()
 """Speeds before the first record."""
 
 
-def said(speeds: Speeds, replica: ReplicaId, pace_ns: int) -> tuple[tuple[ReplicaId, int], ...]:
+def reported_paces(speeds: Speeds, replica: ReplicaId, pace_ns: int) -> tuple[tuple[ReplicaId, int], ...]:
     """Return `Record.paces` for a vote in a training step; empty for a replica never measured."""
     known = any(estimate.replica == replica for estimate in speeds.estimates)
     return ((replica, pace_ns),) if pace_ns or known else ()

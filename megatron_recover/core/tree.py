@@ -43,7 +43,9 @@ def neighbours(roster: Sequence[ReplicaId], replica: ReplicaId, above: int) -> t
     return (*(() if up is None else (up,)), *children(roster, replica, above))
 
 
-def told(roster: Sequence[ReplicaId], replica: ReplicaId, heard: Collection[ReplicaId], above: int) -> tuple[ReplicaId, ...]:
+def forward_to(
+    roster: Sequence[ReplicaId], replica: ReplicaId, heard: Collection[ReplicaId], above: int
+) -> tuple[ReplicaId, ...]:
     """Return the members to forward everything `heard` to, or none.
 
     Send only when the returned members change. Without a tree nothing is forwarded.

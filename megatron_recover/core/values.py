@@ -22,6 +22,27 @@ local gradient, result
 version
     The generation that reduced a result. A generation reduces a bucket of a step at most once, so
     (step, bucket, version) names one result for all time.
+
+Names of one fact on its way (one stem each; a verb is an input, `Rank...` and `Replica...` are
+messages; empty where the fact goes no further):
+
+================  ==================  ================  ================  ====================
+fact              call of a trainer   input of the      report of a rank  message of a leader
+                  (`RankDriver`)      rank's machine    to its leader     to the coordinator
+================  ==================  ================  ================  ====================
+step begins       `begin`             `Begin`           `Begun`
+end of the pass   `ask_close`         `AskClose`        `CloseAsked`
+time of a pass    `pass_timed`        `TimePass`        `PassTimed`
+result            `hold`              `Hold`            `Holds`
+failed sum        `blocked`           `Block`           `RankBlocked`     `ReplicaBlocked`
+failed backward   `failing`           `Fail`            `RankFailing`     `ReplicaFailing`
+save              `saving`            `Save`            `RankSaving`      `ReplicaSaving`
+end of training   `close`             `Finish`          `RankFinished`    `ReplicaFinished`
+promise                               `Promise`         `Promised`        `Entered`
+================  ==================  ================  ================  ====================
+
+The end of a process is a `ProcessEnd` of the agent, a `Loss` once it cost a replica, and
+`ReplicaLost` as the coordinator's input; the trace records the first as `failure`.
 """
 
 from __future__ import annotations
@@ -126,7 +147,7 @@ class Record(Value, frozen=True):
     """The committed results, one per bucket of `Work.buckets`."""
     requests: tuple[str, ...] = ()
     """Job-wide requests, such as exit (`core/request.py`). In a vote: the voter's own. In a
-    committed record: the sorted union of all voters'. Not related to `Requested`."""
+    committed record: the sorted union of all voters'. Not related to `ReplicaBlocked`."""
     paces: tuple[tuple[ReplicaId, int], ...] = ()
     """(voter, nanoseconds per microbatch; 0: it computed none); empty unless the step trains. In a
     vote: the voter's own. In a committed record: all voters', by replica (`core/speed.py`)."""
@@ -317,7 +338,7 @@ class Begun(Value, frozen=True):
     """Digest of all state of this rank as the step begins; None unless `work.digests`."""
 
 
-class Closing(Value, frozen=True):
+class CloseAsked(Value, frozen=True):
     """Rank 0 requests `Close` as it begins its last known forward. Plans before `Close` join."""
 
     rank: int
@@ -333,7 +354,7 @@ class Promised(Value, frozen=True):
     """Journal of rank 0. Empty from other ranks."""
 
 
-class Computed(Value, frozen=True):
+class PassTimed(Value, frozen=True):
     """Rank 0 knows the time of a training step's first pass; on a GPU after its kernels ended."""
 
     rank: int
@@ -350,7 +371,7 @@ class Holds(Value, frozen=True):
     held: tuple[Held, ...]
 
 
-class Blocked(Value, frozen=True):
+class RankBlocked(Value, frozen=True):
     """A reduction or transfer of `generation` failed or waited too long on this rank."""
 
     rank: int
@@ -364,7 +385,7 @@ class Blocked(Value, frozen=True):
     """Step of a sum that does not count every microbatch once (nobody holds the sum), or None."""
 
 
-class Raised(Value, frozen=True):
+class RankFailing(Value, frozen=True):
     """An exception ends the rank (NaN check, out of memory, ...)."""
 
     rank: int
@@ -375,20 +396,20 @@ class Raised(Value, frozen=True):
     error: str
 
 
-class Ended(Value, frozen=True):
+class RankFinished(Value, frozen=True):
     """The rank's training loop is over. Its control thread still obeys orders until `Stop`."""
 
     rank: int
 
 
-class Saving(Value, frozen=True):
+class RankSaving(Value, frozen=True):
     """The training thread of rank 0 begins a checkpoint save, or has ended it (`over`)."""
 
     rank: int
     over: bool
 
 
-Report = Begun | Closing | Computed | Promised | Holds | Blocked | Raised | Ended | Saving
+Report = Begun | CloseAsked | PassTimed | Promised | Holds | RankBlocked | RankFailing | RankFinished | RankSaving
 
 
 # --- Membership -----------------------------------------------------------------------------------
@@ -474,7 +495,7 @@ class Entered(Value, frozen=True):
     """Members whose message the replica still needed when it left the generation before."""
 
 
-class Requested(Value, frozen=True):
+class ReplicaBlocked(Value, frozen=True):
     """A replica cannot continue in `generation` and requests a newer one.
 
     If `generation` is over already, the request is only evidence, and only if `stalled`.
@@ -485,23 +506,23 @@ class Requested(Value, frozen=True):
     reason: str
     suspects: tuple[ReplicaId, ...] = ()
     stalled: bool = False
-    """Both as in `Blocked`."""
+    """Both as in `RankBlocked`."""
 
 
-class Busy(Value, frozen=True):
+class ReplicaSaving(Value, frozen=True):
     """A replica saves a checkpoint until `over`. It takes part in no step, but still promises."""
 
     replica: ReplicaId
     over: bool
 
 
-class Failing(Value, frozen=True):
+class ReplicaFailing(Value, frozen=True):
     """Computing a microbatch failed in a replica, which is about to end."""
 
     replica: ReplicaId
     label: str
     microbatches: tuple[MicrobatchId, ...]
-    """The microbatches that may be to blame, as in `Raised`."""
+    """The microbatches that may be to blame, as in `RankFailing`."""
     error: str
     witnessed: bool = False
     """True if an agent read them from the progress page of a rank that crashed or hung."""
@@ -527,7 +548,7 @@ class Miscounted(Value, frozen=True):
     reason: str
 
 
-class Finished(Value, frozen=True):
+class ReplicaFinished(Value, frozen=True):
     """The training loop of a replica is over. The replica answers other members until `Stop`."""
 
     replica: ReplicaId
@@ -538,7 +559,7 @@ class Finished(Value, frozen=True):
     """Description of the last state if nothing was trained (`RequestKind.UNTRAINED`)."""
 
 
-LeaderMessage = Hello | Entered | Requested | Busy | Failing | Diverged | Miscounted | Finished
+LeaderMessage = Hello | Entered | ReplicaBlocked | ReplicaSaving | ReplicaFailing | Diverged | Miscounted | ReplicaFinished
 
 
 class ExitCode(enum.IntEnum):

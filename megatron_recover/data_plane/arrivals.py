@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from megatron_recover.authentication.admission import Admission, Report, Unproven
-from megatron_recover.authentication.handshake import Party, Role, Verdict
+from megatron_recover.authentication.admission import Admission, ReportStrangers, Unproven
+from megatron_recover.authentication.handshake import Party, Reply, Role
 
 MAX_PARKED = 1024
 """Proven connections that are kept until their generation is opened."""
@@ -25,12 +25,12 @@ class Parked:
         self.sock = proven.sock
         self._proven = proven
 
-    def decide(self, verdict: Verdict, generation: int) -> None:
+    def decide(self, verdict: Reply, generation: int) -> None:
         """Send the connector the verdict."""
         with contextlib.suppress(OSError):  # a peer that is gone is noticed at the first read
             self._proven.decide(verdict, generation)
 
-    def refuse(self, verdict: Verdict, generation: int) -> None:
+    def refuse(self, verdict: Reply, generation: int) -> None:
         """Send the connector the verdict, and close the connection."""
         self.decide(verdict, generation)
         self.sock.close()
@@ -49,7 +49,7 @@ def _has_ended(sock: socket.socket) -> bool:
 class Arrivals:
     """The connections to one listener. The lock of the endpoint guards every call."""
 
-    def __init__(self, listener: socket.socket, key: bytes, rank: int, report: Report) -> None:
+    def __init__(self, listener: socket.socket, key: bytes, rank: int, report: ReportStrangers) -> None:
         self.admission = Admission(listener, key, "data", report)
         self._rank = rank
         self._watching: dict[int, socket.socket] = {}
@@ -98,10 +98,10 @@ class Arrivals:
             if peer.replica in self._watching:
                 self._watching.pop(peer.replica).close()
             self._watching[peer.replica] = arrived.sock
-            arrived.decide(Verdict.WELCOME, generation)
+            arrived.decide(Reply.WELCOME, generation)
         elif acceptor.generation < generation:
-            arrived.refuse(Verdict.OLDER, generation)
+            arrived.refuse(Reply.OLDER, generation)
         elif len(self.parked) >= MAX_PARKED or (acceptor.generation, peer.replica) in self.parked:
-            arrived.refuse(Verdict.NO_ROOM, generation)
+            arrived.refuse(Reply.NO_ROOM, generation)
         else:
             self.parked[acceptor.generation, peer.replica] = arrived

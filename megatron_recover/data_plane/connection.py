@@ -16,7 +16,7 @@ import select
 import socket
 from collections import deque
 
-from megatron_recover.authentication.handshake import NONCE_BYTES, Connector, Party, Refused, Role, Verdict
+from megatron_recover.authentication.handshake import NONCE_BYTES, Connector, Party, Refused, Reply, Role
 from megatron_recover.data_plane.transport import PeerAhead, PeerLost
 
 WOULD_BLOCK = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EINPROGRESS)
@@ -74,11 +74,11 @@ class Connection:
         except Refused as refused:
             raise EndedUnproven(self.peer, str(refused)) from refused
         match connector.verdict:
-            case Verdict.WELCOME:
+            case Reply.WELCOME:
                 self.ready = True
-            case Verdict.OLDER:
+            case Reply.OLDER:
                 raise PeerAhead(self.peer, connector.generation)
-            case Verdict.NO_ROOM:
+            case Reply.NO_ROOM:
                 raise PeerLost(self.peer, "has no room for another connection of this generation")
         return self.ready
 

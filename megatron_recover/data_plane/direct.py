@@ -40,14 +40,14 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_recover.authentication.admission import Report
-from megatron_recover.authentication.handshake import Role, Verdict
+from megatron_recover.authentication.admission import ReportStrangers
+from megatron_recover.authentication.handshake import Reply, Role
 from megatron_recover.data_plane.arrivals import Arrivals, Parked
 from megatron_recover.data_plane.connection import REDIAL_S, CannotDial, Connection, EndedUnproven, connect
 from megatron_recover.data_plane.exchange import CopyExchange, Exchange, SumExchange
 from megatron_recover.data_plane.transport import (
+    CallPart,
     DeadlineExceeded,
-    Part,
     PeerAhead,
     PeerLost,
     Probe,
@@ -80,7 +80,7 @@ class DirectEndpoint:
         key: bytes,
         rank: int,
         deadlines: Deadlines | None = None,
-        report: Report = lambda name, number: None,
+        report: ReportStrangers = lambda name, number: None,
     ) -> None:
         """Listen on `host`. `key` is the job's; `rank` is this rank's position in its replica.
 
@@ -161,7 +161,7 @@ class DirectEndpoint:
             parked = self._arrivals.parked
             arrived = {peer: parked.pop((g, peer)) for g, peer in list(parked) if g == generation}
             for stale in [key for key in parked if key[0] < generation]:
-                parked.pop(stale).refuse(Verdict.OLDER, self._generation)
+                parked.pop(stale).refuse(Reply.OLDER, self._generation)
             return arrived, {peer: newer for newer, peer in parked}
 
     def _abandon(self) -> None:
@@ -315,7 +315,7 @@ class DirectTransport:
 
     def _run(self, exchange: Exchange, peers: Sequence[int]) -> None:
         """Connect to `peers`, then move bytes until the exchange is complete."""
-        part, limit_s = Part.CONNECT, Part.CONNECT.limit_s(self._endpoint.deadlines)
+        part, limit_s = CallPart.CONNECT, CallPart.CONNECT.limit_s(self._endpoint.deadlines)
         progressed_at = time.monotonic()
         self._endpoint.greet(self.me, expects=False)  # drop strangers in any case: the kernel's queue is short
         while not exchange.complete():
@@ -338,11 +338,11 @@ class DirectTransport:
             else:
                 self._wait(exchange, peers, progressed_at + limit_s - now)
 
-    def _part(self, exchange: Exchange, peers: Sequence[int]) -> Part:
+    def _part(self, exchange: Exchange, peers: Sequence[int]) -> CallPart:
         """Return the part that the call is in."""
         if self._unreached(peers):
-            return Part.CONNECT
-        return Part.SUM if all(exchange.has_entered(peer) for peer in peers) else Part.SLOWEST
+            return CallPart.CONNECT
+        return CallPart.SUM if all(exchange.has_entered(peer) for peer in peers) else CallPart.SLOWEST
 
     def _unreached(self, peers: Sequence[int]) -> list[int]:
         """Return the peers to which a connection was never established.
@@ -445,12 +445,12 @@ class DirectTransport:
         arrived, newer = self._endpoint.take(self.generation)
         for peer, parked in arrived.items():
             if peer in self._connections or peer not in self.members or peer < self.me:
-                parked.refuse(Verdict.NO_ROOM, self.generation)
+                parked.refuse(Reply.NO_ROOM, self.generation)
                 continue
             self._add(Connection(peer, parked.sock))
             if (watch := self._watches.pop(peer, None)) is not None:
                 watch.sock.close()
-            parked.decide(Verdict.WELCOME, self.generation)
+            parked.decide(Reply.WELCOME, self.generation)
         for peer in peers:
             if peer not in self._connections and peer in newer:
                 raise PeerAhead(peer, newer[peer])

@@ -19,8 +19,8 @@ import time
 import weakref
 from collections.abc import Mapping
 
-from megatron_recover.authentication.admission import PAUSE_S, Admission, Report
-from megatron_recover.authentication.handshake import Party, Role, Verdict
+from megatron_recover.authentication.admission import PAUSE_S, Admission, ReportStrangers
+from megatron_recover.authentication.handshake import Party, Reply, Role
 from megatron_recover.data_plane.connection import REDIAL_S, CannotDial, Connection, EndedUnproven, connect
 from megatron_recover.data_plane.transport import PeerLost
 
@@ -31,7 +31,7 @@ class EchoServer:
     A forked child closes the sockets at once.
     """
 
-    def __init__(self, host: str, key: bytes, rank: int, report: Report = lambda name, number: None) -> None:
+    def __init__(self, host: str, key: bytes, rank: int, report: ReportStrangers = lambda name, number: None) -> None:
         """Listen on a free port of `host`, as the rank at position `rank` of its replica.
 
         `key` is the job's.
@@ -60,7 +60,7 @@ class EchoServer:
             while not self._is_woken():
                 for proven in self.admission.turn(self._admits, expects=True):
                     with contextlib.suppress(OSError):  # the prober is gone
-                        proven.decide(Verdict.WELCOME)
+                        proven.decide(Reply.WELCOME)
                     proven.sock.close()
             self.admission.tell()
         finally:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from megatron_recover.authentication.admission import Report
+from megatron_recover.authentication.admission import ReportStrangers
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.data_plane.direct import DirectEndpoint, DirectTransport
 from megatron_recover.data_plane.echo import EchoServer, unreachable
@@ -24,7 +24,7 @@ def open_endpoint(
     rank: int,
     device: str = "cpu",
     deadlines: Deadlines | None = None,
-    report: Report = lambda name, number: None,
+    report: ReportStrangers = lambda name, number: None,
 ) -> Endpoint:
     """Return a rank's endpoint on the data plane, to be published to its peers.
 
@@ -83,7 +83,7 @@ class RendezvousEndpoint:
         *,
         key: bytes,
         rank: int,
-        report: Report,
+        report: ReportStrangers,
     ) -> None:
         """Listen on `host`. `transport(direct, unreachable)` makes one generation's transport.
 

@@ -44,8 +44,8 @@ from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
 
 from megatron_recover.data_plane.direct import DirectTransport
 from megatron_recover.data_plane.transport import (
+    CallPart,
     DeadlineExceeded,
-    Part,
     Probe,
     Revoked,
     TransportError,
@@ -145,7 +145,7 @@ class GlooTransport:
 
             self._connect()
             self._direct.sum_into([torch.ones(1, dtype=torch.uint8)], [torch.empty(1, dtype=torch.uint8)], tag=tag)
-            self._do(reduce, Part.SUM, lambda: probe("sent"))
+            self._do(reduce, CallPart.SUM, lambda: probe("sent"))
         probe("middle")
         for scratch, result in zip(summed, results, strict=True):
             pieces = zip(scratch.detach().view(-1).split(COPIED_ELEMENTS), result.view(-1).split(COPIED_ELEMENTS), strict=True)
@@ -204,9 +204,9 @@ class GlooTransport:
         shared = self._shared
         with shared.changed:  # no limit: the meeting's `sum_into` has its own
             shared.changed.wait_for(lambda: shared.met or shared.is_over)
-        self._do(lambda group: None, Part.CONNECT)
+        self._do(lambda group: None, CallPart.CONNECT)
 
-    def _do(self, job: Callable[[ProcessGroupGloo], None], part: Part, begun: Callable[[], None] | None = None) -> None:
+    def _do(self, job: Callable[[ProcessGroupGloo], None], part: CallPart, begun: Callable[[], None] | None = None) -> None:
         """Run `job` in the thread, and wait until it is done.
 
         `begun()` is called once the thread has the job. Raises the error of `_fail` if the job
@@ -227,7 +227,7 @@ class GlooTransport:
                 return
         self._fail(part, waited_s, limit_s)
 
-    def _fail(self, part: Part, waited_s: float, limit_s: float) -> NoReturn:
+    def _fail(self, part: CallPart, waited_s: float, limit_s: float) -> NoReturn:
         """Raise the reason why a call did not complete.
 
         Peers are probed without holding the lock, and only where the probe does not delay a

@@ -31,8 +31,8 @@ import torch
 
 from megatron_recover.data_plane.direct import DirectTransport
 from megatron_recover.data_plane.transport import (
+    CallPart,
     DeadlineExceeded,
-    Part,
     PeerLost,
     Probe,
     Revoked,
@@ -83,7 +83,7 @@ class NcclTransport:
         self._in_use: list[Tensor] = []
         """Tensors that NCCL may still read or write."""
         self._deadlines = deadlines
-        self._part, self._since = Part.CONNECT, 0.0
+        self._part, self._since = CallPart.CONNECT, 0.0
         """The part that the current call is in, and the monotonic time when it began."""
         self._failure = ""
         self._revoked = threading.Event()
@@ -151,7 +151,7 @@ class NcclTransport:
         """Run one call. If it fails in any way, dispose of the communicator."""
         if not self._calling.acquire(blocking=False):
             raise RuntimeError("a transport is used by one thread at a time")
-        self._begin(Part.SLOWEST)
+        self._begin(CallPart.SLOWEST)
         try:
             self._check()
             if self._failure:
@@ -184,7 +184,7 @@ class NcclTransport:
         """Return the complete sums, in new memory."""
         if self._communicator is None:
             self._connect()
-            self._begin(Part.SLOWEST)
+            self._begin(CallPart.SLOWEST)
         summed = [torch.empty_like(source) for source in sources]
         self._in_use = [*sources, *summed]
         stream = torch.cuda.Stream()
@@ -209,7 +209,7 @@ class NcclTransport:
         if self.me == self.members[0]:
             mine = torch.frombuffer(bytearray(bytes(self._nccl.get_unique_id())), dtype=torch.uint8)
         self._rendezvous.sum_into([mine], [unique_id], tag=-1)
-        self._begin(Part.CONNECT)
+        self._begin(CallPart.CONNECT)
         self._communicator = self._nccl.Communicator.init(
             len(self.members),
             self.members.index(self.me),
@@ -228,7 +228,7 @@ class NcclTransport:
             raise TransportError(f"NCCL: {self._communicator.get_last_error()} (result {result})")
         return result == SUCCESS
 
-    def _begin(self, part: Part) -> None:
+    def _begin(self, part: CallPart) -> None:
         """Begin the next part of a call."""
         self._part, self._since = part, time.monotonic()
 

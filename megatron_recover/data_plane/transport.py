@@ -87,7 +87,7 @@ class PeerAhead(PeerLost):
         self.peers = ()
 
 
-class Part(enum.Enum):
+class CallPart(enum.Enum):
     """The successive parts of a call, by what the call waits for.
 
     Each value names a field of `Deadlines`.
@@ -107,9 +107,9 @@ class Part(enum.Enum):
 
 
 _FOR_WHAT = {
-    Part.CONNECT: "no connection for {limit} s to {whom}",
-    Part.SLOWEST: "the call was not entered for {limit} s by {whom}",
-    Part.SUM: "the sum made no progress for {limit} s, waiting for {whom}",
+    CallPart.CONNECT: "no connection for {limit} s to {whom}",
+    CallPart.SLOWEST: "the call was not entered for {limit} s by {whom}",
+    CallPart.SUM: "the sum made no progress for {limit} s, waiting for {whom}",
 }
 
 
@@ -121,7 +121,7 @@ class DeadlineExceeded(TransportError):
 
     stalled = True
 
-    def __init__(self, part: Part, peers: Sequence[int], limit_s: float) -> None:
+    def __init__(self, part: CallPart, peers: Sequence[int], limit_s: float) -> None:
         whom = f"replicas {sorted(peers)}" if peers else "replicas that cannot be named"
         super().__init__(f"{_FOR_WHAT[part].format(limit=figure(limit_s), whom=whom)} ({part.value})")
         self.part = part

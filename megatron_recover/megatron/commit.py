@@ -114,7 +114,7 @@ class CommitLoop:
         self._driver, self._config, self._originals = driver, config, originals
         self._cursor, self._seed, self._iteration, self._alike = cursor, seed, iteration, alike
         self._faults, self._gather, self._counters = faults, gather, counters
-        self._record = trace.Recorder(log, replica=driver.replica, rank=driver.rank)
+        self._record = trace.RankTrace(log, replica=driver.replica, rank=driver.rank)
         self._reduction: Reduction | None = None
         self._stopwatch: Stopwatch | None = None
         """Measures passes for the pace of the replica. Only on rank 0 with `--recover-rebalance
@@ -340,12 +340,12 @@ class CommitLoop:
         except InvariantViolation:  # no microbatch caused this, so none is charged with it (INV-9)
             raise
         except Exception as error:
-            self._driver.raised(() if is_communication_error(error) else microbatches.suspects(), error)
+            self._driver.failing(() if is_communication_error(error) else microbatches.suspects(), error)
             raise
 
     def _tell_pace(self, stopwatch: Stopwatch) -> None:
         if (measured := stopwatch.take()) is not None:
-            self._driver.measured(*measured)
+            self._driver.pass_timed(*measured)
 
     def _extended(self, plan: Plan) -> None:
         if self._driver.rank == 0:

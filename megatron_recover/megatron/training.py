@@ -202,10 +202,10 @@ class _Training:
                 raise
         except InvariantViolation as error:
             traceback.print_exc()
-            driver.raised((), error)
+            driver.failing((), error)
             return ExitCode.INVARIANT_VIOLATED
         except BaseException as error:
-            driver.raised((), error)
+            driver.failing((), error)
             raise
         if args.iteration >= args.train_iters:
             print_rank_0(f"nothing was left to train: the checkpoint is of iteration {args.iteration} of {args.train_iters}")

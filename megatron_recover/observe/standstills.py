@@ -18,7 +18,7 @@ from megatron_recover.core.detector import STOPPED, TRACED, UNINTERRUPTIBLE
 from megatron_recover.observe.files import log_name
 from megatron_recover.observe.history import History
 
-Rank = tuple[int, int]
+RankPlace = tuple[int, int]
 """Replica, and rank inside the replica."""
 _GRAVITY = ("slow", "traced", "stopped", "hung")
 """Verdicts on a rank by gravity. The last of them in this order stands for a standstill with
@@ -94,12 +94,12 @@ def standstills(history: History) -> tuple[Standstill, ...]:
 
 
 def _of_ranks(history: History) -> Iterator[Standstill]:
-    told: dict[Rank, list[trace.RankSilent]] = defaultdict(list)
+    told: dict[RankPlace, list[trace.RankSilent]] = defaultdict(list)
     for _, event in history.of(trace.RankSilent):
         told[event.replica, event.rank].append(event)
     if not told:
         return
-    moved: dict[Rank, list[float]] = defaultdict(list)
+    moved: dict[RankPlace, list[float]] = defaultdict(list)
     for _, each in history.of(trace.RankMoved):
         moved[each.replica, each.rank].append(each.t)
     commits = sorted((record.t, step, record.generation) for step, record in history.records.items())
@@ -127,7 +127,11 @@ def _silences(events: Iterable[trace.RankSilent], moved: list[float]) -> Iterato
 
 
 def _of_rank(
-    history: History, rank: Rank, verdicts: list[trace.RankSilent], moved: list[float], commits: list[tuple[float, int, int]]
+    history: History,
+    rank: RankPlace,
+    verdicts: list[trace.RankSilent],
+    moved: list[float],
+    commits: list[tuple[float, int, int]],
 ) -> Standstill:
     worst = max(verdicts, key=lambda one: _GRAVITY.index(one.verdict))
     last = verdicts[-1]
@@ -146,7 +150,7 @@ def _of_rank(
 
 
 def _end_of(
-    history: History, rank: Rank, last: trace.RankSilent, moved: list[float], commits: list[tuple[float, int, int]]
+    history: History, rank: RankPlace, last: trace.RankSilent, moved: list[float], commits: list[tuple[float, int, int]]
 ) -> tuple[float | None, int | None, str]:
     """Return the time, the removing generation and the outcome of the end of a silence."""
     index = bisect_left(moved, last.t)

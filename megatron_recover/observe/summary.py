@@ -23,7 +23,7 @@ from megatron_recover.observe.history import History
 from megatron_recover.observe.replay import Taker, replay
 from megatron_recover.observe.standstills import Standstill, standstills
 from megatron_recover.observe.step import Step
-from megatron_recover.observe.work import Work
+from megatron_recover.observe.work import WorkAccount
 
 SUMMARY_FILE = "summary.json"
 
@@ -264,7 +264,7 @@ class Accounts:
 
     def __init__(self, history: History) -> None:
         self._history = history
-        self.work = Work(history, is_fed=True)
+        self.work = WorkAccount(history, is_fed=True)
         self.computing: dict[int, dict[int, tuple[int, ...]]] = {}
         """Generation -> replica -> microbatches that it was computing at the announcement."""
         self.is_bit_identical: bool | None = None

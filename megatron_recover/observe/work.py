@@ -132,7 +132,7 @@ def wasted_in(history: History, step: Step) -> list[Wasted]:
     ]  # fmt: skip
 
 
-class Work:
+class WorkAccount:
     """The lost, redone and wasted microbatches of a history, over all steps."""
 
     def __init__(self, history: History, *, is_fed: bool = False) -> None:

@@ -23,7 +23,7 @@ from megatron_recover.trace.event_files import EVENTS_FILE, TraceError
 
 # fmt: off
 from megatron_recover.trace.run import (
-    Checkpoint, Entered, Gap, Generation, Joined, Layout, Level, Lost, RunFinished, RunStarted, Stopping,
+    Checkpoint, Entered, Gap, Generation, Joined, Layout, Level, Loss, RunFinished, RunStarted, Stopping,
 )
 from megatron_recover.trace.step import (
     Applied, BucketPassed, Committed, Compute, Contribution, Decided, Disagreed, Extended, MicrobatchFinished,
@@ -35,6 +35,6 @@ from megatron_recover.trace.standstill import (
 from megatron_recover.trace.failure import Failure, Fault, Fenced, MAX_REASON, Phase, Recovery, SetAside, Thawed, reason_of
 from megatron_recover.trace.event import Event
 from megatron_recover.trace.catalog import LEFT_OUT, LEVELS, NAMES, AnyEvent, name_of
-from megatron_recover.trace.log import EventLog, Log, Recorder
+from megatron_recover.trace.log import EventLog, Log, RankTrace
 from megatron_recover.trace.reading import parse, read
 # fmt: on

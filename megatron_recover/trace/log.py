@@ -61,7 +61,7 @@ class EventLog:
         self.close()
 
 
-class Recorder:
+class RankTrace:
     """Records the events of one rank, each with its replica and rank.
 
     Without a log it records nothing.

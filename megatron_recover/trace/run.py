@@ -33,7 +33,7 @@ class Layout(Part, frozen=True, kw_only=True):
         return self.tp * self.pp * self.cp * self.lanes
 
 
-class Lost(Part, frozen=True, kw_only=True):
+class Loss(Part, frozen=True, kw_only=True):
     """A replica that left the roster, and the reason."""
 
     replica: int
@@ -72,7 +72,7 @@ class Generation(Event, frozen=True, kw_only=True):
 
     generation: int
     roster: tuple[int, ...]
-    losses: tuple[Lost, ...] = ()
+    losses: tuple[Loss, ...] = ()
     """Losses since the previous generation."""
     reason: str = ""
     void: tuple[int, int] | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from megatron_recover.core.policy import tells_of_communication
+from megatron_recover.core.policy import is_communication_text
 
 
 def is_communication_error(error: BaseException | None) -> bool:
@@ -20,7 +20,7 @@ def is_communication_error(error: BaseException | None) -> bool:
     microbatch.
     """
     while error is not None:
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and tells_of_communication(str(error))):
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and is_communication_text(str(error))):
             return True
         error = error.__cause__
     return False

@@ -16,7 +16,7 @@ import torch
 from megatron_recover.core.values import MicrobatchId
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A mark in the work of a device (`torch.cuda.Event`)."""
 
     def query(self) -> bool: ...
@@ -25,10 +25,10 @@ class Event(Protocol):
 class InWork:
     """The microbatches being computed, or enqueued and not known to be complete; oldest first."""
 
-    def __init__(self, mark: Callable[[], Event] | None) -> None:
+    def __init__(self, mark: Callable[[], DeviceEvent] | None) -> None:
         """Use `mark()` to put an event behind all enqueued work; None: work is never enqueued."""
         self._mark = mark
-        self._enqueued: deque[tuple[MicrobatchId, Event]] = deque()
+        self._enqueued: deque[tuple[MicrobatchId, DeviceEvent]] = deque()
 
     @classmethod
     def on(cls, device: torch.device) -> InWork:

@@ -37,7 +37,7 @@ class Microbatches:
         forward_only: bool,
         num_chunks: int,
         enter: Callable[[int, int], None],
-        record: trace.Recorder,
+        record: trace.RankTrace,
         faults: FaultInjector | None,
         journal: Driver | None = None,
         page: ProgressPage | None = None,

@@ -25,11 +25,11 @@ from megatron_recover.core.values import Apply, BucketId, Generation, Held, Pipe
 from megatron_recover.data_plane.transport import Probe, Revoked, Transport, TransportError
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.trainer import exact
+from megatron_recover.trainer.bucket_sums import BucketSum, GradientSum, LedgerSum
 from megatron_recover.trainer.checksum import checksum, combined
 from megatron_recover.trainer.driver import Driver
 from megatron_recover.trainer.ledger import Ledger
 from megatron_recover.trainer.regions import Regions, number
-from megatron_recover.trainer.slots import GradientSlot, LedgerSlot, Slot
 from megatron_recover.trainer.work_queue import Task
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Reduction:
         config: RecoverConfig,
         driver: Driver,
         gather: Gather = gather_over_replica,
-        record: trace.Recorder | None = None,
+        record: trace.RankTrace | None = None,
         faults: FaultInjector | None = None,
     ) -> None:
         """Assign ids to the buckets of `gradients`, together with all ranks of the replica.
@@ -90,7 +90,7 @@ class Reduction:
         ValueError if ranks of one stage differ in their buckets.
         """
         self._driver, self._faults, self._gradients = driver, faults, gradients
-        self._record = record or trace.Recorder(None, replica=driver.replica, rank=driver.rank)
+        self._record = record or trace.RankTrace(None, replica=driver.replica, rank=driver.rank)
         regions = gradients.regions
         local = [bucket for region in regions for bucket in region.buckets]
         holdings = gather((stage, tuple(bucket.size for bucket in local)))
@@ -102,9 +102,9 @@ class Reduction:
         self._accumulators = {
             region: region.local.new_zeros(region.local.numel(), dtype=torch.float64) for region in regions if exactly
         }
-        self._gradient_slots = [GradientSlot(bucket, self._accumulators.get(bucket.region)) for bucket in local]
+        self._gradient_sums = [GradientSum(bucket, self._accumulators.get(bucket.region)) for bucket in local]
         self._exponent = exact.grid_exponent(1.0)
-        self._ledger_slot: LedgerSlot | None = None
+        self._ledger_sum: LedgerSum | None = None
         """Slot of the current step's ledger; None on other stages than the last."""
         self.is_last_stage = is_last_stage
         # The device of the ledger as well: a transport between GPUs accepts no other tensors.
@@ -127,7 +127,7 @@ class Reduction:
     @property
     def ledger(self) -> Ledger | None:
         """The step's rows on the last stage; None on other stages."""
-        return self._ledger_slot.ledger if self._ledger_slot is not None else None
+        return self._ledger_sum.ledger if self._ledger_sum is not None else None
 
     def begin(self, step: int, num_microbatches: int, scale: float = 1.0, *, parameters_checksum: int = 0) -> None:
         """Begin a step with nothing counted. Megatron has zeroed the local gradient.
@@ -141,9 +141,9 @@ class Reduction:
         self._step, self._num_microbatches, self._exponent = step, num_microbatches, exact.grid_exponent(scale)
         self._parameters_checksum, self._first_generation = parameters_checksum, 0
         if self.is_last_stage:
-            self._ledger_slot = LedgerSlot(self.ledger_bucket, num_microbatches, self.device)
-        for slot in self._slots:
-            slot.begin(num_microbatches)
+            self._ledger_sum = LedgerSum(self.ledger_bucket, num_microbatches, self.device)
+        for bucket_sum in self._sums:
+            bucket_sum.begin(num_microbatches)
         for accumulator in self._accumulators.values():
             accumulator.zero_()
 
@@ -163,17 +163,17 @@ class Reduction:
 
         Call it between two passes only.
         """
-        for slot in self._slots:
-            slot.clear(self._num_microbatches)
+        for bucket_sum in self._sums:
+            bucket_sum.clear(self._num_microbatches)
         for region in self._gradients.regions:
             region.local.zero_()
         for accumulator in self._accumulators.values():
             accumulator.zero_()
 
     @property
-    def _slots(self) -> list[Slot]:
+    def _sums(self) -> list[BucketSum]:
         """Slots of this rank's buckets in the current step; on the last stage, the ledger last."""
-        return [*self._gradient_slots, *([] if self._ledger_slot is None else [self._ledger_slot])]
+        return [*self._gradient_sums, *([] if self._ledger_sum is None else [self._ledger_sum])]
 
     def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
         """Direct gradient into the local gradient of the buckets `into` only.
@@ -187,7 +187,9 @@ class Reduction:
         """Return whether `watch` can report the buckets passed by a backward into `into`."""
         # A backward into some buckets only, which may cut parameters in two, adds its gradient at
         # its end.
-        return self._gradients.can_watch and (bool(self._accumulators) or all(slot.id in into for slot in self._gradient_slots))
+        return self._gradients.can_watch and (
+            bool(self._accumulators) or all(bucket_sum.id in into for bucket_sum in self._gradient_sums)
+        )
 
     def watch(self, task: Task, chunk: int, passed: Callable[[BucketId], None]) -> None:
         """Watch the last backward of `chunk` in a pass; call before it begins.
@@ -196,12 +198,12 @@ class Reduction:
         backward has passed the bucket. `passed(bucket)` is called then, and never for a bucket with
         a parameter that gets no gradient.
         """
-        slots = {slot.id: slot for slot in self._gradient_slots}
+        sums = {bucket_sum.id: bucket_sum for bucket_sum in self._gradient_sums}
 
         def count_and_pass(bucket: BucketId) -> None:
             if bucket in task.into:
-                self._count(slots[bucket], task.microbatch)
-                slots[bucket].passed_by = task
+                self._count(sums[bucket], task.microbatch)
+                sums[bucket].passed_by = task
             self._counted.add(bucket)
             passed(bucket)
 
@@ -215,17 +217,17 @@ class Reduction:
         buffer.
         """
         buckets = self._into(into)
-        taken = [slot for slot in self._gradient_slots if slot.chunk == chunk and slot.id in buckets]
-        for slot in taken:
-            if slot.id not in self._counted:
-                self._count(slot, microbatch)
+        taken = [bucket_sum for bucket_sum in self._gradient_sums if bucket_sum.chunk == chunk and bucket_sum.id in buckets]
+        for bucket_sum in taken:
+            if bucket_sum.id not in self._counted:
+                self._count(bucket_sum, microbatch)
         if self._gradients.can_watch:
             self._gradients.end_watch()
             self._counted.clear()
         for region in self._accumulators:
             if region.chunk == chunk:
                 region.local.zero_()
-        return tuple(slot.id for slot in taken)
+        return tuple(bucket_sum.id for bucket_sum in taken)
 
     def _into(self, into: Sequence[BucketId]) -> frozenset[BucketId]:
         """Return the buckets as a set.
@@ -236,13 +238,13 @@ class Reduction:
             self._newest_into = into, frozenset(into)
         return self._newest_into[1]
 
-    def _count(self, slot: GradientSlot, microbatch: int) -> None:
-        slot.count(microbatch, self._exponent)
+    def _count(self, bucket_sum: GradientSum, microbatch: int) -> None:
+        bucket_sum.count(microbatch, self._exponent)
 
     def count_ledger(self, microbatch: int) -> None:
         """Count a microbatch whose row of the ledger is complete."""
-        assert self._ledger_slot is not None
-        self._ledger_slot.counts.add(microbatch)
+        assert self._ledger_sum is not None
+        self._ledger_sum.counts.add(microbatch)
 
     # --- reducing ---------------------------------------------------------------------------------
 
@@ -256,20 +258,19 @@ class Reduction:
         """
         if self._faults is not None:
             self._faults.at(FaultPoint.BEFORE_REDUCE, step=self._step)
-        slots = {slot.id: slot for slot in sorted(self._slots, key=lambda slot: slot.order)}
-        due = operations(plan, self._driver.replica, slots)
+        sums = {bucket_sum.id: bucket_sum for bucket_sum in sorted(self._sums, key=lambda bucket_sum: bucket_sum.order)}
+        due = operations(plan, self._driver.replica, sums)
         copies = [each for each in due if each.source is not None]
-        transport = self._cross(plan.generation, None, lambda: self._begin_crossing(plan.generation, slots, copies))
-        for slot in (slots[each.bucket] for each in due if each.source is None):
-            wait_for(slot.id)
+        transport = self._cross(plan.generation, None, lambda: self._begin_crossing(plan.generation, sums, copies))
+        for bucket_sum in (sums[each.bucket] for each in due if each.source is None):
+            wait_for(bucket_sum.id)
             if self._gradients.checks_finite:
-                slot.check_finite()
-            self._note_passed(slot)
-            source, provenance = slot.source(), slot.summed_counts()
+                bucket_sum.check_finite()
+            self._note_passed(bucket_sum)
+            source, provenance = bucket_sum.source(), bucket_sum.summed_counts()
             if transport is not None:
-                transport = self._cross(
-                    plan.generation, slot.id, functools.partial(self._sum, transport, slot, source, provenance, plan.generation)
-                )  # fmt: skip
+                run = functools.partial(self._sum, transport, bucket_sum, source, provenance, plan.generation)
+                transport = self._cross(plan.generation, bucket_sum.id, run)
 
     def _cross(self, generation: int, bucket: BucketId | None, operation: Callable[[], Transport]) -> Transport | None:
         """Run an operation across replicas; return the transport for the next one.
@@ -282,71 +283,76 @@ class Reduction:
             self._fail(generation, bucket, error)
             return None
 
-    def _begin_crossing(self, generation: int, slots: Mapping[BucketId, Slot], copies: Sequence[Operation]) -> Transport:
+    def _begin_crossing(self, generation: int, sums: Mapping[BucketId, BucketSum], copies: Sequence[Operation]) -> Transport:
         transport = self._driver.transport(generation)
         for copy in copies:
-            self._copy(transport, slots[copy.bucket], copy)
+            self._copy(transport, sums[copy.bucket], copy)
         return transport
 
-    def _sum(self, transport: Transport, slot: Slot, source: Tensor, provenance: Tensor, generation: int) -> Transport:
+    def _sum(
+        self, transport: Transport, bucket_sum: BucketSum, source: Tensor, provenance: Tensor, generation: int
+    ) -> Transport:
         since = time.perf_counter()
         transport.sum_into(
-            [source, provenance], [slot.result, slot.provenance], tag=self._tag(slot.id, 0),
-            probe=self._probe(slot.id, generation),
+            [source, provenance], [bucket_sum.result, bucket_sum.provenance], tag=self._tag(bucket_sum.id, 0),
+            probe=self._probe(bucket_sum.id, generation),
         )  # fmt: skip
-        self._complete(slot, generation, time.perf_counter() - since)
+        self._complete(bucket_sum, generation, time.perf_counter() - since)
         return transport
 
-    def _note_passed(self, slot: Slot) -> None:
-        task, slot.passed_by = slot.passed_by, None
-        if task is not None and slot.chunk is not None:
+    def _note_passed(self, bucket_sum: BucketSum) -> None:
+        task, bucket_sum.passed_by = bucket_sum.passed_by, None
+        if task is not None and bucket_sum.chunk is not None:
             self._record(
                 trace.BucketPassed, generation=task.generation, step=self._step, microbatch=task.microbatch,
-                chunk=slot.chunk, bucket=slot.id,
+                chunk=bucket_sum.chunk, bucket=bucket_sum.id,
             )  # fmt: skip
 
-    def _copy(self, transport: Transport, slot: Slot, copy: Operation) -> None:
+    def _copy(self, transport: Transport, bucket_sum: BucketSum, copy: Operation) -> None:
         assert copy.source is not None
         if self._faults is not None:
-            self._faults.at(FaultPoint.TRANSFER, step=self._step, bucket=slot.id)
+            self._faults.at(FaultPoint.TRANSFER, step=self._step, bucket=bucket_sum.id)
         transport.copy_into(
-            [slot.result, slot.provenance], source=copy.source, targets=copy.members[1:], tag=self._tag(slot.id, 1)
+            [bucket_sum.result, bucket_sum.provenance],
+            source=copy.source,
+            targets=copy.members[1:],
+            tag=self._tag(bucket_sum.id, 1),
         )
         if self._driver.replica != copy.source:
-            value = self._checksum(slot)
-            if not slot.is_once:
+            value = self._checksum(bucket_sum)
+            if not bucket_sum.is_once:
                 # A source holds only results with right counts, so the copy is wrong. The next
                 # generation makes another one.
                 error = TransportError(
-                    f"the copy of bucket {slot.id} from replica {copy.source} is damaged: {slot.describe_counts()}"
+                    f"the copy of bucket {bucket_sum.id} from replica {copy.source} is damaged: {bucket_sum.describe_counts()}"
                 )
                 error.peers = (copy.source,)
                 raise error
             self._record(
-                trace.Transferred, generation=copy.generation, step=self._step, bucket=slot.id, version=copy.version,
+                trace.Transferred, generation=copy.generation, step=self._step, bucket=bucket_sum.id, version=copy.version,
                 source=copy.source, checksum=value,
             )  # fmt: skip
-            self._hold(Held(slot.id, copy.version, value))
+            self._hold(Held(bucket_sum.id, copy.version, value))
 
-    def _complete(self, slot: Slot, generation: int, seconds: float) -> None:
-        value = self._checksum(slot)
-        once = slot.is_once
+    def _complete(self, bucket_sum: BucketSum, generation: int, seconds: float) -> None:
+        value = self._checksum(bucket_sum)
+        once = bucket_sum.is_once
         self._record(
-            trace.Reduced, generation=generation, step=self._step, bucket=slot.id, version=generation, checksum=value,
-            provenance="ones" if once else tuple(int(count) for count in slot.provenance[:-1].tolist()),
+            trace.Reduced, generation=generation, step=self._step, bucket=bucket_sum.id, version=generation, checksum=value,
+            provenance="ones" if once else tuple(int(count) for count in bucket_sum.provenance[:-1].tolist()),
             seconds=round(seconds, 6),
         )  # fmt: skip
         if not once:
-            own = tuple(int(count) for count in slot.counts.tensor(torch.device("cpu"))[:-1].tolist())
+            own = tuple(int(count) for count in bucket_sum.counts.tensor(torch.device("cpu"))[:-1].tolist())
             self._record(
-                trace.Miscounted, generation=generation, step=self._step, bucket=slot.id,
-                microbatches=tuple(slot.wrong_ids()), own_counts=own,
+                trace.Miscounted, generation=generation, step=self._step, bucket=bucket_sum.id,
+                microbatches=tuple(bucket_sum.wrong_ids()), own_counts=own,
             )  # fmt: skip
-            raise Miscounted(f"step {self._step}, bucket {slot.id}: {slot.describe_counts()}")
-        self._hold(Held(slot.id, generation, value))
+            raise Miscounted(f"step {self._step}, bucket {bucket_sum.id}: {bucket_sum.describe_counts()}")
+        self._hold(Held(bucket_sum.id, generation, value))
 
-    def _checksum(self, slot: Slot) -> int:
-        return combined((checksum(slot.result), self._parameters_checksum))
+    def _checksum(self, bucket_sum: BucketSum) -> int:
+        return combined((checksum(bucket_sum.result), self._parameters_checksum))
 
     def _hold(self, held: Held) -> None:
         if not self._driver.hold(held):
@@ -385,17 +391,17 @@ class Reduction:
 
         Results are gathered over the lanes if each lane needs all of them.
         """
-        for slot in self._gradient_slots:
-            if slot.id not in buckets:
+        for bucket_sum in self._gradient_sums:
+            if bucket_sum.id not in buckets:
                 continue
-            slot.apply()
-            if not slot.is_exact(self._exponent):
+            bucket_sum.apply()
+            if not bucket_sum.is_exact(self._exponent):
                 logger.warning(
                     "step %d is not exact: the gradient of bucket %d outgrew the grid of 2**%d; replicas are bit-identical "
-                    "all the same, but the run may differ from one without failures", self._step, slot.id, self._exponent,
+                    "all the same, but the run may differ from one without failures", self._step, bucket_sum.id, self._exponent,
                 )  # fmt: skip
 
     def committed_rows(self) -> Tensor:
         """Return the committed ledger of the step; last stage only."""
-        assert self._ledger_slot is not None
-        return self._ledger_slot.committed_rows()
+        assert self._ledger_sum is not None
+        return self._ledger_sum.committed_rows()

@@ -15,7 +15,7 @@ Note [Local gradient]
     `Region.local` is the trainer's own buffer. Backward accumulates into it, and nothing else
     writes it until the step is committed (INV-3; the exception is `Reduction.void`). A result is a
     separate tensor. With `exact` the local gradient is an fp64 accumulator instead
-    (`slots.GradientSlot`). The trainer's buffer then holds one microbatch and is cleared after
+    (`bucket_sums.GradientSum`). The trainer's buffer then holds one microbatch and is cleared after
     each.
 """
 

@@ -35,9 +35,9 @@ def page() -> str:
 
 
 def _phases() -> str:
-    source = inspect.getsource(replica.Phase).splitlines()
+    source = inspect.getsource(replica.ReplicaPhase).splitlines()
     docs = [line.strip().strip('"') for line in source if line.strip().startswith('"""')][1:]
-    lines = [f"- **{phase.value}**: {text}" for phase, text in zip(replica.Phase, docs, strict=True)]
+    lines = [f"- **{phase.value}**: {text}" for phase, text in zip(replica.ReplicaPhase, docs, strict=True)]
     return "\n".join(lines)
 
 
@@ -62,7 +62,7 @@ def _replica_table() -> str:
     return "Where each input leads (`.`: stays, empty: dropped):\n\n" + "\n".join(lines)
 
 
-def _cell(phase: replica.Phase, row: replica.Row | None) -> str:
+def _cell(phase: replica.ReplicaPhase, row: replica.Row | None) -> str:
     if row is None:
         return ""
     others = sorted(item.value for item in row.leads_to - {phase})

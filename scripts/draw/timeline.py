@@ -144,7 +144,7 @@ class _Member:
 
 
 class _Upstream:
-    """Stands for `pipeline.Upstream` and only records the operations that a schedule calls."""
+    """Stands for `pipeline.MegatronPass` and only records the operations that a schedule calls."""
 
     forward_only = False
 

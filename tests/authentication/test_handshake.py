@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_recover.authentication import handshake
-from megatron_recover.authentication.handshake import KEY_BYTES, NONCE_BYTES, Acceptor, Connector, Party, Refused, Role, Verdict
+from megatron_recover.authentication.handshake import KEY_BYTES, NONCE_BYTES, Acceptor, Connector, Party, Refused, Reply, Role
 
 KEY, OTHER_KEY = b"k" * KEY_BYTES, b"o" * KEY_BYTES
 PARTIES = st.builds(Party, st.sampled_from(Role), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
@@ -35,9 +35,9 @@ def shake(out: Connector, into: Acceptor) -> None:
 
 
 @given(me=PARTIES, peer=PARTIES, port=st.integers(0, 65535), generation=st.integers(0, 2**64 - 1),
-       verdict=st.sampled_from(Verdict), cuts=st.lists(st.integers(1, 40), min_size=1))  # fmt: skip
+       verdict=st.sampled_from(Reply), cuts=st.lists(st.integers(1, 40), min_size=1))  # fmt: skip
 def test_both_ends_learn_who_the_other_is_however_the_stream_is_cut(
-    me: Party, peer: Party, port: int, generation: int, verdict: Verdict, cuts: list[int]
+    me: Party, peer: Party, port: int, generation: int, verdict: Reply, cuts: list[int]
 ) -> None:
     if me == peer:
         return
@@ -77,7 +77,7 @@ def test_a_recorded_handshake_proves_nothing() -> None:
     challenge = into.feed(out.opening)
     response = out.feed(challenge)
     into.feed(response)
-    verdict = into.decide(Verdict.WELCOME)
+    verdict = into.decide(Reply.WELCOME)
     again = acceptor()
     again.feed(out.opening)
     with pytest.raises(Refused):
@@ -143,8 +143,8 @@ def test_who_is_not_served_is_refused_before_anything_is_made_for_it() -> None:
 def test_a_verdict_cannot_be_turned_around() -> None:
     out, into = connector(), acceptor()
     shake(out, into)
-    refusal = into.decide(Verdict.NO_ROOM, 3)
-    welcome = refusal.replace(bytes([Verdict.NO_ROOM]), bytes([Verdict.WELCOME]), 1)
+    refusal = into.decide(Reply.NO_ROOM, 3)
+    welcome = refusal.replace(bytes([Reply.NO_ROOM]), bytes([Reply.WELCOME]), 1)
     assert welcome != refusal
     with pytest.raises(Refused, match="key"):
         out.feed(welcome)
@@ -186,7 +186,7 @@ def test_no_bit_of_a_handshake_can_be_changed_unnoticed(position: int, bit: int)
 
     try:
         into.feed(across(out.feed(across(into.feed(across(out.opening))))))
-        out.feed(across(into.decide(Verdict.WELCOME, 1)))
+        out.feed(across(into.decide(Reply.WELCOME, 1)))
     except Refused:
         assert position < sent
         return

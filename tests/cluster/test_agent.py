@@ -22,7 +22,7 @@ from megatron_recover.cluster import agent, forkserver
 from megatron_recover.cluster.agent import Agent
 from megatron_recover.cluster.job import Job
 from megatron_recover.cluster.launcher import Launcher
-from megatron_recover.cluster.node import End, NodeLost
+from megatron_recover.cluster.node import NodeLost, ProcessEnd
 from megatron_recover.cluster.output import create
 from megatron_recover.config import RecoverConfig
 from megatron_recover.control_plane import wire
@@ -129,7 +129,7 @@ def test_a_fork_server_without_descriptors_for_a_rank_says_so(num_left: int, cap
     [(-signal.SIGKILL, "SIGKILL"), (-signal.SIGRTMIN - 6, f"signal {signal.SIGRTMIN + 6}"), (3, "exit code 3")],
 )
 def test_every_end_has_a_cause_also_by_a_signal_without_a_name(status: int, cause: str) -> None:
-    assert End(0, 0, status).cause == cause
+    assert ProcessEnd(0, 0, status).cause == cause
 
 
 LAUNCHER = """

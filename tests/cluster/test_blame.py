@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.cluster.node import End
+from megatron_recover.cluster.node import ProcessEnd
 from megatron_recover.cluster.out_of_memory import OomKills
 from megatron_recover.cluster.watch import Watch, explaining_first
 from megatron_recover.core.detector import Phase
@@ -87,7 +87,7 @@ def test_a_crash_is_charged_only_inside_a_microbatch_and_not_where_communication
         agent, deadlines=Deadlines.of(60.0), log_of=lambda *rank: Path("rank.log"), record=lambda event: None,
         says=lambda line: None, at_work=lambda replicas: None,
     )  # type: ignore[arg-type]  # fmt: skip
-    loss, failing = watch.loss(End(1, 0, -number), started=True, said=lambda: said)
+    loss, failing = watch.loss(ProcessEnd(1, 0, -number), started=True, said=lambda: said)
     assert loss.kind is LossKind.CRASHED
     assert (failing is not None and failing.microbatches == (3,)) if is_charged else failing is None
 
@@ -100,8 +100,8 @@ def test_a_microbatch_in_which_two_replicas_are_killed_does_not_stop_the_job(tmp
     assert 0 not in outcome.roster
 
 
-def ends(*statuses: int) -> list[End]:
-    return [End(3, rank, status) for rank, status in enumerate(statuses)]
+def ends(*statuses: int) -> list[ProcessEnd]:
+    return [ProcessEnd(3, rank, status) for rank, status in enumerate(statuses)]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def ends(*statuses: int) -> list[End]:
     ],
 )
 def test_of_ends_seen_together_the_one_that_explains_the_others_comes_first(statuses: tuple[int, ...], first: int) -> None:
-    others = [End(4, 0, -signal.SIGKILL)]
+    others = [ProcessEnd(4, 0, -signal.SIGKILL)]
     ordered = [end for end in explaining_first([*ends(*statuses), *others]) if end.replica == 3]
     assert ordered[0].rank == first and len(ordered) == len(statuses)
 

@@ -16,7 +16,7 @@ from megatron_recover.control_plane.calling import OutgoingLink
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import Announcement, LeaderHello, Message, Peer
-from megatron_recover.core.coordinator import Policy
+from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.coordinator_state import Setting
 from megatron_recover.core.values import Hello
 from tests.control_plane.partners import KEY, PATIENCE_S, call
@@ -32,8 +32,8 @@ class Town:
         self.loop = Loop()
         self.events: list[trace.Event] = []
         self.membership = CoordinatorDriver(
-            Policy(num_replicas=3), key=KEY, loop=self.loop, timers_s=dict.fromkeys(SETTINGS, 60.0), record=self.events.append,
-            fence=lambda replica: None, on_end=lambda code, reason: None,
+            MembershipSettings(num_replicas=3), key=KEY, loop=self.loop, timers_s=dict.fromkeys(SETTINGS, 60.0),
+            record=self.events.append, fence=lambda replica: None, on_end=lambda code, reason: None,
         )  # fmt: skip
         self.closed: list[Party] = []
         self.heard: list[tuple[Party, Message]] = []

@@ -10,14 +10,14 @@ from collections.abc import Callable
 import pytest
 
 from megatron_recover.authentication import key
-from megatron_recover.cluster.event_store import create_ledger
+from megatron_recover.cluster.event_store import create_bookmark
 from megatron_recover.host import memory_file
 from megatron_recover.progress_page import PageReader
 from megatron_recover.trace import ring
 
 FILES: dict[str, Callable[[], int]] = {
     "ring": ring.create,
-    "ledger": create_ledger,
+    "ledger": create_bookmark,
     "page": lambda: os.dup(PageReader("progress-0.0").descriptor),
     "key": lambda: key.sealed(key.make_key()),
 }

@@ -14,12 +14,12 @@ import pytest
 
 from megatron_recover.cluster.agent import Agent
 from megatron_recover.cluster.forkserver import STACK_SIGNAL
-from megatron_recover.cluster.node import End
+from megatron_recover.cluster.node import ProcessEnd
 from megatron_recover.cluster.output import Output, create
 from megatron_recover.cluster.watch import Watch
 from megatron_recover.core import detector
 from megatron_recover.core.detector import Condemned, Named, Phase, Verdict
-from megatron_recover.core.values import Failing, LossKind
+from megatron_recover.core.values import LossKind, ReplicaFailing
 from megatron_recover.deadlines import Deadlines
 from tests.cluster.waiting import until_readable
 
@@ -125,7 +125,7 @@ class Asked:
 
 
 HUNG = [Named(replica, 0, Verdict.HUNG, Phase.FORWARD, 3.0, 2.0, "S", 20, "train 21", (3,)) for replica in range(2)]
-FAILING = Failing(1, "train 21", (3,), "it hangs", witnessed=True)
+FAILING = ReplicaFailing(1, "train 21", (3,), "it hangs", witnessed=True)
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_a_rank_that_dies_while_it_writes_its_stacks_is_lost_as_its_replica_woul
     watch: tuple[Watch, Asked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, _ = watch
-    loss, failing = made.loss(End(1, 0, -signal.SIGSEGV), started=True)
+    loss, failing = made.loss(ProcessEnd(1, 0, -signal.SIGSEGV), started=True)
     assert (loss.kind, failing) == (LossKind.HUNG, FAILING) and "hung" in loss.detail and "SIGSEGV" in loss.detail
-    loss, failing = made.loss(End(0, 0, -signal.SIGSEGV), started=True)
+    loss, failing = made.loss(ProcessEnd(0, 0, -signal.SIGSEGV), started=True)
     assert loss.kind is LossKind.CRASHED and failing is not None and failing.microbatches == (7,)

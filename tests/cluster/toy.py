@@ -151,7 +151,7 @@ class Toy:
                 self.page.enter(Phase.BACKWARD)
                 self.at(FaultPoint.BACKWARD, step=step, microbatch=microbatch)
             except Exception as error:
-                self.member.raised((microbatch,), error)
+                self.member.failing((microbatch,), error)
                 raise
             for bucket in into:
                 self.gradients[bucket] += 2.0**microbatch

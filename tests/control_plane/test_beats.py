@@ -20,9 +20,9 @@ from megatron_recover.control_plane.beats import CoordinatorWatch, LeaderWatch
 from megatron_recover.control_plane.coordinator_driver import CoordinatorDriver
 from megatron_recover.control_plane.loop import Loop
 from megatron_recover.control_plane.wire import Announcement, Beat, LeaderBeat, LeaderHello, Link, Message, Peer
-from megatron_recover.core.coordinator import Policy
+from megatron_recover.core.coordinator import MembershipSettings
 from megatron_recover.core.coordinator_state import Setting
-from megatron_recover.core.values import Hello, Loss, Requested
+from megatron_recover.core.values import Hello, Loss, ReplicaBlocked
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.process_stat import state_of
 from tests.control_plane.partners import KEY, PATIENCE_S, call
@@ -182,7 +182,7 @@ class Leaders:
         self.events: list[trace.Event] = []
         timers_s = dict.fromkeys(typing.get_args(Setting), 1000.0)
         self.membership = CoordinatorDriver(
-            Policy(num_replicas=2), key=KEY, loop=self.loop, timers_s={**timers_s, "grace_s": 0.0},
+            MembershipSettings(num_replicas=2), key=KEY, loop=self.loop, timers_s={**timers_s, "grace_s": 0.0},
             record=self.events.append, fence=lambda replica: None, on_end=lambda code, reason: None,
         )  # fmt: skip
         self.received: list[tuple[int, Message]] = []
@@ -222,13 +222,13 @@ def test_the_coordinator_beats_to_its_leaders(leaders: Leaders) -> None:
 
 
 def test_a_request_that_a_beat_repeats_counts_once_and_one_that_only_a_beat_has_counts(leaders: Leaders) -> None:
-    request = Requested(0, 1, "a link broke", (1,))
+    request = ReplicaBlocked(0, 1, "a link broke", (1,))
     for message in (request, LeaderBeat(0, 1, 0, (), request), request, LeaderBeat(0, 1, 0, (), request)):
         leaders.loop.send(leaders.links[0], message)
     leaders.until(lambda: leaders.announced()[2:])
     assert leaders.membership._state.evidence.pairs == ((0, 1),), "one report, however often it was told"
     assert leaders.announced() == [1, 1, 2, 2]
-    lost = Requested(1, 2, "a link broke", (0,))
+    lost = ReplicaBlocked(1, 2, "a link broke", (0,))
     leaders.loop.send(leaders.links[1], LeaderBeat(1, 2, 0, (), lost))
     leaders.until(lambda: leaders.announced()[4:])
     assert leaders.membership._state.evidence.pairs == ((0, 1), (1, 0))

@@ -19,15 +19,10 @@ from megatron_recover.control_plane.wire import Announcement, Enter, Heard, Lead
 from megatron_recover.core.values import (
     Apply,
     Begun,
-    Blocked,
     BucketVersion,
-    Busy,
     Compute,
-    Ended,
     Entered,
     ExitCode,
-    Failing,
-    Finished,
     Held,
     Holds,
     Journal,
@@ -35,13 +30,18 @@ from megatron_recover.core.values import (
     Plan,
     Promise,
     Promised,
-    Raised,
+    RankBlocked,
+    RankFailing,
+    RankFinished,
     Record,
+    ReplicaFailing,
+    ReplicaFinished,
+    ReplicaSaving,
     Shape,
     Stop,
     Work,
 )
-from megatron_recover.data_plane.transport import DeadlineExceeded, Part, PeerLost, Revoked, TransportError
+from megatron_recover.data_plane.transport import CallPart, DeadlineExceeded, PeerLost, Revoked, TransportError
 from megatron_recover.deadlines import Deadlines
 from tests.control_plane.partners import KEY, FakeEndpoint, Partner
 
@@ -163,9 +163,9 @@ def test_a_new_generation_gets_a_transport_of_its_own(follower: Follower) -> Non
 
 
 def test_who_was_waited_for_in_vain_or_is_gone_is_suspected(follower: Follower) -> None:
-    for error in (DeadlineExceeded(Part.SLOWEST, [0], 5.0), PeerLost(0, "reset")):
+    for error in (DeadlineExceeded(CallPart.SLOWEST, [0], 5.0), PeerLost(0, "reset")):
         follower.member.blocked(1, error)
-        follower.leader.expect(Blocked(1, 1, f"{type(error).__name__}: {error}", (0,), isinstance(error, DeadlineExceeded)))
+        follower.leader.expect(RankBlocked(1, 1, f"{type(error).__name__}: {error}", (0,), isinstance(error, DeadlineExceeded)))
 
 
 def test_the_roster_is_that_of_the_order_being_obeyed(follower: Follower) -> None:
@@ -194,7 +194,7 @@ def test_inv_2_an_order_to_apply_what_is_not_here_ends_the_process(partner: Part
 
 def test_a_failed_reduction_is_reported_once_and_not_when_it_was_revoked(follower: Follower) -> None:
     follower.member.blocked(1, TransportError("a broken link"))
-    follower.leader.expect(Blocked(1, 1, "TransportError: a broken link"))
+    follower.leader.expect(RankBlocked(1, 1, "TransportError: a broken link"))
     follower.leader.send(Enter(Promise(2, (0, 1)), ((0, "a"), (1, "b"))))
     follower.leader.expect(Promised(1, 2))
     follower.member.blocked(1, TransportError("late"))
@@ -202,9 +202,9 @@ def test_a_failed_reduction_is_reported_once_and_not_when_it_was_revoked(followe
 
 
 def test_last_words_are_on_their_way_before_the_process_ends(follower: Follower) -> None:
-    saying = threading.Thread(target=lambda: follower.member.raised((3,), ValueError("nan")))
+    saying = threading.Thread(target=lambda: follower.member.failing((3,), ValueError("nan")))
     saying.start()
-    follower.leader.expect(Raised(1, 0, "train 1", (3,), "ValueError: nan"))
+    follower.leader.expect(RankFailing(1, 0, "train 1", (3,), "ValueError: nan"))
     assert saying.is_alive(), "it did not wait until its leader had passed the report on"
     follower.leader.send(Heard())
     saying.join(60)
@@ -257,7 +257,7 @@ def test_the_end_waits_for_the_job(partner: Partner) -> None:
     follower = Follower(partner).joined()
     closing = threading.Thread(target=follower.member.close)
     closing.start()
-    partner.expect(Ended(1))
+    partner.expect(RankFinished(1))
     partner.send(Enter(Promise(2, (0, 1)), ((0, "a"), (1, "b"))))
     partner.expect(Promised(1, 2))
     assert closing.is_alive(), "it left although another replica may need what it knows"
@@ -305,7 +305,7 @@ def test_a_forked_child_has_none_of_our_sockets(partner: Partner) -> None:
     os.close(writing)
     assert (len(ours), kept) == (4, 1), "the uplink and both ends of the waker; the test's end of the link is not ours to close"
     follower.member.blocked(1, TransportError("still alive"))
-    follower.leader.expect(Blocked(1, 1, "TransportError: still alive"))
+    follower.leader.expect(RankBlocked(1, 1, "TransportError: still alive"))
     follower.close()
 
 
@@ -363,7 +363,7 @@ def test_a_leader_alone_commits_by_its_own_vote(partner: Partner, free: str) -> 
     assert alone.names() == ["Joined", "Entered", "Status", "Plan", "Voted", "Committed"]
     closing = threading.Thread(target=member.close)
     closing.start()
-    partner.expect(Finished(0, 0))
+    partner.expect(ReplicaFinished(0, 0))
     partner.send(Stop(0, "training finished"))
     closing.join(60)
     assert not closing.is_alive()
@@ -373,8 +373,8 @@ def test_a_failing_computation_reaches_the_coordinator_before_raised_returns(par
     alone = Alone(partner, free)
     alone.member.begin(Work("train 1", 2, (0,)))
     alone.member.next_order()
-    alone.member.raised((1,), ValueError("nan"))
-    partner.expect(Failing(0, "train 1", (1,), "ValueError: nan"))
+    alone.member.failing((1,), ValueError("nan"))
+    partner.expect(ReplicaFailing(0, "train 1", (1,), "ValueError: nan"))
     partner.send(Stop(11, "poisoned"))
     with pytest.raises(JobStopped, match="poisoned"):
         alone.member.close()
@@ -385,8 +385,8 @@ def test_an_exception_that_prints_its_data_reaches_the_coordinator_and_is_charge
     alone = Alone(partner, free)
     alone.member.begin(Work("train 1", 2, (0,)))
     alone.member.next_order()
-    alone.member.raised((1,), ValueError("x" * 5_000_000))
-    partner.expect(Failing(0, "train 1", (1,), "ValueError: " + "x" * (trace.MAX_REASON - len("ValueError: "))))
+    alone.member.failing((1,), ValueError("x" * 5_000_000))
+    partner.expect(ReplicaFailing(0, "train 1", (1,), "ValueError: " + "x" * (trace.MAX_REASON - len("ValueError: "))))
     partner.send(Stop(11, "poisoned"))
     with pytest.raises(JobStopped, match="poisoned"):
         alone.member.close()
@@ -395,8 +395,8 @@ def test_an_exception_that_prints_its_data_reaches_the_coordinator_and_is_charge
 def test_a_save_is_announced_and_said_to_be_over(partner: Partner, free: str) -> None:
     alone = Alone(partner, free)
     with alone.member.saving():
-        partner.expect(Busy(0, False))
-    partner.expect(Busy(0, True))
+        partner.expect(ReplicaSaving(0, False))
+    partner.expect(ReplicaSaving(0, True))
     partner.send(Stop(0, "over"))
     alone.member.close()
 
@@ -406,9 +406,9 @@ def test_a_save_that_ends_by_an_exception_is_not_said_to_be_over(partner: Partne
     alone = Alone(partner, free)
     with pytest.raises(OSError, match="a defect"), alone.member.saving():
         raise OSError("a defect")
-    alone.member.raised((), OSError("a defect"))
-    partner.wait(lambda: isinstance(partner.received[-1], Failing) if partner.received else False)
-    assert partner.received[:-1] == [Busy(0, False)]
+    alone.member.failing((), OSError("a defect"))
+    partner.wait(lambda: isinstance(partner.received[-1], ReplicaFailing) if partner.received else False)
+    assert partner.received[:-1] == [ReplicaSaving(0, False)]
     partner.send(Stop(1, "over"))
     with pytest.raises(JobStopped):
         alone.member.close()

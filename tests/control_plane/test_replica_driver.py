@@ -26,7 +26,7 @@ from megatron_recover.core.values import (
     Held,
     Miscounted,
     NewGeneration,
-    Requested,
+    ReplicaBlocked,
     Shape,
     Status,
     Statuses,
@@ -121,11 +121,11 @@ class Leading:
         self.other.wait(lambda: link.proven and not link.wants_write)
         return link
 
-    def requested(self) -> Requested:
+    def requested(self) -> ReplicaBlocked:
         """What the coordinator is asked next."""
         self.coordinator.wait(lambda: self.coordinator.received)
         [message] = self.coordinator.received
-        assert isinstance(message, Requested)
+        assert isinstance(message, ReplicaBlocked)
         self.coordinator.received.clear()
         return message
 
@@ -229,7 +229,7 @@ def test_a_peer_speaks_for_the_replica_that_it_proved_and_for_no_other(lead: Lea
         leading.other.loop.send(link, message)
     leading.other.wait(lambda: closed)
     leading.coordinator.loop.run_once(0.05)
-    assert not [each for each in leading.coordinator.received if isinstance(each, Requested)]
+    assert not [each for each in leading.coordinator.received if isinstance(each, ReplicaBlocked)]
     assert leading.member._leader is not None
     assert [each for each in leading.member._leader._state.statuses if each.replica == 2] == []
 
@@ -249,7 +249,7 @@ def test_who_has_no_business_with_a_leader_is_not_let_in(lead: Lead, claimed: Pa
 
 def test_inv_8_a_status_that_does_not_come_is_waited_for_until_the_stall_timeout(lead: Lead) -> None:
     leading = lead(stall_s=0.05).heard()
-    assert leading.requested() == Requested(0, 1, "no status of replicas (1,) came")
+    assert leading.requested() == ReplicaBlocked(0, 1, "no status of replicas (1,) came")
     # Each wait is watched, the one in the next generation too.
     leading.announce(2)
     assert leading.requested().generation == 2
@@ -272,7 +272,7 @@ def test_inv_8_a_wait_has_one_deadline_from_its_start(lead: Lead, monkeypatch: p
     leading.other.wait(lambda: waiting_for(heard._state) == (2,))
     [deadline] = timers
     member._loop.post(deadline)
-    assert leading.requested() == Requested(0, 2, "no status of replicas (2,) came")
+    assert leading.requested() == ReplicaBlocked(0, 2, "no status of replicas (2,) came")
 
 
 def test_inv_8_the_timer_of_a_wait_that_is_over_does_not_end_one_like_it(lead: Lead, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_inv_8_the_timer_of_a_wait_that_is_over_does_not_end_one_like_it(lead: L
     member._loop.post(fired.set)
     assert fired.wait(60) and timers == [over, running], "nothing has expired"
     member._loop.post(running)
-    assert leading.requested() == Requested(0, 2, "no vote of replicas (1,) came")
+    assert leading.requested() == ReplicaBlocked(0, 2, "no vote of replicas (1,) came")
 
 
 def test_inv_8_a_miscount_is_a_request_that_beats_repeat_and_late_evidence_is_none(lead: Lead) -> None:
@@ -314,7 +314,7 @@ def test_inv_8_a_miscount_is_a_request_that_beats_repeat_and_late_evidence_is_no
     assert isinstance(miscounted, Miscounted)
     heard = leading.member._leader
     assert heard is not None and heard._where().request == miscounted and "counts" in heard._needs_coordinator()
-    heard._carry_out(ToCoordinator(Requested(0, 0, "of an older generation", (1,), stalled=True)))
+    heard._carry_out(ToCoordinator(ReplicaBlocked(0, 0, "of an older generation", (1,), stalled=True)))
     assert heard._where().request == miscounted
 
 

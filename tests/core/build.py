@@ -85,7 +85,7 @@ def working(
         *(status(peer, generation=1, work=None) for peer in roster if peer != number),
         Begun(0, 0, work),
     )
-    assert state.phase is replica.Phase.WORKING
+    assert state.phase is replica.ReplicaPhase.WORKING
     return state
 
 

@@ -29,4 +29,4 @@ def handle(monkeypatch: pytest.MonkeyPatch, kind: type, handler: Callable[[repli
     """Replace the handler of an input in every phase that has one; it may lead anywhere."""
     for rows in replica.TABLE.values():
         if kind in rows:
-            monkeypatch.setitem(rows, kind, replica.Row(handler, frozenset(replica.Phase)))  # type: ignore[arg-type]
+            monkeypatch.setitem(rows, kind, replica.Row(handler, frozenset(replica.ReplicaPhase)))  # type: ignore[arg-type]

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_recover.core import blame, coordinator
-from megatron_recover.core.blame import Evidence, culprit, heard, overdue
-from megatron_recover.core.coordinator import CoordinatorState, Policy, TimerFired
-from megatron_recover.core.values import Entered, Hello, Loss, LossKind, Requested
+from megatron_recover.core.blame import Evidence, culprit, with_missed_deadline, with_report
+from megatron_recover.core.coordinator import CoordinatorState, MembershipSettings, TimerFired
+from megatron_recover.core.values import Entered, Hello, Loss, LossKind, ReplicaBlocked
 from megatron_recover.sim.channels import Channels, card, link, stuck_in_a_sum
 
 
 def started(num_replicas: int) -> CoordinatorState:
-    state = CoordinatorState(Policy(num_replicas))
+    state = CoordinatorState(MembershipSettings(num_replicas))
     for number in range(num_replicas):
         state, _ = coordinator.step(state, Hello(number, "same"))
     return state
@@ -49,10 +49,10 @@ class Net:
         num_reports = len(order) if all_report else self.draw.draw(st.integers(1, len(order)))
         num_in_time = self.draw.draw(st.integers(1, num_reports))
         for member in order[:num_in_time]:
-            self.feed(Requested(member, number, "no progress", stuck[member], True))
+            self.feed(ReplicaBlocked(member, number, "no progress", stuck[member], True))
         self.feed(TimerFired(f"grace {number}"))
         for member in order[num_in_time:num_reports]:
-            self.feed(Requested(member, number, "no progress", stuck[member], True))
+            self.feed(ReplicaBlocked(member, number, "no progress", stuck[member], True))
         if self.state.trouble and number > 2 and (all_report or self.draw.draw(st.booleans())):
             self.feed(TimerFired(self.state.trouble))
 
@@ -90,7 +90,7 @@ def test_a_death_beside_it_changes_nothing(num_replicas: int, ways: str, is_card
     net = Net(num_replicas, fault | card(dead, range(num_replicas), "both"), data)
     for _ in range(data.draw(st.integers(0, 1))):
         net.generation()
-    net.feed(coordinator.Lost(Loss(dead, LossKind.PROCESS_ENDED)))
+    net.feed(coordinator.ReplicaLost(Loss(dead, LossKind.PROCESS_ENDED)))
     net.broken = fault
     fenced = net.run()
     assert len(fenced) == 1 and fenced[0] in ((one,) if is_card else (one, other))
@@ -106,7 +106,7 @@ def test_with_two_replicas_nobody_is_named_for_the_link_and_one_goes_on(ways: st
         if number in (2, 5):
             net.feed(TimerFired(net.state.trouble))
         for member, named in both.items():
-            net.feed(Requested(member, net.state.generation, "no progress", named, True))
+            net.feed(ReplicaBlocked(member, net.state.generation, "no progress", named, True))
         net.feed(TimerFired(f"grace {net.state.generation}"))
     assert net.state.roster == (0,) and not net.state.over
     assert "the evidence does not show which of the two" in net.state.losses[0].detail
@@ -127,36 +127,36 @@ def test_a_rule_that_takes_an_end_without_looking_at_the_others_is_caught(
 
 
 def test_the_end_of_a_row_of_waits_is_at_fault() -> None:
-    evidence = heard(heard(Evidence(), 2, [1]), 1, [0])
+    evidence = with_report(with_report(Evidence(), 2, [1]), 1, [0])
     assert culprit(evidence, (0, 1, 2)) == 0
 
 
 def test_who_waits_for_several_that_say_nothing_is_early() -> None:
-    evidence = heard(Evidence(), 0, [1, 2, 3])
+    evidence = with_report(Evidence(), 0, [1, 2, 3])
     assert culprit(evidence, (0, 1, 2, 3)) is None
-    assert culprit(heard(evidence, 1, ()), (0, 1, 2, 3)) == 0, "one of them waits itself, so it has come"
+    assert culprit(with_report(evidence, 1, ()), (0, 1, 2, 3)) == 0, "one of them waits itself, so it has come"
 
 
 def test_of_two_bad_cards_one_is_named_at_a_time() -> None:
     evidence = Evidence()
     for member, named in stuck_in_a_sum(range(6), card(1, range(6), "both") | card(4, range(6), "both")).items():
-        evidence = heard(evidence, member, named)
+        evidence = with_report(evidence, member, named)
     assert culprit(evidence, range(6)) in (1, 4)
 
 
 def test_a_deadline_of_its_own_counts_more_than_what_others_report() -> None:
-    assert culprit(overdue(heard(Evidence(), 1, [0]), 2), (0, 1, 2)) == 2
+    assert culprit(with_missed_deadline(with_report(Evidence(), 1, [0]), 2), (0, 1, 2)) == 2
 
 
 def test_only_members_are_named() -> None:
-    assert culprit(heard(Evidence(), 0, [3]), (0, 1, 2)) is None
-    assert culprit(heard(Evidence(), 3, [0]), (0, 1, 2)) is None
+    assert culprit(with_report(Evidence(), 0, [3]), (0, 1, 2)) is None
+    assert culprit(with_report(Evidence(), 3, [0]), (0, 1, 2)) is None
 
 
 def test_large_rosters_take_no_exponential_time() -> None:
-    evidence = heard(Evidence(), 500, [member for member in range(1000) if member != 500])
+    evidence = with_report(Evidence(), 500, [member for member in range(1000) if member != 500])
     for member in range(1000):
-        evidence = heard(evidence, member, [500] if member != 500 else ())
+        evidence = with_report(evidence, member, [500] if member != 500 else ())
     assert culprit(evidence, range(1000)) == 500
     ring = Evidence(tuple((member, (member + 1) % 60) for member in range(60)), tuple(range(60)))
     assert culprit(ring, range(60)) is not None

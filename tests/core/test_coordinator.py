@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_recover.core import coordinator, policy, request
-from megatron_recover.core.alike import differences, together
+from megatron_recover.core.alike import combined, differences
 from megatron_recover.core.blame import Evidence
 from megatron_recover.core.coordinator import (
     Announce,
@@ -22,26 +22,26 @@ from megatron_recover.core.coordinator import (
     ExitAsked,
     Fence,
     Launched,
-    Lost,
-    Policy,
+    MembershipSettings,
     Progressed,
+    ReplicaLost,
     TimerFired,
     Waits,
 )
 from megatron_recover.core.excuses import AT_WORK
 from megatron_recover.core.values import (
-    Busy,
     Diverged,
     Entered,
     ExitCode,
-    Failing,
-    Finished,
     Hello,
     Loss,
     LossKind,
     Miscounted,
     NewGeneration,
-    Requested,
+    ReplicaBlocked,
+    ReplicaFailing,
+    ReplicaFinished,
+    ReplicaSaving,
     Void,
 )
 
@@ -55,17 +55,19 @@ def feed(state: CoordinatorState, *messages: coordinator.Input) -> tuple[Coordin
 
 
 def started(num_replicas: int = 3, **settings: Any) -> CoordinatorState:
-    state, _ = feed(CoordinatorState(Policy(num_replicas, **settings)), *(Hello(r, "same") for r in range(num_replicas)))
+    state, _ = feed(
+        CoordinatorState(MembershipSettings(num_replicas, **settings)), *(Hello(r, "same") for r in range(num_replicas))
+    )
     assert state.generation == 1
     return state
 
 
-def died(replica: int) -> Lost:
-    return Lost(Loss(replica, LossKind.PROCESS_ENDED, "SIGKILL"))
+def died(replica: int) -> ReplicaLost:
+    return ReplicaLost(Loss(replica, LossKind.PROCESS_ENDED, "SIGKILL"))
 
 
-def raised(replica: int) -> Lost:
-    return Lost(Loss(replica, LossKind.EXCEPTION, "exit code 1"))
+def raised(replica: int) -> ReplicaLost:
+    return ReplicaLost(Loss(replica, LossKind.EXCEPTION, "exit code 1"))
 
 
 def announced(effects: list[coordinator.Effect]) -> NewGeneration:
@@ -82,32 +84,32 @@ def ended(effects: list[coordinator.Effect]) -> EndJob:
 
 
 def test_generation_1_waits_for_all_replicas() -> None:
-    state, effects = feed(CoordinatorState(Policy(2)), Hello(1, "same"), Hello(1, "same"))
+    state, effects = feed(CoordinatorState(MembershipSettings(2)), Hello(1, "same"), Hello(1, "same"))
     assert effects == [Arm("start", "start_s")]
     _, effects = feed(state, Hello(0, "same"))
     assert effects == [Announce(NewGeneration(1, (0, 1), (), "start")), Arm("follow 1", "follow_s")]
 
 
 def test_a_replica_that_dies_before_it_joined_is_not_waited_for() -> None:
-    _, effects = feed(CoordinatorState(Policy(2)), died(0), Hello(1, "same"))
+    _, effects = feed(CoordinatorState(MembershipSettings(2)), died(0), Hello(1, "same"))
     assert announced(effects).roster == (1,)
     assert announced(effects).losses == (died(0).loss,)
     assert Fence(0) in effects
 
 
 def test_a_replica_that_dies_after_its_hello_is_not_in_generation_1() -> None:
-    _, effects = feed(CoordinatorState(Policy(2)), Hello(0, "same"), died(0), Hello(1, "same"))
+    _, effects = feed(CoordinatorState(MembershipSettings(2)), Hello(0, "same"), died(0), Hello(1, "same"))
     assert announced(effects).roster == (1,)
 
 
 def test_replicas_that_do_not_start_are_fenced() -> None:
-    _, effects = feed(CoordinatorState(Policy(3)), Hello(1, "same"), TimerFired("start"))
+    _, effects = feed(CoordinatorState(MembershipSettings(3)), Hello(1, "same"), TimerFired("start"))
     assert [effect for effect in effects if isinstance(effect, Fence)] == [Fence(0), Fence(2)]
     assert announced(effects).roster == (1,)
 
 
 def test_inv_8_a_job_none_of_whose_replicas_gets_ready_ends() -> None:
-    state, effects = feed(CoordinatorState(Policy(2)), Launched())
+    state, effects = feed(CoordinatorState(MembershipSettings(2)), Launched())
     assert effects == [Arm("load", "deadline_s")]
     assert feed(state, Hello(1, "same"), TimerFired("load"))[1] == [Arm("start", "start_s")], "another timer runs"
     _, effects = feed(state, TimerFired("load"))
@@ -116,7 +118,7 @@ def test_inv_8_a_job_none_of_whose_replicas_gets_ready_ends() -> None:
 
 
 def test_replicas_that_differ_do_not_start() -> None:
-    _, effects = feed(CoordinatorState(Policy(2)), Hello(0, "same"), Hello(1, "other"))
+    _, effects = feed(CoordinatorState(MembershipSettings(2)), Hello(0, "same"), Hello(1, "other"))
     assert ended(effects).exit_code == ExitCode.FAILED
     assert "replicas 0 and 1 do not start alike" in ended(effects).reason
 
@@ -127,7 +129,7 @@ def test_what_differs_at_the_start_is_named_with_both_values() -> None:
     theirs = (("argument seed", "2"), *((name, "2") for name, _ in many))
     found = differences(mine, theirs)
     assert found[:2] == [("argument seed", "1", "2"), ("the version of torch", "2.13", "not there")] and len(found) == 9
-    state, effects = feed(CoordinatorState(Policy(2)), Hello(0, "x", mine), Hello(1, "y", theirs))
+    state, effects = feed(CoordinatorState(MembershipSettings(2)), Hello(0, "x", mine), Hello(1, "y", theirs))
     reason = ended(effects).reason
     assert "argument seed is 1 on replica 0 and 2 on replica 1; " in reason and "; 4 more differ; use the same" in reason
     assert differences(mine, mine) == []
@@ -135,18 +137,18 @@ def test_what_differs_at_the_start_is_named_with_both_values() -> None:
 
 def test_parts_of_ranks_are_told_apart_where_ranks_differ() -> None:
     of_ranks = [(("data", "d"), ("state", "a")), (("state", "b"),), (("data", "d"), ("state", "a"))]
-    assert together(of_ranks) == (
+    assert combined(of_ranks) == (
         ("data", "d"), ("state of rank 0", "a"), ("state of rank 1", "b"), ("state of rank 2", "a"),
     )  # fmt: skip
 
 
 def test_too_few_replicas_do_not_start() -> None:
-    _, effects = feed(CoordinatorState(Policy(2, min_replicas=2)), died(0), Hello(1, "same"))
+    _, effects = feed(CoordinatorState(MembershipSettings(2, min_replicas=2)), died(0), Hello(1, "same"))
     assert ended(effects).exit_code == ExitCode.TOO_FEW_REPLICAS
 
 
 def test_a_job_whose_replicas_all_die_at_the_start_ends() -> None:
-    _, effects = feed(CoordinatorState(Policy(2)), died(0), died(1))
+    _, effects = feed(CoordinatorState(MembershipSettings(2)), died(0), died(1))
     assert ended(effects).exit_code == ExitCode.NO_REPLICA_LEFT
 
 
@@ -161,8 +163,8 @@ def test_a_loss_is_fenced_and_leads_to_a_new_generation_at_once() -> None:
 
 
 def test_a_job_that_ends_after_a_check_failed_says_so() -> None:
-    failed = Lost(Loss(0, LossKind.INVARIANT_VIOLATED, "exit code 14"))
-    _, effects = feed(CoordinatorState(Policy(2)), Hello(0, "same"), Hello(1, "same"), failed, died(1))
+    failed = ReplicaLost(Loss(0, LossKind.INVARIANT_VIOLATED, "exit code 14"))
+    _, effects = feed(CoordinatorState(MembershipSettings(2)), Hello(0, "same"), Hello(1, "same"), failed, died(1))
     assert ended(effects).exit_code == ExitCode.INVARIANT_VIOLATED
 
 
@@ -171,7 +173,7 @@ def test_below_min_replicas_the_survivors_are_asked_to_end() -> None:
     assert announced(effects).requests == ()
     state, effects = feed(state, died(0))
     assert announced(effects).requests == (request.TOO_FEW,)
-    _, effects = feed(state, Finished(2, policy.exit_code(announced(effects).requests)))
+    _, effects = feed(state, ReplicaFinished(2, policy.exit_code(announced(effects).requests)))
     assert ended(effects).exit_code == ExitCode.TOO_FEW_REPLICAS
 
 
@@ -183,14 +185,21 @@ def test_the_last_loss_ends_the_job() -> None:
 
 def test_an_exception_on_every_replica_is_a_failure_not_a_loss_of_machines() -> None:
     state = started(2)
-    _, effects = feed(state, Failing(0, "train 4", (), "KeyError"), raised(0), Failing(1, "train 4", (), "KeyError"), raised(1))
+    _, effects = feed(
+        state, ReplicaFailing(0, "train 4", (), "KeyError"), raised(0), ReplicaFailing(1, "train 4", (), "KeyError"), raised(1)
+    )
     assert ended(effects) == EndJob(1, "training raised on every replica, at last on replica 1 in train 4: KeyError")
 
 
 def test_inv_9_a_microbatch_that_ends_two_replicas_ends_the_job() -> None:
-    state, effects = feed(started(), Failing(0, "train 4", (2,), "NaN"), Failing(0, "train 4", (2,), "NaN"), raised(0))
+    state, effects = feed(
+        started(), ReplicaFailing(0, "train 4", (2,), "NaN"), ReplicaFailing(0, "train 4", (2,), "NaN"), raised(0)
+    )
     assert announced(effects).roster == (1, 2)
-    for last in ((Failing(1, "train 4", (2,), "NaN"), raised(1)), (raised(1), Failing(1, "train 4", (2,), "NaN"))):
+    for last in (
+        (ReplicaFailing(1, "train 4", (2,), "NaN"), raised(1)),
+        (raised(1), ReplicaFailing(1, "train 4", (2,), "NaN")),
+    ):
         _, effects = feed(state, *last)
         assert ended(effects).exit_code == ExitCode.POISONED_MICROBATCH
         assert "microbatch 2 of train 4 ended replicas 0 and 1" in ended(effects).reason
@@ -202,7 +211,7 @@ def test_inv_9_a_microbatch_that_ends_two_replicas_ends_the_job() -> None:
 )
 def test_inv_9_the_samples_of_a_microbatch_that_ends_two_replicas_are_named(label: str, which: str) -> None:
     state = started(samples=(24, 2))
-    _, effects = feed(state, Failing(0, label, (2,), "NaN"), raised(0), Failing(1, label, (2,), "NaN"), raised(1))
+    _, effects = feed(state, ReplicaFailing(0, label, (2,), "NaN"), raised(0), ReplicaFailing(1, label, (2,), "NaN"), raised(1))
     assert f"computing microbatch 2 of {label}{which} ended replicas 0 and 1" in ended(effects).reason
 
 
@@ -210,46 +219,51 @@ def test_inv_9_the_samples_of_a_microbatch_that_ends_two_replicas_are_named(labe
 def test_a_job_that_was_asked_to_end_says_by_what(code: ExitCode) -> None:
     asked = ExitAsked("SIGTERM") if code == ExitCode.INTERRUPTED else died(2)
     state, _ = feed(started(min_replicas=3), asked)
-    left = [Finished(replica, int(code)) for replica in state.roster]
+    left = [ReplicaFinished(replica, int(code)) for replica in state.roster]
     _, effects = feed(state, *left)
     assert ended(effects).exit_code == code
     assert ("(SIGTERM)" if code == ExitCode.INTERRUPTED else "(too few replicas)") in ended(effects).reason
 
 
 def test_inv_9_a_microbatch_is_found_in_what_two_passes_that_raised_had_in_common() -> None:
-    first = [Failing(0, "train 4", (0, 1, 2), "NaN"), raised(0)]
-    _, effects = feed(started(), *first, Failing(1, "train 4", (2, 3, 4), "NaN"), raised(1))
+    first = [ReplicaFailing(0, "train 4", (0, 1, 2), "NaN"), raised(0)]
+    _, effects = feed(started(), *first, ReplicaFailing(1, "train 4", (2, 3, 4), "NaN"), raised(1))
     assert ended(effects).exit_code == ExitCode.POISONED_MICROBATCH
     assert "computing microbatch 2 of train 4 ended replicas 0 and 1, so" in ended(effects).reason
-    _, effects = feed(started(), *first, Failing(1, "train 4", (1, 2, 5), "NaN"), raised(1))
+    _, effects = feed(started(), *first, ReplicaFailing(1, "train 4", (1, 2, 5), "NaN"), raised(1))
     assert "computing one of microbatches 1, 2 of train 4 ended replicas 0 and 1, so" in ended(effects).reason
 
 
 def test_inv_9_of_two_passes_that_raised_the_one_that_says_more_is_believed() -> None:
-    first = [Failing(0, "train 4", (0, 1, 2), "NaN"), Failing(0, "train 4", (2,), "NaN"), raised(0)]
-    _, effects = feed(started(), *first, Failing(1, "train 4", (1, 2, 5), "NaN"), raised(1))
+    first = [ReplicaFailing(0, "train 4", (0, 1, 2), "NaN"), ReplicaFailing(0, "train 4", (2,), "NaN"), raised(0)]
+    _, effects = feed(started(), *first, ReplicaFailing(1, "train 4", (1, 2, 5), "NaN"), raised(1))
     assert "computing microbatch 2 of train 4 ended replicas 0 and 1, so" in ended(effects).reason
 
 
 def test_a_microbatch_is_not_blamed_for_a_kill() -> None:
     """The other ranks of a replica that a signal ended raise where they are: their sibling does not answer any more."""
-    broken = [Failing(0, "train 4", (2,), "reset by peer"), died(0), Failing(1, "train 4", (2,), "reset by peer"), died(1)]
+    broken = [
+        ReplicaFailing(0, "train 4", (2,), "reset by peer"),
+        died(0),
+        ReplicaFailing(1, "train 4", (2,), "reset by peer"),
+        died(1),
+    ]
     _, effects = feed(started(), *broken)
     assert not any(isinstance(effect, EndJob) for effect in effects)
 
 
-def lost(replica: int, kind: LossKind) -> Lost:
-    return Lost(Loss(replica, kind, "rank 1"))
+def lost(replica: int, kind: LossKind) -> ReplicaLost:
+    return ReplicaLost(Loss(replica, kind, "rank 1"))
 
 
-def witnessed(replica: int, *microbatches: int) -> Failing:
+def witnessed(replica: int, *microbatches: int) -> ReplicaFailing:
     """What the agent has read from the progress page of a rank."""
-    return Failing(replica, "train 4", microbatches, "SIGBUS", witnessed=True)
+    return ReplicaFailing(replica, "train 4", microbatches, "SIGBUS", witnessed=True)
 
 
-def told(replica: int, *microbatches: int) -> Failing:
+def told(replica: int, *microbatches: int) -> ReplicaFailing:
     """What a rank has reported that raised."""
-    return Failing(replica, "train 4", microbatches, "connection reset")
+    return ReplicaFailing(replica, "train 4", microbatches, "connection reset")
 
 
 CRASHED, HUNG, KILLED, RAISED = LossKind.CRASHED, LossKind.HUNG, LossKind.PROCESS_ENDED, LossKind.EXCEPTION
@@ -275,7 +289,7 @@ CRASHED, HUNG, KILLED, RAISED = LossKind.CRASHED, LossKind.HUNG, LossKind.PROCES
     ],
 )
 def test_inv_9_which_deaths_are_charged_to_a_microbatch(
-    first: tuple[Failing, LossKind], second: tuple[Failing, LossKind], poisons: bool
+    first: tuple[ReplicaFailing, LossKind], second: tuple[ReplicaFailing, LossKind], poisons: bool
 ) -> None:
     events = [event for failing, kind in (first, second) for event in (failing, lost(failing.replica, kind))]
     state, effects = feed(started(), *events)
@@ -285,17 +299,22 @@ def test_inv_9_which_deaths_are_charged_to_a_microbatch(
 
 
 def test_a_microbatch_is_not_blamed_for_a_check_that_failed() -> None:
-    failed = [Lost(Loss(replica, LossKind.INVARIANT_VIOLATED, "exit code 14")) for replica in (0, 1)]
-    said = [Failing(replica, "train 4", (2,), "INV-1") for replica in (0, 1)]
+    failed = [ReplicaLost(Loss(replica, LossKind.INVARIANT_VIOLATED, "exit code 14")) for replica in (0, 1)]
+    said = [ReplicaFailing(replica, "train 4", (2,), "INV-1") for replica in (0, 1)]
     state, effects = feed(started(), said[0], failed[0], said[1], failed[1])
     assert not any(isinstance(effect, EndJob) for effect in effects) and state.roster == (2,)
 
 
 @pytest.mark.parametrize(
-    "second", [Failing(1, "train 4", (1,), "NaN"), Failing(1, "train 5", (2,), "NaN"), Failing(1, "train 4", (), "x")]
+    "second",
+    [
+        ReplicaFailing(1, "train 4", (1,), "NaN"),
+        ReplicaFailing(1, "train 5", (2,), "NaN"),
+        ReplicaFailing(1, "train 4", (), "x"),
+    ],
 )
-def test_different_failures_do_not_poison(second: Failing) -> None:
-    _, effects = feed(started(), Failing(0, "train 4", (2,), "NaN"), raised(0), second, raised(1))
+def test_different_failures_do_not_poison(second: ReplicaFailing) -> None:
+    _, effects = feed(started(), ReplicaFailing(0, "train 4", (2,), "NaN"), raised(0), second, raised(1))
     assert not any(isinstance(effect, EndJob) for effect in effects)
 
 
@@ -343,7 +362,7 @@ def test_a_step_that_was_miscounted_is_made_void_once_and_then_given_up_by_all_w
     assert code == policy.exit_code((request.MISCOUNTED, request.TOO_FEW, request.UNSAVED)) == ExitCode.INVARIANT_VIOLATED
     what = "step 7 is given up: replica 0: bucket 3, and so it was when the step was computed for the first time"
     for is_saved, then in ((True, "is saved"), (False, "was not saved")):
-        _, effects = feed(state, Finished(0, code, is_saved), Finished(2, code, is_saved))
+        _, effects = feed(state, ReplicaFinished(0, code, is_saved), ReplicaFinished(2, code, is_saved))
         assert ended(effects) == EndJob(ExitCode.INVARIANT_VIOLATED, f"{what}; the state before that step {then}")
     state, effects = feed(state, died(2))
     assert announced(effects).void == Void(7, 4, gives_up=True), "whoever hears only of the newest generation gives up as well"
@@ -365,7 +384,7 @@ def test_a_job_that_gave_a_step_up_ends_with_that_though_all_its_members_die() -
     unknown = "no replica is left to say whether the state before that step is saved"
     assert ended(effects) == EndJob(ExitCode.INVARIANT_VIOLATED, f"{GIVEN_UP}; {unknown} ({deaths})")
     for is_saved, then in ((True, "is saved"), (False, "was not saved")):
-        said = Finished(0, ExitCode.INVARIANT_VIOLATED, is_saved)
+        said = ReplicaFinished(0, ExitCode.INVARIANT_VIOLATED, is_saved)
         _, effects = feed(given_up(), said, died(0), died(2), died(1))
         assert ended(effects) == EndJob(ExitCode.INVARIANT_VIOLATED, f"{GIVEN_UP}; the state before that step {then}")
     _, effects = feed(started(), Miscounted(2, 1, 7, "bucket 3"), died(0), died(2), died(1))
@@ -376,22 +395,22 @@ def test_a_job_that_gave_a_step_up_ends_with_that_though_all_its_members_die() -
 def test_what_a_member_has_said_of_the_end_holds_though_it_and_all_others_die(code: ExitCode) -> None:
     """It has finished, so all that there was is committed, and the last checkpoint is as it says."""
     for deaths in permutations((0, 1, 2)):
-        _, effects = feed(started(), Finished(0, code), *(died(number) for number in deaths))
+        _, effects = feed(started(), ReplicaFinished(0, code), *(died(number) for number in deaths))
         assert ended(effects).exit_code == code
-    _, effects = feed(started(), *(event for number in (0, 1, 2) for event in (Finished(number, code), died(number))))
+    _, effects = feed(started(), *(event for number in (0, 1, 2) for event in (ReplicaFinished(number, code), died(number))))
     assert ended(effects).exit_code == code
 
 
 def test_a_state_is_called_saved_only_if_all_say_so_and_as_begun_with_only_if_all_say_so_alike() -> None:
-    def told(*finished: Finished) -> str:
+    def told(*finished: ReplicaFinished) -> str:
         code, reason = policy.all_finished(finished, "step 7 is given up")
         assert code == ExitCode.INVARIANT_VIOLATED
         return reason.removeprefix("step 7 is given up; the state before that step ")
 
-    saved, unsaved = Finished(0, 14, True), Finished(1, 14)
+    saved, unsaved = ReplicaFinished(0, 14, True), ReplicaFinished(1, 14)
     loaded, begun = (
-        Finished(0, 14, untrained="what was loaded from X"),
-        Finished(1, 14, untrained="the one that it begins with"),
+        ReplicaFinished(0, 14, untrained="what was loaded from X"),
+        ReplicaFinished(1, 14, untrained="the one that it begins with"),
     )
     assert told(saved, saved) == "is saved"
     assert told(loaded, loaded) == "is what was loaded from X: nothing was trained"
@@ -416,8 +435,8 @@ def test_a_tie_ends_the_job() -> None:
 # --- Requests and timers -------------------------------------------------------------------------------------------------
 
 
-def blocked(replica: int, generation: int, *suspects: int) -> Requested:
-    return Requested(replica, generation, "stuck", suspects)
+def blocked(replica: int, generation: int, *suspects: int) -> ReplicaBlocked:
+    return ReplicaBlocked(replica, generation, "stuck", suspects)
 
 
 def test_a_blocked_member_waits_a_grace_for_news_of_a_death() -> None:
@@ -437,7 +456,7 @@ def test_stale_requests_and_timers_do_nothing() -> None:
     timers = [TimerFired(name) for name in ("grace 1", "grace 2", "follow 1", "start")]
     stale = [blocked(0, 1), *timers, blocked(1, 2)]
     stale += [Entered(0, 1, 0), Entered(1, 2, 0), Diverged(0, 1, 0, (2,), ""), Diverged(1, 2, 0, (2,), "")]
-    assert feed(state, *stale, Finished(1, 0), Hello(1, "same"), Hello(7, "same")) == (state, [])
+    assert feed(state, *stale, ReplicaFinished(1, 0), Hello(1, "same"), Hello(7, "same")) == (state, [])
 
 
 def test_a_member_that_does_not_follow_is_fenced() -> None:
@@ -473,7 +492,7 @@ def test_a_late_member_that_is_the_last_and_ends_ends_the_job() -> None:
 
 
 def test_replicas_that_load_are_not_late_for_one_that_has_ended() -> None:
-    state, effects = feed(CoordinatorState(Policy(3)), Launched(), Hello(1, "same"), died(1), TimerFired("start"))
+    state, effects = feed(CoordinatorState(MembershipSettings(3)), Launched(), Hello(1, "same"), died(1), TimerFired("start"))
     assert effects[-2:] == [
         Waits((0, 2), "the replicas that were ready have ended: waiting for the others"), Arm("load", "deadline_s")
     ]  # fmt: skip
@@ -542,8 +561,10 @@ def test_where_everybody_waits_the_one_that_most_wait_for_is_fenced() -> None:
 def test_nobody_is_blamed_for_a_wait_that_ended_with_a_step_or_was_for_a_save() -> None:
     state, _ = feed(started(), blocked(2, 1), TimerFired("grace 1"), waited(0, 2, 1), waited(2, 2, step=8))
     assert (state.waits, state.evidence) == ((), Evidence())
-    state, _ = feed(started(), Busy(1, False), blocked(0, 1), TimerFired("grace 1"), waited(0, 2, 1), waited(2, 2, 1))
-    state, _ = feed(state, blocked(0, 2), Busy(1, True), waited(0, 3, 1), waited(2, 3, 1), blocked(0, 3), TimerFired("grace 3"))
+    state, _ = feed(started(), ReplicaSaving(1, False), blocked(0, 1), TimerFired("grace 1"), waited(0, 2, 1), waited(2, 2, 1))
+    state, _ = feed(
+        state, blocked(0, 2), ReplicaSaving(1, True), waited(0, 3, 1), waited(2, 3, 1), blocked(0, 3), TimerFired("grace 3")
+    )
     assert (state.generation, state.waits, state.evidence.pairs) == (4, (), ())
     state, _ = feed(state, waited(0, 4, 1))
     assert state.waits == ((0, (1,)),), "the excuse is for one generation"
@@ -628,8 +649,8 @@ def test_inv_9_a_job_that_commits_steps_again_is_not_ended_by_what_was_before() 
 def test_what_was_held_against_a_member_is_forgotten_when_steps_are_committed_again() -> None:
     state = started(3)
     for generation in (1, 2):
-        state, _ = feed(state, Requested(0, generation, "slow", (1,)), TimerFired(f"grace {generation}"))
-    state, _ = feed(state, Progressed(0, 10_000), Requested(2, 3, "a hiccup", (1,)))
+        state, _ = feed(state, ReplicaBlocked(0, generation, "slow", (1,)), TimerFired(f"grace {generation}"))
+    state, _ = feed(state, Progressed(0, 10_000), ReplicaBlocked(2, 3, "a hiccup", (1,)))
     _, effects = feed(state, LASTS, TimerFired("grace 3"))
     assert announced(effects).roster == (0, 1, 2) and not [each for each in effects if isinstance(each, Fence)]
 
@@ -637,11 +658,11 @@ def test_what_was_held_against_a_member_is_forgotten_when_steps_are_committed_ag
 def test_what_was_waited_for_in_a_generation_that_is_over_is_evidence_and_a_break_is_not() -> None:
     state, _ = feed(started(), blocked(0, 1), TimerFired("grace 1"))
     assert feed(state, blocked(1, 1, 2)) == (state, []), "a connection breaks when its generation is over"
-    state, effects = feed(state, Requested(1, 1, "no progress", (2,), True))
+    state, effects = feed(state, ReplicaBlocked(1, 1, "no progress", (2,), True))
     assert effects == [] and state.evidence == Evidence(((1, 2),), (0, 1))
-    after, _ = feed(state, died(2), Requested(1, 2, "no progress", (0,), True))
+    after, _ = feed(state, died(2), ReplicaBlocked(1, 2, "no progress", (0,), True))
     assert after.evidence == Evidence(), "that is about what the death has ended"
-    after, _ = feed(state, Progressed(0, 1), Requested(1, 1, "no progress", (0,), True))
+    after, _ = feed(state, Progressed(0, 1), ReplicaBlocked(1, 1, "no progress", (0,), True))
     assert after.evidence == Evidence(), "that is about what the committed step has ended"
 
 
@@ -649,7 +670,7 @@ def test_what_was_waited_for_in_a_generation_that_is_over_is_evidence_and_a_brea
 
 
 def test_a_save_costs_two_generations_at_most_and_nobody_is_suspected() -> None:
-    state, effects = feed(started(), Busy(0, False))
+    state, effects = feed(started(), ReplicaSaving(0, False))
     assert effects == [Arm("save 1", "save_s")]
     state, effects = feed(state, blocked(1, 1, 0), blocked(2, 1, 0))
     assert effects == [Arm("grace 1", "grace_s")], "nothing would end the wait of who asked first"
@@ -657,24 +678,24 @@ def test_a_save_costs_two_generations_at_most_and_nobody_is_suspected() -> None:
     assert announced(effects).roster == (0, 1, 2), "the first request shows who still answers"
     state, effects = feed(state, blocked(1, 2, 0), blocked(2, 2, 0))
     assert effects == [], "the second waits for the end of the save"
-    state, effects = feed(state, Busy(0, True))
+    state, effects = feed(state, ReplicaSaving(0, True))
     assert announced(effects) == NewGeneration(3, (0, 1, 2), (), "replica 1: stuck")
     assert (state.fruitless, state.evidence, state.saves) == (0, Evidence(), ())
-    assert feed(state, TimerFired("save 1"), Busy(0, True)) == (state, [])
+    assert feed(state, TimerFired("save 1"), ReplicaSaving(0, True)) == (state, [])
 
 
 def test_a_save_that_nobody_waited_for_costs_nothing() -> None:
-    state, effects = feed(started(), Busy(0, False), Busy(0, True))
+    state, effects = feed(started(), ReplicaSaving(0, False), ReplicaSaving(0, True))
     assert effects == [Arm("save 1", "save_s")] and state.saves == ()
 
 
 def test_who_did_not_save_ends_no_wait_by_saying_that_its_save_is_over() -> None:
     state, _ = feed(started(), blocked(0, 1, 2))
-    assert feed(state, Busy(1, True)) == (state, []), "the grace was cut short: a death would be news too late"
+    assert feed(state, ReplicaSaving(1, True)) == (state, []), "the grace was cut short: a death would be news too late"
 
 
 def test_a_replica_that_dies_during_a_save_is_a_loss_at_once() -> None:
-    waiting = [Busy(0, False), blocked(1, 1, 0), TimerFired("grace 1"), blocked(1, 2, 0)]
+    waiting = [ReplicaSaving(0, False), blocked(1, 1, 0), TimerFired("grace 1"), blocked(1, 2, 0)]
     state, effects = feed(started(), *waiting, died(2))
     assert effects[-2:] == [
         Announce(NewGeneration(3, (0, 1), (died(2).loss,), "process ended")),
@@ -689,30 +710,36 @@ def test_a_replica_that_dies_during_a_save_is_a_loss_at_once() -> None:
 
 
 def test_who_stops_in_a_save_does_not_follow_the_first_request() -> None:
-    state, _ = feed(started(), Busy(0, False), blocked(1, 1, 0), TimerFired("grace 1"), Entered(1, 2, 0), Entered(2, 2, 0))
+    state, _ = feed(
+        started(), ReplicaSaving(0, False), blocked(1, 1, 0), TimerFired("grace 1"), Entered(1, 2, 0), Entered(2, 2, 0)
+    )
     _, effects = feed(state, TimerFired("follow 2"))
     assert Fence(0) in effects and announced(effects).roster == (1, 2)
 
 
 def test_a_request_waits_for_all_saves_that_are_within_their_time() -> None:
-    state, _ = feed(started(), Busy(0, False), Busy(1, False), blocked(2, 1, 0), TimerFired("grace 1"), blocked(2, 2, 0))
+    state, _ = feed(
+        started(), ReplicaSaving(0, False), ReplicaSaving(1, False), blocked(2, 1, 0), TimerFired("grace 1"), blocked(2, 2, 0)
+    )
     state, effects = feed(state, TimerFired("save 1"))
     assert effects == []
-    _, effects = feed(state, Busy(1, True))
+    _, effects = feed(state, ReplicaSaving(1, True))
     assert announced(effects).roster == (0, 1, 2)
 
 
 def test_a_request_waits_for_the_last_of_two_saves_to_be_over() -> None:
-    state, _ = feed(started(), Busy(0, False), Busy(1, False), blocked(2, 1, 0), TimerFired("grace 1"), blocked(2, 2, 0))
-    state, effects = feed(state, Busy(0, True))
+    state, _ = feed(
+        started(), ReplicaSaving(0, False), ReplicaSaving(1, False), blocked(2, 1, 0), TimerFired("grace 1"), blocked(2, 2, 0)
+    )
+    state, effects = feed(state, ReplicaSaving(0, True))
     assert effects == [], "the other would make it wait, and ask, once more"
-    _, effects = feed(state, Busy(1, True))
+    _, effects = feed(state, ReplicaSaving(1, True))
     assert announced(effects) == NewGeneration(3, (0, 1, 2), (), "replica 2: stuck")
 
 
 def test_inv_9_an_overdue_save_speaks_against_who_saves() -> None:
     """It is the member's own deadline, so it counts more than what another member reports."""
-    state, _ = feed(started(), Busy(2, False), blocked(1, 1, 2), TimerFired("grace 1"), blocked(1, 2, 2))
+    state, _ = feed(started(), ReplicaSaving(2, False), blocked(1, 1, 2), TimerFired("grace 1"), blocked(1, 2, 2))
     state, _ = feed(state, TimerFired("save 1"))
     assert state.evidence.pairs == ((2, 2),)
     _, effects = feed(state, TimerFired("trouble 2"), blocked(1, 3, 0), TimerFired("grace 3"))
@@ -720,7 +747,7 @@ def test_inv_9_an_overdue_save_speaks_against_who_saves() -> None:
 
 
 def test_inv_8_a_save_that_takes_too_long_is_suspected_as_ever() -> None:
-    state, _ = feed(started(), Busy(0, False), blocked(1, 1, 0), TimerFired("grace 1"), blocked(1, 2, 0))
+    state, _ = feed(started(), ReplicaSaving(0, False), blocked(1, 1, 0), TimerFired("grace 1"), blocked(1, 2, 0))
     state, effects = feed(state, TimerFired("save 1"))
     assert announced(effects).roster == (0, 1, 2) and state.fruitless == 1
     _, effects = feed(state, TimerFired("trouble 2"), blocked(1, 3, 0), TimerFired("grace 3"))
@@ -729,7 +756,7 @@ def test_inv_8_a_save_that_takes_too_long_is_suspected_as_ever() -> None:
 
 def test_inv_9_the_work_of_another_does_not_excuse_a_save_that_is_overdue() -> None:
     """As it was: what spoke against the saver was forgotten with every wait for the reader, up to the user's deadline."""
-    state, _ = feed(started(), Busy(0, False), AtWork((1,)), blocked(2, 1, 0), TimerFired("grace 1"), blocked(2, 2, 0))
+    state, _ = feed(started(), ReplicaSaving(0, False), AtWork((1,)), blocked(2, 1, 0), TimerFired("grace 1"), blocked(2, 2, 0))
     state, effects = feed(state, TimerFired("save 1"))
     assert announced(effects).roster == (0, 1, 2) and Arm("trouble 2", "blame_s") in effects
     state, _ = feed(state, Entered(2, 3, 0), Entered(0, 3, 0), TimerFired("follow 3"))
@@ -741,8 +768,10 @@ def test_inv_9_the_work_of_another_does_not_excuse_a_save_that_is_overdue() -> N
 
 
 def test_who_ends_an_overdue_save_while_another_works_is_not_removed_for_it() -> None:
-    state, _ = feed(started(), Busy(0, False), AtWork((1,)), blocked(2, 1, 0), TimerFired("grace 1"), TimerFired("save 1"))
-    state, _ = feed(state, Busy(0, True), TimerFired("trouble 2"), TimerFired("trouble 2 again"))
+    state, _ = feed(
+        started(), ReplicaSaving(0, False), AtWork((1,)), blocked(2, 1, 0), TimerFired("grace 1"), TimerFired("save 1")
+    )
+    state, _ = feed(state, ReplicaSaving(0, True), TimerFired("trouble 2"), TimerFired("trouble 2 again"))
     assert (state.evidence, state.patience) == (Evidence(), 0)
     for _ in range(5):
         state, effects = one_more_sum(state, 1)
@@ -750,7 +779,7 @@ def test_who_ends_an_overdue_save_while_another_works_is_not_removed_for_it() ->
 
 
 def test_a_timer_of_an_older_save_does_not_end_the_excuse_of_the_next() -> None:
-    state, effects = feed(started(), Busy(0, False), Busy(0, True), Busy(0, False))
+    state, effects = feed(started(), ReplicaSaving(0, False), ReplicaSaving(0, True), ReplicaSaving(0, False))
     assert effects[-1] == Arm("save 2", "save_s")
     assert feed(state, TimerFired("save 1")) == (state, [])
 
@@ -761,7 +790,7 @@ def test_a_timer_of_an_older_save_does_not_end_the_excuse_of_the_next() -> None:
 def one_more_sum(state: CoordinatorState, *suspects: int) -> tuple[CoordinatorState, list[coordinator.Effect]]:
     """Everybody but the `suspects` waits for these in a sum until its time is over, and all enter the next generation."""
     generation, accusers = state.generation, [each for each in state.roster if each not in suspects]
-    said = [Requested(each, generation, "no progress", suspects, True) for each in accusers]
+    said = [ReplicaBlocked(each, generation, "no progress", suspects, True) for each in accusers]
     state, effects = feed(state, *said, TimerFired(f"grace {generation}"))
     entered = [waited(each, state.generation, *(suspects if each in accusers else ())) for each in state.roster]
     return feed(state, *entered)[0], effects
@@ -843,7 +872,7 @@ def test_inv_9_an_excuse_that_ends_does_not_set_back_how_long_two_have_been_apar
 def test_inv_9_a_request_that_was_made_before_the_deadline_does_not_excuse_beyond_it() -> None:
     """Found by the explorer: the time for work ends in the grace of a request that was excused when it came."""
     state, _ = one_more_sum(feed(started(2), AtWork((1,)))[0], 1)
-    state, _ = feed(state, Requested(0, 2, "no progress", (1,), True), TimerFired("excuse 2"), TimerFired("grace 2"))
+    state, _ = feed(state, ReplicaBlocked(0, 2, "no progress", (1,), True), TimerFired("excuse 2"), TimerFired("grace 2"))
     assert feed(state, waited(0, 3, 1))[0].waits == ((0, (1,)),), "its generation is judged"
     state, effects = one_more_sum(feed(state, TimerFired(state.trouble))[0], 1)
     assert Fence(1) in effects and announced(effects).roster == (0,)
@@ -874,7 +903,10 @@ def test_nobody_is_blamed_for_waiting_for_one_that_waits_for_one_at_work() -> No
     state, _ = feed(started(), AtWork((2,)))
     for _ in range(5):
         generation = state.generation
-        said = (Requested(0, generation, "no vote", (1, 2), True), Requested(1, generation, "no progress", (2,), True))
+        said = (
+            ReplicaBlocked(0, generation, "no vote", (1, 2), True),
+            ReplicaBlocked(1, generation, "no progress", (2,), True),
+        )
         state, effects = feed(state, *said, TimerFired(f"grace {generation}"), LASTS, waited(0, generation + 1, 1, 2))
         assert announced(effects).roster == (0, 1, 2)
     assert (state.evidence, state.waits) == (Evidence(), ())
@@ -882,7 +914,7 @@ def test_nobody_is_blamed_for_waiting_for_one_that_waits_for_one_at_work() -> No
 
 def test_what_is_reported_late_of_a_wait_for_one_at_work_is_no_evidence() -> None:
     state, _ = feed(started(), AtWork((1,)), blocked(0, 1, 1), TimerFired("grace 1"), AtWork(()))
-    state, _ = feed(state, Requested(2, 1, "no progress", (1,), True))
+    state, _ = feed(state, ReplicaBlocked(2, 1, "no progress", (1,), True))
     assert state.evidence == Evidence()
 
 
@@ -941,38 +973,38 @@ def test_who_is_at_work_does_not_keep_one_that_is_not_and_does_not_enter() -> No
 
 
 def test_the_job_ends_when_all_members_finished() -> None:
-    state, effects = feed(started(), Finished(0, 0), died(1), Finished(2, 0))
+    state, effects = feed(started(), ReplicaFinished(0, 0), died(1), ReplicaFinished(2, 0))
     assert ended(effects) == EndJob(0, "training finished")
     assert feed(state, died(0), Hello(0, "same")) == (state, [])
 
 
 def test_a_finished_replica_is_no_loss() -> None:
-    state, effects = feed(started(min_replicas=1), Finished(0, 0), died(0))
+    state, effects = feed(started(min_replicas=1), ReplicaFinished(0, 0), died(0))
     assert announced(effects).losses == () and announced(effects).roster == (1, 2)
-    _, effects = feed(state, Finished(1, 0), Finished(2, 0))
+    _, effects = feed(state, ReplicaFinished(1, 0), ReplicaFinished(2, 0))
     assert ended(effects).exit_code == ExitCode.OK
 
 
 def test_inv_8_who_does_not_finish_after_another_is_fenced() -> None:
-    state, effects = feed(started(), Finished(0, 0))
+    state, effects = feed(started(), ReplicaFinished(0, 0))
     assert effects == [Arm("finish 0", "finish_s")]
     assert feed(state, TimerFired("finish 1")) == (state, [])
-    state, effects = feed(state, Finished(2, 0), TimerFired("finish 0"))
+    state, effects = feed(state, ReplicaFinished(2, 0), TimerFired("finish 0"))
     assert effects == [Arm("finish 2", "finish_s"), Fence(1), EndJob(0, "training finished")]
     assert [(loss.replica, loss.kind) for loss in state.losses] == [(1, LossKind.SUSPECTED)]
 
 
 def test_who_saves_is_not_hurried_by_those_who_have_finished() -> None:
-    state, _ = feed(started(), Finished(0, 0), Busy(1, False))
+    state, _ = feed(started(), ReplicaFinished(0, 0), ReplicaSaving(1, False))
     assert feed(state, TimerFired("finish 0")) == (state, [Arm("finish 0", "finish_s")])
-    _, effects = feed(state, Busy(1, True), TimerFired("finish 0"))
+    _, effects = feed(state, ReplicaSaving(1, True), TimerFired("finish 0"))
     assert Fence(1) in effects
 
 
 def test_who_finished_and_is_gone_hurries_nobody() -> None:
-    state, _ = feed(started(), Finished(0, 0), died(0))
+    state, _ = feed(started(), ReplicaFinished(0, 0), died(0))
     assert feed(state, TimerFired("finish 0")) == (state, [])
-    state, _ = feed(started(), Finished(0, 0), Finished(1, 0), died(0))
+    state, _ = feed(started(), ReplicaFinished(0, 0), ReplicaFinished(1, 0), died(0))
     _, effects = feed(state, TimerFired("finish 0"), TimerFired("finish 1"))
     assert effects == [Fence(2), EndJob(0, "training finished")]
 
@@ -981,7 +1013,7 @@ def test_an_asked_exit_reaches_all_members_and_gives_its_own_code() -> None:
     state, effects = feed(started(), ExitAsked("SIGTERM"), ExitAsked("SIGTERM"))
     assert announced(effects).requests == ("exit: SIGTERM",)
     code = policy.exit_code(announced(effects).requests)
-    _, effects = feed(state, *(Finished(replica, code) for replica in range(3)))
+    _, effects = feed(state, *(ReplicaFinished(replica, code) for replica in range(3)))
     assert ended(effects).exit_code == ExitCode.INTERRUPTED
 
 
@@ -1003,7 +1035,7 @@ def test_of_several_requests_the_one_that_costs_most_gives_the_exit_code(request
 
 
 def test_an_exit_before_the_start_is_immediate() -> None:
-    _, effects = feed(CoordinatorState(Policy(2)), ExitAsked("SIGTERM"))
+    _, effects = feed(CoordinatorState(MembershipSettings(2)), ExitAsked("SIGTERM"))
     assert ended(effects) == EndJob(15, "SIGTERM before training began")
 
 
@@ -1011,27 +1043,27 @@ replicas = st.integers(0, 3)
 generations = st.integers(0, 6)
 inputs = st.one_of(
     st.builds(Hello, replicas, st.just("same")),
-    st.builds(lambda replica: Lost(Loss(replica, LossKind.PROCESS_ENDED)), replicas),
+    st.builds(lambda replica: ReplicaLost(Loss(replica, LossKind.PROCESS_ENDED)), replicas),
     st.builds(Entered, replicas, generations, st.integers(0, 3)),
-    st.builds(Requested, replicas, generations, st.just("stuck"), st.lists(replicas, max_size=2).map(tuple)),
+    st.builds(ReplicaBlocked, replicas, generations, st.just("stuck"), st.lists(replicas, max_size=2).map(tuple)),
     st.builds(
         lambda name, number: TimerFired(f"{name} {number}"),
         st.sampled_from(["grace", "follow", "finish", "save", "trouble", "excuse"]),
         generations,
     ),
     st.builds(AtWork, st.sets(replicas).map(lambda some: tuple(sorted(some)))),
-    st.builds(Busy, replicas, st.booleans()),
+    st.builds(ReplicaSaving, replicas, st.booleans()),
     st.builds(Diverged, replicas, generations, st.just(0), st.lists(replicas, max_size=1).map(tuple), st.just("")),
     st.builds(Miscounted, replicas, generations, st.integers(0, 2), st.just("")),
-    st.builds(Failing, replicas, st.just("train 0"), st.sampled_from([(), (0,), (0, 1)]), st.just("NaN")),
-    st.builds(Finished, replicas, st.just(0)),
+    st.builds(ReplicaFailing, replicas, st.just("train 0"), st.sampled_from([(), (0,), (0, 1)]), st.just("NaN")),
+    st.builds(ReplicaFinished, replicas, st.just(0)),
     st.just(ExitAsked("SIGTERM")),
 )
 
 
 @given(st.lists(inputs, max_size=40), st.integers(1, 3))
 def test_inv_6_there_is_one_history_of_rosters_whatever_comes(messages: list[coordinator.Input], min_replicas: int) -> None:
-    state, first = feed(CoordinatorState(Policy(4, min_replicas)), *(Hello(r, "same") for r in range(4)))
+    state, first = feed(CoordinatorState(MembershipSettings(4, min_replicas)), *(Hello(r, "same") for r in range(4)))
     roster, generation = announced(first).roster, 1
     armed: set[str] = set()
     for message in messages:
@@ -1071,7 +1103,7 @@ def test_how_a_job_ends_is_not_forgotten_when_the_last_replica_dies(messages: li
 
 def test_a_replica_that_the_job_does_not_have_does_not_count_toward_the_start() -> None:
     """A9: a stray `Hello(99)` made generation 1 with replicas 0, 1 and 99, and the real replica 2 was never admitted."""
-    state = CoordinatorState(Policy(num_replicas=3))
+    state = CoordinatorState(MembershipSettings(num_replicas=3))
     for replica in (0, 99, 1):
         state, _ = coordinator.step(state, Hello(replica, "f"))
     assert state.generation == 0
@@ -1085,7 +1117,7 @@ def test_inv_9_timers_alone_never_remove_the_last_members(
 ) -> None:
     """Whatever has happened: from then on nothing comes but timers, those that are armed and any other."""
     state, effects = feed(
-        CoordinatorState(Policy(num_replicas, 1)), *(Hello(r, "same") for r in range(num_replicas)), *messages
+        CoordinatorState(MembershipSettings(num_replicas, 1)), *(Hello(r, "same") for r in range(num_replicas)), *messages
     )
     armed = [effect.timer for effect in effects if isinstance(effect, Arm)]
     assume(not state.over)

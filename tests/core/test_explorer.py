@@ -11,7 +11,7 @@ import pytest
 
 from megatron_recover.core import recovery
 from megatron_recover.sim.explore import explorer
-from megatron_recover.sim.explore.explorer import Explorer, World
+from megatron_recover.sim.explore.explorer import Explorer, JobState
 from megatron_recover.sim.explore.scenario import CONFIGS, Scenario
 
 CONTRACT = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -37,7 +37,7 @@ class Outcomes(Explorer):
         super().__init__(*args, **options)
         self.outcomes: set[object] = set()
 
-    def over(self, world: World) -> bool:
+    def over(self, world: JobState) -> bool:
         over = super().over(world)
         if over:
             history = self.histories[world.history]

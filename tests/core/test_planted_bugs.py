@@ -54,7 +54,7 @@ def test_a_replica_that_commits_in_a_generation_it_promised_to_leave_is_caught(m
         return replace(after, votes=state.votes), effects
 
     def count_old(state: replica.ReplicaState, vote: Vote) -> replica.Step:
-        if vote.generation == state.generation - 1 and state.phase is replica.Phase.EXCHANGING:
+        if vote.generation == state.generation - 1 and state.phase is replica.ReplicaPhase.EXCHANGING:
             votes = gather(state.votes, (ballot_of(vote),))
             if voters_of(votes) >= {0, 1, 2}:
                 return replica._commit(state, own_record.own_record(state), adopted=False)
@@ -119,7 +119,7 @@ def test_a_status_before_all_ranks_promised_is_caught(monkeypatch: pytest.Monkey
     original = replica._on_promised
 
     def at_once(state: replica.ReplicaState, report: Any) -> replica.Step:
-        if report.generation != state.generation or state.phase is not replica.Phase.PROMISING:
+        if report.generation != state.generation or state.phase is not replica.ReplicaPhase.PROMISING:
             return state, ()
         everyone = tuple(number for number in range(state.shape.num_ranks) if number != report.rank)
         return original(replace(state, promised=everyone), report)
@@ -318,7 +318,7 @@ def test_blaming_the_highest_id_of_all_who_are_accused_is_caught(monkeypatch: py
 
 def test_blaming_who_reports_without_a_name_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for what the owner of the card does not send, and can name it; its own waits have no name."""
-    original = coordinator.heard
+    original = coordinator.with_report
 
     def itself(evidence: blame.Evidence, accuser: int, accused: Any) -> blame.Evidence:
         return original(evidence, accuser, accused or (accuser,))
@@ -433,7 +433,7 @@ IN_A_ROW = {"steps": 1, "tree_above": 1}
 
 def hand_on(monkeypatch: pytest.MonkeyPatch, forge: Callable[[replica.ReplicaState, Any], Any]) -> None:
     """Have inner members hand on something else."""
-    original = replica.handed_on
+    original = replica.forwarded
 
     def forged(state: replica.ReplicaState, before: frozenset[int], message: Any) -> tuple[replica.Effect, ...]:
         return original(state, before, forge(state, message) if state.replica == 1 else message)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, rank, replica
 from megatron_recover.core.blame import Evidence
-from megatron_recover.core.values import Apply, Begun, LossKind, Miscounted, Plan, Requested
+from megatron_recover.core.values import Apply, Begun, LossKind, Miscounted, Plan, ReplicaBlocked
 from megatron_recover.sim.channels import link
 from megatron_recover.sim.explore.explorer import Explorer, Scenario
 from tests.core.planting import caught, explore, handle
@@ -34,11 +34,11 @@ def test_counting_waits_for_a_replica_at_work_is_caught(monkeypatch: pytest.Monk
 def test_asking_only_at_the_end_of_the_grace_who_was_at_work_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     original = coordinator._on_requested
 
-    def forgets(state: coordinator.CoordinatorState, request: Requested) -> coordinator.Step:
+    def forgets(state: coordinator.CoordinatorState, request: ReplicaBlocked) -> coordinator.Step:
         state, effects = original(state, request)
         return replace(state, reason_excused_by=()), effects
 
-    monkeypatch.setitem(coordinator.TABLE, Requested, forgets)  # type: ignore[arg-type]
+    monkeypatch.setitem(coordinator.TABLE, ReplicaBlocked, forgets)  # type: ignore[arg-type]
     caught(explore(**LATE_READERS), 9)
 
 

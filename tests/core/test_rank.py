@@ -11,38 +11,38 @@ from megatron_recover.core import rank
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.plan import Operation, operations
 from megatron_recover.core.rank import (
+    AskClose,
     Begin,
-    Completed,
-    End,
-    EndPass,
-    Failed,
-    Measured,
+    Block,
+    Fail,
+    Finish,
+    Hold,
     MicrobatchFinished,
     MicrobatchStarted,
-    Raise,
     RankState,
     Retire,
     Save,
     Take,
+    TimePass,
     ToLeader,
 )
 from megatron_recover.core.values import (
     Apply,
     Begun,
-    Blocked,
     Close,
-    Closing,
+    CloseAsked,
     Compute,
-    Computed,
-    Ended,
     Held,
     Holds,
     Journal,
+    PassTimed,
     Plan,
     Promise,
     Promised,
-    Raised,
-    Saving,
+    RankBlocked,
+    RankFailing,
+    RankFinished,
+    RankSaving,
     Stop,
     Transfer,
     Work,
@@ -68,9 +68,9 @@ def at_plan(plan: Plan = PLAN) -> RankState:
 
 
 def test_all_results_of_a_plan_are_one_report() -> None:
-    state, effects = feed(at_plan(), Completed(Held(0, 1, 5)))
+    state, effects = feed(at_plan(), Hold(Held(0, 1, 5)))
     assert effects == [] and state.held == (Held(0, 1, 5),)
-    _, effects = feed(state, Completed(Held(1, 1, 6)))
+    _, effects = feed(state, Hold(Held(1, 1, 6)))
     assert effects == [ToLeader(Holds(1, 0, (Held(0, 1, 5), Held(1, 1, 6))))]
 
 
@@ -101,11 +101,11 @@ def test_a_plan_that_voids_a_step_ends_the_journal_when_it_is_taken() -> None:
 
 
 def test_a_measurement_goes_to_the_leader() -> None:
-    assert feed(at_plan(), Measured(4, 1000))[1] == [ToLeader(Computed(1, 4, 1000))]
+    assert feed(at_plan(), TimePass(4, 1000))[1] == [ToLeader(PassTimed(1, 4, 1000))]
 
 
 def test_a_promise_retires_then_reports_then_acknowledges() -> None:
-    state, _ = feed(at_plan(), Completed(Held(0, 1, 5)))
+    state, _ = feed(at_plan(), Hold(Held(0, 1, 5)))
     state, effects = feed(state, Promise(2, (0,)))
     assert effects == [Retire(2), ToLeader(Holds(1, 0, (Held(0, 1, 5),))), ToLeader(Promised(1, 2))]
     assert feed(state, Promise(2, (0,)), Promise(1, (0, 1))) == (state, [])
@@ -114,62 +114,62 @@ def test_a_promise_retires_then_reports_then_acknowledges() -> None:
 def test_inv_5_nothing_counts_or_runs_after_the_promise() -> None:
     state, _ = feed(at_plan(), Promise(2, (0,)))
     assert not rank.may_run(state, 1)
-    after, effects = feed(state, Completed(Held(0, 1, 5)), Failed(1, "revoked"))
+    after, effects = feed(state, Hold(Held(0, 1, 5)), Block(1, "revoked"))
     assert after.held == () and effects == []
 
 
 @pytest.mark.parametrize("held", [Held(0, 2, 5), Held(7, 1, 5)])
 def test_a_result_that_the_plan_did_not_ask_for_does_not_count(held: Held) -> None:
-    assert feed(at_plan(), Completed(held))[0].held == ()
+    assert feed(at_plan(), Hold(held))[0].held == ()
 
 
 def test_a_result_counts_once() -> None:
-    state, _ = feed(at_plan(), Completed(Held(0, 1, 5)))
-    assert feed(state, Completed(Held(0, 1, 6)))[0].held == (Held(0, 1, 5),)
+    state, _ = feed(at_plan(), Hold(Held(0, 1, 5)))
+    assert feed(state, Hold(Held(0, 1, 6)))[0].held == (Held(0, 1, 5),)
 
 
 def test_a_failure_is_reported_with_its_suspects() -> None:
-    _, effects = feed(at_plan(), Failed(1, "no progress", (1,)))
-    assert effects == [ToLeader(Blocked(1, 1, "no progress", (1,)))]
+    _, effects = feed(at_plan(), Block(1, "no progress", (1,)))
+    assert effects == [ToLeader(RankBlocked(1, 1, "no progress", (1,)))]
     state = replace(at_plan(), step=7)
-    _, effects = feed(state, Failed(1, "bucket 3", miscounted=True))
-    assert effects == [ToLeader(Blocked(1, 1, "bucket 3", miscounted=7))]
+    _, effects = feed(state, Block(1, "bucket 3", miscounted=True))
+    assert effects == [ToLeader(RankBlocked(1, 1, "bucket 3", miscounted=7))]
 
 
 def test_taking_a_plan_gives_up_what_it_replaces() -> None:
-    state, _ = feed(at_plan(), Completed(Held(0, 1, 5)), Promise(2, (0, 1)))
+    state, _ = feed(at_plan(), Hold(Held(0, 1, 5)), Promise(2, (0, 1)))
     fetch = Plan(0, 2, (0, 1), WORK, (2, 1), (Transfer(0, 1, 1, (0,)),), (), (1,))
     state, _ = feed(state, fetch)
     assert state.held == (Held(0, 1, 5),), "not before the training thread gets there"
     state, _ = feed(state, Take())
     assert state.held == ()
-    state, effects = feed(state, Completed(Held(0, 1, 5)), Completed(Held(1, 2, 6)))
+    state, effects = feed(state, Hold(Held(0, 1, 5)), Hold(Held(1, 2, 6)))
     assert effects == [ToLeader(Holds(1, 0, (Held(0, 1, 5), Held(1, 2, 6))))]
 
 
 def test_an_apply_ends_the_step() -> None:
-    state, _ = feed(at_plan(), Completed(Held(0, 1, 5)), Completed(Held(1, 1, 6)))
+    state, _ = feed(at_plan(), Hold(Held(0, 1, 5)), Hold(Held(1, 1, 6)))
     both = record(0, complete(0), complete(1))
     state, effects = feed(state, Apply(both, 1, (0, 1)), Take())
     assert (state.step, state.held, effects) == (1, (), [])
 
 
 def test_inv_2_applying_a_result_that_is_not_here_is_a_defect() -> None:
-    state, _ = feed(at_plan(), Completed(Held(0, 1, 5)))
+    state, _ = feed(at_plan(), Hold(Held(0, 1, 5)))
     with pytest.raises(InvariantViolation, match="INV-2.*bucket 1 version 1.*holds version None") as caught:
         feed(state, Apply(record(0, complete(0), complete(1)), 1, (0, 1)))
     assert caught.value.invariant == 2
 
 
 def test_buckets_of_other_stages_are_none_of_its_business() -> None:
-    state, _ = feed(RankState(0, 1, (1,)), Promise(1, (0, 1)), Begin(WORK), PLAN, Take(), Completed(Held(1, 1, 6)))
+    state, _ = feed(RankState(0, 1, (1,)), Promise(1, (0, 1)), Begin(WORK), PLAN, Take(), Hold(Held(1, 1, 6)))
     state, _ = feed(state, Apply(record(0, complete(0), complete(1)), 1, (0, 1)))
     assert state.queue
 
 
 def test_orders_are_taken_in_their_order() -> None:
     apply = Apply(record(0, complete(0), complete(1)), 1, (0, 1))
-    state, _ = feed(at_plan(), Completed(Held(0, 1, 5)), Completed(Held(1, 1, 6)), apply, PLAN, Take())
+    state, _ = feed(at_plan(), Hold(Held(0, 1, 5)), Hold(Held(1, 1, 6)), apply, PLAN, Take())
     assert state.taken == apply
     assert feed(state, Take())[0].taken == PLAN
     with pytest.raises(ValueError, match="no order to take"):
@@ -185,16 +185,16 @@ def test_a_stop_overtakes_everything_and_nothing_follows_it() -> None:
 
 
 def test_the_training_thread_reports_where_it_is() -> None:
-    _, effects = feed(at_plan(), Begin(WORK, ("exit: SIGTERM",)), Raise((1,), "NaN"), End())
+    _, effects = feed(at_plan(), Begin(WORK, ("exit: SIGTERM",)), Fail((1,), "NaN"), Finish())
     assert effects == [
         ToLeader(Begun(1, 0, WORK, ("exit: SIGTERM",))),
-        ToLeader(Raised(1, 0, "train 0", (1,), "NaN")),
-        ToLeader(Ended(1)),
+        ToLeader(RankFailing(1, 0, "train 0", (1,), "NaN")),
+        ToLeader(RankFinished(1)),
     ]
 
 
 def test_rank_0_says_that_its_replica_saves() -> None:
-    for rank_number, said in ((0, [ToLeader(Saving(0, False)), ToLeader(Saving(0, True))]), (1, [])):
+    for rank_number, said in ((0, [ToLeader(RankSaving(0, False)), ToLeader(RankSaving(0, True))]), (1, [])):
         state = RankState(0, rank_number, (0, 1))
         assert feed(state, Save(over=False), Save(over=True)) == (state, said)
 
@@ -208,8 +208,8 @@ inputs = st.one_of(
     st.builds(Promise, st.integers(1, 4), st.just((0, 1))),
     st.integers(1, 4).map(lambda generation: Plan(0, generation, (0, 1), WORK, (2, 1), (), (), (0, 1))),
     st.just(Take()),
-    st.builds(lambda bucket, version: Completed(Held(bucket, version, 0)), st.integers(0, 1), st.integers(1, 4)),
-    st.builds(Failed, st.integers(1, 4), st.just("stuck")),
+    st.builds(lambda bucket, version: Hold(Held(bucket, version, 0)), st.integers(0, 1), st.integers(1, 4)),
+    st.builds(Block, st.integers(1, 4), st.just("stuck")),
 )
 
 
@@ -232,7 +232,7 @@ def test_inv_5_and_8_hold_for_any_order_of_inputs(messages: list[rank.Input]) ->
             if isinstance(effect, ToLeader) and isinstance(effect.report, Promised):
                 assert Retire(effect.report.generation) in effects[:index], "acknowledged before transports were retired"
                 assert not unreported, "acknowledged before its results were reported"
-            if isinstance(effect, ToLeader) and isinstance(effect.report, Blocked):
+            if isinstance(effect, ToLeader) and isinstance(effect.report, RankBlocked):
                 assert effect.report.generation == state.promised
 
 
@@ -252,18 +252,18 @@ def test_a_pass_ends_at_the_same_place_in_the_stream_on_every_rank() -> None:
 
 
 def test_rank_0_asks_once_for_the_end_of_a_pass() -> None:
-    state, effects = feed(rank_0_at_plan(), EndPass(), EndPass())
-    assert effects == [ToLeader(Closing(0, 0))]
+    state, effects = feed(rank_0_at_plan(), AskClose(), AskClose())
+    assert effects == [ToLeader(CloseAsked(0, 0))]
     newer = Plan(0, 2, (0,), WORK, (3,), (), (Compute((2,), (0, 1)),), (0, 1))
-    state, effects = feed(state, Promise(2, (0,)), newer, Take(), EndPass())
-    assert not any(isinstance(effect, ToLeader) and isinstance(effect.report, Closing) for effect in effects), (
+    state, effects = feed(state, Promise(2, (0,)), newer, Take(), AskClose())
+    assert not any(isinstance(effect, ToLeader) and isinstance(effect.report, CloseAsked) for effect in effects), (
         "the end is on its way behind what came meanwhile"
     )
     state, _ = feed(state, Close(0), Take())
     again = Plan(0, 3, (0,), WORK, (3,), (), (Compute((2,), (0, 1)),), (0, 1))
-    assert feed(state, EndPass())[1] == [], "no pass runs"
-    assert feed(state, Promise(3, (0,)), again, Take(), EndPass())[1][-1] == ToLeader(Closing(0, 0)), "another pass"
-    assert feed(at_plan(), EndPass())[1] == [], "rank 0 speaks for all"
+    assert feed(state, AskClose())[1] == [], "no pass runs"
+    assert feed(state, Promise(3, (0,)), again, Take(), AskClose())[1][-1] == ToLeader(CloseAsked(0, 0)), "another pass"
+    assert feed(at_plan(), AskClose())[1] == [], "rank 0 speaks for all"
 
 
 def test_a_pass_that_nobody_opened_is_not_closed() -> None:

@@ -13,7 +13,7 @@ from megatron_recover.core.replica import (
     Committed,
     Decided,
     LinkLost,
-    Phase,
+    ReplicaPhase,
     ToCoordinator,
     ToPeers,
     ToRanks,
@@ -24,32 +24,32 @@ from megatron_recover.core.request import MISCOUNTED, SAVED, nothing_trained
 from megatron_recover.core.values import (
     Apply,
     Begun,
-    Blocked,
-    Busy,
     Close,
-    Closing,
+    CloseAsked,
     Compute,
-    Computed,
     Contribution,
     Diverged,
-    Ended,
     Entered,
     ExitCode,
-    Failing,
-    Finished,
     Held,
     HeldVersion,
     Holds,
     Journal,
     Miscounted,
     NewGeneration,
+    PassTimed,
     Pipeline,
     Plan,
     Promise,
     Promised,
-    Raised,
-    Requested,
-    Saving,
+    RankBlocked,
+    RankFailing,
+    RankFinished,
+    RankSaving,
+    ReplicaBlocked,
+    ReplicaFailing,
+    ReplicaFinished,
+    ReplicaSaving,
     Shape,
     Stop,
     Transfer,
@@ -68,14 +68,14 @@ def test_a_fault_free_step_is_one_order_and_one_vote() -> None:
     own = status(1, generation=1, work=None)
     assert effects == [ToCoordinator(Entered(1, 1, 0)), ToPeers((0, 2), own)]
     state, effects = lead(state, status(0, generation=1, work=None), status(2, generation=1, work=None))
-    assert effects == [] and state.phase is Phase.IDLE
+    assert effects == [] and state.phase is ReplicaPhase.IDLE
     state, effects = lead(state, Begun(0, 0, WORK))
     assert effects == [ToRanks(Plan(0, 1, (0, 1, 2), WORK, (1, 1, 1), (), (Compute((1,), (0,)),), (0,)))]
     state, effects = lead(state, holds())
     assert effects == [Voted(record(), 1), ToPeers((0, 2), vote(1))]
     state, effects = lead(state, vote(0), vote(2))
     assert effects == [Committed(record(), 1, False), ToRanks(Apply(record(), 1, (0, 1, 2)))]
-    assert (state.step, state.phase, state.work, state.committed) == (1, Phase.IDLE, None, record())
+    assert (state.step, state.phase, state.work, state.committed) == (1, ReplicaPhase.IDLE, None, record())
 
 
 # --- The state digest ----------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_the_vote_waits_for_the_digests_of_all_ranks_and_carries_them_in_rank_or
 
 def test_a_digest_of_another_step_does_not_count() -> None:
     state, effects = lead(ready_to_begin(), begun(1, 6, step=1), begun(0, 5), holds(rank=0), holds(rank=1))
-    assert state.phase is Phase.WORKING and dict(state.digests) == {0: 5}
+    assert state.phase is ReplicaPhase.WORKING and dict(state.digests) == {0: 5}
 
 
 def test_digests_outlive_a_generation_within_their_step() -> None:
@@ -147,15 +147,15 @@ def test_a_pass_is_closed_for_all_ranks_at_once_also_in_a_recovery(recovering: b
     state = working()
     if recovering:
         state, _ = lead(state, NewGeneration(2, (0, 1)))
-    after, effects = lead(state, Closing(0, 0))
+    after, effects = lead(state, CloseAsked(0, 0))
     assert (after, effects) == (state, [ToRanks(Close(0))])
-    assert lead(state, Closing(0, 7)) == (state, []), "of another step"
+    assert lead(state, CloseAsked(0, 7)) == (state, []), "of another step"
 
 
 def test_the_status_waits_for_the_promise_of_every_rank() -> None:
     state, _ = lead(replica.ReplicaState(0, TWO_RANKS), NewGeneration(1, (0,)))
     state, effects = lead(state, Promised(1, 1), Promised(1, 1), Promised(0, 0))
-    assert effects == [] and state.phase is Phase.PROMISING
+    assert effects == [] and state.phase is ReplicaPhase.PROMISING
     _, effects = lead(state, Promised(0, 1))
     assert [type(effect) for effect in effects] == [ToCoordinator, ToPeers]
 
@@ -217,7 +217,7 @@ def test_a_pace_rides_in_the_vote_of_a_training_step() -> None:
     shape = Shape(1, ((0,), (0,)), Pipeline(3))
     training, evaluation = Work("train 0", 3, (0, 1)), Work("evaluate 0", 3, (1,))
     both = Holds(0, 0, (Held(0, 1, 7), Held(1, 1, 7)))
-    state, effects = lead(working(shape=shape, work=training, roster=(0,)), Computed(0, 3, 1000), both)
+    state, effects = lead(working(shape=shape, work=training, roster=(0,)), PassTimed(0, 3, 1000), both)
     (said,) = [effect.message for effect in effects if isinstance(effect, ToPeers)]
     assert said.paces == ((0, 200),), "3 microbatches on 3 stages take 5 slots"
     state, effects = lead(state, Begun(0, 1, evaluation), holds(step=1, bucket=1))
@@ -245,9 +245,9 @@ def test_a_decided_bucket_is_fetched_and_nothing_is_computed() -> None:
 
 def test_with_everything_decided_and_held_the_replica_votes_at_once() -> None:
     state, _ = lead(working(), holds())
-    assert state.phase is Phase.VOTED
+    assert state.phase is ReplicaPhase.VOTED
     state, effects = lead(state, NewGeneration(2, (0, 1)), Promised(0, 2), status(1, complete=(complete(),)))
-    assert state.phase is Phase.VOTED
+    assert state.phase is ReplicaPhase.VOTED
     assert effects[-1] == ToPeers((1,), vote(0, generation=2))
 
 
@@ -272,7 +272,7 @@ def test_a_member_that_is_behind_adopts_and_keeps_the_plan_until_it_begins() -> 
     ahead = status(1, step=1, work=next_work, contributions=((1,),), committed=record())
     state, effects = lead(state, ahead)
     assert effects[:2] == [Committed(record(), 2, True), ToRanks(Apply(record(), 2, (0, 1)))]
-    assert state.phase is Phase.IDLE and state.step == 1
+    assert state.phase is ReplicaPhase.IDLE and state.step == 1
     state, effects = lead(state, Begun(0, 1, next_work))
     assert effects == [ToRanks(Plan(1, 2, (0, 1), next_work, (2, 1), (), (Compute((0, 2), (0,)),), (0,)))]
 
@@ -280,7 +280,7 @@ def test_a_member_that_is_behind_adopts_and_keeps_the_plan_until_it_begins() -> 
 def test_a_plan_that_waits_is_dropped_when_a_newer_generation_comes() -> None:
     waiting = status(1, work=WORK, contributions=((1,),))
     state, _ = lead(replica.ReplicaState(0, SHAPE), NewGeneration(2, (0, 1)), Promised(0, 2), waiting)
-    assert state.plan is not None and state.phase is Phase.IDLE
+    assert state.plan is not None and state.phase is ReplicaPhase.IDLE
     state, _ = lead(state, NewGeneration(3, (0, 1)), Promised(0, 3))
     assert state.plan is None
     (own,) = (item for item in state.statuses if item.replica == 0)
@@ -303,9 +303,9 @@ def test_inv_5_a_status_of_an_older_generation_is_dropped() -> None:
 
 def test_an_early_status_is_kept_for_the_generation_to_come() -> None:
     state, effects = lead(working(), status(1, contributions=((1,),)))
-    assert effects == [] and state.phase is Phase.WORKING
+    assert effects == [] and state.phase is ReplicaPhase.WORKING
     state, _ = lead(state, NewGeneration(2, (0, 1)), Promised(0, 2))
-    assert state.phase is Phase.WORKING and state.generation == 2
+    assert state.phase is ReplicaPhase.WORKING and state.generation == 2
 
 
 def test_requests_ride_in_the_vote_and_are_united() -> None:
@@ -318,8 +318,8 @@ def test_requests_ride_in_the_vote_and_are_united() -> None:
     assert effects == [Voted(record(requests=both), 1), ToPeers((1,), vote(0, of=record(requests=both)))]
     state, effects = lead(state, vote(1, of=record(requests=("checkpoint",))))
     assert state.committed == record(requests=("checkpoint", *both))
-    _, effects = lead(state, Ended(0))
-    assert effects == [ToCoordinator(Finished(0, 10))]
+    _, effects = lead(state, RankFinished(0))
+    assert effects == [ToCoordinator(ReplicaFinished(0, 10))]
 
 
 def test_a_request_outlives_whoever_asked() -> None:
@@ -327,7 +327,7 @@ def test_a_request_outlives_whoever_asked() -> None:
     assert state.committed == record(requests=("exit: SIGTERM",))
     state, _ = lead(state, Begun(0, 1, Work("train 1", 3, (0,))), NewGeneration(2, (0,)), Promised(0, 2), holds(2, step=1))
     assert state.step == 2
-    assert lead(state, Ended(0))[1] == [ToCoordinator(Finished(0, ExitCode.INTERRUPTED))]
+    assert lead(state, RankFinished(0))[1] == [ToCoordinator(ReplicaFinished(0, ExitCode.INTERRUPTED))]
 
 
 def test_a_request_of_a_follower_is_committed_whenever_it_comes() -> None:
@@ -343,9 +343,9 @@ def test_a_request_of_a_follower_is_committed_whenever_it_comes() -> None:
         assert [each.requests for each in state.votes] == [("exit: SIGTERM",)]
 
 
-@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.STOPPED])
+@pytest.mark.parametrize("phase", [phase for phase in ReplicaPhase if phase is not ReplicaPhase.STOPPED])
 @pytest.mark.parametrize("number", [0, 1])
-def test_no_request_is_lost_in_any_phase(phase: Phase, number: int) -> None:
+def test_no_request_is_lost_in_any_phase(phase: ReplicaPhase, number: int) -> None:
     before = replace(working(shape=TWO_RANKS), phase=phase)
     state, effects = lead(before, Begun(number, 0, WORK, ("exit: SIGTERM",)))
     assert effects == [] and state == replace(before, requests=("exit: SIGTERM",))
@@ -377,20 +377,20 @@ def test_differing_checksums_are_reported_and_not_committed(
 @pytest.mark.parametrize(
     ("event", "suspects"),
     [
-        (Blocked(0, 1, "no progress", (2,)), (2,)),
-        (Blocked(0, 1, "its own links may be broken"), ()),
+        (RankBlocked(0, 1, "no progress", (2,)), (2,)),
+        (RankBlocked(0, 1, "its own links may be broken"), ()),
         (LinkLost(2, "reset"), (2,)),
     ],
 )
 def test_whatever_blocks_asks_once_for_a_newer_generation(event: replica.Input, suspects: tuple[int, ...]) -> None:
     state, effects = lead(working(), event, event, LinkLost(1))
     (effect,) = effects
-    assert isinstance(effect, ToCoordinator) and isinstance(effect.message, Requested)
+    assert isinstance(effect, ToCoordinator) and isinstance(effect.message, ReplicaBlocked)
     assert (effect.message.generation, effect.message.suspects) == (1, suspects)
     assert not lead(state, NewGeneration(2, (0, 1)))[0].blocked
 
 
-MISCOUNT = Blocked(0, 1, "bucket 0", miscounted=0)
+MISCOUNT = RankBlocked(0, 1, "bucket 0", miscounted=0)
 """Of step 0, in generation 1."""
 
 
@@ -398,16 +398,16 @@ def test_a_late_report_of_a_miscount_makes_no_other_attempt_and_no_other_step_vo
     anew, _ = lead(working(), MISCOUNT, NewGeneration(2, (0, 1, 2), void=Void(0, 2)))
     assert lead(anew, MISCOUNT) == (anew, []), "its ranks promise"
     anew, _ = lead(anew, Promised(0, 2))
-    assert anew.phase is Phase.EXCHANGING and lead(anew, MISCOUNT) == (anew, [])
+    assert anew.phase is ReplicaPhase.EXCHANGING and lead(anew, MISCOUNT) == (anew, [])
     anew, _ = lead(anew, *(status(peer) for peer in (1, 2)))
-    assert anew.phase is Phase.WORKING and lead(anew, MISCOUNT) == (anew, []), "it is of the attempt before"
+    assert anew.phase is ReplicaPhase.WORKING and lead(anew, MISCOUNT) == (anew, []), "it is of the attempt before"
     voted, _ = lead(working(), holds())
-    assert voted.phase is Phase.VOTED and lead(voted, MISCOUNT) == (voted, []), "all its sums were right"
+    assert voted.phase is ReplicaPhase.VOTED and lead(voted, MISCOUNT) == (voted, []), "all its sums were right"
     done, _ = lead(voted, vote(1), vote(2))
-    assert done.phase is Phase.IDLE and lead(done, MISCOUNT) == (done, []), "the step is committed"
+    assert done.phase is ReplicaPhase.IDLE and lead(done, MISCOUNT) == (done, []), "the step is committed"
     assert lead(done, replace(MISCOUNT, miscounted=1)) == (done, []), "nobody has begun that step"
     following, _ = lead(done, Begun(0, 1, WORK))
-    assert following.phase is Phase.WORKING and lead(following, MISCOUNT) == (following, []), "it is of the step before"
+    assert following.phase is ReplicaPhase.WORKING and lead(following, MISCOUNT) == (following, []), "it is of the step before"
     assert lead(following, replace(MISCOUNT, miscounted=1))[1] == [ToCoordinator(Miscounted(0, 1, 1, "bucket 0"))]
 
 
@@ -446,12 +446,12 @@ def test_a_step_that_is_given_up_is_committed_by_all_without_a_result() -> None:
     state, effects = lead(state, *(vote(peer, generation=2, of=voted.record) for peer in (1, 2)))
     (apply,) = [effect.order for effect in effects if isinstance(effect, ToRanks)]
     assert apply.record == replace(voted.record, requests=(MISCOUNTED,)) and state.step == 1 and state.work is None
-    assert lead(state, Ended(0))[1] == [ToCoordinator(Finished(0, ExitCode.INVARIANT_VIOLATED))]
+    assert lead(state, RankFinished(0))[1] == [ToCoordinator(ReplicaFinished(0, ExitCode.INVARIANT_VIOLATED))]
     saved = replace(state, committed=replace(apply.record, requests=(MISCOUNTED, SAVED)))
-    assert lead(saved, Ended(0))[1] == [ToCoordinator(Finished(0, ExitCode.INVARIANT_VIOLATED, is_saved=True))]
+    assert lead(saved, RankFinished(0))[1] == [ToCoordinator(ReplicaFinished(0, ExitCode.INVARIANT_VIOLATED, is_saved=True))]
     loaded = replace(state, committed=replace(apply.record, requests=(MISCOUNTED, nothing_trained("what was loaded from X"))))
-    said = Finished(0, ExitCode.INVARIANT_VIOLATED, untrained="what was loaded from X")
-    assert lead(loaded, Ended(0))[1] == [ToCoordinator(said)]
+    said = ReplicaFinished(0, ExitCode.INVARIANT_VIOLATED, untrained="what was loaded from X")
+    assert lead(loaded, RankFinished(0))[1] == [ToCoordinator(said)]
 
 
 def test_an_expired_wait_asks_and_whom_it_waited_for_is_said_on_entering() -> None:
@@ -459,7 +459,7 @@ def test_an_expired_wait_asks_and_whom_it_waited_for_is_said_on_entering() -> No
     assert replica.waiting_for(state) == (2,)
     assert lead(state, WaitExpired(1, 1), WaitExpired(2, 0))[1] == []
     _, effects = lead(state, WaitExpired(1, 0))
-    assert effects == [ToCoordinator(Requested(0, 1, "no vote of replicas (2,) came"))]
+    assert effects == [ToCoordinator(ReplicaBlocked(0, 1, "no vote of replicas (2,) came"))]
     state, effects = lead(state, NewGeneration(2, (0, 1)), NewGeneration(3, (0, 1)), Promised(0, 3))
     assert effects[2] == ToCoordinator(Entered(0, 3, 0, waited_for=(2,)))
     assert state.waited_for == ()
@@ -470,32 +470,32 @@ def test_an_expired_wait_asks_and_whom_it_waited_for_is_said_on_entering() -> No
 
 def test_errors_of_older_generations_and_of_strangers_ask_for_nothing() -> None:
     state = working(roster=(0, 1))
-    assert lead(state, Blocked(0, 0, "late"), LinkLost(9))[1] == []
+    assert lead(state, RankBlocked(0, 0, "late"), LinkLost(9))[1] == []
 
 
 def test_a_computation_that_raises_is_reported_with_its_microbatch() -> None:
-    _, effects = lead(working(), Raised(0, 0, "train 0", (0, 2), "NaN"))
-    assert effects == [ToCoordinator(Failing(0, "train 0", (0, 2), "NaN"))]
+    _, effects = lead(working(), RankFailing(0, 0, "train 0", (0, 2), "NaN"))
+    assert effects == [ToCoordinator(ReplicaFailing(0, "train 0", (0, 2), "NaN"))]
 
 
-@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.STOPPED])
-def test_a_save_is_reported_in_every_phase(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", [phase for phase in ReplicaPhase if phase is not ReplicaPhase.STOPPED])
+def test_a_save_is_reported_in_every_phase(phase: ReplicaPhase) -> None:
     state = replace(working(), phase=phase)
-    assert lead(state, Saving(0, False)) == (state, [ToCoordinator(Busy(0, False))])
+    assert lead(state, RankSaving(0, False)) == (state, [ToCoordinator(ReplicaSaving(0, False))])
 
 
 def test_a_replica_that_finished_goes_on_answering() -> None:
-    state, _ = lead(working(), holds(), vote(1), vote(2), Ended(0))
+    state, _ = lead(working(), holds(), vote(1), vote(2), RankFinished(0))
     state, effects = lead(state, NewGeneration(2, (0, 1)), Promised(0, 2))
     assert effects[-1] == ToPeers((1,), status(0, step=1, work=None, committed=record()))
 
 
 def test_a_replica_has_finished_when_all_its_ranks_have() -> None:
-    state, effects = lead(working(shape=TWO_RANKS), Ended(1), Ended(1))
+    state, effects = lead(working(shape=TWO_RANKS), RankFinished(1), RankFinished(1))
     assert effects == [], "the others could be stopped before a rank has applied the last step"
-    state, effects = lead(state, Ended(0))
-    assert effects == [ToCoordinator(Finished(0, 0))]
-    assert lead(state, Ended(1), Ended(0))[1] == []
+    state, effects = lead(state, RankFinished(0))
+    assert effects == [ToCoordinator(ReplicaFinished(0, 0))]
+    assert lead(state, RankFinished(1), RankFinished(0))[1] == []
 
 
 def test_stop_is_final() -> None:
@@ -531,12 +531,12 @@ inputs = st.one_of(
     st.builds(lambda number, generation: vote(number, generation=generation), st.integers(1, 2), st.integers(1, 4)),
     st.builds(Begun, st.integers(0, 1), st.integers(0, 1), st.just(WORK)),
     st.builds(lambda rank, version: holds(version, rank=rank), st.integers(0, 1), st.integers(1, 4)),
-    st.builds(Blocked, st.integers(0, 1), st.integers(0, 4), st.just("stuck")),
+    st.builds(RankBlocked, st.integers(0, 1), st.integers(0, 4), st.just("stuck")),
     st.builds(LinkLost, st.integers(0, 3)),
     st.builds(WaitExpired, st.integers(0, 4), st.integers(0, 1)),
-    st.builds(Raised, st.integers(0, 1), st.just(0), st.just("train 0"), st.just(()), st.just("boom")),
-    st.builds(Ended, st.integers(0, 1)),
-    st.builds(Saving, st.just(0), st.booleans()),
+    st.builds(RankFailing, st.integers(0, 1), st.just(0), st.just("train 0"), st.just(()), st.just("boom")),
+    st.builds(RankFinished, st.integers(0, 1)),
+    st.builds(RankSaving, st.just(0), st.booleans()),
 )  # fmt: skip
 
 
@@ -555,12 +555,12 @@ def test_no_order_of_inputs_upsets_the_machine(messages: list[replica.Input]) ->
                 assert state.promised == (0, 1), "spoke to peers before all ranks promised"
             if isinstance(effect, ToRanks) and isinstance(effect.order, Plan | Apply | Promise):
                 assert effect.order.generation == state.generation
-        if len(effects) and state.phase is Phase.PROMISING and before.phase is not Phase.PROMISING:
+        if len(effects) and state.phase is ReplicaPhase.PROMISING and before.phase is not ReplicaPhase.PROMISING:
             assert state.promised == ()
 
 
-@pytest.mark.parametrize("phase", list(Phase))
-def test_inputs_that_the_table_does_not_list_are_dropped(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", list(ReplicaPhase))
+def test_inputs_that_the_table_does_not_list_are_dropped(phase: ReplicaPhase) -> None:
     state = replace(working(), phase=phase)
     listed = replica.TABLE[phase]
     for message in (
@@ -568,7 +568,7 @@ def test_inputs_that_the_table_does_not_list_are_dropped(phase: Phase) -> None:
         vote(1),
         holds(),
         Begun(0, 0, WORK),
-        Blocked(0, 1, ""),
+        RankBlocked(0, 1, ""),
         WaitExpired(1, 0),
         Promised(0, 1),
         LinkLost(1),
@@ -578,7 +578,7 @@ def test_inputs_that_the_table_does_not_list_are_dropped(phase: Phase) -> None:
 
 
 def test_a_handler_that_leaves_its_row_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = replica.Row(replica._on_stop, frozenset({Phase.WORKING}))
-    monkeypatch.setitem(replica.TABLE[Phase.WORKING], Stop, row)  # type: ignore[arg-type]
+    row = replica.Row(replica._on_stop, frozenset({ReplicaPhase.WORKING}))
+    monkeypatch.setitem(replica.TABLE[ReplicaPhase.WORKING], Stop, row)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="table does not list"):
         replica.step(working(), Stop(0, ""))

@@ -14,7 +14,7 @@ from megatron_recover.core.digest import commitment
 from megatron_recover.core.plan import fresh_plan
 from megatron_recover.core.quota import balanced
 from megatron_recover.core.recovery import Recovery, recover
-from megatron_recover.core.speed import FAR, MEMORY, TOLERANCE, Speeds, learn, paces, said
+from megatron_recover.core.speed import FAR, MEMORY, TOLERANCE, Speeds, learn, paces, reported_paces
 from megatron_recover.core.values import Pipeline, Record, Status, Work
 from tests.core.build import record
 
@@ -138,7 +138,7 @@ def test_a_member_without_a_microbatch_says_so_in_its_votes_and_comes_back() -> 
         mine = quotas(speeds, 6, 3)
         shares.append(mine)
         measured = (10 * MS, 10 * MS, (90 if step < 20 else 10) * MS)
-        votes = [said(speeds, member, measured[member] if mine[member] else 0) for member in range(3)]
+        votes = [reported_paces(speeds, member, measured[member] if mine[member] else 0) for member in range(3)]
         speeds = learn(speeds, replace(record(step), paces=tuple(pace for vote in votes for pace in vote)))
     assert shares[19] == (3, 3, 0) and shares[149] == (2, 2, 2)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from megatron_recover.core import coordinator, replica, tree
-from megatron_recover.core.replica import Committed, LinkLost, Phase, ToCoordinator, ToPeers, ToRanks, Voted, WaitExpired
+from megatron_recover.core.replica import Committed, LinkLost, ReplicaPhase, ToCoordinator, ToPeers, ToRanks, Voted, WaitExpired
 from megatron_recover.core.values import (
     Begun,
     Contribution,
@@ -21,7 +21,7 @@ from megatron_recover.core.values import (
     Plan,
     Promise,
     Promised,
-    Requested,
+    ReplicaBlocked,
     Statuses,
     Votes,
     Work,
@@ -59,7 +59,7 @@ def test_a_member_waits_for_somebody_until_it_has_heard_from_all(
     awaited = tree.awaited(roster, me, heard, above)
     assert (awaited == ()) == (heard == set(roster))
     assert set(awaited) <= set(tree.neighbours(roster, me, above))
-    told = tree.told(roster, me, heard, above)
+    told = tree.forward_to(roster, me, heard, above)
     if len(roster) > above and heard != set(roster):
         # Who misses nobody below it has told its parent, for which it waits; who misses somebody has told nobody.
         assert told == (awaited if set(awaited) == {tree.parent(roster, me, above)} else ())
@@ -71,9 +71,9 @@ def test_a_hundred_members_with_eight_children_each() -> None:
     assert tree.neighbours(roster, 12, 64) == (1, 97, 98, 99)
     assert tree.neighbours(roster, 99, 64) == (12,)
     assert tree.neighbours(roster, 99, 100) == tuple(range(99))
-    assert tree.told(roster, 12, {12, 97, 98}, 64) == ()
-    assert tree.told(roster, 12, {12, 97, 98, 99}, 64) == (1,)
-    assert tree.told(roster, 12, set(roster), 64) == (97, 98, 99)
+    assert tree.forward_to(roster, 12, {12, 97, 98}, 64) == ()
+    assert tree.forward_to(roster, 12, {12, 97, 98, 99}, 64) == (1,)
+    assert tree.forward_to(roster, 12, set(roster), 64) == (97, 98, 99)
     assert tree.awaited(roster, 12, {12, 97, 99}, 64) == (98,)
     assert tree.awaited(roster, 1, {1, *range(9, 17), *range(73, 99)}, 64) == (12,), "the child below which somebody is missing"
 
@@ -88,7 +88,7 @@ class Job:
         self.states = {number: replica.ReplicaState(number, SHAPE, above) for number in range(size)}
         self.stuck, self.drifted = stuck, drifted
         self.requests: dict[int, tuple[str, ...]] = {}
-        self.membership = coordinator.CoordinatorState(coordinator.Policy(size))
+        self.membership = coordinator.CoordinatorState(coordinator.MembershipSettings(size))
         self.queue: deque[Callable[[], None]] = deque()
         self.sent: Counter[tuple[int, str]] = Counter()
         self.committed: dict[int, list[Committed]] = {number: [] for number in range(size)}
@@ -190,14 +190,14 @@ def test_who_has_committed_gives_the_record_to_who_has_not() -> None:
 # --- What a member does with what is handed on ---------------------------------------------------------------------------
 
 
-def inner(*, phase: Phase = Phase.VOTED) -> replica.ReplicaState:
+def inner(*, phase: ReplicaPhase = ReplicaPhase.VOTED) -> replica.ReplicaState:
     """Replica 1 of 7 in generation 2, above 3 and 4 and below 0; its child 3 has voted, and so has it (unless `WORKING`)."""
     state = lead(replica.ReplicaState(1, SHAPE, 2), NewGeneration(2, tuple(range(7))), Promised(0, 2))[0]
     everybody = tuple(status(number, work=None) for number in range(7))
     state, _ = lead(state, Statuses(0, 2, everybody), Begun(0, 0, Work("train 0", 3, (0,))))
-    assert state.phase is Phase.WORKING
+    assert state.phase is ReplicaPhase.WORKING
     state, _ = lead(state, ballots(3, 3))
-    return state if phase is Phase.WORKING else lead(state, holds(2))[0]
+    return state if phase is ReplicaPhase.WORKING else lead(state, holds(2))[0]
 
 
 def ballots(sender: int, *voters: int, generation: int = 2, step: int = 0, checksum: int = 7) -> Votes:
@@ -215,7 +215,7 @@ def test_an_inner_member_says_what_its_subtree_says_once_it_has_all_of_it() -> N
 
 
 def test_its_own_vote_may_be_the_last_of_its_subtree() -> None:
-    state, effects = lead(inner(phase=Phase.WORKING), ballots(4, 4))
+    state, effects = lead(inner(phase=ReplicaPhase.WORKING), ballots(4, 4))
     assert effects == [] and replica.waiting_for(state) == ()
     _, effects = lead(state, holds(2))
     mine = record(0, complete(0, 2))
@@ -277,7 +277,7 @@ def test_only_links_of_neighbours_matter() -> None:
         assert lead(state, LinkLost(stranger)) == (state, [])
     for neighbour in (0, 3, 4):
         (effect,) = lead(state, LinkLost(neighbour))[1]
-        assert isinstance(effect, ToCoordinator) and isinstance(effect.message, Requested)
+        assert isinstance(effect, ToCoordinator) and isinstance(effect.message, ReplicaBlocked)
         assert effect.message.suspects == (neighbour,)
 
 

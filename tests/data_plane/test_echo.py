@@ -21,7 +21,7 @@ from megatron_recover.data_plane.connection import CannotDial
 from megatron_recover.data_plane.direct import DirectEndpoint
 from megatron_recover.data_plane.echo import EchoServer
 from megatron_recover.data_plane.endpoints import open_endpoint
-from megatron_recover.data_plane.transport import Endpoint, Part, PeerLost, Revoked, TransportError
+from megatron_recover.data_plane.transport import CallPart, Endpoint, PeerLost, Revoked, TransportError
 from megatron_recover.deadlines import Deadlines
 from tests.control_plane.partners import KEY, within
 from tests.data_plane.threads import at_once
@@ -239,8 +239,8 @@ def test_a_ring_that_stalls_names_who_does_not_answer_and_nobody_else() -> None:
             assert warm == [None] * 3
             begin, over = transports[2]._do, threading.Event()
 
-            def stall(job: Any, part: Part, *rest: Any, begin: Any = begin, over: threading.Event = over) -> None:
-                if part is Part.SUM:
+            def stall(job: Any, part: CallPart, *rest: Any, begin: Any = begin, over: threading.Event = over) -> None:
+                if part is CallPart.SUM:
                     over.wait(60)
                 begin(job, part, *rest)
 
@@ -251,7 +251,7 @@ def test_a_ring_that_stalls_names_who_does_not_answer_and_nobody_else() -> None:
             transports[2].revoke()
             over.set()
             third.join(60)
-            assert [getattr(outcome, "part", outcome) for outcome in outcomes] == [Part.SUM] * 2
+            assert [getattr(outcome, "part", outcome) for outcome in outcomes] == [CallPart.SUM] * 2
             assert [peers_of(outcome) for outcome in outcomes] == [named, named]
 
 

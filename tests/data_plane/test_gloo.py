@@ -18,7 +18,7 @@ from megatron_recover.data_plane import gloo
 from megatron_recover.data_plane.direct import DirectTransport
 from megatron_recover.data_plane.endpoints import open_endpoint
 from megatron_recover.data_plane.gloo import GlooTransport
-from megatron_recover.data_plane.transport import DeadlineExceeded, Endpoint, Part, Revoked, TransportError
+from megatron_recover.data_plane.transport import CallPart, DeadlineExceeded, Endpoint, Revoked, TransportError
 from tests.control_plane.partners import KEY, within
 from tests.data_plane.ranks import ranks
 from tests.data_plane.threads import at_once
@@ -123,10 +123,10 @@ def check_an_operation_left_behind_writes_nothing(patch: pytest.MonkeyPatch) -> 
     running, left = threading.Event(), threading.Event()
     original = GlooTransport._do
 
-    def do(self: GlooTransport, job: Callable[[Any], None], part: Part, *arguments: Any) -> None:
-        if part is Part.SUM and self is transports[1]:
+    def do(self: GlooTransport, job: Callable[[Any], None], part: CallPart, *arguments: Any) -> None:
+        if part is CallPart.SUM and self is transports[1]:
             assert left.wait(60)
-        if part is not Part.SUM or self is transports[1]:
+        if part is not CallPart.SUM or self is transports[1]:
             original(self, job, part, *arguments)
             return
 
@@ -223,7 +223,7 @@ def test_a_planted_reduction_right_in_the_result_is_seen(monkeypatch: pytest.Mon
                 result.copy_(source)
                 group.allreduce([result]).wait()
 
-        self._do(reduce, Part.SUM)
+        self._do(reduce, CallPart.SUM)
 
     monkeypatch.setattr(GlooTransport, "sum_into", sum_into)
     with pytest.raises(WrittenLate):
@@ -297,12 +297,12 @@ def over_a_slow_link(patch: pytest.MonkeyPatch, whole_s: float, sum_s: float, st
     transports, links = pair(1, made), []
     original = GlooTransport._do
 
-    def do(self: GlooTransport, job: Callable[[Any], None], part: Part, *arguments: Any) -> None:
+    def do(self: GlooTransport, job: Callable[[Any], None], part: CallPart, *arguments: Any) -> None:
         def slowly(group: Any) -> None:
             links.append(SlowLink(group, whole_s / (4000 * NUM_PIECES), stops_after))
             job(links[-1])
 
-        original(self, slowly if part is Part.SUM else job, part, *arguments)
+        original(self, slowly if part is CallPart.SUM else job, part, *arguments)
 
     patch.setattr(GlooTransport, "_do", do)
     sources = [torch.arange(1000 * (NUM_PIECES - 1) + 1) * 2**r for r in range(2)]
@@ -331,7 +331,7 @@ def test_a_large_sum_over_a_slow_link_is_bounded_by_its_progress(monkeypatch: py
 def check_a_sum_that_stops_half_way(patch: pytest.MonkeyPatch) -> None:
     outcomes, results, links = over_a_slow_link(patch, whole_s=1.2, sum_s=3.0, stops_after=20)
     for outcome in outcomes:
-        assert isinstance(outcome, DeadlineExceeded) and outcome.part is Part.SUM, outcome
+        assert isinstance(outcome, DeadlineExceeded) and outcome.part is CallPart.SUM, outcome
         assert "no progress for 3 s" in str(outcome) and outcome.stalled and outcome.peers == ()
     assert all(bool((result == -1.0).all()) for result in results)
     assert [link.num_given for link in links] == [20 + gloo.PIECES_AT_ONCE] * 2, "the rest of it was left behind, too"

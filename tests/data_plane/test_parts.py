@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from megatron_recover.data_plane.direct import DirectTransport
 from megatron_recover.data_plane.endpoints import open_endpoint
-from megatron_recover.data_plane.transport import DeadlineExceeded, Endpoint, Part
+from megatron_recover.data_plane.transport import CallPart, DeadlineExceeded, Endpoint
 from megatron_recover.deadlines import Deadlines
 from tests.control_plane.partners import KEY, within
 from tests.data_plane.threads import at_once
@@ -67,7 +67,7 @@ def summed(transport: Any, **more: Any) -> torch.Tensor:
     return result
 
 
-def check_part(outcome: object, part: Part, peers: tuple[int, ...], words: str) -> None:
+def check_part(outcome: object, part: CallPart, peers: tuple[int, ...], words: str) -> None:
     assert isinstance(outcome, DeadlineExceeded), outcome
     assert (outcome.part, outcome.peers) == (part, peers)
     assert words in str(outcome) and f"({part.value})" in str(outcome)
@@ -78,14 +78,14 @@ def test_who_cannot_be_reached_is_named_when_connecting_runs_out(me: int, other:
     with endpoints("direct", 2, replace(LONG, connect_s=1.0)) as (made, addresses), nowhere() as address:
         transport = made[me].open(1, me, addresses | {other: address})
         (outcome,) = at_once(lambda: summed(transport))
-    check_part(outcome, Part.CONNECT, (other,), f"no connection for 1 s to replicas [{other}]")
+    check_part(outcome, CallPart.CONNECT, (other,), f"no connection for 1 s to replicas [{other}]")
 
 
 def test_who_cannot_be_reached_is_named_and_who_is_only_late_is_not() -> None:
     with endpoints("direct", 3, replace(LONG, connect_s=1.0)) as (made, addresses), nowhere() as address:
         transport = made[0].open(1, 0, addresses | {2: address})
         (outcome,) = at_once(lambda: summed(transport))
-    check_part(outcome, Part.CONNECT, (2,), "no connection for 1 s to replicas [2]")
+    check_part(outcome, CallPart.CONNECT, (2,), "no connection for 1 s to replicas [2]")
 
 
 def check_a_member_that_does_not_come() -> None:
@@ -93,7 +93,7 @@ def check_a_member_that_does_not_come() -> None:
         with endpoints("direct", 2, replace(LONG, connect_s=1.0, sum_s=1.0, slowest_s=2.0)) as (made, addresses):
             transport = made[me].open(1, me, addresses)
             (outcome,) = at_once(lambda transport=transport: summed(transport))
-        check_part(outcome, Part.SLOWEST, (other,), f"the call was not entered for 2 s by replicas [{other}]")
+        check_part(outcome, CallPart.SLOWEST, (other,), f"the call was not entered for 2 s by replicas [{other}]")
 
 
 def test_a_member_that_does_not_come_is_slow_and_no_failed_sum() -> None:
@@ -136,7 +136,7 @@ def check_a_sum_that_stops(deadlines: Deadlines) -> None:
                 over.set()
 
         outcome, _ = at_once(first, lambda: summed(transports[1], probe=stop))
-    check_part(outcome, Part.SUM, (1,), "the sum made no progress for 0.3 s, waiting for replicas [1]")
+    check_part(outcome, CallPart.SUM, (1,), "the sum made no progress for 0.3 s, waiting for replicas [1]")
 
 
 def test_a_sum_that_stops_is_told_from_a_member_that_is_slow() -> None:
@@ -149,14 +149,14 @@ def test_of_gloo_a_member_that_does_not_come_is_named_as_slow() -> None:
         assert at_once(*[lambda t=t: t.sum_into([torch.ones(3)], [torch.empty(3)], tag=0) for t in transports]) == [None] * 3
         outcomes = at_once(*[lambda t=t: summed(t) for t in transports[:2]])
     for outcome in outcomes:
-        check_part(outcome, Part.SLOWEST, (2,), "the call was not entered for 2 s by replicas [2]")
+        check_part(outcome, CallPart.SLOWEST, (2,), "the call was not entered for 2 s by replicas [2]")
 
 
 # --- Planted bugs: one wait for all parts, as it was ------------------------------------------------------------------------
 
 
 def test_a_sum_that_takes_every_wait_for_its_own_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DirectTransport, "_part", lambda self, exchange, peers: Part.SUM)
+    monkeypatch.setattr(DirectTransport, "_part", lambda self, exchange, peers: CallPart.SUM)
     with pytest.raises(AssertionError):
         check_a_member_that_does_not_come()
     with pytest.raises(AssertionError):
@@ -164,6 +164,6 @@ def test_a_sum_that_takes_every_wait_for_its_own_is_seen(monkeypatch: pytest.Mon
 
 
 def test_a_sum_that_is_never_told_from_a_slow_member_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DirectTransport, "_part", lambda self, exchange, peers: Part.SLOWEST)
+    monkeypatch.setattr(DirectTransport, "_part", lambda self, exchange, peers: CallPart.SLOWEST)
     with pytest.raises(AssertionError):
         check_a_sum_that_stops(replace(LONG, sum_s=0.3, slowest_s=0.6))

@@ -158,13 +158,13 @@ class LoopbackDriver:
     def finished(self, microbatch: int) -> None:
         self._feed(rank_machine.MicrobatchFinished(microbatch))
 
-    def measured(self, num_microbatches: int, elapsed_ns: int) -> None:
+    def pass_timed(self, num_microbatches: int, elapsed_ns: int) -> None:
         assert elapsed_ns > 0
         timed = self.replica, self.job.ranks[self.replica, self.rank].step
         assert timed not in self.job.timed, "another pass than the first of its step was timed"
         self.job.timed.append(timed)
         elapsed = ticks(num_microbatches, self.job.leaders[self.replica].shape.pipeline) * self.job.paces[self.replica]
-        self._feed(rank_machine.Measured(num_microbatches, elapsed))
+        self._feed(rank_machine.TimePass(num_microbatches, elapsed))
 
     def _feed(self, message: Any) -> None:
         with self.job.changed:
@@ -174,7 +174,7 @@ class LoopbackDriver:
         if self.rank == 0:
             with self.job.changed:
                 self.job.await_loss(self.replica)
-                self.job.feed_rank(self.replica, self.rank, rank_machine.EndPass())
+                self.job.feed_rank(self.replica, self.rank, rank_machine.AskClose())
                 self.job.closed.add((self.replica, self.job.ranks[self.replica, 0].step))
                 self.job.changed.notify_all()
 
@@ -188,16 +188,16 @@ class LoopbackDriver:
     def hold(self, held: Held) -> bool:
         job, key = self.job, (self.replica, self.rank)
         with job.changed:
-            job.feed_rank(*key, rank_machine.Completed(held))
+            job.feed_rank(*key, rank_machine.Hold(held))
             return held in job.ranks[key].held
 
     def blocked(self, generation: int, error: BaseException) -> None:
         with self.job.changed:
             miscounted = getattr(error, "miscounted", False)
-            failed = rank_machine.Failed(generation, str(error), miscounted=miscounted)
+            failed = rank_machine.Block(generation, str(error), miscounted=miscounted)
             self.job.feed_rank(self.replica, self.rank, failed)
 
-    def raised(self, microbatches: Sequence[int], error: BaseException) -> None:
+    def failing(self, microbatches: Sequence[int], error: BaseException) -> None:
         self.job.raised.append((tuple(microbatches), error))
 
 

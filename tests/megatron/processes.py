@@ -118,7 +118,7 @@ class ScriptedDriver:
     def finished(self, microbatch: int) -> None:
         pass
 
-    def measured(self, num_microbatches: int, elapsed_ns: int) -> None:
+    def pass_timed(self, num_microbatches: int, elapsed_ns: int) -> None:
         pass
 
     def pass_ended(self, generation: int) -> None:
@@ -136,7 +136,7 @@ class ScriptedDriver:
     def blocked(self, generation: int, error: BaseException) -> None:
         raise error
 
-    def raised(self, microbatches: Sequence[int], error: BaseException) -> None:
+    def failing(self, microbatches: Sequence[int], error: BaseException) -> None:
         raise error
 
 

@@ -196,7 +196,7 @@ def test_quotas_follow_what_replicas_measure(threads: Threads, num_ranks: int, s
 
 
 def test_only_the_first_pass_of_a_step_is_timed(threads: Threads) -> None:
-    """`LoopbackDriver.measured` fails at another."""
+    """`LoopbackDriver.pass_timed` fails at another."""
     strike = Strike(1, 0, FaultPoint.BEFORE_REDUCE, step=1)
     run = Run(threads, 3, 1, [strike], paces=(1000, 1000, 1000)).check()
     assert strike.struck

@@ -113,7 +113,7 @@ def test_a_bucket_is_reduced_as_soon_as_the_last_backward_has_passed_it(determin
         job.overlap.finish()
     assert seen == [[0]], "of the layers only the later one has been passed"
     assert job.held() == [0, 1, 2] and not threads()
-    results = [slot.result for slot in job.reduction._gradient_slots]
+    results = [bucket_sum.result for bucket_sum in job.reduction._gradient_sums]
     assert [result.tolist() for result in results] == [[6.0] * SIZE] * 2
     # The trace says first what others may get.
     assert job.driver.calls == [

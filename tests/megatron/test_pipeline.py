@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import MultiModuleProcessGroupCollectio
 
 from megatron_recover.core.values import Compute, Plan, Work
 from megatron_recover.megatron.schedule.interleaved import InterleavedStage
-from megatron_recover.megatron.schedule.pipeline import Stage, Upstream
+from megatron_recover.megatron.schedule.pipeline import MegatronPass, Stage
 from megatron_recover.trainer.work_queue import Task, WorkQueue
 from tests.megatron.toy import Stage as Model
 from tests.megatron.toy import model_config
@@ -195,7 +195,7 @@ def operations(run: Callable[[Rank], object], *args: Any, **kwargs: Any) -> list
 
 def ours(num: int) -> Callable[[Rank], object]:
     def run(rank: Rank) -> None:
-        upstream = Upstream(rank.arguments, divisor=num, listener=Silent())
+        upstream = MegatronPass(rank.arguments, divisor=num, listener=Silent())
         (Stage if upstream.num_chunks == 1 else InterleavedStage)(upstream, Given(num)).run()
         assert all(handle.waited for handles in rank.link.sends.values() for handle in handles), "a send was forgotten"
 
@@ -299,14 +299,14 @@ class Watched(Given):
 def test_the_queue_is_asked_as_late_as_can_be(num_stages: int, num_chunks: int, forward_only: bool) -> None:
     """For the next microbatch when all forwards before its first one are done; asked to prepare one forward earlier."""
     num = 3 * num_stages
-    slots = [group * num_stages * num_chunks + member for group in range(4) for member in range(num_stages)]
+    sums = [group * num_stages * num_chunks + member for group in range(4) for member in range(num_stages)]
     for stage in range(num_stages):
 
         def run(rank: Rank) -> None:
-            upstream = Upstream(rank.arguments, divisor=num, listener=Silent())
+            upstream = MegatronPass(rank.arguments, divisor=num, listener=Silent())
             queue = Watched(num, rank.notes)
             (Stage if num_chunks == 1 else InterleavedStage)(upstream, queue).run()
-            first_forwards = slots[: num + 1]
+            first_forwards = sums[: num + 1]
             assert queue.asked == first_forwards
             assert queue.prepared == [forward - 1 for forward in first_forwards[1:]]
 
@@ -339,7 +339,7 @@ def lasts(queue: Given, num: int, stage: int, num_stages: int, num_chunks: int) 
             told[chunk].append(last)
 
     def run(rank: Rank) -> None:
-        upstream = Upstream(rank.arguments, divisor=num, listener=Listening())
+        upstream = MegatronPass(rank.arguments, divisor=num, listener=Listening())
         (Stage if num_chunks == 1 else InterleavedStage)(upstream, queue).run()
 
     operations(run, stage, num_stages, num_chunks)
@@ -362,7 +362,7 @@ def test_a_pipeline_of_unlike_modules_is_refused() -> None:
         rank = Rank(0, 2, monkeypatch=patch)
     with pytest.raises(ValueError, match="unlike modules .* is not supported"):
         arguments = rank.arguments | {"pg_collection": MultiModuleProcessGroupCollection({"language": None})}
-        Upstream(arguments, divisor=1, listener=Silent())
+        MegatronPass(arguments, divisor=1, listener=Silent())
 
 
 # --- The queue -------------------------------------------------------------------------------------------------------------

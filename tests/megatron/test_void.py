@@ -42,11 +42,11 @@ class Flaw:
                 flaw.is_due &= not strikes
             return strikes
 
-        def miscount(self: Reduction, slot: Any, microbatch: int) -> None:
-            count(self, slot, microbatch)
+        def miscount(self: Reduction, bucket_sum: Any, microbatch: int) -> None:
+            count(self, bucket_sum, microbatch)
             if strikes(self):
-                count(self, slot, microbatch)
-                slot._bucket.region.local.add_(1000.0)
+                count(self, bucket_sum, microbatch)
+                bucket_sum._bucket.region.local.add_(1000.0)
 
         def miscount_ledger(self: Reduction, microbatch: int) -> None:
             count_ledger(self, microbatch)
@@ -176,10 +176,10 @@ def test_a_void_step_that_keeps_its_counts_is_seen(threads: Threads, monkeypatch
     void = Reduction.void
 
     def keeps(self: Reduction) -> None:
-        kept = [slot.counts for slot in self._slots]
+        kept = [bucket_sum.counts for bucket_sum in self._sums]
         void(self)
-        for slot, counts in zip(self._slots, kept, strict=True):
-            slot.counts = counts
+        for bucket_sum, counts in zip(self._sums, kept, strict=True):
+            bucket_sum.counts = counts
 
     monkeypatch.setattr(Reduction, "void", keeps)
     Flaw(monkeypatch)

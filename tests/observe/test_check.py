@@ -800,7 +800,7 @@ def test_a_replica_is_lost_although_its_process_lives() -> None:
     run = traces.Run()
     run.quiet_step()
     run.roster, run.generation = (0, 1), 2
-    lost = trace.Lost(replica=2, kind=LossKind.SUSPECTED, detail="no answer for 10 s")
+    lost = trace.Loss(replica=2, kind=LossKind.SUSPECTED, detail="no answer for 10 s")
     run.add(trace.Generation, generation=2, roster=(0, 1), losses=(lost,))
     run.add(trace.Voted, replica=2, generation=1, step=1, digest="late, and without effect")
     run.add(trace.Fenced, replica=2, ranks=(0, 1))
@@ -953,7 +953,7 @@ def test_how_the_run_ended_is_said_beside_what_holds(exit_code: int, reason: str
 def test_what_is_not_fenced_yet_is_no_violation_before_the_end() -> None:
     events = traces.faulty_run().events[:-1]
     events = events[: _find(events, trace.Failure, replica=0) + 1]
-    lost = trace.Lost(replica=0, kind=LossKind.PROCESS_ENDED)
+    lost = trace.Loss(replica=0, kind=LossKind.PROCESS_ENDED)
     events.append(trace.Generation(generation=3, roster=(1,), losses=(lost,)))
     assert _broken(events) == {}
 

@@ -62,7 +62,7 @@ def test_a_run_that_ended_well_needs_nothing() -> None:
 
 
 def test_losses_are_counted_once_however_they_are_told() -> None:
-    lost = trace.Generation(generation=2, roster=(0, 2), losses=(trace.Lost(replica=1, kind="exception"),))  # type: ignore[arg-type]
+    lost = trace.Generation(generation=2, roster=(0, 2), losses=(trace.Loss(replica=1, kind="exception"),))  # type: ignore[arg-type]
     fenced = trace.Fenced(replica=1, ranks=(0, 1))
     of_others = [trace.Failure(replica=replica, rank=1, cause="SIGKILL") for replica in (0, 2)]
     _, second, _ = account(KILL, lost, fenced, *of_others).lines(ExitCode.NO_REPLICA_LEFT, "no replica is left")

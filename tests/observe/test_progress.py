@@ -8,13 +8,13 @@ import msgspec
 
 from megatron_recover import trace
 from megatron_recover.core.values import LossKind
-from megatron_recover.observe.follow.progress import Progress
+from megatron_recover.observe.follow.progress import RunProgress
 from megatron_recover.observe.follow.tail import Tail
 from tests.observe import traces
 
 
 def told(run: traces.Run) -> list[str]:
-    progress = Progress()
+    progress = RunProgress()
     return [line for event in run.events if (line := progress.take(event)) is not None]  # type: ignore[arg-type]
 
 
@@ -59,7 +59,7 @@ def test_an_evaluation_is_told_and_the_agreement_to_end_is_not() -> None:
 
 def test_the_number_of_iterations_comes_from_the_command_line() -> None:
     for argv in (("s.py", "--train-iters", "50"), ("s.py", "--train-iters", "7", "--train-iters=50")):
-        progress = Progress()
+        progress = RunProgress()
         started = traces.quiet_run(1).events[0]
         progress.take(trace.RunStarted(replicas=3, layout=trace.Layout(tp=1, pp=1), determinism="fast", seed=1, argv=argv))
         for event in traces.quiet_run(1).events[1:]:
@@ -68,7 +68,7 @@ def test_the_number_of_iterations_comes_from_the_command_line() -> None:
 
 
 def test_all_but_long_quotas_fit_a_terminal_of_80_columns() -> None:
-    progress = Progress()
+    progress = RunProgress()
     for event in traces.faulty_run().events:
         if isinstance(event, trace.RunStarted):
             event = msgspec.structs.replace(event, argv=("s.py", "--train-iters", "50000"))
@@ -81,7 +81,7 @@ def test_a_recovery_stands_in_the_line_until_its_step_is_committed() -> None:
     run = traces.Run()
     run.quiet_step()
     run.step_with_kill_in_backward(2)
-    progress = Progress()
+    progress = RunProgress()
     seen = []
     for event in run.events:
         progress.take(event)  # type: ignore[arg-type]
@@ -92,9 +92,9 @@ def test_a_recovery_stands_in_the_line_until_its_step_is_committed() -> None:
 
 
 def test_a_request_to_end_is_no_recovery_and_many_quotas_are_a_range() -> None:
-    progress = Progress()
+    progress = RunProgress()
     roster = tuple(range(20))
-    lost = (trace.Lost(replica=20, kind=LossKind.PROCESS_ENDED),)
+    lost = (trace.Loss(replica=20, kind=LossKind.PROCESS_ENDED),)
     progress.take(trace.Generation(generation=1, roster=(*roster, 20)))
     progress.take(trace.Generation(generation=2, roster=roster, losses=lost))
     progress.take(trace.Generation(generation=3, roster=roster, reason="exit: SIGTERM"))
@@ -104,7 +104,7 @@ def test_a_request_to_end_is_no_recovery_and_many_quotas_are_a_range() -> None:
 
 
 def test_who_hangs_is_shown_until_it_is_lost_or_a_step_is_done() -> None:
-    progress = Progress()
+    progress = RunProgress()
     progress.take(trace.Generation(generation=1, roster=(0, 1, 2)))
     for replica, verdict in ((1, "hung"), (2, "slow")):
         progress.take(
@@ -119,7 +119,7 @@ def test_who_hangs_is_shown_until_it_is_lost_or_a_step_is_done() -> None:
     progress.take(
         trace.RankSilent(replica=2, rank=0, verdict="slow", phase="backward", seconds=2.3, step=4, label="train 5", state="R")
     )
-    lost = (trace.Lost(replica=1, kind=LossKind.HUNG, detail="rank 0: hung"),)
+    lost = (trace.Loss(replica=1, kind=LossKind.HUNG, detail="rank 0: hung"),)
     progress.take(trace.Generation(generation=2, roster=(0, 2), losses=lost))
     assert "hung" not in progress.line() and "replica 2 rank 0 slow" in progress.line()
     progress.take(

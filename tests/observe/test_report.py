@@ -25,7 +25,7 @@ from megatron_recover.observe.history import History
 from megatron_recover.observe.report import plot
 from megatron_recover.observe.report import writing as report
 from megatron_recover.observe.verify.check import check, describe
-from megatron_recover.observe.work import Work, redone_in
+from megatron_recover.observe.work import WorkAccount, redone_in
 from tests.observe import traces
 
 REQUIRED = {
@@ -149,7 +149,7 @@ def test_what_a_decided_bucket_saved_was_not_lost() -> None:
     run.statuses(dealt, lambda replica: tuple((bucket, 1) for bucket in traces.BUCKETS))
     run.plan({}, ())
     run.commit(dict.fromkeys(traces.BUCKETS, 1))
-    work = Work(_history(run.finish()))
+    work = WorkAccount(_history(run.finish()))
     assert (len(work.lost), len(work.redone), len(work.wasted)) == (0, 0, 0)
 
 
@@ -234,7 +234,7 @@ def test_parameters_that_drifted_after_the_last_step_are_not_those_of_the_run(vi
     for index, event in enumerate(run.events):
         if isinstance(event, trace.Applied) and (event.replica, event.step) == (victim, 4):
             run.events[index] = msgspec.structs.replace(event, parameter_digest="drifted")
-    lost = trace.Lost(replica=victim, kind=LossKind.DIVERGED, detail="replicas disagree")
+    lost = trace.Loss(replica=victim, kind=LossKind.DIVERGED, detail="replicas disagree")
     left = tuple(one for one in run.roster if one != victim)
     run.events.insert(-1, trace.Generation(generation=2, roster=left, losses=(lost,), reason="replicas disagree"))
     assert compare(_history(run), _history(traces.quiet_run()), "theirs").param_bit_identical is True

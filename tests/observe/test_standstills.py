@@ -46,7 +46,7 @@ def hang(run: traces.Run) -> None:
     )
     silent(run, "hung", 4.001, waiting=waiting)
     run.generation, run.roster = 2, (0, 2)
-    lost = trace.Lost(replica=1, kind=LossKind.HUNG, detail="rank 1: hung for 4.0 s")
+    lost = trace.Loss(replica=1, kind=LossKind.HUNG, detail="rank 1: hung for 4.0 s")
     run.add(trace.Generation, generation=2, roster=run.roster, losses=(lost,), reason="hung")
     run.add(trace.Fenced, replica=1, ranks=(0, 1))
     run.statuses({replica: dealt[replica] for replica in (0, 2)}, lambda replica: ())

@@ -188,7 +188,7 @@ def test_a_stopped_process_is_shown_until_it_is_thawed_or_gone() -> None:
     run.add(trace.Fault, replica=2, rank=1, point="backward", kind="stop", step=1, microbatch=2)
     frozen_at = run.t
     run.roster, run.generation = (0, 1), 2
-    lost = trace.Lost(replica=2, kind=LossKind.SUSPECTED)
+    lost = trace.Loss(replica=2, kind=LossKind.SUSPECTED)
     run.add(trace.Generation, generation=2, roster=run.roster, losses=(lost,), reason="suspected")
     run.add(trace.Thawed, replica=1, rank=0)
     run.add(trace.Fenced, replica=2, ranks=(0, 1))

@@ -168,7 +168,7 @@ class Run:
         self.add(trace.Fenced, replica=victim, ranks=(0, 1))
         self.roster = tuple(one for one in self.roster if one != victim)
         self.generation += 1
-        lost = trace.Lost(replica=victim, kind=LossKind.PROCESS_ENDED, detail="SIGKILL")
+        lost = trace.Loss(replica=victim, kind=LossKind.PROCESS_ENDED, detail="SIGKILL")
         self.add(trace.Generation, generation=self.generation, roster=self.roster, losses=(lost,), reason="loss")
 
     def statuses(self, held: dict[int, tuple[int, ...]], complete: Callable[[int], tuple[tuple[int, int], ...]]) -> None:
@@ -205,7 +205,7 @@ class Run:
             self.add(trace.Voted, **self.where(replica), digest="drifted" if replica == victim else "with what drifted")
         self.roster = tuple(one for one in self.roster if one != victim)
         self.generation += 1
-        lost = trace.Lost(replica=victim, kind=LossKind.DIVERGED, detail="replicas disagree")
+        lost = trace.Loss(replica=victim, kind=LossKind.DIVERGED, detail="replicas disagree")
         self.add(trace.Generation, generation=self.generation, roster=self.roster, losses=(lost,), reason="replicas disagree")
         self.add(trace.Fenced, replica=victim, ranks=(0, 1))
         self.statuses(dealt, lambda replica: tuple((bucket, older) for bucket in BUCKETS))

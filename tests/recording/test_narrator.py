@@ -15,7 +15,7 @@ from megatron_recover import trace
 from megatron_recover.cluster.narrator import Narrator
 from megatron_recover.core.values import ExitCode
 from megatron_recover.observe.ending import Account
-from megatron_recover.observe.follow.progress import Progress
+from megatron_recover.observe.follow.progress import RunProgress
 
 BEGAN_AT = 1_700_000_000.25
 PREFIX = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] megatron-recover: "
@@ -68,7 +68,7 @@ def test_a_request_to_end_is_not_told_as_a_new_generation() -> None:
 
 def test_every_event_that_is_told_is_one_that_the_narrator_is_given() -> None:
     """The recorder gives it the events of `WANTED` only. An event is told where a `case` names its class."""
-    for tells in (Narrator._event, Progress.take, Account.take):
+    for tells in (Narrator._event, RunProgress.take, Account.take):
         [function] = ast.parse(textwrap.dedent(inspect.getsource(tells))).body
         classes = [each.cls for each in ast.walk(function) if isinstance(each, ast.MatchClass)]
         names = [each.attr for each in classes if isinstance(each, ast.Attribute)]

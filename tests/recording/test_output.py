@@ -29,11 +29,11 @@ from megatron_recover.cluster.output import (
     KEPT_BYTES,
     WAITING_BYTES,
     Output,
-    OutputLedger,
+    OutputBookmark,
     Who,
     Why,
     create,
-    create_output_ledger,
+    create_output_bookmark,
 )
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
@@ -108,12 +108,12 @@ def spawned(script: Path, output: Output, *, server: Output | None = None, prelo
 
 def reading(
     *,
-    ledger: OutputLedger | None = None,
+    ledger: OutputBookmark | None = None,
     limit_bytes: int = WAITING_BYTES,
     keep: Callable[[bytes], object] = lambda lines: None,
 ) -> Outputs:
     """Return what a recorder does with outputs, where every replica speaks for the job."""
-    made = ledger or OutputLedger(create_output_ledger())
+    made = ledger or OutputBookmark(create_output_bookmark())
     return Outputs(made, limit_bytes=limit_bytes, slow_disk_s=60.0, speaks=lambda replica: True, keep=keep)
 
 
@@ -284,7 +284,10 @@ def test_all_share_the_room_and_those_lose_that_have_the_most(sizes: list[int], 
 
 
 def test_one_of_many_ranks_may_print_at_once_what_all_may_leave_in_memory(tmp_path: Path) -> None:
-    ledger, made = OutputLedger(create_output_ledger()), {number: create(tmp_path / f"{number}.log") for number in range(64)}
+    ledger, made = (
+        OutputBookmark(create_output_bookmark()),
+        {number: create(tmp_path / f"{number}.log") for number in range(64)},
+    )
     os.write(made[7].descriptor, b"x" * 12_000_000)
     for who in Who:
         ledger.drop(made, 12_000_000, who)
@@ -296,7 +299,7 @@ def test_one_of_many_ranks_may_print_at_once_what_all_may_leave_in_memory(tmp_pa
 
 
 def test_a_disk_that_answers_is_not_blamed_for_what_is_printed_too_fast(tmp_path: Path) -> None:
-    ledger, made = OutputLedger(create_output_ledger()), create(tmp_path / "log")
+    ledger, made = OutputBookmark(create_output_bookmark()), create(tmp_path / "log")
     ours = reading(limit_bytes=100_000, ledger=ledger)
     ours.writer.close(20.0)
     ours.add(0, made, shown_of=None)
@@ -441,7 +444,7 @@ def test_memory_of_what_is_in_the_log_is_given_back(record: Callable[..., Run]) 
 
 
 def test_memory_is_kept_until_the_console_has_had_it_too(tmp_path: Path) -> None:
-    made, ledger = create(tmp_path / "log"), OutputLedger(create_output_ledger())
+    made, ledger = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
     os.write(made.descriptor, b"x" * 5 * KEPT_BYTES)
     log = _Log(0, made, ledger, is_shown=True)
     while log.copy():
@@ -478,27 +481,27 @@ def test_recorders_that_are_killed_again_and_again_lose_nothing_and_write_nothin
 
 
 def test_a_part_of_a_chunk_that_a_dead_recorder_left_is_cut_off(tmp_path: Path) -> None:
-    made, descriptor = create(tmp_path / "log"), create_output_ledger()
+    made, descriptor = create(tmp_path / "log"), create_output_bookmark()
     os.write(made.descriptor, b"one\n")
-    log = _Log(0, made, OutputLedger(descriptor), is_shown=False)
+    log = _Log(0, made, OutputBookmark(descriptor), is_shown=False)
     log.copy()
     log.close()
     with open(made.log, "ab") as file:
         file.write(b"tw")  # it died before it could enter this
     os.write(made.descriptor, b"two\n")
-    _Log(0, made, OutputLedger(descriptor), is_shown=False).copy()
+    _Log(0, made, OutputBookmark(descriptor), is_shown=False).copy()
     assert made.log.read_bytes() == b"one\ntwo\n"
 
 
 def test_a_log_that_somebody_has_cut_goes_on_behind_that(tmp_path: Path) -> None:
-    made, descriptor = create(tmp_path / "log"), create_output_ledger()
+    made, descriptor = create(tmp_path / "log"), create_output_bookmark()
     os.write(made.descriptor, b"one\n")
-    log = _Log(0, made, OutputLedger(descriptor), is_shown=False)
+    log = _Log(0, made, OutputBookmark(descriptor), is_shown=False)
     log.copy()
     log.close()
     os.truncate(made.log, 0)
     os.write(made.descriptor, b"two\n")
-    _Log(0, made, OutputLedger(descriptor), is_shown=False).copy()
+    _Log(0, made, OutputBookmark(descriptor), is_shown=False).copy()
     assert made.log.read_bytes() == b"two\n"
 
 
@@ -506,10 +509,10 @@ def test_a_log_that_somebody_has_cut_goes_on_behind_that(tmp_path: Path) -> None
 def test_whoever_drops_when_the_log_has_all_or_says_how_much_is_missing_where(
     tmp_path_factory: pytest.TempPathFactory, actions: list[str]
 ) -> None:
-    made, descriptor = create(tmp_path_factory.mktemp("log") / "log"), create_output_ledger()
+    made, descriptor = create(tmp_path_factory.mktemp("log") / "log"), create_output_bookmark()
     everything = b""
     try:
-        ledger = OutputLedger(descriptor)
+        ledger = OutputBookmark(descriptor)
         log = _Log(0, made, ledger, is_shown=False)
         for action in [*actions, "copy"]:
             match action:
@@ -522,7 +525,7 @@ def test_whoever_drops_when_the_log_has_all_or_says_how_much_is_missing_where(
                         pass
                 case "another recorder":
                     log.close()
-                    ledger = OutputLedger(descriptor)
+                    ledger = OutputBookmark(descriptor)
                     log = _Log(0, made, ledger, is_shown=False)
                 case _:
                     ledger.drop({0: made}, 12_345, Who.LAUNCHER if action.endswith("launcher") else Who.RECORDER)
@@ -544,7 +547,7 @@ def test_whoever_drops_when_the_log_has_all_or_says_how_much_is_missing_where(
 
 def test_output_that_is_dropped_while_it_is_read_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher frees it between the read of the recorder and its look into the ledger, or just before that read."""
-    made, ledger = create(tmp_path / "log"), OutputLedger(create_output_ledger())
+    made, ledger = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
     os.write(made.descriptor, b"x" * 100_000)
     read, reads = os.pread, []
 
@@ -651,11 +654,11 @@ def test_the_ends_of_logs_are_shown_though_the_disk_has_taken_none(
 
 
 def test_train_log_says_once_what_was_dropped_before_it_had_that(tmp_path: Path) -> None:
-    made, descriptor, kept = create(tmp_path / "log"), create_output_ledger(), []
+    made, descriptor, kept = create(tmp_path / "log"), create_output_bookmark(), []
     os.write(made.descriptor, b"x" * 10_000 + b"\n iteration 2/ 3\n")
-    OutputLedger(descriptor).drop({0: made}, 1000, Who.LAUNCHER, why=Why.RECORDER)
+    OutputBookmark(descriptor).drop({0: made}, 1000, Who.LAUNCHER, why=Why.RECORDER)
     for is_next in (False, True):  # a recorder, and the one that follows it
-        ours = reading(ledger=OutputLedger(descriptor), keep=kept.append)
+        ours = reading(ledger=OutputBookmark(descriptor), keep=kept.append)
         ours.add(0, made, shown_of=3)
         assert list(ours.look())[1:] == ([] if is_next else [" iteration 2/ 3"])
         ours.writer.close(20.0)
@@ -739,9 +742,9 @@ def test_what_is_printed_over_the_beginning_of_an_output_does_not_have_it_copied
 def test_a_recorder_that_dies_when_it_has_noticed_an_emptying_leaves_it_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, descriptor = create(tmp_path / "log"), create_output_ledger()
+    made, descriptor = create(tmp_path / "log"), create_output_bookmark()
     os.write(made.descriptor, b"before\n")
-    log = _Log(0, made, OutputLedger(descriptor), is_shown=False)
+    log = _Log(0, made, OutputBookmark(descriptor), is_shown=False)
     log.copy()
     log.close()
     subprocess.run(["bash", "-c", "echo after > /dev/stderr"], stderr=made.descriptor, check=True)
@@ -751,8 +754,8 @@ def test_a_recorder_that_dies_when_it_has_noticed_an_emptying_leaves_it_to_the_n
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError):
         patch.setattr("megatron_recover.host.memory_file.zero", dies)
-        OutputLedger(descriptor).notice_emptied(0, made)
-    ledger = OutputLedger(descriptor)
+        OutputBookmark(descriptor).notice_emptied(0, made)
+    ledger = OutputBookmark(descriptor)
     log = _Log(0, made, ledger, is_shown=False)
     assert not log.copy() and ledger.notice_emptied(0, made) and not ledger.notice_emptied(0, made)
     assert not log.copy()
@@ -762,7 +765,7 @@ def test_a_recorder_that_dies_when_it_has_noticed_an_emptying_leaves_it_to_the_n
 def test_what_is_printed_right_behind_an_emptying_is_whole_though_the_log_is_copied_before_that_is_noticed(
     tmp_path: Path,
 ) -> None:
-    made, ledger = create(tmp_path / "log"), OutputLedger(create_output_ledger())
+    made, ledger = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
     log, before = _Log(0, made, ledger, is_shown=False), b"x" * (2 * KEPT_BYTES + 10)
     os.write(made.descriptor, before)
     while log.copy():
@@ -777,7 +780,7 @@ def test_what_is_printed_right_behind_an_emptying_is_whole_though_the_log_is_cop
 
 def test_one_output_may_be_emptied_more_often_than_any_run_lasts(tmp_path: Path) -> None:
     """Positions begin further behind from emptying to emptying, and a word of the ledger has 63 bits."""
-    made, ledger = create(tmp_path / "log"), OutputLedger(create_output_ledger())
+    made, ledger = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
     log, wanted = _Log(0, made, ledger, is_shown=False), b""
     for number in range(3):
         os.write(made.descriptor, b"%d\n" % number)
@@ -794,7 +797,7 @@ def test_one_output_may_be_emptied_more_often_than_any_run_lasts(tmp_path: Path)
 
 def test_an_output_that_is_emptied_twice_before_anything_is_copied_begins_anew_twice(tmp_path: Path) -> None:
     """A copy that began before the second time must see it."""
-    made, ledger = create(tmp_path / "log"), OutputLedger(create_output_ledger())
+    made, ledger = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
     firsts = [ledger.first(0)]
     for _ in range(2):
         os.truncate(f"/proc/self/fd/{made.descriptor}", 0)
@@ -806,7 +809,7 @@ def test_an_output_that_is_emptied_twice_before_anything_is_copied_begins_anew_t
 
 def test_what_is_printed_over_the_beginning_of_a_short_output_has_all_of_it_copied_again(tmp_path: Path) -> None:
     """That looks like an output that was emptied, and has as much again: text that is there twice is better than lost text."""
-    made, ledger = create(tmp_path / "log"), OutputLedger(create_output_ledger())
+    made, ledger = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
     log = _Log(0, made, ledger, is_shown=False)
     os.write(made.descriptor, b"one\ntwo\n")
     log.copy()

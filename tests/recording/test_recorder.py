@@ -26,8 +26,8 @@ from msgspec.structs import replace
 from megatron_recover import trace
 from megatron_recover.cluster import recorder
 from megatron_recover.cluster import recorder_messages as messages
-from megatron_recover.cluster.event_store import Batch, EventStore, Keeper, Ledger, create_ledger
-from megatron_recover.cluster.output import OutputLedger, create_output_ledger
+from megatron_recover.cluster.event_store import Batch, Bookmark, EventStore, Keeper, create_bookmark
+from megatron_recover.cluster.output import OutputBookmark, create_output_bookmark
 from megatron_recover.cluster.readiness import is_readable
 from megatron_recover.cluster.recording import Pauses, Recording
 from megatron_recover.core.values import ExitCode
@@ -65,11 +65,11 @@ class Files:
     """A store with a ledger that outlives it, as if each store were a recorder's."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
-        self.folder, self.settings, self.descriptor, self.number = folder, settings, create_ledger(), 0
+        self.folder, self.settings, self.descriptor, self.number = folder, settings, create_bookmark(), 0
         self.open()
 
     def open(self, **more: object) -> None:
-        self.ledger = Ledger(self.descriptor)
+        self.ledger = Bookmark(self.descriptor)
         self.store = EventStore(self.folder, self.ledger, close_s=DEADLINE_S, **(self.settings | more))
 
     def batch(self, *numbers: int, padding: int = 0) -> Batch:
@@ -327,7 +327,7 @@ def test_a_recorder_that_dies_after_it_was_told_to_finish_is_followed_by_one_tha
     send, killed = Recording._send, list[int]()
 
     def kill_after_finish(recording: Recording) -> None:
-        had = any(isinstance(each, messages.Finish) for each in recording._outbox)
+        had = any(isinstance(each, messages.FinishRecording) for each in recording._outbox)
         send(recording)
         if had and not recording._outbox and not killed:
             killed.append(run.pid)
@@ -421,9 +421,9 @@ def test_what_waits_is_written_in_pieces_and_rings_have_room_again_in_the_turn_t
         sizes.append(len(data))
         return os.write(file, data)
 
-    ledger = Ledger(create_ledger())
+    ledger = Bookmark(create_bookmark())
     store = EventStore(tmp_path, ledger, part_bytes=2**30, close_s=DEADLINE_S, write=write)
-    made = recorder.Recorder(theirs, ledger, OutputLedger(create_output_ledger()), settings, store)
+    made = recorder.Recorder(theirs, ledger, OutputBookmark(create_output_bookmark()), settings, store)
     descriptor = ring.create(capacity=2**23)
     socket.send_fds(ours, [msgspec.json.encode(messages.Ring(3, 0, 0))], [descriptor])
     log = ring.RingLog(descriptor)

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from megatron_recover.core import coordinator, rank, recovery, replica
 from megatron_recover.core.blame import Evidence
 from megatron_recover.core.plan import plan_of
-from megatron_recover.core.values import Compute, ExitCode, Loss, LossKind, Plan, Requested, Vote
+from megatron_recover.core.values import Compute, ExitCode, Loss, LossKind, Plan, ReplicaBlocked, Vote
 from megatron_recover.sim.timed import fuzz
 from megatron_recover.sim.timed.course import Course
-from megatron_recover.sim.timed.fuzz import RandomJob, Verdict, run, verdicts
+from megatron_recover.sim.timed.fuzz import RandomJob, SeedVerdict, run, verdicts
 from megatron_recover.sim.timed.memory import Counts
 from megatron_recover.sim.timed.rank import TimedRank
 
@@ -42,7 +42,7 @@ def test_a_seed_always_gives_the_same_job() -> None:
 # --- Planted bugs --------------------------------------------------------------------------------------------------------
 
 
-def _first_failure(job_of: Callable[[int], RandomJob] = RandomJob) -> Verdict:
+def _first_failure(job_of: Callable[[int], RandomJob] = RandomJob) -> SeedVerdict:
     for seed in range(1, PATIENCE):
         verdict = run(job_of(seed), seed)
         if verdict.problem is not None:
@@ -54,7 +54,7 @@ def _first_failure(job_of: Callable[[int], RandomJob] = RandomJob) -> Verdict:
 def _handle(monkeypatch: pytest.MonkeyPatch, kind: type, handler: Callable[[replica.ReplicaState, Any], replica.Step]) -> None:
     for rows in replica.TABLE.values():
         if kind in rows:
-            monkeypatch.setitem(rows, kind, replica.Row(handler, frozenset(replica.Phase)))  # type: ignore[arg-type]
+            monkeypatch.setitem(rows, kind, replica.Row(handler, frozenset(replica.ReplicaPhase)))  # type: ignore[arg-type]
 
 
 def _with_memory(kind: type[Counts]) -> Callable[[int], RandomJob]:
@@ -132,7 +132,7 @@ def test_results_that_count_after_the_promise_are_found(monkeypatch: pytest.Monk
 
 
 def test_a_coordinator_that_ignores_who_cannot_go_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(coordinator.TABLE, Requested, lambda state, request: (state, ()))  # type: ignore[arg-type]
+    monkeypatch.setitem(coordinator.TABLE, ReplicaBlocked, lambda state, request: (state, ()))  # type: ignore[arg-type]
     assert "INV-8" in str(_first_failure().problem)
 
 
@@ -235,7 +235,7 @@ def test_a_failing_seed_prints_the_line_that_fails_again(
     original = replica._on_vote
 
     def twice(state: replica.ReplicaState, vote: Vote) -> replica.Step:
-        return original(replace(state, phase=replica.Phase.WORKING) if vote.replica == 1 else state, vote)
+        return original(replace(state, phase=replica.ReplicaPhase.WORKING) if vote.replica == 1 else state, vote)
 
     _handle(monkeypatch, Vote, twice)
     assert fuzz.main(["--seeds", "20"]) == 1
@@ -249,7 +249,7 @@ def test_a_failing_seed_prints_the_line_that_fails_again(
 def test_ctrl_c_is_answered_with_the_totals_so_far_and_the_rest(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def some(seeds: Sequence[int], jobs: int) -> Iterator[Verdict]:
+    def some(seeds: Sequence[int], jobs: int) -> Iterator[SeedVerdict]:
         yield from verdicts(seeds[:3])
         yield replace(fuzz.fuzz(seeds[3]), problem="INV-9: planted")
         raise KeyboardInterrupt

@@ -131,7 +131,7 @@ def begun(
         config=config,
         driver=driver,
         gather=lambda value: [value],
-        record=trace.Recorder(log, replica=driver.replica, rank=driver.rank),
+        record=trace.RankTrace(log, replica=driver.replica, rank=driver.rank),
         faults=faults,
     )
     made.begin(3, M, parameters_checksum=parameters_checksum)
@@ -182,10 +182,10 @@ def test_every_bucket_gets_its_own_provenance_over_the_lanes(monkeypatch: pytest
     reduction, _ = begun(())
     reduction.end_backward(0, 0, (0,))
     reduction.end_backward(1, 0, (1,))
-    for slot in reduction._slots[:2]:
-        slot.num_lanes = 2
+    for bucket_sum in reduction._sums[:2]:
+        bucket_sum.num_lanes = 2
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group: tensor.mul_(2))
-    provenances = [reduction._slots[at].summed_counts() for at in (1, 2, 0)]
+    provenances = [reduction._sums[at].summed_counts() for at in (1, 2, 0)]
     assert [provenance.tolist() for provenance in provenances] == [[0, 2, 0], [0, 0, 0], [2, 0, 0]]
 
 
@@ -275,7 +275,7 @@ def test_inv_3_a_reduction_leaves_the_local_gradient_to_the_next_one(determinism
     reduction, driver = begun(determinism=determinism)
     driver.open.fails_at[2] = PeerLost(0, "gone")
     reduction.reduce(plan(1))
-    first = [slot.result.clone() for slot in reduction._slots[:2]]
+    first = [bucket_sum.result.clone() for bucket_sum in reduction._sums[:2]]
     reduction.reduce(plan(2))
     assert versions(driver) == [(0, 1), (1, 1), (0, 2), (1, 2), (2, 2)]
     reduction.apply(EVERYTHING)

@@ -118,7 +118,7 @@ class Checkpoints:
         """
         self._saver, self._originals, self._get_args, self._agree_on = saver, originals, get_args, agree
         self._samples, self._deadlines, self._faults = samples, deadlines, faults
-        self._record = trace.Recorder(log, replica=saver.replica, rank=saver.rank)
+        self._record = trace.RankTrace(log, replica=saver.replica, rank=saver.rank)
         self._folder = SaveFolder(save, deadlines.lock_s) if save is not None else None
         self._agreed: int | None = None
         """Newest iteration whose state all replicas have agreed to save; equal on all replicas. See

@@ -28,11 +28,11 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
-from megatron_recover.megatron.schedule.pipeline import Queue, Upstream
+from megatron_recover.megatron.schedule.pipeline import MegatronPass, Queue
 from megatron_recover.trainer.work_queue import Task
 
 
-class Slot(NamedTuple):
+class ScheduleSlot(NamedTuple):
     """One place in the order of forwards, and in the order of backwards. See Note [Slots]."""
 
     index: int | None
@@ -41,7 +41,7 @@ class Slot(NamedTuple):
     """Chunk of the forward, from the first chunk. For a backward count from the last chunk."""
 
 
-class Slots:
+class ScheduleSlots:
     """The slots of a pass, as far as they are known."""
 
     def __init__(self, queue: Queue, *, num_stages: int, num_chunks: int, group_size: int) -> None:
@@ -50,13 +50,13 @@ class Slots:
         `group_size` is the largest number of microbatches in a group, at least `num_stages`.
         """
         self._queue, self._num_stages, self._num_chunks, self._group_size = queue, num_stages, num_chunks, group_size
-        self._slots: list[Slot] = []
+        self._slots: list[ScheduleSlot] = []
         self.tasks: list[Task] = []
         """The microbatches of the pass known so far; `Slot.index` is an index into this list."""
         self._num_in_group = 0
         self._has_ended = False
 
-    def at(self, index: int) -> Slot | None:
+    def at(self, index: int) -> ScheduleSlot | None:
         """Return slot `index`, or None if the pass ends before it. Waits until either is known."""
         while len(self._slots) <= index and not self._has_ended:
             self._grow()
@@ -72,14 +72,14 @@ class Slots:
         if task is None:
             self._has_ended = True
         else:
-            self._slots.append(Slot(len(self.tasks), 0))
+            self._slots.append(ScheduleSlot(len(self.tasks), 0))
             self.tasks.append(task)
             self._num_in_group += 1
         if self._num_in_group == self._group_size or self._has_ended and self._num_in_group:
             self._complete_group()
 
     def _complete_group(self) -> None:
-        vacant = [Slot(None, 0)] * (self._num_stages - self._num_in_group)
+        vacant = [ScheduleSlot(None, 0)] * (self._num_stages - self._num_in_group)
         self._slots += vacant
         group = self._slots[-max(self._num_stages, self._num_in_group) :]
         for chunk in range(1, self._num_chunks):
@@ -90,12 +90,12 @@ class Slots:
 class InterleavedStage:
     """Runs one pass on one pipeline stage that has several model chunks."""
 
-    def __init__(self, upstream: Upstream, queue: Queue) -> None:
+    def __init__(self, upstream: MegatronPass, queue: Queue) -> None:
         self._upstream, self._queue, self._link = upstream, queue, upstream.link
         self._shape = upstream.shape()
         self._num_stages, self._num_chunks = self._link.total_stages, upstream.num_chunks
         group_size = upstream.config.microbatch_group_size_per_vp_stage
-        self._slots = Slots(queue, num_stages=self._num_stages, num_chunks=self._num_chunks, group_size=group_size)
+        self._slots = ScheduleSlots(queue, num_stages=self._num_stages, num_chunks=self._num_chunks, group_size=group_size)
         self._num_warmup = 2 * (self._num_stages - self._link.current_stage - 1) + (self._num_chunks - 1) * group_size
         """Number of forwards before the first backward."""
         self._num_backwards = [0] * self._num_chunks

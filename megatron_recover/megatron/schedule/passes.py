@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_recover.megatron.schedule.interleaved import InterleavedStage
-from megatron_recover.megatron.schedule.pipeline import Listener, Queue, Stage, Upstream
+from megatron_recover.megatron.schedule.pipeline import Listener, MegatronPass, Queue, Stage
 
 
 def run_pass(arguments: Mapping[str, Any], queue: Queue, *, divisor: int, listener: Listener) -> None:
@@ -21,7 +21,7 @@ def run_pass(arguments: Mapping[str, Any], queue: Queue, *, divisor: int, listen
     divided by `divisor`. When this function returns, the listener has had every call for every
     microbatch.
     """
-    upstream = Upstream(arguments, divisor=divisor, listener=listener)
+    upstream = MegatronPass(arguments, divisor=divisor, listener=listener)
     with contextlib.ExitStack() as stack:
         # Within a pass upstream neither reduces nor finalizes a gradient. Both happen once a
         # step, when it is committed.

@@ -77,7 +77,7 @@ class Listener(Protocol):
         """Note that the microbatch's gradient is in `main_grad` of the chunk's parameters."""
 
 
-class Upstream:
+class MegatronPass:
     """Calls upstream's forward and backward on one rank; holds its link and message shapes."""
 
     def __init__(self, arguments: Mapping[str, Any], *, divisor: int, listener: Listener) -> None:
@@ -152,7 +152,7 @@ class Upstream:
 class Stage:
     """Runs one pass on one pipeline stage that has a single model chunk."""
 
-    def __init__(self, upstream: Upstream, queue: Queue) -> None:
+    def __init__(self, upstream: MegatronPass, queue: Queue) -> None:
         self._upstream, self._queue, self._link = upstream, queue, upstream.link
         self._received_shapes, self._sent_shapes = upstream.shapes()
         self._num_forwards = 0

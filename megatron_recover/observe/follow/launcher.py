@@ -17,7 +17,7 @@ from megatron_recover.host.process_stat import START_TIME, STATE, stat_of
 RUN_FILE = "run.json"
 
 
-class Launcher(msgspec.Struct, frozen=True):
+class LauncherProcess(msgspec.Struct, frozen=True):
     """The process of a launcher."""
 
     host: str
@@ -27,13 +27,13 @@ class Launcher(msgspec.Struct, frozen=True):
 
 
 class _Description(msgspec.Struct):
-    launcher: Launcher | None = None
+    launcher: LauncherProcess | None = None
 
 
-def this_process() -> Launcher:
+def this_process() -> LauncherProcess:
     """Return the calling process."""
     found = _stat(os.getpid())
-    return Launcher(host_name(), os.getpid(), found[1] if found is not None else 0)
+    return LauncherProcess(host_name(), os.getpid(), found[1] if found is not None else 0)
 
 
 def about(run_dir: Path) -> str:

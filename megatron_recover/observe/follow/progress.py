@@ -15,7 +15,7 @@ SHOWN_QUOTAS = 16
 """Largest number of members whose quotas are listed; more are shown as a range."""
 
 
-class Progress:
+class RunProgress:
     """The progress of a run, updated by its events one by one."""
 
     def __init__(self, num_replicas: int = 0) -> None:

@@ -40,7 +40,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Lane:
+class Row:
     """The work of one rank."""
 
     name: str
@@ -57,12 +57,12 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Group:
+class ReplicaRows:
     """A replica: the phases of its recovery, and its ranks."""
 
     name: str
     phases: tuple[Bar, ...]
-    lanes: tuple[Lane, ...]
+    lanes: tuple[Row, ...]
     is_lost: bool
 
 
@@ -71,7 +71,7 @@ class Picture:
     """An episode as it is drawn."""
 
     about: str
-    groups: tuple[Group, ...]
+    groups: tuple[ReplicaRows, ...]
     marks: tuple[charts.Mark, ...]
     ticks: tuple[charts.Tick, ...]
     x_label: str
@@ -148,7 +148,7 @@ def _chosen(history: History, timeline: Timeline, episode: Episode) -> tuple[dic
     return chosen, num_ranks * len(members)
 
 
-def _group(timeline: Timeline, episode: Episode, x: charts.Scale, replica: int, ranks: Sequence[int]) -> Group:
+def _group(timeline: Timeline, episode: Episode, x: charts.Scale, replica: int, ranks: Sequence[int]) -> ReplicaRows:
     phases = within(timeline.recovering.get(replica, ()), x.low, x.high)
     lanes = []
     for rank in ranks:
@@ -160,7 +160,7 @@ def _group(timeline: Timeline, episode: Episode, x: charts.Scale, replica: int, 
             if not any(one.kind == "stopped" and one.begin < end and one.end > begin for one in still)
         ]  # fmt: skip
         lanes.append(
-            Lane(
+            Row(
                 f"rank {rank}",
                 tuple(_bar(x, span) for span in within(timeline.computing.get(place, ()), x.low, x.high)),
                 tuple(_bar(x, span) for span in within(timeline.reducing.get(place, ()), x.low, x.high)),
@@ -175,7 +175,7 @@ def _group(timeline: Timeline, episode: Episode, x: charts.Scale, replica: int, 
             )
         )
     is_lost = replica in episode.lost
-    return Group(f"replica {replica}", tuple(_bar(x, span, 10.0) for span in phases), tuple(lanes), is_lost)
+    return ReplicaRows(f"replica {replica}", tuple(_bar(x, span, 10.0) for span in phases), tuple(lanes), is_lost)
 
 
 def _still(x: charts.Scale, one: Still) -> Bar:
@@ -216,7 +216,7 @@ def _marks(history: History, episode: Episode, x: charts.Scale) -> tuple[charts.
     return tuple(charts.Mark(x.at(t), name, text, row) for (t, name, text), row in zip(found, rows, strict=True))
 
 
-def _coarser(group: Group, room: float) -> Group:
+def _coarser(group: ReplicaRows, room: float) -> ReplicaRows:
     lanes = (
         replace(lane, computing=_joined(lane.computing, room), reducing=_joined(lane.reducing, room)) for lane in group.lanes
     )

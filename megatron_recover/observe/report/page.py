@@ -142,7 +142,7 @@ def _shape(history: History) -> str:
 
 
 @dataclass(frozen=True)
-class Status:
+class Headline:
     """The page's first sentence."""
 
     kind: str
@@ -150,15 +150,15 @@ class Status:
     text: str
 
 
-def _status(verdict: Verdict) -> Status:
+def _status(verdict: Verdict) -> Headline:
     broken = sorted({violation.invariant for violation in verdict.violations})
     if broken:
-        return Status("bad", f"Broken: {', '.join(broken)}")
+        return Headline("bad", f"Broken: {', '.join(broken)}")
     if verdict.problems:
-        return Status("bad", "Not proven")
+        return Headline("bad", "Not proven")
     if verdict.not_judged:
-        return Status("open", "What could be judged holds")
-    return Status("good", "All invariants hold") if verdict.is_finished else Status("open", "All invariants hold so far")
+        return Headline("open", "What could be judged holds")
+    return Headline("good", "All invariants hold") if verdict.is_finished else Headline("open", "All invariants hold so far")
 
 
 def _ending(verdict: Verdict) -> str:
@@ -189,7 +189,7 @@ def _rules(verdict: Verdict) -> list[RuleRow]:
 
 
 @dataclass(frozen=True)
-class Item:
+class FaultRow:
     """A fault and what came of it."""
 
     number: int
@@ -202,7 +202,7 @@ class Item:
     announcement; empty without a picture."""
 
 
-def _items(history: History, timeline: Timeline, summary: Summary) -> list[Item]:
+def _items(history: History, timeline: Timeline, summary: Summary) -> list[FaultRow]:
     """Return every fault, with a picture at the first fault of each episode that is drawn."""
     episodes, of = timeline.answers_to(summary.faults)
     first: dict[int, int] = {}
@@ -212,18 +212,18 @@ def _items(history: History, timeline: Timeline, summary: Summary) -> list[Item]
     for number, fault in enumerate(summary.faults, start=1):
         episode = episodes[of[number]] if number in of else None
         if episode is None:
-            items.append(Item(number, fault, ""))
+            items.append(FaultRow(number, fault, ""))
         elif first[of[number]] != number:
-            items.append(Item(number, fault, f"{_outcome(episode)}, see fault {first[of[number]]}"))
+            items.append(FaultRow(number, fault, f"{_outcome(episode)}, see fault {first[of[number]]}"))
         elif episode not in timeline.drawn:
-            items.append(Item(number, fault, _outcome(episode)))
+            items.append(FaultRow(number, fault, _outcome(episode)))
         else:
             generations = {one.generation for one in episode.generations}
             computing = tuple(
                 (one.generation, _computing(one)) for one in summary.recoveries
                 if one.generation in generations and one.computing
             )  # fmt: skip
-            items.append(Item(number, fault, _outcome(episode), picture(history, timeline, episode), computing))
+            items.append(FaultRow(number, fault, _outcome(episode), picture(history, timeline, episode), computing))
     return items
 
 
@@ -360,7 +360,7 @@ def _stairs(rates: list[tuple[float, float, float]]) -> list[list[tuple[float, f
 
 
 @dataclass(frozen=True)
-class Segment:
+class BarSegment:
     """A part of a bar, in percent of the bar."""
 
     kind: str
@@ -369,14 +369,14 @@ class Segment:
     text: str
 
 
-def _bar(recovery: RecoverySummary) -> tuple[Segment, ...]:
+def _bar(recovery: RecoverySummary) -> tuple[BarSegment, ...]:
     """Return the phases of a recovery as consecutive parts of a bar."""
     took = [(phase, getattr(recovery, f"{phase}_s") or 0.0) for phase in get_args(trace.Phase)]
     total = sum(seconds for _, seconds in took) or 1.0
     segments, at = [], 0.0
     for phase, seconds in took:
         width = 100.0 * seconds / total
-        segments.append(Segment(phase, round(at, 2), round(width, 2), f"{phase} {_milliseconds(seconds)} ms"))
+        segments.append(BarSegment(phase, round(at, 2), round(width, 2), f"{phase} {_milliseconds(seconds)} ms"))
         at += width
     return tuple(segments)
 
@@ -390,7 +390,7 @@ class QuotaRow:
     last: str
     roster: tuple[int, ...]
     quotas: tuple[int, ...]
-    segments: tuple[Segment, ...]
+    segments: tuple[BarSegment, ...]
 
 
 def _quotas(history: History) -> list[QuotaRow]:
@@ -401,11 +401,11 @@ def _quotas(history: History) -> list[QuotaRow]:
     ]
 
 
-def _shares(roster: tuple[int, ...], quotas: tuple[int, ...]) -> tuple[Segment, ...]:
+def _shares(roster: tuple[int, ...], quotas: tuple[int, ...]) -> tuple[BarSegment, ...]:
     total = sum(quotas) or 1
     segments, at = [], 0.0
     for replica, quota in zip(roster, quotas, strict=True):
         width = 100.0 * quota / total
-        segments.append(Segment(str(replica), round(at, 2), round(width, 2), str(quota)))
+        segments.append(BarSegment(str(replica), round(at, 2), round(width, 2), str(quota)))
         at += width
     return tuple(segments)

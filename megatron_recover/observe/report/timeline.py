@@ -21,7 +21,7 @@ from megatron_recover.observe.report.details import Details, Window, collect
 from megatron_recover.observe.standstills import standstills
 from megatron_recover.observe.summary import FaultSummary, faults, struck_at
 
-Rank = tuple[int, int]
+RankPlace = tuple[int, int]
 """Replica, and rank inside the replica."""
 MAX_SPANS = 300_000
 """Largest number of spans of a run that is looked at whole. Of a larger run only the periods around
@@ -123,13 +123,13 @@ class Timeline:
         return self._details.rank_limit
 
     @cached_property
-    def computing(self) -> dict[Rank, list[Span]]:
+    def computing(self) -> dict[RankPlace, list[Span]]:
         """Return the forwards and backwards of each rank in the order of time.
 
         No two of a rank overlap, since one thread computed them.
         """
         dealt = self._dealt
-        found: dict[Rank, list[Span]] = defaultdict(list)
+        found: dict[RankPlace, list[Span]] = defaultdict(list)
         open_since: dict[tuple[int, int, int, int, int, int], float] = {}
         for _, event in self._events:
             if not isinstance(event, trace.MicrobatchStarted | trace.MicrobatchFinished):
@@ -177,10 +177,10 @@ class Timeline:
         return found
 
     @cached_property
-    def gone_at(self) -> dict[Rank, float]:
+    def gone_at(self) -> dict[RankPlace, float]:
         """Return when the process of each rank was killed or seen to have ended."""
         history = self._history
-        found: dict[Rank, float] = {}
+        found: dict[RankPlace, float] = {}
         for _, fenced in history.of(trace.Fenced):
             found |= {(fenced.replica, rank): fenced.t for rank in fenced.ranks}
         for _, failure in history.of(trace.Failure):
@@ -193,12 +193,12 @@ class Timeline:
         return found
 
     @cached_property
-    def frozen(self) -> dict[Rank, list[tuple[float, float]]]:
+    def frozen(self) -> dict[RankPlace, list[tuple[float, float]]]:
         """Return the periods in which an injected fault had stopped the process of a rank.
 
         Such a period ends when the process is thawed or gone; else its end is infinite.
         """
-        found: dict[Rank, list[tuple[float, float]]] = defaultdict(list)
+        found: dict[RankPlace, list[tuple[float, float]]] = defaultdict(list)
         thawed = [event for _, event in self._history.of(trace.Thawed)]
         for _, fault in self._history.of(trace.Fault):
             rank = (fault.replica, fault.rank)
@@ -208,13 +208,13 @@ class Timeline:
         return dict(found)
 
     @cached_property
-    def still(self) -> dict[Rank, list[Still]]:
+    def still(self) -> dict[RankPlace, list[Still]]:
         """Return the periods in which a rank showed no progress, or waited for such a rank.
 
         No two of a rank overlap.
         """
-        judged: dict[Rank, list[Still]] = defaultdict(list)
-        waits: dict[Rank, list[Still]] = defaultdict(list)
+        judged: dict[RankPlace, list[Still]] = defaultdict(list)
+        waits: dict[RankPlace, list[Still]] = defaultdict(list)
         for one in standstills(self._history):
             if one.replica is None or one.rank is None or one.verdict == "silent" or one.verdict == "waiting":
                 continue
@@ -229,20 +229,20 @@ class Timeline:
         }
 
     @cached_property
-    def struck_at(self) -> dict[Rank, list[float]]:
+    def struck_at(self) -> dict[RankPlace, list[float]]:
         """Return the times at which faults (`summary.faults`) struck each rank."""
-        found: dict[Rank, list[float]] = defaultdict(list)
+        found: dict[RankPlace, list[float]] = defaultdict(list)
         for fault in faults(self._history):
             found[fault.replica, fault.rank].append(fault.t)
         return dict(found)
 
     @cached_property
-    def reducing(self) -> dict[Rank, list[Span]]:
+    def reducing(self) -> dict[RankPlace, list[Span]]:
         """Return the completed sums over replicas of each rank.
 
         They may overlap the computation of the rank, and each other.
         """
-        found: dict[Rank, list[Span]] = defaultdict(list)
+        found: dict[RankPlace, list[Span]] = defaultdict(list)
         for _, event in self._events:
             if not isinstance(event, trace.Reduced):
                 continue
@@ -270,7 +270,7 @@ class Timeline:
         return {replica: _apart(found[replica], None) for replica in sorted(found)}
 
     @cached_property
-    def steps(self) -> dict[Rank, list[Span]]:
+    def steps(self) -> dict[RankPlace, list[Span]]:
         """Return a span for each rank and step: from the first forward to the optimizer's end.
 
         Without an end of the optimizer the span ends with the last known backward or forward.
@@ -278,7 +278,7 @@ class Timeline:
         ends = {
             (event.replica, event.rank, event.step): event.t for _, event in self._events if isinstance(event, trace.Applied)
         }
-        found: dict[Rank, list[Span]] = {}
+        found: dict[RankPlace, list[Span]] = {}
         for rank, spans in self.computing.items():
             by_step: dict[int, list[Span]] = defaultdict(list)
             for span in spans:

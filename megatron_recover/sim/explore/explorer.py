@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from megatron_recover.core import invariants
 from megatron_recover.core.values import ReplicaId, Value
 from megatron_recover.sim.explore.moves import Moves
-from megatron_recover.sim.explore.network import World
+from megatron_recover.sim.explore.network import JobState
 from megatron_recover.sim.explore.node import Stimulus
 from megatron_recover.sim.explore.scenario import CONFIGS, Scenario
 from megatron_recover.sim.workers import CTRL_C_CODE, ended_by_ctrl_c, workers
@@ -50,7 +50,7 @@ class Explorer(Moves):
 
     def run(self, limit: int = 50_000_000) -> Exploration:
         """Explore every state. Raise MemoryError beyond `limit` states."""
-        came_from: dict[World, World | None] = {}
+        came_from: dict[JobState, JobState | None] = {}
         world = self.initial()
         ends = 0
         found = None
@@ -77,7 +77,7 @@ class Explorer(Moves):
             found = Found(str(error), self.way(world, came_from))
         return Exploration(self.scenario, len(came_from), self.transitions, ends, found)
 
-    def way(self, world: World, came_from: Mapping[World, World | None]) -> tuple[str, ...]:
+    def way(self, world: JobState, came_from: Mapping[JobState, JobState | None]) -> tuple[str, ...]:
         """Return what happened from the beginning to a state, and what was tried there."""
         attempts = [self.attempt]
         before = came_from.get(world)

@@ -18,14 +18,14 @@ from megatron_recover.core.coordinator import CoordinatorState, Input, TimerFire
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import Loss, LossKind, ReplicaId
 from megatron_recover.sim import channels
-from megatron_recover.sim.explore.network import World
+from megatron_recover.sim.explore.network import JobState
 from megatron_recover.sim.explore.scenario import Scenario
 
 LASTS = 2
 """Generations without a committed step after which `trouble` has run out at the latest."""
 
 
-def judged(scenario: Scenario, world: World, before: CoordinatorState, after: CoordinatorState, cause: Input) -> World:
+def judged(scenario: Scenario, world: JobState, before: CoordinatorState, after: CoordinatorState, cause: Input) -> JobState:
     """Return the world after the coordinator's reaction to an input, with the waits that it ends.
 
     Raise InvariantViolation in these cases:
@@ -52,7 +52,7 @@ def judged(scenario: Scenario, world: World, before: CoordinatorState, after: Co
     return world._replace(reading=tuple(each for each in world.reading if each in after.roster), overdue=None, late_saves=())
 
 
-def _is_not_excused(world: World, after: CoordinatorState) -> None:
+def _is_not_excused(world: JobState, after: CoordinatorState) -> None:
     """Raise InvariantViolation if a replica whose save is overdue is kept for another's work."""
     for replica, since in world.late_saves:
         if after.generation - since > LASTS:
@@ -60,14 +60,14 @@ def _is_not_excused(world: World, after: CoordinatorState) -> None:
             raise InvariantViolation(9, f"replica {replica} was excused, whose save was overdue for {made}")
 
 
-def _is_late(world: World, losses: Sequence[Loss]) -> None:
+def _is_late(world: JobState, losses: Sequence[Loss]) -> None:
     """Raise InvariantViolation if a member fenced for not entering was at work that is excused."""
     for loss in losses:
         if loss.replica in world.reading and world.overdue is None:
             raise InvariantViolation(9, f"replica {loss.replica} was only at work: {loss.detail}")
 
 
-def _is_blamed(scenario: Scenario, world: World, fenced: Sequence[ReplicaId], roster: Sequence[ReplicaId]) -> World:
+def _is_blamed(scenario: Scenario, world: JobState, fenced: Sequence[ReplicaId], roster: Sequence[ReplicaId]) -> JobState:
     """Return the world with those that evidence names; raise InvariantViolation if one is innocent.
 
     A replica may be fenced for work beyond the deadline, for an overdue save, or for a broken

@@ -28,11 +28,11 @@ from collections.abc import Iterator, Sequence
 
 from megatron_recover.core import coordinator, replica
 from megatron_recover.core.tree import neighbours
-from megatron_recover.core.values import Busy, Loss, LossKind, ReplicaId
+from megatron_recover.core.values import Loss, LossKind, ReplicaId, ReplicaSaving
 from megatron_recover.sim import channels
 from megatron_recover.sim.explore import network
 from megatron_recover.sim.explore.judging import LASTS
-from megatron_recover.sim.explore.network import World
+from megatron_recover.sim.explore.network import JobState
 from megatron_recover.sim.explore.node import CarryOut, Complete, Drift, DriftState, Fail, Miscount, Stall, Stimulus, pending
 from megatron_recover.sim.explore.space import Attempt, Space
 
@@ -45,7 +45,7 @@ class Moves(Space):
 
     # --- what can happen ---
 
-    def steps(self, world: World) -> Iterator[tuple[Attempt, World]]:
+    def steps(self, world: JobState) -> Iterator[tuple[Attempt, JobState]]:
         """Yield every step of a live node and of the coordinator, with the state after it."""
         for number, name in enumerate(world.nodes):
             if name:
@@ -60,16 +60,16 @@ class Moves(Space):
         yield from self.times(world)
         state = self.coordinators[world.coordinator]
         for save in state.saves:
-            yield f"the save of replica {save.replica} is over", self.coordinate(world, Busy(save.replica, True))
+            yield f"the save of replica {save.replica} is over", self.coordinate(world, ReplicaSaving(save.replica, True))
             if self.scenario.late_saves:
                 overdue = world._replace(late_saves=(*world.late_saves, (save.replica, state.generation)))
                 yield f"the save of replica {save.replica} is overdue", self.fired(overdue, f"save {save.number}")
         for number, since in world.late_saves:
             left = tuple(late for late in world.late_saves if late != (number, since))
-            over = self.coordinate(world._replace(late_saves=left), Busy(number, True))
+            over = self.coordinate(world._replace(late_saves=left), ReplicaSaving(number, True))
             yield f"the overdue save of replica {number} is over", over
 
-    def times(self, world: World) -> Iterator[tuple[Attempt, World]]:
+    def times(self, world: JobState) -> Iterator[tuple[Attempt, JobState]]:
         """Yield timers that run out where operations take time to fail, and ends of local work.
 
         Local work is reading data, compiling or computing, for which other members wait.
@@ -100,13 +100,13 @@ class Moves(Space):
         if (beat := self.beat(world)) is not None:
             yield f"a beat of replica {beat.replica} tells of step {beat.step}", self.coordinate(world, beat)
 
-    def fired(self, world: World, timer: str) -> World:
+    def fired(self, world: JobState, timer: str) -> JobState:
         """Return the world after a timer of the coordinator has run out."""
         # For the report, if the reaction of the coordinator is a violation.
         self.attempt = f"the timer {timer} runs out"
         return self.coordinate(world, coordinator.TimerFired(timer))
 
-    def beat(self, world: World) -> coordinator.Progressed | None:
+    def beat(self, world: JobState) -> coordinator.Progressed | None:
         """Return the beat that reports steps whose commit the coordinator does not know, or None.
 
         Such a beat matters to those that wait for readers. Without readers the result is None.
@@ -118,18 +118,18 @@ class Moves(Space):
         step, number = max(steps, default=(0, 0))
         return coordinator.Progressed(number, step) if step > state.step else None
 
-    def continued(self, world: World) -> World:
+    def continued(self, world: JobState) -> JobState:
         """Return the world after the coordinator has received what arrived during its stop."""
         inbox, world = world.inbox, world._replace(stopped=False, inbox=())
         for number in inbox:
             world = self.coordinate(world, self.inputs[number])
         return world
 
-    def faults(self, world: World) -> Iterator[tuple[Attempt, World]]:
+    def faults(self, world: JobState) -> Iterator[tuple[Attempt, JobState]]:
         """Yield every fault that may still happen, with the world after it."""
         state, left = self.coordinators[world.coordinator], world.faults
         for number in state.roster:
-            lost = coordinator.Lost(Loss(number, LossKind.PROCESS_ENDED))
+            lost = coordinator.ReplicaLost(Loss(number, LossKind.PROCESS_ENDED))
             if left.crashes:
                 nodes = (*world.nodes[:number], 0, *world.nodes[number + 1 :])
                 links = tuple(link for link in world.links if link[1] != number)
@@ -142,7 +142,9 @@ class Moves(Space):
                 fenced = self.coordinate(world._replace(faults=left._replace(suspicions=left.suspicions - 1)), lost)
                 yield f"replica {number} is fenced, but lives", fenced
             if left.saves:
-                saving = self.coordinate(world._replace(faults=left._replace(saves=left.saves - 1)), Busy(number, False))
+                saving = self.coordinate(
+                    world._replace(faults=left._replace(saves=left.saves - 1)), ReplicaSaving(number, False)
+                )
                 yield f"replica {number} begins to save", saving
             if left.readers and world.nodes[number] and not world.stopped and self.may_read(world, number):
                 reading = tuple(sorted({*world.reading, number}))
@@ -167,11 +169,11 @@ class Moves(Space):
         if left.alarms:
             yield from self.alarm(world._replace(faults=left._replace(alarms=left.alarms - 1)), state)
 
-    def may_fail(self, world: World) -> bool:
+    def may_fail(self, world: JobState) -> bool:
         """Return whether a fault may still happen."""
         return any(world.faults)
 
-    def stimuli(self, world: World, number: ReplicaId) -> list[Stimulus | int]:
+    def stimuli(self, world: JobState, number: ReplicaId) -> list[Stimulus | int]:
         """Return what can reach a node: numbers of messages, and the node's own steps."""
         name = world.nodes[number]
         own = self.own_steps(name)
@@ -189,7 +191,7 @@ class Moves(Space):
                 found.append(Complete(position, counts))
         return found + (self.stalls(world, number) if not world.reading else [])
 
-    def stalls(self, world: World, number: ReplicaId) -> list[Stimulus | int]:
+    def stalls(self, world: JobState, number: ReplicaId) -> list[Stimulus | int]:
         """Return a `Stall` for each operation of a node that waits in vain.
 
         Without readers: the operations that all members have reached and that broken channels stop.
@@ -206,7 +208,7 @@ class Moves(Space):
             and self.delivered(world, position, operation) is not None
         ]
 
-    def may_read(self, world: World, number: ReplicaId) -> bool:
+    def may_read(self, world: JobState, number: ReplicaId) -> bool:
         """Return whether the sum of a step can still wait for this member.
 
         It can while the member has a step to do and no member has a result of its step.
@@ -216,7 +218,7 @@ class Moves(Space):
         members = [world.nodes[number] for number in self.coordinators[world.coordinator].roster]
         return not any(items for name in members if name for items in self.nodes[name].leader.held)
 
-    def is_quiet(self, world: World) -> bool:
+    def is_quiet(self, world: JobState) -> bool:
         """Return whether nothing can happen but waits for readers to end.
 
         Messages come first: none takes as long as a wait for a member does.
@@ -228,7 +230,7 @@ class Moves(Space):
             for stimulus in self.stimuli(world, number)
         )
 
-    def waits_for_readers(self, world: World, number: ReplicaId) -> list[Stimulus | int]:
+    def waits_for_readers(self, world: JobState, number: ReplicaId) -> list[Stimulus | int]:
         """Return a `Stall` for each operation of a node that may give up waiting for a reader."""
         state = self.coordinators[world.coordinator]
         if not world.faults.waits and not state.is_excuse_over and not (self.scenario.hangs and not state.excuse):
@@ -240,7 +242,7 @@ class Moves(Space):
                 found.append(Stall(position, accused))
         return found
 
-    def alarm(self, world: World, state: coordinator.CoordinatorState) -> Iterator[tuple[Attempt, World]]:
+    def alarm(self, world: JobState, state: coordinator.CoordinatorState) -> Iterator[tuple[Attempt, JobState]]:
         """Yield the requests for a new generation although nobody died."""
         if self.scenario.links:
             for a, b in itertools.combinations(state.roster, 2):
@@ -267,7 +269,7 @@ class Moves(Space):
 
     # --- what need not be tried, what need not be kept ---
 
-    def settle(self, world: World, trail: list[Attempt] | None = None) -> World:
+    def settle(self, world: JobState, trail: list[Attempt] | None = None) -> JobState:
         """Take the steps whose order does not matter, and drop useless messages.
 
         The module's docstring lists these steps.
@@ -280,7 +282,7 @@ class Moves(Space):
             if trail is not None:
                 trail.append(self.attempt)
 
-    def harmless(self, world: World) -> World | None:
+    def harmless(self, world: JobState) -> JobState | None:
         """Return the world after one step whose order does not matter, or None if there is none."""
         state = self.coordinators[world.coordinator]
         if state.over:
@@ -313,7 +315,7 @@ class Moves(Space):
             self.stored[name] = judged | bits, stored
         return stored
 
-    def tidy(self, world: World) -> World:
+    def tidy(self, world: JobState) -> JobState:
         """Drop the messages that can no longer affect any node."""
         roster = self.coordinators[world.coordinator].roster
         needed = 0

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import msgspec
 
 from megatron_recover.core import replica
-from megatron_recover.core.tree import told
+from megatron_recover.core.tree import forward_to
 from megatron_recover.core.values import NewGeneration, ReplicaId, Status, Statuses, Vote, Votes
 from megatron_recover.core.vote import voters_of
-from megatron_recover.sim.explore.node import Copy, Message, Node, Part
+from megatron_recover.sim.explore.node import Addend, Copy, Message, Node
 
 
 class Faults(NamedTuple):
@@ -35,7 +35,7 @@ class Faults(NamedTuple):
     """Times that members may still give up waiting for a replica that reads."""
 
 
-class World(NamedTuple):
+class JobState(NamedTuple):
     """A state of the whole job. Its parts are numbered values: it is small and quick to compare."""
 
     coordinator: int
@@ -75,7 +75,7 @@ class World(NamedTuple):
     """Replicas fenced for reports of other members though not overdue, in order of fencing."""
 
 
-class Table[T]:
+class Numbering[T]:
     """Numbers from 1 for distinct values."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def numbers(bits: int) -> list[int]:
     return numbers
 
 
-def received(world: World, number: ReplicaId, message: int) -> World:
+def received(world: JobState, number: ReplicaId, message: int) -> JobState:
     """Return the world without `message`, the first on a link to a replica."""
     links = list(world.links)
     at = next(i for i, (_, to, queue) in enumerate(links) if to == number and queue[0] == message)
@@ -118,7 +118,7 @@ def received(world: World, number: ReplicaId, message: int) -> World:
     return world._replace(links=tuple(links))
 
 
-def address(message: Part | Copy) -> tuple[object, ...]:
+def address(message: Addend | Copy) -> tuple[object, ...]:
     """Return the fields by which an operation finds the data that it delivers."""
     version = message.version if isinstance(message, Copy) else 0
     return message.replica, message.rank, message.generation, message.step, message.bucket, version
@@ -133,7 +133,7 @@ def needed(message: Message, node: Node, member: bool) -> bool:
     newer = message.generation > leader.generation
     if isinstance(message, NewGeneration):
         return newer and member
-    if isinstance(message, Part | Copy):
+    if isinstance(message, Addend | Copy):
         if message.step < leader.step or message.rank >= len(node.ranks):
             return False
         return newer and member or node.ranks[message.rank].machine.promised <= message.generation <= leader.generation
@@ -141,7 +141,7 @@ def needed(message: Message, node: Node, member: bool) -> bool:
         return newer and member
     if isinstance(message, Vote | Votes):
         return message.step >= leader.step
-    return leader.phase in (replica.Phase.JOINING, replica.Phase.PROMISING, replica.Phase.EXCHANGING)
+    return leader.phase in (replica.ReplicaPhase.JOINING, replica.ReplicaPhase.PROMISING, replica.ReplicaPhase.EXCHANGING)
 
 
 def reaches(message: Message, leader: replica.ReplicaState) -> bool:
@@ -161,7 +161,7 @@ def _goes_to(message: Status | Statuses | Vote | Votes, leader: replica.ReplicaS
     """
     if isinstance(message, Status | Vote):
         return message.replica != leader.replica
-    return leader.replica in told(leader.roster, message.replica, _says(message), leader.tree_above)
+    return leader.replica in forward_to(leader.roster, message.replica, _says(message), leader.tree_above)
 
 
 def _says(message: Status | Statuses | Vote | Votes) -> frozenset[ReplicaId]:
@@ -179,11 +179,11 @@ def only_stored(leader: replica.ReplicaState, message: Message) -> bool:
     if isinstance(message, Vote | Votes):
         here = voters_of(leader.votes)
         fits = (message.generation, message.step) == (leader.generation, leader.step)
-        fits = fits and leader.phase is not replica.Phase.PROMISING
+        fits = fits and leader.phase is not replica.ReplicaPhase.PROMISING
     elif isinstance(message, Status | Statuses):
         here = frozenset(status.replica for status in leader.statuses if status.generation >= leader.generation)
         fits = message.generation == leader.generation
-        fits = fits and leader.phase in (replica.Phase.PROMISING, replica.Phase.EXCHANGING)
+        fits = fits and leader.phase in (replica.ReplicaPhase.PROMISING, replica.ReplicaPhase.EXCHANGING)
     else:
         return False
     if not fits or not _goes_to(message, leader):

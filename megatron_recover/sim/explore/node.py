@@ -54,7 +54,7 @@ from megatron_recover.core.values import (
 from megatron_recover.sim.multiset import Multiset, checksum, digest, state_digest, voted
 
 
-class Part(Value, frozen=True):
+class Addend(Value, frozen=True):
     """A rank's local gradient of a bucket, published for the reduction of a generation."""
 
     replica: ReplicaId
@@ -77,7 +77,7 @@ class Copy(Value, frozen=True):
     counts: Multiset
 
 
-Message = NewGeneration | Status | Statuses | Vote | Votes | Part | Copy
+Message = NewGeneration | Status | Statuses | Vote | Votes | Addend | Copy
 
 
 class Rank(Value, frozen=True):
@@ -126,7 +126,7 @@ class Node(Value, frozen=True):
     def may_begin(self) -> bool:
         """Return whether rank 0 can begin its next step, or end."""
         leader = self.leader
-        free = leader.phase is not replica.Phase.JOINING and leader.work is None and not leader.ended
+        free = leader.phase is not replica.ReplicaPhase.JOINING and leader.work is None and not leader.ended
         return free and self.has_applied(0)
 
     def has_applied(self, rank: int) -> bool:
@@ -136,7 +136,7 @@ class Node(Value, frozen=True):
     def to_arrive(self) -> list[int]:
         """Return the followers that have yet to begin the next step with a digest, or to end."""
         leader, at_end = self.leader, self.leader.step == len(self.work)
-        if leader.phase is replica.Phase.JOINING or not (leader.ended if at_end else self.work[leader.step].digests):
+        if leader.phase is replica.ReplicaPhase.JOINING or not (leader.ended if at_end else self.work[leader.step].digests):
             return []
         followers = range(1, len(self.ranks))
         return [rank for rank in followers if self.has_applied(rank) and self.ranks[rank].begun < leader.step]
@@ -155,7 +155,7 @@ class Miscount(Value, frozen=True):
     """A fault that makes the node miscount in an attempt at a step."""
 
 
-class Begin(Value, frozen=True):
+class BeginStep(Value, frozen=True):
     """The training loop arrives at its next step, or at its end."""
 
 
@@ -177,7 +177,7 @@ class TakeUp(Value, frozen=True):
     rank: int
 
 
-class EndPass(Value, frozen=True):
+class AskClose(Value, frozen=True):
     """Rank 0 begins the last forward it knows of. Left to chance only if `Threads.passes_last`."""
 
 
@@ -211,7 +211,7 @@ class DriftState(Value, frozen=True):
 
 Stimulus = (
     NewGeneration | Status | Statuses | Vote | Votes | replica.LinkLost
-    | Begin | Arrive | CarryOut | TakeUp | EndPass | Complete | Fail | Stall | Drift | DriftState | Miscount
+    | BeginStep | Arrive | CarryOut | TakeUp | AskClose | Complete | Fail | Stall | Drift | DriftState | Miscount
 )  # fmt: skip
 
 
@@ -260,7 +260,7 @@ class Threads:
             run.flawed = True
         elif isinstance(stimulus, DriftState):
             run.state_drifted = True
-        elif isinstance(stimulus, Begin):
+        elif isinstance(stimulus, BeginStep):
             run.begin()
         elif isinstance(stimulus, Arrive):
             run.arrive(stimulus.rank)
@@ -268,8 +268,8 @@ class Threads:
             run.carry_out(stimulus.rank)
         elif isinstance(stimulus, TakeUp):
             run.take(stimulus.rank)
-        elif isinstance(stimulus, EndPass):
-            run.feed(0, rank.EndPass())
+        elif isinstance(stimulus, AskClose):
+            run.feed(0, rank.AskClose())
         elif isinstance(stimulus, Fail):
             run.fail(stimulus.rank)
         elif isinstance(stimulus, Stall):
@@ -379,7 +379,7 @@ class _Run:
         if position and (step == len(self.work) or self.work[step].digests):
             self.ranks[position] = replace(self.ranks[position], begun=step)
         if step == len(self.work):
-            self.feed(position, rank.End())
+            self.feed(position, rank.Finish())
             return
         work, digest = self.work[step], None
         if work.digests:
@@ -410,7 +410,7 @@ class _Run:
         if isinstance(plan, Plan):
             where = (self.number, position, plan.generation, plan.step)
             self.facts.append(invariants.Held(*where, *_what(operation), checksum(counts), counts))
-            self.feed(position, rank.Completed(Held(*_what(operation), voted(counts, drifted=self.drifted))))
+            self.feed(position, rank.Hold(Held(*_what(operation), voted(counts, drifted=self.drifted))))
             self.advance(position)
 
     def fail(
@@ -419,7 +419,7 @@ class _Run:
         one = self.ranks[position]
         if isinstance(one.machine.taken, Plan):
             self.ranks[position] = replace(one, operations=())
-            self.feed(position, rank.Failed(one.machine.taken.generation, "it failed", accused, stalled, miscounted))
+            self.feed(position, rank.Block(one.machine.taken.generation, "it failed", accused, stalled, miscounted))
 
     def settle(self) -> None:
         """Carry out everything inside the node that is not left to chance."""
@@ -472,7 +472,7 @@ class _Run:
         if position == 0:
             self.journal(plan)
             if not self.threads.passes_last:
-                self.feed(position, rank.EndPass())
+                self.feed(position, rank.AskClose())
         if not self.ranks[position].machine.in_pass:
             self.operate(position)
 
@@ -485,7 +485,7 @@ class _Run:
             self.feed(0, rank.MicrobatchFinished(microbatch))
         if ids and first and self.threads.paces:
             elapsed = ticks(len(ids), self.leader.shape.pipeline) * self.threads.paces[self.number]
-            self.feed(0, rank.Measured(len(ids), elapsed))
+            self.feed(0, rank.TimePass(len(ids), elapsed))
 
     def operate(self, position: int) -> None:
         """Begin the operations across replicas of the newest plan, after the pass."""
@@ -512,7 +512,7 @@ class _Run:
                 counts = one.gradient[index]
                 self.facts.append(invariants.Read(self.number, position, plan.step, operation.bucket, counts))
                 counts = (counts[0] + self.flawed, *counts[1:])
-                part = Part(self.number, position, plan.generation, plan.step, operation.bucket, counts)
+                part = Addend(self.number, position, plan.generation, plan.step, operation.bucket, counts)
                 self.out.append((part, plan.roster))
             one = replace(one, results=_put(one.results, index, ()))
             break

@@ -32,16 +32,16 @@ from megatron_recover.core.values import (
 )
 from megatron_recover.sim.explore import network
 from megatron_recover.sim.explore.judging import judged
-from megatron_recover.sim.explore.network import Faults, Table, World
+from megatron_recover.sim.explore.network import Faults, JobState, Numbering
 from megatron_recover.sim.explore.node import (
+    Addend,
     Arrive,
-    Begin,
+    AskClose,
+    BeginStep,
     CarryOut,
     Copy,
-    EndPass,
     Message,
     Node,
-    Part,
     Stimulus,
     TakeUp,
     Threads,
@@ -92,12 +92,12 @@ class Space:
             slow=scenario.slow, passes_last=scenario.passes_last, paces=scenario.paces, miscounts=scenario.miscounts > 0
         )  # fmt: skip
         self.shape = Shape(scenario.num_ranks, scenario.bucket_ranks)
-        self.nodes: Table[Node] = Table()
-        self.messages: Table[Message] = Table()
-        self.coordinators: Table[coordinator.CoordinatorState] = Table()
-        self.inputs: Table[coordinator.Input] = Table()
+        self.nodes: Numbering[Node] = Numbering()
+        self.messages: Numbering[Message] = Numbering()
+        self.coordinators: Numbering[coordinator.CoordinatorState] = Numbering()
+        self.inputs: Numbering[coordinator.Input] = Numbering()
         """Inputs that wait for a coordinator that is stopped."""
-        self.histories: Table[invariants.History] = Table()
+        self.histories: Numbering[invariants.History] = Numbering()
         self.effects: dict[tuple[int, Stimulus | int], Effect] = {}
         self.needs: dict[tuple[int, bool], tuple[int, int]] = {}
         """Messages judged so far, and those that can still affect a node; by (node, is a
@@ -124,7 +124,7 @@ class Space:
 
     # --- one step ---
 
-    def initial(self) -> World:
+    def initial(self) -> JobState:
         """Return the world in which generation 1 is announced and no member has entered it."""
         scenario = self.scenario
         buckets = tuple(range(len(scenario.bucket_ranks)))
@@ -136,8 +136,8 @@ class Space:
             for step in range(scenario.steps)
         ]  # fmt: skip
         nodes = tuple(self.nodes.number(new_node(r, self.shape, work, scenario.tree_above)) for r in range(scenario.replicas))
-        state = coordinator.CoordinatorState(coordinator.Policy(scenario.replicas))
-        world = World(
+        state = coordinator.CoordinatorState(coordinator.MembershipSettings(scenario.replicas))
+        world = JobState(
             self.coordinators.number(state),
             nodes,
             0,
@@ -160,7 +160,7 @@ class Space:
             world = self.coordinate(world, Hello(number, "same"))
         return world
 
-    def coordinate(self, world: World, message: coordinator.Input) -> World:
+    def coordinate(self, world: JobState, message: coordinator.Input) -> JobState:
         """Feed an input to the coordinator, or to its inbox while it is stopped.
 
         A grace ends at once, unless operations take time to fail. `faults` fires the follow timers.
@@ -202,7 +202,7 @@ class Space:
             number = self.observed[key] = self.histories.number(history)
         return number
 
-    def post(self, world: World, source: int, messages: tuple[tuple[int, tuple[ReplicaId, ...]], ...]) -> tuple[int, Links]:
+    def post(self, world: JobState, source: int, messages: tuple[tuple[int, tuple[ReplicaId, ...]], ...]) -> tuple[int, Links]:
         """Return the network with more messages: the bit set of all, and the links."""
         bits = world.messages
         if not self.scenario.links:
@@ -211,14 +211,14 @@ class Space:
             return bits, world.links
         links = {(a, b): queue for a, b, queue in world.links}
         for number, to in messages:
-            if isinstance(self.messages[number], Part | Copy):
+            if isinstance(self.messages[number], Addend | Copy):
                 bits |= 1 << number
             else:
                 for destination in to:
                     links[source, destination] = (*links.get((source, destination), ()), number)
         return bits, tuple((a, b, queue) for (a, b), queue in sorted(links.items()) if queue)
 
-    def stimulate(self, world: World, number: ReplicaId, stimulus: Stimulus | int) -> World:
+    def stimulate(self, world: JobState, number: ReplicaId, stimulus: Stimulus | int) -> JobState:
         """Return the world after a stimulus (or the message of that number) has reached a node."""
         key = (world.nodes[number], stimulus)
         effect = self.effects.get(key)
@@ -272,18 +272,18 @@ class Space:
             node = self.nodes[name]
             leader, stimuli = node.leader, list[Stimulus]()
             if node.may_begin():
-                stimuli.append(Begin())
+                stimuli.append(BeginStep())
             stimuli += [Arrive(position) for position in node.to_arrive()]
             stimuli += [CarryOut(position) for position, one in enumerate(node.ranks) if one.orders]
             if node.ranks[0].may_end():
-                stimuli.append(EndPass())
+                stimuli.append(AskClose())
             if self.threads.slow:
                 stimuli += [TakeUp(position) for position, one in enumerate(node.ranks) if one.can_take()]
             busy = any(one.orders for one in node.ranks)
             own = self.own[name] = Own(leader.generation, busy, tuple(stimuli), tuple(pending(node)))
         return own
 
-    def take(self, world: World, number: ReplicaId, stimulus: Stimulus | int) -> World | None:
+    def take(self, world: JobState, number: ReplicaId, stimulus: Stimulus | int) -> JobState | None:
         """Return the world after a stimulus, or None if it changes nothing."""
         self.attempt = number, stimulus
         if self.scenario.links and isinstance(stimulus, int):
@@ -299,14 +299,14 @@ class Space:
     def message(self, message: Message) -> int:
         """Return the number of a message, and note it if it carries data."""
         number = self.messages.number(message)
-        if isinstance(message, Part | Copy):
+        if isinstance(message, Addend | Copy):
             self.data_bits |= 1 << number
             numbers = self.data.setdefault(network.address(message), [])
             if number not in numbers:
                 numbers.append(number)
         return number
 
-    def delivered(self, world: World, position: int, operation: Operation) -> Multiset | None:
+    def delivered(self, world: JobState, position: int, operation: Operation) -> Multiset | None:
         """Return what an operation would deliver, or None while a member's data is missing."""
         version = operation.version if operation.source is not None else 0
         parts = []
@@ -319,12 +319,12 @@ class Space:
             if not here:
                 return None
             part = self.messages[here[0]]
-            parts.append(part.counts if isinstance(part, Part | Copy) else ())
+            parts.append(part.counts if isinstance(part, Addend | Copy) else ())
         return add(parts)
 
     # --- how it ends ---
 
-    def over(self, world: World) -> bool:
+    def over(self, world: JobState) -> bool:
         """Return whether the job has ended. Raise InvariantViolation if it ended as it should not.
 
         It may end in one of these ways:
@@ -346,7 +346,7 @@ class Space:
             raise invariants.InvariantViolation(9, "the job was stopped although members could go on")
         return True
 
-    def tied(self, world: World) -> bool:
+    def tied(self, world: JobState) -> bool:
         """Return whether members have drifted and no strict majority has equal state.
 
         Then nobody can tell whose state is right.
@@ -354,18 +354,18 @@ class Space:
         alike = Counter((node.drifted, node.drifted or node.state_drifted) for _, node in self.living(world))
         return bool(self.drifted(world)) and 2 * max(alike.values()) <= len(self.coordinators[world.coordinator].roster)
 
-    def differs(self, world: World) -> bool:
+    def differs(self, world: JobState) -> bool:
         """Return whether a member has drifted or is flawed, so that a new generation may follow."""
         flawed = self.scenario.miscounts and any(name and self.nodes[name].flawed for name in world.nodes)
         return bool(flawed or self.drifted(world))
 
-    def drifted(self, world: World) -> list[ReplicaId]:
+    def drifted(self, world: JobState) -> list[ReplicaId]:
         """Return the living members whose state is not what it should be."""
         if not self.scenario.drifts and not self.scenario.state_drifts:
             return []
         return [number for number, node in self.living(world) if node.drifted or node.state_drifted]
 
-    def living(self, world: World) -> list[tuple[ReplicaId, Node]]:
+    def living(self, world: JobState) -> list[tuple[ReplicaId, Node]]:
         """Return the members that have not died, each with its node."""
         roster = self.coordinators[world.coordinator].roster
         return [(number, self.nodes[world.nodes[number]]) for number in roster if world.nodes[number]]

@@ -34,7 +34,7 @@ class RecoveryAccount:
 
 
 @dataclass
-class Account:
+class JobAccount:
     """Steps, recoveries, messages and the end of a run."""
 
     steps: dict[int, StepAccount] = field(default_factory=dict)

@@ -45,7 +45,7 @@ SHAPES = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3))
 """(ranks, stages) of a replica."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class SeedVerdict(msgspec.Struct, frozen=True):
     """Result of the job of a seed."""
 
     seed: int
@@ -195,7 +195,7 @@ class RandomJob(TimedJob):
 
     def lose(self, number: ReplicaId, kind: LossKind, after_s: float) -> None:
         """Report a loss to the coordinator."""
-        self.clock.after(after_s, self.coordinator.feed, coordinator.Lost(Loss(number, kind)))
+        self.clock.after(after_s, self.coordinator.feed, coordinator.ReplicaLost(Loss(number, kind)))
 
     # --- faults ---
 
@@ -282,7 +282,7 @@ def _raise(job: RandomJob) -> None:
     if one is not None and one.passing is not None:
         job.note(f"replica {one.replica.number} rank {one.position} raises", one.replica.number)
         job.num_raised += 1
-        one.feed(rank.Raise((job.dice.randrange(job.table.microbatches),), "not finite"))
+        one.feed(rank.Fail((job.dice.randrange(job.table.microbatches),), "not finite"))
         job.bury(one.replica.number, one.position)
         job.lose(one.replica.number, LossKind.EXCEPTION, 1.0)
 
@@ -367,7 +367,7 @@ _FAULTS = (
 # --- Judging --------------------------------------------------------------------------------------
 
 
-def run(job: RandomJob, seed: int) -> Verdict:
+def run(job: RandomJob, seed: int) -> SeedVerdict:
     """Run a job to its end and judge it."""
     problem = None
     try:
@@ -380,7 +380,7 @@ def run(job: RandomJob, seed: int) -> Verdict:
     except Exception as defect:  # any defect: the seed that shows it must be reported
         problem = f"{type(defect).__name__}: {defect}"
     exit_code = -1 if job.account.exit_code is None else job.account.exit_code
-    return Verdict(seed, exit_code, job.clock.num_events, tuple(job.faults), problem)
+    return SeedVerdict(seed, exit_code, job.clock.num_events, tuple(job.faults), problem)
 
 
 def _ill_ended(job: RandomJob) -> str | None:
@@ -417,12 +417,12 @@ def _ill_ended(job: RandomJob) -> str | None:
     return None
 
 
-def fuzz(seed: int) -> Verdict:
+def fuzz(seed: int) -> SeedVerdict:
     """Run the job of a seed."""
     return run(RandomJob(seed), seed)
 
 
-def verdicts(seeds: Iterable[int], jobs: int = 1) -> Iterator[Verdict]:
+def verdicts(seeds: Iterable[int], jobs: int = 1) -> Iterator[SeedVerdict]:
     """Yield the verdicts on the jobs of all seeds, which run in `jobs` processes."""
     if jobs == 1:
         yield from map(fuzz, seeds)

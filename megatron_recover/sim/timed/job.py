@@ -41,7 +41,7 @@ from megatron_recover.core.values import (
 )
 from megatron_recover.faults import Fault, FaultKind, FaultPoint, Passages
 from megatron_recover.sim.channels import Channels
-from megatron_recover.sim.timed.account import Account, RecoveryAccount, StepAccount
+from megatron_recover.sim.timed.account import JobAccount, RecoveryAccount, StepAccount
 from megatron_recover.sim.timed.clock import Clock
 from megatron_recover.sim.timed.meetings import Meetings
 from megatron_recover.sim.timed.memory import Memory
@@ -124,7 +124,7 @@ class TimedReplica(Actor):
 class TimedCoordinator(Actor):
     """The coordinator's machine and its driver."""
 
-    def __init__(self, job: TimedJob, policy: coordinator.Policy, timers_s: Mapping[str, float]) -> None:
+    def __init__(self, job: TimedJob, policy: coordinator.MembershipSettings, timers_s: Mapping[str, float]) -> None:
         super().__init__(job)
         self.state = coordinator.CoordinatorState(policy)
         self.timers_s = timers_s
@@ -187,7 +187,7 @@ class TimedJob:
         self.broken: Channels = frozenset()
         """Channels of the data plane that deliver nothing from now on."""
         self.meetings = Meetings(self)
-        self.account = Account()
+        self.account = JobAccount()
         self.num_steps = table.steps
         self.save_interval = 0
         """Training steps from one checkpoint to the next, with a save at every end; 0: no saves."""
@@ -196,7 +196,7 @@ class TimedJob:
         self.durable: set[int] = set()
         """Numbers of training steps after which the state was saved."""
         self.replicas = [TimedReplica(self, number, tree_above) for number in range(table.replicas)]
-        self.coordinator = TimedCoordinator(self, coordinator.Policy(table.replicas, min_replicas), timers_s)
+        self.coordinator = TimedCoordinator(self, coordinator.MembershipSettings(table.replicas, min_replicas), timers_s)
         self.struck: list[Fault] = []
         """Exact faults in the order in which they struck."""
         self.unstruck: list[Fault] = []
@@ -224,7 +224,7 @@ class TimedJob:
 
     # --- running ---
 
-    def run(self, *, max_events: int = 2**62, until_s: float = float("inf")) -> Account:
+    def run(self, *, max_events: int = 2**62, until_s: float = float("inf")) -> JobAccount:
         """Run the job to its end. Raise RuntimeError if it does not end within a limit."""
         self.coordinator.feed(coordinator.Launched())
         for one in self.replicas:
@@ -284,7 +284,7 @@ class TimedJob:
         """Send a report from a rank to its leader."""
         self.clock.after(self.timing.local_latency_s(), one.feed, report)
 
-    def size_of(self, message: replica.Word) -> float:
+    def size_of(self, message: replica.PeerMessage) -> float:
         """Return the bytes of a message on the wire, as far as they grow with the job."""
         if isinstance(message, Status):
             return sum(self._bytes_of(message))
@@ -322,7 +322,7 @@ class TimedJob:
         waiting = (one.state.phase, one.state.generation, one.state.step)
         if self._waits.get(one.number) != waiting:
             self._waits[one.number] = waiting
-            if one.state.phase in (replica.Phase.EXCHANGING, replica.Phase.VOTED):
+            if one.state.phase in (replica.ReplicaPhase.EXCHANGING, replica.ReplicaPhase.VOTED):
                 self.clock.after(self.stall_s, self._stalled, one, waiting)
 
     def _stalled(self, one: TimedReplica, waiting: tuple[object, ...]) -> None:
@@ -371,7 +371,7 @@ class TimedJob:
             return
         self._deaths.setdefault(number, self.clock.now)
         self.bury(number, position)
-        lost = coordinator.Lost(Loss(number, LossKind.PROCESS_ENDED, f"rank {position}: SIGKILL"))
+        lost = coordinator.ReplicaLost(Loss(number, LossKind.PROCESS_ENDED, f"rank {position}: SIGKILL"))
         self.clock.after(self.detect_s, self.coordinator.feed, lost)
 
     def fence(self, number: ReplicaId) -> None:

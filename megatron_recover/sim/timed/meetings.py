@@ -13,7 +13,7 @@ from megatron_recover.core.values import ReplicaId
 from megatron_recover.faults import FaultPoint
 from megatron_recover.sim import channels
 from megatron_recover.sim.timed.rank import TimedRank, key_of
-from megatron_recover.sim.timed.world import World
+from megatron_recover.sim.timed.world import JobParts
 
 Key = tuple[object, ...]
 """Fields of an operation without its members, which may be many, and the position of the ranks."""
@@ -37,7 +37,7 @@ class Meeting:
 class Meetings:
     """All meetings of a job that are not over."""
 
-    def __init__(self, job: World) -> None:
+    def __init__(self, job: JobParts) -> None:
         self.job = job
         self.open: dict[Key, Meeting] = {}
 

@@ -14,16 +14,16 @@ from megatron_recover.core.label import label_of
 from megatron_recover.core.plan import Operation
 from megatron_recover.core.values import Apply, BucketId, Compute, Plan, ReplicaId
 from megatron_recover.sim.multiset import Multiset, add, checksum, digest, state_digest, voted
-from megatron_recover.sim.timed.world import Rank
+from megatron_recover.sim.timed.world import RankView
 
 
 class Memory:
     """Memory that holds nothing: all results are equal."""
 
-    def compute(self, rank: Rank, plan: Plan) -> None:
+    def compute(self, rank: RankView, plan: Plan) -> None:
         """Compute all of a plan at a rank."""
 
-    def read(self, rank: Rank, operation: Operation) -> object:
+    def read(self, rank: RankView, operation: Operation) -> object:
         """Return the data that a rank brings to an operation."""
         return None
 
@@ -38,15 +38,15 @@ class Memory:
         """
         return False
 
-    def result(self, rank: Rank, operation: Operation, result: object) -> int:
+    def result(self, rank: RankView, operation: Operation, result: object) -> int:
         """Store the result of an operation at a rank, and return its checksum."""
         return operation.version
 
-    def state_digest(self, rank: Rank) -> int:
+    def state_digest(self, rank: RankView) -> int:
         """Return the digest of the state that a rank begins its step with."""
         return 0
 
-    def apply(self, rank: Rank, order: Apply) -> None:
+    def apply(self, rank: RankView, order: Apply) -> None:
         """Make the results the gradient."""
 
 
@@ -59,8 +59,8 @@ class Counts(Memory):
     def __init__(self, num_microbatches: int, observe: Callable[[invariants.Fact], None]) -> None:
         self.zeros: Multiset = (0,) * num_microbatches
         self.observe = observe
-        self.gradients: dict[Rank, dict[BucketId, Multiset]] = {}
-        self.results: dict[Rank, dict[BucketId, Multiset]] = {}
+        self.gradients: dict[RankView, dict[BucketId, Multiset]] = {}
+        self.results: dict[RankView, dict[BucketId, Multiset]] = {}
         self.flawed: set[tuple[ReplicaId, int]] = set()
         """(replica, step) with microbatch 0 counted once too often, until the step is made void."""
         self.drifted: dict[ReplicaId, int] = {}
@@ -68,7 +68,7 @@ class Counts(Memory):
         self.state_drifted: dict[ReplicaId, int] = {}
         """First step that a replica begins with other state than the rest; no sum depends on it."""
 
-    def computes(self, rank: Rank, plan: Plan) -> tuple[Compute, ...]:
+    def computes(self, rank: RankView, plan: Plan) -> tuple[Compute, ...]:
         """Return what a rank computes: all of a plan, even after a newer promise."""
         return plan.computes
 
@@ -76,21 +76,21 @@ class Counts(Memory):
         """Return the local gradient after a reduction brought `result`: unchanged (INV-3)."""
         return before
 
-    def _has_drifted(self, rank: Rank, step: int) -> bool:
+    def _has_drifted(self, rank: RankView, step: int) -> bool:
         return step >= self.drifted.get(rank.replica.number, step + 1)
 
     def has_other_state(self, replica: ReplicaId, step: int) -> bool:
         """Return whether a replica begins a step with other parameters or state than the rest."""
         return any(step >= drifted.get(replica, step + 1) for drifted in (self.drifted, self.state_drifted))
 
-    def state_digest(self, rank: Rank) -> int:
+    def state_digest(self, rank: RankView) -> int:
         step = rank.machine.step
         drifted = self.has_other_state(rank.replica.number, step)
         digest = state_digest(step, rank.position, drifted=drifted)
         self.observe(invariants.Digested(rank.replica.number, rank.position, step, digest))
         return digest
 
-    def compute(self, rank: Rank, plan: Plan) -> None:
+    def compute(self, rank: RankView, plan: Plan) -> None:
         if plan.voids:
             self.gradients.pop(rank, None)
             self.flawed.discard((rank.replica.number, plan.step))
@@ -101,7 +101,7 @@ class Counts(Memory):
                     before = mine.get(bucket, self.zeros)
                     mine[bucket] = tuple(count + (i in one.microbatches) for i, count in enumerate(before))
 
-    def read(self, rank: Rank, operation: Operation) -> object:
+    def read(self, rank: RankView, operation: Operation) -> object:
         if operation.source is not None:
             return self.results[rank][operation.bucket]
         counts = self.gradients.get(rank, {}).get(operation.bucket, self.zeros)
@@ -117,7 +117,7 @@ class Counts(Memory):
     def add(self, parts: list[object]) -> object:
         return add(parts)  # type: ignore[arg-type]
 
-    def result(self, rank: Rank, operation: Operation, result: object) -> int:
+    def result(self, rank: RankView, operation: Operation, result: object) -> int:
         counts: Multiset = result  # type: ignore[assignment]
         self.results.setdefault(rank, {})[operation.bucket] = counts
         if operation.source is None:
@@ -128,7 +128,7 @@ class Counts(Memory):
         self.observe(invariants.Held(*where, operation.bucket, operation.version, checksum(counts), known))
         return voted(counts, drifted=self._has_drifted(rank, operation.step))
 
-    def apply(self, rank: Rank, order: Apply) -> None:
+    def apply(self, rank: RankView, order: Apply) -> None:
         results = self.results.pop(rank, {})
         self.gradients.pop(rank, None)
         mine = [item for item in order.record.versions if item.bucket in rank.machine.buckets]
@@ -139,6 +139,6 @@ class Counts(Memory):
         self.observe(invariants.Applied(rank.replica.number, rank.position, order.record.step, counts, made))
 
 
-def _has_microbatches(rank: Rank) -> bool:
+def _has_microbatches(rank: RankView) -> bool:
     """Return whether the step of a rank has microbatches; a comparison of state has none."""
     return isinstance(rank.machine.taken, Plan) and rank.machine.taken.work.num_microbatches > 0

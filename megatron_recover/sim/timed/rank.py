@@ -41,7 +41,7 @@ from megatron_recover.core.values import (
 from megatron_recover.faults import FaultPoint
 from megatron_recover.sim.timed.course import Course, is_writer
 from megatron_recover.sim.timed.models import stage_of
-from megatron_recover.sim.timed.world import Replica, World
+from megatron_recover.sim.timed.world import JobParts, Replica
 
 
 class Pass:
@@ -100,7 +100,7 @@ class TimedRank:
         "saving", "stage", "turn",
     )  # fmt: skip
 
-    def __init__(self, job: World, replica: Replica, position: int) -> None:
+    def __init__(self, job: JobParts, replica: Replica, position: int) -> None:
         self.job, self.replica, self.position = job, replica, position
         self.stage = stage_of(job.table, position)
         self.machine = rank.RankState(replica.number, position, job.buckets_of[position])
@@ -182,7 +182,7 @@ class TimedRank:
         self.busy, self.plans_taken = False, 0
         label = self.course.next_label(self.job.num_steps, self.job.save_interval)
         if label is None:
-            self.feed(rank.End())
+            self.feed(rank.Finish())
         else:
             work = self.job.work(self.machine.step, label)
             requests = (SAVED,) if label_of(label).kind is StepKind.END and self.course.agreed in self.job.durable else ()
@@ -247,7 +247,7 @@ class TimedRank:
             if self.machine.queue and isinstance(self.machine.queue[0], Plan | Close):
                 self._take()
             else:
-                self.feed(rank.EndPass())
+                self.feed(rank.AskClose())
                 break
 
     def _exhausted(self) -> None:
@@ -265,7 +265,7 @@ class TimedRank:
         self.busy, self.passing = False, None
         if self.position == 0 and len(self.passes) == 1:
             elapsed_ns = round((self.job.clock.now - running.began) * 1e9)
-            self.feed(rank.Measured(running.num_microbatches, elapsed_ns))
+            self.feed(rank.TimePass(running.num_microbatches, elapsed_ns))
         self._operate()
         self.wake()
 
@@ -295,13 +295,13 @@ class TimedRank:
             return
         self.operations.popleft()
         if checksum is not None:
-            self.feed(rank.Completed(Held(operation.bucket, operation.version, checksum)))
+            self.feed(rank.Hold(Held(operation.bucket, operation.version, checksum)))
         self._advance()
         self.wake()
 
     def report_stall(self, operation: Operation, accused: tuple[ReplicaId, ...]) -> None:
         """Report the replicas for which an operation has waited that is over now."""
-        self.feed(rank.Failed(operation.generation, "no progress", accused, stalled=True))
+        self.feed(rank.Block(operation.generation, "no progress", accused, stalled=True))
 
     def failed(
         self,
@@ -316,7 +316,7 @@ class TimedRank:
         if not self.alive or not self.operations or key_of(self.operations[0]) != key_of(operation):
             return
         self._leave()
-        self.feed(rank.Failed(operation.generation, reason, suspects, stalled, miscounted))
+        self.feed(rank.Block(operation.generation, reason, suspects, stalled, miscounted))
         self.wake()
 
     def _leave(self) -> None:

@@ -25,7 +25,7 @@ class Replica(Protocol):
     def reported(self, position: int, report: Report) -> None: ...
 
 
-class Rank(Protocol):
+class RankView(Protocol):
     """A rank, as the memory uses it."""
 
     position: int
@@ -35,7 +35,7 @@ class Rank(Protocol):
     def replica(self) -> Replica: ...
 
 
-class Memory(Protocol):
+class MemoryView(Protocol):
     """The memory of all simulated ranks (`memory.Memory`)."""
 
     def compute(self, rank: Any, plan: Plan) -> None: ...
@@ -54,7 +54,7 @@ class MeetingPlace(Protocol):
     def leave(self, rank: Any, operation: Operation) -> None: ...
 
 
-class World(Protocol):
+class JobParts(Protocol):
     """The job, as its parts use it; `job.TimedJob` says what each member is."""
 
     @property
@@ -64,7 +64,7 @@ class World(Protocol):
     @property
     def table(self) -> JobTable: ...
     @property
-    def memory(self) -> Memory: ...
+    def memory(self) -> MemoryView: ...
     @property
     def meetings(self) -> MeetingPlace: ...
     @property

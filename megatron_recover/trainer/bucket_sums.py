@@ -1,6 +1,6 @@
-"""Slots: for each bucket the source of its sum, its counts, and its result.
+"""Sums: for each bucket what this rank adds, its counts, and the result.
 
-A slot never communicates across replicas and never decides whether its result is valid
+A sum never communicates across replicas and never decides whether its result is valid
 (`reduction.Reduction`).
 
 Note [Provenance]
@@ -27,14 +27,14 @@ from megatron_recover.trainer.regions import Bucket
 from megatron_recover.trainer.work_queue import Task
 
 
-class Slot(abc.ABC):
-    """The slot of one bucket on this rank."""
+class BucketSum(abc.ABC):
+    """What this rank adds to the sum of one bucket, and the result."""
 
     num_lanes = 1
     """Lanes over which the bucket is summed inside the replica."""
 
     def __init__(self, number: BucketId, chunk: int | None, result: Tensor) -> None:
-        """Create the slot of bucket `number` with its tensor for the result.
+        """Create the sum of bucket `number` with its tensor for the result.
 
         `chunk` is the model chunk whose backward passes the bucket; None: no backward does.
         """
@@ -90,8 +90,8 @@ class Slot(abc.ABC):
         return f"counts that are not 1, by microbatch: {counts}"
 
 
-class GradientSlot(Slot):
-    """The slot of a gradient bucket."""
+class GradientSum(BucketSum):
+    """The sum of a gradient bucket."""
 
     def __init__(self, bucket: Bucket, accumulator: Tensor | None) -> None:
         """Use `accumulator` as the local gradient, or the trainer's buffer if None.
@@ -156,8 +156,8 @@ class GradientSlot(Slot):
         return self._bucket.region.local if self._accumulator is None else self._accumulator
 
 
-class LedgerSlot(Slot):
-    """The slot of the ledger, the last bucket of a step."""
+class LedgerSum(BucketSum):
+    """The sum of the ledger, the last bucket of a step."""
 
     ledger: Ledger
     """Ledger of the current step."""

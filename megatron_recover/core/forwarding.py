@@ -5,40 +5,40 @@
 
 from __future__ import annotations
 
-from megatron_recover.core.replica_state import Effect, Phase, ReplicaState, ToPeers
-from megatron_recover.core.tree import awaited, neighbours, told
+from megatron_recover.core.replica_state import Effect, ReplicaPhase, ReplicaState, ToPeers
+from megatron_recover.core.tree import awaited, forward_to, neighbours
 from megatron_recover.core.values import ReplicaId, Status, Statuses, Votes
 from megatron_recover.core.vote import voters_of
 
 
 def waiting_for(state: ReplicaState) -> tuple[ReplicaId, ...]:
     """Return the members whose message this replica needs before it can continue."""
-    if state.phase not in (Phase.EXCHANGING, Phase.VOTED):
+    if state.phase not in (ReplicaPhase.EXCHANGING, ReplicaPhase.VOTED):
         return ()
     return awaited(state.roster, state.replica, heard_from(state), state.tree_above)
 
 
 def heard_from(state: ReplicaState) -> frozenset[ReplicaId]:
     """Return the members whose vote has come; before a plan, those whose status has."""
-    if state.phase in (Phase.PROMISING, Phase.EXCHANGING):
+    if state.phase in (ReplicaPhase.PROMISING, ReplicaPhase.EXCHANGING):
         return frozenset(status.replica for status in state.statuses if status.generation == state.generation)
     return voters_of(state.votes)
 
 
-def told_at_once(state: ReplicaState) -> tuple[ReplicaId, ...]:
+def direct_peers(state: ReplicaState) -> tuple[ReplicaId, ...]:
     """Return the members that get this replica's own status and vote: all, or none in a tree."""
     if len(state.roster) > state.tree_above:
         return ()
     return neighbours(state.roster, state.replica, state.tree_above)
 
 
-def handed_on(state: ReplicaState, before: frozenset[ReplicaId], message: Statuses | Votes) -> tuple[Effect, ...]:
+def forwarded(state: ReplicaState, before: frozenset[ReplicaId], message: Statuses | Votes) -> tuple[Effect, ...]:
     """Return what forwards `message` in a tree, if what came since `before` completes it.
 
     The parent receives it once all members below have sent theirs, the children once all have.
     """
-    to = told(state.roster, state.replica, heard_from(state), state.tree_above)
-    return (ToPeers(to, message),) if to and to != told(state.roster, state.replica, before, state.tree_above) else ()
+    to = forward_to(state.roster, state.replica, heard_from(state), state.tree_above)
+    return (ToPeers(to, message),) if to and to != forward_to(state.roster, state.replica, before, state.tree_above) else ()
 
 
 def newest_of_each(known: tuple[Status, ...], said: tuple[Status, ...]) -> tuple[Status, ...]:
