@@ -50,7 +50,7 @@ def test_every_recover_flag_is_listed_with_its_default() -> None:
 
 
 def test_every_exit_code_is_explained() -> None:
-    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", _text("docs/guarantees.md"), re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", _text("docs/reference/exit_codes.md"), re.MULTILINE)
     assert {int(code): name for code, name in rows} == {int(code): code.name for code in ExitCode}
 
 
