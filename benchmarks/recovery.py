@@ -38,7 +38,7 @@ FLAT = Job(replicas=4, microbatches=16, steps=STEPS, determinism="fast", extra=(
 PIPELINE = dataclasses.replace(FLAT, replicas=3, pp=2, microbatches=24)
 DEEP = dataclasses.replace(PIPELINE, replicas=2, pp=4, microbatches=16)
 """One of two replicas is killed, so the other is dealt as many microbatches as it already has. By
-the model of docs/schedule.md a second pass then takes 22 forwards, and a running one 19."""
+the model of docs/design/schedule.md a second pass then takes 22 forwards, and a running one 19."""
 POINTS = ("backward occurrence=1", "backward occurrence=2", "forward occurrence=4", "before_reduce", "reduce bucket=0")
 """Fault points at which replicas without a pipeline are killed."""
 FRACTIONS = {"10 %": "backward occurrence=1", "50 %": "backward occurrence=4", "90 %": "backward occurrence=8"}

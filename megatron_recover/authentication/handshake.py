@@ -15,7 +15,7 @@ the verdict use different labels, so a proof made by one end is invalid at the o
 opening binds roles, replicas, ranks, port and generation. So a proof is invalid for another process
 of the job, at another port, or for another generation. Nonces are fresh, so a recorded handshake
 proves nothing. The frames that follow a handshake are neither encrypted nor authenticated one by
-one (docs/security.md).
+one (docs/design/security.md).
 """
 
 from __future__ import annotations

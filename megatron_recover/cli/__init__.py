@@ -38,7 +38,7 @@ examples:
   megatron-recover check runs/a --against runs/undisturbed
   megatron-recover simulate scenarios/recover-paper.toml
 
-'megatron-recover VERB --help' lists its options. docs/guarantees.md lists all exit codes, such as
+'megatron-recover VERB --help' lists its options. docs/reference/exit_codes.md lists all exit codes, such as
 0 fine, 2 bad input, 3 unfinished, 14 broken invariant.
 """
 

@@ -297,7 +297,7 @@ def _verdict(folder: Path, found: tuple[Claim, ...], reference: Verdict, faulty:
     lines += [
         "",
         f"  {'PROVEN' if all(claim.holds for claim in found) else 'NOT PROVEN'} in {seconds:.0f} s. See for yourself:",
-        f"    {folder / 'faulty' / PAGE_FILE}   what happened, on one page (docs/report.md)",
+        f"    {folder / 'faulty' / PAGE_FILE}   what happened, on one page (docs/how_to/read_a_report.md)",
         f"    {folder / 'faulty' / SUMMARY_FILE}   the numbers",
         f"    {command_line('check', str(folder / 'faulty'), '--against', str(folder / 'reference'))}",
     ]

@@ -58,7 +58,7 @@ from megatron_recover.core.values import (
 
 
 class InvariantViolation(Exception):
-    """A broken invariant: `invariant` is its number in docs/guarantees.md."""
+    """A broken invariant: `invariant` is its number in docs/design/guarantees.md."""
 
     def __init__(self, invariant: int, detail: str) -> None:
         super().__init__(f"INV-{invariant}: {detail}")

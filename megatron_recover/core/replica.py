@@ -4,7 +4,7 @@
 phase. It ignores inputs that do not fit, so late, repeated and reordered messages do no harm. It
 never blocks: `waiting_for(state)` names the members whose message it needs.
 
-Caller's contract (docs/protocol.md has all of it)
+Caller's contract (docs/design/protocol.md has all of it)
 --------------------------------------------------
 * Feed every input. Carry out its effects in order before the next input.
 * `ToRanks`: send to every rank of this replica, the leader's own included, over one FIFO link each.

@@ -3,7 +3,7 @@
 Every value is immutable and hashable. So a state of the protocol can be compared, kept in a set by
 the explorer, and sent over a wire as it is. This module knows no torch, clock, socket or thread.
 
-Words (docs/architecture.md has all of them):
+Words (docs/design/architecture.md has all of them):
 
 replica
     One complete copy of the model on its own ranks. Rank 0 is also its *leader*: it exchanges
@@ -445,7 +445,7 @@ class Loss(Value, frozen=True):
 
 
 class Void(Value, frozen=True):
-    """A step to compute anew: the one exception to INV-3, INV-4 and INV-7 (docs/guarantees.md)."""
+    """A step to compute anew: the one exception to INV-3, INV-4 and INV-7 (docs/design/guarantees.md)."""
 
     step: int
     """The step in which a sum does not count every microbatch once (`Miscounted`)."""
@@ -563,7 +563,7 @@ LeaderMessage = Hello | Entered | ReplicaBlocked | ReplicaSaving | ReplicaFailin
 
 
 class ExitCode(enum.IntEnum):
-    """The ends of a run (docs/guarantees.md)."""
+    """The ends of a run (docs/design/guarantees.md)."""
 
     OK = 0
     FAILED = 1

@@ -1,7 +1,7 @@
 """Describe for people how a run ended: each exit code, what to do next, and the closing lines.
 
-`ENDINGS` is the source of the table in docs/guarantees.md and of the last lines of `run`. Nothing
-here touches a disk.
+`ENDINGS` is the source of the table in docs/reference/exit_codes.md and of the last lines of `run`.
+Nothing here touches a disk.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ ENDINGS: Mapping[int, Ending] = {
     ExitCode.INVARIANT_VIOLATED: Ending(
         "of `check` and `demo`: an invariant is broken, two exact runs differ, or there is nothing to prove. Of `run`: a check "
         "inside a rank failed. It ends the rank, and so its replica; the job ends with this code if nobody is left. Or [a step "
-        "was miscounted twice](#a-step-that-is-computed-anew), whoever died after that; the state before it is saved if "
-        "`--save` is set, and the message says whether it is",
+        "was miscounted twice](../design/guarantees.md#a-step-that-is-computed-anew), whoever died after that; the state "
+        "before it is saved if `--save` is set, and the message says whether it is",
         "keep `RUN_DIR`: `megatron-recover check RUN_DIR` names the events, and it is the evidence of a defect to report; then "
         "resume",
     ),
@@ -112,7 +112,7 @@ ENDINGS: Mapping[int, Ending] = {
 
 
 def table() -> list[str]:
-    """Return the rows of the table of exit codes in docs/guarantees.md."""
+    """Return the rows of the table of docs/reference/exit_codes.md."""
     rows = ["| code | name | meaning | do next |", "|---:|---|---|---|"]
     for code, ending in ENDINGS.items():
         number, name = ("128 + signal", "") if code == KILLED else (str(int(code)), f"`{ExitCode(code).name}`")

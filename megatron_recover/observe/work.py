@@ -1,6 +1,6 @@
 """Find the microbatches of a run that were lost, computed again or computed for nothing.
 
-docs/guarantees.md defines the words:
+docs/design/guarantees.md defines the words:
 
 - *lost*: dealt to a replica that died or was fenced before every bucket of the microbatch was safe
   with others;

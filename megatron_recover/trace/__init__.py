@@ -11,7 +11,7 @@ strikes. So the order of the lines is an order in which the run can have happene
 may rely on this order.
 
 Event names are the class names in snake case, so use the package as the namespace:
-``log.record(trace.Committed(...))``. docs/architecture.md, section Trace, lists which process
+``log.record(trace.Committed(...))``. docs/design/architecture.md, section Trace, lists which process
 writes which event.
 """
 

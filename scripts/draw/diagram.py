@@ -1,6 +1,6 @@
-"""Draws the tables of the state machines for docs/states.md, straight from the code.
+"""Draws the tables of the state machines for docs/design/states.md, straight from the code.
 
-python -m scripts.draw.diagram > docs/states.md
+python -m scripts.draw.diagram > docs/design/states.md
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from megatron_recover.core import coordinator, rank, replica
 
 
 def page() -> str:
-    """Return the content that docs/states.md must have."""
+    """Return the content that docs/design/states.md must have."""
     parts = [
         "# States",
-        "Drawn from the tables of the machines by `python -m scripts.draw.diagram > docs/states.md`; a test "
+        "Drawn from the tables of the machines by `python -m scripts.draw.diagram > docs/design/states.md`; a test "
         "keeps it current.\n"
         "Inputs that a table does not list for a phase are dropped: they are late, repeated, or mean nothing there.",
         "## One replica (`core/replica.py`)",

@@ -1,6 +1,6 @@
-"""Draws the pictures and tables of docs/schedule.md from the code of the schedules.
+"""Draws the pictures and tables of docs/design/schedule.md from the code of the schedules.
 
-python -m scripts.draw.gantt docs/schedule.md
+python -m scripts.draw.gantt docs/design/schedule.md
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "remainders": _remainders,
     "late-losses": _late_losses,
 }
-"""Functions that draw the blocks of docs/schedule.md, by the name in the block's marker."""
+"""Functions that draw the blocks of docs/design/schedule.md, by the name in the block's marker."""
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from megatron_recover.megatron.launch.arguments import REFUSALS, cpu_refusals, f
 from megatron_recover.sim.timed import models
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 
 
 def _text(name: str) -> str:
@@ -29,7 +29,7 @@ def _text(name: str) -> str:
 
 
 def test_every_refused_flag_is_listed_with_its_reason_and_no_other() -> None:
-    section = _text("docs/supported.md").split("## Refused")[1].split("\nOn a CPU")[0]
+    section = _text("docs/reference/supported.md").split("## Refused")[1].split("\nOn a CPU")[0]
     listed = {}
     for row in re.findall(r"^\| (`--.+) \| (.+) \| (.+) \|$", section, re.MULTILINE):
         flags, because, instead = (cell.replace("`", "") for cell in row)
@@ -38,7 +38,7 @@ def test_every_refused_flag_is_listed_with_its_reason_and_no_other() -> None:
 
 
 def test_what_a_machine_without_cuda_refuses_is_listed_and_no_other() -> None:
-    listed = re.findall(r"`(--[\w-]+)`", _text("docs/supported.md").split("\nOn a CPU")[1].split("\n\n")[0])
+    listed = re.findall(r"`(--[\w-]+)`", _text("docs/reference/supported.md").split("\nOn a CPU")[1].split("\n\n")[0])
     assert [line.split()[0] for line in cpu_refusals(Namespace(sequence_parallel=True))] == listed
     assert cpu_refusals(Namespace(sequence_parallel=False)) == []
 
@@ -50,23 +50,23 @@ def test_every_recover_flag_is_listed_with_its_default() -> None:
 
 
 def test_every_exit_code_is_explained() -> None:
-    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", _text("docs/guarantees.md"), re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", _text("docs/reference/exit_codes.md"), re.MULTILINE)
     assert {int(code): name for code, name in rows} == {int(code): code.name for code in ExitCode}
 
 
 def test_every_fault_point_is_listed_and_no_other() -> None:
-    rows = re.findall(r"^\| (`.+?) \|", _text("docs/chaos.md").split("## Fault points")[1], re.MULTILINE)
+    rows = re.findall(r"^\| (`.+?) \|", _text("docs/reference/chaos.md").split("## Fault points")[1], re.MULTILINE)
     assert re.findall(r"`(\w+)`", " ".join(rows)) == [point.value for point in FaultPoint]
 
 
 def test_the_chaos_files_that_are_shown_are_accepted() -> None:
-    files = re.findall(r"^```toml\n(.+?)^```", _text("docs/chaos.md"), re.MULTILINE | re.DOTALL)
+    files = re.findall(r"^```toml\n(.+?)^```", _text("docs/reference/chaos.md"), re.MULTILINE | re.DOTALL)
     target = chaos.Target(num_replicas=3, num_ranks=1, num_microbatches=9, num_steps=10)
     assert [len(chaos.parse(file, target)) for file in files] == [2, 1]
 
 
 def test_every_key_of_a_scenario_is_listed_with_its_default() -> None:
-    section = _text("docs/simulation.md").split("## Keys of a scenario")[1].split("\n## ")[0]
+    section = _text("docs/evidence/simulation.md").split("## Keys of a scenario")[1].split("\n## ")[0]
     table, listed = "", {}
     for key, default in re.findall(r"^\| \**`(\S+)`\** \|(.*?)\|", section, re.MULTILINE):
         table = key[1:-1] if key.startswith("[") else table
@@ -100,7 +100,7 @@ def test_every_package_that_is_imported_is_declared_and_explained() -> None:
     project = tomllib.loads(_text("pyproject.toml"))["project"]
     required = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
     declared = {re.split(r"[\[<>=]", requirement)[0] for requirement in required}
-    explained = {*re.findall(r"^\| ([\w-]+)", _text("docs/dependencies.md"), re.MULTILINE), "nccl4py"}
+    explained = {*re.findall(r"^\| ([\w-]+)", _text("docs/reference/dependencies.md"), re.MULTILINE), "nccl4py"}
     assert imported - declared == set() and imported - explained == set()
 
 

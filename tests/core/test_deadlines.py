@@ -131,5 +131,5 @@ def test_a_timer_of_the_coordinator_runs_as_long_as_the_wait_of_its_name() -> No
     table = {each for each in FailuresTable.__struct_fields__ if each.endswith("_s")}
     assert {"follow_s", "stall_s", "save_s", "grace_s"} <= table & set(NAMES)
     package = Path(megatron_recover.__file__).parent
-    texts = [*package.rglob("*.py"), *(package.parent / "docs").glob("*.md")]
+    texts = [*package.rglob("*.py"), *(package.parent / "docs").rglob("*.md")]
     assert [path.name for path in texts if re.search(r"\b[a-z]+_timeout_s\b", path.read_text())] == []

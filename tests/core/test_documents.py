@@ -11,13 +11,13 @@ from megatron_recover.core import coordinator, rank, replica
 from megatron_recover.sim.explore.scenario import CONFIGS
 from scripts.draw.diagram import page
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "design"
 
 
 def test_the_drawn_tables_are_current() -> None:
     expected = page()
     actual = (DOCS / "states.md").read_text()
-    assert actual == expected, "run: python -m scripts.draw.diagram > docs/states.md"
+    assert actual == expected, "run: python -m scripts.draw.diagram > docs/design/states.md"
 
 
 def test_every_handler_says_what_it_does() -> None:
@@ -40,7 +40,7 @@ def test_every_timer_and_input_is_in_the_contract() -> None:
 
 
 def test_the_layers_in_the_picture_are_those_that_import_linter_enforces() -> None:
-    settings = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["tool"]["importlinter"]
+    settings = tomllib.loads((DOCS.parents[1] / "pyproject.toml").read_text())["tool"]["importlinter"]
     (layers,) = [contract["layers"] for contract in settings["contracts"] if contract["type"] == "layers"]
     picture = (DOCS / "architecture.md").read_text().split("```")[1].strip().splitlines()
     drawn = [row.split("  ")[0].split(" | ") for row in picture]
@@ -53,6 +53,6 @@ def test_every_module_is_in_one_row_of_who_owns_what() -> None:
     for row in rows:
         first, *others = re.findall(r"`(.+?)`", row)
         listed += [first, *(str(Path(first).with_name(name)) for name in others)]
-    package = DOCS.parent / "megatron_recover"
+    package = DOCS.parents[1] / "megatron_recover"
     modules = [str(path.relative_to(package)) for path in package.rglob("*.py") if not path.name.startswith("__")]
     assert sorted(listed) == sorted(modules)

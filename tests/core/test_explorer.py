@@ -14,7 +14,7 @@ from megatron_recover.sim.explore import explorer
 from megatron_recover.sim.explore.explorer import Explorer, JobState
 from megatron_recover.sim.explore.scenario import CONFIGS, Scenario
 
-CONTRACT = Path(__file__).parents[2] / "docs" / "protocol.md"
+CONTRACT = Path(__file__).parents[2] / "docs" / "design" / "protocol.md"
 SHARED = ((0, 1),)
 
 
@@ -27,7 +27,7 @@ def test_no_behaviour_of_a_small_job_breaks_an_invariant(scenario: Scenario) -> 
     assert report.ends > 1, "the exploration ended before the jobs did"
     name = re.escape(scenario.name.removeprefix("4 replicas, "))
     row = re.search(rf"^\| {name}(?: \(.*\))? \| ([\d,]+) \|$", CONTRACT.read_text(), re.MULTILINE)
-    assert row is not None and row[1] == f"{report.states:,}", "docs/protocol.md has another number of states"
+    assert row is not None and row[1] == f"{report.states:,}", "docs/design/protocol.md has another number of states"
 
 
 class Outcomes(Explorer):

@@ -540,7 +540,7 @@ def test_at_every_instant_the_tracker_names_a_complete_checkpoint(
     older: tuple[int, ...], named: int, exchanges: bool, world: None, tmp_path: Path
 ) -> None:
     if not exchanges and named == 20:
-        pytest.skip("two renames: docs/guarantees.md says so")
+        pytest.skip("two renames: docs/design/guarantees.md says so")
     for fatal in itertools.count():
         (tmp_path / str(fatal)).mkdir()
         job = Job(tmp_path / str(fatal))

@@ -32,9 +32,9 @@ KILL = trace.Failure(replica=1, rank=0, cause="SIGKILL")
 
 
 def test_the_table_in_the_documents_is_made_of_what_runs_say() -> None:
-    text = (DOCS / "guarantees.md").read_text()
+    text = (DOCS / "reference" / "exit_codes.md").read_text()
     expected = "\n".join(ending.table())
-    assert f"\n{expected}\n\n" in text, f"replace the table of exit codes in docs/guarantees.md by:\n{expected}"
+    assert f"\n{expected}\n\n" in text, f"replace the table of docs/reference/exit_codes.md by:\n{expected}"
 
 
 def test_every_exit_code_is_in_the_table_and_says_what_to_do() -> None:

@@ -1,4 +1,4 @@
-"""The pictures of docs/schedule.md are of the schedules as they are, and the model behind them counts right."""
+"""The pictures of docs/design/schedule.md are of the schedules as they are, and the model behind them counts right."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megatron_recover.core.values import Pipeline
 from scripts.draw.gantt import DRAWINGS, drawn
 from scripts.draw.timeline import Action, Timeline, disturbed, reopened, undisturbed
 
-PAGE = Path(__file__).parents[2] / "docs" / "schedule.md"
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "schedule.md"
 PIPES = [Pipeline(1), Pipeline(2), Pipeline(4), Pipeline(2, 2), Pipeline(4, 2), Pipeline(3, 3)]
 
 
 def test_the_drawn_schedules_are_current() -> None:
     page = PAGE.read_text()
-    assert drawn(page) == page, "run: python -m scripts.draw.gantt docs/schedule.md"
+    assert drawn(page) == page, "run: python -m scripts.draw.gantt docs/design/schedule.md"
     assert all(f"<!-- drawn: {name} -->" in page for name in DRAWINGS)
 
 

@@ -1,6 +1,6 @@
 """A campaign: real jobs with random shapes and random faults, one after another until so many faults have struck, each judged.
 
-    python -m tests.system.campaign --faults 300 --seed 1 [--out docs/campaign.md]
+    python -m tests.system.campaign --faults 300 --seed 1 [--out docs/evidence/campaign.md]
 
 Run k has seed SEED + k, which decides its job and its faults (`tests.system.scenarios`); `--faults 1 --seed S` repeats one. It
 passes if it ends before its deadline and keeps what is promised for its kind (`tests.system.judging`). Prints one line a run
@@ -197,7 +197,7 @@ def totals(rows: list[Row]) -> str:
 
 
 def document(rows: list[Row], command: str) -> str:
-    """docs/campaign.md."""
+    """docs/evidence/campaign.md."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     faults = [event for row in rows for event in row.faults]
     num_struck = sum(row.num_struck for row in rows)
@@ -253,7 +253,7 @@ def main() -> int:
     if arguments.out is not None and not arguments.out.parent.is_dir():
         parser.error(f"--out: there is no folder {arguments.out.parent}; make it, or give another place")
     keep = arguments.keep or pathlib.Path(tempfile.gettempdir()) / "megatron-recover-failed"
-    command = f"make campaign FAULTS={arguments.faults} SEED={arguments.seed} OUT=docs/campaign.md"
+    command = f"make campaign FAULTS={arguments.faults} SEED={arguments.seed} OUT=docs/evidence/campaign.md"
     rows: list[Row] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a campaign that is told to end takes its run with it
     print(COLUMNS, flush=True)

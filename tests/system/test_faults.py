@@ -207,5 +207,5 @@ def test_fast_runs_stay_close_to_the_undisturbed_one(tmp_path: pathlib.Path, dat
     assert outcome.summary["replicas_bit_identical"] is True
     difference = re.search(r"max relative difference ([0-9.e+-]+)", report)
     assert difference is not None, report
-    # Gradients differ in the order of fp32 sums; ten steps of Adam carry that on. docs/guarantees.md quotes the figure.
+    # Gradients differ in the order of fp32 sums; ten steps of Adam carry that on. docs/design/guarantees.md quotes the figure.
     assert float(difference.group(1)) < 1e-3, report
