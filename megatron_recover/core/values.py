@@ -563,7 +563,7 @@ LeaderMessage = Hello | Entered | ReplicaBlocked | ReplicaSaving | ReplicaFailin
 
 
 class ExitCode(enum.IntEnum):
-    """The ends of a run (docs/design/guarantees.md)."""
+    """The ends of a run (docs/reference/exit_codes.md)."""
 
     OK = 0
     FAILED = 1

@@ -66,7 +66,7 @@ def pretrain(
 
     `configure(args)` returns the configuration for upstream's `pretrain`. All other parameters are
     upstream's. Bad arguments end the process with exit code 2 and a message. Under
-    `megatron-recover run` this function always ends the process; docs/design/guarantees.md lists the exit
+    `megatron-recover run` this function always ends the process; docs/reference/exit_codes.md lists exit
     codes.
     """
     context = rank_context()
