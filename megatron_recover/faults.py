@@ -20,7 +20,8 @@ import msgspec
 class FaultPoint(enum.Enum):
     """The points at which a fault can strike.
 
-    docs/reference/chaos.md lists for each point the ranks that pass it, and its step, microbatch and bucket.
+    docs/reference/chaos.md lists for each point the ranks that pass it, and its step, microbatch
+    and bucket.
     """
 
     START_UP = "start_up"

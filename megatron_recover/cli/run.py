@@ -71,7 +71,7 @@ def _parser() -> Parser:
         description="Train with replicas of the model; when a process dies, the others finish its microbatches in that step.",
         usage="megatron-recover run --replicas R [options] -- SCRIPT [Megatron flags]",
         epilog="A replica is TP x PP x CP x lanes processes, all of them on this machine. --global-batch-size is that of the "
-        "whole job. Exit codes are in docs/reference/exit_codes.md. The flags below go behind the script's name, like Megatron's:",
+        "whole job. docs/reference/exit_codes.md lists the exit codes. The flags below go behind the script's name, like Megatron's:",
     )
     parser.add_argument(
         "--replicas", type=int, required=True, metavar="R", help="complete copies of the model: the data-parallel size"
@@ -79,7 +79,9 @@ def _parser() -> Parser:
     parser.add_argument("--lanes", type=int, default=1, metavar="L", help="data-parallel size inside each replica (default: 1)")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="new folder for trace and logs (default: runs/<time>)")
     parser.add_argument(
-        "--chaos", metavar="FILE|rate=P,seed=N", help="inject faults: a TOML file of exact ones, or random ones (docs/reference/chaos.md)"
+        "--chaos",
+        metavar="FILE|rate=P,seed=N",
+        help="inject faults: a TOML file of exact ones, or random ones (docs/reference/chaos.md)",
     )
     parser.add_argument(
         "--trace-level", choices=trace.LEVELS, default="microbatches",

@@ -38,8 +38,8 @@ def _parser() -> Parser:
         prog="megatron-recover simulate",
         description="Run a job of any size on a virtual clock: the protocol's own machines, with models of compute, network "
         "and failures around them; and what checkpoint-restart and others would have made of it.",
-        epilog="Scenarios are in scenarios/, their keys in docs/evidence/simulation.md. Exit code 2: the scenario has mistakes, each "
-        "with its line, or a network slower than its timeouts, or a [[fault]] that never struck or took the last replica.",
+        epilog="Scenarios are in scenarios/, their keys in docs/reference/scenario.md. Exit code 2: the scenario has mistakes, "
+        "each with its line, or a network slower than its timeouts, or a [[fault]] that never struck or took the last replica.",
     )
     parser.add_argument("scenario", type=Path, metavar="SCENARIO", help="a TOML file")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

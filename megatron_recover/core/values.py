@@ -445,7 +445,7 @@ class Loss(Value, frozen=True):
 
 
 class Void(Value, frozen=True):
-    """A step to compute anew: the one exception to INV-3, INV-4 and INV-7 (docs/design/guarantees.md)."""
+    """A step to compute anew: the only exception to INV-3, 4 and 7 (docs/design/guarantees.md)."""
 
     step: int
     """The step in which a sum does not count every microbatch once (`Miscounted`)."""

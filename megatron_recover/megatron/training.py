@@ -66,8 +66,8 @@ def pretrain(
 
     `configure(args)` returns the configuration for upstream's `pretrain`. All other parameters are
     upstream's. Bad arguments end the process with exit code 2 and a message. Under
-    `megatron-recover run` this function always ends the process; docs/reference/exit_codes.md lists exit
-    codes.
+    `megatron-recover run` this function always ends the process; docs/reference/exit_codes.md lists
+    the exit codes.
     """
     context = rank_context()
     if context is not None:

@@ -11,8 +11,8 @@ strikes. So the order of the lines is an order in which the run can have happene
 may rely on this order.
 
 Event names are the class names in snake case, so use the package as the namespace:
-``log.record(trace.Committed(...))``. docs/design/architecture.md, section Trace, lists which process
-writes which event.
+``log.record(trace.Committed(...))``. docs/reference/trace.md lists which process writes which
+event.
 """
 
 # ruff: noqa: F401, I001  # the imports below are the list of what is public, subject by subject

@@ -64,7 +64,7 @@ def test_an_empty_pass_takes_no_time_and_a_full_one_its_bubble() -> None:
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
 def test_a_pass_takes_what_the_schedule_takes(num_stages: int, num_chunks: int) -> None:
-    """Against the timeline of the schedules themselves (docs/design/schedule.md): equal for whole groups, never less, hardly more."""
+    """Against the timeline of the schedules (docs/design/schedule.md): equal for whole groups, never less, hardly more."""
     if num_stages == 1 and num_chunks > 1:
         pytest.skip("virtual stages need a pipeline")
     for num in range(1, 17):
