@@ -71,7 +71,7 @@ def _parser() -> Parser:
         description="Train with replicas of the model; when a process dies, the others finish its microbatches in that step.",
         usage="megatron-recover run --replicas R [options] -- SCRIPT [Megatron flags]",
         epilog="A replica is TP x PP x CP x lanes processes, all of them on this machine. --global-batch-size is that of the "
-        "whole job. docs/reference/exit_codes.md lists the exit codes. The flags below go behind the script's name, like Megatron's:",
+        "whole job. Exit codes: docs/reference/exit_codes.md. The flags below go behind the script's name, like Megatron's:",
     )
     parser.add_argument(
         "--replicas", type=int, required=True, metavar="R", help="complete copies of the model: the data-parallel size"

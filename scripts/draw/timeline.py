@@ -92,8 +92,8 @@ def reopened(pipe: Pipeline, num: int, num_late: int, arrival: float) -> Timelin
     """Return the timeline of the best possible re-opening of a pass.
 
     It is not built; docs/design/schedule.md has the comparison. Every stage runs the actions that
-    are ready, backwards first, with at most as many microbatches in flight as 1F1B. The model assumes
-    that all stages learn of the late microbatches at once, without any agreement. Only for
+    are ready, backwards first, with at most as many microbatches in flight as 1F1B. The model
+    assumes that all stages learn of the late microbatches at once, without any agreement. Only for
     pipelines without virtual stages.
     """
     alone = undisturbed(pipe, num)
