@@ -27,9 +27,9 @@ COMMON = {"v", "t", "replica", "rank", "generation", "step"}
 
 
 def test_the_documented_events_are_those_that_there_are() -> None:
-    """docs/design/architecture.md's table: every event, who writes it (its docstring's first word), and all its fields."""
+    """docs/reference/trace.md's table: every event, who writes it (its docstring's first word), and all its fields."""
     text = (Path(trace.__file__).parents[2] / "docs" / "reference" / "trace.md").read_text()
-    table = text.partition("## Trace")[2].partition("\n## ")[0]
+    table = text.partition("## Events")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines() if row.startswith("| `")]
     documented = {
         event.strip("`"): (writer.split(",")[0], set(re.findall(r"`(\w+)`", fields))) for event, writer, fields in rows
