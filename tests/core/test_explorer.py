@@ -115,6 +115,13 @@ def test_scenarios_explored_side_by_side_are_told_as_they_begin_and_end(capsys: 
     assert [line for line in alone if line in beside[:2]] == beside[:2], "in their order"
 
 
+def test_a_name_that_no_scenario_has_is_refused_with_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        explorer.main(["--only", "no such thing"])
+    said = capsys.readouterr().err
+    assert exit_.value.code == 2 and "no scenario of --config ci has that in its name; there are: " in said
+
+
 def test_the_number_of_jobs_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         explorer.main(["--jobs", "0"])

@@ -182,6 +182,13 @@ def test_what_is_not_supported_is_refused_by_name(flag: str, data: str) -> None:
     assert "; " in line
 
 
+def test_a_flag_that_the_installed_megatron_has_dropped_is_no_defect_and_not_passed_over() -> None:
+    args = Namespace(**{name: None for name in vars(parsed(""))})
+    del args.qk_clip
+    [line] = [line for line in refusals(args, lanes=1) if "cannot be judged" in line]
+    assert line.startswith("--qk-clip cannot be judged: the installed Megatron has no argument `qk_clip`; see docs/how_to/")
+
+
 @pytest.mark.parametrize(
     "flags",
     [

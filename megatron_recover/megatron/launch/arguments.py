@@ -205,13 +205,21 @@ REFUSALS = (
 
 
 def refusals(args: Namespace, *, lanes: int) -> list[str]:
-    """Return one line for each refused argument, with the flag, the reason and the remedy."""
-    judged = Namespace(**{**vars(args), "lanes": lanes})
-    return [
-        f"{refusal.flag} is not supported with replicas: {refusal.because}; {refusal.instead}"
-        for refusal in REFUSALS
-        if refusal.when(judged)
-    ]
+    """Return one line for each refused argument, with the flag, the reason and the remedy.
+
+    An argument that the installed Megatron does not know cannot be judged, so it is refused too.
+    """
+    judged, found = Namespace(**{**vars(args), "lanes": lanes}), []
+    for refusal in REFUSALS:
+        try:
+            if refusal.when(judged):
+                found.append(f"{refusal.flag} is not supported with replicas: {refusal.because}; {refusal.instead}")
+        except AttributeError as error:
+            found.append(
+                f"{refusal.flag} cannot be judged: the installed Megatron has no argument `{error.name}`; "
+                "see docs/how_to/move_to_another_megatron.md"
+            )
+    return found
 
 
 def cpu_refusals(args: Namespace) -> list[str]:
