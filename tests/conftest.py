@@ -19,6 +19,10 @@ settings.register_profile("project", deadline=None, suppress_health_check=[Healt
 settings.load_profile("project")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update", action="store_true", help="rewrite tests/core/transcripts with what the protocol does now")
+
+
 @pytest.fixture
 def hand_down(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Call it with names and descriptors, which this process then finds as a rank finds what the launcher handed down."""
