@@ -374,9 +374,8 @@ def _on_expired(state: ReplicaState, expired: WaitExpired) -> Step:
     missing = waiting_for(state)
     if not missing or (expired.generation, expired.step) != (state.generation, state.step):
         return state, ()
-    return _request(
-        state, f"no {'status' if state.phase is ReplicaPhase.EXCHANGING else 'vote'} of replicas {missing} came", ()
-    )
+    what = "status" if state.phase is ReplicaPhase.EXCHANGING else "vote"
+    return _request(state, f"no {what} came from replica {', '.join(map(str, missing))}", ())
 
 
 def _request(state: ReplicaState, reason: str, suspects: tuple[ReplicaId, ...], *, stalled: bool = False) -> Step:

@@ -40,29 +40,30 @@ class Ending(msgspec.Struct, frozen=True):
 
 ENDINGS: Mapping[int, Ending] = {
     ExitCode.OK: Ending(
-        "training ended as planned, whoever died on the way; also a finished job that was started again: its log says that "
+        "training ended as planned, with or without losses; also a finished job that was started again, whose log says that "
         "nothing was left to train",
         "nothing",
         can_go_on=False,
     ),
     ExitCode.FAILED: Ending(
         "a defect; an error in the training script on every replica, or in its dry run; imports or a dry run that outlast "
-        "`--recover-deadline-s`; replicas that do not start alike; no step committed for so long that somebody should have "
-        "been blamed, and nobody can be; a fork server that has ended or starts no process; a `--run-dir` that takes no file "
-        "at the start. Nothing is saved at the end",
-        "do what the message says; where it names an error, read that in the logs of `RUN_DIR` and mend what raised it; then "
+        "`--recover-deadline-s`; replicas that do not start alike; no step committed for `--recover-deadline-s`, and no "
+        "evidence which replica is at fault; a fork server that has ended or starts no process; a `--run-dir` "
+        "in which no file can be "
+        "made at the start. Nothing is saved at the end",
+        "follow the message; where it names an error, find the error in the logs of `RUN_DIR` and correct its cause; then "
         "resume",
     ),
     ExitCode.BAD_INPUT: Ending(
-        "refused before any worker started, by us or, in a dry run, by Megatron's own parser or because the script never calls "
-        "our `pretrain`; nothing was trained, and the run directory is removed",
+        "refused before any worker started: by `megatron-recover`, by Megatron's own parser in a dry run, or because the "
+        "script never calls `megatron_recover.megatron.pretrain`; nothing was trained, and the run directory is removed",
         "correct what each line names, and give the command again",
         can_go_on=False,
     ),
     ExitCode.UNFINISHED: Ending(
-        "of `check` only: what was judged holds, but it is no verdict on the whole run: that still goes on, or its launcher "
-        "was killed, or its disk did not take the end of the trace; or events are missing, or were never asked for (`NOT "
-        "JUDGED` says which steps and rules)",
+        "of `check` only: what was judged holds, but not all of the run was judged. The run still trains, or its launcher was "
+        "killed, or its disk did not take the end of the trace; or events are missing or were left out by `--trace-level` "
+        "(`NOT JUDGED` names steps and rules)",
         "check again when the run has ended; for rules that were not judged, run with more `--trace-level`",
         can_go_on=False,
     ),
@@ -71,36 +72,37 @@ ENDINGS: Mapping[int, Ending] = {
         "resume, with as many replicas as there is hardware for",
     ),
     ExitCode.POISONED_MICROBATCH: Ending(
-        "computing one microbatch has ended two replicas; the message names it, and its samples where the command line tells "
-        "them",
-        "look at those samples and at the errors in the logs of `RUN_DIR`, and mend the data or the code first: whoever "
-        "resumes meets the same microbatch again",
+        "computing one microbatch has ended two replicas; the message names the microbatch, and its samples where the command "
+        "line shows them",
+        "look at those samples and at the errors in the logs of `RUN_DIR`, and correct the data or the code first: a resumed "
+        "run computes the same microbatch again",
     ),
     ExitCode.DIVERGED: Ending(
-        "replicas disagree on results and no majority can say who is right",
+        "replicas disagree on results, and there is no majority",
         "resume: all replicas had agreed on what was saved; if they disagree again, look for bad hardware, or for code that is "
-        "not deterministic (three replicas or more find out by themselves who is wrong)",
+        "not deterministic (three replicas or more remove the one that differs)",
     ),
     ExitCode.NO_REPLICA_LEFT: Ending(
         "all replicas died before any of them had finished",
-        "see to what ended the last ones, which the message names; then resume",
+        "correct what ended the last replicas, which the message names; then resume",
     ),
     ExitCode.INVARIANT_VIOLATED: Ending(
         "of `check` and `demo`: an invariant is broken, two exact runs differ, or there is nothing to prove. Of `run`: a check "
-        "inside a rank failed. It ends the rank, and so its replica; the job ends with this code if nobody is left. Or [a step "
-        "was miscounted twice](../design/guarantees.md#a-step-that-is-computed-anew), whoever died after that; the state "
-        "before it is saved if `--save` is set, and the message says whether it is",
+        "inside a rank failed. It ends the rank, and so its replica; the job ends with this code if no replica is left. Or "
+        "[a step was miscounted twice](../design/guarantees.md#a-step-that-is-computed-anew), whatever is "
+        "lost after that; the state "
+        "before the step is saved if `--save` is set, and the message says whether it is",
         "keep `RUN_DIR`: `megatron-recover check RUN_DIR` names the events, and it is the evidence of a defect to report; then "
         "resume",
     ),
     ExitCode.INTERRUPTED: Ending(
         "a signal or a time limit ended all replicas at a common step, with a checkpoint if `--save` is set; before training "
-        "has begun it just ends, and the run directory is removed",
+        "has begun the run only ends, and the run directory is removed",
         "resume when there is time for more",
     ),
     ExitCode.UNSAVED: Ending(
-        "training ended, but its last checkpoint could not be written for `save_s` (25 minutes by default); the newest one "
-        "that could is older",
+        "training ended, but its last checkpoint could not be written for `save_s` (25 minutes by default); the newest "
+        "checkpoint is older",
         "make room in the folder of `--save`; then resume",
     ),
     KILLED: Ending(

@@ -249,7 +249,7 @@ def test_who_has_no_business_with_a_leader_is_not_let_in(lead: Lead, claimed: Pa
 
 def test_inv_8_a_status_that_does_not_come_is_waited_for_until_the_stall_timeout(lead: Lead) -> None:
     leading = lead(stall_s=0.05).heard()
-    assert leading.requested() == ReplicaBlocked(0, 1, "no status of replicas (1,) came")
+    assert leading.requested() == ReplicaBlocked(0, 1, "no status came from replica 1")
     # Each wait is watched, the one in the next generation too.
     leading.announce(2)
     assert leading.requested().generation == 2
@@ -272,7 +272,7 @@ def test_inv_8_a_wait_has_one_deadline_from_its_start(lead: Lead, monkeypatch: p
     leading.other.wait(lambda: waiting_for(heard._state) == (2,))
     [deadline] = timers
     member._loop.post(deadline)
-    assert leading.requested() == ReplicaBlocked(0, 2, "no status of replicas (2,) came")
+    assert leading.requested() == ReplicaBlocked(0, 2, "no status came from replica 2")
 
 
 def test_inv_8_the_timer_of_a_wait_that_is_over_does_not_end_one_like_it(lead: Lead, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_inv_8_the_timer_of_a_wait_that_is_over_does_not_end_one_like_it(lead: L
     member._loop.post(fired.set)
     assert fired.wait(60) and timers == [over, running], "nothing has expired"
     member._loop.post(running)
-    assert leading.requested() == ReplicaBlocked(0, 2, "no vote of replicas (1,) came")
+    assert leading.requested() == ReplicaBlocked(0, 2, "no vote came from replica 1")
 
 
 def test_inv_8_a_miscount_is_a_request_that_beats_repeat_and_late_evidence_is_none(lead: Lead) -> None:

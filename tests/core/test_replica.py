@@ -459,7 +459,7 @@ def test_an_expired_wait_asks_and_whom_it_waited_for_is_said_on_entering() -> No
     assert replica.waiting_for(state) == (2,)
     assert lead(state, WaitExpired(1, 1), WaitExpired(2, 0))[1] == []
     _, effects = lead(state, WaitExpired(1, 0))
-    assert effects == [ToCoordinator(ReplicaBlocked(0, 1, "no vote of replicas (2,) came"))]
+    assert effects == [ToCoordinator(ReplicaBlocked(0, 1, "no vote came from replica 2"))]
     state, effects = lead(state, NewGeneration(2, (0, 1)), NewGeneration(3, (0, 1)), Promised(0, 3))
     assert effects[2] == ToCoordinator(Entered(0, 3, 0, waited_for=(2,)))
     assert state.waited_for == ()

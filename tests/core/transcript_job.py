@@ -22,7 +22,7 @@ from megatron_recover.core.label import label_of
 from megatron_recover.core.plan import Operation
 from megatron_recover.core.replica import LinkLost, WaitExpired, waiting_for
 from megatron_recover.core.tree import TREE_ABOVE
-from megatron_recover.core.values import Entered, Hello, Loss, LossKind, ReplicaId, Saving, Shape, Stop, Work
+from megatron_recover.core.values import Entered, Hello, Loss, LossKind, RankSaving, ReplicaId, Shape, Stop, Work
 from megatron_recover.sim.explore import node as nodes
 from megatron_recover.sim.explore.network import address
 from megatron_recover.sim.multiset import Multiset, add
@@ -61,7 +61,7 @@ class Job:
         self.nodes: dict[ReplicaId, nodes.Node] = {}
         """Replicas whose processes live, also those that are fenced."""
         self.num_replicas = 0
-        self.coordinator = coordinator.CoordinatorState(coordinator.Policy(0))
+        self.coordinator = coordinator.CoordinatorState(coordinator.MembershipSettings(0))
         self.sent: list[Sent] = []
         """Messages on their way, in the order in which they were sent."""
         self.data: dict[tuple[object, ...], Multiset] = {}
@@ -80,7 +80,7 @@ class Job:
         shape, work = Shape(ranks, tuple(holders)), Work("train 1", microbatches, tuple(range(buckets)))
         self.nodes = {number: nodes.new_node(number, shape, (work,), tree_above) for number in range(replicas)}
         self.num_replicas = replicas
-        self.coordinator = coordinator.CoordinatorState(coordinator.Policy(replicas, min))
+        self.coordinator = coordinator.CoordinatorState(coordinator.MembershipSettings(replicas, min))
         self.history = invariants.History(shape)
         self.print(self.printer.tell(shape))
 
@@ -128,7 +128,7 @@ class Job:
     def do_compute(self, replicas: Ids = ()) -> None:
         """End the pass: rank 0 begins the last forward that it knows of."""
         for number in self.find(replicas, lambda one: one.ranks[0].may_end(), "end a pass"):
-            self.stimulate(number, nodes.EndPass())
+            self.stimulate(number, nodes.AskClose())
 
     def do_reduce(self, replicas: Ids = (), *, bucket: int = -1) -> None:
         """Complete sums and copies that all their members have reached, at these replicas."""
@@ -156,7 +156,7 @@ class Job:
         self.find((replica,))
         del self.nodes[replica]
         self.lose(lambda sent: replica in (sent.source, sent.to))
-        lost = coordinator.Lost(Loss(replica, LossKind.PROCESS_ENDED))
+        lost = coordinator.ReplicaLost(Loss(replica, LossKind.PROCESS_ENDED))
         self.print(self.printer.tell(lost))
         self.coordinate(lost)
         for peer in sorted(self.nodes):
@@ -181,11 +181,11 @@ class Job:
 
     def do_save(self, replica: ReplicaId) -> None:
         """Begin to save a checkpoint."""
-        self.stimulate(*self.find((replica,)), Saving(0, False))
+        self.stimulate(*self.find((replica,)), RankSaving(0, False))
 
     def do_saved(self, replica: ReplicaId) -> None:
         """End the save of a checkpoint."""
-        self.stimulate(*self.find((replica,)), Saving(0, True))
+        self.stimulate(*self.find((replica,)), RankSaving(0, True))
 
     def do_miscount(self, replica: ReplicaId) -> None:
         """Count a microbatch of a step twice, until the step is applied or void."""
@@ -281,7 +281,7 @@ class Job:
         for report in outcome.reports:
             self.send(number, COORDINATOR, report)
         for message, to in outcome.messages:
-            if isinstance(message, nodes.Part | nodes.Copy):
+            if isinstance(message, nodes.Addend | nodes.Copy):
                 self.data[address(message)] = message.counts
                 continue
             for peer in to:
@@ -295,7 +295,7 @@ class Job:
     def arrive(self, number: ReplicaId, work: tuple[Work, ...]) -> None:
         """Let all ranks arrive at the next step of `work`, or at the end after it."""
         self.nodes[number] = replace(self.nodes[number], work=work)
-        self.stimulate(number, nodes.Begin())
+        self.stimulate(number, nodes.BeginStep())
         for position in self.nodes[number].to_arrive():
             self.stimulate(number, nodes.Arrive(position))
 

@@ -713,7 +713,7 @@ def test_without_any_recorder_the_launcher_says_by_itself_how_the_run_ended(
     run.until(lambda: run.recording._process is None, "its end to be seen")
     assert not run.recording.finish(ExitCode.NO_REPLICA_LEFT, "no replica is left")
     err = capfd.readouterr().err
-    assert "exit code 13 (no replica left): no replica is left" in err and "next: see to what ended the last ones" in err
+    assert "exit code 13 (no replica left): no replica is left" in err and "next: correct what ended the last replicas" in err
     assert ("newest checkpoint: iteration 40 in X;" in err) == is_saved
     assert ("X/latest_checkpointed_iteration.txt names the newest checkpoint, if there is any" in err) == (not is_saved)
     assert "no recorder can be started (Resource temporarily unavailable)" in err

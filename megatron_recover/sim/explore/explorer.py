@@ -144,7 +144,9 @@ def main(arguments: list[str] | None = None) -> int:
     scenarios = [scenario for scenario in CONFIGS[options.config] if options.only in scenario.name]
     if not scenarios:
         names = ", ".join(scenario.name for scenario in CONFIGS[options.config])
-        parser.error(f"--only {options.only}: no scenario of --config {options.config} has that in its name; there are: {names}")
+        parser.error(
+            f"--only {options.only}: no scenario of --config {options.config} has that in its name; there are: {names}"
+        )
     total = ended = 0
     try:
         for report, seconds in explored_beside(scenarios, options.jobs, _say_that_it_begins):
