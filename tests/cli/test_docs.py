@@ -66,7 +66,7 @@ def test_the_chaos_files_that_are_shown_are_accepted() -> None:
 
 
 def test_every_key_of_a_scenario_is_listed_with_its_default() -> None:
-    section = _text("docs/evidence/simulation.md").split("## Keys of a scenario")[1].split("\n## ")[0]
+    section = _text("docs/reference/scenario.md").split("## Keys of a scenario")[1].split("\n## ")[0]
     table, listed = "", {}
     for key, default in re.findall(r"^\| \**`(\S+)`\** \|(.*?)\|", section, re.MULTILINE):
         table = key[1:-1] if key.startswith("[") else table

@@ -51,29 +51,46 @@ DOCUMENT = """\
     {command}
     python -m tests.system.campaign --faults 1 --seed {seed}        # one run of it
 
-**{num_runs} runs, {num_faults} faults that struck: {totals}**, at commit {commit} on {date}; {seconds:.0f} s a fault.
+**{num_runs} runs, {num_faults} faults that struck: {totals}**, at commit {commit} on {date};
+{seconds:.0f} s a fault.
 
-By kind of run: {by_run}. By kind of fault: {by_kind}. By point: {by_point}.
+| by | faults or runs |
+|---|---|
+| kind of run | {by_run} |
+| kind of fault | {by_kind} |
+| point | {by_point} |
 
-The command above writes this file (`tests/system/campaign.py`). Each seed decides a job (R replicas of TP x PP ranks and L
-lanes, VP virtual stages, M microbatches a step, determinism, Megatron's flags), the kind of the run, and what happens in it
-(`tests/system/scenarios.py`): faults at points inside ranks, some at once, some inside the recovery from another, and what
-comes from outside. What its run did not reach is not listed. `--recover-deadline-s` is {job_deadline_s:g}: a standstill that no
-agent sees is noticed after {stall_s:g} s, and who does not follow is given up after {follow_s:g} more (`megatron-recover
-explain timeouts`).
+The command above writes this file (`tests/system/campaign.py`). Each seed decides these things
+(`tests/system/scenarios.py`):
 
-| kind of run | parts of all | what is promised |
+- a job: R replicas of TP x PP ranks and L lanes, VP virtual stages, M microbatches a step,
+  determinism, Megatron's flags;
+- the kind of the run;
+- the faults: at points inside ranks, some of them at once or inside the recovery from another
+  fault, and strikes from outside.
+
+A fault that the run did not reach is not listed. A slow rank is listed and not counted.
+`--recover-deadline-s` is {job_deadline_s:g}. So a standstill that no agent detects is noticed after {stall_s:g} s, and a
+replica that does not enter the next generation is removed after {follow_s:g} s more (`megatron-recover explain
+timeouts`).
+
+| kind of run | weight | promises |
 |---|---:|---|
 {kinds}
 
-Every run has to end within {deadline_s:.0f} s. `tests/system/judging.py` holds these promises against it:
+Every run has to end within {deadline_s:.0f} s. `tests/system/judging.py` checks these promises:
 
+| promise | meaning |
+|---|---|
 {promises}
 
-`uneven` and `patient` name scripts that bring about what is rare: a decided bucket that some lack, a death that finds all
-others in their pass. *In the running pass*: those microbatches computed again that a schedule took in while it ran. *Worst
-recovery* adds up the phases of the slowest one, from the fault to the votes; a trace that the disk did not take has no such
-figures.
+In the table of runs:
+
+- `uneven` and `patient` name scripts that bring about rare situations: a decided bucket that some
+  members lack (`uneven`), and a death that finds all other replicas in their pass (`patient`).
+- *In the running pass* counts the microbatches computed again that a schedule took in while it ran.
+- *Worst recovery* adds up the phases of the slowest recovery, from the fault to the votes.
+- A trace that the disk did not take has no such figures (`?`, `-`).
 """
 
 
@@ -197,7 +214,7 @@ def totals(rows: list[Row]) -> str:
 
 
 def document(rows: list[Row], command: str) -> str:
-    """docs/evidence/campaign.md."""
+    """Return the text of docs/evidence/campaign.md."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     faults = [event for row in rows for event in row.faults]
     num_struck = sum(row.num_struck for row in rows)
@@ -228,7 +245,8 @@ def _kinds() -> str:
 def _promises() -> str:
     """What each expectation means, in its own words."""
     distinct = dict.fromkeys(each for kind in KINDS for each in EXPECTATIONS[kind])
-    return "\n".join(f"- *{each.__name__.replace('_', ' ')}*: {' '.join((each.__doc__ or '').split())}" for each in distinct)
+    lines = ((each.__name__.replace("_", " "), " ".join((each.__doc__ or "").split())) for each in distinct)
+    return "\n".join(f"| *{name}* | {meaning} |" for name, meaning in lines)
 
 
 def _seeds(first: int, rows: list[Row], num_faults: int) -> Iterator[int]:

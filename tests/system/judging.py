@@ -94,7 +94,7 @@ def judge(evidence: Evidence) -> str:
 
 
 def ends_well(evidence: Evidence) -> str:
-    """Exit code 0."""
+    """The run ends with exit code 0."""
     code = evidence.outcome.exit_code
     return f"exit code {code}" if code else ""
 
@@ -106,25 +106,25 @@ def makes_all_steps(evidence: Evidence) -> str:
 
 
 def counts_well(evidence: Evidence) -> str:
-    """No step had to be computed anew."""
+    """No step was computed anew."""
     return "a step was miscounted, and computed anew" if evidence.outcome.events("miscounted") else ""
 
 
 def is_proven(evidence: Evidence) -> str:
-    """`check` judges all of it, keeps all invariants, and an exact run is bit-identical to its reference."""
+    """`check` judges all steps and finds no broken invariant. An `exact` run is bit-identical to its reference."""
     code, report = evidence.check()
     return in_short(report) if code else ""
 
 
 def loses_only_the_dead(evidence: Evidence) -> str:
-    """No replica was removed but those that a fault has killed."""
+    """No replica was removed except those that a fault killed."""
     killed = {event["replica"] for event in evidence.faults() if event["kind"] == FaultKind.KILL.value}
     removed = {replica for replica, _ in evidence.losses()}
     return f"removed were {sorted(removed)}, killed {sorted(killed)}" if removed - killed else ""
 
 
 def is_struck(evidence: Evidence) -> str:
-    """What was to come from outside has come."""
+    """The strike from outside has happened."""
     return "" if evidence.has_struck else "the strike has not come"
 
 
@@ -132,7 +132,10 @@ def is_struck(evidence: Evidence) -> str:
 
 
 def ends_with_the_parameters_of_the_reference(evidence: Evidence) -> str:
-    """Told by the copies, whatever the trace has: the last step of the replica that nothing has hit, on each of its ranks."""
+    """After the last step, each rank of a replica that nothing has hit has the parameters of the reference.
+
+    The ranks' own copies of their events show this, whatever the trace has.
+    """
     plan, kept = evidence.plan, evidence.kept()
     assert plan.strike is not None
     label = f"train {plan.job.steps}"
@@ -154,7 +157,7 @@ def _digest(events: list[Event], label: str) -> str | None:
 
 
 def leaves_out_what_it_says(evidence: Evidence) -> str:
-    """What is missing in the trace is what `check` does not vouch for: no step more, none less."""
+    """The steps that `check` leaves unjudged are exactly those of which the trace misses events."""
     code, report = evidence.check()
     unfinished = "UNFINISHED" in report
     told = _unjudged(report)
@@ -176,7 +179,7 @@ def leaves_out_what_it_says(evidence: Evidence) -> str:
 
 
 def tells_of_the_disk(evidence: Evidence) -> str:
-    """Where events are missing, the console says so."""
+    """Where events are missing, the console reports this."""
     said = re.search(
         r"WARNING: the trace cannot be written|the end of the trace is missing|events of this run are lost",
         evidence.outcome.output,
@@ -224,7 +227,7 @@ def _unstamped(event: Event) -> str:
 
 
 def says_that_it_was_stopped(evidence: Evidence) -> str:
-    """One that has stood still for long says so, if anything was left to do when it went on."""
+    """A launcher that stood still for long reports this, if anything was left to do when it continued."""
     strike = evidence.plan.strike
     assert strike is not None and strike.seconds is not None
     long = strike.seconds >= DEADLINE_S / 30 and evidence.faults()
@@ -256,7 +259,10 @@ def _committed(evidence: Evidence) -> Iterator[tuple[int, tuple[int, int]]]:
 
 
 def finds_the_drift_in_time(evidence: Evidence) -> str:
-    """Nobody with the drift commits a record that compares it: of two replicas nobody at all."""
+    """The replica with the drift commits no record that compares the state.
+
+    Of two replicas neither commits such a record.
+    """
     plan = evidence.plan
     assert plan.drift is not None
     latest = _found_at(plan)
@@ -266,7 +272,7 @@ def finds_the_drift_in_time(evidence: Evidence) -> str:
 
 
 def outvotes_the_odd_one(evidence: Evidence) -> str:
-    """Of three and more the one that has drifted is removed, and no other; of two the job ends with code 12."""
+    """Of three or more replicas only the drifted one is removed. A job of two replicas ends with exit code 12."""
     plan, code = evidence.plan, evidence.outcome.exit_code
     assert plan.drift is not None
     if plan.job.replicas == 2:
@@ -278,7 +284,7 @@ def outvotes_the_odd_one(evidence: Evidence) -> str:
 
 
 def names_only_what_was_agreed(evidence: Evidence) -> str:
-    """The newest checkpoint is the last one before the drift, or where the others go on the last one of all."""
+    """The newest checkpoint is the last one before the drift; if the other replicas continue, the last checkpoint of the run."""
     plan = evidence.plan
     assert plan.drift is not None and evidence.save is not None
     every = plan.job.save_interval
@@ -288,13 +294,13 @@ def names_only_what_was_agreed(evidence: Evidence) -> str:
 
 
 def is_proven_as_far_as_it_went(evidence: Evidence) -> str:
-    """`check` keeps all invariants; a run that has ended early is not compared with one that has not."""
+    """`check` finds no broken invariant. A run that ended early is not compared with its reference."""
     code, report = evidence.check(alone=evidence.plan.job.replicas == 2)
     return in_short(report) if code else ""
 
 
 def goes_on_like_the_reference(evidence: Evidence) -> str:
-    """A run that goes on from the newest checkpoint ends like the reference."""
+    """If the job ended, a run that resumes from the newest checkpoint ends like the reference."""
     if evidence.plan.job.replicas > 2:
         return ""
     assert evidence.resume is not None
@@ -306,7 +312,7 @@ def goes_on_like_the_reference(evidence: Evidence) -> str:
 
 
 def counts_anew_once(evidence: Evidence) -> str:
-    """The step with the miscount was computed anew, and no other, and nobody was removed for it."""
+    """Only the step with the miscount was computed anew, and no replica was removed for the miscount."""
     miscount = evidence.plan.miscount
     assert miscount is not None
     steps = {event["step"] for event in evidence.outcome.events("miscounted")}
