@@ -28,7 +28,7 @@ from megatron_recover.trainer.work_queue import Task
 
 
 class BucketSum(abc.ABC):
-    """What this rank adds to the sum of one bucket, and the result."""
+    """One bucket of this rank: what the rank adds to the sum, and the result."""
 
     num_lanes = 1
     """Lanes over which the bucket is summed inside the replica."""

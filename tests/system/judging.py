@@ -284,7 +284,7 @@ def outvotes_the_odd_one(evidence: Evidence) -> str:
 
 
 def names_only_what_was_agreed(evidence: Evidence) -> str:
-    """The newest checkpoint is the last one before the drift; if the other replicas continue, the last checkpoint of the run."""
+    """The newest checkpoint is the last one before the drift; where the others continue, the last of the run."""
     plan = evidence.plan
     assert plan.drift is not None and evidence.save is not None
     every = plan.job.save_interval
