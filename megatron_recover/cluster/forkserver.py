@@ -107,13 +107,17 @@ Reply = Ready | Started | Exited
 
 
 def write_request(spawn: Spawn) -> int:
-    """Return the descriptor of a new file in memory that has the request.
+    """Return the descriptor of a new file in memory that has `spawn` as JSON.
 
     The caller closes it. Raises OSError.
     """
     descriptor = memory_file.create("megatron-recover-request")
-    with open(descriptor, "wb", closefd=False) as file:
-        file.write(msgspec.json.encode(spawn))
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(msgspec.json.encode(spawn))
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

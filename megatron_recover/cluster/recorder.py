@@ -298,7 +298,10 @@ class Recorder:
                 self._send(Drained(number))
 
     def _note_written(self, wait_s: float) -> None:
-        """Give the rings the room of the batch, if it is written within `wait_s` seconds."""
+        """Free the room of a batch that the keeper's thread finishes within `wait_s` seconds.
+
+        The room is that in the rings and that below `_AHEAD_BYTES`.
+        """
         if self._keeper.busy_since is None or (batch := self._keeper.done(wait_s)) is None:
             return
         for number, (position, told) in batch.positions.items():

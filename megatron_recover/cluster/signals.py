@@ -49,14 +49,15 @@ class EndRequest:
         return self._is_made
 
     def take(self, number: int, *, at_terminal: bool) -> Answer:
-        """Return the answer to one signal.
+        """Count one signal and return what to do.
 
-        `at_terminal`: a SIGINT now is a Ctrl-C (Note [One request]).
+        The first signal is END, the second Ctrl-C is KILL, all others are KNOWN. `at_terminal`: a
+        SIGINT now is a Ctrl-C (Note [One request]).
         """
         if number == signal.SIGINT and at_terminal:
             self._num_ctrl_c += 1
-        if self._num_ctrl_c > 1:
-            return Answer.KILL
+            if self._num_ctrl_c == 2:
+                return Answer.KILL
         if self._is_made:
             return Answer.KNOWN
         self._is_made = True

@@ -243,7 +243,7 @@ def _remove(state: CoordinatorState, losses: tuple[Loss, ...], reason: str) -> S
     return state, fences + effects
 
 
-def _on_requested(state: CoordinatorState, request: ReplicaBlocked) -> Step:
+def _on_blocked(state: CoordinatorState, request: ReplicaBlocked) -> Step:
     """Record the request and its evidence. Wait for a death or the end of a save to explain it."""
     is_stale = request.generation != state.generation
     is_late = is_stale and request.stalled and state.evidence_from <= request.generation < state.generation
@@ -266,7 +266,7 @@ def _on_at_work(state: CoordinatorState, news: AtWork) -> Step:
     return replace(state, at_work=news.replicas), ()
 
 
-def _on_busy(state: CoordinatorState, busy: ReplicaSaving) -> Step:
+def _on_saving(state: CoordinatorState, busy: ReplicaSaving) -> Step:
     """Start the timer of a save that begins. When it is over, answer the requests of that time."""
     if busy.replica not in state.roster:
         return state, ()
@@ -486,8 +486,8 @@ TABLE: Mapping[type, Callable[[CoordinatorState, Any], Step]] = {
     Launched: _on_launched,
     Hello: _on_hello,
     Entered: _on_entered,
-    ReplicaBlocked: _on_requested,
-    ReplicaSaving: _on_busy,
+    ReplicaBlocked: _on_blocked,
+    ReplicaSaving: _on_saving,
     ReplicaFailing: _on_failing,
     Diverged: _on_diverged,
     Miscounted: _on_miscounted,

@@ -412,7 +412,10 @@ def _fence(history: History, replica: ReplicaId, generation: Generation, deed: s
 
 
 def _current[T](history: History, replica: ReplicaId, items: Iterable[T]) -> frozenset[T]:
-    """Return the items if the replica is a member of the newest generation, else nothing."""
+    """Return the items if the replica is in the newest roster, else nothing.
+
+    `_on_formed` removes such facts of lost replicas, so none may be added afterwards.
+    """
     return frozenset(items) if replica in history.rosters[-1] else frozenset()
 
 

@@ -295,7 +295,7 @@ def _on_take(state: RankState, _: Take) -> Step:
     return state, ()
 
 
-def _on_end_pass(state: RankState, _: AskClose) -> Step:
+def _on_ask_close(state: RankState, _: AskClose) -> Step:
     """Request `Close` from the leader, which orders it to all ranks at the same place."""
     if state.rank != 0 or not state.in_pass or state.has_asked:
         return state, ()
@@ -314,12 +314,12 @@ def _on_finished(state: RankState, finished: MicrobatchFinished) -> Step:
     return replace(state, journal=replace(journal, finished=(*journal.finished, finished.microbatch))), ()
 
 
-def _on_measured(state: RankState, measured: TimePass) -> Step:
+def _on_time_pass(state: RankState, measured: TimePass) -> Step:
     """Report the time of the pass to the leader, for its vote."""
     return state, (ToLeader(PassTimed(state.rank, measured.num_microbatches, measured.elapsed_ns)),)
 
 
-def _on_completed(state: RankState, completed: Hold) -> Step:
+def _on_hold(state: RankState, completed: Hold) -> Step:
     """Store a result that the plan asks for, while it may run; report when the plan has all."""
     plan, held = state.taken, completed.held
     if not isinstance(plan, Plan) or not may_run(state, plan.generation):
@@ -339,7 +339,7 @@ def _flush(state: RankState) -> Step:
     return replace(state, unreported=()), (ToLeader(Holds(state.rank, state.step, state.unreported)),)
 
 
-def _on_failed(state: RankState, failed: Block) -> Step:
+def _on_block(state: RankState, failed: Block) -> Step:
     """Report the failure to the leader, unless the generation is over and nothing had stalled."""
     if not may_run(state, failed.generation) and not failed.stalled:
         return state, ()
@@ -348,7 +348,7 @@ def _on_failed(state: RankState, failed: Block) -> Step:
     return state, (ToLeader(report),)
 
 
-def _on_raise(state: RankState, raised: Fail) -> Step:
+def _on_fail(state: RankState, raised: Fail) -> Step:
     """Report to the leader which microbatches of which step raised."""
     label = state.taken.work.label if isinstance(state.taken, Plan) else f"step {state.step}"
     return state, (ToLeader(RankFailing(state.rank, state.step, label, raised.microbatches, raised.error)),)
@@ -359,7 +359,7 @@ def _on_save(state: RankState, save: Save) -> Step:
     return state, (ToLeader(RankSaving(state.rank, save.over)),) if state.rank == 0 else ()
 
 
-def _on_end(state: RankState, _: Finish) -> Step:
+def _on_finish(state: RankState, _: Finish) -> Step:
     """Report the end of the training loop to the leader."""
     return state, (ToLeader(RankFinished(state.rank)),)
 
@@ -374,11 +374,11 @@ TABLE: Mapping[type, Callable[[RankState, Any], Step]] = {
     Take: _on_take,
     MicrobatchStarted: _on_started,
     MicrobatchFinished: _on_finished,
-    AskClose: _on_end_pass,
-    TimePass: _on_measured,
-    Hold: _on_completed,
-    Block: _on_failed,
-    Fail: _on_raise,
+    AskClose: _on_ask_close,
+    TimePass: _on_time_pass,
+    Hold: _on_hold,
+    Block: _on_block,
+    Fail: _on_fail,
     Save: _on_save,
-    Finish: _on_end,
+    Finish: _on_finish,
 }

@@ -36,9 +36,10 @@ class GradientBuffers:
         self._watch = BackwardWatch(self._params) if self.can_watch else None
 
     def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
-        """Add gradient to the buckets `into` only, from now on.
+        """Collect gradient in the buckets `into` only, from now on.
 
-        None: add to all; the pass is over.
+        The gradient of a parameter that is partly in `into` reaches the buffer at the next call
+        with another value. None: the pass is over; add what is pending, and collect in all buckets.
         """
         self._collector.collect_into(into)
 

@@ -2,8 +2,9 @@
 
 `pretrain` parses the arguments itself and then calls upstream's `pretrain`:
 
-- Without a launcher (no `RankContext`) it installs no seam: upstream trains. Only the default of
-  `--rerun-mode` differs, and on a machine without CUDA `cpu.py` is used.
+- Without a launcher (no `RankContext`) it installs no seam: upstream trains. Only the parsing
+  differs: `--rerun-mode` is `disabled`, the `--recover-*` flags are known, and bad arguments end
+  with code 2. On a machine without CUDA `cpu.py` is used.
 - With a launcher it installs the seams, lets upstream train, and makes all replicas end together.
 
 Steps, membership and data are decided elsewhere.
@@ -64,10 +65,12 @@ def pretrain(
 ) -> None:
     """Parse Megatron's arguments and train; recover from faults under `megatron-recover run`.
 
-    `configure(args)` returns the configuration for upstream's `pretrain`. All other parameters are
-    upstream's. Bad arguments end the process with exit code 2 and a message. Under
-    `megatron-recover run` this function always ends the process; docs/reference/exit_codes.md lists
-    the exit codes.
+    `configure(args)` returns the configuration for upstream's `pretrain`. `extra_args_provider` and
+    `args_defaults` are those of upstream's `parse_and_validate_args`, all others those of its
+    `pretrain`. `store` and `process_non_loss_data_func` are refused under the launcher. In the dry
+    run this function ends before training, with code 100. Bad arguments end the process with exit
+    code 2 and a message. Under `megatron-recover run` this function always ends the process;
+    docs/reference/exit_codes.md lists the exit codes.
     """
     context = rank_context()
     if context is not None:

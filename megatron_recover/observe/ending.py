@@ -73,7 +73,7 @@ ENDINGS: Mapping[int, Ending] = {
     ),
     ExitCode.POISONED_MICROBATCH: Ending(
         "computing one microbatch has ended two replicas; the message names the microbatch, and its samples where the command "
-        "line shows them",
+        "line shows them. Nothing is saved at the end",
         "look at those samples and at the errors in the logs of `RUN_DIR`, and correct the data or the code first: a resumed "
         "run computes the same microbatch again",
     ),

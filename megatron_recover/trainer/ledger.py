@@ -119,5 +119,9 @@ def _start(numbers: Sequence[float]) -> int:
 
 
 def count_tokens(rows: Tensor) -> Tensor:
-    """Return the tokens of all microbatches, as upstream counts them: a scalar of dtype int."""
+    """Return the tokens of all microbatches in the committed `rows` of this lane.
+
+    The result is a scalar of `torch.int`, as upstream's finalize expects. Upstream sums it over the
+    lanes.
+    """
     return rows[:, 0].sum().to(torch.int)

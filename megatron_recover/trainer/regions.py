@@ -44,9 +44,10 @@ class Regions(Protocol):
     """True if `watch` works: the trainer reduces buckets beside the backward."""
 
     def collect_into(self, into: tuple[BucketId, ...] | None) -> None:
-        """Direct gradient into these buckets only, from now on.
+        """Collect gradient in these buckets only, from now on.
 
-        None: the pass is over, and gradient goes into all buckets.
+        The gradient of a parameter that is cut by a bucket's border may reach the buffer only at
+        the next call with another value. None: the pass is over; collect in all buckets.
         """
 
     def watch(self, chunk: int, passed: Callable[[BucketId], None]) -> None:

@@ -32,7 +32,7 @@ def test_counting_waits_for_a_replica_at_work_is_caught(monkeypatch: pytest.Monk
 
 
 def test_asking_only_at_the_end_of_the_grace_who_was_at_work_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = coordinator._on_requested
+    original = coordinator._on_blocked
 
     def forgets(state: coordinator.CoordinatorState, request: ReplicaBlocked) -> coordinator.Step:
         state, effects = original(state, request)

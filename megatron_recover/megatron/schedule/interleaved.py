@@ -52,7 +52,7 @@ class ScheduleSlots:
         self._queue, self._num_stages, self._num_chunks, self._group_size = queue, num_stages, num_chunks, group_size
         self._slots: list[ScheduleSlot] = []
         self.tasks: list[Task] = []
-        """The microbatches of the pass known so far; `Slot.index` is an index into this list."""
+        """The microbatches of the pass known so far, in the order of `ScheduleSlot.index`."""
         self._num_in_group = 0
         self._has_ended = False
 
@@ -140,7 +140,10 @@ class InterleavedStage:
     # --- upstream's steps -------------------------------------------------------------------------
 
     def _forward(self, index: int) -> Any:
-        """Run the forward of slot `index`; return the output to send, or None."""
+        """Run the forward of slot `index`; return the output to send.
+
+        None: the slot is vacant, or its chunk is the last of the model.
+        """
         self._slots.prepare(index + 1)
         number, chunk = self._slots.at(index)
         if number is None:

@@ -108,7 +108,10 @@ def backed_votes(history: History, step: Step) -> Findings:
 
 
 def applied_as_committed(history: History, step: Step) -> Findings:
-    """Require that a rank applies what its leader has committed, with the same label."""
+    """Require that the leader of each rank that applied the step committed it, with the same label.
+
+    `CommittedIsApplied` finds an apply that is missing.
+    """
     for line, event in step.applied:
         commit = step.commits.get(event.replica)
         if commit is None:
