@@ -323,7 +323,7 @@ def test_blaming_who_reports_without_a_name_is_caught(monkeypatch: pytest.Monkey
     def itself(evidence: blame.Evidence, accuser: int, accused: Any) -> blame.Evidence:
         return original(evidence, accuser, accused or (accuser,))
 
-    monkeypatch.setattr(coordinator, "heard", itself)
+    monkeypatch.setattr(coordinator, "with_report", itself)
     caught(explore(microbatches=1, steps=1, broken=link(0, 1, "both")), 9)
 
 
@@ -438,7 +438,7 @@ def hand_on(monkeypatch: pytest.MonkeyPatch, forge: Callable[[replica.ReplicaSta
     def forged(state: replica.ReplicaState, before: frozenset[int], message: Any) -> tuple[replica.Effect, ...]:
         return original(state, before, forge(state, message) if state.replica == 1 else message)
 
-    monkeypatch.setattr(replica, "handed_on", forged)
+    monkeypatch.setattr(replica, "forwarded", forged)
 
 
 def test_handing_on_an_incomplete_word_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
