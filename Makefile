@@ -5,7 +5,7 @@ TIMED := tests/cluster
 SOURCES := megatron_recover patches scripts tests benchmarks setup.py
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test lint explore fuzz sweep gpu-test campaign bench clean
+.PHONY: help setup demo test coverage lint explore fuzz sweep gpu-test campaign bench clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -19,6 +19,10 @@ demo: setup      ## train on real text, kill real processes, prove that nothing 
 test: setup lint ## everything that CI runs
 	@$(PY) -m pytest -q -n 2 --dist worksteal tests $(TIMED:%=--ignore=%)
 	@$(PY) -m pytest -q $(TIMED)
+
+coverage: setup  ## branch coverage of the protocol by its own tests; fails below the floor (pyproject.toml)
+	@$(PY) -m coverage run -m pytest -q tests/core
+	@$(PY) -m coverage report
 
 lint: setup      ## ruff (rules and format), mypy --strict, the layer rule
 	@$(PY) -m ruff check $(SOURCES)
@@ -46,4 +50,4 @@ bench: setup     ## all benchmarks: a table, and bench.json
 	@$(PY) -m benchmarks.run
 
 clean:           ## remove .venv and caches, not run directories
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .coverage build *.egg-info .pytest_cache .mypy_cache .ruff_cache
