@@ -19,7 +19,9 @@ from megatron_recover.control_plane.coordinator_driver import announcements
 from megatron_recover.control_plane.encoding import Peer
 from megatron_recover.control_plane.wire import frame
 from megatron_recover.core import replica
+from megatron_recover.core.quota import balanced
 from megatron_recover.core.recovery import recover
+from megatron_recover.core.speed import learn, paces
 from megatron_recover.core.values import (
     Begun,
     Held,
@@ -105,6 +107,8 @@ class Job:
         return Work(f"train {step + 1}", MICROBATCHES, BUCKETS)
 
     def recover(self, statuses: list[Status]) -> None:
+        for function in (recover, learn, paces, balanced):
+            function.forget()  # a member computes each of them once in a recovery
         recover(statuses, 0, speeds=self.speeds, pipeline=SHAPE.pipeline)
 
 

@@ -83,7 +83,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     messages were read. Then the process ends."""
     sigkill_s: float
     """Longest wait of the agent for a killed process to take the signal. Then the launcher sets the
-    slot of the process aside."""
+    process aside."""
     follow_s: float
     """Longest wait of the coordinator for the members to enter a generation. Then the coordinator
     removes and kills the members that have not, if another has. A rank whose replica is broken
@@ -110,7 +110,8 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     blame_s: float
     """Longest wait of the coordinator for a committed step, from the first generation that was made
     without a loss. Then the coordinator removes the member that the evidence names. After as long
-    again, if two members accuse each other, the coordinator removes the one with the higher id."""
+    again, if there are two members and the evidence names neither, the coordinator removes the one
+    with the higher id."""
     finish_s: float
     """Longest wait of the coordinator for the last members to finish once one has. Then the
     coordinator removes and kills them."""
@@ -126,7 +127,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     end_s: float
     """Longest wait of the launcher for the ranks to end by themselves after a job that ended well.
     Then the launcher kills them. Also its longest wait for the kernel to take down a process that
-    took its SIGKILL. Then the launcher sets the slot of the process aside."""
+    took its SIGKILL. Then the launcher sets the process aside."""
     fork_s: float
     """Longest wait of the launcher for the fork server to start a rank. Then the run ends with code
     1."""
@@ -222,7 +223,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             oom_s=OOM_S,
             introduction_s=INTRODUCTION_S,
             beat_s=beat_s,
-            grace_s=0.2,
+            grace_s=0.25,
             silence_s=3 * beat_s,
             words_s=follow_s / 2,
             sigkill_s=_between(0.8, 0.3 * follow_s, 3.0),

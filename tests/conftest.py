@@ -11,6 +11,10 @@ from hypothesis import HealthCheck, settings
 
 from megatron_recover.config import describe_descriptors
 from megatron_recover.control_plane.wire import address_of
+from megatron_recover.core.quota import balanced
+from megatron_recover.core.recovery import recover
+from megatron_recover.core.speed import learn, paces
+from megatron_recover.core.vote import tally, voters_of
 from tests.stderr import StalledStderr
 
 # An example may take as long as the machine makes it, and so may its choice: the time limit of the test bounds both. A failing
@@ -21,6 +25,13 @@ settings.load_profile("project")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update", action="store_true", help="rewrite tests/core/transcripts with what the protocol does now")
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> None:
+    """No answer of a pure function outlives a test, which may have planted a bug below it (`core/memo.py`)."""
+    for function in (recover, learn, paces, voters_of, tally, balanced):
+        function.forget()
 
 
 @pytest.fixture

@@ -166,7 +166,8 @@ def _flush() -> None:
 def _say(text: str) -> None:
     """Print a line, unless that fails.
 
-    When the launcher is gone, its recorder closes all outputs at its own end.
+    When the launcher is gone, the recorder seals all outputs as it ends. A print then fails with
+    EPERM.
     """
     with contextlib.suppress(OSError):
         print(f"fork server: {text}", file=sys.stderr, flush=True)
@@ -289,7 +290,11 @@ def _become_rank(spawn: Spawn, output: int, handed_down: list[int], inherited: l
 
 
 def _run_script(argv: tuple[str, ...]) -> int:
-    """Run the script as `python SCRIPT ...` would; return its exit code."""
+    """Run the script as `__main__` in this process and return its exit code.
+
+    Threads and exit handlers are waited for only after exit code 0: after an error they may wait
+    for ranks that are gone.
+    """
     sys.argv = list(argv)
     sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
     try:

@@ -54,6 +54,8 @@ _POLL_S = 0.1
 A message, such as the report of a broken link, is followed by a look at once. Without any other
 sign a death is seen after half of this time on average (`agent.py`, Note [Seeing a death]).
 """
+_KILLED = 128
+"""Added to the number of a signal: the exit code of a run that was killed on request."""
 _CALLS_PRETRAIN = "called megatron_recover.megatron.pretrain; does it call Megatron's own instead?"
 
 
@@ -343,7 +345,7 @@ class Launcher:
     def _give_up(self, process: Undying) -> None:
         """Continue without the end of a process that SIGKILL does not end; do so once per process.
 
-        Its slot (replica, rank) must not be used again.
+        Its place (replica, rank) must not be used again.
         """
         if (process.replica, process.rank) in self._set_aside:
             return
@@ -404,6 +406,8 @@ class Launcher:
         self._node.fence(replica)
 
     def _end(self, exit_code: int, reason: str) -> None:
+        if self._ending is not None and self._ending[0] > _KILLED:
+            return  # everything is being killed on request, whatever the job does meanwhile
         self._ending = (exit_code, reason)
         began = self._membership.generation > 0
         self._end_by = self._loop.time() + (
@@ -430,7 +434,7 @@ class Launcher:
                 self._recording.says(f"{name}: the end was requested before; {at_once} kills everything at once")
             case Answer.KILL:
                 self._recording.says(f"{name} again: killing everything")
-                self._ending = (128 + number, f"killed on request ({name})")
+                self._ending = (_KILLED + number, f"killed on request ({name})")
                 self._end_by = 0.0
 
 

@@ -87,7 +87,10 @@ class Narrator:
                 self._push(seconds, line.strip(), is_ours=False)
 
     def is_writer(self, replica: int) -> bool:
-        """Return whether a replica is the writer, according to the events so far."""
+        """Return whether a replica is the writer, according to the newest event taken.
+
+        That event may not be shown yet. Before the first generation the roster is all replicas.
+        """
         return replica == min(self._roster, default=replica)
 
     def tell(self, until: float = float("inf")) -> None:

@@ -22,8 +22,8 @@ looks comes on top.
 
 Note [Emptied]. A program that opens /dev/stderr for writing and not for appending (`echo >
 /dev/stderr`) empties the file behind it, as with every file. A seal (F_SEAL_SHRINK) would forbid
-that, but then the open would fail with EPERM. So nothing is sealed; the emptying is noticed and
-reported.
+that, but then the open would fail with EPERM. So nothing is sealed while the run lasts; the
+emptying is noticed and reported.
 
 The file begins with one byte 0. A program that prints into an emptied file puts another byte there.
 The recorder then keeps that byte in the ledger and makes it 0 again. Positions of an output never
@@ -105,8 +105,9 @@ EMPTIED_NOTE = (
 def file_limit_mistake() -> str | None:
     """Return why the limit on the size of files (`ulimit -f`) is too small for a run.
 
-    The text includes the remedy. None if the limit is large enough. The kernel applies it to
-    everything that a process has printed into its output, which is never cut.
+    The text includes the remedy. None if the limit is large enough. The kernel counts
+    all that a process ever prints: memory of what was copied is given back, and the file keeps its
+    size.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if soft == resource.RLIM_INFINITY or soft >= _LEAST_FILE_BYTES:

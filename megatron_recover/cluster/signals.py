@@ -51,12 +51,12 @@ class EndRequest:
     def take(self, number: int, *, at_terminal: bool) -> Answer:
         """Count one signal and return what to do.
 
-        The first signal is END, the second Ctrl-C is KILL, all others are KNOWN. `at_terminal`: a
-        SIGINT now is a Ctrl-C (Note [One request]).
+        The first signal is END, each Ctrl-C from the second on is KILL, all others are KNOWN.
+        `at_terminal`: a SIGINT now is a Ctrl-C (Note [One request]).
         """
         if number == signal.SIGINT and at_terminal:
             self._num_ctrl_c += 1
-            if self._num_ctrl_c == 2:
+            if self._num_ctrl_c > 1:
                 return Answer.KILL
         if self._is_made:
             return Answer.KNOWN

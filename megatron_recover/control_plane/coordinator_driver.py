@@ -104,7 +104,10 @@ class CoordinatorDriver:
         self._step(machine.ReplicaLost(loss))
 
     def failing(self, failing: values.ReplicaFailing) -> None:
-        """Feed the machine the agent's observation to which the loss that follows is charged."""
+        """Feed the machine the microbatches that the agent found in work (a crash or a hang).
+
+        Call it before `lost`: that loss is charged to them.
+        """
         self._step(failing)
 
     def at_work(self, replicas: tuple[int, ...]) -> None:

@@ -315,7 +315,10 @@ def hang_limit_s(state: DetectorState, phase: Phase) -> float | None:
 
 
 def stop_limit_s(state: DetectorState) -> float:
-    """Return the seconds after which a stopped process is condemned, or a traced one is named."""
+    """Return the seconds after which a stopped or traced process is named.
+
+    The replica of a stopped one may then be condemned (Note [Who may be fenced for a hang]).
+    """
     return max(state.limits.stopped_s, STOP_STEPS * (typical_step_s(state) or 0.0))
 
 
@@ -378,7 +381,9 @@ def _place(progress: Progress) -> tuple[int, bool]:
 def _watch(before: Watched | None, sight: Sight, gap_s: float, counted_s: float, *, is_kept: bool) -> Watched | None:
     """Return what is known about a rank after a look; None until its page was seen whole.
 
-    `gap_s`: seconds since the look before. `counted_s`: the same, or 0 if a tracer holds a rank.
+    `gap_s`: seconds since the look before, at most `Limits.gap_s`; 0 at the first look.
+    `counted_s`: the same, or 0 if a tracer holds a rank of the replica. A page that shows something
+    new ends the rank's silence and all that was counted in it.
     """
     progress = sight.progress
     if before is None:

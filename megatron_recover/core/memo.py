@@ -11,22 +11,27 @@ from collections.abc import Callable
 from typing import Any
 
 
-def newest_kept[**Arguments, Answer](function: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
-    """Return the pure `function` with a memory of its newest arguments and answer.
+class newest_kept[**Arguments, Answer]:  # noqa: N801 - used as a decorator
+    """A pure function with a memory of its newest arguments and answer. Any thread may call it.
 
     Arguments are compared by equality, and must not be changed after the call. No call hashes them,
     as `functools.lru_cache` would: for the statuses of thousands of members that takes longer than
-    the comparison. Any thread may call the function.
+    the comparison.
     """
-    newest: tuple[Any, Any, Any] | None = None
 
-    @functools.wraps(function)
-    def answer(*args: Arguments.args, **named: Arguments.kwargs) -> Answer:
-        nonlocal newest
-        kept = newest  # one read: another thread may replace it meanwhile
+    def __init__(self, function: Callable[Arguments, Answer]) -> None:
+        self._function = function
+        self._newest: tuple[Any, Any, Any] | None = None
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Arguments.args, **named: Arguments.kwargs) -> Answer:
+        """Return the answer of the function."""
+        kept = self._newest  # one read: another thread may replace it meanwhile
         if kept is None or kept[:2] != (args, named):
-            newest = kept = (args, named, function(*args, **named))
-        found: Answer = kept[2]
-        return found
+            self._newest = kept = (args, named, self._function(*args, **named))
+        answer: Answer = kept[2]
+        return answer
 
-    return answer
+    def forget(self) -> None:
+        """Drop what is kept, as after a change of what the function calls (tests, benchmarks)."""
+        self._newest = None

@@ -1,9 +1,10 @@
 """The values of the protocol: everything that its machines receive, store and send.
 
-Every value is immutable and hashable. So a state of the protocol can be compared, kept in a set by
-the explorer, and sent over a wire as it is. This module knows no torch, clock, socket or thread.
+Every value of this module is immutable and hashable. So a state of the protocol can be compared,
+kept in a set by the explorer, and sent over a wire as it is. This module knows no torch, clock,
+socket or thread.
 
-Words (docs/design/architecture.md has all of them):
+Words (docs/design/glossary.md has all of them):
 
 replica
     One complete copy of the model on its own ranks. Rank 0 is also its *leader*: it exchanges
@@ -63,7 +64,10 @@ MicrobatchId = int
 
 
 class Value(msgspec.Struct, frozen=True, tag=True):
-    """Base class of all values: immutable, hashable, tagged with its class name on the wire."""
+    """Base class of the values of `core/`: immutable, tagged with its class name on the wire.
+
+    A value is hashable if all of its fields are.
+    """
 
 
 class Pipeline(Value, frozen=True):

@@ -265,7 +265,7 @@ def _abort(communicator: Any, in_use: list[Tensor]) -> None:
 def load() -> ModuleType:
     """Return the nccl4py binding. Raises ValueError without CUDA or nccl4py."""
     if not torch.cuda.is_available():
-        raise ValueError("--recover-transport nccl needs a CUDA device and torch sees none; use direct or auto")
+        raise ValueError("--recover-transport nccl needs a CUDA device and torch sees none; use direct")
     try:
         import nccl.core as nccl
     except ImportError as error:

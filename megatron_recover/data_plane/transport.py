@@ -122,7 +122,7 @@ class DeadlineExceeded(TransportError):
     stalled = True
 
     def __init__(self, part: CallPart, peers: Sequence[int], limit_s: float) -> None:
-        whom = f"replicas {sorted(peers)}" if peers else "replicas that cannot be named"
+        whom = f"replicas {sorted(peers)}" if peers else "replicas that cannot be named: all that were probed answered"
         super().__init__(f"{_FOR_WHAT[part].format(limit=figure(limit_s), whom=whom)} ({part.value})")
         self.part = part
         self.peers = tuple(sorted(peers))

@@ -30,8 +30,12 @@ def opened(path: Path) -> Iterator[IO[str]]:
         yield file
 
 
-def is_held(file: IO[str], patience_s: float) -> bool:
-    """Wait up to `patience_s` seconds for the lock of an opened file. Return whether it is held."""
+def acquired(file: IO[str], patience_s: float) -> bool:
+    """Take the lock of an opened file; wait up to `patience_s` seconds for another holder.
+
+    Return whether this process holds the lock now. Closing the file releases it. Raises OSError
+    where the file system has no locks.
+    """
     give_up_at = time.monotonic() + patience_s
     while True:
         try:

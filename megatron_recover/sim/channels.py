@@ -37,7 +37,11 @@ def link(one: ReplicaId, other: ReplicaId, ways: Ways) -> Channels:
 
 
 def completes(operation: Operation, me: ReplicaId, broken: Channels) -> bool:
-    """Return whether a member of an operation gets its result when all members take part."""
+    """Return whether `me` gets its result when all members take part.
+
+    Of a transfer, if the channel from its source works. Of a sum, if all channels between members
+    work: one broken channel denies the result to all.
+    """
     if operation.source is not None:
         return (operation.source, me) not in broken
     return not any((one, other) in broken for one in operation.members for other in operation.members)

@@ -58,8 +58,8 @@ class Fenced(Event, frozen=True, kw_only=True):
 class SetAside(Event, frozen=True, kw_only=True):
     """Agent: a rank does not end although it was killed.
 
-    Nothing waits for the rank, and its slot is not used again. The rank can have no further effect:
-    its replica is in no roster, and it ends before it runs another instruction.
+    No decision waits for the rank. It runs no more code of its own, and its replica is in no
+    roster. Until its process ends, the rank keeps its file locks, its memory and its device.
     """
 
     replica: int

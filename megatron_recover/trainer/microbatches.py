@@ -58,8 +58,7 @@ class Microbatches:
         self._reduction, self._step, self._forward_only, self._num_chunks = reduction, step, forward_only, num_chunks
         self._enter, self._record, self._faults, self._journal = enter, record, faults, journal
         self._current: Task | None = None
-        """Task of the newest forward or backward. None before the first forward of a step, after a
-        finished backward (in evaluation: forward) and after the pass."""
+        """Task of the forward or backward that runs; None between two of them."""
         self.num_passes = 0
         """Passes of the step that have begun."""
         self._of_pass: list[int] = []

@@ -29,7 +29,7 @@ def test_any_signals_in_any_order_are_one_request_and_only_a_second_ctrl_c_kills
     for index, (number, at_terminal) in enumerate(received):
         is_ctrl_c = number == signal.SIGINT and at_terminal
         num_ctrl_c += is_ctrl_c
-        expected = Answer.KILL if is_ctrl_c and num_ctrl_c == 2 else Answer.END if index == 0 else Answer.KNOWN
+        expected = Answer.KILL if is_ctrl_c and num_ctrl_c > 1 else Answer.END if index == 0 else Answer.KNOWN
         assert request.take(number, at_terminal=at_terminal) is expected
         assert request.is_made
 

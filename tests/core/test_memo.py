@@ -15,6 +15,8 @@ def test_the_newest_answer_is_kept_and_no_other() -> None:
 
     assert [total((1, 2)), total((1, 2)), total((1, 2), factor=2), total((1, 2), factor=2), total((1, 2))] == [3, 3, 6, 6, 3]
     assert computed == [((1, 2), 1), ((1, 2), 2), ((1, 2), 1)]
+    total.forget()
+    assert total((1, 2)) == 3 and len(computed) == 4
 
 
 def test_an_answer_of_none_is_kept_too() -> None:

@@ -17,7 +17,6 @@ from tests.data_plane.ranks import DEADLINE_S, Fault, ranks
 from tests.data_plane.survival import check_failed_call, survive
 
 KIB, MIB = 1 << 10, 1 << 20
-"""Of an operation. No cell may need it: survivors end by a broken connection or by the revoke."""
 INSTANTS = ("before", "begin", "sent", "middle", "end")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 

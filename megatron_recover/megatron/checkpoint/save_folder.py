@@ -86,7 +86,7 @@ class SaveFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with lock_file.opened(self.path / _LOCK) as file:
-            if not lock_file.is_held(file, self._lock_s):
+            if not lock_file.acquired(file, self._lock_s):
                 raise TimeoutError(f"another writer holds {self.path / _LOCK}; does another job save there?")
             yield
 

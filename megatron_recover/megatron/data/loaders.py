@@ -172,18 +172,25 @@ def building_cache(directory: Path, patience_s: float) -> Iterator[None]:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / ".building.lock"
     with lock_file.opened(path) as lock:
-        if lock_file.is_held(lock, patience_s):
-            lock.truncate(0)
-            print(f"pid {os.getpid()}", file=lock, flush=True)
-        else:
-            holder = lock.read().strip() or "another process"
-            print(f"{holder} has held {path} for {figure(patience_s)} s: building the index without the lock", file=sys.stderr)
+        try:
+            if lock_file.acquired(lock, patience_s):
+                lock.truncate(0)
+                print(f"pid {os.getpid()}", file=lock, flush=True)
+            else:
+                holder = lock.read().strip() or "another process"
+                _build_unlocked(f"{holder} has held {path} for {figure(patience_s)} s")
+        except OSError as error:  # a file system without locks, or a full one
+            _build_unlocked(f"{path} cannot be locked ({error.strerror})")
         save = numpy.save
         numpy.save = _atomic(save)
         try:
             yield
         finally:
             numpy.save = save
+
+
+def _build_unlocked(why: str) -> None:
+    print(f"{why}: building the index without the lock", file=sys.stderr)
 
 
 def _atomic(save: Callable[..., None]) -> Callable[..., None]:

@@ -215,6 +215,8 @@ def refusals(args: Namespace, *, lanes: int) -> list[str]:
             if refusal.when(judged):
                 found.append(f"{refusal.flag} is not supported with replicas: {refusal.because}; {refusal.instead}")
         except AttributeError as error:
+            if error.obj is not judged:  # a defect of ours
+                raise
             found.append(
                 f"{refusal.flag} cannot be judged: the installed Megatron has no argument `{error.name}`; "
                 "see docs/how_to/move_to_another_megatron.md"

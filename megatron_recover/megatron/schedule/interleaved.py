@@ -190,7 +190,11 @@ class InterleavedStage:
         self._upstream.release(output)
 
     def _pass_back(self, index: int, gradient: Any, *, overlap: bool) -> None:
-        """Send the gradient of backward slot `index`; receive the gradient for a later backward."""
+        """Send the gradient of backward slot `index`; begin to receive that of a later backward.
+
+        Without `overlap` both are complete on return. `gradient` is None for a vacant slot and for
+        the first chunk of the model.
+        """
         from_last = self._comes(index, self._link.is_pp_last_stage)
         answer = self._link.send_backward_recv_backward(
             gradient, recv_next=from_last is not None, tensor_shape=self._shape, overlap_p2p_comm=overlap

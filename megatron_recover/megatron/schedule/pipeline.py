@@ -10,8 +10,9 @@ Note [When the end must be known]
     Upstream computes two things from the number of microbatches: how many warm-up forwards there
     are, and which iteration is the last. Here one question to the queue replaces both: is there
     another microbatch? It is asked as late as possible: before a stage receives the input of its
-    next forward. In the steady state that is after the backward of the microbatch before. So work
-    that arrives until then extends the steady state and costs no bubble.
+    next forward. In the steady state that is after the backward of the microbatch before. The end
+    is requested one forward earlier (`Queue.prepare`). So work that arrives until then extends the
+    steady state and costs no bubble.
 
 Note [Divisor]
     In upstream `num_microbatches` has two uses: the length of the schedule, and the divisor of the
@@ -40,9 +41,10 @@ class Queue(Protocol):
     """The source of a pass's microbatches, equal and in equal order on all ranks of a replica."""
 
     def prepare(self) -> None:
-        """Request what the answer of `next` depends on, so that `next` need not wait.
+        """Request the end of the pass, if no further microbatch is known.
 
-        Called one forward before `next`.
+        Call it one forward before `next`. Earlier would exclude microbatches that are still being
+        dealt; later would make `next` wait.
         """
 
     def next(self) -> Task | None:

@@ -116,9 +116,9 @@ class Timeline:
 
     @property
     def rank_limit(self) -> int | None:
-        """Return the first rank of a replica that was left out with all higher ranks, or None.
+        """Return the rank from which on events were not kept, for want of memory; None: all were.
 
-        Ranks that faults struck are kept.
+        The limit is the same for all replicas. Ranks that faults struck are kept.
         """
         return self._details.rank_limit
 

@@ -75,7 +75,10 @@ def counted_as_told(history: History, step: Step) -> Findings:
 
 
 class HeldAsPlanned(Rule):
-    """A rule: a rank holds only sums and transfers that its plan asks for."""
+    """A rule: only sums and transfers that the replica's plan of that generation asks for arrive.
+
+    They are judged whether they are held or not; `Fencing` judges their versions.
+    """
 
     def __init__(self, history: History, gaps: Gaps) -> None:
         super().__init__(history, gaps)

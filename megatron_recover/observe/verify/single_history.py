@@ -44,7 +44,8 @@ class SingleHistory(Rule):
 
     - A generation has one roster, and a step one label and one M.
     - Generations and checkpoints only advance.
-    - A lost replica never returns, and no replica leaves without a loss.
+    - A lost replica never returns. No replica leaves a roster without a loss, except one that has
+      committed the last step.
     """
 
     needs = "faults"

@@ -178,7 +178,10 @@ class TakeUp(Value, frozen=True):
 
 
 class AskClose(Value, frozen=True):
-    """Rank 0 begins the last forward it knows of. Left to chance only if `Threads.passes_last`."""
+    """Rank 0 asks for the end of its pass; its gradient has all known microbatches by then.
+
+    Unless `Threads.passes_last`, this follows `Take` at once.
+    """
 
 
 class Complete(Value, frozen=True):

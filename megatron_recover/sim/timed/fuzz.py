@@ -70,7 +70,7 @@ class RandomJob(TimedJob):
             steps=dice.randint(1, 4), buckets=dice.randint(1, 2), seed=seed,
         )  # fmt: skip
         timers_s = {
-            "follow_s": 3.0, "finish_s": 20.0, "save_s": dice.choice((5.0, 60.0)), "grace_s": 0.2,
+            "follow_s": 3.0, "finish_s": 20.0, "save_s": dice.choice((5.0, 60.0)), "grace_s": 0.25,
             "deadline_s": 600.0, "blame_s": 15.0, "start_s": math.inf,
         }  # fmt: skip
         super().__init__(
