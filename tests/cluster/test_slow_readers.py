@@ -18,7 +18,7 @@ from tests.cluster.running import Running
 
 pytestmark = pytest.mark.timeout(240)
 
-DEADLINES = {**sums(1.5), "stall_s": 2.0, "blame_s": 3.0, "finish_s": 10.0, "follow_s": 5.0}
+DEADLINES = {**sums(1.5), "stall_s": 2.0, "blame_s": 3.0, "finish_s": 10.0, "follow_s": 2.0}
 NUM_SUMS = 6
 """So many run out before the data comes: more than twice what used to end the reader."""
 Start = Callable[..., Running]
@@ -76,7 +76,7 @@ def test_a_reader_that_is_killed_is_a_loss_at_once(start: Start) -> None:
 
 
 def test_a_reader_whose_data_never_comes_is_ended_after_the_deadline(start: Start) -> None:
-    job = start(deadline_s=30.0)
+    job = start(deadline_s=20.0)
     outcome = job.end(120.0)
     outcome.assert_finished([0, 2])
     [lost] = [lost for event in outcome.of(trace.Generation) for lost in event.losses]
