@@ -58,7 +58,7 @@ _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def is_hopeless(sock: socket.socket) -> bool:
-    """Return whether a connection has ended, or begins with bytes that no peer sends.
+    """Return whether a connection has ended without a byte, or begins as no peer does.
 
     The caller then needs no `Acceptor` for it.
     """

@@ -58,9 +58,9 @@ class _Log:
         return max(0, ledger.end(number, self._output) - done)
 
     def copy(self) -> bool:
-        """Append a chunk to the log. Return whether there is more.
+        """Append a chunk to the log. Return whether to call again at once.
 
-        Raises OSError; the log is then as if this had not been tried.
+        Raises OSError; a regular log is then cut to its size before, now or at the next call.
         """
         ledger, number, output = self._ledger, self.number, self._output
         if self._file is None:

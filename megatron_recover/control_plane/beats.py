@@ -33,7 +33,7 @@ _STATES = {
 
 
 class CoordinatorWatch:
-    """A leader's watch over its coordinator. Everything runs in the loop's thread."""
+    """A leader's watch over its coordinator. All calls are made in the loop's thread."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class CoordinatorWatch:
 
 
 class LeaderWatch:
-    """The coordinator's watch over its leaders. Everything runs in the loop's thread."""
+    """The coordinator's watch over its leaders. All calls are made in the loop's thread."""
 
     def __init__(
         self, *, loop: Loop, deadlines: Deadlines, beat: Callable[[], Beat], record: Callable[[trace.Event], None]

@@ -40,7 +40,11 @@ class InWork:
         return self._unique((*self._behind(), microbatch))
 
     def ended(self, microbatch: MicrobatchId) -> tuple[MicrobatchId, ...]:
-        """Return the microbatches still in work when the host has finished its part of one."""
+        """Note that the host has issued a forward or backward of `microbatch`.
+
+        Return the microbatches that the device still works on: on a GPU usually this one too, on a
+        CPU none.
+        """
         if self._mark is not None:
             self._enqueued.append((microbatch, self._mark()))
         return self._unique(self._behind())

@@ -141,7 +141,7 @@ class MegatronPass:
         return [length, self._arguments["micro_batch_size"], self.config.hidden_size]
 
     def shapes(self) -> tuple[list[Any], list[Any]]:
-        """Return the shapes that a stage with one chunk receives and the shapes that it sends."""
+        """Return the shapes that a stage with one chunk receives and sends in a forward."""
         shapes = schedules.get_tensor_shapes(
             seq_length=self._arguments["seq_length"], micro_batch_size=self._arguments["micro_batch_size"],
             decoder_seq_length=self._arguments.get("decoder_seq_length"), config=self.config,

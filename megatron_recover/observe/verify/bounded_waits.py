@@ -21,9 +21,11 @@ NEVER_ALONE = (
 def honest_end(history: History, gaps: Gaps) -> Findings:
     """Require that the exit code agrees with the trace.
 
-    - A run that was stopping ends with the exit code of `stopping`, unless it was killed.
-    - A code of `NEVER_ALONE` comes with `stopping`, and `DIVERGED` with votes that differ.
-    - With code 0 every planned step is committed, and every survivor has committed the last step.
+    - A run that was stopping ends with the exit code of a `stopping`, unless it was killed.
+    - A code of `NEVER_ALONE` comes with `stopping`, and `DIVERGED` with a `disagreed` event.
+    - With code 0 no step after the last committed one was planned, and every survivor has committed
+      the last step.
+    - Steps and codes that gaps of the trace may explain are not judged.
     """
     found = history.of(trace.RunFinished)
     if not found:
