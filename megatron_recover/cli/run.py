@@ -224,7 +224,10 @@ def _ended(launcher: Launcher, job: Job, exit_code: int, *, existed: bool) -> in
 
 
 def _discard(run_dir: Path, *, existed: bool) -> None:
-    """Restore the folder as it was: nothing was trained, and the same command needs it free."""
+    """Empty the run directory, and remove it if this command made it; parents stay.
+
+    Nothing was trained, and the same command needs the folder free.
+    """
     _empty(run_dir)
     if not existed:
         run_dir.rmdir()

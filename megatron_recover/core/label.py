@@ -61,7 +61,11 @@ class Label(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def label_of(text: str) -> Label:
-    """Return the label of a text. A malformed text becomes an evaluation of iteration -1."""
+    """Return the label of a text.
+
+    A text of another form becomes kind `EVALUATE`, iteration -1; `give up` is kept. Whether the
+    kind has a number is not checked.
+    """
     rest = text.removeprefix(_GIVE_UP)
     kind, _, name = rest.partition(" ")
     iteration, slash, number = name.partition("/")

@@ -107,13 +107,17 @@ class Strangers(Event, frozen=True, kw_only=True):
 
 
 class Waiting(Event, frozen=True, kw_only=True):
-    """Coordinator: the run waits until one of these replicas answers or ends."""
+    """Coordinator: the run waits for these replicas.
+
+    Without `limit_s` until one of them answers or ends, or the run ends. With it they are at work,
+    and waits for them are excused until a step is committed, a replica is lost, or the time is
+    over.
+    """
 
     replicas: tuple[int, ...]
     reason: str
     limit_s: float | None = None
-    """Seconds for which the wait is excused at most, all such waits together; None: until one of
-    them answers or ends.
+    """Seconds for which the wait is excused at most, all such waits together.
 
     After that the members that keep others waiting are judged, unless a step is committed or a
     replica is lost before. Judging takes more time.

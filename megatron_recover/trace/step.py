@@ -43,7 +43,7 @@ class Compute(Part, frozen=True, kw_only=True):
 class Contribution(Part, frozen=True, kw_only=True):
     """Microbatches that are, or will be, in the local gradient of these buckets.
 
-    A bucket is in one contribution at most.
+    In a status, a bucket is in one contribution at most.
     """
 
     buckets: tuple[int, ...]

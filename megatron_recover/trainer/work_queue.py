@@ -26,9 +26,10 @@ class Task(NamedTuple):
 
 
 class WorkQueue:
-    """The microbatches of one pass.
+    """The microbatches of one pass that are not taken yet.
 
-    They come from the plan that opens the pass and from every plan that arrives before `Close`.
+    They come from the plan that opens the pass, and from each plan before `Close` in the stream of
+    orders. A plan is read only when no microbatch waits.
     """
 
     def __init__(self, driver: Driver, plan: Plan, extended: Callable[[Plan], None] = lambda plan: None) -> None:

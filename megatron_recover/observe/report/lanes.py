@@ -201,9 +201,10 @@ def _bar(x: charts.Scale, span: Span, wide: float = WIDE) -> Bar:
 
 
 def _marks(history: History, episode: Episode, x: charts.Scale) -> tuple[charts.Mark, ...]:
-    """Return the lines through all lanes.
+    """Return the vertical lines of the drawn period.
 
-    These are the fault, generations, waits, and the first commit of the step, which decides.
+    These are the first fault and the generations of the episode, the first commit of its step, from
+    which on the result is fixed, and the waits of the run.
     """
     found = [(episode.fault, "fault", "the fault")]
     found += [(one.t, f"generation {one.generation}", one.reason) for one in episode.generations]

@@ -32,7 +32,10 @@ class Course(Value, frozen=True):
     """Value of `trained` whose state this rank's replica has to save now; None: nothing to save."""
 
     def after(self, record: Record, *, is_writer: bool) -> Course:
-        """Return the course after a record is applied. `is_writer`: this rank's replica saves."""
+        """Return the course after a record is applied.
+
+        `is_writer`: this rank's replica is the writer of the record's roster.
+        """
         kind = label_of(record.label).kind
         course = replace(self, leaves=self.leaves or exit_code(record.requests) != ExitCode.OK)
         if record.gives_up:
