@@ -486,19 +486,24 @@ class ReplicaDriver:
         return digest(record)
 
     def _record_disagreement(self, report: values.Diverged) -> None:
-        """Record this replica's own vote if votes differ: the votes carry only digests."""
-        voted = self._voted
-        if voted is None or (voted.record.step, voted.generation) != (report.step, report.generation):
-            return
+        """Record what members disagree on, with this replica's own vote: votes carry only digests.
+
+        Without a vote they disagree on what the step is.
+        """
+        voted, work = self._voted, self._state.work
+        label, digest, versions, state_digest = work.label if work else "", "", (), None
+        if voted is not None and (voted.record.step, voted.generation) == (report.step, report.generation):
+            label, digest = voted.record.label, self._vote_digest.hex()
+            versions, state_digest = _results(voted.record), _hex(voted.record.state_digest)
         self._record(
             trace.Disagreed(
                 replica=report.replica,
                 generation=report.generation,
                 step=report.step,
-                label=voted.record.label,
-                digest=self._vote_digest.hex(),
-                versions=_results(voted.record),
-                state_digest=_hex(voted.record.state_digest),
+                label=label,
+                digest=digest,
+                versions=versions,
+                state_digest=state_digest,
                 reason=report.reason,
             )  # fmt: skip
         )

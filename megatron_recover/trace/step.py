@@ -243,7 +243,8 @@ class Voted(Event, frozen=True, kw_only=True):
 class Disagreed(Event, frozen=True, kw_only=True):
     """Leader: members voted for different records, and this is the record of its own replica.
 
-    The event allows a comparison of the records.
+    The event allows a comparison of the records. Members may also disagree on what the step is.
+    Then there is no vote, and `digest` is empty.
     """
 
     replica: int

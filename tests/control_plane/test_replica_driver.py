@@ -335,6 +335,19 @@ def test_members_that_vote_differently_leave_their_own_records_in_the_trace(lead
     )  # fmt: skip
 
 
+def test_members_that_would_do_different_steps_say_so_in_the_trace_without_a_vote(lead: Lead) -> None:
+    """`check` accuses a run that ends with code 12 and has no `disagreed`."""
+    leading = lead().heard()
+    leading.speak(replace(status(), work=replace(WORK, num_microbatches=WORK.num_microbatches + 1)))
+    leading.member.begin(WORK)
+    leading.coordinator.wait(lambda: leading.coordinator.received)
+    [report] = leading.coordinator.received
+    assert isinstance(report, Diverged)
+    [found] = [event for event in leading.events if isinstance(event, trace.Disagreed)]
+    assert (found.replica, found.step, found.label, found.digest, found.versions) == (0, 0, "train 1", "", ())
+    assert found.reason == report.reason
+
+
 def test_a_committed_record_is_digested_for_the_vote_and_not_again(lead: Lead, monkeypatch: pytest.MonkeyPatch) -> None:
     leading = lead().heard()
     leading.speak(status())
