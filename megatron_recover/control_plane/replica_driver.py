@@ -491,7 +491,8 @@ class ReplicaDriver:
         Without a vote they disagree on what the step is.
         """
         voted, work = self._voted, self._state.work
-        label, digest, versions, state_digest = work.label if work else "", "", (), None
+        label, digest, state_digest = work.label if work else "", "", None
+        versions: tuple[trace.Result, ...] = ()
         if voted is not None and (voted.record.step, voted.generation) == (report.step, report.generation):
             label, digest = voted.record.label, self._vote_digest.hex()
             versions, state_digest = _results(voted.record), _hex(voted.record.state_digest)
