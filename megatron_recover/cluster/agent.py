@@ -266,9 +266,9 @@ class Agent:
         return is_stopped
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `poll` has something to report.
+        """Return a descriptor that is readable while something of the fork server is unread.
 
-        `poll` may see a dying process even earlier.
+        `poll` may see a dying process earlier, and also returns ends that `spawn` has read already.
         """
         return self._control.fileno()
 
@@ -397,9 +397,10 @@ class Agent:
         return sum(not each.confirmed for each in self._processes.values())
 
     def close(self) -> list[Undying]:
-        """Kill every rank and end the fork server; return the processes that did not end in time.
+        """Kill every rank and end the fork server; return the processes that are still there then.
 
-        Each of three waits takes at most `Deadlines.close_s`.
+        Three waits take at most `Deadlines.close_s` each: for the server, for it again after
+        SIGKILL, and for all ranks together. A rank that `undying` lists is not waited for.
         """
         for replica in {each.replica for each in self._processes.values()}:
             self.fence(replica)

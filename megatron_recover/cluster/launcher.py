@@ -462,9 +462,9 @@ def raise_descriptor_limit() -> None:
 
 
 def _environment_of_workers(environment: dict[str, str]) -> dict[str, str]:
-    """Return the user's environment with defaults for many ranks on one machine.
+    """Return the user's environment with defaults for ranks that are all on this machine.
 
-    A variable that the user has set keeps the user's value.
+    By default a rank has one OpenMP thread, and gloo listens on the loopback interface only.
     """
     # All ranks of a job are on this machine. By default gloo would listen on the address of the
     # host name, where remote hosts can connect.

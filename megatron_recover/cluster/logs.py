@@ -247,9 +247,10 @@ class Outputs:
         self.writer.add(number, output, is_shown=shown_of is not None)
 
     def make_room(self) -> None:
-        """Drop output that has no room in memory, and measure how fast the memory fills.
+        """Free the oldest output beyond the limit, and measure how fast processes print.
 
-        Call it once a turn: calls that follow each other at once would measure nothing.
+        A call begins a turn: `look` drops what replicas other than the writer printed before the
+        last one. Calls that follow each other at once would measure nothing.
         """
         self._drop()
         now, ends = time.monotonic(), {number: self._ledger.end(number, output) for number, output in self._outputs.items()}

@@ -26,7 +26,7 @@ class ProcessEnd(msgspec.Struct, frozen=True):
 
     @property
     def cause(self) -> str:
-        """Return the cause in words, such as `SIGKILL` or `exit code 1`."""
+        """Return `status` in words, such as `SIGKILL` or `exit code 1`."""
         return cause_of(self.status)
 
 

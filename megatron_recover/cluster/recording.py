@@ -72,9 +72,10 @@ class Recording:
     """The trace and the console of one run, as the launcher sees them. One thread uses it."""
 
     def __init__(self, job: Job, started_at: float, *, quiet: bool = False, deadlines: Deadlines | None = None) -> None:
-        """Create the empty trace and start a recorder.
+        """Create the trace, unless it is a FIFO, and start a recorder.
 
-        Raises OSError if the folder accepts no trace.
+        A start that fails is tried again by `poll`. Raises OSError if the folder accepts no trace,
+        or a ring, an output or a ledger cannot be created.
         """
         self._job, self._quiet = job, quiet
         self._deadlines = deadlines or job.config.deadlines

@@ -28,9 +28,9 @@ class Thawing:
     def due(self) -> list[tuple[int, int]]:
         """Return the ranks (replica, rank) whose event has come.
 
-        A rank is in the result until `done` is called for it, since its SIGSTOP may still be on its
-        way. A trace that cannot be read any more ends no freeze: the other replicas then have the
-        frozen one fenced, as if its freeze had no end.
+        A rank stays in the result until `done` is called for it or its replica is fenced, since its
+        SIGSTOP may still be on its way. A trace that cannot be read any more adds no rank: the
+        other replicas then have the frozen one fenced, as if its freeze had no end.
         """
         try:
             for line in self._tail.lines() if self._tail is not None else ():

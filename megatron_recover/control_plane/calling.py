@@ -68,7 +68,10 @@ class OutgoingLink(Link):
             self._advance()
 
     def receive(self) -> Iterator[Message]:
-        """Yield every complete message that was read. Raises `LinkClosed`."""
+        """Read what has arrived, and yield every complete message. Raises `LinkClosed`.
+
+        Until the peer has welcomed this end, continue the handshake instead, and yield nothing.
+        """
         if self.proven:
             yield from super().receive()
         else:

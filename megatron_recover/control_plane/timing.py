@@ -80,7 +80,7 @@ class RecoveryClock:
         self._reached("reduce", generation)
 
     def committed(self, generation: int, step: int) -> None:
-        """Note that the step is committed here. A record adopted for an earlier step is ignored."""
+        """Note that a step is committed here. Any step but the one that is recovered is ignored."""
         if step == self._step:
             self._reached("commit", generation)
 

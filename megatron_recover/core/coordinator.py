@@ -469,7 +469,7 @@ def _finish(state: CoordinatorState) -> Step:
 
 
 def _on_exit_asked(state: CoordinatorState, asked: ExitAsked) -> Step:
-    """Make a generation whose members all request the exit in their votes."""
+    """Make one generation whose members all vote for the exit; before any, end the job."""
     if not state.generation:
         return _end(state, ExitCode.INTERRUPTED, f"{asked.reason} before training began")
     request = exit_for(asked.reason)

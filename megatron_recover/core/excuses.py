@@ -64,6 +64,9 @@ def with_waits(state: CoordinatorState) -> CoordinatorState:
 
 
 def at_work_for_too_long(state: CoordinatorState) -> ReplicaId | None:
-    """Return the member, of the highest id, that works after `excuse` and keeps others waiting."""
+    """Return the member at work that others accuse after the timer `excuse` ran out, or None.
+
+    Of several, return the one with the highest id.
+    """
     accused = {accused for _, accused in state.evidence.pairs}
     return max(accused & set(state.at_work) & set(state.roster), default=None) if state.is_excuse_over else None

@@ -31,9 +31,10 @@ def unite(requests: Iterable[Sequence[str]]) -> tuple[str, ...]:
 
 
 def disagreement(opinions: Mapping[ReplicaId, Hashable], subject: str) -> Disagreement | None:
-    """Return None if all opinions are equal, else the minority and the fields that differ.
+    """Return None if all opinions are equal, else who is outvoted (if anyone), and a reason.
 
-    `subject` names in messages what the opinions are about.
+    The reason says that replicas disagree on `subject`. It also names the fields in which the first
+    two sides differ, if their opinions have fields.
     """
     first = next(iter(opinions.values()), None)
     if all(opinion is first or opinion == first for opinion in opinions.values()):  # the usual case; hashing takes longer

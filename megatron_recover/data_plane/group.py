@@ -54,9 +54,10 @@ class FaultTolerantGroup(dist.ProcessGroup):
     """
 
     def __init__(self, endpoint: Endpoint, me: int, *, name: str, device: str = "cpu") -> None:
-        """Create a group without a generation: call `grow` before any collective.
+        """Make a group that has no generation yet: see `grow`.
 
-        `me` is this replica's id; `name` is unique in this process.
+        `me` is this replica's id. `name` must be unique in this process. `device` is that of the
+        barrier's tensor.
         """
         super().__init__(0, 1)
         self._endpoint = endpoint

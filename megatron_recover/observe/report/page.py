@@ -370,7 +370,10 @@ class BarSegment:
 
 
 def _bar(recovery: RecoverySummary) -> tuple[BarSegment, ...]:
-    """Return the phases of a recovery as consecutive parts of a bar."""
+    """Return one part of a bar for each phase: its share of the seconds of all phases.
+
+    A phase that did not happen has width 0.
+    """
     took = [(phase, getattr(recovery, f"{phase}_s") or 0.0) for phase in get_args(trace.Phase)]
     total = sum(seconds for _, seconds in took) or 1.0
     segments, at = [], 0.0

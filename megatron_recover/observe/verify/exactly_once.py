@@ -62,9 +62,10 @@ def computed_once(history: History, step: Step) -> Findings:
 
 
 def _computed(history: History, step: Step, version: int) -> dict[int, list[tuple[frozenset[int], Ids]]]:
-    """Return what the members of a generation had computed of a step up to that generation.
+    """Return what the members of generation `version` computed of a step, in it or in older ones.
 
-    The result maps each rank position to (buckets that took the gradient, microbatches).
+    The result maps a rank position to pairs (buckets that took the gradient, microbatches), one for
+    each member, generation, chunk and set of buckets.
     """
     members = history.members.get(version, frozenset())
     found: dict[int, list[tuple[frozenset[int], Ids]]] = defaultdict(list)
