@@ -15,11 +15,11 @@ from megatron_recover.host import lock_file
 def test_one_holds_a_file_until_it_is_closed_and_nobody_waits_for_longer_than_was_said(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with lock_file.opened(path) as first, lock_file.opened(path) as second:
-        assert lock_file.is_held(first, 0.0)
+        assert lock_file.acquired(first, 0.0)
         began = time.monotonic()
-        assert not lock_file.is_held(second, 0.2) and time.monotonic() - began >= 0.2
+        assert not lock_file.acquired(second, 0.2) and time.monotonic() - began >= 0.2
         first.close()
-        assert lock_file.is_held(second, 0.0)
+        assert lock_file.acquired(second, 0.0)
 
 
 @pytest.mark.parametrize("is_there", [False, True], ids=["new", "of an earlier release"])
