@@ -491,10 +491,10 @@ class ReplicaDriver:
         Without a vote they disagree on what the step is.
         """
         voted, work = self._voted, self._state.work
-        label, digest, state_digest = work.label if work else "", "", None
+        label, vote_digest, state_digest = work.label if work else "", "", None
         versions: tuple[trace.Result, ...] = ()
         if voted is not None and (voted.record.step, voted.generation) == (report.step, report.generation):
-            label, digest = voted.record.label, self._vote_digest.hex()
+            label, vote_digest = voted.record.label, self._vote_digest.hex()
             versions, state_digest = _results(voted.record), _hex(voted.record.state_digest)
         self._record(
             trace.Disagreed(
@@ -502,7 +502,7 @@ class ReplicaDriver:
                 generation=report.generation,
                 step=report.step,
                 label=label,
-                digest=digest,
+                digest=vote_digest,
                 versions=versions,
                 state_digest=state_digest,
                 reason=report.reason,

@@ -219,12 +219,12 @@ def _on_begun(state: ReplicaState, report: Begun) -> Step:
     return _vote(state) if state.phase is ReplicaPhase.WORKING else (state, ())
 
 
-def _on_closing(state: ReplicaState, report: CloseAsked) -> Step:
+def _on_close_asked(state: ReplicaState, report: CloseAsked) -> Step:
     """Order `Close`, so that the pass ends at the same place in the orders of all ranks."""
     return state, (ToRanks(Close(state.step)),) if report.step == state.step else ()
 
 
-def _on_computed(state: ReplicaState, report: PassTimed) -> Step:
+def _on_pass_timed(state: ReplicaState, report: PassTimed) -> Step:
     """Store this replica's pace in nanoseconds per microbatch, for its next vote."""
     pipeline = state.shape.pipeline
     pace = report.elapsed_ns * pipeline.num_chunks // ticks(report.num_microbatches, pipeline)
@@ -386,7 +386,7 @@ def _request(state: ReplicaState, reason: str, suspects: tuple[ReplicaId, ...], 
     return replace(state, blocked=True), (ToCoordinator(request),)
 
 
-def _on_raised(state: ReplicaState, report: RankFailing) -> Step:
+def _on_failing(state: ReplicaState, report: RankFailing) -> Step:
     """Report to the coordinator which microbatches a rank was computing when it raised."""
     return state, (ToCoordinator(ReplicaFailing(state.replica, report.label, report.microbatches, report.error)),)
 
@@ -396,7 +396,7 @@ def _on_saving(state: ReplicaState, report: RankSaving) -> Step:
     return state, (ToCoordinator(ReplicaSaving(state.replica, report.over)),)
 
 
-def _on_ended(state: ReplicaState, report: RankFinished) -> Step:
+def _on_finished(state: ReplicaState, report: RankFinished) -> Step:
     """Report `ReplicaFinished` once the last rank has ended its training loop; keep answering."""
     if report.rank in state.ended:
         return state, ()
@@ -441,12 +441,12 @@ def _rows(phase: ReplicaPhase, *extra: _Answer) -> dict[type, Row]:
     rows: dict[type, Row] = {
         NewGeneration: Row(_on_generation, frozenset({phase, ReplicaPhase.PROMISING})),
         Begun: Row(_on_begun, frozenset({phase})),
-        CloseAsked: Row(_on_closing, frozenset({phase})),
-        PassTimed: Row(_on_computed, frozenset({phase})),
-        RankFailing: Row(_on_raised, frozenset({phase})),
+        CloseAsked: Row(_on_close_asked, frozenset({phase})),
+        PassTimed: Row(_on_pass_timed, frozenset({phase})),
+        RankFailing: Row(_on_failing, frozenset({phase})),
         RankSaving: Row(_on_saving, frozenset({phase})),
         RankBlocked: Row(_on_blocked, frozenset({phase})),
-        RankFinished: Row(_on_ended, frozenset({phase})),
+        RankFinished: Row(_on_finished, frozenset({phase})),
         Stop: Row(_on_stop, frozenset({ReplicaPhase.STOPPED})),
     }
     for kind, handler, leads_to in extra:
