@@ -1,7 +1,7 @@
 """The admission of connections at every listener of a job, on all planes.
 
-A stranger is a connection that has not proven the job's key. A stranger costs one descriptor and
-less than a hundred bytes. Strangers have a deadline, and their number is limited. Their bytes go to
+A stranger is a connection that has not proven the job's key. A stranger costs one descriptor,
+and less than a hundred bytes of what it sends are kept. Strangers have a deadline, and their number is limited. Their bytes go to
 the handshake only; no message is decoded. A lack of descriptors delays connections and ends
 nothing.
 
@@ -167,8 +167,9 @@ The thread of `Admission.turn` calls it.
 class Admission:
     """One listener, and the connections to it that have not proven themselves.
 
-    It never waits. Its owner calls `turn` when its descriptor is readable, and after the seconds
-    that `due_s` returns. Used by one thread at a time.
+    It never waits. On the control plane its owner calls `turn` when its descriptor is readable, and
+    after the seconds that `due_s` returns; on the data plane `turn` is called inside calls of a
+    transport only. Used by one thread at a time.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """The driver of the rank machine (`core/rank.py`): a rank's interface to the rest of the job.
 
-It joins two threads. The control thread reads the links and answers `Promise` at once. The training
-thread begins steps and obeys orders. Both feed the machine under one lock. The lock also makes
+It joins the threads of a rank. The control thread reads the links and answers `Promise` at once.
+The training thread begins steps and obeys orders. With overlap, `recover-reduce` reports results.
+All feed the machine under one lock. The lock also makes
 `hold` and `Promise` exclude each other. The driver makes no decision of the protocol and never
 looks into a tensor.
 """

@@ -1,7 +1,8 @@
 """The machine of one rank: queued orders, operations that may run, results that count.
 
-`step(state, input) -> (state, effects)` never blocks. Both threads of a rank drive the same state
-under one lock.
+`step(state, input) -> (state, effects)` never blocks. All threads of a rank drive the same state
+under one lock. With overlap the thread `recover-reduce` carries out operations of a plan, and feeds
+`Hold` and `Block`, in place of the training thread.
 
 Caller's contract
 -----------------
@@ -23,8 +24,8 @@ Caller's contract
 
 * A result counts if and only if it is in `state.held` after `Hold`. Otherwise drop the result:
   a newer generation was promised.
-* `Retire(g)`: revoke every transport of a generation below g. From its return on none of them
-  writes any memory. `Retire(g)` comes before the acknowledgement `ToLeader(Promised(g))`; INV-5 and
+* `Retire(g)`: revoke every transport of a generation below g. From its return on no thread of
+  them writes memory that anything else can reach (`data_plane/transport.py`). `Retire(g)` comes before the acknowledgement `ToLeader(Promised(g))`; INV-5 and
   INV-8 rest on this order.
 
 Note [Passes]
@@ -113,7 +114,7 @@ class RankState(Value, frozen=True):
     """The microbatches of `step` that rank 0 has started and finished; empty on other ranks."""
 
 
-# --- Inputs: any Order from the leader, and from the rank's own training thread: ------------------
+# --- Inputs: any Order from the leader, and from the rank's own threads: --------------------------
 
 
 class Begin(Value, frozen=True):

@@ -230,8 +230,8 @@ class GlooTransport:
     def _fail(self, part: CallPart, waited_s: float, limit_s: float) -> NoReturn:
         """Raise the reason why a call did not complete.
 
-        Peers are probed without holding the lock, and only where the probe does not delay a
-        recovery.
+        Peers are probed without holding the lock. After a revoke a recovery waits for this process,
+        so they are probed then only if the call had waited for half of its limit.
         """
         shared = self._shared
         stalled = waited_s >= limit_s / 2

@@ -171,7 +171,11 @@ class NcclTransport:
                 self.revoke()  # a revoke may have come while this call held the communicator
 
     def _probe_peers(self, error: TransportError) -> None:
-        """Add the peers that do not answer to an error, unless that would delay a recovery."""
+        """Make the members that do not answer a probe the peers of an error.
+
+        After a revoke a recovery waits for this process, so it probes then only if the call had
+        waited for half of its limit.
+        """
         stalled = time.monotonic() - self._since >= self._part.limit_s(self._deadlines) / 2
         if stalled or not self._revoked.is_set():
             error.peers, error.stalled = self._unreachable(), stalled

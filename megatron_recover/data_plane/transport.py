@@ -11,7 +11,7 @@ Contract of every implementation:
 * A result has a defined value only after the call has returned. After an exception its bytes are
   unspecified, and **no thread, kernel or socket of the transport still writes them**.
 * Every call ends: it returns, or it raises. It raises within milliseconds after `revoke`. It also
-  raises when a part of the call (`Part`) has made no progress for as long as the endpoint's
+  raises when a part of the call (`CallPart`) has made no progress for as long as the endpoint's
   `Deadlines` allow. The parts are connecting, waiting for the slowest member, and the sum itself. A
   call that has stalled for half of that time may take `probe_s` longer, to find out which peers are
   unreachable (`TransportError.peers`).

@@ -5,7 +5,9 @@ Ranks that hold the same parameters must have equal digests (INV-2).
 Two attributes that Megatron sets on a parameter (`core/tensor_parallel/layers.py`) give its
 holders:
 
-- `allreduce` is False for a parameter of an expert.
+- `allreduce` is False for an expert's parameter that lanes hold differently: with expert
+  parallelism, or with an expert tensor-parallel size that differs from TP. Other experts count
+  like any parameter.
 - `tensor_model_parallel` is True for a parameter that is sharded over the tensor-parallel ranks.
 """
 
@@ -26,7 +28,7 @@ class HeldBy(enum.Enum):
     LANES = "lanes"
     """The ranks of all lanes at the same tensor-parallel position."""
     RANK = "rank"
-    """Perhaps this rank alone: the parameter belongs to an expert."""
+    """Perhaps this rank alone: an expert's parameter whose `allreduce` is False."""
 
 
 class Digests(NamedTuple):
@@ -37,7 +39,7 @@ class Digests(NamedTuple):
     replicated: int
     """Digest of the parameters that all ranks of the stage hold (`HeldBy.STAGE`)."""
     lanes: int | None
-    """Digest of all parameters but the experts'; None where the rank has no experts' parameters."""
+    """Digest of all parameters but those of `HeldBy.RANK`; None where the rank has none of these."""
 
     def fields(self) -> dict[str, str]:
         """Return the digests as fields of `trace.Applied`."""

@@ -55,8 +55,9 @@ ENDINGS: Mapping[int, Ending] = {
         "resume",
     ),
     ExitCode.BAD_INPUT: Ending(
-        "refused before any worker started: by `megatron-recover`, by Megatron's own parser in a dry run, or because the "
-        "script never calls `megatron_recover.megatron.pretrain`; nothing was trained, and the run directory is removed",
+        "refused before training began: by `megatron-recover`, by Megatron's own parser in a dry run, by all ranks as they "
+        "start, or because the script never calls `megatron_recover.megatron.pretrain`; nothing was trained, and the run "
+        "directory is removed, or emptied if it was there before",
         "correct what each line names, and give the command again",
         can_go_on=False,
     ),
@@ -68,7 +69,8 @@ ENDINGS: Mapping[int, Ending] = {
         can_go_on=False,
     ),
     ExitCode.TOO_FEW_REPLICAS: Ending(
-        "fewer than `--recover-min-replicas` are left; a checkpoint was saved if any replica lived and `--save` is set",
+        "fewer than `--recover-min-replicas` are left, and a checkpoint was saved if any replica lived and `--save` is set; or "
+        "fewer have started, and nothing was trained",
         "resume, with as many replicas as there is hardware for",
     ),
     ExitCode.POISONED_MICROBATCH: Ending(
@@ -97,7 +99,7 @@ ENDINGS: Mapping[int, Ending] = {
     ),
     ExitCode.INTERRUPTED: Ending(
         "a signal or a time limit ended all replicas at a common step, with a checkpoint if `--save` is set; before training "
-        "has begun the run only ends, and the run directory is removed",
+        "has begun the run only ends, and the run directory is removed, or emptied if it was there before",
         "resume when there is time for more",
     ),
     ExitCode.UNSAVED: Ending(
@@ -138,7 +140,7 @@ class Account(msgspec.Struct):
     """Iteration that this run has loaded; 0 if `load` held no checkpoint; None if it is not known
     yet or nothing was to be loaded."""
     is_complete: bool = True
-    """True if the events of ranks were seen. Without them it is unknown what was saved."""
+    """False if events of ranks may be missing. A checkpoint newer than `saved` may then exist."""
 
     def take(self, event: trace.Event) -> None:
         """Take the next event of the run."""

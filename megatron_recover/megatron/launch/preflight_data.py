@@ -1,8 +1,8 @@
 """Checks the data flags of a command line: each data set exists and each split in use has data.
 
 Upstream searches for a sample of an empty split for ever, and raises where a split that it needs
-has no share. Reads only the headers of index files, and the lists that `--data-args-path` and
-`--per-split-data-args-path` name.
+has no share. Reads only the first bytes of a data set's files, and the lists that
+`--data-args-path` and `--per-split-data-args-path` name.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ def _detail(number: str, summary: Summary) -> str:
 
 
 def _texts(history: History, lines: Iterable[Line]) -> dict[Line, str]:
-    """Return the events of some lines as text, as they are in the file."""
+    """Return the events of some lines, each as JSON that is encoded anew."""
     wanted = set(lines)
     if not wanted:
         return {}

@@ -167,7 +167,7 @@ class Meetings:
             rank.failed(operation, "a connection broke", suspects)
 
     def forget(self, generation: int) -> None:
-        """Forget the meetings of older generations, which all living ranks have left."""
+        """Forget the meetings of older generations, which no rank can complete any more."""
         self.open = {key: meeting for key, meeting in self.open.items() if meeting.operation.generation >= generation}
 
 
