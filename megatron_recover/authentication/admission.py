@@ -1,9 +1,9 @@
 """The admission of connections at every listener of a job, on all planes.
 
-A stranger is a connection that has not proven the job's key. A stranger costs one descriptor,
-and less than a hundred bytes of what it sends are kept. Strangers have a deadline, and their number is limited. Their bytes go to
-the handshake only; no message is decoded. A lack of descriptors delays connections and ends
-nothing.
+A stranger is a connection that has not proven the job's key. A stranger costs one descriptor, and
+less than a hundred bytes of what it sends are kept. Strangers have a deadline, and their number is
+limited. Their bytes go to the handshake only; no message is decoded. A lack of descriptors delays
+connections and ends nothing.
 
 Note [Whom a listener expects]. Every listener knows whether the job still needs a connection to it.
 The listener expects, for example:

@@ -122,8 +122,9 @@ def watch(place: Path, wait: Callable[[float], None], clock: Callable[[], float]
             raise Gone
         silent_s = clock() - news_at
         is_silent = seen and silent_s >= SILENCE_S
+        now = progress.line(silent_s, launcher.about(place.parent)) if is_silent else progress.line()
         if is_silent and not was_silent:
-            yield "news", f"{progress.line(silent_s)} | {launcher.about(place.parent)}"
+            yield "news", now
         was_silent = is_silent
-        yield "now", progress.line(silent_s if is_silent else 0.0) if seen else _WAITING
+        yield "now", now if seen else _WAITING
         wait(INTERVAL_S)

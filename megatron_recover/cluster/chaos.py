@@ -34,7 +34,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     num_microbatches: int
     """Microbatches of one step."""
     num_steps: int | None
-    """Number of steps of the run; None: not known before the run."""
+    """Number of training steps of the run; None: not known before the run. Faults strike in
+    the steps numbered below it, among which evaluation steps count too."""
     min_replicas: int = 1
 
 

@@ -97,7 +97,8 @@ class RankDriver:
         self._deadlines = deadlines or config.deadlines
         self._page = page or ProgressPage()
         self._changed = threading.Condition(threading.RLock())
-        """Guards everything below. Notified when the training thread may have something to do."""
+        """Guards what several threads use below. Notified when the training thread may have
+        something to do."""
         self._state = machine.RankState(context.replica, context.rank, ())
         self._known_addresses: dict[int, str] = {}
         """Replica -> data address of its rank at this rank's position, for all replicas ever

@@ -8,7 +8,8 @@ connection also costs the serving rank a descriptor.
 So the store has no port. The launcher makes an anonymous file for each replica
 (`host/memory_file.py`), and torch's FileStore keeps its keys in that file. The kernel opens the
 file only for the same user and for root. Megatron receives the store by `pretrain(store=...)`. No
-environment variable names the store, so processes that a rank starts can have groups of their own.
+environment variable that torch reads names the store, so processes that a rank starts can have
+groups of their own.
 """
 
 from __future__ import annotations

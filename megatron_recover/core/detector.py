@@ -297,7 +297,11 @@ class DetectorState(Value, frozen=True):
 
 
 def typical_step_s(state: DetectorState) -> float | None:
-    """Return the median of the newest step times in seconds, or None if too few are known."""
+    """Return the median of this generation's newest step times in seconds.
+
+    While they are too few, return `OLDER` times the median of the generations before; None if those
+    were too few as well.
+    """
     if len(state.figures.steps_s) >= _ENOUGH_STEPS:
         return median(state.figures.steps_s)
     return OLDER * median(state.older.steps_s) if len(state.older.steps_s) >= _ENOUGH_STEPS else None

@@ -25,8 +25,8 @@ Caller's contract
 * A result counts if and only if it is in `state.held` after `Hold`. Otherwise drop the result:
   a newer generation was promised.
 * `Retire(g)`: revoke every transport of a generation below g. From its return on no thread of
-  them writes memory that anything else can reach (`data_plane/transport.py`). `Retire(g)` comes before the acknowledgement `ToLeader(Promised(g))`; INV-5 and
-  INV-8 rest on this order.
+  them writes memory that anything else can reach (`data_plane/transport.py`). `Retire(g)` comes
+  before the acknowledgement `ToLeader(Promised(g))`; INV-5 and INV-8 rest on this order.
 
 Note [Passes]
     All ranks of a replica run the same passes of the schedule. They have to agree on the

@@ -15,8 +15,8 @@ agree
     status exchange and vote (`core/replica.py`) decide what becomes of a step. The caller then
     applies the decision with `shrink` or `grow`.
 shrink, grow
-    Enter a generation with fewer or more members. Purely local; peers connect in the first
-    collective.
+    Enter a generation with fewer or more members, without waiting for peers. They connect in the
+    first collective; with gloo at once, in a thread of the transport.
 
 Every collective works on scratch and writes its tensors only after success, either all of them or
 none. A failed collective raises inside the call. So does one with `async_op=True`, whose work is

@@ -173,8 +173,8 @@ class Endpoint(Protocol):
     def open(self, generation: int, me: int, addresses: Mapping[int, str]) -> Transport:
         """Return the transport of `generation` among `addresses` (replica id -> address).
 
-        `addresses` include the address of `me`. Return without waiting for peers: the first call
-        that needs a connection makes it.
+        `addresses` include the address of `me`. Return without waiting for peers. Connections are
+        made by the first call that needs one, or by a thread of the transport (gloo).
         """
 
     def close(self) -> None:

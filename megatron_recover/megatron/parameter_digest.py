@@ -39,7 +39,7 @@ class Digests(NamedTuple):
     replicated: int
     """Digest of the parameters that all ranks of the stage hold (`HeldBy.STAGE`)."""
     lanes: int | None
-    """Digest of all parameters but those of `HeldBy.RANK`; None where the rank has none of these."""
+    """Digest of all parameters but `HeldBy.RANK`'s; None where the rank has none of these."""
 
     def fields(self) -> dict[str, str]:
         """Return the digests as fields of `trace.Applied`."""

@@ -25,8 +25,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Largest loss difference over the steps that both runs have; None without a common step. A
     resumed run has only the later steps."""
     param_max_rel_diff: float | None
-    """Largest max |a - b| / max |b| over the parameter tensors; None if neither digests nor
-    checkpoints can be compared, for example of two different models."""
+    """Largest max |a - b| / max |b| over the parameter tensors; None if the digests are
+    not known to be equal and the checkpoints cannot be compared, as those of different models."""
     param_bit_identical: bool | None
     """True if the parameter digests of the last step are equal; None if a digest is missing, or
     layouts or last steps differ."""

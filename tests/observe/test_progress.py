@@ -147,3 +147,15 @@ def test_a_tail_gives_every_line_once_and_only_whole(tmp_path: Path) -> None:
         file.write(b"o\r\nthree\n\n")
         assert list(tail.lines()) == [b"two\r\n", b"three\n", b"\n"]
         assert list(tail.lines()) == []
+
+
+def test_a_trace_without_steps_does_not_leave_a_recovery_on_the_line_for_ever() -> None:
+    """With `--trace-level faults` no event says that the step of the loss is committed."""
+    for level, is_shown in (("steps", True), ("faults", False)):
+        progress = RunProgress()
+        for event in traces.faulty_run().events:
+            if isinstance(event, trace.RunStarted):
+                progress.take(msgspec.structs.replace(event, level=level))
+            elif isinstance(event, trace.Generation):
+                progress.take(event)
+        assert ("recovering from the loss of replica" in progress.line()) == is_shown

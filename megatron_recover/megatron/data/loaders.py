@@ -158,12 +158,13 @@ def cache_directory(data_cache_path: str | None, prefixes: Sequence[str]) -> Pat
 
 @contextlib.contextmanager
 def building_cache(directory: Path, patience_s: float) -> Iterator[None]:
-    """Let one process at a time build upstream's index cache, without ever exposing a partial file.
+    """Let one process at a time build upstream's index cache, and expose no partial array.
 
     Upstream treats a cache as complete if its files exist, and overwrites files that other
     processes may have mapped. Within this context each array is written beside its final name,
-    synced and renamed. So a killed builder leaves each file complete or absent, and the next
-    builder builds the absent files.
+    synced and renamed. So a killed builder leaves each array complete or absent, and the next
+    builder builds the absent ones. Upstream's description beside them, which nothing reads back,
+    may be partial.
 
     The lock only saves work. The kernel releases it when its holder ends. A process that has waited
     for `patience_s` seconds, because the holder is stopped or slow, builds the cache without the

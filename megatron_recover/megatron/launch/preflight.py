@@ -2,7 +2,7 @@
 
 Reads only the flags that matter here and leaves all others to Megatron's own parser. Imports
 neither torch nor Megatron, which takes one second instead of ten. Returns the layout of a replica,
-or reports all mistakes at once.
+or reports all mistakes that do not hide behind others at once.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "--yaml-cfg": _TEXT,
 }
 """Megatron's flags that are checked here, declared as Megatron declares them (a test compares
-both)."""
+both); `--rerun-mode` has this package's default."""
 
 
 class Preflight(msgspec.Struct, frozen=True):
@@ -375,7 +375,7 @@ def _saving(args: Namespace) -> list[str]:
 def _unwritable(args: Namespace) -> list[str]:
     """Return one line for each folder that cannot be created or written.
 
-    The job would notice only at its first checkpoint.
+    The job would notice only when it first writes there, at the latest at its first checkpoint.
     """
     found = []
     folders = {"--save": args.save, "--tensorboard-dir": args.tensorboard_dir, "--data-cache-path": args.data_cache_path}

@@ -36,6 +36,8 @@ class RunProgress:
         self._repairing: tuple[int, str] | None = None
         """Newest generation that lost a replica, and the lost replicas; None once the step of the
         loss is committed."""
+        self._has_steps = True
+        """False if the trace leaves steps out; the end of a recovery is then unknown."""
         self._asked = ""
         """Reason why all replicas have been requested to end."""
         self._silent: dict[tuple[int, int], trace.RankSilent] = {}
@@ -56,6 +58,7 @@ class RunProgress:
         match event:
             case trace.RunStarted():
                 self._num_replicas, self._num_iterations = event.replicas, value_of(event.argv, "--train-iters")
+                self._has_steps = event.level != "faults"
             case trace.Generation():
                 self._generation_begins(event)
             case trace.Plan():
@@ -95,20 +98,20 @@ class RunProgress:
             self._asked = event.request
             return
         self._recoveries += event.generation > 1
-        if event.losses:
+        if event.losses and self._has_steps:
             self._repairing = event.generation, ", ".join(f"replica {lost.replica}" for lost in event.losses)
 
-    def line(self, silent_s: float = 0.0) -> str:
+    def line(self, silent_s: float = 0.0, why: str = "") -> str:
         """Return the line, with the most important parts first.
 
         A narrow terminal cuts the end off. `silent_s`: seconds since the last new event; 0 leaves
-        that out.
+        that out. `why`: what may be the reason of the silence.
         """
         parts = [self._label or "starting"]
         if self._label and self._num_iterations is not None and label_of(self._label).is_training:
             parts[0] += f"/{self._num_iterations}"
         if silent_s:
-            parts.append(f"nothing new for {silent_s:.0f} s")
+            parts += [f"nothing new for {silent_s:.0f} s", why] if why else [f"nothing new for {silent_s:.0f} s"]
         for (replica, rank), silent in self._silent.items():
             parts.append(f"replica {replica} rank {rank} {silent.verdict} in {silent.phase.replace('_', ' ')}")
         if self._repairing:

@@ -110,7 +110,8 @@ class CheckpointTable(Table, frozen=True, kw_only=True):
     save_s: Seconds
     """Seconds of one blocking save."""
     restart_s: Seconds
-    """Seconds from a loss to the first step after it, reading the checkpoint included."""
+    """Seconds from the detection of a loss to the first step after it, reading the checkpoint
+    included."""
 
 
 class DropTable(Table, frozen=True, kw_only=True):

@@ -6,11 +6,14 @@ plans or membership: a baseline is simplified in its favour.
 
 checkpoint-restart
     A blocking save every n steps, n by Daly's formula (Daly 2006; Young 1974 is its first term).
-    A loss ends the job. After `restart_s` the survivors continue from the last save, with quotas as
-    even as integers allow. Megatron cannot do that. checkpoint-restart-equal
-    The same with equal quotas only, which Megatron needs. shrink
+    A loss ends the job. `restart_s` after its detection the survivors continue from the last save,
+    with quotas as even as integers allow. Megatron cannot do that.
+checkpoint-restart-equal
+    The same with equal quotas only, which Megatron needs.
+shrink
     Collectives survive, but the lost microbatches are left out. Every survivor continues with its
-    own quota, so the batch shrinks (ReCoVer's ablation AdaptiveWorldPolicy). drop-step
+    own quota, so the batch shrinks (ReCoVer's ablation AdaptiveWorldPolicy).
+drop-step
     All replicas drop the step of a loss, and the batch shrinks from then on (torchft without
     spares: `should_commit`).
 """
