@@ -9,8 +9,9 @@ arguments of the Megatron argument group (field ``min_replicas`` is ``--recover-
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -141,6 +142,27 @@ def inherited_descriptor(name: str) -> int | None:
 def add_to_environment(variables: Mapping[str, str]) -> None:
     """Set variables of this process for code that reads the environment later (torch does)."""
     os.environ.update(variables)
+
+
+@contextlib.contextmanager
+def importing_without_driver(*, hide_devices: bool) -> Iterator[None]:
+    """Have `torch.cuda.is_available` ask NVML instead of the CUDA driver inside this context.
+
+    A process that has asked the driver anything cannot use CUDA in its forks. NVML opens no device.
+    `hide_devices`: have torch see no device at all, which it then does without NVML. torch reads
+    these variables at each call (torch/cuda/__init__.py, `is_available` and `_device_count_nvml`).
+    """
+    changed = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if hide_devices else {})
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def inherited_environment() -> dict[str, str]:

@@ -8,6 +8,7 @@ findings in words. It computes no result itself.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import re
 import shlex
 import signal
@@ -30,6 +31,7 @@ from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultKind
 from megatron_recover.flags import Parser
+from megatron_recover.host.gpus import has_gpu
 from megatron_recover.observe.history import History
 from megatron_recover.observe.report import writing as report
 from megatron_recover.observe.report.page import PAGE_FILE
@@ -60,6 +62,11 @@ TRAINING = (
 )
 """Flags of the training. Rebalancing is off: all replicas share this machine's cores, so a measured
 pace shows only how long the other replicas used the cores."""
+PLAIN_TORCH = (
+    "--transformer-impl local --attention-backend unfused --no-persist-layer-norm --no-gradient-accumulation-fusion "
+    "--no-masked-softmax-fusion"
+)
+"""Flags for a GPU without Transformer Engine and Apex, which Megatron's defaults need."""
 CHAOS = """\
 # A straggler and two deaths, of different pipeline stages (rank 0 is the first stage, rank 1 the second).
 [[fault]]  # so that the first death finds a 1F1B running on a busy machine too, where the dying one may lag behind
@@ -212,7 +219,7 @@ def num_gpus(devices: Path = Path("/dev")) -> int:
 
     A process of its own asks torch, and only on a machine that has a GPU.
     """
-    if not any(devices.glob("nvidia[0-9]*")):
+    if not has_gpu(devices):
         return 0
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     return int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
@@ -225,6 +232,8 @@ class _Demo:
         self.folder, self._say = folder, say
         shared = -(-RANKS // (num_gpus() or RANKS))
         self._extra = ["--recover-ranks-per-gpu", str(shared)] if shared > 1 else []
+        if num_gpus() and importlib.util.find_spec("transformer_engine") is None:
+            self._extra += shlex.split(PLAIN_TORCH)
         self.data = folder / "data" / "python-stdlib"
         self.reference, self.faulty = folder / "reference", folder / "faulty"
 

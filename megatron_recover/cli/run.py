@@ -10,18 +10,20 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import megatron_recover
 from megatron_recover import trace
 from megatron_recover.cli import command_line, finish
 from megatron_recover.cluster import chaos
 from megatron_recover.cluster.event_store import PART_BYTES
-from megatron_recover.cluster.job import Job, create_run_dir
+from megatron_recover.cluster.job import Job, RankStart, create_run_dir
 from megatron_recover.cluster.launcher import Launcher
 from megatron_recover.cluster.output import file_limit_mistake
 from megatron_recover.core.values import ExitCode
 from megatron_recover.faults import Fault
 from megatron_recover.flags import Parser
+from megatron_recover.host.gpus import has_gpu
 from megatron_recover.megatron.launch.arguments import add_recover_arguments, recover_flags
 from megatron_recover.megatron.launch.preflight import FLAGS, Preflight, preflight
 from megatron_recover.observe import summary
@@ -33,7 +35,7 @@ PRELOAD = (
     "megatron_recover.megatron.commit",
     "megatron_recover.megatron.checkpoint.checkpoints",
 )
-"""Modules that the fork server imports, so that every rank starts with them."""
+"""Modules that every rank starts with (`cluster/forkserver.py`)."""
 DRY_RUN = Path(megatron_recover.__file__).parent / "megatron" / "launch" / "dry_run.py"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 """Errors of a folder that accepts no more data."""
@@ -77,6 +79,11 @@ def _parser() -> Parser:
         "--replicas", type=int, required=True, metavar="R", help="complete copies of the model: the data-parallel size"
     )
     parser.add_argument("--lanes", type=int, default=1, metavar="L", help="data-parallel size inside each replica (default: 1)")
+    parser.add_argument(
+        "--rank-start", choices=("auto", *get_args(RankStart)), default="auto",
+        help="how the processes of ranks start: fork, from one process that has imported everything; warm, as fresh "
+        "processes that import everything in advance, which CUDA needs; auto: warm where there is a GPU (default: auto)",
+    )  # fmt: skip
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="new folder for trace and logs (default: runs/<time>)")
     parser.add_argument(
         "--chaos",
@@ -119,6 +126,7 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
         )
     if (mistake := file_limit_mistake()) is not None:
         raise ValueError(mistake)
+    rank_start = _rank_start(arguments.rank_start)
     judged = preflight(flags, num_replicas=arguments.replicas, lanes=arguments.lanes)
     faults: tuple[Fault, ...] = ()
     chaos_text = ""
@@ -128,11 +136,23 @@ def _job(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Job, st
     job = Job(
         argv=(script, *flags), num_replicas=arguments.replicas, layout=judged.layout, config=judged.config,
         run_dir=create_run_dir(arguments.run_dir), faults=faults, seed=judged.seed, dry_run=DRY_RUN, preload=PRELOAD,
+        rank_start=rank_start,
         num_microbatches=None if judged.batch_changes else judged.num_microbatches,
         microbatch_samples=judged.microbatch_samples,
         trace_level=arguments.trace_level, trace_file_bytes=arguments.trace_file_bytes,
     )  # fmt: skip
     return job, chaos_text
+
+
+def _rank_start(wanted: str) -> RankStart:
+    """Return how ranks start here. Raises ValueError for forks on a machine with a GPU."""
+    if wanted == "fork" and has_gpu():
+        raise ValueError(
+            "--rank-start fork cannot work here: this machine has a GPU, and CUDA works in no forked rank; leave it out"
+        )
+    if wanted == "auto":
+        return "warm" if has_gpu() else "fork"
+    return "warm" if wanted == "warm" else "fork"
 
 
 def _refuse_unseen(faults: Iterable[Fault], level: trace.Level) -> None:

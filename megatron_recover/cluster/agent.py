@@ -26,10 +26,11 @@ from types import MappingProxyType
 
 import msgspec
 
-from megatron_recover.cluster import forkserver
+from megatron_recover.cluster import forkserver_messages as messages
 from megatron_recover.cluster.node import NodeLost, ProcessEnd, Undying
 from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.packets import receive
+from megatron_recover.cluster.rank_process import STACK_SIGNAL, STACKS_SIGNAL
 from megatron_recover.cluster.readiness import is_readable
 from megatron_recover.core.detector import Progress
 from megatron_recover.deadlines import Deadlines, figure
@@ -122,13 +123,13 @@ class _Process:
         """Have the training thread, the first thread of the process, write its stack."""
         with contextlib.suppress(ProcessLookupError):
             try:
-                signal.pidfd_send_signal(self.pidfd, forkserver.STACK_SIGNAL, None, _PIDFD_SIGNAL_THREAD)
+                signal.pidfd_send_signal(self.pidfd, STACK_SIGNAL, None, _PIDFD_SIGNAL_THREAD)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 # An older kernel also prefers the first thread, but another thread may be faster.
                 # That other thread then writes its own stack.
-                signal.pidfd_send_signal(self.pidfd, forkserver.STACK_SIGNAL)
+                signal.pidfd_send_signal(self.pidfd, STACK_SIGNAL)
 
     def dying_status(self) -> int | None:
         """Return exit code or minus the signal, once the kernel ends the process; else None."""
@@ -164,14 +165,21 @@ class _Process:
 
 
 class Agent:
-    """The owner of one fork server and of the ranks that it forked. One thread uses it."""
+    """The owner of one fork server and of the ranks that it started. One thread uses it."""
 
     def __init__(
-        self, *, preload: tuple[str, ...], environment: dict[str, str], output: Output, deadlines: Deadlines | None = None
+        self,
+        *,
+        preload: tuple[str, ...],
+        environment: dict[str, str],
+        output: Output,
+        deadlines: Deadlines | None = None,
+        num_warm: int = 0,
     ) -> None:
         """Start the fork server with the variables of `environment` and no others.
 
-        The server imports the modules `preload`; see `is_ready`.
+        The server imports the modules `preload` and forks ranks; see `is_ready`. With `num_warm`,
+        that many warm processes import the modules instead, and each becomes a rank (`warm`).
         """
         self._deadlines = deadlines or Deadlines.of()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -181,6 +189,7 @@ class Agent:
             "megatron_recover.cluster.forkserver",
             str(theirs.fileno()),
             str(self._deadlines.reap_s),
+            str(num_warm),
             *preload,
         ]
         with theirs:
@@ -188,19 +197,20 @@ class Agent:
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output.descriptor, stderr=output.descriptor,
                 pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip
+        self._forks = not num_warm
         self._server_stat = _Stat(self._server.pid)
         self._output = output
-        self._pending: deque[forkserver.Reply] = deque()
+        self._pending: deque[messages.Reply] = deque()
         self._processes: dict[tuple[int, int], _Process] = {}
         self._pages: dict[tuple[int, int], PageReader] = {}
-        self._decode = msgspec.json.Decoder(forkserver.Reply).decode
+        self._decode = msgspec.json.Decoder(messages.Reply).decode
 
     def is_ready(self) -> bool:
         """Return whether the modules are imported.
 
         Raises `NodeLost`, with the log's last line, if an import fails.
         """
-        return isinstance(self._receive(), forkserver.Ready)
+        return isinstance(self._receive(), messages.Ready)
 
     def spawn(
         self,
@@ -212,7 +222,7 @@ class Agent:
         output: Output,
         descriptors: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Fork a rank that runs the script `argv` and prints into `output`.
+        """Start a rank that runs the script `argv` and prints into `output`.
 
         Returns when the rank has started. `descriptors` maps names to open descriptors of this
         process. The rank gets a copy of each (`config.inherited_descriptor`). The caller keeps its
@@ -221,13 +231,13 @@ class Agent:
         with descriptors_needed():
             page = self._pages[replica, rank] = PageReader(f"progress-{replica}.{rank}")
         handed_down = {**descriptors, DESCRIPTOR: page.descriptor}
-        spawn = forkserver.Spawn(replica=replica, rank=rank, argv=argv, environment=environment, descriptors=tuple(handed_down))
+        spawn = messages.Spawn(replica=replica, rank=rank, argv=argv, environment=environment, descriptors=tuple(handed_down))
         try:
             self._request(spawn, [output.descriptor, *handed_down.values()])
         finally:
             page.release()
         until = time.monotonic() + self._deadlines.fork_s
-        while not isinstance(reply := self._receive(deadline_s=_LOOK_S), forkserver.Started):
+        while not isinstance(reply := self._receive(deadline_s=_LOOK_S), messages.Started):
             if reply is None and (self.wake_server() or time.monotonic() < until):
                 continue
             if reply is None:
@@ -236,11 +246,11 @@ class Agent:
                 )
             self._pending.append(reply)
 
-    def _request(self, spawn: forkserver.Spawn, descriptors: Sequence[int]) -> None:
+    def _request(self, spawn: messages.Spawn, descriptors: Sequence[int]) -> None:
         with descriptors_needed():
-            request = forkserver.write_request(spawn)
+            request = messages.write_request(spawn)
         try:
-            socket.send_fds(self._control, [forkserver.REQUEST], [request, *descriptors])
+            socket.send_fds(self._control, [messages.REQUEST], [request, *descriptors])
         except (BrokenPipeError, ConnectionResetError):
             pass  # the server is gone: `_receive` raises
         finally:
@@ -283,7 +293,7 @@ class Agent:
             self._pending.append(reply)
         while self._pending:
             reply = self._pending.popleft()
-            if isinstance(reply, forkserver.Exited):
+            if isinstance(reply, messages.Exited):
                 process = self._processes[reply.replica, reply.rank]
                 process.confirmed = True
                 if not process.reported:
@@ -337,7 +347,7 @@ class Agent:
         """Have each rank of a replica write a stack into its log, or the stacks of all its threads.
 
         Without `of_all_threads` it is the training thread's stack. Request all threads only of a
-        replica that is about to be fenced (`forkserver`, Note [Stacks]); `have_written_stacks`
+        replica that is about to be fenced (`rank_process`, Note [Stacks]); `have_written_stacks`
         reports when these are written. A rank that a tracer holds is left out: the signal would go
         to the tracer, and stop a debugger.
         """
@@ -345,9 +355,9 @@ class Agent:
             if self.state(process.replica, process.rank) == _TRACED:
                 continue
             if of_all_threads:
-                process.blocking = _threads_blocking(process.pid, forkserver.STACKS_SIGNAL)
+                process.blocking = _threads_blocking(process.pid, STACKS_SIGNAL)
                 with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(process.pidfd, forkserver.STACKS_SIGNAL)
+                    signal.pidfd_send_signal(process.pidfd, STACKS_SIGNAL)
             else:
                 process.ask_for_stack()
 
@@ -357,7 +367,7 @@ class Agent:
         A rank in state T, t or D cannot write, and is left out. This reads only /proc.
         """
         return all(
-            self.state(process.replica, process.rank) in _CANNOT_WRITE or process.has_handled(forkserver.STACKS_SIGNAL)
+            self.state(process.replica, process.rank) in _CANNOT_WRITE or process.has_handled(STACKS_SIGNAL)
             for process in self._living(replica)
         )
 
@@ -407,8 +417,8 @@ class Agent:
         given_up = {(each.replica, each.rank) for each in self.undying()}
         self.wake_server()
         self._control.close()  # the server kills and reaps what is left, then ends
-        if not self._processes:
-            self._server.kill()  # no rank is left to reap, and the server may import for a long time
+        if self._forks and not self._processes:
+            self._server.kill()  # no child is left to reap, and the server may import for a long time
         left = []
         try:
             self._server.wait(timeout=self._deadlines.close_s)
@@ -431,7 +441,7 @@ class Agent:
         self._server_stat.close()
         return left
 
-    def _receive(self, *, deadline_s: float = 0.0) -> forkserver.Reply | None:
+    def _receive(self, *, deadline_s: float = 0.0) -> messages.Reply | None:
         """Return the next reply, or None if none comes within `deadline_s` seconds.
 
         A rank that the reply names as started is registered here. Raises `NodeLost`.
@@ -439,15 +449,15 @@ class Agent:
         # `receive` would block without a packet.
         if not is_readable(self._control, deadline_s):
             return None
-        packet, descriptors = receive(self._control, forkserver.MAX_PACKET_BYTES, 1)
+        packet, descriptors = receive(self._control, messages.MAX_PACKET_BYTES, 1)
         if not packet:
             lines = self._output.end().strip().splitlines()
             raise NodeLost(
                 f"the fork server has ended; its output is in {self._output.log}; it ends with: "
                 f"{lines[-1] if lines else 'no output'}"
             )
-        reply: forkserver.Reply = self._decode(packet)
-        if isinstance(reply, forkserver.Started):
+        reply: messages.Reply = self._decode(packet)
+        if isinstance(reply, messages.Started):
             if not descriptors:  # the kernel drops descriptors that exceed the process's limit
                 raise NodeLost(_NO_DESCRIPTOR)
             with descriptors_needed():

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import time
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -25,6 +26,10 @@ LAUNCHER_LOG = "launcher.log"
 """Name of the file with the console's lines that come from megatron-recover itself."""
 
 
+RankStart = Literal["fork", "warm"]
+"""Source of the ranks' processes: forks, or warm processes (`cluster/warm.py`)."""
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One run as its user requested it."""
 
@@ -41,7 +46,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Script that runs the training script up to where training would begin. None: the training
     script does so itself."""
     preload: tuple[str, ...] = ()
-    """Modules that every rank finds imported, since the fork server has imported them."""
+    """Modules that every rank finds imported."""
+    rank_start: RankStart = "fork"
     num_microbatches: int | None = None
     """M of every training step, from the command line; None if it is unknown or changes."""
     microbatch_samples: int | None = None

@@ -48,6 +48,8 @@ from megatron_recover.observe.files import LOGS
 
 _DRY_RUN = -1
 """Replica number that the agent gets for the dry run, which belongs to no replica."""
+_NUM_DRY_RUNS = 1
+"""Warm processes that become no rank."""
 _POLL_S = 0.1
 """Seconds between two looks at the recorder and at every rank: /proc entry, page and output.
 
@@ -145,10 +147,12 @@ class Launcher:
 
     def _run(self) -> int:
         job = self._job
+        num_ranks = job.num_replicas * job.num_ranks
         environment = _environment_of_workers(settings.inherited_environment())
         self._node = Agent(
             preload=job.preload, environment=environment, deadlines=self._deadlines,
             output=self._recording.output(job.run_dir / LOGS / "forkserver.log"),
+            num_warm=num_ranks + _NUM_DRY_RUNS if job.rank_start == "warm" else 0,
         )  # fmt: skip
         self._ranks = Watch(
             self._node, deadlines=self._deadlines, log_of=job.log_of,
@@ -166,9 +170,8 @@ class Launcher:
             deadlines=self._deadlines,
         )
         try:
-            self._recording.says(
-                f"importing {', '.join(job.preload) or 'nothing'} once for {job.num_replicas * job.num_ranks} ranks"
-            )
+            modules, how = ", ".join(job.preload) or "nothing", "once for" if job.rank_start == "fork" else "in each of"
+            self._recording.says(f"importing {modules} {how} {num_ranks} ranks")
             if self._wait_for_imports() and self._dry_run():
                 self._spawn_all()
                 self._watch()

@@ -34,11 +34,11 @@ import msgspec
 from megatron_recover import trace
 from megatron_recover.cluster.console import Console
 from megatron_recover.cluster.event_store import Batch, Bookmark, EventStore, Keeper
-from megatron_recover.cluster.forkserver import TOLD_TO_ALL, set_parent_death_signal, set_process_name
 from megatron_recover.cluster.logs import LogWriter, Outputs
 from megatron_recover.cluster.narrator import HOLD_S, Narrator
 from megatron_recover.cluster.output import Output, OutputBookmark
 from megatron_recover.cluster.packets import receive
+from megatron_recover.cluster.rank_process import TOLD_TO_ALL, set_parent_death_signal, set_process_name
 from megatron_recover.cluster.readiness import is_readable, is_writable
 from megatron_recover.cluster.recorder_messages import (
     LAUNCHER_LOG,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from megatron_recover.cluster.forkserver import TOLD_TO_ALL
+from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 
 
 class Answer(enum.Enum):

@@ -176,7 +176,7 @@ class Watch:
         The failure names the microbatches that the end is charged to (INV-9); None if there are
         none. `started`: generation 1 has been made. `said()` returns the newest output of the rank.
 
-        A rank of a condemned replica may die from the request for its stacks (`forkserver`, Note
+        A rank of a condemned replica may die from the request for its stacks (`rank_process`, Note
         [Stacks]). The replica is then lost as hung, as if that rank had not died.
         """
         if end.replica in self._writing:

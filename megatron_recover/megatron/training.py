@@ -264,6 +264,7 @@ class _Training:
         from megatron_recover.megatron.checkpoint.checkpoints import Checkpoints, TrackerFile
         from megatron_recover.megatron.commit import CommitLoop
         from megatron_recover.megatron.data import alike as parts
+        from megatron_recover.megatron.data.index_builder import IndexBuilder
         from megatron_recover.megatron.data.loaders import Loaders, MicrobatchCursor
         from megatron_recover.megatron.reporting import LogLine
 
@@ -286,6 +287,7 @@ class _Training:
         self._installation.install(
             {
                 **loop.replacements(),
+                "compile_helpers": IndexBuilder(originals["compile_helpers"]).compile,
                 "data_loader": Loaders(cursor, get_args).build,
                 "log_line": LogLine(
                     driver, self._context.num_replicas, originals["log_line"], self._tensorboard.flush

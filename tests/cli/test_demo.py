@@ -176,7 +176,17 @@ def test_a_stage_that_fails_is_named_with_its_command(
 def test_ranks_share_gpus_where_there_are_fewer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for gpus, expected in ((0, []), (1, ["6"]), (4, ["2"]), (6, []), (8, [])):
         monkeypatch.setattr(demo, "num_gpus", lambda gpus=gpus: gpus)
-        assert demo._Demo(tmp_path, io.StringIO())._extra[1:] == expected
+        extra = demo._Demo(tmp_path, io.StringIO())._extra
+        assert ("--recover-ranks-per-gpu" in extra) == bool(expected) and set(expected) <= set(extra)
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_a_gpu_without_transformer_engine_gets_the_flags_that_need_none(
+    engine: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo, "num_gpus", lambda: 8)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if engine else None)
+    assert ("--transformer-impl" in demo._Demo(tmp_path, io.StringIO())._extra) == (not engine)
 
 
 def test_torch_is_asked_for_gpus_only_where_the_machine_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -21,13 +21,14 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.cli import command_line, finish, run
-from megatron_recover.cluster.forkserver import TOLD_TO_ALL
 from megatron_recover.cluster.job import Job, create_run_dir
+from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.cluster.signals import EndRequest
 from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import ExitCode
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import Fault, FaultKind, FaultPoint
+from megatron_recover.host.gpus import has_gpu
 from megatron_recover.host.process_stat import signal_name
 from megatron_recover.megatron.launch.arguments import recover_flags
 from megatron_recover.observe.report.plot import PLOT_FILE
@@ -230,6 +231,22 @@ def test_a_limit_on_the_size_of_files_is_refused_before_anything_is_made(tmp_pat
 
 def test_a_size_may_have_a_unit() -> None:
     assert [run._bytes(text) for text in ("0", "1000", "4KiB", "1GiB", "256 MiB")] == [0, 1000, 4096, 2**30, 2**28]
+
+
+def test_ranks_are_forked_only_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA works in no fork from a process that has asked the driver anything, as Megatron's imports do."""
+    for gpu, expected in ((False, "fork"), (True, "warm")):
+        monkeypatch.setattr(run, "has_gpu", lambda gpu=gpu: gpu)
+        assert run._rank_start("auto") == expected and run._rank_start("warm") == "warm"
+    with pytest.raises(ValueError, match="leave it out"):
+        run._rank_start("fork")
+
+
+@pytest.mark.parametrize(("names", "expected"), [(("null", "nvidiactl"), False), (("nvidia0",), True), (("kfd",), True)])
+def test_a_gpu_is_seen_by_its_file(names: tuple[str, ...], expected: bool, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    assert has_gpu(tmp_path) == expected
 
 
 def test_help_lists_the_flags_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:

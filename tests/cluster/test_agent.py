@@ -19,6 +19,7 @@ import pytest
 
 from megatron_recover import trace
 from megatron_recover.cluster import agent, forkserver
+from megatron_recover.cluster import forkserver_messages as messages
 from megatron_recover.cluster.agent import Agent
 from megatron_recover.cluster.job import Job
 from megatron_recover.cluster.launcher import Launcher
@@ -38,7 +39,7 @@ class Served:
         self.agent = Agent.__new__(Agent)
         self.agent._control, self.server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.agent._output, self.agent._processes = create(tmp_path / "log"), {}
-        self.agent._decode = msgspec.json.Decoder(forkserver.Reply).decode
+        self.agent._decode = msgspec.json.Decoder(messages.Reply).decode
 
 
 @contextlib.contextmanager
@@ -62,7 +63,7 @@ def test_a_launcher_without_a_descriptor_for_a_rank_says_so(tmp_path: Path, num_
     """The kernel cuts the descriptor off, and says nothing but so in a flag; the launcher ended by a ValueError."""
     served, pid = Served(tmp_path), os.getpid()
     pidfd = os.pidfd_open(pid)
-    started = forkserver.Started(replica=1, rank=2, pid=pid)
+    started = messages.Started(replica=1, rank=2, pid=pid)
     socket.send_fds(served.server, [msgspec.json.encode(started)], [pidfd])
     with descriptors_left(num_left), pytest.raises(NodeLost, match="ulimit -n"):
         served.agent._receive(deadline_s=5.0)
@@ -113,10 +114,10 @@ def test_a_replica_that_finds_no_descriptor_is_not_started_and_it_is_said(tmp_pa
 def test_a_fork_server_without_descriptors_for_a_rank_says_so(num_left: int, capfd: pytest.CaptureFixture[str]) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = forkserver._Server(theirs, 1.0)
-    spawn = forkserver.Spawn(replica=0, rank=0, argv=("train.py",), environment={}, descriptors=("key",))
-    request = forkserver.write_request(spawn)
+    spawn = messages.Spawn(replica=0, rank=0, argv=("train.py",), environment={}, descriptors=("key",))
+    request = messages.write_request(spawn)
     with open(os.devnull) as null, ours, theirs:
-        socket.send_fds(ours, [forkserver.REQUEST], [request, null.fileno(), null.fileno()])
+        socket.send_fds(ours, [messages.REQUEST], [request, null.fileno(), null.fileno()])
         with descriptors_left(num_left):
             assert not server._serve()
     os.close(request)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_recover.cluster.forkserver import TOLD_TO_ALL
+from megatron_recover.cluster.rank_process import TOLD_TO_ALL
 from megatron_recover.cluster.signals import Answer, EndRequest
 from megatron_recover.core.values import ExitCode
 from tests.cluster.jobs import Spec

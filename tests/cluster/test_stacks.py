@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_recover.cluster.agent import Agent
-from megatron_recover.cluster.forkserver import STACK_SIGNAL
 from megatron_recover.cluster.node import ProcessEnd
 from megatron_recover.cluster.output import Output, create
+from megatron_recover.cluster.rank_process import STACK_SIGNAL
 from megatron_recover.cluster.watch import Watch
 from megatron_recover.core import detector
 from megatron_recover.core.detector import Condemned, Named, Phase, Verdict

@@ -114,6 +114,7 @@ CASES = (
         ("1 1 reduce step=2 bucket=1",),
         1,
     ),
+    Case("warm processes", Job(replicas=2, run_flags=("--rank-start", "warm")), ("1 0 reduce step=2 bucket=1",), 1),
     Case("evaluation", Job(replicas=3, eval_interval=2), ("1 0 evaluate step=2", "0 0 evaluate step=7"), 1),
     Case("start-up", Job(replicas=2, pp=2), ("1 0 start_up",), 1),
     Case("two replicas in the same instant", Job(replicas=4, extra=OVERLAP), ("0 0 backward step=2", "2 0 backward step=2"), 2),

@@ -1,0 +1,51 @@
+"""A warm process: a fresh interpreter that has imported everything and waits to become a rank.
+
+CUDA cannot be used in a forked process once its parent has asked the driver anything, and imports
+do ask: Megatron's and Transformer Engine's modules call `torch.cuda.is_available`. So on a machine
+with GPUs ranks are not forked. The fork server starts this program once for each rank, as ``python
+-m megatron_recover.cluster.warm FD SERVER MODULE...``. FD is a SOCK_SEQPACKET socket and SERVER the
+pid of the fork server. The imports are then done before anybody waits for them, as with forks. No
+import touches a device: a context on device 0 for each rank would cost hundreds of MiB there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import socket
+import sys
+
+from megatron_recover.cluster.forkserver_messages import MAX_DESCRIPTORS, MAX_PACKET_BYTES, WARM, read_request
+from megatron_recover.cluster.packets import receive
+from megatron_recover.cluster.rank_process import become_rank, prepare, set_parent_death_signal, set_process_name
+from megatron_recover.config import importing_without_driver
+
+
+def main() -> None:
+    """Import the modules named on the command line, wait for the request, and become the rank."""
+    descriptor, server, *modules = sys.argv[1:]
+    set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != int(server):  # the server died before the death signal was set
+        os._exit(1)
+    prepare()
+    set_process_name("warm")
+    with socket.socket(fileno=int(descriptor)) as control:
+        control.set_inheritable(False)
+        with importing_without_driver(hide_devices=False):
+            for name in modules:
+                importlib.import_module(name)
+        with contextlib.suppress(BrokenPipeError):  # it is a rank already, and its request lies here
+            control.send(WARM)
+        packet, descriptors = receive(control, MAX_PACKET_BYTES, MAX_DESCRIPTORS)
+    spawn = read_request(descriptors)
+    if not packet or spawn is None:
+        sys.exit(f"a warm process got {'no request' if not packet else 'a request without its descriptors; raise `ulimit -n`'}")
+    request, output, *handed_down = descriptors
+    os.close(request)
+    become_rank(spawn, output, handed_down)
+
+
+if __name__ == "__main__":
+    main()

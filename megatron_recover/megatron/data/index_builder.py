@@ -1,0 +1,29 @@
+"""Megatron's compiled index builder of data sets (`core/datasets/helpers.cpp`)."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+
+class IndexBuilder:
+    """Stands for upstream's `compile_helpers`."""
+
+    def __init__(self, original: Callable[[], None]) -> None:
+        """`original` runs `make` in the folder of the file that it is defined in."""
+        self._original, self._makefile = original, Path(inspect.getfile(original)).with_name("Makefile")
+
+    def compile(self) -> None:
+        """Compile the index builder unless it is up to date; one process at a time does so.
+
+        Without a Makefile there is nothing to do: the wheel brings the builder compiled.
+        """
+        if not self._makefile.is_file():
+            return
+        with open(self._makefile) as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            self._original()

@@ -1,0 +1,189 @@
+"""Ranks from warm processes: as ranks that are forked, but each from an interpreter of its own, as CUDA needs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_recover.cli.run import PRELOAD
+from megatron_recover.cluster.agent import Agent
+from megatron_recover.cluster.node import NodeLost
+from megatron_recover.cluster.output import create
+from megatron_recover.faults import Fault, FaultKind, FaultPoint
+from tests.cluster.jobs import ROOT, Spec, run
+from tests.cluster.waiting import until_ended, until_files, until_readable
+
+pytestmark = pytest.mark.timeout(240)
+SCRIPT = """
+import os, pathlib, signal, sys
+imported = "decimal" in sys.modules
+ignored = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+pathlib.Path(sys.argv[1]).write_text(f"{os.getpid()} {os.getsid(0)} {os.environ['PLACE']} {imported} {ignored}")
+"""
+ENDLESS = """
+import pathlib, signal, subprocess, sys
+pathlib.Path(sys.argv[1]).write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
+signal.pause()
+"""
+
+
+@contextlib.contextmanager
+def agent(folder: Path, num_warm: int, *preload: str) -> Iterator[Agent]:
+    made = Agent(
+        preload=preload, environment=dict(os.environ) | {"PYTHONPATH": f"{ROOT}:{folder}"}, num_warm=num_warm,
+        output=create(folder / "server.log"),
+    )  # fmt: skip
+    try:
+        yield made
+    finally:
+        left = warm_processes(made)
+        assert made.close() == []
+        until_ended(left)
+
+
+def warm_processes(made: Agent) -> list[psutil.Process]:
+    try:
+        return sorted(psutil.Process(made._server.pid).children(), key=lambda child: child.pid)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def spawn(made: Agent, folder: Path, rank: int, script: str = SCRIPT) -> Path:
+    """Start a rank; return the file that it writes."""
+    (folder / "script.py").write_text(script)
+    result = folder / f"result-{rank}"
+    made.spawn(
+        0, rank, argv=(str(folder / "script.py"), str(result)), environment={"PLACE": str(rank)},
+        output=create(folder / f"{rank}.log"),
+    )  # fmt: skip
+    return result
+
+
+def until_all_ended(made: Agent, num_ranks: int) -> None:
+    ends = []
+
+    def have_ended() -> bool:
+        ends.extend(made.poll())
+        return len(ends) == num_ranks
+
+    until_readable(made.fileno(), have_ended, "the ends of all ranks")
+    assert [end.status for end in ends] == [0] * num_ranks
+
+
+def test_each_warm_process_becomes_a_rank_with_the_modules_imported(tmp_path: Path) -> None:
+    with agent(tmp_path, 2, "decimal") as made:
+        until_readable(made.fileno(), made.is_ready, "the warm processes")
+        warm = [child.pid for child in warm_processes(made)]
+        assert len(warm) == 2
+        results = [spawn(made, tmp_path, rank) for rank in range(2)]
+        assert sorted(made.pid(0, rank) for rank in range(2)) == warm
+        until_all_ended(made, 2)
+        for rank, result in enumerate(results):
+            pid = made.pid(0, rank)
+            assert result.read_text() == f"{pid} {pid} {rank} True True"  # a session of its own
+
+
+def test_a_warm_process_that_dies_is_replaced_and_the_next_rank_starts(tmp_path: Path) -> None:
+    """The one that takes its place may still import when the request comes: it reads the request when it is done."""
+    with agent(tmp_path, 1, "decimal") as made:
+        until_readable(made.fileno(), made.is_ready, "the warm process")
+        [warm] = warm_processes(made)
+        warm.kill()
+        until_ended([warm])
+        result = spawn(made, tmp_path, 0)
+        assert made.pid(0, 0) != warm.pid
+        until_all_ended(made, 1)
+        assert result.read_text().startswith(str(made.pid(0, 0)))
+
+
+def test_more_ranks_than_warm_processes_start_all_the_same(tmp_path: Path) -> None:
+    with agent(tmp_path, 1, "decimal") as made:
+        until_readable(made.fileno(), made.is_ready, "the warm process")
+        results = [spawn(made, tmp_path, rank) for rank in range(3)]
+        until_all_ended(made, 3)
+        assert all(result.exists() for result in results)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [("no_such_module", "No module named 'no_such_module'"), ("dies_by_signal", "ended by SIGKILL while it imported")],
+)
+def test_an_import_that_fails_ends_the_server_and_names_the_reason(tmp_path: Path, module: str, message: str) -> None:
+    (tmp_path / "dies_by_signal.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    with agent(tmp_path, 2, module) as made, pytest.raises(NodeLost, match=message):
+        until_readable(made.fileno(), made.is_ready, "the end of the server")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+def test_no_warm_process_outlives_its_server(tmp_path: Path, number: signal.Signals) -> None:
+    """Killed, or stopped when the launcher closes: a warm process is no rank yet, but it is ended like one."""
+    with agent(tmp_path, 2, "decimal") as made:
+        until_readable(made.fileno(), made.is_ready, "the warm processes")
+        warm = warm_processes(made)
+        made._server.send_signal(number)
+        os.waitid(os.P_PID, made._server.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    until_ended(warm)
+
+
+def test_a_fence_ends_the_process_group_of_a_rank_that_was_warm(tmp_path: Path) -> None:
+    with agent(tmp_path, 1) as made:
+        until_readable(made.fileno(), made.is_ready, "the warm process")
+        result = spawn(made, tmp_path, 0, ENDLESS)
+        until_files(lambda: result.exists() and result.read_text(), "the child of the rank", tmp_path)
+        child = psutil.Process(int(result.read_text()))
+        made.fence(0)
+        until_readable(made.fileno(), lambda: made.poll() or made.has_ended(0, 0), "the end of the rank")
+        until_ended([child])
+
+
+def test_a_job_of_warm_processes_survives_a_kill(tmp_path: Path) -> None:
+    faults = (Fault(step=1, replica=1, rank=0, point=FaultPoint.REDUCE, kind=FaultKind.KILL),)
+    outcome = run(Spec(run_dir=str(tmp_path / "run"), rank_start="warm", faults=faults))
+    outcome.assert_finished([0, 2])
+
+
+ASKED = """
+import os, sys
+before = set(sys.modules)
+{code}
+reader, writer = os.pipe()
+if os.fork() == 0:
+    import torch
+    os.write(writer, b"poisoned" if torch.cuda._is_in_bad_fork() else b"clean")
+    os._exit(0)
+print(os.read(reader, 100).decode())
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"from megatron_recover.cluster import forkserver; forkserver._import({PRELOAD})",
+        "from megatron_recover.cli import run; import megatron_recover.cluster.launcher",
+    ],
+    ids=["the imports of the fork server", "the launcher"],
+)
+def test_nothing_that_forks_asks_the_cuda_driver(code: str) -> None:
+    """CUDA is of no use in a fork from a process that has: torch raises "Cannot re-initialize CUDA in forked subprocess"."""
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED.format(code=code)], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.splitlines()[-1] == "clean"
+
+
+def test_the_imports_of_a_warm_process_touch_no_device() -> None:
+    code = (
+        "import importlib, torch\nfrom megatron_recover.config import importing_without_driver\n"
+        f"with importing_without_driver(hide_devices=False):\n    [importlib.import_module(name) for name in {PRELOAD}]\n"
+        "print(torch.cuda.is_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "False"

@@ -1,0 +1,48 @@
+"""The index builder of data sets is compiled where there is something to compile, by one process at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from megatron.core.datasets import utils
+
+from megatron_recover.megatron.data.index_builder import IndexBuilder
+
+
+def megatron_in(folder: Path) -> ModuleType:
+    """Return a module with a `compile_helpers` that notes its calls."""
+    (folder / "utils.py").write_text("calls = []\ndef compile_helpers():\n    calls.append(1)\n")
+    spec = importlib.util.spec_from_file_location("utils", folder / "utils.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_wheel_has_nothing_to_compile(tmp_path: Path) -> None:
+    """It has the builder and no Makefile; upstream's `make` failed there, and every run on a GPU with it."""
+    module = megatron_in(tmp_path)
+    IndexBuilder(module.compile_helpers).compile()
+    assert module.calls == []
+    with pytest.raises(SystemExit):
+        utils.compile_helpers()
+    IndexBuilder(utils.compile_helpers).compile()
+
+
+def test_one_process_at_a_time_compiles(tmp_path: Path) -> None:
+    module, makefile = megatron_in(tmp_path), tmp_path / "Makefile"
+    makefile.write_text("")
+    with open(makefile) as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=IndexBuilder(module.compile_helpers).compile)
+        waiting.start()
+        waiting.join(0.3)
+        assert module.calls == []
+        fcntl.flock(other, fcntl.LOCK_UN)
+        waiting.join(30)
+    assert module.calls == [1]
