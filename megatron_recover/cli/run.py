@@ -76,7 +76,7 @@ def _parser() -> Parser:
         "whole job. Exit codes: docs/reference/exit_codes.md. The flags below go behind the script's name, like Megatron's:",
     )
     parser.add_argument(
-        "--replicas", type=int, required=True, metavar="R", help="complete copies of the model: the data-parallel size"
+        "--replicas", type=int, required=True, metavar="R", help="complete copies of the model; the data-parallel size is R x L"
     )
     parser.add_argument("--lanes", type=int, default=1, metavar="L", help="data-parallel size inside each replica (default: 1)")
     parser.add_argument(

@@ -66,7 +66,7 @@ class Bookmark:
     """
 
     def __init__(self, descriptor: int) -> None:
-        """Map the memory behind `descriptor`, which `create_ledger` made."""
+        """Map the memory behind `descriptor`, which `create_bookmark` made."""
         self._memory = mmap.mmap(descriptor, 0)
         self._valid = memoryview(self._memory)[:8].cast("q")
         begin = self._begin(self._valid[0])

@@ -182,7 +182,7 @@ class OutputBookmark:
     """
 
     def __init__(self, descriptor: int) -> None:
-        """Map the memory behind `descriptor`, which `create_output_ledger` made."""
+        """Map the memory behind `descriptor`, which `create_output_bookmark` made."""
         self._memory = mmap.mmap(descriptor, 0)
         self._words = memoryview(self._memory).cast("q")
 

@@ -390,7 +390,7 @@ def _blame(state: CoordinatorState) -> Step:
 
 
 def _on_entered(state: CoordinatorState, entered: Entered) -> Step:
-    """Record that a member entered, its waits as evidence, and the step that it has reached."""
+    """Record that a member entered, its waits for the next generation, and the step reached."""
     if entered.generation != state.generation or entered.replica not in state.roster:
         return state, ()
     state = _reached(state, entered.step)

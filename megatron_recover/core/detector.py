@@ -45,9 +45,10 @@ Note [At work]
 
 Note [Ranks that a tracer holds]
     A debugger, gcore or strace holds a process in state `t`, most often to look into the rank. Such
-    a rank is named, and condemned only after the deadline. While one rank is held, no time counts
-    for any rank of its replica, and none is learned from: the others wait for it inside their
-    computations, and no rank may be condemned for that time afterwards.
+    a rank is named, and condemned only after the deadline. While one rank is held, no silence of
+    the replica's other ranks counts, and none is learned from: they wait for it inside their
+    computations, and may not be condemned for that time afterwards. A rank that is stopped (`T`)
+    still is.
 """
 
 from __future__ import annotations

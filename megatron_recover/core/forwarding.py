@@ -12,7 +12,11 @@ from megatron_recover.core.vote import voters_of
 
 
 def waiting_for(state: ReplicaState) -> tuple[ReplicaId, ...]:
-    """Return the members whose message this replica needs before it can continue."""
+    """Return the members whose message this replica needs next.
+
+    These are all whose message is missing. In a tree they are the children below which one is
+    missing, or, if there are none, the parent.
+    """
     if state.phase not in (ReplicaPhase.EXCHANGING, ReplicaPhase.VOTED):
         return ()
     return awaited(state.roster, state.replica, heard_from(state), state.tree_above)

@@ -9,9 +9,10 @@ Memory holds:
 
 - about 900 bytes for each step;
 - one event for each member that joined, and the announcement of each generation;
-- for each generation the results that its members held.
+- for each generation the results that its members held;
+- one digest for each rank.
 
-It does not grow with microbatches, ranks or buckets while nothing fails.
+No step's facts grow with microbatches, ranks or buckets while nothing fails.
 """
 
 from __future__ import annotations

@@ -208,7 +208,11 @@ class Miscounted(Event, frozen=True, kw_only=True):
 
 
 class ReductionFailed(Event, frozen=True, kw_only=True):
-    """Rank: a sum or transfer over the replicas did not complete; no gradient changed."""
+    """Rank: a sum or transfer over the replicas failed, or its result was refused.
+
+    A result is refused if it counts microbatches wrongly, or if a newer generation was promised. No
+    gradient changed.
+    """
 
     replica: int
     rank: int
@@ -216,6 +220,7 @@ class ReductionFailed(Event, frozen=True, kw_only=True):
     step: int
     reason: str
     bucket: int | None = None
+    """Bucket of the sum; None for a transfer, or if there was no transport."""
 
 
 class StateDigested(Event, frozen=True, kw_only=True):

@@ -16,7 +16,8 @@ Note [Each byte once]
     Tensors share memory: a tied embedding, a shard of an fp32 parameter, a parameter inside a
     contiguous buffer. So bytes are counted, not tensors. A byte belongs to the first name that
     covers it, in an order that is the same on the same rank of all replicas. No other bytes of a
-    storage are read, so the padding of upstream's buffers is left out.
+    storage are read, so the padding of upstream's buffers is left out. A tensor with gaps is read
+    whole, unless the same view has a name already.
 """
 
 from __future__ import annotations

@@ -7,14 +7,14 @@ often microbatch i is in it. All is a pure function of frozen values, so outcome
 Simulated steps, and why they suffice
 -------------------------------------
 * Nodes interact by messages only. A rank that arrives at a reduction publishes its local gradient
-  (`Part`). When all members have published, each rank may complete, at any later time or never,
+  (`Addend`). When all members have published, each rank may complete, at any later time or never,
   independently of the others. A transport promises no more (data_plane/transport.py). A transfer of
   a decided bucket works the same way with `Copy`.
 * Inside a node one thing is left to chance: when a rank other than the leader's obeys a `Promise`.
   Until then it may still complete a reduction. Every other step (orders, reports, passes,
   publishing) follows at once. It is invisible outside the node until the next message, commutes
   with all steps elsewhere, and is undone only by the loss of the node. Being early only adds
-  behaviours: a published `Part` need not be used.
+  behaviours: a published `Addend` need not be used.
 * The same holds for reductions that overlap the last backward. A bucket is published when the pass
   is closed, earlier than backward can reach it. The node's gradient already has the whole pass.
 """

@@ -52,7 +52,7 @@ from megatron_recover.sim.explore.scenario import Scenario
 from megatron_recover.sim.multiset import Multiset, add
 
 Links = tuple[tuple[int, int, tuple[int, ...]], ...]
-"""Links as in `World`."""
+"""Links as in `JobState.links`."""
 
 
 class Own(NamedTuple):
@@ -104,7 +104,7 @@ class Space:
         member)."""
         self.observed: dict[tuple[int, tuple[invariants.Fact, ...]], int] = {}
         self.data: dict[tuple[object, ...], list[int]] = {}
-        """Numbers of the `Part`s and `Copy`s, by all fields but their counts."""
+        """Numbers of the `Addend`s and `Copy`s, by all fields but their counts."""
         self.transitions = 0
         self.stored: dict[int, tuple[int, int]] = {}
         """Messages judged so far, and messages that a node would only store; by node."""
@@ -112,7 +112,7 @@ class Space:
         """State and effects of the coordinator after an input, by its state and the input."""
         self.own: dict[int, Own] = {}
         self.data_bits = 0
-        """Bit set of the numbers of all `Part`s and `Copy`s."""
+        """Bit set of the numbers of all `Addend`s and `Copy`s."""
         self.void: dict[int, int] = {}
         """Messages that are known to change nothing at a node; by node."""
         self.newest: dict[tuple[Generation, tuple[ReplicaId, ...], Generation, Void | None], int] = {}

@@ -303,7 +303,7 @@ def _ask_exit(job: RandomJob) -> None:
     """Request the end of the job, as a signal to the launcher does."""
     job.note("the job is asked to exit")
     job.exit_asked = True
-    job.coordinator.feed(coordinator.ExitAsked("SIGTERM"))
+    job.clock.after(0.0, job.coordinator.feed, coordinator.ExitAsked("SIGTERM"))  # the clock holds it back from a stopped one
 
 
 def _stop_everybody(job: RandomJob) -> None:

@@ -135,7 +135,8 @@ class Meetings:
     def leave(self, rank: TimedRank, operation: Operation) -> None:
         """Let a rank leave without a result, as it has promised a newer generation.
 
-        It reports the replicas for which it has waited if that took at least half of `stall_s`.
+        If a broken channel has kept the result from it for at least half of `stall_s`, it reports
+        the replicas that it accuses.
         """
         meeting, me, job = self.open.get(_key(rank, operation)), rank.replica.number, self.job
         if meeting is None:
