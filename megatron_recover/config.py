@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -163,6 +163,23 @@ def importing_without_driver(*, hide_devices: bool) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+class DeviceQueues(NamedTuple):
+    """Settings of the environment that decide the order of kernels on a GPU."""
+
+    is_single: bool
+    """True if all streams of the process share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS)."""
+    is_ordered: bool
+    """True if NCCL runs the collectives of all communicators in the order of their calls
+    (NCCL_LAUNCH_ORDER_IMPLICIT)."""
+
+
+def device_queues() -> DeviceQueues:
+    """Return what the environment says about the order of kernels; the user may have set it."""
+    return DeviceQueues(
+        os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1", os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") != "0"
+    )
 
 
 def inherited_environment() -> dict[str, str]:

@@ -246,6 +246,10 @@ class RankDriver:
             retired.close()
         return transport
 
+    def overlap_refusal(self, generation: int) -> str:
+        """Return why sums of `generation` must not run beside a backward; empty: they may."""
+        return self._endpoint.overlap_refusal(generation)
+
     def pass_ended(self, generation: int) -> None:
         """Note the end of a pass whose newest plan is of `generation`."""
         if self._leader is not None:

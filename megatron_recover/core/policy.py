@@ -63,7 +63,8 @@ _COMMUNICATION = re.compile(
     r"|Watchdog caught collective operation timeout"
     r"|taking the entire process down"
 )
-_DEVICE = "CUDA error"
+_ASSERT = "device-side assert"
+"""Error of a device that the computation has caused, such as an index out of range."""
 _LAST_WORDS = 16_384
 """Characters at the end of the output that are searched: a C++ stack follows the message."""
 
@@ -76,15 +77,24 @@ def is_communication_text(text: str) -> bool:
     return _COMMUNICATION.search(text) is not None
 
 
+def is_computed(device_error: str) -> bool:
+    """Return whether an error of a device is one that a computation causes.
+
+    Any other may come from the device itself, or from a peer that died and whose memory a kernel
+    was reading over NVLink. It would strike whatever is computed then.
+    """
+    return _ASSERT in device_error
+
+
 def aborted_by_communication(status: int, said: str) -> bool:
     """Return whether torch's NCCL watchdog ended a process because communication failed.
 
     The watchdog ends it by SIGABRT. `said`: the newest output of the process.
-    The watchdog also ends a process whose device has failed, for example in a kernel with a wrong
-    index. Its message then names the device error, which the computation has caused.
+    The watchdog also ends a process whose device has failed. Its message then names the error of
+    the device (`is_computed`).
     """
     said = said[-_LAST_WORDS:]
-    return status == -_SIGABRT and is_communication_text(said) and _DEVICE not in said
+    return status == -_SIGABRT and is_communication_text(said) and _ASSERT not in said
 
 
 def first_to_die(statuses: Sequence[int]) -> int:

@@ -103,6 +103,10 @@ class DirectEndpoint:
         endpoint = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: alive._abandon() if (alive := endpoint()) is not None else None)
 
+    def overlap_refusal(self, generation: int) -> str:
+        """Return an empty text: a socket needs no device."""
+        return ""
+
     def open(self, generation: int, me: int, addresses: Mapping[int, str]) -> DirectTransport:
         """Return the transport of `generation`, and close the previous one.
 

@@ -22,6 +22,7 @@ def open_endpoint(
     *,
     key: bytes,
     rank: int,
+    num_ranks: int = 1,
     device: str = "cpu",
     deadlines: Deadlines | None = None,
     report: ReportStrangers = lambda name, number: None,
@@ -32,6 +33,7 @@ def open_endpoint(
 
     - `kind`: `auto` means direct sockets for CPU tensors and NCCL for CUDA tensors.
     - `key`: the job's key. `rank`: this rank's position inside its replica. Connections prove both.
+    - `num_ranks`: ranks of a replica.
     - `device`: the device of the tensors (``cpu`` or ``cuda``).
     - `deadlines`: how long the parts of a call may last.
     - `report`: see `Admission`. Any thread may call it.
@@ -59,13 +61,10 @@ def open_endpoint(
     if chosen == "nccl":
         from megatron_recover.data_plane import nccl
 
-        binding = nccl.load()
+        sums = nccl.Sums(nccl.load(), deadlines, has_own_collectives=num_ranks > 1)
         return RendezvousEndpoint(
-            HOST,
-            direct(),
-            lambda direct, unreachable: nccl.NcclTransport(binding, direct, deadlines, unreachable=unreachable),
-            key=key, rank=rank, report=report,
-        )  # fmt: skip
+            HOST, direct(), sums.transport, key=key, rank=rank, report=report, overlap_refusal=sums.overlap_refusal
+        )
     raise ValueError(f"--recover-transport is {kind!r}; choose auto, direct, gloo or nccl")
 
 
@@ -84,12 +83,15 @@ class RendezvousEndpoint:
         key: bytes,
         rank: int,
         report: ReportStrangers,
+        overlap_refusal: Callable[[int], str] = lambda generation: "",
     ) -> None:
         """Listen on `host`. `transport(direct, unreachable)` makes one generation's transport.
 
         The new transport owns `direct`, the direct transport of that generation. `unreachable()`
-        probes the other members and returns the members that do not answer.
+        probes the other members and returns the members that do not answer. `overlap_refusal`: see
+        `Endpoint`.
         """
+        self.overlap_refusal = overlap_refusal
         self._direct = direct
         self._key, self._rank = key, rank
         self._echo = EchoServer(host, key, rank, report)

@@ -177,6 +177,12 @@ class Endpoint(Protocol):
         made by the first call that needs one, or by a thread of the transport (gloo).
         """
 
+    def overlap_refusal(self, generation: int) -> str:
+        """Return why sums of `generation` must not run beside other work of the device.
+
+        An empty text: they may.
+        """
+
     def close(self) -> None:
         """Stop listening, and retire the current transport."""
 

@@ -47,7 +47,7 @@ from megatron_recover.megatron.parameter_digest import ParameterDigest
 from megatron_recover.megatron.schedule.passes import run_pass
 from megatron_recover.megatron.state import TrainingState
 from megatron_recover.progress_page import ProgressPage
-from megatron_recover.trainer.communication import is_communication_error
+from megatron_recover.trainer.communication import is_communication_error, is_device_error
 from megatron_recover.trainer.compiling import show_compilations
 from megatron_recover.trainer.driver import Driver
 from megatron_recover.trainer.in_work import InWork
@@ -340,7 +340,8 @@ class CommitLoop:
         except InvariantViolation:  # no microbatch caused this, so none is charged with it (INV-9)
             raise
         except Exception as error:
-            self._driver.failing(() if is_communication_error(error) else microbatches.suspects(), error)
+            innocent = is_communication_error(error) or is_device_error(error)
+            self._driver.failing(() if innocent else microbatches.suspects(), error)
             raise
 
     def _tell_pace(self, stopwatch: Stopwatch) -> None:

@@ -320,7 +320,8 @@ def _endpoint(config: RecoverConfig, context: RankContext, key: bytes, record: C
         record(trace.Strangers(replica=context.replica, rank=context.rank, listener=name, num_connections=number))
 
     return open_endpoint(
-        config.transport, key=key, rank=context.rank, device=device, deadlines=config.deadlines, report=report
+        config.transport, key=key, rank=context.rank, num_ranks=context.num_ranks, device=device,
+        deadlines=config.deadlines, report=report,
     )  # fmt: skip
 
 

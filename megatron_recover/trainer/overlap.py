@@ -7,9 +7,10 @@ as it does without overlap, but in a thread of its own, `recover-reduce`.
 
 Note [Last backward]
     A backward is known to be the last one of the pass only after `Close`. Before `Close` more
-    microbatches can be dealt, and a bucket that was already reduced would lack them. In two cases
-    the pass is reduced only when it is over:
+    microbatches can be dealt, and a bucket that was already reduced would lack them. In three
+    cases the pass is reduced only when it is over:
     - `Close` comes later than the last backward begins;
+    - the data plane cannot sum beside other work of the device (`Endpoint.overlap_refusal`);
     - the pass puts its gradient into some buckets only, so that parts of the gradient arrive at the
       end of a backward.
 """
@@ -44,7 +45,7 @@ class Overlap:
         """
         self._reduction, self._plan = reduction, plan
         self._passed: dict[BucketId, threading.Event] = {}
-        self._stream = torch.cuda.Stream(reduction.device) if reduction.device.type == "cuda" else None
+        self._stream = reduction.overlap_stream
         self._written: dict[BucketId, torch.cuda.Event] = {}
         """On a GPU: for each bucket an event behind the kernels that write its gradient."""
         self._abandoned = False
@@ -68,6 +69,8 @@ class Overlap:
             return
         if self._thread is None:
             plan = self._plan()
+            if not self._reduction.may_overlap(plan.generation):
+                return
             self._passed = {bucket: threading.Event() for bucket in plan.reduces}
             self._thread = threading.Thread(target=self._run, args=(plan,), name="recover-reduce", daemon=True)
             self._thread.start()

@@ -114,6 +114,8 @@ class Reduction:
         self._counted: set[BucketId] = set()
         """Buckets that the watched backward has passed."""
         self._first_generation = self._parameters_checksum = 0
+        self._refusals: set[str] = set()
+        """Reasons against overlap that were logged."""
 
     def buckets(self, forward_only: bool) -> tuple[BucketId, ...]:
         """Return the buckets that a step reduces.
@@ -190,6 +192,19 @@ class Reduction:
         return self._gradients.can_watch and (
             bool(self._accumulators) or all(bucket_sum.id in into for bucket_sum in self._gradient_sums)
         )
+
+    def may_overlap(self, generation: Generation) -> bool:
+        """Return whether sums of `generation` may run beside a backward; log why not, once."""
+        refusal = self._driver.overlap_refusal(generation)
+        if refusal and refusal not in self._refusals:
+            self._refusals.add(refusal)
+            logger.warning("the reduction does not overlap with the backward: %s", refusal)
+        return not refusal
+
+    @functools.cached_property
+    def overlap_stream(self) -> torch.cuda.Stream | None:
+        """Return the stream of `recover-reduce` for the life of the rank; None without a GPU."""
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def watch(self, task: Task, chunk: int, passed: Callable[[BucketId], None]) -> None:
         """Watch the last backward of `chunk` in a pass; call before it begins.

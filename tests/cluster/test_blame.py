@@ -71,6 +71,8 @@ def test_links_that_break_inside_two_replicas_while_they_compute_one_microbatch_
         (signal.SIGABRT, Phase.BACKWARD, "free(): invalid pointer", True),
         # An index out of range in a kernel: the watchdog finds it first, and it is the microbatch's.
         (signal.SIGABRT, Phase.PIPELINE, f"CUDA error: device-side assert triggered\n{WATCHDOG}", True),
+        # A device that fails strikes whatever is computed, and a peer's death over NVLink can make it fail.
+        (signal.SIGABRT, Phase.PIPELINE, f"CUDA error: an illegal memory access was encountered\n{WATCHDOG}", False),
         (signal.SIGBUS, Phase.DATA, "", True),
         (signal.SIGSEGV, Phase.PIPELINE, "", True),  # a device that runs behind
         (signal.SIGSEGV, Phase.REDUCTION, "", False),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterator
-from types import SimpleNamespace
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,146 +17,336 @@ from msgspec.structs import replace
 from megatron_recover.data_plane import nccl
 from megatron_recover.data_plane.direct import DirectEndpoint
 from megatron_recover.data_plane.endpoints import open_endpoint
-from megatron_recover.data_plane.transport import DeadlineExceeded, Revoked, TransportError
+from megatron_recover.data_plane.nccl import NcclTransport
+from megatron_recover.data_plane.transport import CallPart, DeadlineExceeded, Revoked, TransportError
 from megatron_recover.deadlines import Deadlines
 from tests.control_plane.partners import KEY, within
+from tests.data_plane.fake_nccl import REMOTE_ERROR, Communicator, World, sums_of
 from tests.data_plane.threads import at_once
 
 LONG = within(10.0)
-SHORT = replace(within(10.0), slowest_s=0.3)
+SHORT = replace(within(10.0), slowest_s=0.3, sum_s=0.6, close_s=0.3)
 """Connecting may take its time."""
+UNTOUCHED = -1.0
 pytestmark = pytest.mark.timeout(150)
 
 
-class Communicator:
-    """Reduces with the help of a dictionary that all ranks see; `result` and `finished` are what NCCL would report."""
+class Pair:
+    """Two members of one world, over generations."""
 
-    shared: dict[int, Any]
+    def __init__(self, deadlines: Deadlines = LONG, **queues: bool) -> None:
+        self.world = World()
+        self.sums = [sums_of(self.world, deadlines, **queues) for _ in range(2)]
+        self.endpoints = [DirectEndpoint(key=KEY, rank=0, deadlines=deadlines) for _ in range(2)]
+        self.addresses = {replica: endpoint.address for replica, endpoint in enumerate(self.endpoints)}
+        self.unreachable: list[tuple[int, ...]] = [(), ()]
+        self.transports: list[NcclTransport] = []
+        self.generation = 0
 
-    def __init__(self, size: int, rank: int, unique_id: bytes, shared: SimpleNamespace) -> None:
-        assert unique_id == b"\x07" * 128
-        self.size, self.rank, self.shared_state, self.result, self.aborted = size, rank, shared, 0, False
-        shared.made.append(self)
+    def open(self) -> list[NcclTransport]:
+        """Enter the next generation, which both have promised: both have revoked what they had."""
+        self.generation += 1
+        self.world.generation = self.generation
+        for transport in self.transports:
+            transport.close()
+        self.transports = [
+            sums.transport(endpoint.open(self.generation, replica, self.addresses), lambda r=replica: self.unreachable[r])
+            for replica, (sums, endpoint) in enumerate(zip(self.sums, self.endpoints, strict=True))
+        ]
+        return self.transports
 
-    def allreduce(self, source: torch.Tensor, target: torch.Tensor, op: str, *, stream: int) -> None:
-        self.shared_state.barrier.wait(60)
-        self.shared_state.contributions[self.rank] = source
-        self.shared_state.barrier.wait(60)
-        target.copy_(sum(self.shared_state.contributions[rank] for rank in range(self.size)))
+    def sum(self, size: int = 3, *, probe: Callable[[str], None] | None = None) -> tuple[list[Any], list[torch.Tensor]]:
+        """Outcomes and results of a sum that both enter: a gradient, and counts."""
+        results = [torch.full((size,), UNTOUCHED) for _ in range(2)]
+        calls = [
+            lambda t=transport, r=result: enter(t, r, probe=probe)
+            for transport, result in zip(self.transports, results, strict=True)
+        ]
+        return at_once(*calls), results
 
-    def get_async_error(self) -> int:
-        return self.result
+    def communicators(self, position: int) -> list[Communicator]:
+        return [made for made in self.world.made if made.position == position]
 
-    def get_last_error(self) -> str:
-        return "remote process exited"
+    def close(self) -> None:
+        for endpoint in self.endpoints:
+            endpoint.close()
+        assert self.world.violations == []
 
-    def abort(self) -> None:
-        self.aborted = True
-        self.shared_state.aborts.release()
+
+def enter(transport: NcclTransport, result: torch.Tensor, *, probe: Callable[[str], None] | None = None) -> None:
+    source, counts = torch.full_like(result, 2.0**transport.me), torch.ones(2, dtype=torch.float64)
+    transport.sum_into([source, counts], [result, torch.empty_like(counts)], tag=1, probe=probe)
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    shared = SimpleNamespace(
-        made=[], endpoints=[], contributions={}, barrier=threading.Barrier(2), aborts=threading.Semaphore(0), finished=True
-    )
-    stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None)
-    event = SimpleNamespace(record=lambda stream: None, query=lambda: shared.finished)
-    cuda = SimpleNamespace(Stream=lambda: stream, current_stream=lambda: stream, Event=lambda: event)
-    monkeypatch.setattr(nccl, "check_operands", lambda *operands, device: None)
-    monkeypatch.setattr(torch, "cuda", cuda)
-    shared.module = SimpleNamespace(
-        SUM="sum",
-        get_unique_id=lambda: b"\x07" * 128,
-        UniqueId=SimpleNamespace(from_bytes=bytes),
-        NCCLConfig=lambda blocking: None,
-        Communicator=SimpleNamespace(init=lambda size, rank, uid, config: Communicator(size, rank, uid, shared)),
-    )
-    yield shared
-    for endpoint in shared.endpoints:
-        endpoint.close()
+def pair() -> Iterator[Pair]:
+    with a_pair() as made:
+        yield made
 
 
-def pair(fake: SimpleNamespace, deadlines: Deadlines = LONG) -> list[nccl.NcclTransport]:
-    endpoints = [DirectEndpoint(key=KEY, rank=0, deadlines=deadlines) for _ in range(2)]
-    fake.endpoints.extend(endpoints)
-    addresses = {replica: endpoint.address for replica, endpoint in enumerate(endpoints)}
-    return [
-        nccl.NcclTransport(fake.module, endpoint.open(1, replica, addresses), deadlines)
-        for replica, endpoint in enumerate(endpoints)
-    ]
+@contextlib.contextmanager
+def a_pair(deadlines: Deadlines = LONG, **queues: bool) -> Iterator[Pair]:
+    made = Pair(deadlines, **queues)
+    yield made
+    made.close()
 
 
-def call(transport: nccl.NcclTransport, result: torch.Tensor) -> Any:
-    source = torch.full((3,), 2.0**transport.me)
-    return lambda: transport.sum_into([source], [result], tag=1)
+def is_untouched(result: torch.Tensor) -> bool:
+    return bool((result == UNTOUCHED).all())
 
 
-def test_sums_out_of_place_and_copies(fake: SimpleNamespace) -> None:
-    transports, results = pair(fake), [torch.zeros(3) for _ in range(2)]
-    assert at_once(*[call(transport, result) for transport, result in zip(transports, results, strict=True)]) == [None, None]
+def until(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.005)
+
+
+def test_sums_out_of_place_and_copies(pair: Pair) -> None:
+    pair.open()
+    outcomes, results = pair.sum()
+    assert outcomes == [None, None]
     assert all(torch.equal(result, torch.full((3,), 3.0)) for result in results)
     kept = [torch.full((4,), 5.0), torch.zeros(4)]
     copies = [
         lambda t=transport, k=tensor: t.copy_into([k], source=0, targets=[1], tag=2)
-        for transport, tensor in zip(transports, kept, strict=True)
+        for transport, tensor in zip(pair.transports, kept, strict=True)
     ]
     assert at_once(*copies) == [None, None]
     assert torch.equal(kept[1], kept[0])
-    for transport in transports:
+    for transport in pair.transports:
         transport.close()
-    assert fake.aborts.acquire(timeout=60) and fake.aborts.acquire(timeout=60)
-    assert isinstance(at_once(call(transports[0], results[0]))[0], Revoked)
+    (outcome,) = at_once(lambda: enter(pair.transports[0], results[0]))
+    assert isinstance(outcome, Revoked)
 
 
-def test_a_kernel_that_does_not_end_is_left_behind_and_writes_no_result(fake: SimpleNamespace) -> None:
-    fake.finished = False
-    transports, results = pair(fake, SHORT), [torch.full((3,), -1.0) for _ in range(2)]
-    outcomes = at_once(call(transports[0], results[0]), call(transports[1], results[1]))
-    assert all(isinstance(outcome, DeadlineExceeded) for outcome in outcomes)
-    assert all(torch.equal(result, torch.full((3,), -1.0)) for result in results)
-    assert fake.aborts.acquire(timeout=60) and fake.aborts.acquire(timeout=60)
-    (again,) = at_once(call(transports[0], results[0]))
-    assert isinstance(again, TransportError) and "broken" in str(again)
+def test_many_sums_share_one_stream_and_one_scratch(pair: Pair) -> None:
+    """A stream for each pass made torch's allocator keep a set of scratch for each (FINDINGS G7)."""
+    pair.open()
+    for size in (1000, 7, 1000, 500):
+        outcomes, results = pair.sum(size)
+        assert outcomes == [None, None] and all(torch.equal(result, torch.full((size,), 3.0)) for result in results)
+    assert pair.world.num_streams == 2
+    assert [sum(each.numel() for each in sums._scratch._memory) for sums in pair.sums] == [4000 + 16] * 2
 
 
-def test_a_kernel_that_does_not_end_names_only_who_does_not_answer_a_probe(fake: SimpleNamespace) -> None:
-    fake.finished = False
-    transports, results = pair(fake, SHORT), [torch.full((3,), -1.0) for _ in range(2)]
-    transports[0]._unreachable = lambda: (1,)
-    outcomes = at_once(call(transports[0], results[0]), call(transports[1], results[1]))
-    assert [getattr(outcome, "peers", None) for outcome in outcomes] == [(1,), ()]
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [
+        *(("init", 1), ("get_unique_id", 1), ("get_last_error", 1), ("allreduce", 1), ("allreduce", 2)),
+        *(("get_async_error", number) for number in range(1, 6)),
+    ],
+)
+def test_an_error_of_any_call_is_a_transport_error_and_the_next_generation_works(call: str, number: int) -> None:
+    """`NCCLError` is no TransportError: one death took survivors along (FINDINGS G4)."""
+    with a_pair(SHORT) as pair:
+        pair.open()
+        pair.world.failing[0, call] = number
+        if call == "get_last_error":
+            pair.world.after_asking = lambda communicator: setattr(communicator, "error", REMOTE_ERROR)
+        outcomes, results = pair.sum()
+        assert isinstance(outcomes[0], TransportError), repr(outcomes[0])
+        assert call == "get_unique_id" or "NCCL" in str(outcomes[0])
+        assert is_untouched(results[0])
+        pair.world.after_asking = lambda communicator: None
+        pair.open()
+        outcomes, results = pair.sum()
+        assert outcomes == [None, None] and torch.equal(results[0], torch.full((3,), 3.0))
 
 
-def test_revoke_ends_a_wait_at_once(fake: SimpleNamespace) -> None:
-    fake.finished = False
-    transports, results = pair(fake), [torch.full((3,), -1.0) for _ in range(2)]
-    in_flight = threading.Barrier(3)
+@pytest.mark.parametrize("call", ["revoke", "destroy", "get_async_error"])
+def test_a_communicator_in_doubt_is_kept_with_its_memory(call: str) -> None:
+    with a_pair(SHORT) as pair:
+        pair.open()
+        assert pair.sum()[0] == [None, None]
+        pair.world.failing[0, call] = pair.world.calls[0, call] + 1
+        pair.world.deaf = call == "get_async_error"
+        pair.open()
+        until(lambda: pair.sums[0]._retirement.kept, "it is kept")
+        assert not pair.communicators(0)[0].destroyed.is_set()
+        outcomes, results = pair.sum()
+        assert outcomes == [None, None] and torch.equal(results[1], torch.full((3,), 3.0))
 
-    def sum_into(transport: nccl.NcclTransport, result: torch.Tensor) -> None:
+
+def test_a_kernel_that_does_not_end_is_left_behind_and_writes_no_result() -> None:
+    """Nothing of it is used again while it writes, however many generations pass: `World.violations` would tell."""
+    with a_pair(SHORT) as pair:
+        pair.open()
+        pair.world.deaf = True
+        held = threading.Event()
+        pair.world.pause = lambda source: held.wait(60) if source.numel() == 3 else None
+        outcomes, results = pair.sum()
+        assert all(isinstance(outcome, DeadlineExceeded) for outcome in outcomes)
+        assert all(is_untouched(result) for result in results)
+        (again,) = at_once(lambda: enter(pair.transports[0], results[0]))
+        assert isinstance(again, TransportError) and "broken" in str(again)
+        pair.world.pause = lambda source: None
+        for _ in range(2):
+            pair.open()
+            outcomes, results = pair.sum()
+            assert outcomes == [None, None] and all(torch.equal(result, torch.full((3,), 3.0)) for result in results)
+        until(lambda: all(sums._retirement.kept for sums in pair.sums), "those in doubt are kept")
+        held.set()
+
+
+def test_a_retired_communicator_is_destroyed_only_when_a_newer_generation_is_promised_by_all(pair: Pair) -> None:
+    """Until then a kernel of another member may read this process's memory over NVLink (FINDINGS G16)."""
+    pair.open()
+    assert pair.sum()[0] == [None, None]
+    old = [pair.communicators(position)[0] for position in range(2)]
+    for transport in pair.transports:
+        transport.revoke()
+    until(lambda: all(each.aborted.is_set() for each in old), "revoked at once")
+    assert not any(each.destroyed.wait(0.2) for each in old)
+    pair.open()
+    assert all(each.destroyed.wait(60) for each in old)
+
+
+def test_what_is_retired_late_is_destroyed_all_the_same(pair: Pair) -> None:
+    pair.open()
+    assert pair.sum()[0] == [None, None]
+    pair.sums[0]._retirement.all_have_promised(2)
+    pair.transports[0].revoke()
+    assert pair.communicators(0)[0].destroyed.wait(60)
+
+
+def test_scratch_is_freed_only_when_the_communicator_is_at_rest() -> None:
+    """A revoke returns at once; the device looks at the flag every 10,000 spins, and writes until then (FINDINGS G3)."""
+    with a_pair() as pair:
+        pair.world.blind_s = 0.5
+        pair.open()
+        in_flight = threading.Barrier(3)
+        pair.world.pause = lambda source: time.sleep(0.3)
+
         def probe(instant: str) -> None:
             if instant == "sent":
                 in_flight.wait(60)
 
-        transport.sum_into([torch.ones(3)], [result], tag=1, probe=probe)
+        def revoke() -> None:
+            in_flight.wait(60)
+            for transport in pair.transports:
+                transport.revoke()
 
-    def revoke() -> None:
-        in_flight.wait(60)
-        for transport in transports:
-            transport.revoke()
+        results = [torch.full((3,), UNTOUCHED) for _ in range(2)]
+        begun = time.monotonic()
+        *outcomes, _ = at_once(
+            *[lambda t=t, r=r: enter(t, r, probe=probe) for t, r in zip(pair.transports, results, strict=True)], revoke
+        )
+        assert all(isinstance(outcome, Revoked) for outcome in outcomes) and time.monotonic() - begun < 30
+        for outcome in outcomes:
+            traceback.clear_frames(outcome.__traceback__)  # they would keep the memory
+        assert all(is_untouched(result) for result in results)
+        pair.open()
+        outcomes, results = pair.sum()
+        assert outcomes == [None, None] and torch.equal(results[0], torch.full((3,), 3.0))
+        until(lambda: not pair.world.writing, "all kernels have seen the flag")
 
-    *outcomes, _ = at_once(*[lambda t=t, r=r: sum_into(t, r) for t, r in zip(transports, results, strict=True)], revoke)
-    assert all(isinstance(outcome, Revoked) for outcome in outcomes)
-    assert all(torch.equal(result, torch.full((3,), -1.0)) for result in results)
-    assert fake.aborts.acquire(timeout=60) and fake.aborts.acquire(timeout=60)
+
+def test_a_revoke_between_a_sum_and_its_result_leaves_the_result_alone(pair: Pair) -> None:
+    pair.open()
+    outcomes, results = pair.sum(probe=lambda instant: [each.revoke() for each in pair.transports if instant == "middle"])
+    assert all(isinstance(outcome, Revoked) for outcome in outcomes) and all(is_untouched(result) for result in results)
 
 
-def test_an_asynchronous_error_is_reported(fake: SimpleNamespace) -> None:
-    transports, results = pair(fake), [torch.zeros(3) for _ in range(2)]
-    at_once(*[call(transport, result) for transport, result in zip(transports, results, strict=True)])
-    fake.made[0].result = 6
-    (outcome,) = at_once(lambda: transports[fake.made[0].rank]._wait(transports[fake.made[0].rank]._accepted))
-    assert isinstance(outcome, TransportError) and "remote process exited" in str(outcome)
+@pytest.mark.parametrize(("size", "part"), [(3, CallPart.SLOWEST), (1, CallPart.SUM)])
+def test_each_part_of_a_sum_has_its_deadline(size: int, part: CallPart) -> None:
+    """The smallest operand first: when its sum is complete, all have entered."""
+    with a_pair(SHORT) as pair:
+        pair.open()
+        assert pair.sum()[0] == [None, None]
+        held = threading.Event()
+        stuck = 2 if part is CallPart.SLOWEST else 5  # the counts have 2 elements
+        pair.world.pause = lambda source: held.wait(60) if source.numel() == stuck else None
+        pair.world.deaf = True
+        outcomes, _ = pair.sum(5)
+        assert [getattr(outcome, "part", outcome) for outcome in outcomes] == [part] * 2
+        held.set()
+
+
+def test_a_kernel_that_does_not_end_names_only_who_does_not_answer_a_probe() -> None:
+    with a_pair(SHORT) as pair:
+        pair.open()
+        pair.unreachable[0] = (1,)
+        held = threading.Event()
+        pair.world.pause = lambda source: held.wait(60)
+        outcomes, _ = pair.sum()
+        assert [getattr(outcome, "peers", None) for outcome in outcomes] == [(1,), ()]
+        held.set()
+
+
+def test_peers_that_the_rendezvous_named_are_not_replaced(pair: Pair) -> None:
+    pair.open()
+    pair.unreachable[0] = (7,)
+    error = TransportError("x")
+    error.peers = (1,)
+    with pytest.raises(TransportError) as raised, pair.transports[0]._call():
+        raise error
+    assert raised.value.peers == (1,)
+
+
+def test_an_asynchronous_error_is_seen_although_it_completes_the_event(pair: Pair) -> None:
+    """NCCL's error ends the kernel, so the event completes over garbage. Asked in the other order, it was taken for a sum."""
+    pair.open()
+    assert pair.sum()[0] == [None, None]
+    dies = threading.Event()
+    asked: Counter[Communicator] = Counter()
+
+    def pause(source: torch.Tensor) -> None:
+        if source.numel() == 3:  # the gradient, behind the counts
+            dies.wait(0.5)
+            for each in pair.world.made:
+                each.error = REMOTE_ERROR
+
+    def behind_the_answer(communicator: Communicator) -> None:
+        """Asked between two looks at the event, the communicator says that it is well; then the kernel ends."""
+        asked[communicator] += communicator.num_sums == 4 and communicator.running == 1
+        if asked[communicator] > 20 and communicator.running:  # the counts are done for long
+            dies.set()
+            until(lambda: not communicator.running, "the kernel ends")
+            time.sleep(0.1)  # the event completes behind it
+
+    pair.world.pause, pair.world.after_asking = pause, behind_the_answer
+    outcomes, results = pair.sum()
+    assert all(isinstance(outcome, TransportError) and "remote process exited" in str(outcome) for outcome in outcomes)
+    assert all(is_untouched(result) for result in results)
+
+
+@pytest.mark.parametrize("call", ["allreduce", "Event"])
+def test_an_error_of_the_device_is_no_transport_error(call: str) -> None:
+    """The device cannot be used any more: the process ends, and its replica with it."""
+    with a_pair(SHORT) as pair:
+        pair.open()
+        broken = torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+        def fail() -> None:
+            raise broken
+
+        if call == "Event":
+            pair.world.Event = fail  # type: ignore[assignment]
+        else:
+            pair.world.failing[0, call], pair.world.error = 1, broken
+        outcomes, results = pair.sum()
+        assert outcomes[0] is broken and all(is_untouched(result) for result in results)
+
+
+def test_overlap_waits_for_a_communicator_of_the_generation(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    pair.open()
+    assert "not made yet" in pair.sums[0].overlap_refusal(1)
+    pair.sum()
+    assert pair.sums[0].overlap_refusal(1) == "" and "not made yet" in pair.sums[0].overlap_refusal(2)
+
+
+@pytest.mark.parametrize(("name", "value"), [("CUDA_DEVICE_MAX_CONNECTIONS", "1"), ("NCCL_LAUNCH_ORDER_IMPLICIT", "1")])
+def test_overlap_is_refused_where_two_communicators_can_wait_for_each_other(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    for has_own, expected in ((True, name), (False, "")):
+        with a_pair(has_own_collectives=has_own) as pair:
+            pair.open()
+            pair.sum()
+            assert pair.sums[0].overlap_refusal(1).startswith(expected) and bool(pair.sums[0].overlap_refusal(1)) == has_own
 
 
 @pytest.mark.parametrize(("kind", "device", "remedy"), [("nccl", "cpu", "use direct"), ("direct", "cuda:0", "use nccl")])
@@ -166,3 +359,9 @@ def test_a_transport_that_cannot_serve_the_device_is_refused_with_the_remedy(kin
 def test_nccl_without_cuda_says_so() -> None:
     with pytest.raises(ValueError, match="torch sees none"):
         open_endpoint("auto", key=KEY, rank=0, device="cuda")
+
+
+@pytest.fixture(autouse=True)
+def on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transport takes tensors of a GPU only."""
+    monkeypatch.setattr(nccl, "check_operands", lambda *operands, device: None)

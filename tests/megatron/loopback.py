@@ -178,6 +178,9 @@ class LoopbackDriver:
                 self.job.closed.add((self.replica, self.job.ranks[self.replica, 0].step))
                 self.job.changed.notify_all()
 
+    def overlap_refusal(self, generation: int) -> str:
+        return ""
+
     def transport(self, generation: int) -> MemoryTransport:
         with self.job.changed:
             state = self.job.ranks[self.replica, self.rank]

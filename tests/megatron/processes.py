@@ -124,6 +124,9 @@ class ScriptedDriver:
     def pass_ended(self, generation: int) -> None:
         pass
 
+    def overlap_refusal(self, generation: int) -> str:
+        return ""
+
     def transport(self, generation: int) -> AloneTransport:
         if self._round.revoked:
             raise Revoked("a newer generation was promised")

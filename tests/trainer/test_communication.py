@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from megatron_recover.trainer.communication import is_communication_error
+from megatron_recover.trainer.communication import is_communication_error, is_device_error
 from tests.cluster.jobs import ROOT
 
 RANK = """
@@ -72,3 +73,21 @@ def test_the_error_behind_an_error_counts_and_a_text_alone_does_not() -> None:
     assert not is_communication_error(OSError("Connection reset by peer"))
     assert not is_communication_error(RuntimeError("shape mismatch"))
     assert not is_communication_error(None)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
+        (torch.AcceleratorError("CUDA error: unspecified launch failure"), True),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), False),
+        (RuntimeError("CUDA error"), False),
+        (ValueError("x"), False),
+    ],
+)
+def test_a_device_that_fails_is_told_from_a_computation_that_does(error: Exception, expected: bool) -> None:
+    assert is_device_error(error) == expected
+    try:
+        raise RuntimeError("a layer") from error
+    except RuntimeError as outer:
+        assert is_device_error(outer) == expected

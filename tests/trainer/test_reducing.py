@@ -87,6 +87,9 @@ class Driver:
         self.open = Transport(self)
         self.generation = self.promised = 0
 
+    def overlap_refusal(self, generation: int) -> str:
+        return ""
+
     def transport(self, generation: int) -> Transport:
         self.generation = generation
         if generation < self.promised:

@@ -1,0 +1,230 @@
+"""An NCCL and a CUDA of a few lines of Python: late, wrong in any call, and writing for as long as the real ones may.
+
+Members are threads of one process, and a stream is a thread that runs kernels. A kernel writes garbage into its target until
+all members have come, and looks at the abort flag only now and then, as on a device. What must never happen is noted in
+`World.violations`: two kernels that may write the same memory, memory freed under a kernel, a communicator destroyed under one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_recover.data_plane.nccl import Sums
+
+GARBAGE = 0x7F
+UNIQUE_ID = b"\x07" * 128
+REMOTE_ERROR = 6
+
+
+class NcclError(Exception):
+    """As `nccl.bindings.nccl.NCCLError`: no relation of TransportError."""
+
+
+class Stream:
+    """A thread that runs what is enqueued, in order."""
+
+    numbers = itertools.count(1)
+    by_number: dict[int, Stream] = {}
+
+    def __init__(self) -> None:
+        self.cuda_stream = next(self.numbers)
+        self.by_number[self.cuda_stream] = self
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._work.get()()
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def wait_stream(self, other: object) -> None:
+        """The caller's stream is the host's: nothing is pending on it."""
+
+
+class Event:
+    def __init__(self) -> None:
+        self._done = threading.Event()
+
+    def record(self, stream: Stream) -> None:
+        stream.enqueue(self._done.set)
+
+    def query(self) -> bool:
+        return self._done.is_set()
+
+
+class World:
+    """What the communicators of all members share, and the cuda of one machine."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.violations: list[str] = []
+        self.writing: list[tuple[int, int]] = []
+        """First and last address of the target of each running kernel."""
+        self.failing: dict[tuple[int, str], int] = {}
+        """(position, call) -> number of the call, from 1, that raises."""
+        self.error: Exception | None = None
+        """What is raised then; None: `NcclError`."""
+        self.calls: Counter[tuple[int, str]] = Counter()
+        self.arrived: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+        """(number of the group of communicators, number of its sum) -> position -> source."""
+        self.made: list[Communicator] = []
+        self.generation = 0
+        self.num_streams = 0
+        self.blind_s = 0.05
+        """How long a kernel runs before it looks at the abort flag."""
+        self.deaf = False
+        """True: no kernel ever looks."""
+        self.pause: Callable[[torch.Tensor], None] = lambda source: None
+        """Called by a kernel when all members have come."""
+        self.after_asking: Callable[[Communicator], None] = lambda communicator: None
+        """Called when a communicator has said how it is."""
+
+    # --- torch.cuda ---
+    def Stream(self) -> Stream:  # noqa: N802
+        self.num_streams += 1
+        return Stream()
+
+    Event = Event
+
+    def current_stream(self) -> object:
+        return self
+
+    # --- nccl.core ---
+    SUM = "sum"
+
+    class UniqueId:
+        from_bytes = staticmethod(bytes)
+
+    def get_unique_id(self) -> bytes:
+        self.count(0, "get_unique_id")
+        return UNIQUE_ID
+
+    @staticmethod
+    def NCCLConfig(*, blocking: bool, max_ctas: int) -> object:  # noqa: N802
+        assert not blocking and 0 < max_ctas <= 32
+        return None
+
+    @property
+    def Communicator(self) -> Any:  # noqa: N802
+        world = self
+
+        class Maker:
+            @staticmethod
+            def init(size: int, position: int, unique_id: bytes, config: object) -> Communicator:
+                assert unique_id == UNIQUE_ID
+                world.count(position, "init")
+                return Communicator(world, size, position)
+
+        return Maker
+
+    def count(self, position: int, call: str) -> None:
+        """Count a call; raise if it is the one that fails."""
+        with self.lock:
+            self.calls[position, call] += 1
+            if self.failing.get((position, call)) == self.calls[position, call]:
+                raise self.error or NcclError(f"{call} of {position}")
+
+    def violated(self, what: str) -> None:
+        with self.lock:
+            self.violations.append(what)
+
+
+class Communicator:
+    def __init__(self, world: World, size: int, position: int) -> None:
+        self.world, self.size, self.position = world, size, position
+        with world.lock:
+            self.group = world.generation
+            world.made.append(self)
+        self.num_sums = 0
+        self.error = 0
+        self.aborted = threading.Event()
+        self.destroyed = threading.Event()
+        self.running = 0
+
+    def allreduce(self, source: torch.Tensor, target: torch.Tensor, op: str, *, stream: int) -> None:
+        self.world.count(self.position, "allreduce")
+        number, self.num_sums = self.num_sums, self.num_sums + 1
+        first, num_bytes = target.data_ptr(), target.numel() * target.element_size()
+        memory = StorageWeakRef(target.untyped_storage())
+        with self.world.lock:
+            self.running += 1
+        dtype = target.dtype
+        Stream.by_number[stream].enqueue(lambda: self._kernel(number, source, memory, dtype, first, num_bytes))
+
+    def _kernel(
+        self, number: int, source: torch.Tensor, memory: StorageWeakRef, dtype: torch.dtype, first: int, num_bytes: int
+    ) -> None:
+        world, mine = self.world, (first, first + num_bytes)
+        with world.lock:
+            if any(low < mine[1] and mine[0] < high for low, high in world.writing):
+                world.violated("two kernels may write the same memory")
+            world.writing.append(mine)
+            world.arrived.setdefault((self.group, number), {})[self.position] = source
+        try:
+            begun, paused = time.monotonic(), False
+            while True:
+                if memory.expired():
+                    return world.violated("memory was freed under a kernel")
+                ctypes.memset(first, GARBAGE, num_bytes)
+                if time.monotonic() - begun >= world.blind_s and not world.deaf and self.aborted.is_set():
+                    return None
+                if self.error:
+                    return None
+                sources = world.arrived[self.group, number]
+                if len(sources) == self.size:
+                    if not paused:
+                        world.pause(source)
+                        paused = True
+                        continue
+                    total = sum(sources[position] for position in range(self.size))
+                    assert isinstance(total, torch.Tensor) and total.dtype == dtype
+                    ctypes.memmove(first, total.data_ptr(), num_bytes)
+                    return None
+                time.sleep(0.001)
+        finally:
+            with world.lock:
+                world.writing.remove(mine)
+                self.running -= 1
+
+    def get_async_error(self) -> int:
+        self.world.count(self.position, "get_async_error")
+        with self.world.lock:
+            result = self.error or (7 if self._is_busy() else 0)
+        self.world.after_asking(self)
+        return result
+
+    def _is_busy(self) -> bool:
+        if self.aborted.is_set():
+            return self.running > 0
+        return sum(each.group == self.group for each in self.world.made) < self.size
+
+    def get_last_error(self) -> str:
+        self.world.count(self.position, "get_last_error")
+        return "remote process exited"
+
+    def revoke(self) -> None:
+        self.world.count(self.position, "revoke")
+        self.aborted.set()
+
+    def destroy(self) -> None:
+        self.world.count(self.position, "destroy")
+        if self.running:
+            self.world.violated("a communicator was destroyed under a kernel")
+        self.destroyed.set()
+
+
+def sums_of(world: World, deadlines: Any, *, has_own_collectives: bool = True) -> Sums:
+    """The sums of one member of the world."""
+    return Sums(world, deadlines, has_own_collectives=has_own_collectives, cuda=world)  # type: ignore[arg-type]
