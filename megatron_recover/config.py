@@ -42,7 +42,7 @@ class RecoverConfig(msgspec.Struct, frozen=True, kw_only=True):
     bucket_elements: int = 40_000_000
     """Target size of a reduction bucket, in elements."""
     deadline_s: float = DEFAULT_S
-    """Longest wait of a run in seconds, at least 20. All other waits follow from it:
+    """Longest wait of a run in seconds, at least 20. All other waits are fixed or follow from it:
     `megatron-recover explain timeouts` prints them."""
     tree_above: int = TREE_ABOVE
     """Largest number of replicas whose leaders send status and vote directly to each other. With
@@ -163,6 +163,35 @@ def importing_without_driver(*, hide_devices: bool) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+_FLIGHT_RECORDS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
+
+def separate_flight_records(path: str | None, replica: int) -> str | None:
+    """Give each replica files of its own for torch's flight recorder; return the path to use.
+
+    The files end with the rank inside the replica, so those of two replicas would be the same. A
+    folder gets files inside it. `path` is that of `--flight-recorder-dump-path`, if given. The
+    variables of the environment are changed alike, if set.
+    """
+
+    def separate(prefix: str) -> str:
+        return f"{os.path.join(prefix, '') if os.path.isdir(prefix) else prefix}replica-{replica}-rank-"
+
+    os.environ.update({name: separate(os.environ[name]) for name in _FLIGHT_RECORDS if name in os.environ})
+    return None if path is None else separate(path)
+
+
+NCCL_ORDER = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+"""Defaults of a rank's environment on a GPU. Replicas stay bit-identical only if NCCL adds in the
+same order in each of them. Upstream vouches for Ring, and not for Tree or NVLS, whose order depends
+on the topology that NCCL finds (megatron/training/determinism.py)."""
+
+
+def nccl_order() -> dict[str, str]:
+    """Return the variables of `NCCL_ORDER` as they are set here; the user may have set them."""
+    return {name: os.environ.get(name, "") for name in NCCL_ORDER}
 
 
 class DeviceQueues(NamedTuple):

@@ -1,4 +1,4 @@
-"""Every wait of a run, derived from the user's one deadline, in a proven order. Pure: no clock.
+"""Every wait of a run, fixed or derived from the user's one deadline, in a proven order. No clock.
 
 A wait that is inside another one, or whose end explains the other's, is strictly shorter. Otherwise
 the outer wait would end first and blame the wrong party. `ORDER` has each such pair with its

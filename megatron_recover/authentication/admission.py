@@ -167,9 +167,9 @@ The thread of `Admission.turn` calls it.
 class Admission:
     """One listener, and the connections to it that have not proven themselves.
 
-    It never waits. On the control plane its owner calls `turn` when its descriptor is readable, and
-    after the seconds that `due_s` returns; on the data plane `turn` is called inside calls of a
-    transport only. Used by one thread at a time.
+    It never waits. On the control plane and in an echo server its owner calls `turn` when its
+    descriptor is readable, and after the seconds that `due_s` returns. On the listener of the data
+    plane `turn` is called inside calls of a transport only. Used by one thread at a time.
     """
 
     def __init__(

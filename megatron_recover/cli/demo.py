@@ -232,6 +232,8 @@ class _Demo:
         self.folder, self._say = folder, say
         shared = -(-RANKS // (num_gpus() or RANKS))
         self._extra = ["--recover-ranks-per-gpu", str(shared)] if shared > 1 else []
+        if num_gpus():
+            self._extra.append("--deterministic-mode")  # for --recover-determinism exact
         if num_gpus() and importlib.util.find_spec("transformer_engine") is None:
             self._extra += shlex.split(PLAIN_TORCH)
         self.data = folder / "data" / "python-stdlib"

@@ -384,7 +384,10 @@ class Agent:
             signal.pidfd_send_signal(self._processes[replica, rank].pidfd, signal.SIGCONT)
 
     def is_fenced(self, replica: int, but: Container[tuple[int, int]] = ()) -> bool:
-        """Return whether no process of a replica is left, except ranks (replica, rank) in `but`."""
+        """Return whether all ranks of a replica are dead, except ranks (replica, rank) in `but`.
+
+        What else was in their process groups has got SIGKILL.
+        """
         ranks = [each for each in self._processes.values() if each.replica == replica]
         return all(each.confirmed or (each.replica, each.rank) in but for each in ranks)
 

@@ -1,15 +1,15 @@
 """The files of a run's events, each event exactly once, whichever process dies meanwhile.
 
-`Ledger` is shared memory that outlives the recorder. It records what is in the files and up to
+`Bookmark` is shared memory that outlives the recorder. It records what is in the files and up to
 where each ring was read. `EventStore` writes batches, puts a large file aside, and has it
 compressed in a thread of its own. `Keeper` is the thread that a stalled disk may block. Nothing
 here interprets events. Nothing is synced to the disk: a power failure may lose the newest events.
 
-Note [Exactly once]. An event leaves its ring when the ledger records that it is in the file, and
+Note [Exactly once]. An event leaves its ring when the bookmark records that it is in the file, and
 not before. A recorder that dies leaves at most one batch that is in the file, wholly or in part,
-and not in the ledger. The next recorder cuts the file to the size in the ledger and reads the rings
-from the positions in the ledger. So the rings are the only buffer: a second one in the recorder's
-memory would be lost with the recorder.
+and not in the bookmark. The next recorder cuts the file to the size in the bookmark and reads the
+rings from the positions in the bookmark. So the rings are the only buffer: a second one in the
+recorder's memory would be lost with the recorder.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LOWEST_PRIORITY = 19
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Whole lines for the file, and the ledger's entries once these lines are there."""
+    """Whole lines for the file, and the bookmark's entries once these lines are there."""
 
     lines: bytes
     num_events: int
@@ -62,7 +62,7 @@ class Batch(msgspec.Struct, frozen=True):
 class Bookmark:
     """The record of what is in the files.
 
-    It has two slots. One word selects the valid slot, so the ledger changes at one instant.
+    It has two slots. One word selects the valid slot, so the bookmark changes at one instant.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -80,7 +80,7 @@ class Bookmark:
         return self._positions[2 * ring], self._positions[2 * ring + 1]
 
     def commit(self, parts: int, num_bytes: int, last: int, positions: Mapping[int, tuple[int, int]]) -> None:
-        """Replace the ledger's entries at one instant, except the positions of other rings."""
+        """Replace the bookmark's entries at one instant, except the positions of other rings."""
         self.parts, self.num_bytes, self.last = parts, num_bytes, last
         for ring, (position, told) in positions.items():
             self._positions.extend([0] * (2 * ring + 2 - len(self._positions)))
@@ -98,8 +98,8 @@ class Bookmark:
 
 
 def create_bookmark() -> int:
-    """Create an empty ledger, and return its descriptor. Unused memory is not allocated."""
-    return memory_file.create_sized("megatron-recover-ledger", mmap.PAGESIZE + 2 * _SLOT_BYTES, is_sparse=True)
+    """Create an empty bookmark, and return its descriptor. Unused memory is not allocated."""
+    return memory_file.create_sized("megatron-recover-bookmark", mmap.PAGESIZE + 2 * _SLOT_BYTES, is_sparse=True)
 
 
 class EventStore:
@@ -108,7 +108,7 @@ class EventStore:
     def __init__(
         self,
         folder: Path,
-        ledger: Bookmark,
+        bookmark: Bookmark,
         *,
         part_bytes: int = PART_BYTES,
         close_s: float,
@@ -120,14 +120,14 @@ class EventStore:
         waits for a part that is being compressed. `write`: replaces `os.write` in tests.
         """
         self._close_s = close_s
-        self._folder, self._ledger, self._part_bytes, self._write = folder, ledger, part_bytes, write
+        self._folder, self._bookmark, self._part_bytes, self._write = folder, bookmark, part_bytes, write
         self._file: int | None = None
         self._is_regular = True
         self._compression: threading.Thread | None = None
         self._over = threading.Event()
 
     def keep(self, batch: Batch) -> None:
-        """Append a batch and enter it in the ledger.
+        """Append a batch and enter it in the bookmark.
 
         Raises OSError; the batch is then cut off the file again.
         """
@@ -140,9 +140,9 @@ class EventStore:
         except OSError:
             self._give_up()
             raise
-        ledger = self._ledger
-        ledger.commit(ledger.parts, ledger.num_bytes + len(batch.lines), batch.last, batch.positions)
-        if self._part_bytes and self._is_regular and ledger.num_bytes >= self._part_bytes:
+        bookmark = self._bookmark
+        bookmark.commit(bookmark.parts, bookmark.num_bytes + len(batch.lines), batch.last, batch.positions)
+        if self._part_bytes and self._is_regular and bookmark.num_bytes >= self._part_bytes:
             with contextlib.suppress(OSError):  # the disk is full: the file grows, and the next batch tries again
                 self._put_aside()
 
@@ -156,21 +156,21 @@ class EventStore:
             self._compression.join(self._close_s)
 
     def _open(self) -> int:
-        """Open the newest file, cut to its size in the ledger."""
-        newest, ledger = self._folder / EVENTS_FILE, self._ledger
+        """Open the newest file, cut to its size in the bookmark."""
+        newest, bookmark = self._folder / EVENTS_FILE, self._bookmark
         parts = max(event_files.numbers(self._folder), default=0)
-        if parts > ledger.parts:  # put aside by a recorder that died before the commit
+        if parts > bookmark.parts:  # put aside by a recorder that died before the commit
             if newest.exists() and newest.samefile(event_files.part(self._folder, parts)):
                 os.replace(self._create_empty(), newest)
-            ledger.commit(parts, 0, ledger.last, {})
+            bookmark.commit(parts, 0, bookmark.last, {})
         file = os.open(newest, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             found = os.fstat(file)
             self._is_regular = stat.S_ISREG(found.st_mode)
-            if self._is_regular and found.st_size > ledger.num_bytes:
-                os.ftruncate(file, ledger.num_bytes)
-            elif self._is_regular and found.st_size < ledger.num_bytes:  # somebody has cut or replaced it: append there
-                ledger.commit(ledger.parts, found.st_size, ledger.last, {})
+            if self._is_regular and found.st_size > bookmark.num_bytes:
+                os.ftruncate(file, bookmark.num_bytes)
+            elif self._is_regular and found.st_size < bookmark.num_bytes:  # somebody has cut or replaced it: append there
+                bookmark.commit(bookmark.parts, found.st_size, bookmark.last, {})
         except OSError:
             os.close(file)
             raise
@@ -184,7 +184,7 @@ class EventStore:
         assert self._file is not None
         with contextlib.suppress(OSError):
             if self._is_regular:
-                os.ftruncate(self._file, self._ledger.num_bytes)
+                os.ftruncate(self._file, self._bookmark.num_bytes)
         with contextlib.suppress(OSError):
             os.close(self._file)
         self._file = None
@@ -194,8 +194,8 @@ class EventStore:
 
         On file systems with links, `events.jsonl` exists at every instant.
         """
-        newest, ledger = self._folder / EVENTS_FILE, self._ledger
-        aside, empty = event_files.part(self._folder, ledger.parts + 1), self._create_empty()  # first, as it needs room
+        newest, bookmark = self._folder / EVENTS_FILE, self._bookmark
+        aside, empty = event_files.part(self._folder, bookmark.parts + 1), self._create_empty()  # first, as it needs room
         try:
             os.link(newest, aside)
         except OSError:  # a file system without links
@@ -204,7 +204,7 @@ class EventStore:
         assert self._file is not None
         os.close(self._file)
         self._file = None
-        ledger.commit(ledger.parts + 1, 0, ledger.last, {})
+        bookmark.commit(bookmark.parts + 1, 0, bookmark.last, {})
         if self._compression is None or not self._compression.is_alive():
             self._compression = threading.Thread(target=self._compress, name="compression", daemon=True)
             self._compression.start()

@@ -56,7 +56,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """A message from the server: a rank and all of its process group are dead and reaped."""
+    """A message from the server: a rank is dead and reaped, and its process group was killed."""
 
     replica: int
     rank: int

@@ -148,7 +148,13 @@ class Launcher:
     def _run(self) -> int:
         job = self._job
         num_ranks = job.num_replicas * job.num_ranks
-        environment = _environment_of_workers(settings.inherited_environment())
+        environment = _environment_of_workers(settings.inherited_environment(), on_gpus=job.rank_start == "warm")
+        for name, pinned in settings.NCCL_ORDER.items():
+            if environment.get(name, pinned) != pinned:
+                self._recording.says(
+                    f"{name} is {environment[name]} in the environment, not {pinned}: replicas stay bit-identical only if NCCL "
+                    "adds in the same order in each of them"
+                )
         self._node = Agent(
             preload=job.preload, environment=environment, deadlines=self._deadlines,
             output=self._recording.output(job.run_dir / LOGS / "forkserver.log"),
@@ -464,11 +470,14 @@ def raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _environment_of_workers(environment: dict[str, str]) -> dict[str, str]:
+def _environment_of_workers(environment: dict[str, str], *, on_gpus: bool) -> dict[str, str]:
     """Return the user's environment with defaults for ranks that are all on this machine.
 
-    By default a rank has one OpenMP thread, and gloo listens on the loopback interface only.
+    By default a rank has one OpenMP thread, and gloo listens on the loopback interface only. On
+    GPUs NCCL adds in a fixed order (`config.NCCL_ORDER`).
     """
+    if on_gpus:
+        environment = settings.NCCL_ORDER | environment
     # All ranks of a job are on this machine. By default gloo would listen on the address of the
     # host name, where remote hosts can connect.
     return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE} | environment

@@ -4,8 +4,8 @@ A stalled disk stops the thread of `LogWriter` and nothing else here. Note [Outp
 `output.py` explains why no process waits that prints. Nothing here interprets a line.
 
 Note [Copied once]. A recorder that dies leaves at most one chunk that is in a log, wholly or in
-part, and not in the ledger. The next recorder cuts the log to the size in the ledger and copies the
-chunk again. Memory is freed when the ledger has its position.
+part, and not in the bookmark. The next recorder cuts the log to the size in the bookmark and copies
+the chunk again. Memory is freed when the bookmark has its position.
 """
 
 from __future__ import annotations
@@ -43,48 +43,48 @@ _CHUNKS_AT_ONCE = 16
 class _Log:
     """The log of one output. Only the thread that writes uses it."""
 
-    def __init__(self, number: int, output: Output, ledger: OutputBookmark, *, is_shown: bool) -> None:
+    def __init__(self, number: int, output: Output, bookmark: OutputBookmark, *, is_shown: bool) -> None:
         """`is_shown`: the console reads this output, too."""
         self.number, self.retry_at = number, 0.0
-        self._output, self._ledger, self._is_shown = output, ledger, is_shown
+        self._output, self._bookmark, self._is_shown = output, bookmark, is_shown
         self._file: int | None = None
         self._is_regular = True
         self._freed = 0
 
     @property
     def num_left(self) -> int:
-        ledger, number = self._ledger, self.number
-        done = max(ledger.copied(number).position, ledger.first(number))
-        return max(0, ledger.end(number, self._output) - done)
+        bookmark, number = self._bookmark, self.number
+        done = max(bookmark.copied(number).position, bookmark.first(number))
+        return max(0, bookmark.end(number, self._output) - done)
 
     def copy(self) -> bool:
         """Append a chunk to the log. Return whether to call again at once.
 
         Raises OSError; a regular log is then cut to its size before, now or at the next call.
         """
-        ledger, number, output = self._ledger, self.number, self._output
+        bookmark, number, output = self._bookmark, self.number, self._output
         if self._file is None:
             self._file = self._open()
-        copied, first = ledger.copied(number), ledger.first(number)
+        copied, first = bookmark.copied(number), bookmark.first(number)
         done = max(copied.position, first)
         unneeded = self._unneeded(done)
-        if ledger.end(number, output) == done and unneeded == self._freed:
+        if bookmark.end(number, output) == done and unneeded == self._freed:
             return False
-        if ledger.is_emptied(number, output):
+        if bookmark.is_emptied(number, output):
             return False  # the recorder's own thread is about to notice it
         self._free(unneeded)  # only now: an emptied output has new bytes there
-        begin = max(done, ledger.lost(number))
-        data = ledger.read(number, output, begin)
-        if ledger.lost(number) > begin or ledger.first(number) != first:
+        begin = max(done, bookmark.lost(number))
+        data = bookmark.read(number, output, begin)
+        if bookmark.lost(number) > begin or bookmark.first(number) != first:
             return True  # freed meanwhile, perhaps before the read
         if not data and begin == done:
             return False
         notes = EMPTIED_NOTE if copied.position < first and copied != Copied() else b""
         if begin > done:
-            notes += lost_note(begin - done, ledger.why(number))
+            notes += lost_note(begin - done, bookmark.why(number))
         self._append(notes + data, copied.log_bytes)
         log_bytes = copied.log_bytes + len(notes) + len(data)
-        ledger.commit(number, Copied(begin + len(data), log_bytes, copied.num_lost + begin - done))
+        bookmark.commit(number, Copied(begin + len(data), log_bytes, copied.num_lost + begin - done))
         return len(data) == CHUNK_BYTES
 
     def close(self) -> None:
@@ -95,25 +95,25 @@ class _Log:
 
     def _unneeded(self, position: int) -> int:
         """Return the position before which nobody needs an output copied up to `position`."""
-        return min(position, self._ledger.shown(self.number)) if self._is_shown else position
+        return min(position, self._bookmark.shown(self.number)) if self._is_shown else position
 
     def _free(self, position: int) -> None:
         """Give back the memory before `position`, except for the newest output."""
         if position != self._freed:
-            self._ledger.free(self.number, self._output, position - KEPT_BYTES)
+            self._bookmark.free(self.number, self._output, position - KEPT_BYTES)
             self._freed = position
 
     def _open(self) -> int:
-        """Open the log, cut to its size in the ledger."""
-        ledger, number = self._ledger, self.number
+        """Open the log, cut to its size in the bookmark."""
+        bookmark, number = self._bookmark, self.number
         file = os.open(self._output.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            found, copied = os.fstat(file), ledger.copied(number)
+            found, copied = os.fstat(file), bookmark.copied(number)
             self._is_regular = stat.S_ISREG(found.st_mode)
             if self._is_regular and found.st_size > copied.log_bytes:
                 os.ftruncate(file, copied.log_bytes)
             elif self._is_regular and found.st_size < copied.log_bytes:  # somebody has cut it: append there
-                ledger.commit(number, Copied(copied.position, found.st_size, copied.num_lost))
+                bookmark.commit(number, Copied(copied.position, found.st_size, copied.num_lost))
         except OSError:
             os.close(file)
             raise
@@ -136,9 +136,9 @@ class _Log:
 class LogWriter:
     """The thread that writes all logs. A stalled disk holds up this thread alone."""
 
-    def __init__(self, ledger: OutputBookmark) -> None:
+    def __init__(self, bookmark: OutputBookmark) -> None:
         """Start the thread."""
-        self._ledger = ledger
+        self._bookmark = bookmark
         self._logs: tuple[_Log, ...] = ()
         self._errors: dict[int, OSError] = {}
         self._woken = threading.Event()
@@ -150,7 +150,7 @@ class LogWriter:
 
     def add(self, number: int, output: Output, *, is_shown: bool) -> None:
         """Copy one more output to its log from now on."""
-        self._logs = (*self._logs, _Log(number, output, self._ledger, is_shown=is_shown))
+        self._logs = (*self._logs, _Log(number, output, self._bookmark, is_shown=is_shown))
 
     @property
     def error(self) -> OSError | None:
@@ -211,16 +211,16 @@ class Outputs:
     """The outputs of a run in the recorder's own thread, which waits for no disk."""
 
     def __init__(
-        self, ledger: OutputBookmark, *, limit_bytes: int, slow_disk_s: float, speaks: Callable[[int], bool],
+        self, bookmark: OutputBookmark, *, limit_bytes: int, slow_disk_s: float, speaks: Callable[[int], bool],
         keep: Callable[[bytes], None],
     ) -> None:  # fmt: skip
-        """Start a `LogWriter` on `ledger`.
+        """Start a `LogWriter` on `bookmark`.
 
         `limit_bytes`: bytes of all outputs that may wait for the disk. `slow_disk_s`: seconds after
         which a disk counts as not answering. `speaks(replica)` returns whether a replica is the
         job's writer at present. The writer's lines are shown, and `keep` is called with them.
         """
-        self._ledger, self._limit_bytes, self._slow_disk_s = ledger, limit_bytes, slow_disk_s
+        self._bookmark, self._limit_bytes, self._slow_disk_s = bookmark, limit_bytes, slow_disk_s
         self._speaks, self._keep = speaks, keep
         self._outputs: dict[int, Output] = {}
         self._shown: dict[int, int] = {}
@@ -237,7 +237,7 @@ class Outputs:
         """Number of times that somebody has emptied an output (`output.py`, Note [Emptied])."""
         self.num_unshown = 0
         """Bytes that are missing in `train.log`, because memory had no room for them."""
-        self.writer = LogWriter(ledger)
+        self.writer = LogWriter(bookmark)
 
     def add(self, number: int, output: Output, *, shown_of: int | None) -> None:
         """Add an output. `shown_of`: the replica that prints it, if its lines are to be shown."""
@@ -253,7 +253,7 @@ class Outputs:
         last one. Calls that follow each other at once would measure nothing.
         """
         self._drop()
-        now, ends = time.monotonic(), {number: self._ledger.end(number, output) for number, output in self._outputs.items()}
+        now, ends = time.monotonic(), {number: self._bookmark.end(number, output) for number, output in self._outputs.items()}
         num_new = sum(ends.values()) - sum(self._ends.values())
         self.is_filling = num_new > self._limit_bytes * (now - self._looked_at)
         self._ends_before, self._ends, self._looked_at = self._ends, ends, now
@@ -270,11 +270,11 @@ class Outputs:
         for number, replica in self._shown.items():
             if not self._speaks(replica):
                 before = self._ends_before.get(number, 0)
-                self._ledger.show(number, max(before, self._ledger.shown(number)))
+                self._bookmark.show(number, max(before, self._bookmark.shown(number)))
                 continue
             for text, position in self._new_lines(number, self._outputs[number], at_end=at_end):
                 self._keep(text)
-                self._ledger.show(number, position)  # at once: a kill in between keeps lines twice
+                self._bookmark.show(number, position)  # at once: a kill in between keeps lines twice
                 yield from text.decode(errors="replace").splitlines()
                 self._drop()
 
@@ -290,10 +290,10 @@ class Outputs:
     @property
     def num_lost(self) -> int:
         """Return how many bytes are lost, those included that no log has reported yet."""
-        ledger, total = self._ledger, 0
+        bookmark, total = self._bookmark, 0
         for number in self._outputs:
-            copied = ledger.copied(number)
-            total += copied.num_lost + max(0, ledger.lost(number) - max(copied.position, ledger.first(number)))
+            copied = bookmark.copied(number)
+            total += copied.num_lost + max(0, bookmark.lost(number) - max(copied.position, bookmark.first(number)))
         return total
 
     def ends(self) -> list[tuple[Path, str]]:
@@ -302,9 +302,9 @@ class Outputs:
 
     def _drop(self) -> None:
         """Drop output that has no room in memory, and notice which outputs somebody has emptied."""
-        ledger = self._ledger
+        bookmark = self._bookmark
         for number, output in self._outputs.items():
-            if ledger.notice_emptied(number, output):
+            if bookmark.notice_emptied(number, output):
                 self.num_emptied += 1
                 self.writer.wake()  # another emptying before the copy loses what is printed now
                 if number in self._shown and self._speaks(self._shown[number]):
@@ -312,22 +312,22 @@ class Outputs:
         since = self.writer.busy_since
         is_stuck = self.writer.error is not None or (since is not None and time.monotonic() - since > self._slow_disk_s)
         disk = Why.DISK if is_stuck else Why.FASTER
-        ledger.look(time.monotonic_ns(), disk)
-        ledger.drop(self._outputs, self._limit_bytes, Who.RECORDER, why=disk, shown=self._shown)
+        bookmark.look(time.monotonic_ns(), disk)
+        bookmark.drop(self._outputs, self._limit_bytes, Who.RECORDER, why=disk, shown=self._shown)
 
     def _new_lines(self, number: int, output: Output, *, at_end: bool) -> Iterator[tuple[bytes, int]]:
-        """Yield chunks of whole lines, with the position after each, for the ledger."""
-        ledger, end = self._ledger, self._ledger.end(number, output)  # a fixed end, as somebody may print meanwhile
+        """Yield chunks of whole lines, with the position after each, for the bookmark."""
+        bookmark, end = self._bookmark, self._bookmark.end(number, output)  # a fixed end, as somebody may print meanwhile
         for _ in itertools.count() if at_end else range(_CHUNKS_AT_ONCE):
-            begin, first = ledger.shown(number), ledger.first(number)
-            if num_missing := ledger.num_unshown(number):
-                self._keep(lost_note(num_missing, ledger.why(number)))
+            begin, first = bookmark.shown(number), bookmark.first(number)
+            if num_missing := bookmark.num_unshown(number):
+                self._keep(lost_note(num_missing, bookmark.why(number)))
                 self.num_unshown += num_missing
-                ledger.show(number, begin)
+                bookmark.show(number, begin)
             if end <= begin:
                 return
-            data = ledger.read(number, output, begin)
-            if ledger.lost(number) > begin or ledger.first(number) != first:
+            data = bookmark.read(number, output, begin)
+            if bookmark.lost(number) > begin or bookmark.first(number) != first:
                 continue
             whole = data.rfind(b"\n") + 1
             if not whole and len(data) < CHUNK_BYTES:

@@ -1,4 +1,4 @@
-"""The output of a run's processes, in memory, and the ledger of how far it is copied to the logs.
+"""The output of a run's processes, in memory, and the bookmark of how far it is copied to the logs.
 
 `cluster/logs.py` copies. Nothing here touches a disk.
 
@@ -13,8 +13,8 @@ counted. The log reports them where they are missing, with the reason.
 
 Note [Dropping]. All processes of a node share `WAITING_BYTES`. While more than that waits, the
 outputs with the most waiting bytes lose their oldest, until all fits. Before a process drops
-output, it enters in the ledger up to where the output is lost. Then it frees that memory. The
-process that copies reads output, and then looks into the ledger again: output that was entered as
+output, it enters in the bookmark up to where the output is lost. Then it frees that memory. The
+process that copies reads output, and then looks into the bookmark again: output that was entered as
 lost meanwhile may have been read as zeros, so it is read again. Recorder and launcher each have a
 word of their own for this, and the larger one counts. Linux has no file that is bounded and neither
 blocks nor fails its writers. So the readers enforce the bound: output that is printed between two
@@ -26,8 +26,8 @@ that, but then the open would fail with EPERM. So nothing is sealed while the ru
 emptying is noticed and reported.
 
 The file begins with one byte 0. A program that prints into an emptied file puts another byte there.
-The recorder then keeps that byte in the ledger and makes it 0 again. Positions of an output never
-decrease: output after an emptying begins `_GAP` after the last position in the ledger. A position
+The recorder then keeps that byte in the bookmark and makes it 0 again. Positions of an output never
+decrease: output after an emptying begins `_GAP` after the last position in the bookmark. A position
 that was read before the emptying, and is entered later, is before that start.
 
 A program that opens its output neither for appending nor for emptying writes over the beginning. If
@@ -68,7 +68,7 @@ _GAP = 2**32
 """Positions that are skipped at an emptying (Note [Emptied]). The number is larger than the output
 that may wait in memory, and so small that an output can be emptied 2 * 10^9 times."""
 _WORDS = 16
-"""Number of words of an output in the ledger. In order: index of the valid slot; two slots, each
+"""Number of words of an output in the bookmark. In order: index of the valid slot; two slots, each
 `Copied`; end of the lost output according to the recorder, and to the launcher; end of the shown
 output; first position since the last emptying, and the first byte since then; reason of the last
 loss."""
@@ -238,7 +238,7 @@ class OutputBookmark:
         return is_emptied
 
     def _newest(self, number: int) -> int:
-        """Return the newest position of an output that the ledger has."""
+        """Return the newest position of an output that the bookmark has."""
         begin = _WORDS * number
         return max(self._words[begin + _BASE], self.copied(number).position, self.lost(number), self._words[begin + _SHOWN])
 
@@ -334,5 +334,5 @@ def _most(sizes: Collection[int], room: int) -> int:
 
 
 def create_output_bookmark() -> int:
-    """Create an empty ledger, and return its descriptor. Unused memory is not allocated."""
+    """Create an empty bookmark, and return its descriptor. Unused memory is not allocated."""
     return memory_file.create_sized("megatron-recover-outputs", 8 * _WORDS * (MAX_OUTPUTS + 1), is_sparse=True)

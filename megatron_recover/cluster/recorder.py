@@ -6,11 +6,11 @@ most events and output, never a step. Lost events and output are counted and rep
 starts the recorder, sends it what it has to know (`Told`), and starts another one if it dies. The
 recorder ends on `Finish`, or when the launcher is gone. `narrator.py` puts the run into words.
 
-`cluster.recording.Recording` runs it as ``python -m megatron_recover.cluster.recorder FD LEDGER
+`cluster.recording.Recording` runs it as ``python -m megatron_recover.cluster.recorder FD BOOKMARK
 OUTPUTS SETTINGS``:
 
 - FD: a SOCK_SEQPACKET socket, on which each packet is one JSON message;
-- LEDGER, OUTPUTS: the descriptors of the ledgers of events and of outputs;
+- BOOKMARK, OUTPUTS: the descriptors of the bookmarks of events and of outputs;
 - SETTINGS: `Settings` as JSON.
 
 It imports no torch.
@@ -80,10 +80,10 @@ class Recorder:
     """The main thread of the recorder. Disk and terminal have threads of their own."""
 
     def __init__(
-        self, control: socket.socket, ledger: Bookmark, outputs: OutputBookmark, settings: Settings, store: EventStore
+        self, control: socket.socket, bookmark: Bookmark, outputs: OutputBookmark, settings: Settings, store: EventStore
     ) -> None:
         """`control` is the socket to the launcher."""
-        self._control, self._ledger, self._settings, self._deadlines = control, ledger, settings, settings.deadlines
+        self._control, self._bookmark, self._settings, self._deadlines = control, bookmark, settings, settings.deadlines
         self._outputs = Outputs(
             outputs, limit_bytes=settings.output_bytes, slow_disk_s=self._deadlines.slow_disk_s,
             speaks=lambda replica: self._narrator.is_writer(replica), keep=lambda lines: self._keep(TRAIN_LOG, lines),
@@ -100,7 +100,7 @@ class Recorder:
         self._decode = msgspec.json.Decoder(ToRecorder).decode
         self._decode_event = msgspec.json.Decoder(trace.AnyEvent).decode
         self._keeper = Keeper(store)
-        self._merge = Merge(after=ledger.last, stuck_s=self._deadlines.stuck_s)
+        self._merge = Merge(after=bookmark.last, stuck_s=self._deadlines.stuck_s)
         self._places: dict[int, tuple[int, int]] = {}
         self._lines: deque[tuple[bytes, Item]] = deque()
         self._ahead = 0
@@ -213,7 +213,7 @@ class Recorder:
         match told:
             case Ring(number, replica, rank):
                 [descriptor] = descriptors
-                position, dropped = self._ledger.position(number)
+                position, dropped = self._bookmark.position(number)
                 self._merge.add(number, RingReader(descriptor, position=position, told=dropped))
                 os.close(descriptor)
                 self._places[number] = replica, rank
@@ -452,14 +452,14 @@ def main() -> None:
     # there is, and ends.
     set_parent_death_signal(signal.SIGCONT)
     set_process_name("recorder")
-    control, ledger, outputs = (
+    control, bookmark, outputs = (
         socket.socket(fileno=int(sys.argv[1])),
         Bookmark(int(sys.argv[2])),
         OutputBookmark(int(sys.argv[3])),
     )
     settings = msgspec.json.decode(sys.argv[4], type=Settings)
-    store = EventStore(Path(settings.run_dir), ledger, part_bytes=settings.part_bytes, close_s=settings.deadlines.store_s / 2)
-    Recorder(control, ledger, outputs, settings, store).run()
+    store = EventStore(Path(settings.run_dir), bookmark, part_bytes=settings.part_bytes, close_s=settings.deadlines.store_s / 2)
+    Recorder(control, bookmark, outputs, settings, store).run()
     os._exit(0)  # do not wait for threads that a disk or a terminal blocks
 
 

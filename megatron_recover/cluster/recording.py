@@ -75,7 +75,7 @@ class Recording:
         """Create the trace, unless it is a FIFO, and start a recorder.
 
         A start that fails is tried again by `poll`. Raises OSError if the folder accepts no trace,
-        or a ring, an output or a ledger cannot be created.
+        or a ring, an output or a bookmark cannot be created.
         """
         self._job, self._quiet = job, quiet
         self._deadlines = deadlines or job.config.deadlines
@@ -91,8 +91,8 @@ class Recording:
         events = job.run_dir / trace.EVENTS_FILE
         if not events.is_fifo():
             os.close(os.open(events, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        self._ledger, self._output_ledger = event_store.create_bookmark(), output.create_output_bookmark()
-        self._copied = output.OutputBookmark(self._output_ledger)
+        self._bookmark, self._output_bookmark = event_store.create_bookmark(), output.create_output_bookmark()
+        self._copied = output.OutputBookmark(self._output_bookmark)
         self._outputs: dict[int, Output] = {}
         self._shown_of: dict[int, int] = {}
         """Output -> replica whose lines are for the console, or `TRAIN_LOG` or `LAUNCHER_LOG`."""
@@ -218,7 +218,7 @@ class Recording:
 
     def close(self) -> None:
         """End the recorder. Without a call of `finish` before, it first writes what there is."""
-        if self._finish is None and self._ledger >= 0:
+        if self._finish is None and self._bookmark >= 0:
             self._abandon()
         self._hang_up()
         if self._process is not None:
@@ -238,10 +238,10 @@ class Recording:
                 made.seal()
             made.close()
         self._outputs.clear()
-        if self._ledger >= 0:
-            os.close(self._ledger)
-            os.close(self._output_ledger)
-            self._ledger = -1
+        if self._bookmark >= 0:
+            os.close(self._bookmark)
+            os.close(self._output_bookmark)
+            self._bookmark = -1
 
     def _abandon(self) -> None:
         """Have a recorder write what there is after an exception, as if it had no launcher."""
@@ -299,10 +299,10 @@ class Recording:
         """Start the process of a recorder, with the end `control` of the socket. Raises OSError."""
         settings = msgspec.structs.replace(self._settings, num_rings=len(self._rings), roster=self._roster)
         command = [
-            sys.executable, "-m", "megatron_recover.cluster.recorder", str(control), str(self._ledger),
-            str(self._output_ledger), msgspec.json.encode(settings).decode(),
+            sys.executable, "-m", "megatron_recover.cluster.recorder", str(control), str(self._bookmark),
+            str(self._output_bookmark), msgspec.json.encode(settings).decode(),
         ]  # fmt: skip
-        inherited = (control, self._ledger, self._output_ledger)
+        inherited = (control, self._bookmark, self._output_bookmark)
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=inherited)
 
     def _start_later(self, why: str) -> None:

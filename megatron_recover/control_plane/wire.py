@@ -38,8 +38,8 @@ MAX_BODY_BYTES = 64 * 2**20
 """Largest body of any frame, in bytes. A status, which carries the contributions of every bucket,
 is far smaller at any job size we know of."""
 STATUSES_A_FRAME = 64
-"""Statuses in one frame when a leader forwards several statuses in a tree. A status has a line per
-bucket and rank, and the size of a frame is limited."""
+"""Statuses in one frame when a leader forwards several statuses in a tree. A status may have
+an entry for every bucket, and the size of a frame is limited."""
 _HEADER = struct.Struct("!2sHI")
 _MAGIC = b"mr"
 _CHUNK_BYTES = 2**18

@@ -17,8 +17,8 @@ Caller's contract
     after each that succeeded. At the first that did not, feed `Block`, leave the rest of the plan,
     and feed `Take` again.
   - `Plan` that `voids`: before all else empty the local gradient and all counts of the step.
-  - `Close`: the one order that never becomes `state.taken`. Look for `Close` at the head of the
-    queue before `Take`. The pass ends with the microbatches that are known.
+  - `Close`: the one queued order that never becomes `state.taken`. Look for `Close` at the head of
+    the queue before `Take`. The pass ends with the microbatches that are known.
   - `Apply`: the results are the gradient now. Continue with the next step.
   - `Stop`: end.
 

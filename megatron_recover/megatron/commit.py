@@ -60,7 +60,7 @@ from megatron_recover.trainer.stopwatch import Stopwatch
 from megatron_recover.trainer.work_queue import WorkQueue
 
 OF_A_STEP_GIVEN_UP = ({}, True, True, True, 0, None, None, None)
-"""The tuple that upstream's train_step returns for an untrusted result: no losses, iteration
+"""A tuple as upstream's train_step returns it for an untrusted result: no losses, iteration
 skipped, save the state of the iteration before, leave the training loop. The exit code follows from
 the record (`core.policy.exit_code`)."""
 _NUM_FIRST_STEPS = 2
@@ -329,7 +329,10 @@ class CommitLoop:
                 if stopwatch is not None:
                     self._tell_pace(stopwatch)  # of the step before: a GPU may know it only now
                     stopwatch.begin()
-                run_pass(arguments, queue, divisor=plan.work.num_microbatches, listener=microbatches)
+                run_pass(
+                    arguments, queue, divisor=plan.work.num_microbatches, listener=microbatches,
+                    is_first=microbatches.num_passes == 1,
+                )  # fmt: skip
                 num_computed = microbatches.end_pass()
                 if stopwatch is not None:
                     stopwatch.end(num_computed)

@@ -201,7 +201,8 @@ def find_regions(chunks: Sequence[Any], bucket_elements: int) -> dict[Region, Pa
     """Return the regions of `chunks` (DDP modules) with their parameters, in upstream's order.
 
     A region is one of upstream's own buckets; without `--overlap-grad-reduce` that is a whole
-    gradient buffer. Raises ValueError for gradients outside of upstream's buffers.
+    gradient buffer, from which the distributed optimizer keeps a shared embedding apart. Raises
+    ValueError for gradients outside of upstream's buffers.
     """
     regions: dict[Region, Params] = {}
     for chunk, model in enumerate(chunks):

@@ -26,7 +26,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from megatron_recover import flags, trace
-from megatron_recover.config import BAD_ARGUMENTS, DRY_RUN_PASSED, RankContext, RecoverConfig, rank_context
+from megatron_recover.config import (
+    BAD_ARGUMENTS,
+    DRY_RUN_PASSED,
+    RankContext,
+    RecoverConfig,
+    rank_context,
+    separate_flight_records,
+)
 from megatron_recover.control_plane.rendezvous import join_store
 from megatron_recover.core import policy
 from megatron_recover.core.detector import Phase
@@ -240,9 +247,10 @@ class _Training:
             config = recover_config(args)
             num_ranks = self._context.num_ranks * self._context.num_replicas
             num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-            found += gpu_refusals(config.ranks_per_gpu, num_ranks=num_ranks, num_gpus=num_gpus)
+            found += gpu_refusals(config, num_ranks=num_ranks, num_gpus=num_gpus, deterministic=args.deterministic_mode)
             if found:
                 raise ValueError("\n".join(found))
+            args.flight_recorder_dump_path = separate_flight_records(args.flight_recorder_dump_path, self._context.replica)
             # A shorter timeout of collectives would end a replica that is only slow.
             args.distributed_timeout_minutes = config.deadlines.deadline_s / 60
             return args, config

@@ -28,8 +28,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Largest max |a - b| / max |b| over the parameter tensors; None if the digests are
     not known to be equal and the checkpoints cannot be compared, as those of different models."""
     param_bit_identical: bool | None
-    """True if the parameter digests of the last step are equal; None if a digest is missing, or
-    layouts or last steps differ."""
+    """True if the digests of the newest step that has some are equal; None if a digest is missing,
+    or layouts or those steps differ."""
 
 
 def compare(run: History, reference: History, name: str) -> Comparison:

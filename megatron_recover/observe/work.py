@@ -4,7 +4,7 @@ docs/design/guarantees.md defines the words:
 
 - *lost*: dealt to a replica that died or was fenced before every bucket of the microbatch was safe
   with others;
-- *redone*: computed after that by another replica;
+- *redone*: computed after that, or again as the step became void;
 - *wasted*: finished by a replica that committed the step, and part of no committed bucket.
 """
 

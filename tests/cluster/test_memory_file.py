@@ -55,7 +55,7 @@ def test_it_is_made_where_executable_ones_are_forbidden_and_where_the_flag_is_un
 
 
 @pytest.mark.parametrize("which", FILES)
-def test_what_a_rank_writes_has_its_memory_from_the_start_and_a_sparse_ledger_takes_none(which: str) -> None:
+def test_what_a_rank_writes_has_its_memory_from_the_start_and_a_sparse_bookmark_takes_none(which: str) -> None:
     """Where memory is not overcommitted (`vm.overcommit_memory=2`) the first write to a page that finds none is SIGBUS."""
     descriptor = FILES[which]()
     found = os.fstat(descriptor)

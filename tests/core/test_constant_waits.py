@@ -45,6 +45,7 @@ INTERVALS = {
     "control_plane/rank_driver.py _RETRY_S": "between two tries to find the leader, while `leader_s` runs",
     "data_plane/nccl.py SHORTEST_SLICE_S, LONGEST_SLICE_S": "between two looks at an event of the GPU",
     "megatron/checkpoint/checkpoints.py _RETRY_S": "between two tries of the last save, while `save_s` runs",
+    "data_plane/nccl_communicator.py _LOOK_S": "between two looks at a communicator that comes to rest, while `close_s` runs",
     "host/lock_file.py _POLL_S": "between two tries to get the lock, while `build_s` or `lock_s` runs",
     "observe/summary.py _SLACK_S": "between two events of a trace that is read when the run is over",
     "trace/ring.py _SETTLE_S": "a store leaves the store buffer of a core (Note [Visibility]); no process is waited for",

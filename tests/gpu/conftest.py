@@ -1,4 +1,4 @@
-"""The CUDA part runs where there is a GPU; elsewhere `python -m pytest tests/gpu` says why not, and that is no failure."""
+"""The CUDA part runs where there is a GPU. Where there is one and nothing ran, it fails; where there is none, it says so."""
 
 from __future__ import annotations
 
@@ -7,25 +7,52 @@ import importlib.util
 import pytest
 import torch
 
+from megatron_recover.host.gpus import has_gpu
+from tests.gpu.findings import Outcome, has_failed, table, verdicts
+
 
 def missing() -> str:
     """What keeps these tests from running here; empty if nothing does."""
     if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
+        return "this machine has a GPU, but torch sees none; look at the driver" if has_gpu() else "this machine has no GPU"
     if importlib.util.find_spec("nccl") is None:
-        return "nccl4py is not installed (pip install 'megatron-recover[gpu]')"
+        return "nccl4py is not installed: make gpu-test installs it"
     return ""
 
 
 collect_ignore_glob = ["test_*.py"] if missing() else []
+_OUTCOMES = pytest.StashKey[list[tuple[str, Outcome]]]()
+_REASONS = pytest.StashKey[dict[str, str]]()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if reason := missing():
-        terminalreporter.write_line(f"tests/gpu did not run: {reason}. Nothing was verified on a GPU.")
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_OUTCOMES], config.stash[_REASONS] = [("G2", "failed" if has_gpu() and missing() else "skipped")], {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> object:
+    report = yield
+    if report.when == "call" or report.outcome != "passed":
+        for mark in item.iter_markers("finding"):
+            for name in mark.args:
+                item.config.stash[_OUTCOMES].append((name, report.outcome))
+                if report.skipped and isinstance(report.longrepr, tuple):
+                    item.config.stash[_REASONS][name] = report.longrepr[2].removeprefix("Skipped: ")
+        item.config.stash[_OUTCOMES].append(("G2", report.outcome))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    device = f"on {torch.cuda.get_device_name()}" if not missing() else f"nothing ran: {missing()}"
+    terminalreporter.section(f"findings, {device}")
+    for line in table(verdicts(config.stash[_OUTCOMES]), config.stash[_REASONS]):
+        terminalreporter.write_line(line)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if missing() and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+    found = verdicts(session.config.stash[_OUTCOMES])
+    if has_failed(found, has_gpu=has_gpu()):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    elif exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK

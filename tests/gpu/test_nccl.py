@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 MIB = 1 << 20
 
 
+@pytest.mark.finding("G7")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_sums_over_generations(num_ranks: int) -> None:
     with ranks("nccl", num_ranks, "cuda", sharing_a_gpu) as run:
@@ -36,6 +37,7 @@ def test_sums_over_generations(num_ranks: int) -> None:
                 assert len({outcome.checksum for outcome in outcomes.values()}) == 1
 
 
+@pytest.mark.finding("G3", "G4")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 @pytest.mark.parametrize("instant", ["before", "sent", "end"])
 @pytest.mark.parametrize("size", [MIB // 4, 4 * MIB, 64 * MIB])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_recover.cli.data import write_dataset
+from megatron_recover.config import RecoverConfig
 from megatron_recover.megatron.launch.arguments import REFUSALS, gpu_refusals, refusals
 from megatron_recover.megatron.launch.preflight import FLAGS, Preflight, preflight
 from megatron_recover.trace import Layout
@@ -184,7 +185,7 @@ def test_what_is_not_supported_is_refused_by_name(flag: str, data: str) -> None:
 
 def test_a_flag_that_the_installed_megatron_has_dropped_is_no_defect_and_not_passed_over() -> None:
     lines = refusals(argparse.Namespace(), lanes=2)
-    assert len(lines) == len(REFUSALS)
+    assert len(lines) == len([refusal for refusal in REFUSALS if not refusal.flag.startswith("--kitchen")])
     line = "--qk-clip cannot be judged: the installed Megatron has no argument `qk_clip`; see docs/how_to/"
     assert [line for each in lines if each.startswith(line)] == [line]
 
@@ -214,6 +215,8 @@ def test_flags_are_declared_as_megatron_declares_them() -> None:
     parser = argparse.ArgumentParser()
     for flag, declaration in FLAGS.items():
         ours = parser.add_argument(flag, **declaration)
+        if flag.startswith("--kitchen") and flag not in actions:  # Megatron has it where kitchen is installed
+            continue
         upstream = actions[flag]
         assert (ours.dest, ours.nargs) == (upstream.dest, upstream.nargs), flag
         if flag != "--rerun-mode":  # left alone it is ours: disabled
@@ -303,14 +306,25 @@ def test_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 
 
+def on_gpus(
+    shared: int = 1, *, num_ranks: int = 6, num_gpus: int, exact: bool = False, deterministic: bool = False
+) -> list[str]:
+    config = RecoverConfig(ranks_per_gpu=shared, determinism="exact" if exact else "fast")
+    return gpu_refusals(config, num_ranks=num_ranks, num_gpus=num_gpus, deterministic=deterministic)
+
+
 def test_ranks_need_gpus() -> None:
-    assert gpu_refusals(1, num_ranks=6, num_gpus=0) == []
-    assert gpu_refusals(1, num_ranks=6, num_gpus=6) == []
-    assert gpu_refusals(4, num_ranks=6, num_gpus=2) == []
-    [line] = gpu_refusals(4, num_ranks=9, num_gpus=2)
+    assert on_gpus(1, num_gpus=0) == on_gpus(1, num_gpus=6) == on_gpus(4, num_gpus=2) == []
+    [line] = on_gpus(4, num_ranks=9, num_gpus=2)
     assert "make 9 ranks, which need 3 GPUs, and there are 2" in line
-    [line] = gpu_refusals(2, num_ranks=6, num_gpus=0)
+    [line] = on_gpus(2, num_gpus=0)
     assert "--recover-ranks-per-gpu needs CUDA" in line
+
+
+def test_exact_needs_deterministic_kernels_on_a_gpu() -> None:
+    [line] = on_gpus(num_gpus=6, exact=True)
+    assert "add --deterministic-mode" in line
+    assert on_gpus(num_gpus=6, exact=True, deterministic=True) == on_gpus(num_gpus=0, exact=True) == []
 
 
 def test_the_length_of_training_is_needed(data: str) -> None:

@@ -53,6 +53,8 @@ class Stage(MegatronModule):
     def __init__(self, config: TransformerConfig, fused: bool = False) -> None:
         super().__init__(config)
         self.fused = fused
+        self.is_first_microbatch = True
+        """Set by upstream's `set_is_first_microbatch`, with fp8, fp4, kitchen or a quantisation recipe."""
         self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(size)) for size in SIZES)
         self.model_type = ModelType.encoder_or_decoder
         self.received: Tensor | None = None
@@ -61,30 +63,37 @@ class Stage(MegatronModule):
         self.received = received[0]
 
     def forward(self, code: Tensor) -> Tensor:
-        product = Fused.apply if self.fused else torch.dot
-        value = sum(product(weight, names(weight.numel()) * code) for weight in self.weights)
+        factors = [(weight, names(weight.numel()) * code) for weight in self.weights]
+        if self.fused:
+            value = sum(Fused.apply(weight, factor, self.is_first_microbatch) for weight, factor in factors)
+        else:
+            value = sum(torch.dot(weight, factor) for weight, factor in factors)
+        self.is_first_microbatch = False
         return value.reshape(1) if self.received is None else value.reshape(1) + self.received
 
 
 class Fused(torch.autograd.Function):
     """A product that adds to the main gradient by itself, as upstream's does with `--gradient-accumulation-fusion` on a GPU.
 
+    In the first microbatch of a step it writes over the main gradient, as Transformer Engine does.
     To the one that its forward has found, which its backward makes the main gradient again
     (`core/tensor_parallel/layers.py`, `LinearWithGradAccumulationAndAsyncCommunication`).
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Any, factor: Tensor) -> Tensor:
-        ctx.weight, ctx.factor, ctx.main_grad = weight, factor, weight.main_grad
+    def forward(ctx: Any, weight: Any, factor: Tensor, is_first: bool) -> Tensor:
+        ctx.weight, ctx.factor, ctx.main_grad, ctx.is_first = weight, factor, weight.main_grad, is_first
         return torch.dot(weight, factor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         weight = ctx.weight
         weight.main_grad = ctx.main_grad
+        if ctx.is_first:
+            weight.main_grad.zero_()
         weight.main_grad.add_(gradient * ctx.factor)
         weight.grad_added_to_main_grad = True
-        return torch.zeros_like(weight), None
+        return torch.zeros_like(weight), None, None
 
 
 def names(size: int) -> Tensor:
@@ -166,6 +175,7 @@ class Trainer:
                 "overlap_p2p_comm": True, "batch_p2p_comm": False,
             }  # fmt: skip
         self.config = model_config(num_stages, **model_fields)
+        self.config.use_kitchen = fused  # has no effect but that upstream marks first microbatches
         self.config.finalize_model_grads_func = self._finalize if num_stages > 1 else finalize_model_grads
         self.chunks = [
             wrap(Stage(self.config, fused), check_for_nan_in_grad=broken is not None, overlap_grad_reduce=overlap)

@@ -108,12 +108,12 @@ def spawned(script: Path, output: Output, *, server: Output | None = None, prelo
 
 def reading(
     *,
-    ledger: OutputBookmark | None = None,
+    bookmark: OutputBookmark | None = None,
     limit_bytes: int = WAITING_BYTES,
     keep: Callable[[bytes], object] = lambda lines: None,
 ) -> Outputs:
     """Return what a recorder does with outputs, where every replica speaks for the job."""
-    made = ledger or OutputBookmark(create_output_bookmark())
+    made = bookmark or OutputBookmark(create_output_bookmark())
     return Outputs(made, limit_bytes=limit_bytes, slow_disk_s=60.0, speaks=lambda replica: True, keep=keep)
 
 
@@ -284,29 +284,29 @@ def test_all_share_the_room_and_those_lose_that_have_the_most(sizes: list[int], 
 
 
 def test_one_of_many_ranks_may_print_at_once_what_all_may_leave_in_memory(tmp_path: Path) -> None:
-    ledger, made = (
+    bookmark, made = (
         OutputBookmark(create_output_bookmark()),
         {number: create(tmp_path / f"{number}.log") for number in range(64)},
     )
     os.write(made[7].descriptor, b"x" * 12_000_000)
     for who in Who:
-        ledger.drop(made, 12_000_000, who)
-    assert max(map(ledger.lost, made)) == 0
+        bookmark.drop(made, 12_000_000, who)
+    assert max(map(bookmark.lost, made)) == 0
     os.write(made[8].descriptor, b"x" * 1_000_000)
-    ledger.drop(made, 12_000_000, Who.RECORDER)
-    assert ledger.lost(7) > 2_000_000 and ledger.lost(8) == 0, "who has printed most loses its oldest"
+    bookmark.drop(made, 12_000_000, Who.RECORDER)
+    assert bookmark.lost(7) > 2_000_000 and bookmark.lost(8) == 0, "who has printed most loses its oldest"
     assert sum(map(resident, made.values())) <= 12_000_000
 
 
 def test_a_disk_that_answers_is_not_blamed_for_what_is_printed_too_fast(tmp_path: Path) -> None:
-    ledger, made = OutputBookmark(create_output_bookmark()), create(tmp_path / "log")
-    ours = reading(limit_bytes=100_000, ledger=ledger)
+    bookmark, made = OutputBookmark(create_output_bookmark()), create(tmp_path / "log")
+    ours = reading(limit_bytes=100_000, bookmark=bookmark)
     ours.writer.close(20.0)
     ours.add(0, made, shown_of=None)
     os.write(made.descriptor, b"x" * 300_000)
     ours.make_room()
-    assert ledger.cause(time.monotonic_ns(), 60.0) is Why.FASTER
-    _Log(0, made, ledger, is_shown=False).copy()
+    assert bookmark.cause(time.monotonic_ns(), 60.0) is Why.FASTER
+    _Log(0, made, bookmark, is_shown=False).copy()
     assert made.log.read_bytes().startswith(
         b"\nmegatron-recover: 212500 bytes of output are missing here: ranks printed faster"
     )
@@ -444,13 +444,13 @@ def test_memory_of_what_is_in_the_log_is_given_back(record: Callable[..., Run]) 
 
 
 def test_memory_is_kept_until_the_console_has_had_it_too(tmp_path: Path) -> None:
-    made, ledger = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
+    made, bookmark = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
     os.write(made.descriptor, b"x" * 5 * KEPT_BYTES)
-    log = _Log(0, made, ledger, is_shown=True)
+    log = _Log(0, made, bookmark, is_shown=True)
     while log.copy():
         pass
     assert resident(made) == 5 * KEPT_BYTES + 4096 and made.log.stat().st_size == 5 * KEPT_BYTES
-    ledger.show(0, ledger.end(0, made))
+    bookmark.show(0, bookmark.end(0, made))
     assert not log.copy() and resident(made) == KEPT_BYTES + 4096
 
 
@@ -512,8 +512,8 @@ def test_whoever_drops_when_the_log_has_all_or_says_how_much_is_missing_where(
     made, descriptor = create(tmp_path_factory.mktemp("log") / "log"), create_output_bookmark()
     everything = b""
     try:
-        ledger = OutputBookmark(descriptor)
-        log = _Log(0, made, ledger, is_shown=False)
+        bookmark = OutputBookmark(descriptor)
+        log = _Log(0, made, bookmark, is_shown=False)
         for action in [*actions, "copy"]:
             match action:
                 case "print":
@@ -525,10 +525,10 @@ def test_whoever_drops_when_the_log_has_all_or_says_how_much_is_missing_where(
                         pass
                 case "another recorder":
                     log.close()
-                    ledger = OutputBookmark(descriptor)
-                    log = _Log(0, made, ledger, is_shown=False)
+                    bookmark = OutputBookmark(descriptor)
+                    log = _Log(0, made, bookmark, is_shown=False)
                 case _:
-                    ledger.drop({0: made}, 12_345, Who.LAUNCHER if action.endswith("launcher") else Who.RECORDER)
+                    bookmark.drop({0: made}, 12_345, Who.LAUNCHER if action.endswith("launcher") else Who.RECORDER)
         parts = re.split(NOTE, made.log.read_bytes())
         position = 0
         for index, part in enumerate(parts):
@@ -538,7 +538,7 @@ def test_whoever_drops_when_the_log_has_all_or_says_how_much_is_missing_where(
                 assert everything[position : position + len(part)] == part, "zeros, or something twice"
                 position += len(part)
         assert position == len(everything)
-        assert ledger.copied(0).num_lost == sum(int(part) for part in parts[1::2])
+        assert bookmark.copied(0).num_lost == sum(int(part) for part in parts[1::2])
     finally:
         log.close()
         made.close()
@@ -546,20 +546,20 @@ def test_whoever_drops_when_the_log_has_all_or_says_how_much_is_missing_where(
 
 
 def test_output_that_is_dropped_while_it_is_read_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher frees it between the read of the recorder and its look into the ledger, or just before that read."""
-    made, ledger = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
+    """The launcher frees it between the read of the recorder and its look into the bookmark, or just before that read."""
+    made, bookmark = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
     os.write(made.descriptor, b"x" * 100_000)
     read, reads = os.pread, []
 
     def pread(descriptor: int, length: int, offset: int) -> bytes:
         if length > 1 and not reads:
-            ledger.drop({0: made}, 50_000, Who.LAUNCHER)
+            bookmark.drop({0: made}, 50_000, Who.LAUNCHER)
         if length > 1:
             reads.append(offset)
         return read(descriptor, length, offset)
 
     monkeypatch.setattr(os, "pread", pread)
-    log = _Log(0, made, ledger, is_shown=False)
+    log = _Log(0, made, bookmark, is_shown=False)
     while log.copy():
         pass
     assert len(reads) == 2 and b"\0" not in made.log.read_bytes()
@@ -658,7 +658,7 @@ def test_train_log_says_once_what_was_dropped_before_it_had_that(tmp_path: Path)
     os.write(made.descriptor, b"x" * 10_000 + b"\n iteration 2/ 3\n")
     OutputBookmark(descriptor).drop({0: made}, 1000, Who.LAUNCHER, why=Why.RECORDER)
     for is_next in (False, True):  # a recorder, and the one that follows it
-        ours = reading(ledger=OutputBookmark(descriptor), keep=kept.append)
+        ours = reading(bookmark=OutputBookmark(descriptor), keep=kept.append)
         ours.add(0, made, shown_of=3)
         assert list(ours.look())[1:] == ([] if is_next else [" iteration 2/ 3"])
         ours.writer.close(20.0)
@@ -755,9 +755,9 @@ def test_a_recorder_that_dies_when_it_has_noticed_an_emptying_leaves_it_to_the_n
     with monkeypatch.context() as patch, pytest.raises(RuntimeError):
         patch.setattr("megatron_recover.host.memory_file.zero", dies)
         OutputBookmark(descriptor).notice_emptied(0, made)
-    ledger = OutputBookmark(descriptor)
-    log = _Log(0, made, ledger, is_shown=False)
-    assert not log.copy() and ledger.notice_emptied(0, made) and not ledger.notice_emptied(0, made)
+    bookmark = OutputBookmark(descriptor)
+    log = _Log(0, made, bookmark, is_shown=False)
+    assert not log.copy() and bookmark.notice_emptied(0, made) and not bookmark.notice_emptied(0, made)
     assert not log.copy()
     assert made.log.read_bytes() == b"before\n" + EMPTIED_NOTE + b"after\n"
 
@@ -765,57 +765,57 @@ def test_a_recorder_that_dies_when_it_has_noticed_an_emptying_leaves_it_to_the_n
 def test_what_is_printed_right_behind_an_emptying_is_whole_though_the_log_is_copied_before_that_is_noticed(
     tmp_path: Path,
 ) -> None:
-    made, ledger = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
-    log, before = _Log(0, made, ledger, is_shown=False), b"x" * (2 * KEPT_BYTES + 10)
+    made, bookmark = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
+    log, before = _Log(0, made, bookmark, is_shown=False), b"x" * (2 * KEPT_BYTES + 10)
     os.write(made.descriptor, before)
     while log.copy():
         pass  # memory is given back by the next copy
     os.truncate(f"/proc/self/fd/{made.descriptor}", 0)
     after = b"y" * 5 * 4096
     os.write(made.descriptor, after)
-    assert not log.copy() and ledger.notice_emptied(0, made)
+    assert not log.copy() and bookmark.notice_emptied(0, made)
     log.copy()
     assert made.log.read_bytes() == before + EMPTIED_NOTE + after
 
 
 def test_one_output_may_be_emptied_more_often_than_any_run_lasts(tmp_path: Path) -> None:
-    """Positions begin further behind from emptying to emptying, and a word of the ledger has 63 bits."""
-    made, ledger = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
-    log, wanted = _Log(0, made, ledger, is_shown=False), b""
+    """Positions begin further behind from emptying to emptying, and a word of the bookmark has 63 bits."""
+    made, bookmark = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
+    log, wanted = _Log(0, made, bookmark, is_shown=False), b""
     for number in range(3):
         os.write(made.descriptor, b"%d\n" % number)
-        begin = ledger.end(0, made)
+        begin = bookmark.end(0, made)
         log.copy()
         os.truncate(f"/proc/self/fd/{made.descriptor}", 0)
         os.write(made.descriptor, b"x")
-        assert ledger.notice_emptied(0, made)
+        assert bookmark.notice_emptied(0, made)
         log.copy()
         wanted += b"%d\n" % number + EMPTIED_NOTE + b"x"
-        assert 2 * CHUNK_BYTES < ledger.end(0, made) - begin < 2**63 // 10**9, "a stale position is before it, and 10^9 follow"
+        assert 2 * CHUNK_BYTES < bookmark.end(0, made) - begin < 2**63 // 10**9, "a stale position is before, and 10^9 follow"
     assert made.log.read_bytes() == wanted
 
 
 def test_an_output_that_is_emptied_twice_before_anything_is_copied_begins_anew_twice(tmp_path: Path) -> None:
     """A copy that began before the second time must see it."""
-    made, ledger = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
-    firsts = [ledger.first(0)]
+    made, bookmark = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
+    firsts = [bookmark.first(0)]
     for _ in range(2):
         os.truncate(f"/proc/self/fd/{made.descriptor}", 0)
         os.write(made.descriptor, b"x")
-        assert ledger.notice_emptied(0, made)
-        firsts.append(ledger.first(0))
+        assert bookmark.notice_emptied(0, made)
+        firsts.append(bookmark.first(0))
     assert firsts == sorted(set(firsts))
 
 
 def test_what_is_printed_over_the_beginning_of_a_short_output_has_all_of_it_copied_again(tmp_path: Path) -> None:
     """That looks like an output that was emptied, and has as much again: text that is there twice is better than lost text."""
-    made, ledger = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
-    log = _Log(0, made, ledger, is_shown=False)
+    made, bookmark = create(tmp_path / "log"), OutputBookmark(create_output_bookmark())
+    log = _Log(0, made, bookmark, is_shown=False)
     os.write(made.descriptor, b"one\ntwo\n")
     log.copy()
     with open(f"/proc/self/fd/{made.descriptor}", "r+b") as file:
         file.write(b"over\n")
     os.write(made.descriptor, b"three\n")
-    assert not log.copy() and ledger.notice_emptied(0, made)
+    assert not log.copy() and bookmark.notice_emptied(0, made)
     log.copy()
     assert made.log.read_bytes() == b"one\ntwo\n" + EMPTIED_NOTE + b"over\ntwo\nthree\n"

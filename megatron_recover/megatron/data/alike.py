@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from megatron_recover.config import nccl_order
 from megatron_recover.megatron.launch.preflight_data import is_number
 
-_OF_ONE_RANK = frozenset({"rank", "local_rank"})
+_OF_ONE_RANK = frozenset({"rank", "local_rank", "flight_recorder_dump_path"})
 _PACKAGES = ("torch", "megatron-core", "numpy", "megatron-recover")
 _DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 """Arguments that name indexed data."""
@@ -47,6 +48,8 @@ def software(*, exact: bool) -> dict[str, str]:
     """
     parts = {f"the version of {name}": _version(name) for name in _PACKAGES}
     parts["the version of Python"] = platform.python_version()
+    if torch.cuda.is_available():
+        parts |= {f"the environment's {name}": value for name, value in nccl_order().items()}
     if exact and torch.cuda.is_available():
         parts["the device"] = torch.cuda.get_device_name()
     elif exact:

@@ -94,6 +94,7 @@ def _has_virtual_stages(args: Namespace) -> bool:
 
 
 _DROP = "leave it out"
+_QUANTISED = "it has not been shown on a GPU that quantised layers keep the gradients of a step with a recovery"
 
 # Note [Reductions over data parallelism]
 # Megatron reduces some values that are no gradient over its data-parallel group. In a replica this
@@ -116,10 +117,11 @@ REFUSALS = (
     Refusal("--ddp-average-in-collective", lambda args: args.ddp_average_in_collective and args.lanes > 1,
             "gradients are summed over lanes and replicas and divided once", _DROP),
     # The schedule decides when gradients are reduced.
-    Refusal("--fp8-format", _set("fp8"),
-            "a recovery pass would mark a second first microbatch in a step, which is untested", "use --bf16"),
-    Refusal("--fp4-format", _set("fp4"),
-            "a recovery pass would mark a second first microbatch in a step, which is untested", "use --bf16"),
+    Refusal("--fp8-format", _set("fp8"), _QUANTISED, "use --bf16"),
+    Refusal("--fp4-format", _set("fp4"), _QUANTISED, "use --bf16"),
+    Refusal("--te-precision-config-file", _set("te_precision_config_file"), _QUANTISED, _DROP),
+    Refusal("--kitchen-config-file", _set("kitchen_config_file"), _QUANTISED, _DROP),
+    Refusal("--kitchen-recipe-number", _not("kitchen_recipe_number"), _QUANTISED, _DROP),
     Refusal("--defer-embedding-wgrad-compute", _set("defer_embedding_wgrad_compute"),
             "that gradient comes after the pass that it belongs to", _DROP),
     Refusal("--overlap-moe-expert-parallel-comm", _set("overlap_moe_expert_parallel_comm"),
@@ -157,6 +159,8 @@ REFUSALS = (
     Refusal("--enable-ft-package", _set("enable_ft_package"), "two systems would watch and restart the same ranks", _DROP),
     Refusal("--distributed-timeout-minutes", _not("distributed_timeout_minutes", 10),
             "every wait of a run follows from one deadline", "use --recover-deadline-s"),
+    Refusal("--tp-comm-overlap", _set("tp_comm_overlap"),
+            "Transformer Engine's sockets have the same names in every replica of a node", _DROP),
     Refusal("--log-straggler", _set("log_straggler"), "every replica would open the same port", _DROP),
     Refusal("--adlr-autoresume", _set("adlr_autoresume"),
             "each replica would stop by itself", "send SIGTERM to megatron-recover run"),
@@ -204,12 +208,16 @@ REFUSALS = (
 )  # fmt: skip
 
 
+_WITHOUT_KITCHEN = {"kitchen_config_file": None, "kitchen_recipe_number": None}
+"""Arguments that Megatron has only where the package `kitchen` is installed."""
+
+
 def refusals(args: Namespace, *, lanes: int) -> list[str]:
     """Return one line for each refused argument, with the flag, the reason and the remedy.
 
     An argument that the installed Megatron does not know cannot be judged, so it is refused too.
     """
-    judged, found = Namespace(**{**vars(args), "lanes": lanes}), []
+    judged, found = Namespace(**{**_WITHOUT_KITCHEN, **vars(args), "lanes": lanes}), []
     for refusal in REFUSALS:
         try:
             if refusal.when(judged):
@@ -235,21 +243,27 @@ def cpu_refusals(args: Namespace) -> list[str]:
     return found
 
 
-def gpu_refusals(ranks_per_gpu: int, *, num_ranks: int, num_gpus: int) -> list[str]:
-    """Return one line if the ranks of all replicas do not fit on the node's GPUs, else none.
+def gpu_refusals(config: RecoverConfig, *, num_ranks: int, num_gpus: int, deterministic: bool) -> list[str]:
+    """Return one line for each argument that does not suit the node's GPUs.
 
     `num_ranks` counts the ranks of all replicas together. Without GPUs (`num_gpus` 0) the CPU
-    computes.
+    computes. `deterministic`: `--deterministic-mode` is set.
     """
     if not num_gpus:
-        return ["--recover-ranks-per-gpu needs CUDA; leave it out on a CPU"] if ranks_per_gpu > 1 else []
-    needed = -(-num_ranks // ranks_per_gpu)
-    if needed <= num_gpus:
-        return []
-    return [
-        f"--replicas and the shape of a replica make {num_ranks} ranks, which need {needed} GPUs, and there are {num_gpus}; "
-        "use fewer, or, to try things out, let ranks share a GPU with --recover-ranks-per-gpu"
-    ]
+        return ["--recover-ranks-per-gpu needs CUDA; leave it out on a CPU"] if config.ranks_per_gpu > 1 else []
+    found = []
+    needed = -(-num_ranks // config.ranks_per_gpu)
+    if needed > num_gpus:
+        found.append(
+            f"--replicas and the shape of a replica make {num_ranks} ranks, which need {needed} GPUs, and there are "
+            f"{num_gpus}; use fewer, or, to try things out, let ranks share a GPU with --recover-ranks-per-gpu"
+        )
+    if config.determinism == "exact" and not deterministic:
+        found.append(
+            "--recover-determinism exact needs --deterministic-mode on a GPU, or a microbatch computed twice differs; "
+            "add --deterministic-mode"
+        )
+    return found
 
 
 def _list(value: str | list[str]) -> list[str]:

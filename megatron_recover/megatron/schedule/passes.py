@@ -14,14 +14,14 @@ from megatron_recover.megatron.schedule.interleaved import InterleavedStage
 from megatron_recover.megatron.schedule.pipeline import Listener, MegatronPass, Queue, Stage
 
 
-def run_pass(arguments: Mapping[str, Any], queue: Queue, *, divisor: int, listener: Listener) -> None:
+def run_pass(arguments: Mapping[str, Any], queue: Queue, *, divisor: int, listener: Listener, is_first: bool = True) -> None:
     """Run forwards and backwards (with `forward_only` forwards alone) until the queue ends.
 
     `arguments` are the arguments of Megatron's call of its forward-backward function. Losses are
-    divided by `divisor`. When this function returns, the listener has had every call for every
-    microbatch.
+    divided by `divisor`. `is_first`: this is the step's first pass. When this function returns, the
+    listener has had every call for every microbatch.
     """
-    upstream = MegatronPass(arguments, divisor=divisor, listener=listener)
+    upstream = MegatronPass(arguments, divisor=divisor, listener=listener, is_first=is_first)
     with contextlib.ExitStack() as stack:
         # Within a pass upstream neither reduces nor finalizes a gradient. Both happen once a
         # step, when it is committed.

@@ -82,12 +82,16 @@ class Listener(Protocol):
 class MegatronPass:
     """Calls upstream's forward and backward on one rank; holds its link and message shapes."""
 
-    def __init__(self, arguments: Mapping[str, Any], *, divisor: int, listener: Listener) -> None:
+    def __init__(self, arguments: Mapping[str, Any], *, divisor: int, listener: Listener, is_first: bool = True) -> None:
         """Store the `arguments` of Megatron's call of its forward-backward function.
 
-        For `divisor` see Note [Divisor]. Raises ValueError for a pipeline of unlike modules.
+        For `divisor` see Note [Divisor]. `is_first`: this is the step's first pass. Only in that
+        pass is a microbatch marked as the first one: at that mark Transformer Engine overwrites
+        `main_grad` instead of adding to it (`is_first_microbatch` in its pytorch/module/linear.py),
+        which would erase what earlier passes have computed. Raises ValueError for a pipeline of
+        unlike modules.
         """
-        self._arguments, self._divisor, self._listener = arguments, divisor, listener
+        self._arguments, self._divisor, self._listener, self._is_first = arguments, divisor, listener, is_first
         self.models, self._iterators = _list(arguments["model"]), _list(arguments["data_iterator"])
         self.num_chunks = len(self.models)
         self.config = config = get_model_config(self.models[0])
@@ -112,7 +116,7 @@ class MegatronPass:
             self._arguments["forward_step_func"], self._iterators[chunk], self.models[chunk], self._divisor, received, reports,
             self.config, self._groups.cp.size(), checkpoint_activations_microbatch=recompute_all,
             is_first_microbatch=schedules.check_first_val_step(
-                self._arguments.get("first_val_step"), self.forward_only, index == 0
+                self._arguments.get("first_val_step"), self.forward_only, self._is_first and index == 0
             ),
             current_microbatch=index, vp_stage=chunk if self.num_chunks > 1 else None, is_last_stage=is_last_stage,
         )  # fmt: skip

@@ -10,11 +10,12 @@ Simulated steps, and why they suffice
   (`Addend`). When all members have published, each rank may complete, at any later time or never,
   independently of the others. A transport promises no more (data_plane/transport.py). A transfer of
   a decided bucket works the same way with `Copy`.
-* Inside a node one thing is left to chance: when a rank other than the leader's obeys a `Promise`.
-  Until then it may still complete a reduction. Every other step (orders, reports, passes,
-  publishing) follows at once. It is invisible outside the node until the next message, commutes
-  with all steps elsewhere, and is undone only by the loss of the node. Being early only adds
-  behaviours: a published `Addend` need not be used.
+* Inside a node these are left to chance: when a rank other than the leader's obeys a `Promise`,
+  until which it may still complete a reduction; when a follower begins a step with a digest, or
+  ends; and, if the scenario says so, when a pass ends (`passes_last`) or a training thread takes an
+  order (`slow`). Every other step (reports, publishing) follows at once. It is invisible outside
+  the node until the next message, commutes with all steps elsewhere, and is undone only by the loss
+  of the node. Being early only adds behaviours: a published `Addend` need not be used.
 * The same holds for reductions that overlap the last backward. A bucket is published when the pass
   is closed, earlier than backward can reach it. The node's gradient already has the whole pass.
 """
