@@ -197,17 +197,23 @@ def nccl_order() -> dict[str, str]:
 class DeviceQueues(NamedTuple):
     """Settings of the environment that decide the order of kernels on a GPU."""
 
-    is_single: bool
-    """True if all streams of the process share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS)."""
+    number: str
+    """CUDA_DEVICE_MAX_CONNECTIONS: hardware queues that the streams of the process share; empty:
+    CUDA's default of 8. At most 32."""
     is_ordered: bool
     """True if NCCL runs the collectives of all communicators in the order of their calls
     (NCCL_LAUNCH_ORDER_IMPLICIT)."""
+    is_blocking: bool
+    """True if every call of NCCL waits until it is done, whatever the caller asks for
+    (NCCL_COMM_BLOCKING)."""
 
 
 def device_queues() -> DeviceQueues:
     """Return what the environment says about the order of kernels; the user may have set it."""
     return DeviceQueues(
-        os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1", os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") != "0"
+        os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
+        os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") != "0",
+        os.environ.get("NCCL_COMM_BLOCKING", "0") == "1",
     )
 
 

@@ -314,6 +314,7 @@ def main() -> None:
     # Nobody reads the control socket during the imports, so the kernel watches the launcher.
     set_parent_death_signal(signal.SIGKILL)
     control = socket.socket(fileno=int(descriptor))
+    control.set_inheritable(False)  # or a warm process would hold it, and the launcher never see its end
     if not int(num_warm):
         _import(modules)
     # Somebody may have stopped the server. The launcher's death then continues it; it finds the

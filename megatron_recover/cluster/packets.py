@@ -8,16 +8,20 @@ reads again after it.
 
 from __future__ import annotations
 
+import os
 import socket
 
 
 def receive(sock: socket.socket, max_bytes: int, max_descriptors: int = 0) -> tuple[bytes, list[int]]:
     """Return the next packet and its descriptors; an empty packet at the end of the stream.
 
-    The stream ends when the peer is gone and every packet that it sent was read.
+    The stream ends when the peer is gone and every packet that it sent was read. Programs that this
+    process starts do not inherit the descriptors.
     """
     try:
         packet, descriptors, _, _ = socket.recv_fds(sock, max_bytes, max_descriptors)
     except ConnectionResetError:
         packet, descriptors, _, _ = socket.recv_fds(sock, max_bytes, max_descriptors)
+    for descriptor in descriptors:  # Python 3.12 does not pass MSG_CMSG_CLOEXEC on
+        os.set_inheritable(descriptor, False)
     return packet, descriptors

@@ -4,8 +4,10 @@ CUDA cannot be used in a forked process once its parent has asked the driver any
 do ask: Megatron's and Transformer Engine's modules call `torch.cuda.is_available`. So on a machine
 with GPUs ranks are not forked. The fork server starts this program once for each rank, as ``python
 -m megatron_recover.cluster.warm FD SERVER MODULE...``. FD is a SOCK_SEQPACKET socket and SERVER the
-pid of the fork server. The imports are then done before anybody waits for them, as with forks. No
-import touches a device: a context on device 0 for each rank would cost hundreds of MiB there.
+pid of the fork server. The imports are then done before anybody waits for them, as with forks. An
+import should touch no device: a context on device 0 for each rank would cost hundreds of MiB there.
+Megatron's do not. One that does is named in the log (Transformer Engine asks for the capability of
+device 0 where flash-attn is installed).
 """
 
 from __future__ import annotations
@@ -23,6 +25,12 @@ from megatron_recover.cluster.rank_process import become_rank, prepare, set_pare
 from megatron_recover.config import importing_without_driver
 
 
+def _warn_if_initialized(module: str) -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        print(f"importing {module} has initialized CUDA, before it was known which device this rank has", file=sys.stderr)
+
+
 def main() -> None:
     """Import the modules named on the command line, wait for the request, and become the rank."""
     descriptor, server, *modules = sys.argv[1:]
@@ -36,6 +44,7 @@ def main() -> None:
         with importing_without_driver(hide_devices=False):
             for name in modules:
                 importlib.import_module(name)
+                _warn_if_initialized(name)
         with contextlib.suppress(BrokenPipeError):  # it is a rank already, and its request lies here
             control.send(WARM)
         packet, descriptors = receive(control, MAX_PACKET_BYTES, MAX_DESCRIPTORS)

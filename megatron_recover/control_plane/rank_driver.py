@@ -15,7 +15,7 @@ import threading
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from megatron_recover import trace
 from megatron_recover.authentication.handshake import Party, Role
@@ -30,7 +30,7 @@ from megatron_recover.core.alike import Parts
 from megatron_recover.core.detector import Phase
 from megatron_recover.core.invariants import InvariantViolation
 from megatron_recover.core.values import Apply, Close, ExitCode, Held, Plan, Shape, Stop, Work
-from megatron_recover.data_plane.transport import Endpoint, Revoked, Transport, TransportError
+from megatron_recover.data_plane.transport import Endpoint, Operand, Revoked, Transport, TransportError
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.host.speaker import Speaker
@@ -246,9 +246,9 @@ class RankDriver:
             retired.close()
         return transport
 
-    def overlap_refusal(self, generation: int) -> str:
-        """Return why sums of `generation` must not run beside a backward; empty: they may."""
-        return self._endpoint.overlap_refusal(generation)
+    def overlap_refusal(self, generation: int, operands: Collection[Operand]) -> str:
+        """Return why sums of `operands` must not run beside a backward; empty: they may."""
+        return self._endpoint.overlap_refusal(generation, operands)
 
     def pass_ended(self, generation: int) -> None:
         """Note the end of a pass whose newest plan is of `generation`."""

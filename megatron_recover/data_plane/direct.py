@@ -37,7 +37,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_recover.authentication.admission import ReportStrangers
@@ -48,6 +48,7 @@ from megatron_recover.data_plane.exchange import CopyExchange, Exchange, SumExch
 from megatron_recover.data_plane.transport import (
     CallPart,
     DeadlineExceeded,
+    Operand,
     PeerAhead,
     PeerLost,
     Probe,
@@ -103,7 +104,7 @@ class DirectEndpoint:
         endpoint = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: alive._abandon() if (alive := endpoint()) is not None else None)
 
-    def overlap_refusal(self, generation: int) -> str:
+    def overlap_refusal(self, generation: int, operands: Collection[Operand]) -> str:
         """Return an empty text: a socket needs no device."""
         return ""
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
 from megatron_recover.authentication.admission import ReportStrangers
 from megatron_recover.authentication.handshake import Party, Role
 from megatron_recover.data_plane.direct import DirectEndpoint, DirectTransport
 from megatron_recover.data_plane.echo import EchoServer, unreachable
-from megatron_recover.data_plane.transport import Endpoint, Transport
+from megatron_recover.data_plane.transport import Endpoint, Operand, Transport
 from megatron_recover.deadlines import Deadlines
 from megatron_recover.host.addresses import HOST
 
@@ -83,7 +83,7 @@ class RendezvousEndpoint:
         key: bytes,
         rank: int,
         report: ReportStrangers,
-        overlap_refusal: Callable[[int], str] = lambda generation: "",
+        overlap_refusal: Callable[[int, Collection[Operand]], str] = lambda generation, operands: "",
     ) -> None:
         """Listen on `host`. `transport(direct, unreachable)` makes one generation's transport.
 

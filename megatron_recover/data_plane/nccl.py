@@ -26,21 +26,24 @@ Note [Overlap]
     Each kernel occupies its blocks until its peers have come. So one of them must never wait for
     the other to leave, or a circle over several GPUs can close:
 
-    - They fit on the device together (`MAX_CTAS`).
-    - They do not share a hardware queue. There a kernel that waits for its stream holds up all that
-      was enqueued later, on whatever stream.
+    - They should fit on the device together (`MAX_CTAS`).
+    - They should not share a hardware queue. There a kernel that waits for its stream holds up all
+      that was enqueued later, on whatever stream. There are at most 32 queues.
     - NCCL does not put them in one order, which would have to be the same on all ranks.
-    - No communicator is made meanwhile: that may wait for the device.
+    - No communicator is made or destroyed meanwhile, and no memory allocated: that may wait for the
+      device.
 
-    Where one of these does not hold, the pass is reduced when it is over.
+    Where one of these is known not to hold, the pass is reduced when it is over. The first two
+    cannot be known for certain: NCCL itself promises progress only for one order on all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +56,8 @@ from megatron_recover.data_plane.scratch import Scratch
 from megatron_recover.data_plane.transport import (
     CallPart,
     DeadlineExceeded,
+    DeviceError,
+    Operand,
     PeerLost,
     Probe,
     Revoked,
@@ -67,6 +72,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNIQUE_ID_BYTES = 128
+LEAST_NCCL = 22807
+"""Version 2.28.7 as NCCL counts: the first with `ncclCommRevoke`."""
+MOST_QUEUES = "32"
+"""Largest CUDA_DEVICE_MAX_CONNECTIONS."""
 SHORTEST_SLICE_S, LONGEST_SLICE_S = 20e-6, 1e-3
 """Seconds between two looks at an event. The slice doubles each time, so that a small sum is not
 delayed and a large one costs no CPU."""
@@ -107,6 +116,8 @@ class NcclTransport:
         self._communicator: Communicator | None = None
         self._sources: list[Tensor] = []
         """Tensors that kernels may still read."""
+        self._summed: set[Operand] = set()
+        self._is_settled = False
         self._deadlines = deadlines
         self._part, self._since = CallPart.CONNECT, 0.0
         """The part that the current call is in, and the monotonic time when it began."""
@@ -127,12 +138,16 @@ class NcclTransport:
         probe = probe or no_probe
         with self._call():
             probe("begin")
+            self._settle()
             summed = self._sum(sources, probe) if len(self.members) > 1 else sources
             probe("middle")
             for scratch, result in zip(summed, results, strict=True):
                 with self._writing:
                     result.copy_(scratch.view_as(result))
+                if scratch.is_cuda:  # or growing it could give its memory away below the copy
+                    scratch.record_stream(self._cuda.current_stream())
             probe("end")
+        self._summed |= {(source.dtype, source.numel()) for source in sources}
 
     def copy_into(self, tensors: Sequence[Tensor], *, source: int, targets: Sequence[int], tag: int) -> None:
         """Copy as `Transport.copy_into` does, through host memory and the rendezvous sockets.
@@ -145,8 +160,10 @@ class NcclTransport:
         if not sending and self.me not in targets:
             return
         with self._call():
+            self._wait_for_the_device()  # else the copies wait for it, and a revoke for them
             host = [tensor.detach().cpu() if sending else torch.empty_like(tensor, device="cpu") for tensor in tensors]
             self._rendezvous.copy_into(host, source=source, targets=targets, tag=tag)
+            self._wait_for_the_device()
             if not sending:
                 for tensor, copy in zip(tensors, host, strict=True):
                     with self._writing:
@@ -169,10 +186,13 @@ class NcclTransport:
         self._rendezvous.close()
         self.revoke()
 
-    @property
-    def is_connected(self) -> bool:
-        """Return whether the communicator is made; making it may wait for the device."""
-        return self._communicator is not None or len(self.members) == 1
+    def has_summed(self, operands: Collection[Operand]) -> bool:
+        """Return whether the communicator has summed tensors of all these types and sizes.
+
+        Making a communicator may wait for the device, and so may the first sum that NCCL does by an
+        algorithm or that needs more scratch than the sums before.
+        """
+        return self._summed.issuperset(operands)
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
@@ -188,8 +208,9 @@ class NcclTransport:
         except BaseException as error:
             self._failure = self._failure or str(error) or repr(error)
             self._retire()
-            if isinstance(error, torch.AcceleratorError):
+            if isinstance(error, torch.AcceleratorError | DeviceError):
                 raise
+            self._cuda.current_stream().query()  # raises the error of a lost device, which NCCL may see first
             if isinstance(error, TransportError) and not isinstance(error, DeadlineExceeded | PeerLost) and not error.peers:
                 self._probe_peers(error)
             if not isinstance(error, Revoked):
@@ -228,17 +249,49 @@ class NcclTransport:
         for index in sorted(range(len(sources)), key=lambda index: sources[index].numel()):
             if not sources[index].numel():
                 continue
-            communicator.sum_into(sources[index].view(-1), summed[index], stream.cuda_stream)
+            communicator.sum_into(sources[index].view(-1), summed[index], stream)
+            # NCCL enqueues the kernel in a thread of its own. An event that is recorded before it
+            # has done so is in front of the kernel, and says nothing.
+            self._wait(communicator.is_idle)
             done.append(self._cuda.Event())
             done[-1].record(stream)
-            self._wait(communicator.is_idle)
         probe("sent")
         for event in done:
-            # In this order: an error of NCCL ends the kernel, and with it completes the event.
-            self._wait(lambda event=event: event.query() and communicator.is_idle())
+            self._wait(functools.partial(self._has_ended, communicator, event))
             self._begin(CallPart.SUM)
         self._sources = []
         return summed
+
+    @staticmethod
+    def _has_ended(communicator: Communicator, event: Any) -> bool:
+        """Return whether the kernels before `event` have ended without an error.
+
+        NCCL is asked in each look: a connection that is lost does not end the kernel. It is asked
+        after the event: an error that came before the event is then known.
+        """
+        has_completed = event.query()
+        return communicator.is_idle() and has_completed
+
+    def _settle(self) -> None:
+        """Before the first call, have the communicators of older generations destroyed.
+
+        All members have promised this generation, and nothing else of ours runs on the device now.
+        One that hangs is left to itself.
+        """
+        if self._is_settled:
+            return
+        self._is_settled = True
+        self._retirement.settle(self.generation)
+        until = time.monotonic() + self._deadlines.close_s
+        while self._retirement.is_settling(self.generation) and time.monotonic() < until:
+            self._check()
+            self._revoked.wait(LONGEST_SLICE_S)
+
+    def _wait_for_the_device(self) -> None:
+        """Return when the work that is enqueued on the caller's stream has ended."""
+        event = self._cuda.Event()
+        event.record(self._cuda.current_stream())
+        self._wait(event.query)
 
     def _connect(self) -> Communicator:
         """Make the communicator, once all members have met over `direct`.
@@ -251,11 +304,13 @@ class NcclTransport:
                 mine = torch.frombuffer(bytearray(bytes(self._nccl.get_unique_id())), dtype=torch.uint8)
         self._rendezvous.sum_into([mine], [unique_id], tag=-1)
         self._begin(CallPart.CONNECT)
-        connecting = Communicator(self._nccl, unique_id.numpy().tobytes(), len(self.members), self.members.index(self.me))
+        connecting = Communicator(
+            self._nccl, unique_id.numpy().tobytes(), len(self.members), self.members.index(self.me), self._cuda
+        )
         try:
             self._wait(connecting.is_idle)
         except BaseException:
-            self._retirement.retire(self.generation, connecting, [])
+            self._retirement.retire(self.generation, connecting)
             raise
         return connecting
 
@@ -278,10 +333,13 @@ class NcclTransport:
         """Retire the communicator with what its kernels may use. The caller holds `_calling`."""
         communicator, sources = self._communicator, self._sources
         self._communicator, self._sources = None, []
-        if communicator is not None:
-            # Without sources all kernels are done, and the scratch stays in use.
-            used = [*sources, *self._scratch.abandon()] if sources else []
-            self._retirement.retire(self.generation, communicator, used)
+        if communicator is None:
+            return
+        if not sources:  # all kernels have ended, and the scratch stays in use
+            self._retirement.retire(self.generation, communicator)
+            return
+        stream, memory = self._scratch.abandon()
+        self._retirement.retire(self.generation, communicator, stream, [*sources, *memory])
 
 
 class Sums:
@@ -294,39 +352,48 @@ class Sums:
         """
         self._nccl, self._deadlines, self._cuda = nccl, deadlines, cuda
         self._has_own_collectives = has_own_collectives
-        self._scratch, self._retirement = Scratch(cuda), Retirement(deadlines.close_s)
+        self._scratch, self._retirement = Scratch(cuda), Retirement(deadlines.close_s, cuda)
         self._current: NcclTransport | None = None
 
     def transport(self, rendezvous: DirectTransport, unreachable: Callable[[], tuple[int, ...]]) -> NcclTransport:
         """Return the transport of a generation that all its members have promised."""
-        self._retirement.all_have_promised(rendezvous.generation)
         self._current = NcclTransport(
             self._nccl, rendezvous, self._deadlines, self._scratch, self._retirement,
             unreachable=unreachable, cuda=self._cuda,
         )  # fmt: skip
         return self._current
 
-    def overlap_refusal(self, generation: int) -> str:
+    def overlap_refusal(self, generation: int, operands: Collection[Operand]) -> str:
         """Return why sums must not run beside other work; see `Endpoint` and Note [Overlap]."""
         queues = device_queues()
-        if queues.is_single and self._has_own_collectives:
+        if queues.number != MOST_QUEUES and self._has_own_collectives:
             return (
-                "CUDA_DEVICE_MAX_CONNECTIONS is 1, so a sum over replicas and a collective of the replica can each wait behind "
-                "the other; a larger number allows overlap where Megatron does not ask for 1"
+                f"CUDA_DEVICE_MAX_CONNECTIONS is {queues.number or 'not set'}, so a sum over replicas and a collective of the "
+                f"replica can each wait behind the other; set it to {MOST_QUEUES} where Megatron does not ask for 1"
             )
         if queues.is_ordered and self._has_own_collectives:
             return "NCCL_LAUNCH_ORDER_IMPLICIT is set, and ranks call sums and the replica's collectives in different orders"
-        if self._current is None or self._current.generation != generation or not self._current.is_connected:
-            return f"the communicator of generation {generation} is not made yet"
+        if self._retirement.is_settling(generation):
+            return "the communicator of an older generation is still being destroyed"
+        if self._current is None or self._current.generation != generation or not self._current.has_summed(operands):
+            return f"the communicator of generation {generation} has not summed all buckets yet"
         return ""
 
 
 def load() -> ModuleType:
-    """Return the nccl4py binding. Raises ValueError without CUDA or nccl4py."""
+    """Return the nccl4py binding.
+
+    Raises ValueError without CUDA or nccl4py, and for an NCCL or a setting that cannot work.
+    """
     if not torch.cuda.is_available():
         raise ValueError("--recover-transport nccl needs a CUDA device and torch sees none; use direct")
+    if device_queues().is_blocking:
+        raise ValueError("NCCL_COMM_BLOCKING is 1, so a sum could not be left when a peer dies; unset it")
     try:
         import nccl.core as nccl
+        from nccl.bindings import nccl as bindings
     except ImportError as error:
         raise ValueError(f"--recover-transport nccl needs nccl4py ({error}); pip install 'megatron-recover[gpu]'") from error
+    if (found := bindings.get_version()) < LEAST_NCCL:
+        raise ValueError(f"NCCL {found} was found, and {LEAST_NCCL} (2.28.7) is needed for ncclCommRevoke; install a newer one")
     return nccl

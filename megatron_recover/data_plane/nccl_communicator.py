@@ -4,12 +4,19 @@ Note [Retiring]
     A communicator whose call failed is revoked, watched, and destroyed, in this order and never in
     one step:
 
-    - `ncclCommRevoke` (NCCL 2.28.7) has its kernels quit. It returns at once: the device looks at
-      the flag only now and then, and may write scratch until it does.
-    - The communicator is at rest when its asynchronous state is success again. NCCL has then
-      waited for its kernels (`commRevokeAsync` in NCCL's src/init.cc). Only then is scratch freed.
-    - It is destroyed when all members of a newer generation have promised it. Before that a kernel
-      of another member may still read this process's memory over NVLink (NVIDIA/nccl#863).
+    - `ncclCommRevoke` (NCCL 2.28.7) has its kernels quit. The device looks at the flag only now and
+      then, and may write scratch until it does.
+    - The communicator is at rest when NCCL has drained its own streams (`commRevokeAsync` in NCCL's
+      src/init.cc) and an event behind its kernels has completed on ours. Only then is scratch
+      freed. The state that NCCL reports does not decide it: the error of a lost connection stays in
+      that state for good.
+    - It is destroyed when all members of a newer generation have promised it, and have revoked what
+      they had. Before that a kernel of another member may still read this process's memory over
+      NVLink (NVIDIA/nccl#863). That happens between two calls, with nothing else of ours on the
+      device: freeing memory may wait for the device (NVIDIA/nccl#564).
+
+    A communicator that was never connected has no kernels. It is aborted, which NCCL allows during
+    initialization; a revoke would read what is not there yet.
 
     On any doubt (a call fails, or it does not come to rest) communicator and scratch are kept for
     the life of the process. That costs memory and nothing else.
@@ -21,7 +28,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -58,12 +65,15 @@ def transport_errors(call: str) -> Iterator[None]:
 class Communicator:
     """A nonblocking communicator. Used by one thread at a time."""
 
-    def __init__(self, nccl: ModuleType, unique_id: bytes, num_members: int, position: int) -> None:
+    def __init__(self, nccl: ModuleType, unique_id: bytes, num_members: int, position: int, cuda: Any = torch.cuda) -> None:
         """Begin to connect to the other members. Raises TransportError.
 
         `position` is this member's, in the order of the members.
         """
         self._nccl = nccl
+        self.device = cuda.current_device()
+        self.is_connected = False
+        """True once NCCL has been ready for a call."""
         with transport_errors("ncclCommInitRank"):
             self._raw: Any = nccl.Communicator.init(
                 num_members, position, nccl.UniqueId.from_bytes(unique_id),
@@ -72,16 +82,26 @@ class Communicator:
 
     def is_idle(self) -> bool:
         """Return whether NCCL is ready for the next call. Raises TransportError for its errors."""
-        with transport_errors("ncclCommGetAsyncError"):
-            result = int(self._raw.get_async_error())
-            if result not in (SUCCESS, IN_PROGRESS):
+        result = self.state()
+        if result not in (SUCCESS, IN_PROGRESS):
+            with transport_errors("ncclGetLastError"):
                 raise TransportError(f"NCCL: {self._raw.get_last_error()} (result {result})")
+        self.is_connected = self.is_connected or result == SUCCESS
         return result == SUCCESS
 
-    def sum_into(self, source: torch.Tensor, target: torch.Tensor, stream: int) -> None:
-        """Enqueue the sum of `source` over all members into `target`. Raises TransportError."""
+    def state(self) -> int:
+        """Return NCCL's asynchronous result. Raises TransportError if NCCL does not tell it."""
+        with transport_errors("ncclCommGetAsyncError"):
+            return int(self._raw.get_async_error())
+
+    def sum_into(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
+        """Begin to enqueue the sum of `source` over all members into `target`.
+
+        NCCL enqueues it in a thread of its own, and has done so when `is_idle`. Raises
+        TransportError.
+        """
         with transport_errors("ncclAllReduce"):
-            self._raw.allreduce(source.detach(), target, self._nccl.SUM, stream=stream)
+            self._raw.allreduce(source.detach(), target, self._nccl.SUM, stream=stream.cuda_stream)
 
     def revoke(self) -> None:
         """Have all kernels quit. Raises TransportError."""
@@ -93,54 +113,103 @@ class Communicator:
         with transport_errors("ncclCommDestroy"):
             self._raw.destroy()
 
+    def abort(self) -> None:
+        """Free the communicator, in whatever state it is. Raises TransportError."""
+        with transport_errors("ncclCommAbort"):
+            self._raw.abort()
+
+
+class Retired:
+    """A retired communicator, with the stream of its kernels and the memory that they may use."""
+
+    def __init__(self, generation: int, communicator: Communicator, stream: Any, memory: list[object]) -> None:
+        self.generation, self.communicator, self.stream, self.memory = generation, communicator, stream, memory
+        self.is_at_rest = self.is_in_doubt = False
+        self.may_destroy = threading.Event()
+
 
 class Retirement:
     """The retired communicators of a rank; see Note [Retiring]. Thread-safe."""
 
-    def __init__(self, rest_s: float) -> None:
+    def __init__(self, rest_s: float, cuda: Any = torch.cuda) -> None:
         """Doubt a communicator that is not at rest `rest_s` seconds after it was revoked."""
-        self._rest_s = rest_s
+        self._rest_s, self._cuda = rest_s, cuda
         self._lock = threading.Lock()
-        self._promised = 0
-        """Newest generation that all its members have promised."""
-        self._waiting: list[tuple[int, threading.Event]] = []
-        """Generation of each retired communicator, and an event for when it may be destroyed."""
-        self.kept: list[object] = []
-        """Communicators and memory that are in doubt."""
+        self._all: list[Retired] = []
 
-    def retire(self, generation: int, communicator: Communicator, memory: list[object]) -> None:
-        """Retire a communicator and what its kernels may use. Returns at once."""
-        may_destroy = threading.Event()
+    @property
+    def num_in_doubt(self) -> int:
+        """Return the number of communicators that are kept for the life of the process."""
         with self._lock:
-            self._waiting.append((generation, may_destroy))
-        self.all_have_promised(self._promised)
+            return sum(each.is_in_doubt for each in self._all)
+
+    def retire(self, generation: int, communicator: Communicator, stream: Any = None, memory: Sequence[object] = ()) -> None:
+        """Retire a communicator and what its kernels may use. Returns at once.
+
+        `stream`: that of its kernels; None: it has none.
+        """
+        retired = Retired(generation, communicator, stream, [*memory])
+        with self._lock:
+            self._all.append(retired)
         # A daemon thread: a call that hangs, as ncclCommAbort in NCCL 2.25, must not keep the
         # process from ending.
-        threading.Thread(
-            target=self._retire, args=(generation, communicator, memory, may_destroy), name="nccl-retire", daemon=True
-        ).start()
-
-    def all_have_promised(self, generation: int) -> None:
-        """Let the communicators of all older generations be destroyed."""
-        with self._lock:
-            self._promised = max(self._promised, generation)
-            for each, may_destroy in self._waiting:
-                if each < self._promised:
-                    may_destroy.set()
-            self._waiting = [(each, may_destroy) for each, may_destroy in self._waiting if each >= self._promised]
-
-    def _retire(self, generation: int, communicator: Communicator, memory: list[object], may_destroy: threading.Event) -> None:
+        thread = threading.Thread(target=self._retire, args=(retired,), name="nccl-retire", daemon=True)
         try:
-            communicator.revoke()
-            until = time.monotonic() + self._rest_s
-            while not communicator.is_idle():
-                if time.monotonic() >= until:
-                    raise TransportError(f"it did not come to rest within {self._rest_s:g} s")
-                time.sleep(_LOOK_S)
-            memory.clear()
-            may_destroy.wait()
-            communicator.destroy()
-        except (TransportError, torch.AcceleratorError) as error:
+            thread.start()
+        except RuntimeError as error:  # no thread is left
+            self._doubt(retired, error)
+
+    def settle(self, generation: int) -> None:
+        """Let communicators older than `generation`, which all have promised, be destroyed.
+
+        Only those are that are at rest; the others have to wait for the next call.
+        """
+        for each in self._older(generation):
+            if each.is_at_rest:
+                each.may_destroy.set()
+
+    def is_settling(self, generation: int) -> bool:
+        """Return whether a communicator is being destroyed that is older than `generation`."""
+        return any(each.may_destroy.is_set() and not each.is_in_doubt for each in self._older(generation))
+
+    def _older(self, generation: int) -> list[Retired]:
+        with self._lock:
+            return [each for each in self._all if each.generation < generation]
+
+    def _retire(self, retired: Retired) -> None:
+        communicator = retired.communicator
+        try:
+            self._cuda.set_device(communicator.device)  # a new thread has device 0, where NCCL would make a context
+            if communicator.is_connected:
+                self._bring_to_rest(retired)
+            retired.is_at_rest = True
+            retired.may_destroy.wait()
+            if communicator.is_connected and communicator.state() == SUCCESS:
+                communicator.destroy()
+            else:
+                communicator.abort()
             with self._lock:
-                self.kept += [communicator, *memory]
-            logger.warning("the communicator of generation %d is kept, with its memory: %s", generation, error)
+                self._all.remove(retired)
+        except (TransportError, RuntimeError) as error:
+            self._doubt(retired, error)
+
+    def _bring_to_rest(self, retired: Retired) -> None:
+        until = time.monotonic() + self._rest_s
+        retired.communicator.revoke()
+        self._await(lambda: retired.communicator.state() != IN_PROGRESS, until)
+        if retired.stream is not None:
+            # The revoke has waited for the thread that enqueues, so this is behind all kernels.
+            ended = self._cuda.Event()
+            ended.record(retired.stream)
+            self._await(ended.query, until)
+        retired.memory.clear()
+
+    def _await(self, condition: Callable[[], bool], until: float) -> None:
+        while not condition():
+            if time.monotonic() >= until:
+                raise TransportError(f"it did not come to rest within {self._rest_s:g} s")
+            time.sleep(_LOOK_S)
+
+    def _doubt(self, retired: Retired, error: Exception) -> None:
+        retired.is_in_doubt = True
+        logger.warning("the communicator of generation %d is kept, with its memory: %s", retired.generation, error)

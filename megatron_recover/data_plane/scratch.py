@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_recover.data_plane.transport import DeviceError
+
 
 class Scratch:
     """Used by one transport at a time.
@@ -30,28 +32,37 @@ class Scratch:
 
     @property
     def stream(self) -> Any:
-        """Return the stream, on the device that was current at its first use."""
+        """Return the stream, on the device that was current at its first use.
+
+        It has a high priority, and so is not one of the 32 streams that torch hands out in turn for
+        all other work.
+        """
         if self._stream is None:
-            self._stream = self._cuda.Stream()
+            self._stream = self._cuda.Stream(priority=-1)
         return self._stream
 
     def like(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """Return a flat tensor for each source, of its type, device and number of elements.
 
-        The content is undefined. The memory is that of the call before.
+        The content is undefined. The memory is that of the call before. Raises DeviceError if the
+        device has no memory left.
         """
-        found = []
-        for index, source in enumerate(sources):
-            num_bytes = source.numel() * source.element_size()
-            if index == len(self._memory):
-                self._memory.append(source.new_empty(0, dtype=torch.uint8))
-            if self._memory[index].numel() < num_bytes:
-                self._memory[index] = source.new_empty(num_bytes, dtype=torch.uint8)
-            found.append(self._memory[index][:num_bytes].view(source.dtype))
-        return found
+        try:
+            with self._cuda.stream(self.stream):  # where the kernels use it
+                return [self._of(index, source) for index, source in enumerate(sources)]
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(f"no memory is left on the device for the sum over replicas: {error}") from error
 
-    def abandon(self) -> list[object]:
+    def _of(self, index: int, source: Tensor) -> Tensor:
+        num_bytes = source.numel() * source.element_size()
+        if index == len(self._memory):
+            self._memory.append(source.new_empty(0, dtype=torch.uint8))
+        if self._memory[index].numel() < num_bytes:
+            self._memory[index] = source.new_empty(num_bytes, dtype=torch.uint8)
+        return self._memory[index][:num_bytes].view(source.dtype)
+
+    def abandon(self) -> tuple[Any, list[Tensor]]:
         """Return the stream and the memory, which must be kept until no kernel uses them."""
-        abandoned = [self._stream, *self._memory]
+        stream, memory = self._stream, self._memory
         self._stream, self._memory = None, []
-        return abandoned
+        return stream, memory

@@ -26,16 +26,19 @@ Contract of every implementation:
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_recover.deadlines import figure
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from megatron_recover.deadlines import Deadlines
 
+Operand = tuple["torch.dtype", int]
+"""Type and number of elements of a tensor in a sum."""
 Probe = Callable[[str], None]
 """Called at named instants of an operation (`"begin"`, `"sent"`, `"middle"`, `"end"`), once each.
 For fault injection only."""
@@ -85,6 +88,10 @@ class PeerAhead(PeerLost):
     def __init__(self, peer: int, generation: int) -> None:
         super().__init__(peer, f"is already in generation {generation}")
         self.peers = ()
+
+
+class DeviceError(Exception):
+    """The device cannot serve the data plane. The process ends; no microbatch is charged."""
 
 
 class CallPart(enum.Enum):
@@ -177,10 +184,10 @@ class Endpoint(Protocol):
         made by the first call that needs one, or by a thread of the transport (gloo).
         """
 
-    def overlap_refusal(self, generation: int) -> str:
-        """Return why sums of `generation` must not run beside other work of the device.
+    def overlap_refusal(self, generation: int, operands: Collection[Operand]) -> str:
+        """Return why sums of `operands` must not run beside other work of the device.
 
-        An empty text: they may.
+        An empty text: they may. `generation` is that of the sums.
         """
 
     def close(self) -> None:

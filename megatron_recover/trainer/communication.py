@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_recover.core.policy import is_communication_text, is_computed
+from megatron_recover.data_plane.transport import DeviceError
 
 
 def is_communication_error(error: BaseException | None) -> bool:
@@ -33,7 +34,7 @@ def is_communication_error(error: BaseException | None) -> bool:
 def is_device_error(error: BaseException | None) -> bool:
     """Return whether `error`, or one of its causes, is an error of a device, and no assertion."""
     while error is not None:
-        if isinstance(error, torch.AcceleratorError) and not is_computed(str(error)):
+        if isinstance(error, DeviceError) or (isinstance(error, torch.AcceleratorError) and not is_computed(str(error))):
             return True
         error = error.__cause__
     return False

@@ -69,8 +69,10 @@ class Overlap:
             return
         if self._thread is None:
             plan = self._plan()
-            if not self._reduction.may_overlap(plan.generation):
+            if not self._reduction.may_overlap(plan):
                 return
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream())
             self._passed = {bucket: threading.Event() for bucket in plan.reduces}
             self._thread = threading.Thread(target=self._run, args=(plan,), name="recover-reduce", daemon=True)
             self._thread.start()

@@ -193,9 +193,11 @@ class Reduction:
             bool(self._accumulators) or all(bucket_sum.id in into for bucket_sum in self._gradient_sums)
         )
 
-    def may_overlap(self, generation: Generation) -> bool:
-        """Return whether sums of `generation` may run beside a backward; log why not, once."""
-        refusal = self._driver.overlap_refusal(generation)
+    def may_overlap(self, plan: Plan) -> bool:
+        """Return whether the plan's sums may run beside a backward; log why not, once."""
+        sums = [each for each in self._sums if each.id in plan.reduces]
+        operands = {(tensor.dtype, tensor.numel()) for each in sums for tensor in (each.result, each.provenance)}
+        refusal = self._driver.overlap_refusal(plan.generation, operands)
         if refusal and refusal not in self._refusals:
             self._refusals.add(refusal)
             logger.warning("the reduction does not overlap with the backward: %s", refusal)

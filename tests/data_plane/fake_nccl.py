@@ -7,6 +7,7 @@ all members have come, and looks at the abort flag only now and then, as on a de
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import queue
@@ -24,6 +25,7 @@ from megatron_recover.data_plane.nccl import Sums
 GARBAGE = 0x7F
 UNIQUE_ID = b"\x07" * 128
 REMOTE_ERROR = 6
+DEVICE = 3
 
 
 class NcclError(Exception):
@@ -64,6 +66,21 @@ class Event:
         return self._done.is_set()
 
 
+class HostStream:
+    """The caller's stream: what is enqueued has happened."""
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        work()
+
+    def __init__(self, lost_device: Exception | None) -> None:
+        self._lost_device = lost_device
+
+    def query(self) -> bool:
+        if self._lost_device is not None:
+            raise self._lost_device
+        return True
+
+
 class World:
     """What the communicators of all members share, and the cuda of one machine."""
 
@@ -74,12 +91,20 @@ class World:
         """First and last address of the target of each running kernel."""
         self.failing: dict[tuple[int, str], int] = {}
         """(position, call) -> number of the call, from 1, that raises."""
+        self.lost_device: Exception | None = None
+        """What every stream says once the device is lost."""
         self.error: Exception | None = None
         """What is raised then; None: `NcclError`."""
         self.calls: Counter[tuple[int, str]] = Counter()
         self.arrived: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
         """(number of the group of communicators, number of its sum) -> position -> source."""
         self.made: list[Communicator] = []
+        self.devices: dict[threading.Thread, int] = {}
+        """The device that a thread has chosen; a new thread has device 0."""
+        self.launch_s = 0.005
+        """How long NCCL's own thread takes to enqueue a kernel."""
+        self.ends_on_error = False
+        """True: an error ends the kernel. A lost connection does not."""
         self.generation = 0
         self.num_streams = 0
         self.blind_s = 0.05
@@ -92,14 +117,24 @@ class World:
         """Called when a communicator has said how it is."""
 
     # --- torch.cuda ---
-    def Stream(self) -> Stream:  # noqa: N802
+    def Stream(self, *, priority: int) -> Stream:  # noqa: N802
+        assert priority == -1
         self.num_streams += 1
         return Stream()
 
     Event = Event
 
-    def current_stream(self) -> object:
-        return self
+    def current_stream(self) -> HostStream:
+        return HostStream(self.lost_device)
+
+    def stream(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def current_device(self) -> int:
+        return DEVICE
+
+    def set_device(self, device: int) -> None:
+        self.devices[threading.current_thread()] = device
 
     # --- nccl.core ---
     SUM = "sum"
@@ -151,7 +186,8 @@ class Communicator:
         self.error = 0
         self.aborted = threading.Event()
         self.destroyed = threading.Event()
-        self.running = 0
+        self.running = self.launching = 0
+        self.was_connected = False
 
     def allreduce(self, source: torch.Tensor, target: torch.Tensor, op: str, *, stream: int) -> None:
         self.world.count(self.position, "allreduce")
@@ -159,9 +195,16 @@ class Communicator:
         first, num_bytes = target.data_ptr(), target.numel() * target.element_size()
         memory = StorageWeakRef(target.untyped_storage())
         with self.world.lock:
-            self.running += 1
+            self.running, self.launching = self.running + 1, self.launching + 1
         dtype = target.dtype
-        Stream.by_number[stream].enqueue(lambda: self._kernel(number, source, memory, dtype, first, num_bytes))
+
+        def launch() -> None:
+            time.sleep(self.world.launch_s)
+            Stream.by_number[stream].enqueue(lambda: self._kernel(number, source, memory, dtype, first, num_bytes))
+            with self.world.lock:
+                self.launching -= 1
+
+        threading.Thread(target=launch, daemon=True).start()
 
     def _kernel(
         self, number: int, source: torch.Tensor, memory: StorageWeakRef, dtype: torch.dtype, first: int, num_bytes: int
@@ -180,7 +223,7 @@ class Communicator:
                 ctypes.memset(first, GARBAGE, num_bytes)
                 if time.monotonic() - begun >= world.blind_s and not world.deaf and self.aborted.is_set():
                     return None
-                if self.error:
+                if self.error and world.ends_on_error:
                     return None
                 sources = world.arrived[self.group, number]
                 if len(sources) == self.size:
@@ -201,14 +244,15 @@ class Communicator:
     def get_async_error(self) -> int:
         self.world.count(self.position, "get_async_error")
         with self.world.lock:
-            result = self.error or (7 if self._is_busy() else 0)
+            result = 7 if self._is_busy() else self.error  # a lost connection stays an error
+            self.was_connected |= result == 0
         self.world.after_asking(self)
         return result
 
     def _is_busy(self) -> bool:
         if self.aborted.is_set():
             return self.running > 0
-        return sum(each.group == self.group for each in self.world.made) < self.size
+        return self.launching > 0 or sum(each.group == self.group for each in self.world.made) < self.size
 
     def get_last_error(self) -> str:
         self.world.count(self.position, "get_last_error")
@@ -216,13 +260,33 @@ class Communicator:
 
     def revoke(self) -> None:
         self.world.count(self.position, "revoke")
+        self._on_its_device()
+        if not self.was_connected:
+            self.world.violated("a communicator was revoked that was never connected")
+        while self.launching:
+            time.sleep(0.001)
         self.aborted.set()
 
     def destroy(self) -> None:
         self.world.count(self.position, "destroy")
+        if self.error:
+            raise NcclError("it has an error")
+        self._free()
+
+    def abort(self) -> None:
+        self.world.count(self.position, "abort")
+        self.aborted.set()
+        self._free()
+
+    def _free(self) -> None:
+        self._on_its_device()
         if self.running:
-            self.world.violated("a communicator was destroyed under a kernel")
+            self.world.violated("a communicator was freed under a kernel")
         self.destroyed.set()
+
+    def _on_its_device(self) -> None:
+        if self.world.devices.get(threading.current_thread(), 0) != DEVICE:
+            self.world.violated("a context was made on device 0")
 
 
 def sums_of(world: World, deadlines: Any, *, has_own_collectives: bool = True) -> Sums:

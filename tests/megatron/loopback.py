@@ -178,7 +178,7 @@ class LoopbackDriver:
                 self.job.closed.add((self.replica, self.job.ranks[self.replica, 0].step))
                 self.job.changed.notify_all()
 
-    def overlap_refusal(self, generation: int) -> str:
+    def overlap_refusal(self, generation: int, operands: object) -> str:
         return ""
 
     def transport(self, generation: int) -> MemoryTransport:

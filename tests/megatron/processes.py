@@ -124,7 +124,7 @@ class ScriptedDriver:
     def pass_ended(self, generation: int) -> None:
         pass
 
-    def overlap_refusal(self, generation: int) -> str:
+    def overlap_refusal(self, generation: int, operands: object) -> str:
         return ""
 
     def transport(self, generation: int) -> AloneTransport:

@@ -179,14 +179,14 @@ def test_inv_8_a_pass_that_raises_leaves_no_thread_that_waits() -> None:
 def test_sums_that_must_not_run_beside_other_work_wait_for_the_end_of_the_pass(caplog: pytest.LogCaptureFixture) -> None:
     """On a GPU two communicators can wait for each other; the reason is said once."""
     job = Job()
-    job.driver.overlap_refusal = lambda generation: "two queues are needed"
+    job.driver.overlap_refusal = lambda generation, operands: "two queues are needed"
     with job.overlap:
         job.backward(lambda: None)
         assert job.overlap._thread is None and job.held() == []
         job.reduction.count_ledger(0)
         job.overlap.finish()
     assert job.held() == [0, 1, 2]
-    assert not job.reduction.may_overlap(1)
+    assert not job.reduction.may_overlap(PLAN)
     assert [record.getMessage() for record in caplog.records] == [
         "the reduction does not overlap with the backward: two queues are needed"
     ]

@@ -87,7 +87,7 @@ class Driver:
         self.open = Transport(self)
         self.generation = self.promised = 0
 
-    def overlap_refusal(self, generation: int) -> str:
+    def overlap_refusal(self, generation: int, operands: object) -> str:
         return ""
 
     def transport(self, generation: int) -> Transport:
