@@ -40,7 +40,7 @@ fuzz: setup      ## SEEDS random jobs on a virtual clock from SEED on, each judg
 sweep: setup     ## simulate rates of failures and sizes up to 100,000 GPUs: OUT/sweep.csv and a plot (default runs/sweep; long)
 	@$(PY) -m scripts.study.sweep scenarios/large.toml --out $(or $(OUT),runs/sweep) $(if $(LOSSES),--losses $(LOSSES))
 
-gpu-test: setup  ## the CUDA and NCCL part; says why where there is no GPU
+gpu-test: setup  ## the CUDA and NCCL part: a row for each finding; says why where there is no GPU
 	@$(PY) -m pytest -q tests/gpu
 
 campaign: setup  ## real jobs of random shapes until FAULTS (300) random faults from SEED (1) on have struck, each judged (as root: disks); OUT=FILE: the record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 import time
 import traceback
@@ -10,11 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import nccl.core as nccl4py
 import pytest
 import torch
 from msgspec.structs import replace
+from nccl.bindings import nccl as nccl4py_bindings
 
-from megatron_recover.data_plane import nccl
+from megatron_recover.data_plane import nccl, nccl_communicator
 from megatron_recover.data_plane.direct import DirectEndpoint
 from megatron_recover.data_plane.endpoints import open_endpoint
 from megatron_recover.data_plane.nccl import NcclTransport
@@ -424,6 +427,18 @@ def test_a_transport_that_cannot_serve_the_device_is_refused_with_the_remedy(kin
 def test_nccl_without_cuda_says_so() -> None:
     with pytest.raises(ValueError, match="torch sees none"):
         open_endpoint("auto", key=KEY, rank=0, device="cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it would begin to connect")
+def test_the_real_binding_has_what_is_used_and_its_errors_are_transport_errors() -> None:
+    """nccl4py and NCCL load without a device; the first call that needs one fails."""
+    assert nccl4py_bindings.get_version() >= nccl.LEAST_NCCL
+    assert len(bytes(nccl4py.get_unique_id())) == nccl.UNIQUE_ID_BYTES
+    for name in ("allreduce", "get_async_error", "get_last_error", "revoke", "destroy", "abort"):
+        inspect.signature(getattr(nccl4py.Communicator, name))
+    inspect.signature(nccl4py.Communicator.allreduce).bind(None, torch.zeros(1), torch.zeros(1), nccl4py.SUM, stream=0)
+    with pytest.raises(TransportError, match="ncclCommInitRank failed: UnhandledCudaError"):
+        nccl_communicator.Communicator(nccl4py, bytes(128), 2, 0, World())
 
 
 @pytest.fixture(autouse=True)
