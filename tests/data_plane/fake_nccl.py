@@ -103,6 +103,8 @@ class World:
         """The device that a thread has chosen; a new thread has device 0."""
         self.launch_s = 0.005
         """How long NCCL's own thread takes to enqueue a kernel."""
+        self.free_s = 0.0
+        """How long it takes to free a communicator."""
         self.ends_on_error = False
         """True: an error ends the kernel. A lost connection does not."""
         self.generation = 0
@@ -280,6 +282,7 @@ class Communicator:
 
     def _free(self) -> None:
         self._on_its_device()
+        time.sleep(self.world.free_s)
         if self.running:
             self.world.violated("a communicator was freed under a kernel")
         self.destroyed.set()

@@ -245,6 +245,7 @@ def test_a_retired_communicator_is_destroyed_only_when_a_newer_generation_is_pro
     assert not any(each.destroyed.wait(0.2) for each in old)
     pair.open()
     assert not any(each.destroyed.wait(0.1) for each in old), "nor before the first call, beside other work"
+    pair.world.free_s = 0.5
     assert pair.sum()[0] == [None, None]
     assert all(each.destroyed.is_set() for each in old)
 
