@@ -103,6 +103,8 @@ class World:
         """The device that a thread has chosen; a new thread has device 0."""
         self.launch_s = 0.005
         """How long NCCL's own thread takes to enqueue a kernel."""
+        self.forgets = False
+        """True: NCCL does not know of the kernels that run, as after a launch that failed halfway."""
         self.free_s = 0.0
         """How long it takes to free a communicator."""
         self.ends_on_error = False
@@ -253,7 +255,7 @@ class Communicator:
 
     def _is_busy(self) -> bool:
         if self.aborted.is_set():
-            return self.running > 0
+            return self.running > 0 and not self.world.forgets
         return self.launching > 0 or sum(each.group == self.group for each in self.world.made) < self.size
 
     def get_last_error(self) -> str:

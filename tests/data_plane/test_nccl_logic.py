@@ -250,10 +250,11 @@ def test_a_retired_communicator_is_destroyed_only_when_a_newer_generation_is_pro
     assert all(each.destroyed.is_set() for each in old)
 
 
-def test_scratch_is_freed_only_when_the_communicator_is_at_rest() -> None:
+@pytest.mark.parametrize("forgets", [False, True])
+def test_scratch_is_freed_only_when_the_communicator_is_at_rest(forgets: bool) -> None:
     """A revoke returns at once; the device looks at the flag every 10,000 spins, and writes until then (FINDINGS G3)."""
     with a_pair() as pair:
-        pair.world.blind_s = 0.5
+        pair.world.blind_s, pair.world.forgets = 0.5, forgets
         pair.open()
         in_flight = threading.Barrier(3)
         pair.world.pause = lambda source: time.sleep(0.3)
