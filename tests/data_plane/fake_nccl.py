@@ -105,6 +105,8 @@ class World:
         """How long NCCL's own thread takes to enqueue a kernel."""
         self.forgets = False
         """True: NCCL does not know of the kernels that run, as after a launch that failed halfway."""
+        self.hangs_on_error = False
+        """True: a kernel whose connection is lost waits for ever, as on a device."""
         self.free_s = 0.0
         """How long it takes to free a communicator."""
         self.ends_on_error = False
@@ -230,7 +232,7 @@ class Communicator:
                 if self.error and world.ends_on_error:
                     return None
                 sources = world.arrived[self.group, number]
-                if len(sources) == self.size:
+                if len(sources) == self.size and not (self.error and world.hangs_on_error):
                     if not paused:
                         world.pause(source)
                         paused = True

@@ -178,11 +178,12 @@ def test_a_communicator_with_a_lost_connection_frees_its_scratch_and_is_aborted(
     """NCCL reports such an error for ever, also when all is at rest, and cannot destroy it any more."""
     pair.open()
     assert pair.sum()[0] == [None, None]
+    pair.world.hangs_on_error = True
     pair.world.pause = lambda source: [setattr(each, "error", REMOTE_ERROR) for each in pair.world.made]
     outcomes, results = pair.sum()
     assert all(isinstance(outcome, TransportError) and "remote process exited" in str(outcome) for outcome in outcomes)
     assert all(is_untouched(result) for result in results)
-    pair.world.pause = lambda source: None
+    pair.world.pause, pair.world.hangs_on_error = lambda source: None, False
     old = [pair.communicators(position)[0] for position in range(2)]
     until(lambda: all(each.is_at_rest for sums in pair.sums for each in sums._retirement._all), "at rest")
     assert all(not each.memory for sums in pair.sums for each in sums._retirement._all), "the scratch is free"
