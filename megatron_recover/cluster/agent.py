@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -30,24 +29,24 @@ from megatron_recover.cluster import forkserver_messages as messages
 from megatron_recover.cluster.node import NodeLost, ProcessEnd, Undying
 from megatron_recover.cluster.output import Output
 from megatron_recover.cluster.packets import receive
-from megatron_recover.cluster.rank_process import STACK_SIGNAL, STACKS_SIGNAL
+from megatron_recover.cluster.rank_process import STACKS_SIGNAL
 from megatron_recover.cluster.readiness import is_readable
+from megatron_recover.cluster.watched_process import (
+    ALIVE,
+    CANNOT_WRITE,
+    STATE_FIELD,
+    STOPPED,
+    TRACED,
+    Stat,
+    WatchedProcess,
+    ends_by,
+    threads_blocking,
+    tracer_pid,
+)
 from megatron_recover.core.detector import Progress
 from megatron_recover.deadlines import Deadlines, figure
-from megatron_recover.host.process_stat import fields_of
 from megatron_recover.progress_page import DESCRIPTOR, PageReader
 
-_PF_EXITING = 0x4
-_STATE_FIELD, _FLAGS_FIELD, _EXIT_CODE_FIELD = 3, 9, 52
-"""Fields of /proc/PID/stat, counted from 1 (proc(5))."""
-_STOPPED = b"T"
-_TRACED = "t"
-_ALIVE = ("R", "S", "D", "I")
-_CANNOT_WRITE = ("T", _TRACED, "D", "Z", "")
-"""State letters in which a process runs no handler of a signal."""
-_PIDFD_SIGNAL_THREAD, _PIDFD_SIGNAL_PROCESS_GROUP = 1, 4
-"""Flags of pidfd_send_signal(2). The first sends to the first thread alone. The second sends to the
-process group that the process leads (Linux 6.9)."""
 _LOOK_S = 1.0
 """Seconds between two looks at a fork server while the agent waits for its reply."""
 
@@ -64,104 +63,6 @@ def descriptors_needed() -> Iterator[None]:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
         raise NodeLost(_NO_DESCRIPTOR) from error
-
-
-class _Stat:
-    """`/proc/PID/stat` of one process.
-
-    The file stays open, so it never describes another process that got the same pid.
-    """
-
-    def __init__(self, pid: int) -> None:
-        try:
-            self._file = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:  # reaped already
-            self._file = -1
-
-    def read(self) -> list[bytes]:
-        """Return the fields at their numbers (the command left empty).
-
-        The list is empty after the process is reaped; the fork server then reports the exit status.
-        """
-        try:
-            text = os.pread(self._file, 4096, 0) if self._file >= 0 else b""
-        except ProcessLookupError:
-            text = b""
-        return fields_of(text)
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-
-
-class _Process:
-    def __init__(self, replica: int, rank: int, pid: int, pidfd: int) -> None:
-        self.replica, self.rank, self.pid, self.pidfd = replica, rank, pid, pidfd
-        self.stat = _Stat(pid)
-        self.fields: list[bytes] = []
-        """Fields of /proc/PID/stat at the newest look."""
-        self.reported = False
-        """True if `poll` has returned the end of the process."""
-        self.confirmed = False
-        """True if the fork server has reaped the process and killed what was left of its group."""
-        self.killed_at: float | None = None
-        """`time.monotonic()` of the first SIGKILL to the process; None: none was sent."""
-        self.traced = False
-        """True if a tracer held the process at the last look at its state."""
-        self.blocking: frozenset[str] = frozenset()
-        """Ids of the threads that had blocked the signal for stacks before that signal was sent."""
-
-    def has_handled(self, number: int) -> bool:
-        """Return whether a signal sent to the process is neither pending nor being handled.
-
-        While a thread runs the handler, it blocks that signal.
-        """
-        pending = _mask_of(Path(f"/proc/{self.pid}/status"), b"ShdPnd:") >> (number - 1) & 1
-        return not pending and not _threads_blocking(self.pid, number) - self.blocking
-
-    def ask_for_stack(self) -> None:
-        """Have the training thread, the first thread of the process, write its stack."""
-        with contextlib.suppress(ProcessLookupError):
-            try:
-                signal.pidfd_send_signal(self.pidfd, STACK_SIGNAL, None, _PIDFD_SIGNAL_THREAD)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                # An older kernel also prefers the first thread, but another thread may be faster.
-                # That other thread then writes its own stack.
-                signal.pidfd_send_signal(self.pidfd, STACK_SIGNAL)
-
-    def dying_status(self) -> int | None:
-        """Return exit code or minus the signal, once the kernel ends the process; else None."""
-        fields = self.fields = self.stat.read()
-        if not fields or not int(fields[_FLAGS_FIELD]) & _PF_EXITING:
-            return None
-        return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE_FIELD]))
-
-    def undying(self) -> Undying:
-        """Return a description of the process, for the case that it does not die."""
-        fields, wchan = self.stat.read(), ""
-        with contextlib.suppress(OSError):
-            wchan = Path(f"/proc/{self.pid}/wchan").read_text().strip("0\n")  # 0: unreadable, or none
-        return Undying(self.replica, self.rank, self.pid, fields[_STATE_FIELD].decode() if fields else "", wchan)
-
-    def kill(self) -> None:
-        """Kill the rank and every process of its group (such as data loaders' workers) at once.
-
-        The pidfd names the group that this process leads, so no other group can be hit, even if its
-        number was used again. Kernels before 6.9 cannot do that. There the fork server kills the
-        group when it reaps the rank.
-        """
-        if self.killed_at is None:
-            self.killed_at = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):  # reaped, and the report of its end is on the way
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-        with contextlib.suppress(OSError):
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL, None, _PIDFD_SIGNAL_PROCESS_GROUP)
-
-    def close(self) -> None:
-        self.stat.close()
-        os.close(self.pidfd)
 
 
 class Agent:
@@ -198,10 +99,10 @@ class Agent:
                 pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip
         self._forks = not num_warm
-        self._server_stat = _Stat(self._server.pid)
+        self._server_stat = Stat(self._server.pid)
         self._output = output
         self._pending: deque[messages.Reply] = deque()
-        self._processes: dict[tuple[int, int], _Process] = {}
+        self._processes: dict[tuple[int, int], WatchedProcess] = {}
         self._pages: dict[tuple[int, int], PageReader] = {}
         self._decode = msgspec.json.Decoder(messages.Reply).decode
 
@@ -270,7 +171,7 @@ class Agent:
         run would hang at the next of these.
         """
         fields = self._server_stat.read()
-        is_stopped = bool(fields) and fields[_STATE_FIELD] == _STOPPED
+        is_stopped = bool(fields) and fields[STATE_FIELD] == STOPPED
         if is_stopped:
             self._server.send_signal(signal.SIGCONT)
         return is_stopped
@@ -329,13 +230,13 @@ class Agent:
         if process.reported or not (at_the_poll and process.fields):
             process.fields = process.stat.read()
         fields = process.fields
-        state = fields[_STATE_FIELD].decode() if fields else ""
-        process.traced = state == _TRACED or (process.traced and bool(_tracer_pid(process.pid)))
-        return _TRACED if process.traced and state in _ALIVE else state
+        state = fields[STATE_FIELD].decode() if fields else ""
+        process.traced = state == TRACED or (process.traced and bool(tracer_pid(process.pid)))
+        return TRACED if process.traced and state in ALIVE else state
 
     def tracer(self, replica: int, rank: int) -> str:
         """Return name and pid of a rank's tracer, such as `gdb (pid 12)`; empty if none."""
-        pid = _tracer_pid(self._processes[replica, rank].pid)
+        pid = tracer_pid(self._processes[replica, rank].pid)
         if not pid:
             return ""
         try:
@@ -352,10 +253,10 @@ class Agent:
         to the tracer, and stop a debugger.
         """
         for process in self._living(replica):
-            if self.state(process.replica, process.rank) == _TRACED:
+            if self.state(process.replica, process.rank) == TRACED:
                 continue
             if of_all_threads:
-                process.blocking = _threads_blocking(process.pid, STACKS_SIGNAL)
+                process.blocking = threads_blocking(process.pid, STACKS_SIGNAL)
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(process.pidfd, STACKS_SIGNAL)
             else:
@@ -367,16 +268,16 @@ class Agent:
         A rank in state T, t or D cannot write, and is left out. This reads only /proc.
         """
         return all(
-            self.state(process.replica, process.rank) in _CANNOT_WRITE or process.has_handled(STACKS_SIGNAL)
+            self.state(process.replica, process.rank) in CANNOT_WRITE or process.has_handled(STACKS_SIGNAL)
             for process in self._living(replica)
         )
 
-    def _living(self, replica: int) -> list[_Process]:
+    def _living(self, replica: int) -> list[WatchedProcess]:
         return [each for each in self._processes.values() if each.replica == replica and not each.reported]
 
     def is_stopped(self, replica: int, rank: int) -> bool:
         """Return whether a rank is stopped (SIGSTOP)."""
-        return self.state(replica, rank) == _STOPPED.decode()
+        return self.state(replica, rank) == STOPPED.decode()
 
     def thaw(self, replica: int, rank: int) -> None:
         """Continue a rank that is stopped."""
@@ -431,10 +332,10 @@ class Agent:
                 self._server.wait(timeout=self._deadlines.close_s)
             except subprocess.TimeoutExpired:
                 fields = self._server_stat.read()
-                left.append(Undying(-1, -1, self._server.pid, fields[_STATE_FIELD].decode() if fields else "", ""))
+                left.append(Undying(-1, -1, self._server.pid, fields[STATE_FIELD].decode() if fields else "", ""))
         until = time.monotonic() + self._deadlines.close_s
         for key, process in self._processes.items():
-            if not _ended(process.pidfd, 0.0 if key in given_up else until):
+            if not ends_by(process.pidfd, 0.0 if key in given_up else until):
                 left.append(process.undying())
             process.close()
         self._processes.clear()
@@ -464,45 +365,6 @@ class Agent:
             if not descriptors:  # the kernel drops descriptors that exceed the process's limit
                 raise NodeLost(_NO_DESCRIPTOR)
             with descriptors_needed():
-                process = _Process(reply.replica, reply.rank, reply.pid, descriptors[0])
+                process = WatchedProcess(reply.replica, reply.rank, reply.pid, descriptors[0])
             self._processes[reply.replica, reply.rank] = process
         return reply
-
-
-def _mask_of(status: Path, name: bytes) -> int:
-    """Return a set of signals in /proc/PID/status (proc(5)), bit n - 1 for signal n.
-
-    0 if the process is gone.
-    """
-    try:
-        lines = status.read_bytes().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return next((int(line.split()[1], 16) for line in lines if line.startswith(name)), 0)
-
-
-def _tracer_pid(pid: int) -> int:
-    """Return the pid of the process that traces a process; 0 if none does, or if it is gone."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(b"TracerPid:")), 0)
-
-
-def _threads_blocking(pid: int, number: int) -> frozenset[str]:
-    """Return the ids of the threads of a process that block a signal."""
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except (FileNotFoundError, ProcessLookupError):
-        return frozenset()
-    return frozenset(
-        thread for thread in threads if _mask_of(Path(f"/proc/{pid}/task/{thread}/status"), b"SigBlk:") >> (number - 1) & 1
-    )
-
-
-def _ended(pidfd: int, until: float) -> bool:
-    """Return whether the process ends before the instant `until` of `time.monotonic()`."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(max(0.0, until - time.monotonic()) * 1000))

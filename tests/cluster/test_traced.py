@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_recover import trace
-from megatron_recover.cluster.agent import Agent, _Process
+from megatron_recover.cluster.agent import Agent
 from megatron_recover.cluster.watch import Watch, exception_in
 from megatron_recover.core import detector
 from megatron_recover.core.detector import Condemned, Named, Phase, Verdict
@@ -59,7 +59,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 def agent(child: subprocess.Popen[bytes]) -> Iterator[Agent]:
     """An agent that knows one process as rank 0 of replica 1, and no fork server."""
     agent = Agent.__new__(Agent)
-    process = _Process(1, 0, child.pid, os.pidfd_open(child.pid))
+    process = WatchedProcess(1, 0, child.pid, os.pidfd_open(child.pid))
     agent._processes = {(1, 0): process}
     yield agent
     os.close(process.pidfd)
