@@ -165,7 +165,7 @@ class SumExchange(Exchange):
         return super().complete()
 
     def finish(self) -> None:
-        """Reach the instants that operands this small did not reach, then `end`."""
+        """Reach the instants that were not reached (small operands, a lone member), then `end`."""
         for instant in list(self._instants):
             self._reach(instant)
         self.tell()

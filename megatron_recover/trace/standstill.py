@@ -72,7 +72,7 @@ class LeaderSilent(Event, frozen=True, kw_only=True):
 class CoordinatorSilent(Event, frozen=True, kw_only=True):
     """Leader: its coordinator sends nothing, not even beats, or sends again.
 
-    Training needs the coordinator only after a failure.
+    Between its start and its end a replica needs the coordinator only after a failure.
     """
 
     replica: int

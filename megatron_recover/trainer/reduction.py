@@ -231,7 +231,7 @@ class Reduction:
 
         Call it when a backward of `chunk` has finished. A bucket that the watched backward has
         passed already counts the microbatch. With `exact` this call also clears the trainer's
-        buffer.
+        buffer of the chunk, and with it the gradient of the buckets that are not in `into`.
         """
         buckets = self._into(into)
         taken = [bucket_sum for bucket_sum in self._gradient_sums if bucket_sum.chunk == chunk and bucket_sum.id in buckets]
