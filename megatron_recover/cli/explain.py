@@ -28,7 +28,10 @@ def meanings() -> dict[str, str]:
 
 def timeouts(deadlines: Deadlines) -> str:
     """Return the text that explains all waits, the shortest first, and their order."""
-    lines = [f"Every wait is fixed or follows from --recover-deadline-s {deadlines.deadline_s:g}. In seconds, the shortest first:", ""]
+    lines = [
+        f"Every wait is fixed or follows from --recover-deadline-s {deadlines.deadline_s:g}. In seconds, the shortest first:",
+        "",
+    ]
     told = meanings()
     for name in sorted(told, key=lambda each: getattr(deadlines, each)):
         lines.append(f"{name:<14} {figure(getattr(deadlines, name)):>8}  ")

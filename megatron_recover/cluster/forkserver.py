@@ -259,7 +259,10 @@ class _Server:
             self._warm.forget(child)
         if child.is_warm:
             _say(f"a warm process ended by {cause_of(status)}; another one takes its place")
-            self._warm.start()
+            try:
+                self._warm.start()
+            except OSError as error:  # the next request tries again
+                _say(f"no other one could be started ({error.strerror})")
             return
         if status < 0:  # else its traceback is the last that was printed
             _say(f"a warm process ended by {cause_of(status)} while it imported")

@@ -25,10 +25,13 @@ from megatron_recover.cluster.rank_process import become_rank, prepare, set_pare
 from megatron_recover.config import importing_without_driver
 
 
-def _warn_if_initialized(module: str) -> None:
+def _is_initialized() -> bool:
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        print(f"importing {module} has initialized CUDA, before it was known which device this rank has", file=sys.stderr)
+    return torch is not None and torch.cuda.is_initialized()
+
+
+def _warn(module: str) -> None:
+    print(f"importing {module} has initialized CUDA, before it was known which device this rank has", file=sys.stderr)
 
 
 def main() -> None:
@@ -43,8 +46,10 @@ def main() -> None:
         control.set_inheritable(False)
         with importing_without_driver(hide_devices=False):
             for name in modules:
+                before = _is_initialized()
                 importlib.import_module(name)
-                _warn_if_initialized(name)
+                if _is_initialized() and not before:
+                    _warn(name)
         with contextlib.suppress(BrokenPipeError):  # it is a rank already, and its request lies here
             control.send(WARM)
         packet, descriptors = receive(control, MAX_PACKET_BYTES, MAX_DESCRIPTORS)

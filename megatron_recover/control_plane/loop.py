@@ -238,7 +238,7 @@ class Loop:
     # --- Inside ----------------------------------------------------------------------------------
 
     def _notice_gap(self, asked_s: float | None) -> bool:
-        """Leave the time in which the loop did not run out of its clock; return whether any was.
+        """Take a gap in which the loop did not run out of its clock; return whether there was one.
 
         `asked_s` is the wait in seconds that the loop has just asked for; None if it had no limit.
         """

@@ -138,7 +138,8 @@ class NcclTransport:
         probe = probe or no_probe
         with self._call():
             probe("begin")
-            self._settle()
+            if len(self.members) == 1 and not self._is_settled:
+                self._settle(others_rest=True)
             summed = self._sum(sources, probe) if len(self.members) > 1 else sources
             probe("middle")
             for scratch, result in zip(summed, results, strict=True):
@@ -272,23 +273,33 @@ class NcclTransport:
         has_completed = event.query()
         return communicator.is_idle() and has_completed
 
-    def _settle(self) -> None:
-        """Before the first call, have the communicators of older generations destroyed.
+    def _come_to_rest(self) -> bool:
+        """Wait a little for this rank's older communicators; return whether they are at rest."""
+        self._pause_while(lambda: not self._retirement.is_resting(self.generation))
+        return self._retirement.is_resting(self.generation)
+
+    def _settle(self, *, others_rest: bool) -> None:
+        """Before the first sum, have the communicators of older generations destroyed.
 
         All members have promised this generation, and nothing else of ours runs on the device now.
-        One that hangs is left to itself.
+        `others_rest`: those of the other members are at rest. One that hangs is left to itself.
         """
-        if self._is_settled:
-            return
         self._is_settled = True
-        self._retirement.settle(self.generation)
-        until = time.monotonic() + self._deadlines.close_s
-        while self._retirement.is_settling(self.generation) and time.monotonic() < until:
+        if others_rest:
+            self._retirement.settle(self.generation)
+            self._pause_while(lambda: self._retirement.is_settling(self.generation))
+            self._retirement.leave(self.generation)
+
+    def _pause_while(self, condition: Callable[[], bool]) -> None:
+        """Wait while `condition` holds, for a time that the other members can spare."""
+        until = time.monotonic() + self._deadlines.slowest_s / 8
+        while condition() and time.monotonic() < until:
             self._check()
             self._revoked.wait(LONGEST_SLICE_S)
 
     def _wait_for_the_device(self) -> None:
         """Return when the work that is enqueued on the caller's stream has ended."""
+        self._begin(CallPart.SUM)
         event = self._cuda.Event()
         event.record(self._cuda.current_stream())
         self._wait(event.query)
@@ -296,13 +307,17 @@ class NcclTransport:
     def _connect(self) -> Communicator:
         """Make the communicator, once all members have met over `direct`.
 
-        The lowest member contributes the unique id, all others zeros; the sum is the id.
+        The lowest member contributes the unique id, all others zeros; the sum is the id. Beside it
+        they add up how many of them have older communicators that are not at rest.
         """
+        restless = torch.tensor([not self._come_to_rest()], dtype=torch.int32)
+        num_restless = torch.empty_like(restless)
         mine, unique_id = torch.zeros(UNIQUE_ID_BYTES, dtype=torch.uint8), torch.empty(UNIQUE_ID_BYTES, dtype=torch.uint8)
         if self.me == self.members[0]:
             with transport_errors("ncclGetUniqueId"):
                 mine = torch.frombuffer(bytearray(bytes(self._nccl.get_unique_id())), dtype=torch.uint8)
-        self._rendezvous.sum_into([mine], [unique_id], tag=-1)
+        self._rendezvous.sum_into([mine, restless], [unique_id, num_restless], tag=-1)
+        self._settle(others_rest=not num_restless.item())
         self._begin(CallPart.CONNECT)
         connecting = Communicator(
             self._nccl, unique_id.numpy().tobytes(), len(self.members), self.members.index(self.me), self._cuda
@@ -339,7 +354,13 @@ class NcclTransport:
             self._retirement.retire(self.generation, communicator)
             return
         stream, memory = self._scratch.abandon()
-        self._retirement.retire(self.generation, communicator, stream, [*sources, *memory])
+        self._retirement.retire(
+            self.generation,
+            communicator,
+            stream,
+            [*sources, *memory],
+            functools.partial(self._scratch.give_back, stream, memory),
+        )
 
 
 class Sums:
@@ -373,8 +394,8 @@ class Sums:
             )
         if queues.is_ordered and self._has_own_collectives:
             return "NCCL_LAUNCH_ORDER_IMPLICIT is set, and ranks call sums and the replica's collectives in different orders"
-        if self._retirement.is_settling(generation):
-            return "the communicator of an older generation is still being destroyed"
+        if self._retirement.is_busy(generation):
+            return "a communicator of an older generation is not destroyed yet"
         if self._current is None or self._current.generation != generation or not self._current.has_summed(operands):
             return f"the communicator of generation {generation} has not summed all buckets yet"
         return ""

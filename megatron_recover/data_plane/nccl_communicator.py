@@ -1,25 +1,29 @@
 """One NCCL communicator: its calls, its errors, and how it is retired.
 
 Note [Retiring]
-    A communicator whose call failed is revoked, watched, and destroyed, in this order and never in
-    one step:
+    A communicator that is not used any more is revoked, watched, and destroyed, in this order and
+    never in one step:
 
     - `ncclCommRevoke` (NCCL 2.28.7) has its kernels quit. The device looks at the flag only now and
       then, and may write scratch until it does.
     - The communicator is at rest when NCCL has drained its own streams (`commRevokeAsync` in NCCL's
       src/init.cc) and an event behind its kernels has completed on ours. Only then is scratch
-      freed. The state that NCCL reports does not decide it: the error of a lost connection stays in
-      that state for good.
-    - It is destroyed when all members of a newer generation have promised it, and have revoked what
-      they had. Before that a kernel of another member may still read this process's memory over
-      NVLink (NVIDIA/nccl#863). That happens between two calls, with nothing else of ours on the
-      device: freeing memory may wait for the device (NVIDIA/nccl#564).
+      given back. The state that NCCL reports does not decide it: the error of a lost connection
+      stays in that state for good.
+    - It is destroyed when the communicators of all members of a newer generation are at rest.
+      Before that a kernel of another member may still read this process's memory over NVLink
+      (NVIDIA/nccl#863).
 
-    A communicator that was never connected has no kernels. It is aborted, which NCCL allows during
-    initialization; a revoke would read what is not there yet.
+    Revoking and destroying free memory, which may wait for the device (NVIDIA/nccl#564). So both
+    happen between two calls of a newer generation, with nothing else of ours on the device. Only a
+    communicator whose kernels still run is revoked at once.
 
-    On any doubt (a call fails, or it does not come to rest) communicator and scratch are kept for
-    the life of the process. That costs memory and nothing else.
+    A communicator that was never connected has no kernels; it is aborted, since a revoke would read
+    what is not there yet. While NCCL's own thread still enqueues a sum, a revoke has to wait: it
+    would leave a job behind that is freed (`ncclGroupJobAbort`).
+
+    On any doubt (NCCL does not finish enqueuing, or it does not come to rest) communicator and
+    scratch are kept for the life of the process, which costs memory. The others do not wait for it.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from typing import Any
 
 import torch
 
-from megatron_recover.data_plane.transport import TransportError
+from megatron_recover.data_plane.transport import DeviceError, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +78,8 @@ class Communicator:
         self.device = cuda.current_device()
         self.is_connected = False
         """True once NCCL has been ready for a call."""
+        self.is_pending = True
+        """True from the begin of a call until NCCL was ready again."""
         with transport_errors("ncclCommInitRank"):
             self._raw: Any = nccl.Communicator.init(
                 num_members, position, nccl.UniqueId.from_bytes(unique_id),
@@ -81,12 +87,19 @@ class Communicator:
             )  # fmt: skip
 
     def is_idle(self) -> bool:
-        """Return whether NCCL is ready for the next call. Raises TransportError for its errors."""
+        """Return whether NCCL is ready for the next call.
+
+        Raises TransportError for its errors, and DeviceError if the device has no memory left.
+        """
         result = self.state()
         if result not in (SUCCESS, IN_PROGRESS):
             with transport_errors("ncclGetLastError"):
-                raise TransportError(f"NCCL: {self._raw.get_last_error()} (result {result})")
-        self.is_connected = self.is_connected or result == SUCCESS
+                said = self._raw.get_last_error()
+            if "out of memory" in said:
+                raise DeviceError(f"NCCL: {said}")
+            raise TransportError(f"NCCL: {said} (result {result})")
+        if result == SUCCESS:
+            self.is_connected, self.is_pending = True, False
         return result == SUCCESS
 
     def state(self) -> int:
@@ -100,6 +113,7 @@ class Communicator:
         NCCL enqueues it in a thread of its own, and has done so when `is_idle`. Raises
         TransportError.
         """
+        self.is_pending = True
         with transport_errors("ncclAllReduce"):
             self._raw.allreduce(source.detach(), target, self._nccl.SUM, stream=stream.cuda_stream)
 
@@ -122,9 +136,12 @@ class Communicator:
 class Retired:
     """A retired communicator, with the stream of its kernels and the memory that they may use."""
 
-    def __init__(self, generation: int, communicator: Communicator, stream: Any, memory: list[object]) -> None:
-        self.generation, self.communicator, self.stream, self.memory = generation, communicator, stream, memory
-        self.is_at_rest = self.is_in_doubt = False
+    def __init__(
+        self, generation: int, communicator: Communicator, stream: Any, memory: Sequence[object], at_rest: Callable[[], None]
+    ) -> None:
+        self.generation, self.communicator, self.stream = generation, communicator, stream
+        self.memory, self.at_rest = [*memory], at_rest
+        self.is_at_rest = self.is_in_doubt = self.is_left = False
         self.may_destroy = threading.Event()
 
 
@@ -132,7 +149,7 @@ class Retirement:
     """The retired communicators of a rank; see Note [Retiring]. Thread-safe."""
 
     def __init__(self, rest_s: float, cuda: Any = torch.cuda) -> None:
-        """Doubt a communicator that is not at rest `rest_s` seconds after it was revoked."""
+        """Doubt a communicator that is not at rest `rest_s` seconds after it was retired."""
         self._rest_s, self._cuda = rest_s, cuda
         self._lock = threading.Lock()
         self._all: list[Retired] = []
@@ -143,12 +160,20 @@ class Retirement:
         with self._lock:
             return sum(each.is_in_doubt for each in self._all)
 
-    def retire(self, generation: int, communicator: Communicator, stream: Any = None, memory: Sequence[object] = ()) -> None:
+    def retire(
+        self,
+        generation: int,
+        communicator: Communicator,
+        stream: Any = None,
+        memory: Sequence[object] = (),
+        at_rest: Callable[[], None] = lambda: None,
+    ) -> None:
         """Retire a communicator and what its kernels may use. Returns at once.
 
-        `stream`: that of its kernels; None: it has none.
+        `stream`: that of its kernels; None: none of them runs. `at_rest()` is called when they have
+        ended, in any thread.
         """
-        retired = Retired(generation, communicator, stream, [*memory])
+        retired = Retired(generation, communicator, stream, memory, at_rest)
         with self._lock:
             self._all.append(retired)
         # A daemon thread: a call that hangs, as ncclCommAbort in NCCL 2.25, must not keep the
@@ -159,50 +184,77 @@ class Retirement:
         except RuntimeError as error:  # no thread is left
             self._doubt(retired, error)
 
-    def settle(self, generation: int) -> None:
-        """Let communicators older than `generation`, which all have promised, be destroyed.
+    def is_resting(self, generation: int) -> bool:
+        """Return whether all communicators older than `generation` are at rest, or kept."""
+        return all(each.is_at_rest or each.is_in_doubt for each in self._older(generation))
 
-        Only those are that are at rest; the others have to wait for the next call.
+    def settle(self, generation: int) -> None:
+        """Destroy the communicators older than `generation` that are at rest.
+
+        All members have promised `generation`, and theirs are at rest. The others wait for the next
+        generation.
         """
         for each in self._older(generation):
             if each.is_at_rest:
                 each.may_destroy.set()
 
     def is_settling(self, generation: int) -> bool:
-        """Return whether a communicator is being destroyed that is older than `generation`."""
-        return any(each.may_destroy.is_set() and not each.is_in_doubt for each in self._older(generation))
+        """Return whether a communicator older than `generation` is being destroyed."""
+        return any(each.may_destroy.is_set() and not (each.is_in_doubt or each.is_left) for each in self._older(generation))
+
+    def leave(self, generation: int) -> None:
+        """Wait no more for those older than `generation` that are still being destroyed."""
+        for each in self._older(generation):
+            each.is_left = each.may_destroy.is_set()
+
+    def is_busy(self, generation: int) -> bool:
+        """Return whether memory of a communicator older than `generation` may be freed now."""
+        return any(each.may_destroy.is_set() or not each.is_at_rest for each in self._older(generation) if not each.is_in_doubt)
 
     def _older(self, generation: int) -> list[Retired]:
         with self._lock:
             return [each for each in self._all if each.generation < generation]
 
     def _retire(self, retired: Retired) -> None:
-        communicator = retired.communicator
+        communicator, has_kernels = retired.communicator, retired.stream is not None
         try:
             self._cuda.set_device(communicator.device)  # a new thread has device 0, where NCCL would make a context
-            if communicator.is_connected:
-                self._bring_to_rest(retired)
+            is_sound = has_kernels and self._bring_to_rest(retired)
             retired.is_at_rest = True
             retired.may_destroy.wait()
-            if communicator.is_connected and communicator.state() == SUCCESS:
+            if not has_kernels and communicator.is_connected:
+                is_sound = self._bring_to_rest(retired)
+            if is_sound and communicator.state() == SUCCESS:
                 communicator.destroy()
             else:
                 communicator.abort()
             with self._lock:
                 self._all.remove(retired)
-        except (TransportError, RuntimeError) as error:
+        except (TransportError, DeviceError, RuntimeError) as error:
             self._doubt(retired, error)
 
-    def _bring_to_rest(self, retired: Retired) -> None:
-        until = time.monotonic() + self._rest_s
-        retired.communicator.revoke()
-        self._await(lambda: retired.communicator.state() != IN_PROGRESS, until)
+    def _bring_to_rest(self, retired: Retired) -> bool:
+        """Revoke the communicator, and give back what its kernels used.
+
+        Return False if NCCL has an error; it then can only be aborted. Raises TransportError if the
+        communicator does not come to rest.
+        """
+        communicator, until = retired.communicator, time.monotonic() + self._rest_s
+        self._await(lambda: not communicator.is_pending or communicator.is_idle(), until)
+        is_sound = True
+        try:
+            communicator.revoke()
+        except TransportError:  # of a connection that was lost before; the kernels show whether they quit
+            is_sound = False
+        self._await(lambda: communicator.state() != IN_PROGRESS, until)
         if retired.stream is not None:
             # The revoke has waited for the thread that enqueues, so this is behind all kernels.
             ended = self._cuda.Event()
             ended.record(retired.stream)
             self._await(ended.query, until)
+        retired.at_rest()
         retired.memory.clear()
+        return is_sound
 
     def _await(self, condition: Callable[[], bool], until: float) -> None:
         while not condition():

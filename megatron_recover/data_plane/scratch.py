@@ -6,6 +6,7 @@ make torch's allocator keep as many sets of memory, since it reuses a block only
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,13 +30,14 @@ class Scratch:
         self._stream: Any = None
         self._memory: list[Tensor] = []
         """Bytes for the operand at each index of a sum; grown as needed."""
+        self._spare: deque[tuple[Any, list[Tensor]]] = deque()
 
     @property
     def stream(self) -> Any:
         """Return the stream, on the device that was current at its first use.
 
-        It has a high priority, and so is not one of the 32 streams that torch hands out in turn for
-        all other work.
+        It has a high priority: of the 32 streams of each priority that torch hands out in turn, it
+        is none of those that most other work gets.
         """
         if self._stream is None:
             self._stream = self._cuda.Stream(priority=-1)
@@ -62,7 +64,14 @@ class Scratch:
         return self._memory[index][:num_bytes].view(source.dtype)
 
     def abandon(self) -> tuple[Any, list[Tensor]]:
-        """Return the stream and the memory, which must be kept until no kernel uses them."""
-        stream, memory = self._stream, self._memory
-        self._stream, self._memory = None, []
-        return stream, memory
+        """Return the stream and the memory, which must be kept until no kernel uses them.
+
+        The next use has new ones, or those that were given back.
+        """
+        abandoned = self._stream, self._memory
+        self._stream, self._memory = self._spare.pop() if self._spare else (None, [])
+        return abandoned
+
+    def give_back(self, stream: Any, memory: list[Tensor]) -> None:
+        """Take a stream and memory back that no kernel uses any more. Thread-safe."""
+        self._spare.append((stream, memory))

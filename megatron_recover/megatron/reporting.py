@@ -1,8 +1,8 @@
 """Log lines and TensorBoard values of the job, written by one replica: the writer.
 
 The writer is the replica with the lowest id in the roster. When the writer dies, the next one takes
-over. The text and the values are Megatron's; a log line gets generation, replicas and quotas in
-addition.
+over. The text and the values are Megatron's, but for the throughput per GPU, which is divided by
+the number of replicas. The line of an iteration gets generation, replicas and quotas in addition.
 """
 
 from __future__ import annotations

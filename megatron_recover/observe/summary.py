@@ -123,7 +123,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     microbatches_lost: int
     microbatches_redone: int
     microbatches_redone_in_schedule: int
-    """Redone microbatches that extended a running pass; the others had a pass of their own."""
+    """Redone microbatches that extended a running pass. The plans that dealt the others opened
+    their passes."""
     microbatches_wasted: int
     replicas_bit_identical: bool | None
     """True if the parameter digests agreed after every step; None if there was nothing to compare.

@@ -34,8 +34,8 @@ class Redone:
     microbatch: int
     dealt_before_to: tuple[int, ...]
     in_schedule: bool
-    """True if the running pass was extended by the microbatch; False if it had a pass of its
-    own."""
+    """True if the running pass was extended by the microbatch; False if the plan that dealt it
+    opened its pass."""
 
 
 def lost_in(history: History, step: Step) -> list[Lost]:

@@ -147,7 +147,7 @@ class BucketPassed(Event, frozen=True, kw_only=True):
 class Extended(Event, frozen=True, kw_only=True):
     """Rank 0: the running pass also computes the microbatches that a newer plan has dealt.
 
-    Otherwise such microbatches get a pass of their own.
+    Other such microbatches are in the plan that opens their pass.
     """
 
     replica: int

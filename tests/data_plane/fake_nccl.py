@@ -107,6 +107,9 @@ class World:
         """True: NCCL does not know of the kernels that run, as after a launch that failed halfway."""
         self.hangs_on_error = False
         """True: a kernel whose connection is lost waits for ever, as on a device."""
+        self.may_free = threading.Event()
+        """Unset: to free a communicator takes for ever."""
+        self.may_free.set()
         self.free_s = 0.0
         """How long it takes to free a communicator."""
         self.ends_on_error = False
@@ -115,8 +118,8 @@ class World:
         self.num_streams = 0
         self.blind_s = 0.05
         """How long a kernel runs before it looks at the abort flag."""
-        self.deaf = False
-        """True: no kernel ever looks."""
+        self.deaf: tuple[int, ...] = ()
+        """Members whose kernels never look."""
         self.pause: Callable[[torch.Tensor], None] = lambda source: None
         """Called by a kernel when all members have come."""
         self.after_asking: Callable[[Communicator], None] = lambda communicator: None
@@ -197,6 +200,8 @@ class Communicator:
 
     def allreduce(self, source: torch.Tensor, target: torch.Tensor, op: str, *, stream: int) -> None:
         self.world.count(self.position, "allreduce")
+        if self.launching:
+            raise NcclError("a call before NCCL was ready")
         number, self.num_sums = self.num_sums, self.num_sums + 1
         first, num_bytes = target.data_ptr(), target.numel() * target.element_size()
         memory = StorageWeakRef(target.untyped_storage())
@@ -227,7 +232,7 @@ class Communicator:
                 if memory.expired():
                     return world.violated("memory was freed under a kernel")
                 ctypes.memset(first, GARBAGE, num_bytes)
-                if time.monotonic() - begun >= world.blind_s and not world.deaf and self.aborted.is_set():
+                if time.monotonic() - begun >= world.blind_s and self.position not in world.deaf and self.aborted.is_set():
                     return None
                 if self.error and world.ends_on_error:
                     return None
@@ -267,11 +272,15 @@ class Communicator:
     def revoke(self) -> None:
         self.world.count(self.position, "revoke")
         self._on_its_device()
+        if self.launching:
+            self.world.violated("a communicator was revoked whose kernel was not enqueued yet")
+        if self.aborted.is_set():
+            raise NcclError("it was revoked before")
         if not self.was_connected:
             self.world.violated("a communicator was revoked that was never connected")
-        while self.launching:
-            time.sleep(0.001)
         self.aborted.set()
+        if self.error:
+            raise NcclError("a connection was lost")
 
     def destroy(self) -> None:
         self.world.count(self.position, "destroy")
@@ -287,6 +296,9 @@ class Communicator:
     def _free(self) -> None:
         self._on_its_device()
         time.sleep(self.world.free_s)
+        self.world.may_free.wait()
+        if any(each.running for each in self.world.made if each.group == self.group):
+            self.world.violated("memory was freed that a kernel of a peer may read")
         if self.running:
             self.world.violated("a communicator was freed under a kernel")
         self.destroyed.set()
