@@ -1,7 +1,9 @@
 # `make demo` and `make test` set everything up by themselves; PYTHON=/path/to/python3.12 names an interpreter.
 PY := .venv/bin/python
-# Tests whose subject is time, to fractions of a second: one after the other, when the others, three at a time, are done.
+# Tests whose subject is time, to fractions of a second: one after the other, when the others, two at a time, are done.
 TIMED := tests/cluster
+# Those in the same folder that only wait.
+UNTIMED := $(patsubst %,$(TIMED)/test_%.py,agent warm endings undying chaos coordinator_driver memory_file)
 SOURCES := megatron_recover patches scripts tests benchmarks setup.py
 export OMP_NUM_THREADS := 1
 
@@ -17,8 +19,8 @@ demo: setup      ## train on real text, kill real processes, prove that nothing 
 	@$(PY) -m megatron_recover demo
 
 test: setup lint ## everything that CI runs
-	@$(PY) -m pytest -q -n 3 --dist worksteal tests $(TIMED:%=--ignore=%)
-	@$(PY) -m pytest -q $(TIMED)
+	@$(PY) -m pytest -q -n 2 --dist worksteal tests $(UNTIMED) $(TIMED:%=--ignore=%)
+	@$(PY) -m pytest -q $(TIMED) $(UNTIMED:%=--ignore=%)
 
 coverage: setup  ## branch coverage of the protocol by its own tests; fails below the floor (pyproject.toml)
 	@$(PY) -m coverage run -m pytest -q tests/core

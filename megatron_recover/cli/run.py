@@ -30,12 +30,15 @@ from megatron_recover.observe import summary
 
 PRELOAD = (
     "torch",
+    "megatron_recover.megatron.cpu:leave_out_the_compiler",
+    "torch._dynamo",
     "megatron.training",
     "megatron_recover.megatron.training",
     "megatron_recover.megatron.commit",
     "megatron_recover.megatron.checkpoint.checkpoints",
 )
-"""Modules that every rank starts with (`cluster/forkserver.py`)."""
+"""What every rank starts with (`cluster/forkserver.py`). torch's optimizers import `torch._dynamo`
+at their first use, which every rank would do for itself."""
 DRY_RUN = Path(megatron_recover.__file__).parent / "megatron" / "launch" / "dry_run.py"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 """Errors of a folder that accepts no more data."""

@@ -15,7 +15,7 @@ process. So no process of a rank's group outlives the rank, and no rank outlives
 
 `cluster.agent.Agent` runs it as ``python -m megatron_recover.cluster.forkserver FD REAP_S NUM_WARM
 MODULE...``. FD is a SOCK_SEQPACKET socket. NUM_WARM is the number of warm processes to start in
-advance; 0: fork.
+advance; 0: fork. A MODULE may also be a function to call (``module:function``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import gc
-import importlib
 import os
 import selectors
 import signal
@@ -48,7 +47,7 @@ from megatron_recover.cluster.forkserver_messages import (
     read_request,
 )
 from megatron_recover.cluster.packets import receive
-from megatron_recover.cluster.rank_process import become_rank, flush, prepare, set_parent_death_signal
+from megatron_recover.cluster.rank_process import become_rank, flush, preload, prepare, set_parent_death_signal
 from megatron_recover.config import importing_without_driver
 from megatron_recover.host.process_stat import cause_of
 
@@ -300,7 +299,7 @@ def _import(modules: Sequence[str]) -> None:
     """Import the modules for all ranks, which will be forked from this process."""
     with importing_without_driver(hide_devices=True):
         for name in modules:
-            importlib.import_module(name)
+            preload(name)
     if threading.active_count() != 1:
         _say(f"threads started by imports: {threading.enumerate()}")
     # A garbage collection in a child would write to, and so copy, the pages that the child shares

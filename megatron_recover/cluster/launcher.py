@@ -176,7 +176,8 @@ class Launcher:
             deadlines=self._deadlines,
         )
         try:
-            modules, how = ", ".join(job.preload) or "nothing", "once for" if job.rank_start == "fork" else "in each of"
+            modules = ", ".join(name for name in job.preload if ":" not in name) or "nothing"
+            how = "once for" if job.rank_start == "fork" else "in each of"
             self._recording.says(f"importing {modules} {how} {num_ranks} ranks")
             if self._wait_for_imports() and self._dry_run():
                 self._spawn_all()

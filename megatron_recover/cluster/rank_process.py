@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import os
 import runpy
 import signal
@@ -59,6 +60,14 @@ def _prctl(option: int, value: int | bytes) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+def preload(name: str) -> None:
+    """Import a module, or call a function of a module (``module:function``)."""
+    module, _, function = name.partition(":")
+    imported = importlib.import_module(module)
+    if function:
+        getattr(imported, function)()
 
 
 def prepare() -> None:

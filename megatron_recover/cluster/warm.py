@@ -13,7 +13,6 @@ device 0 where flash-attn is installed).
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import signal
 import socket
@@ -21,7 +20,7 @@ import sys
 
 from megatron_recover.cluster.forkserver_messages import MAX_DESCRIPTORS, MAX_PACKET_BYTES, WARM, read_request
 from megatron_recover.cluster.packets import receive
-from megatron_recover.cluster.rank_process import become_rank, prepare, set_parent_death_signal, set_process_name
+from megatron_recover.cluster.rank_process import become_rank, preload, prepare, set_parent_death_signal, set_process_name
 from megatron_recover.config import importing_without_driver
 
 
@@ -47,7 +46,7 @@ def main() -> None:
         with importing_without_driver(hide_devices=False):
             for name in modules:
                 before = _is_initialized()
-                importlib.import_module(name)
+                preload(name)
                 if _is_initialized() and not before:
                     _warn(name)
         with contextlib.suppress(BrokenPipeError):  # it is a rank already, and its request lies here

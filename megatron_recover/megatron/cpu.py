@@ -224,6 +224,21 @@ FLAGS: Final[dict[str, Any]] = {
 """Defaults of Megatron's arguments on a CPU. A flag that the user gives still wins."""
 
 
+def _as_is(model: Any = None, **_: Any) -> Any:
+    """Stand for `torch.compile`: return the function, or a decorator that does so."""
+    return (lambda function: function) if model is None else model
+
+
+def leave_out_the_compiler() -> None:
+    """Without CUDA, have `torch.compile` return every function as it is.
+
+    Call it before Megatron is imported: its modules compile small fusions as they are imported, and
+    importing the compiler takes a second. On a CPU compiling costs minutes and gains nothing.
+    """
+    if not torch.cuda.is_available():
+        torch.compile = _as_is  # type: ignore[assignment]
+
+
 def enable_cpu() -> None:
     """Install the substitutes, so that Megatron runs in this process without CUDA.
 
@@ -247,7 +262,7 @@ def enable_cpu() -> None:
     # The tracker warns when the CPU's random state changes while the GPU's is forked. Here both are
     # the same generator.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
-    # Megatron compiles small fusions at import. On a CPU that costs minutes and gains nothing.
+    # What was compiled before (`leave_out_the_compiler`).
     torch.compiler.set_stance("force_eager")
 
 

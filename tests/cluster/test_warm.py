@@ -181,9 +181,18 @@ def test_nothing_that_forks_asks_the_cuda_driver(code: str) -> None:
 
 def test_the_imports_of_a_warm_process_touch_no_device() -> None:
     code = (
-        "import importlib, torch\nfrom megatron_recover.config import importing_without_driver\n"
-        f"with importing_without_driver(hide_devices=False):\n    [importlib.import_module(name) for name in {PRELOAD}]\n"
+        "import torch\nfrom megatron_recover.cluster.rank_process import preload\n"
+        "from megatron_recover.config import importing_without_driver\n"
+        f"with importing_without_driver(hide_devices=False):\n    [preload(name) for name in {PRELOAD}]\n"
         "print(torch.cuda.is_initialized())"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_on_a_processor_nothing_imports_the_compiler() -> None:
+    """It takes a second of every start, and Megatron's decorators alone would import it."""
+    code = f"import sys; from megatron_recover.cluster import forkserver; forkserver._import({PRELOAD})"
+    code += "; print('torch._inductor.compile_fx' in sys.modules, 'torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "False True"
