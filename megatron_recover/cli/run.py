@@ -37,8 +37,8 @@ PRELOAD = (
     "megatron_recover.megatron.commit",
     "megatron_recover.megatron.checkpoint.checkpoints",
 )
-"""What every rank starts with (`cluster/forkserver.py`). torch's optimizers import `torch._dynamo`
-at their first use, which every rank would do for itself."""
+"""Modules that every rank starts with, and a function to call (`cluster/forkserver.py`). torch's
+optimizers import `torch._dynamo` at their first use, which every rank would do for itself."""
 DRY_RUN = Path(megatron_recover.__file__).parent / "megatron" / "launch" / "dry_run.py"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 """Errors of a folder that accepts no more data."""
