@@ -95,10 +95,13 @@ class _Forks(_Source):
         flush()  # or the rank would print it too
         pid = os.fork()
         if pid == 0:
-            inherited = [request, *(key.fd for key in self._selector.get_map().values())]
-            self._selector.close()
-            self._begin(server, inherited)
-            become_rank(spawn, output, handed_down)
+            try:
+                inherited = [request, *(key.fd for key in self._selector.get_map().values())]
+                self._selector.close()
+                self._begin(server, inherited)
+                become_rank(spawn, output, handed_down)
+            finally:  # or it would go on as a second server
+                os._exit(1)
         return _Child(pid)
 
     def _begin(self, server: int, inherited: Sequence[int]) -> None:

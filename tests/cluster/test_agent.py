@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import selectors
 import signal
 import socket
 import subprocess
@@ -199,3 +200,17 @@ def test_a_fork_server_that_is_killed_around_a_start_is_lost(
     finally:
         monkeypatch.undo()
         made.close()
+
+
+def test_a_fork_that_cannot_begin_is_no_second_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("prctl(1) failed")
+
+    forks = forkserver._Forks(selectors.DefaultSelector())
+    monkeypatch.setattr(forks, "_begin", fail)
+    spawn = messages.Spawn(replica=0, rank=0, argv=("train.py",), environment={})
+    with open(os.devnull) as null:
+        child = forks.take(spawn, [null.fileno(), null.fileno()])
+    _, status = os.waitpid(child.pid, 0)
+    os.close(child.pidfd)
+    assert os.waitstatus_to_exitcode(status) == 1
