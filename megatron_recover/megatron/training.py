@@ -295,7 +295,7 @@ class _Training:
         self._installation.install(
             {
                 **loop.replacements(),
-                "compile_helpers": IndexBuilder(originals["compile_helpers"]).compile,
+                "compile_helpers": IndexBuilder(originals["compile_helpers"], config.deadlines.build_s).compile,
                 "data_loader": Loaders(cursor, get_args).build,
                 "log_line": LogLine(
                     driver, self._context.num_replicas, originals["log_line"], self._tensorboard.flush

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+
+from megatron_recover.host import lock_file
 
 
 class IndexBuilder:
     """Stands for upstream's `compile_helpers`."""
 
-    def __init__(self, original: Callable[[], None]) -> None:
-        """`original` runs `make` in the folder of the file that it is defined in."""
-        self._original, self._makefile = original, Path(inspect.getfile(original)).with_name("Makefile")
+    def __init__(self, original: Callable[[], None], patience_s: float) -> None:
+        """`original` runs `make` in the folder of the file that it is defined in.
+
+        A process that has waited for `patience_s` seconds, because another one is stopped or slow,
+        compiles too.
+        """
+        self._original, self._patience_s = original, patience_s
+        self._makefile = Path(inspect.getfile(original)).with_name("Makefile")
 
     def compile(self) -> None:
         """Compile the index builder unless it is up to date; one process at a time does so.
@@ -25,5 +31,5 @@ class IndexBuilder:
             return
         with open(self._makefile) as file:
             with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)
+                lock_file.acquired(file, self._patience_s)
             self._original()
