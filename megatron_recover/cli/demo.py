@@ -230,11 +230,12 @@ class _Demo:
 
     def __init__(self, folder: Path, say: TextIO) -> None:
         self.folder, self._say = folder, say
-        shared = -(-RANKS // (num_gpus() or RANKS))
+        gpus = num_gpus()
+        shared = -(-RANKS // (gpus or RANKS))
         self._extra = ["--recover-ranks-per-gpu", str(shared)] if shared > 1 else []
-        if num_gpus():
+        if gpus:
             self._extra.append("--deterministic-mode")  # for --recover-determinism exact
-        if num_gpus() and importlib.util.find_spec("transformer_engine") is None:
+        if gpus and importlib.util.find_spec("transformer_engine") is None:
             self._extra += shlex.split(PLAIN_TORCH)
         self.data = folder / "data" / "python-stdlib"
         self.reference, self.faulty = folder / "reference", folder / "faulty"

@@ -48,7 +48,7 @@ from megatron_recover.cluster.forkserver_messages import (
 )
 from megatron_recover.cluster.packets import receive
 from megatron_recover.cluster.rank_process import become_rank, flush, preload, prepare, set_parent_death_signal
-from megatron_recover.config import importing_without_driver
+from megatron_recover.config import importing_without_driver, inherited_environment
 from megatron_recover.host.process_stat import cause_of
 
 
@@ -80,7 +80,10 @@ class _Source(abc.ABC):
 
     @abc.abstractmethod
     def take(self, spawn: Spawn, descriptors: Sequence[int]) -> _Child:
-        """Return a child that becomes the rank; the caller keeps the descriptors."""
+        """Return a child that becomes the rank, and whose end the selector watches.
+
+        The caller keeps the descriptors.
+        """
 
 
 class _Forks(_Source):
@@ -102,7 +105,9 @@ class _Forks(_Source):
                 become_rank(spawn, output, handed_down)
             finally:  # or it would go on as a second server
                 os._exit(1)
-        return _Child(pid)
+        child = _Child(pid)
+        self._selector.register(child.pidfd, selectors.EVENT_READ, child)
+        return child
 
     def _begin(self, server: int, inherited: Sequence[int]) -> None:
         """Separate the fresh fork from the server."""
@@ -138,7 +143,9 @@ class _WarmProcesses(_Source):
         with theirs:
             theirs.set_inheritable(True)
             command = [sys.executable, "-m", "megatron_recover.cluster.warm", str(theirs.fileno()), str(os.getpid())]
-            child = _Child(os.posix_spawn(sys.executable, [*command, *self._modules], os.environ, setsid=True), ours)
+            child = _Child(
+                os.posix_spawn(sys.executable, [*command, *self._modules], inherited_environment(), setsid=True), ours
+            )
         self._idle.append(child)
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
         self._selector.register(ours, selectors.EVENT_READ, child)
@@ -152,14 +159,13 @@ class _WarmProcesses(_Source):
         while True:
             child = next((each for each in self._idle if each.is_warm), None) or next(iter(self._idle), None) or self.start()
             assert child.control is not None
-            sent = True
             try:
                 socket.send_fds(child.control, [REQUEST], list(descriptors))
-            except (BrokenPipeError, ConnectionResetError):  # it has just ended, and will be reaped
-                sent = False
-            self.forget(child)
-            if sent:
                 return child
+            except (BrokenPipeError, ConnectionResetError):  # it has just ended, and will be reaped
+                continue
+            finally:
+                self.forget(child)
 
     def forget(self, child: _Child) -> None:
         """Remove a child that ends or became a rank, and close its socket."""
@@ -177,11 +183,10 @@ class _Server:
         `reap_s`: seconds to wait at the end for the children to die (`Deadlines.reap_s`).
         """
         self._control, self._reap_s = control, reap_s
-        self._began = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._warm = _WarmProcesses(self._selector, num_warm, modules) if num_warm else None
-        self._forks = _Forks(self._selector)
+        self._source: _Source = self._warm or _Forks(self._selector)
         self._is_ready = self._is_over = False
 
     def run(self) -> None:
@@ -200,7 +205,7 @@ class _Server:
 
     def _say_ready(self) -> None:
         self._is_ready = True
-        self._send(Ready(seconds=time.monotonic() - self._began), [])
+        self._send(Ready(), [])
 
     def _serve(self) -> bool:
         """Start the requested rank. Return False if the launcher is gone, or no rank can start."""
@@ -211,12 +216,10 @@ class _Server:
         if spawn is None:
             _say("no descriptor is left to start a rank with; raise `ulimit -n`")
             return False
-        child = (self._warm or self._forks).take(spawn, descriptors)
+        child = self._source.take(spawn, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         child.spawn = spawn
-        if self._warm is None:
-            self._selector.register(child.pidfd, selectors.EVENT_READ, child)
         self._send(Started(replica=spawn.replica, rank=spawn.rank, pid=child.pid), [child.pidfd])
         return True
 

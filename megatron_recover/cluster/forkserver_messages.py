@@ -41,8 +41,6 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """A message from the server: the modules are imported."""
 
-    seconds: float
-
 
 class Started(msgspec.Struct, frozen=True, tag=True):
     """A message from the server, with the pidfd of a rank that has started.

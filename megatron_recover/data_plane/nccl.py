@@ -358,7 +358,7 @@ class NcclTransport:
             self.generation,
             communicator,
             stream,
-            [*sources, *memory],
+            sources,
             functools.partial(self._scratch.give_back, stream, memory),
         )
 

@@ -134,13 +134,13 @@ class Communicator:
 
 
 class Retired:
-    """A retired communicator, with the stream of its kernels and the memory that they may use."""
+    """A retired communicator, with the stream of its kernels and what they may use."""
 
     def __init__(
-        self, generation: int, communicator: Communicator, stream: Any, memory: Sequence[object], at_rest: Callable[[], None]
+        self, generation: int, communicator: Communicator, stream: Any, sources: Sequence[object], at_rest: Callable[[], None]
     ) -> None:
         self.generation, self.communicator, self.stream = generation, communicator, stream
-        self.memory, self.at_rest = [*memory], at_rest
+        self.sources, self.at_rest = [*sources], at_rest
         self.is_at_rest = self.is_in_doubt = self.is_left = False
         self.may_destroy = threading.Event()
 
@@ -165,15 +165,17 @@ class Retirement:
         generation: int,
         communicator: Communicator,
         stream: Any = None,
-        memory: Sequence[object] = (),
+        sources: Sequence[object] = (),
         at_rest: Callable[[], None] = lambda: None,
     ) -> None:
         """Retire a communicator and what its kernels may use. Returns at once.
 
-        `stream`: that of its kernels; None: none of them runs. `at_rest()` is called when they have
-        ended, in any thread.
+        - `stream`: that of its kernels; None: none of them runs.
+        - `sources`: what they may read.
+        - `at_rest()` gives back what they may write. It is called when they have ended, in any
+          thread.
         """
-        retired = Retired(generation, communicator, stream, memory, at_rest)
+        retired = Retired(generation, communicator, stream, sources, at_rest)
         with self._lock:
             self._all.append(retired)
         # A daemon thread: a call that hangs, as ncclCommAbort in NCCL 2.25, must not keep the
@@ -253,7 +255,7 @@ class Retirement:
             ended.record(retired.stream)
             self._await(ended.query, until)
         retired.at_rest()
-        retired.memory.clear()
+        retired.sources.clear()
         return is_sound
 
     def _await(self, condition: Callable[[], bool], until: float) -> None:

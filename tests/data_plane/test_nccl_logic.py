@@ -195,7 +195,7 @@ def test_a_communicator_with_a_lost_connection_frees_its_scratch_and_is_aborted(
     pair.world.pause, pair.world.hangs_on_error = lambda source: None, False
     old = [pair.communicators(position)[0] for position in range(2)]
     until(lambda: all(each.is_at_rest for sums in pair.sums for each in sums._retirement._all), "at rest")
-    assert all(not each.memory for sums in pair.sums for each in sums._retirement._all), "the scratch is free"
+    assert all(sums._scratch._spare and not each.sources for sums in pair.sums for each in sums._retirement._all)
     pair.open()
     assert pair.sum()[0] == [None, None]
     assert all(each.destroyed.wait(60) for each in old) and not any(sums._retirement.num_in_doubt for sums in pair.sums)
