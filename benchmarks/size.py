@@ -36,8 +36,9 @@ from megatron_recover.core.values import (
     Vote,
     Work,
 )
+from megatron_recover.trainer import provenance
 from megatron_recover.trainer.ledger import Ledger, read_losses
-from megatron_recover.trainer.provenance import Counts, is_once
+from megatron_recover.trainer.provenance import Counts
 
 REPLICAS, MICROBATCHES, STAGES, TENSOR_PARALLEL, BUCKETS_A_STAGE = 64, 8192, 16, 8, 25
 SHARE = MICROBATCHES // REPLICAS
@@ -156,18 +157,18 @@ def _announcements() -> Iterator[Row]:
 
 
 def _step() -> Iterator[Row]:
-    result = torch.ones(MICROBATCHES + 1, dtype=torch.float64)
+    result = provenance.empty(MICROBATCHES, torch.device("cpu")).fill_(1)
 
-    def provenance() -> None:
+    def count() -> None:
         slots = [Counts(MICROBATCHES) for _ in range(BUCKETS_A_STAGE + 1)]
         for microbatch in range(SHARE):
             for counts in slots:
                 counts.add(microbatch)
         for counts in slots:
-            counts.tensor(result.device)
-            assert is_once(result, 1)
+            counts.provenance(result.device)
+            assert provenance.summary(result, 1)[0]
 
-    times = {"provenance": _milliseconds(provenance)}
+    times = {"provenance": _milliseconds(count)}
     for name, losses in (
         ("one reported value", {"lm loss": torch.tensor([1.0, 7.0])}),
         ("two reported values", {"lm loss": torch.tensor([1.0, 7.0]), "aux": torch.tensor(3.0)}),
@@ -175,7 +176,7 @@ def _step() -> Iterator[Row]:
         ledger = Ledger(MICROBATCHES)
         for microbatch in range(MICROBATCHES):
             ledger.write(microbatch, torch.tensor(10), losses)
-        times[name] = _milliseconds(lambda ledger=ledger: read_losses(ledger.rows()))
+        times[name] = _milliseconds(lambda ledger=ledger: read_losses(ledger.rows(), ledger.rows()))
     yield row(f"provenance of {BUCKETS_A_STAGE + 1} buckets, a rank and step", times["provenance"], "ms")
     yield row("loss reports, one value", times["one reported value"], "ms")
     yield row("loss reports, two values", times["two reported values"], "ms")

@@ -26,6 +26,8 @@ def _put_clocks() -> None:
     from megatron_recover.data_plane.direct import DirectTransport
     from megatron_recover.megatron import commit
     from megatron_recover.megatron.commit import CommitLoop
+    from megatron_recover.trainer.bucket_sums import GradientSum
+    from megatron_recover.trainer.judging import Judging
     from megatron_recover.trainer.microbatches import Microbatches
     from megatron_recover.trainer.reduction import Reduction
 
@@ -51,9 +53,10 @@ def _put_clocks() -> None:
     clock(CommitLoop, "stepped", "digest of the parameters, with its event")
     clock(Microbatches, "backward_ended", "after each backward: counts and event")
     clock(commit, "read_losses", "loss reports of all microbatches")
-    clock(Reduction, "_checksum", "checksums of the results")
+    clock(Judging, "__init__", "checksums and counts of the results")
+    clock(Judging, "finish", "checksums and counts of the results")
     clock(Reduction, "apply", "results into the gradient buffer")
-    clock(Reduction, "_check_finite", "check for values that are not finite")
+    clock(GradientSum, "is_finite", "check for values that are not finite")
     clock(RankDriver, "started", "journal")
     clock(RankDriver, "finished", "journal")
     clock(ReplicaDriver, "_feed", "machine of the replica, in the leader's control thread")

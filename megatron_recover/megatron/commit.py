@@ -50,8 +50,9 @@ from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trainer.communication import is_communication_error, is_device_error
 from megatron_recover.trainer.compiling import show_compilations
 from megatron_recover.trainer.driver import Driver
+from megatron_recover.trainer.host_copy import to_device
 from megatron_recover.trainer.in_work import InWork
-from megatron_recover.trainer.ledger import count_tokens, read_losses
+from megatron_recover.trainer.ledger import count_tokens, first_losses, read_losses
 from megatron_recover.trainer.microbatches import Microbatches
 from megatron_recover.trainer.overlap import Overlap
 from megatron_recover.trainer.reduction import Gather, Reduction, gather_over_replica
@@ -340,6 +341,7 @@ class CommitLoop:
                 self._driver.pass_ended(queue.plan.generation)
                 self._page.enter(Phase.REDUCTION)
                 overlap.finish()
+                microbatches.reduced()
         except InvariantViolation:  # no microbatch caused this, so none is charged with it (INV-9)
             raise
         except Exception as error:
@@ -361,8 +363,11 @@ class CommitLoop:
     ) -> list[dict[str, Tensor]]:
         self._page.enter(Phase.OPTIMIZER, ())
         last = reduction.is_last_stage
-        losses = read_losses(reduction.committed_rows()) if last else []
-        self._applied = (self._step, order, _mean_loss(losses))
+        losses, loss = [], None
+        if last:
+            rows, on_host = reduction.committed_rows()
+            losses, loss = read_losses(rows, on_host), _mean_loss(on_host, reduction.device)
+        self._applied = (self._step, order, loss)
         if arguments.get("forward_only"):
             self.stepped(trained=False)
             return losses
@@ -373,7 +378,7 @@ class CommitLoop:
             # Upstream broadcasts the last stage's count to all stages and sums it over the lanes.
             # So the count has to be that of this lane.
             device = chunks[0].buffers[0].grad_data.device
-            tokens = count_tokens(reduction.committed_rows()) if last else torch.zeros([], dtype=torch.int, device=device)
+            tokens = count_tokens(rows) if last else torch.zeros([], dtype=torch.int, device=device)
         if config.finalize_model_grads_func is not None:
             config.finalize_model_grads_func(
                 chunks, tokens, pg_collection=arguments.get("pg_collection"), force_all_reduce=arguments.get("force_all_reduce")
@@ -476,18 +481,20 @@ def _gradient_scale(chunk: Any, arguments: Mapping[str, Any]) -> float:
     return scale
 
 
-def _mean_loss(losses: Sequence[dict[str, Tensor]]) -> float | None:
+def _mean_loss(rows: Tensor, device: torch.device) -> float | None:
     """Return the mean of the first reported loss over all microbatches and lanes.
 
-    The mean is upstream's. A loss that comes with a token count is weighted by tokens. Collective
-    over the lanes of the last stage; returns None on other stages.
+    `rows` are the ledger's, in host memory. The mean is upstream's: a loss that comes with a token
+    count is weighted by tokens. Returns None without a report. Collective over the lanes of the
+    last stage; `device` is theirs.
     """
-    if not losses or not losses[0]:
+    values = first_losses(rows)
+    if not values.numel():
         return None
-    key = next(iter(losses[0]))
-    values = torch.stack([report[key] for report in losses]).double().view(len(losses), -1)
-    total = torch.stack([values[:, 0].sum(), values[:, 1].sum() if values.shape[1] == 2 else values.new_tensor(len(losses))])
+    total = torch.stack([values[:, 0].sum(), values[:, 1].sum() if values.shape[1] == 2 else values.new_tensor(len(values))])
     lanes = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if lanes.size() > 1:
+        total = to_device(total, device)
         torch.distributed.all_reduce(total, group=lanes)
+        total = total.cpu()  # waits for the device
     return float(total[0] / total[1])

@@ -3,11 +3,13 @@
 A sum never communicates across replicas and never decides whether its result is valid
 (`reduction.Reduction`).
 
-Note [Provenance]
-    Each bucket has one float64 tensor beside its elements: a count per microbatch of how often its
-    gradient is in the bucket, and last the bound of `exact`. A microbatch is counted when its
-    backward has really finished. The tensor goes through the same sums as the gradient, over lanes
-    and replicas.
+Note [Results]
+    A result is out of place: the local gradient stays as it is until the step is committed (INV-3).
+    A replica that has committed a step needs its result no more once it is applied, and no other
+    replica does: all members held all results before any of them committed, and plans copy only
+    results of a step that nobody has committed (`core/recovery.py`). So on a GPU a result has
+    memory from the reduction to `apply`, and activations have that memory in between. On a CPU it
+    keeps its memory, which the system would have to clear in each step.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_recover.core.values import BucketId, MicrobatchId
-from megatron_recover.trainer import exact
+from megatron_recover.data_plane.transport import Operand
+from megatron_recover.trainer import exact, provenance
 from megatron_recover.trainer.ledger import NUM_COLUMNS, Ledger
-from megatron_recover.trainer.provenance import Counts, is_once, wrong_ids
+from megatron_recover.trainer.provenance import Counts
 from megatron_recover.trainer.regions import Bucket
 from megatron_recover.trainer.work_queue import Task
 
@@ -33,25 +36,44 @@ class BucketSum(abc.ABC):
     num_lanes = 1
     """Lanes over which the bucket is summed inside the replica."""
 
-    def __init__(self, number: BucketId, chunk: int | None, result: Tensor) -> None:
-        """Create the sum of bucket `number` with its tensor for the result.
+    def __init__(self, number: BucketId, chunk: int | None, operand: Operand, device: torch.device) -> None:
+        """Create the sum of bucket `number`, whose result is an `operand` on `device`.
 
         `chunk` is the model chunk whose backward passes the bucket; None: no backward does.
         """
-        self.id, self.chunk, self.result = number, chunk, result
+        self.id, self.chunk, self.operand, self.device = number, chunk, operand, device
         self.order = (0, -chunk, number) if chunk is not None else (1, 0, number)
         """Sort key in which backward passes the buckets, the ledger last. Equal on all replicas."""
         self.counts = Counts(0)
-        """Counts of the microbatches in the local gradient; see Note [Provenance]."""
-        self.provenance = result.new_empty(0)
-        """Provenance of the result: M counts and the bound (float64)."""
+        """Counts of the microbatches in the local gradient."""
+        self.provenance = provenance.empty(0, device)
+        """Provenance of the result."""
         self.passed_by: Task | None = None
         """Task whose backward has passed the bucket since the last reduction."""
+        self._result: Tensor | None = None
+
+    @property
+    def result(self) -> Tensor:
+        """Return the tensor of the result; see Note [Results]. The first use allocates it."""
+        self.allocate()
+        assert self._result is not None
+        return self._result
+
+    def allocate(self) -> None:
+        """Allocate the result, unless it has memory."""
+        if self._result is None:
+            dtype, size = self.operand
+            self._result = torch.empty(size, dtype=dtype, device=self.device)
+
+    def release(self) -> None:
+        """Give the memory of the result back, which nobody needs any more."""
+        if self.device.type != "cpu":
+            self._result = None
 
     def begin(self, num_microbatches: int) -> None:
         """Begin a step with nothing counted."""
         self.clear(num_microbatches)
-        self.provenance = torch.empty(num_microbatches + 1, dtype=torch.float64, device=self.result.device)
+        self.provenance = provenance.empty(num_microbatches, self.device)
 
     def clear(self, num_microbatches: int) -> None:
         """Clear the counts. The result and its provenance stay as they are."""
@@ -64,30 +86,28 @@ class BucketSum(abc.ABC):
         Collective over the lanes.
         """
 
-    def summed_counts(self) -> Tensor:
-        """Return the provenance of `source`. Collective over the lanes."""
-        return self.counts.tensor(self.result.device)
+    def source_provenance(self, is_finite: Tensor | None) -> Tensor:
+        """Return the provenance of `source`. Collective over the lanes.
 
-    @abc.abstractmethod
-    def check_finite(self) -> None:
-        """Raise RuntimeError if the gradient is not finite.
-
-        Called before another rank gets a part of the gradient.
+        `is_finite` is that of this rank's gradient; None: it is not checked.
         """
+        return self.counts.provenance(self.device, is_finite=is_finite)
 
-    @property
-    def is_once(self) -> bool:
-        """Return whether the result counts every microbatch once."""
-        return is_once(self.provenance, self.num_lanes)
+    def is_finite(self) -> Tensor | None:
+        """Return whether the local gradient is finite, as a scalar on its device.
 
-    def wrong_ids(self) -> list[MicrobatchId]:
-        """Return the microbatches that the result does not count once."""
-        return wrong_ids(self.provenance, self.num_lanes)
+        None: the bucket has no gradient.
+        """
+        return None
 
-    def describe_counts(self) -> str:
-        """Describe what is wrong with the counts of the result."""
-        counts = {index: self.provenance[index].item() / self.num_lanes for index in self.wrong_ids()}
-        return f"counts that are not 1, by microbatch: {counts}"
+    def summed_counts(self) -> tuple[int, ...]:
+        """Return the counts of the result, one per microbatch. Waits for the device."""
+        return provenance.counts_of(self.provenance)
+
+    def wrong_counts(self) -> dict[MicrobatchId, float]:
+        """Return the counts of the result that are not one, by microbatch. Waits for the device."""
+        counts = enumerate(self.summed_counts())
+        return {index: count / self.num_lanes for index, count in counts if count != self.num_lanes}
 
 
 class GradientSum(BucketSum):
@@ -99,10 +119,19 @@ class GradientSum(BucketSum):
         `accumulator` is the float64 accumulator of the bucket's region (`exact`).
         """
         region = bucket.region
-        result = region.local.new_empty(bucket.size, dtype=None if accumulator is None else torch.float64)
-        super().__init__(bucket.id, region.chunk, result)
+        dtype = region.local.dtype if accumulator is None else torch.float64
+        super().__init__(bucket.id, region.chunk, (dtype, bucket.size), region.local.device)
         self._bucket, self._accumulator = bucket, accumulator
+        self._bound = None if accumulator is None else accumulator.new_zeros(())
         self.num_lanes = region.num_lanes
+        self.bound = 0.0
+        """Bound of the result (`exact`)."""
+
+    def clear(self, num_microbatches: int) -> None:
+        """Clear the counts and the bound."""
+        super().clear(num_microbatches)
+        if self._bound is not None:
+            self._bound.zero_()
 
     def count(self, microbatch: MicrobatchId, exponent: int) -> None:
         """Count a microbatch whose gradient is in the trainer's buffer.
@@ -114,8 +143,9 @@ class GradientSum(BucketSum):
             return
         for part in self._bucket.slices():
             gradient = self._bucket.region.local[part]
-            self.counts.raise_bound(exact.magnitude(gradient))
-            exact.fold(self._accumulator[part], gradient, exponent)
+            if gradient.numel():
+                self._bound += exact.magnitude(gradient)
+                exact.fold(self._accumulator[part], gradient, exponent)
 
     def source(self) -> Tensor:
         """Return the tensor that this rank adds to the sum over replicas.
@@ -124,24 +154,17 @@ class GradientSum(BucketSum):
         """
         return self._bucket.sum_over_lanes(self._local)
 
-    def summed_counts(self) -> Tensor:
+    def source_provenance(self, is_finite: Tensor | None) -> Tensor:
         """Return the provenance of `source`. Collective over the lanes."""
-        counts = super().summed_counts()
+        counts = self.counts.provenance(self.device, bound=self._bound, is_finite=is_finite)
         if self.num_lanes > 1:
             dist.all_reduce(counts, group=self._bucket.region.group)
         return counts
 
-    def check_finite(self) -> None:
-        """Raise RuntimeError if the gradient is not finite.
-
-        Called before another rank gets a part of the gradient.
-        """
-        for part in self._bucket.slices():
-            local = self._local[part]
-            # Any value that is not finite makes the sum not finite. Finite values may also overflow
-            # the sum, so the largest magnitude decides then. On a CPU it takes 50 times as long.
-            if not torch.isfinite(local.sum()) and not torch.isfinite(torch.linalg.vector_norm(local, ord=math.inf)):
-                raise RuntimeError(f"the gradient of microbatches {self.counts.counted()} has values that are not finite")
+    def is_finite(self) -> Tensor:
+        """Return whether the local gradient is finite, as a scalar on its device."""
+        found = [_is_finite(self._local[part]) for part in self._bucket.slices() if part.stop > part.start]
+        return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool, device=self.device)
 
     def apply(self) -> None:
         """Make the result the gradient, gathered over the lanes if each lane needs all of it."""
@@ -149,7 +172,7 @@ class GradientSum(BucketSum):
 
     def is_exact(self, exponent: int) -> bool:
         """Return whether the result is independent of which replica computed what."""
-        return self._accumulator is None or exact.fits(float(self.provenance[-1]), exponent)
+        return self._accumulator is None or exact.fits(self.bound, exponent)
 
     @property
     def _local(self) -> Tensor:
@@ -163,23 +186,33 @@ class LedgerSum(BucketSum):
     """Ledger of the current step."""
 
     def __init__(self, number: BucketId, num_microbatches: int, device: torch.device) -> None:
-        super().__init__(number, None, torch.empty(num_microbatches * NUM_COLUMNS, dtype=torch.float64, device=device))
+        super().__init__(number, None, (torch.float64, num_microbatches * NUM_COLUMNS), device)
+        self.on_host: Tensor | None = None
+        """The result in host memory, once it is held."""
 
     def clear(self, num_microbatches: int) -> None:
         """Clear the counts and the ledger."""
         super().clear(num_microbatches)
-        self.ledger = Ledger(num_microbatches, self.result.device)
-
-    def check_finite(self) -> None:
-        """Accept every value: a loss report is no gradient."""
+        self.ledger = Ledger(num_microbatches, self.device)
 
     def source(self) -> Tensor:
         """Return this rank's rows, flattened."""
         return self.ledger.rows().view(-1)
 
-    def committed_rows(self) -> Tensor:
-        """Return the rows of all the step's microbatches, shape (M, `NUM_COLUMNS`).
+    def committed_rows(self) -> tuple[Tensor, Tensor]:
+        """Return the rows of all the step's microbatches, on the device and in host memory.
 
-        Call it once the step is committed.
+        Shape (M, `NUM_COLUMNS`). Call it once the step is committed.
         """
-        return self.result.view(-1, NUM_COLUMNS)
+        assert self.on_host is not None
+        return self.result.view(-1, NUM_COLUMNS), self.on_host.view(-1, NUM_COLUMNS)
+
+
+def _is_finite(gradient: Tensor) -> Tensor:
+    """Return whether all values are finite, as a scalar on the device."""
+    if gradient.device.type != "cpu":
+        return torch.isfinite(torch.linalg.vector_norm(gradient, ord=math.inf))
+    # Any value that is not finite makes the sum not finite. Finite values may also overflow the
+    # sum, so the largest magnitude decides then. On a CPU it takes 50 times as long.
+    found = torch.isfinite(gradient.sum())
+    return found if found else torch.isfinite(torch.linalg.vector_norm(gradient, ord=math.inf))

@@ -35,8 +35,9 @@ import torch
 from torch import Tensor
 
 from megatron_recover.core.digest import combined
+from megatron_recover.trainer.host_copy import HostCopy
 
-__all__ = ["checksum", "checksums", "combined"]
+__all__ = ["Checksums", "checksum", "checksums", "combined"]
 
 _ROW = 16384
 """Bytes in a row. The sums of the rows (1/512 of the bytes) and the rest of a tensor are copied to
@@ -65,30 +66,34 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
     Each device is waited for once, not once per tensor.
     """
-    all_bytes = [tensor.detach().view(-1).view(torch.int8) for tensor in tensors]
-    ends = [data.numel() // _ROW * _ROW for data in all_bytes]  # ends of the whole rows
-    sums = _sums([data[:end].view(-1, _ROW) for data, end in zip(all_bytes, ends, strict=True) if end])
-    on_host = _to_host([*sums, *(data[end:] for data, end in zip(all_bytes, ends, strict=True))])
-    summed, rests = iter(on_host[: len(sums)]), on_host[len(sums) :]
-    found = []
-    for data, end, rest in zip(all_bytes, ends, rests, strict=True):
-        digest = hashlib.blake2b(data.numel().to_bytes(8, "little"), digest_size=8)
-        if end:
-            digest.update(next(summed).numpy())
-        digest.update(rest.numpy())
-        found.append(int.from_bytes(digest.digest(), "little") >> 1)
-    return found
+    computing = Checksums(tensors)
+    return computing.values(HostCopy(computing.parts).tensors())
 
 
-def _to_host(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return these int8 tensors in host memory, with one copy per device."""
-    found: list[Tensor] = list(parts)
-    for device in {part.device for part in parts if part.device.type != "cpu"}:
-        there = [index for index, part in enumerate(parts) if part.device == device]
-        pieces = torch.cat([parts[index] for index in there]).cpu().split([parts[index].numel() for index in there])
-        for index, piece in zip(there, pieces, strict=True):
-            found[index] = piece
-    return found
+class Checksums:
+    """The checksums of contiguous tensors, while their devices compute the sums of the rows."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Enqueue the work of the devices, without waiting for it."""
+        all_bytes = [tensor.detach().view(-1).view(torch.int8) for tensor in tensors]
+        self._sizes = [data.numel() for data in all_bytes]
+        ends = [size // _ROW * _ROW for size in self._sizes]  # ends of the whole rows
+        sums = _sums([data[:end].view(-1, _ROW) for data, end in zip(all_bytes, ends, strict=True) if end])
+        self.parts = [*sums, *(data[end:] for data, end in zip(all_bytes, ends, strict=True))]
+        """Tensors that the host needs (int8, on the devices): the sums of each tensor that has
+        rows, then the rest of each tensor."""
+
+    def values(self, parts: Sequence[Tensor]) -> list[int]:
+        """Return the checksum of each tensor. `parts` are the `parts` in host memory."""
+        num_sums = len(parts) - len(self._sizes)
+        summed, found = iter(parts[:num_sums]), []
+        for size, rest in zip(self._sizes, parts[num_sums:], strict=True):
+            digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=8)
+            if size >= _ROW:
+                digest.update(next(summed).numpy())
+            digest.update(rest.numpy())
+            found.append(int.from_bytes(digest.digest(), "little") >> 1)
+        return found
 
 
 def _sums(many: Sequence[Tensor]) -> list[Tensor]:

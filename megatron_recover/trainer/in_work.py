@@ -1,8 +1,8 @@
 """The microbatches in work on this rank: a death or a hang inside a computation is charged to them.
 
 On a CPU this is the microbatch being computed. A GPU runs behind the thread that enqueues its work:
-a microbatch is in work until an event behind its kernels has completed. The event is only queried,
-never waited for.
+a microbatch is in work until an event behind its kernels has completed, and only then it is
+finished in the journal. The event is only queried, never waited for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class InWork:
     def __init__(self, mark: Callable[[], DeviceEvent] | None) -> None:
         """Use `mark()` to put an event behind all enqueued work; None: work is never enqueued."""
         self._mark = mark
-        self._enqueued: deque[tuple[MicrobatchId, DeviceEvent]] = deque()
+        self._enqueued: deque[tuple[MicrobatchId, DeviceEvent, Callable[[], None]]] = deque()
 
     @classmethod
     def on(cls, device: torch.device) -> InWork:
@@ -39,20 +39,27 @@ class InWork:
         """Return the microbatches in work as a forward or backward of `microbatch` begins."""
         return self._unique((*self._behind(), microbatch))
 
-    def ended(self, microbatch: MicrobatchId) -> tuple[MicrobatchId, ...]:
+    def ended(self, microbatch: MicrobatchId, then: Callable[[], None] = lambda: None) -> tuple[MicrobatchId, ...]:
         """Note that the host has issued a forward or backward of `microbatch`.
 
         Return the microbatches that the device still works on: on a GPU usually this one too, on a
-        CPU none.
+        CPU none. `then()` is called once it does not work on this one any more: now, or in a later
+        call of a method.
         """
-        if self._mark is not None:
-            self._enqueued.append((microbatch, self._mark()))
+        if self._mark is None:
+            then()
+        else:
+            self._enqueued.append((microbatch, self._mark(), then))
+        return self.look()
+
+    def look(self) -> tuple[MicrobatchId, ...]:
+        """Return the microbatches that the device still works on."""
         return self._unique(self._behind())
 
     def _behind(self) -> tuple[MicrobatchId, ...]:
         while self._enqueued and self._enqueued[0][1].query():
-            self._enqueued.popleft()
-        return tuple(microbatch for microbatch, _ in self._enqueued)
+            self._enqueued.popleft()[2]()
+        return tuple(microbatch for microbatch, _, _ in self._enqueued)
 
     @staticmethod
     def _unique(microbatches: tuple[MicrobatchId, ...]) -> tuple[MicrobatchId, ...]:

@@ -19,6 +19,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from megatron_recover.trainer.host_copy import to_device
+
 NUM_COLUMNS = 64
 """Numbers in a row; bounds what a loss function may report for a microbatch."""
 _HEADER = 3
@@ -56,7 +58,7 @@ class Ledger:
 
     def rows(self) -> Tensor:
         """Return all rows as they are now, after writing the seconds of all microbatches."""
-        self._rows[:, 1] = torch.tensor(self._seconds, dtype=torch.float64)
+        self._rows[:, 1] = to_device(torch.tensor(self._seconds, dtype=torch.float64), self._rows.device)
         return self._rows
 
 
@@ -68,24 +70,45 @@ def _encode(described: _Description, device: torch.device) -> Tensor:
     return torch.tensor([len(text), *(int.from_bytes(part, "little") for part in parts)], dtype=torch.float64, device=device)
 
 
-def read_losses(rows: Tensor) -> list[dict[str, Tensor]]:
+def read_losses(rows: Tensor, on_host: Tensor) -> list[dict[str, Tensor]]:
     """Return the loss dictionaries of all microbatches, in the order of ids.
 
     Keys, dtypes and shapes are as the loss function reported them. The tensors are on the device of
-    `rows`.
+    `rows`. `on_host` are the same rows in host memory, so that reading them waits for no device.
     """
     losses: list[dict[str, Tensor]] = [{} for _ in range(len(rows))]
-    for indices in _alike(rows):
-        chosen, of = (rows, losses) if len(indices) == len(rows) else (rows[indices], [losses[index] for index in indices])
-        numbers = chosen[0].tolist()
+    for indices in _alike(on_host):
+        whole = len(indices) == len(rows)
+        chosen, of = (rows, losses) if whole else (rows[indices], [losses[index] for index in indices])
+        numbers = on_host[indices[0]].tolist()
         for key, values, shape in _columns(chosen, tuple(numbers[_HEADER - 1 : _start(numbers)])):
             for loss, value in zip(of, values.reshape(len(of), *shape).unbind(), strict=True):
                 loss[key] = value
     return losses
 
 
+def first_losses(on_host: Tensor) -> Tensor:
+    """Return the first loss that the first row reports, of all microbatches.
+
+    `on_host` are rows in host memory. Shape (M, numbers of that loss), float64. Without a report
+    the shape is (M, 0). Raises KeyError if another row does not report that loss.
+    """
+    key, found = "", on_host.new_empty(len(on_host), 0)
+    for indices in _alike(on_host):
+        numbers = on_host[indices[0]].tolist()
+        columns = _columns(on_host[list(indices)], tuple(numbers[_HEADER - 1 : _start(numbers)]))
+        values = {each: column.double() for each, column, _ in columns}
+        if not key:
+            if not values:
+                return found
+            key = columns[0][0]
+            found = on_host.new_empty(len(on_host), values[key].shape[1])
+        found[list(indices)] = values[key]
+    return found
+
+
 def _alike(rows: Tensor) -> list[Sequence[int]]:
-    """Return the indices of rows, grouped by equal descriptions.
+    """Return the indices of rows in host memory, grouped by equal descriptions.
 
     Usually there is one group, since all microbatches report alike.
     """

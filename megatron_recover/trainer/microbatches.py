@@ -6,6 +6,7 @@ provenance, ledger, trace. Decides nothing: each plan names the ids to compute a
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 
@@ -81,6 +82,10 @@ class Microbatches:
         self._reduction.collect_into(None)
         return len(self._of_pass)
 
+    def reduced(self) -> None:
+        """Note that the pass is reduced, so that the device is done with its microbatches."""
+        self._in_work.look()
+
     def suspects(self) -> tuple[int, ...]:
         """Return the microbatches to which an exception is charged.
 
@@ -115,8 +120,7 @@ class Microbatches:
             self._reduction.ledger.write(task.microbatch, tokens, losses)
         if self._forward_only:
             self._finish(task, chunk, 0.0, ())
-        self._current = None
-        self._page.enter(Phase.PIPELINE, self._in_work.ended(task.microbatch))
+        self._end(task, finishes=self._forward_only and chunk == self._num_chunks - 1)
 
     def backward_begins(self, task: Task, chunk: int, last: bool) -> None:
         self._current = task
@@ -131,8 +135,7 @@ class Microbatches:
         backward_s = self._elapsed_s()
         self._seconds[task, chunk] += backward_s
         self._finish(task, chunk, backward_s, self._reduction.end_backward(task.microbatch, chunk, task.into))
-        self._current = None
-        self._page.enter(Phase.PIPELINE, self._in_work.ended(task.microbatch))
+        self._end(task, finishes=chunk == 0)
 
     def _takes_ledger(self, task: Task) -> bool:
         return self._reduction.is_last_stage and self._reduction.ledger_bucket in task.into
@@ -160,7 +163,19 @@ class Microbatches:
             trace.MicrobatchFinished, generation=task.generation, step=self._step, microbatch=task.microbatch, chunk=chunk,
             seconds=round(seconds, 6), backward_s=round(backward_s, 6), into=taken,
         )  # fmt: skip
-        # A backward ends at the first chunk of the first stage. An evaluation leaves the stage at
-        # its last chunk.
-        if self._journal is not None and chunk == (self._num_chunks - 1 if self._forward_only else 0):
-            self._journal.finished(task.microbatch)
+
+    def _end(self, task: Task, *, finishes: bool) -> None:
+        """End a forward or backward.
+
+        `finishes`: this rank's journal has the microbatch as finished, once the device has done it.
+        A backward ends at the first chunk of the first stage, an evaluation at the stage's last.
+        """
+        self._current = None
+        then = _nothing
+        if finishes and self._journal is not None:
+            then = functools.partial(self._journal.finished, task.microbatch)
+        self._page.enter(Phase.PIPELINE, self._in_work.ended(task.microbatch, then))
+
+
+def _nothing() -> None:
+    """Do nothing."""

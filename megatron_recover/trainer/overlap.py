@@ -71,6 +71,7 @@ class Overlap:
             plan = self._plan()
             if not self._reduction.may_overlap(plan):
                 return
+            self._reduction.allocate(plan)
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream())
             self._passed = {bucket: threading.Event() for bucket in plan.reduces}

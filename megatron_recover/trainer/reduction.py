@@ -1,17 +1,15 @@
 """The reduction of one rank: from local gradients to results, over lanes and over replicas.
 
-Decides when a result is complete on this rank. `reduce` never writes a local gradient (INV-3) and
-never decides whether a step is committed. It never reports a result whose provenance is not one for
-every microbatch of the step (INV-1). A step with such a result is void and begins again
-(`Reduction.void`).
+`reduce` never writes a local gradient (INV-3) and never decides whether a step is committed. What
+crosses replicas is in `crossing.Crossing`. A step with a result that does not count every
+microbatch once is void and begins again (`Reduction.void`).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +18,12 @@ from torch import Tensor
 
 from megatron_recover import trace
 from megatron_recover.config import RecoverConfig
-from megatron_recover.core.plan import Operation, operations
-from megatron_recover.core.values import Apply, BucketId, Generation, Held, Pipeline, Plan, Shape
-from megatron_recover.data_plane.transport import Probe, Revoked, Transport, TransportError
+from megatron_recover.core.plan import operations
+from megatron_recover.core.values import Apply, BucketId, Generation, Pipeline, Plan, Shape
 from megatron_recover.faults import FaultInjector, FaultPoint
 from megatron_recover.trainer import exact
 from megatron_recover.trainer.bucket_sums import BucketSum, GradientSum, LedgerSum
-from megatron_recover.trainer.checksum import checksum, combined
+from megatron_recover.trainer.crossing import Crossing
 from megatron_recover.trainer.driver import Driver
 from megatron_recover.trainer.ledger import Ledger
 from megatron_recover.trainer.regions import Regions, number
@@ -44,15 +41,6 @@ def gather_over_replica(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-class Miscounted(TransportError):
-    """A bucket's sum does not count every microbatch of the step once.
-
-    The step is void (`core.values.Void`).
-    """
-
-    miscounted = True
 
 
 class Reduction:
@@ -196,12 +184,18 @@ class Reduction:
     def may_overlap(self, plan: Plan) -> bool:
         """Return whether the plan's sums may run beside a backward; log why not, once."""
         sums = [each for each in self._sums if each.id in plan.reduces]
-        operands = {(tensor.dtype, tensor.numel()) for each in sums for tensor in (each.result, each.provenance)}
+        operands = {each.operand for each in sums} | {(each.provenance.dtype, each.provenance.numel()) for each in sums}
         refusal = self._driver.overlap_refusal(plan.generation, operands)
         if refusal and refusal not in self._refusals:
             self._refusals.add(refusal)
             logger.warning("the reduction does not overlap with the backward: %s", refusal)
         return not refusal
+
+    def allocate(self, plan: Plan) -> None:
+        """Allocate the results of a plan now: beside a backward that may wait for the device."""
+        for each in self._sums:
+            if each.id in plan.reduces:
+                each.allocate()
 
     @functools.cached_property
     def overlap_stream(self) -> torch.cuda.Stream | None:
@@ -270,52 +264,27 @@ class Reduction:
 
         Sums over lanes are always carried out in full, sums over replicas until one fails.
         `wait_for(bucket)` returns when the last backward is done with the bucket. Raises
-        RuntimeError for a gradient that is not finite, if Megatron was set to check, before another
-        rank gets a part of it.
+        RuntimeError for a gradient that is not finite, if Megatron was set to check. No rank holds
+        a result with such a gradient.
         """
         if self._faults is not None:
             self._faults.at(FaultPoint.BEFORE_REDUCE, step=self._step)
         sums = {bucket_sum.id: bucket_sum for bucket_sum in sorted(self._sums, key=lambda bucket_sum: bucket_sum.order)}
+        crossing = Crossing(
+            plan, self._driver, num_buckets=self.ledger_bucket + 1, parameters_checksum=self._parameters_checksum,
+            record=self._record, faults=self._faults,
+            sum_fault=FaultPoint.SECOND_REDUCE if self.is_again(plan.generation) else FaultPoint.REDUCE,
+        )  # fmt: skip
         due = operations(plan, self._driver.replica, sums)
-        copies = [each for each in due if each.source is not None]
-        transport = self._cross(plan.generation, None, lambda: self._begin_crossing(plan.generation, sums, copies))
+        for each in due:
+            if each.source is not None:
+                crossing.copy(sums[each.bucket], each)
         for bucket_sum in (sums[each.bucket] for each in due if each.source is None):
             wait_for(bucket_sum.id)
-            if self._gradients.checks_finite:
-                bucket_sum.check_finite()
+            is_finite = bucket_sum.is_finite() if self._gradients.checks_finite else None
             self._note_passed(bucket_sum)
-            source, provenance = bucket_sum.source(), bucket_sum.summed_counts()
-            if transport is not None:
-                run = functools.partial(self._sum, transport, bucket_sum, source, provenance, plan.generation)
-                transport = self._cross(plan.generation, bucket_sum.id, run)
-
-    def _cross(self, generation: int, bucket: BucketId | None, operation: Callable[[], Transport]) -> Transport | None:
-        """Run an operation across replicas; return the transport for the next one.
-
-        None: the operation failed, and the rest of the plan is skipped across replicas.
-        """
-        try:
-            return operation()
-        except TransportError as error:
-            self._fail(generation, bucket, error)
-            return None
-
-    def _begin_crossing(self, generation: int, sums: Mapping[BucketId, BucketSum], copies: Sequence[Operation]) -> Transport:
-        transport = self._driver.transport(generation)
-        for copy in copies:
-            self._copy(transport, sums[copy.bucket], copy)
-        return transport
-
-    def _sum(
-        self, transport: Transport, bucket_sum: BucketSum, source: Tensor, provenance: Tensor, generation: int
-    ) -> Transport:
-        since = time.perf_counter()
-        transport.sum_into(
-            [source, provenance], [bucket_sum.result, bucket_sum.provenance], tag=self._tag(bucket_sum.id, 0),
-            probe=self._probe(bucket_sum.id, generation),
-        )  # fmt: skip
-        self._complete(bucket_sum, generation, time.perf_counter() - since)
-        return transport
+            crossing.sum(bucket_sum, bucket_sum.source(), bucket_sum.source_provenance(is_finite), is_finite)
+        crossing.finish()
 
     def _note_passed(self, bucket_sum: BucketSum) -> None:
         task, bucket_sum.passed_by = bucket_sum.passed_by, None
@@ -324,82 +293,6 @@ class Reduction:
                 trace.BucketPassed, generation=task.generation, step=self._step, microbatch=task.microbatch,
                 chunk=bucket_sum.chunk, bucket=bucket_sum.id,
             )  # fmt: skip
-
-    def _copy(self, transport: Transport, bucket_sum: BucketSum, copy: Operation) -> None:
-        assert copy.source is not None
-        if self._faults is not None:
-            self._faults.at(FaultPoint.TRANSFER, step=self._step, bucket=bucket_sum.id)
-        transport.copy_into(
-            [bucket_sum.result, bucket_sum.provenance],
-            source=copy.source,
-            targets=copy.members[1:],
-            tag=self._tag(bucket_sum.id, 1),
-        )
-        if self._driver.replica != copy.source:
-            value = self._checksum(bucket_sum)
-            if not bucket_sum.is_once:
-                # A source holds only results with right counts, so the copy is wrong. The next
-                # generation makes another one.
-                error = TransportError(
-                    f"the copy of bucket {bucket_sum.id} from replica {copy.source} is damaged: {bucket_sum.describe_counts()}"
-                )
-                error.peers = (copy.source,)
-                raise error
-            self._record(
-                trace.Transferred, generation=copy.generation, step=self._step, bucket=bucket_sum.id, version=copy.version,
-                source=copy.source, checksum=value,
-            )  # fmt: skip
-            self._hold(Held(bucket_sum.id, copy.version, value))
-
-    def _complete(self, bucket_sum: BucketSum, generation: int, seconds: float) -> None:
-        value = self._checksum(bucket_sum)
-        once = bucket_sum.is_once
-        self._record(
-            trace.Reduced, generation=generation, step=self._step, bucket=bucket_sum.id, version=generation, checksum=value,
-            provenance="ones" if once else tuple(int(count) for count in bucket_sum.provenance[:-1].tolist()),
-            seconds=round(seconds, 6),
-        )  # fmt: skip
-        if not once:
-            own = tuple(int(count) for count in bucket_sum.counts.tensor(torch.device("cpu"))[:-1].tolist())
-            self._record(
-                trace.Miscounted, generation=generation, step=self._step, bucket=bucket_sum.id,
-                microbatches=tuple(bucket_sum.wrong_ids()), own_counts=own,
-            )  # fmt: skip
-            raise Miscounted(f"step {self._step}, bucket {bucket_sum.id}: {bucket_sum.describe_counts()}")
-        self._hold(Held(bucket_sum.id, generation, value))
-
-    def _checksum(self, bucket_sum: BucketSum) -> int:
-        return combined((checksum(bucket_sum.result), self._parameters_checksum))
-
-    def _hold(self, held: Held) -> None:
-        if not self._driver.hold(held):
-            raise Revoked("a newer generation was promised while the result was on its way")
-
-    def _fail(self, generation: int, bucket: BucketId | None, error: TransportError) -> None:
-        reason = trace.reason_of(error)
-        self._record(trace.ReductionFailed, generation=generation, step=self._step, reason=reason, bucket=bucket)
-        if not isinstance(error, Revoked) or error.stalled:
-            self._driver.blocked(generation, error)
-
-    def _tag(self, bucket: BucketId, kind: int) -> int:
-        """Return the tag of a bucket's sum (kind 0) or transfer (kind 1) in this step.
-
-        The tag is unique in a transport's life: a generation may last many steps, with one sum and
-        one transfer per bucket in each.
-        """
-        return (self._step * 2 + kind) * (self.ledger_bucket + 1) + bucket
-
-    def _probe(self, bucket: BucketId, generation: int) -> Probe | None:
-        faults = self._faults
-        if faults is None:
-            return None
-        point = FaultPoint.SECOND_REDUCE if self.is_again(generation) else FaultPoint.REDUCE
-
-        def probe(instant: str) -> None:
-            if instant == "middle":
-                faults.at(point, step=self._step, bucket=bucket)
-
-        return probe
 
     # --- the committed step -----------------------------------------------------------------------
 
@@ -412,13 +305,17 @@ class Reduction:
             if bucket_sum.id not in buckets:
                 continue
             bucket_sum.apply()
+            bucket_sum.release()
             if not bucket_sum.is_exact(self._exponent):
                 logger.warning(
                     "step %d is not exact: the gradient of bucket %d outgrew the grid of 2**%d; replicas are bit-identical "
                     "all the same, but the run may differ from one without failures", self._step, bucket_sum.id, self._exponent,
                 )  # fmt: skip
 
-    def committed_rows(self) -> Tensor:
-        """Return the committed ledger of the step; last stage only."""
+    def committed_rows(self) -> tuple[Tensor, Tensor]:
+        """Return the committed ledger of the step, on the device and in host memory.
+
+        Call it on the last stage only.
+        """
         assert self._ledger_sum is not None
         return self._ledger_sum.committed_rows()

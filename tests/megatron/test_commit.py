@@ -34,6 +34,7 @@ from megatron_recover.megatron.data.loaders import MicrobatchCursor
 from megatron_recover.megatron.parameter_digest import HeldBy
 from megatron_recover.progress_page import ProgressPage
 from megatron_recover.trainer.checksum import checksum, combined
+from megatron_recover.trainer.ledger import Ledger
 from megatron_recover.trainer.microbatches import Microbatches
 from megatron_recover.trainer.work_queue import Task
 from tests.megatron.loopback import Job, LoopbackDriver, Strike
@@ -500,13 +501,20 @@ def test_the_grid_is_scaled_like_the_gradient(
 
 
 def test_the_loss_of_a_step_is_averaged_as_upstream_averages_it(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = [{"lm loss": torch.tensor([6.0, 2.0]), "other": torch.ones(1)}, {"lm loss": torch.tensor([3.0, 4.0])}]
-    assert commit._mean_loss(counted) == 1.5
-    assert commit._mean_loss([{"lm loss": torch.tensor(3.0)}, {"lm loss": torch.tensor(1.0)}]) == 2.0
-    assert commit._mean_loss([]) is None
+    def rows(*reports: dict[str, torch.Tensor]) -> torch.Tensor:
+        ledger = Ledger(len(reports))
+        for microbatch, report in enumerate(reports):
+            ledger.write(microbatch, torch.tensor(1), report)
+        return ledger.rows()
+
+    counted = rows({"lm loss": torch.tensor([6.0, 2.0]), "other": torch.ones(1)}, {"lm loss": torch.tensor([3.0, 4.0])})
+    device = torch.device("cpu")
+    assert commit._mean_loss(counted, device) == 1.5
+    assert commit._mean_loss(rows({"lm loss": torch.tensor(3.0)}, {"lm loss": torch.tensor(1.0)}), device) == 2.0
+    assert commit._mean_loss(rows(), device) is None and commit._mean_loss(rows({}), device) is None
     monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **_: SimpleNamespace(size=lambda: 2))
     monkeypatch.setattr(dist, "all_reduce", lambda total, group: total.add_(torch.tensor([11.0, 4.0])))  # the other lane's
-    assert commit._mean_loss(counted) == (9 + 11) / (6 + 4)
+    assert commit._mean_loss(counted, device) == (9 + 11) / (6 + 4)
 
 
 def test_which_ranks_hold_a_parameter_alike() -> None:

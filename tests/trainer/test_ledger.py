@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_recover.sim.timed.models import LEDGER_COLUMNS
-from megatron_recover.trainer.ledger import Ledger, count_tokens, read_losses
+from megatron_recover.trainer.ledger import Ledger, count_tokens, first_losses, read_losses
 
 
 def report(value: float) -> dict[str, torch.Tensor]:
@@ -27,7 +27,7 @@ def test_a_replica_that_computed_nothing_reads_what_the_others_wrote() -> None:
     theirs.write(1, torch.tensor(11), report(0.1))
     theirs.write(2, torch.tensor(12, dtype=torch.int), {"other": torch.tensor([1e-30], dtype=torch.float32)})
     rows = mine.rows() + theirs.rows() + Ledger(4).rows()
-    losses = read_losses(rows)
+    losses = read_losses(rows, rows)
     assert [set(each) for each in losses] == [{"lm loss", "aux"}, {"lm loss", "aux"}, {"other"}, {"lm loss", "aux"}]
     for microbatch, expected in ((0, report(1.5)), (1, report(0.1)), (3, report(4.5))):
         for key, value in expected.items():
@@ -50,19 +50,34 @@ def test_reports_of_all_ids_alike_are_read_without_looking_at_each_row(monkeypat
         ledger.write(microbatch, torch.tensor(1), report(microbatch))
     rows, taken, original = ledger.rows(), [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: taken.append(self.numel()) or original(self))
-    losses = read_losses(rows)
+    losses = read_losses(rows, rows)
     monkeypatch.undo()
     assert sum(taken) <= 2 * rows.shape[1]
     for microbatch in range(500):
         for key, value in report(microbatch).items():
             found = losses[microbatch][key]
             assert found.dtype == value.dtype and found.shape == value.shape and torch.equal(found, value)
-    assert read_losses(rows[:0]) == []
+    assert read_losses(rows[:0], rows[:0]) == []
 
 
 def test_ids_that_report_nothing_have_empty_dictionaries_of_their_own() -> None:
     ledger = Ledger(2)
     for microbatch in range(2):
         ledger.write(microbatch, torch.tensor(1), {})
-    first, second = read_losses(ledger.rows())
+    first, second = read_losses(ledger.rows(), ledger.rows())
     assert first == second == {} and first is not second
+
+
+def test_the_first_loss_of_all_ids_is_read_whatever_else_they_report() -> None:
+    ledger = Ledger(3)
+    for microbatch, others in enumerate(({}, {"other": torch.ones(1)}, {})):
+        ledger.write(microbatch, torch.tensor(1), {"lm loss": torch.tensor([1.5 + microbatch, 7.0])} | others)
+    assert first_losses(ledger.rows()).tolist() == [[1.5, 7.0], [2.5, 7.0], [3.5, 7.0]]
+    assert first_losses(Ledger(0).rows()).shape == (0, 0)
+    ledger = Ledger(2)
+    ledger.write(0, torch.tensor(1), {"lm loss": torch.tensor(1.0)})
+    ledger.write(1, torch.tensor(1), {"other": torch.tensor(1.0)})
+    with pytest.raises(KeyError):
+        first_losses(ledger.rows())
+    ledger.write(0, torch.tensor(1), {})
+    assert first_losses(ledger.rows()).shape == (2, 0)

@@ -16,7 +16,8 @@ from megatron_recover.config import RecoverConfig
 from megatron_recover.core.values import Held, Plan, Transfer, Work
 from megatron_recover.data_plane.transport import PeerLost, Revoked, TransportError
 from megatron_recover.faults import FaultPoint
-from megatron_recover.trainer.reduction import Miscounted, Reduction
+from megatron_recover.trainer.crossing import Miscounted
+from megatron_recover.trainer.reduction import Reduction
 from megatron_recover.trainer.regions import Region
 
 M = 2
@@ -46,7 +47,7 @@ class Transport:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
-        self.sent: Sequence[float] = [1.0] * M + [0.0]
+        self.sent: Sequence[float] = [1.0] * M + [0.0, 0.0]
         self.fails_at: dict[int, Exception] = {}
         """By number of the call."""
         self.promises_at: dict[int, int] = {}
@@ -188,8 +189,8 @@ def test_every_bucket_gets_its_own_provenance_over_the_lanes(monkeypatch: pytest
     for bucket_sum in reduction._sums[:2]:
         bucket_sum.num_lanes = 2
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group: tensor.mul_(2))
-    provenances = [reduction._sums[at].summed_counts() for at in (1, 2, 0)]
-    assert [provenance.tolist() for provenance in provenances] == [[0, 2, 0], [0, 0, 0], [2, 0, 0]]
+    provenances = [reduction._sums[at].source_provenance(None) for at in (1, 2, 0)]
+    assert [provenance.tolist() for provenance in provenances] == [[0, 2, 0, 0], [0, 0, 0, 0], [2, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("ids", [(0,), (0, 1, 1)], ids=["one is missing", "one is there twice"])
@@ -201,7 +202,7 @@ def test_inv_1_a_sum_that_is_not_of_every_microbatch_once_is_not_even_offered(id
     assert "bucket 0: counts that are not 1, by microbatch: {1: " in str(error)
 
 
-@pytest.mark.parametrize("provenance", [[1.0, 0.0, 0.0], [1.0, 2.0, 0.0]], ids=["one is missing", "one is there twice"])
+@pytest.mark.parametrize("provenance", [[1.0, 0.0, 0.0, 0.0], [1.0, 2.0, 0.0, 0.0]], ids=["missing", "twice"])
 def test_inv_1_a_transferred_result_is_checked_like_a_sum(provenance: list[float]) -> None:
     reduction, driver = begun()
     driver.open.sent = provenance

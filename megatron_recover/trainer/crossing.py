@@ -1,0 +1,225 @@
+"""The part of a plan's reduction that crosses replicas: its transfers and its sums.
+
+Decides when a result is complete on this rank, and reports it as held. It never reports a result
+whose provenance is not one for every microbatch of the step (INV-1), or in which a gradient is not
+finite.
+
+Note [Judging behind]
+    The next bucket's sum begins before the host has judged the last one: each time the host waits
+    for a device, the device has nothing to do until the host has enqueued more. So a result is
+    judged when its copy has arrived (`Judging.is_ready`), at the latest when all sums are done. The
+    host waits once per plan, whatever the number of buckets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from megatron_recover import trace
+from megatron_recover.core.plan import Operation
+from megatron_recover.core.values import BucketId, Held, Plan
+from megatron_recover.data_plane.transport import Probe, Revoked, Transport, TransportError
+from megatron_recover.faults import FaultInjector, FaultPoint
+from megatron_recover.trainer.bucket_sums import BucketSum
+from megatron_recover.trainer.checksum import combined
+from megatron_recover.trainer.driver import Driver
+from megatron_recover.trainer.judging import Judging
+
+
+class Miscounted(TransportError):
+    """A bucket's sum does not count every microbatch of the step once.
+
+    The step is void (`core.values.Void`).
+    """
+
+    miscounted = True
+
+
+class Crossing:
+    """The transfers and sums of one plan on one rank.
+
+    After the first failure the rest is skipped, and the failure is reported once.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        driver: Driver,
+        *,
+        num_buckets: int,
+        parameters_checksum: int,
+        record: trace.RankTrace,
+        faults: FaultInjector | None,
+        sum_fault: FaultPoint,
+    ) -> None:
+        """Open the transport of the plan's generation.
+
+        - `num_buckets`: buckets of the replica.
+        - `parameters_checksum`: combined into every checksum that is reported.
+        - `sum_fault`: the fault point inside a sum.
+        """
+        self._generation, self._step, self._driver = plan.generation, plan.step, driver
+        self._num_buckets, self._parameters_checksum = num_buckets, parameters_checksum
+        self._record, self._faults, self._sum_fault = record, faults, sum_fault
+        self._judging = deque[Judging]()
+        """Sums that the host has not judged yet, in their order."""
+        self._transport: Transport | None = None
+        """None after a failure."""
+        self._has_failed = False
+        try:
+            self._transport = driver.transport(plan.generation)
+        except TransportError as error:
+            self._fail(None, error)
+
+    def copy(self, bucket_sum: BucketSum, operation: Operation) -> None:
+        """Carry out this rank's part in the transfer of a result."""
+        self._try(None, lambda transport: self._copy(transport, bucket_sum, operation))
+
+    def sum(self, bucket_sum: BucketSum, source: Tensor, counts: Tensor, is_finite: Tensor | None) -> None:
+        """Sum `source` and its provenance `counts` over the replicas, and judge what has arrived.
+
+        `is_finite` tells whether this rank's gradient is finite, as a scalar on its device; None:
+        it is not checked. Raises RuntimeError if a gradient of this rank is not finite.
+        """
+        if self._transport is None:
+            if is_finite is not None and not is_finite:  # no sum is begun any more, so the host may wait
+                raise _not_finite(bucket_sum)
+            return
+        self._try(bucket_sum.id, lambda transport: self._sum(transport, bucket_sum, source, counts, is_finite))
+        self._judge(wait=False)
+
+    def finish(self) -> None:
+        """Judge the sums that are left. Raises as `sum` does."""
+        self._judge(wait=True)
+
+    # --- operations -------------------------------------------------------------------------------
+
+    def _try(self, bucket: BucketId | None, operation: Callable[[Transport], None]) -> None:
+        """Run an operation unless an earlier one has failed."""
+        if self._transport is None:
+            return
+        try:
+            operation(self._transport)
+        except TransportError as error:
+            self._judge(wait=True)  # sums that were complete before the failure
+            self._fail(bucket, error)
+
+    def _sum(
+        self, transport: Transport, bucket_sum: BucketSum, source: Tensor, counts: Tensor, is_finite: Tensor | None
+    ) -> None:
+        since = time.perf_counter()
+        transport.sum_into(
+            [source, counts], [bucket_sum.result, bucket_sum.provenance], tag=self._tag(bucket_sum.id, 0),
+            probe=self._probe(bucket_sum.id),
+        )  # fmt: skip
+        self._judging.append(Judging(bucket_sum, is_finite, seconds=time.perf_counter() - since))
+
+    def _copy(self, transport: Transport, bucket_sum: BucketSum, operation: Operation) -> None:
+        assert operation.source is not None
+        if self._faults is not None:
+            self._faults.at(FaultPoint.TRANSFER, step=self._step, bucket=bucket_sum.id)
+        transport.copy_into(
+            [bucket_sum.result, bucket_sum.provenance], source=operation.source, targets=operation.members[1:],
+            tag=self._tag(bucket_sum.id, 1),
+        )  # fmt: skip
+        if self._driver.replica == operation.source:
+            return
+        copied = Judging(bucket_sum)
+        copied.finish()
+        if not (copied.is_once and copied.all_finite):
+            # A source holds only results with right counts, so the copy is wrong. The next
+            # generation makes another one.
+            error = TransportError(
+                f"the copy of bucket {bucket_sum.id} from replica {operation.source} is damaged: {_describe_counts(bucket_sum)}"
+            )
+            error.peers = (operation.source,)
+            raise error
+        checksum = self._with_parameters(copied.checksum)
+        self._record(
+            trace.Transferred, generation=operation.generation, step=self._step, bucket=bucket_sum.id,
+            version=operation.version, source=operation.source, checksum=checksum,
+        )  # fmt: skip
+        self._hold(Held(bucket_sum.id, operation.version, checksum))
+
+    # --- results ----------------------------------------------------------------------------------
+
+    def _judge(self, *, wait: bool) -> None:
+        """Judge the sums whose copies have arrived, in their order; with `wait` all of them."""
+        while self._judging and (wait or self._judging[0].is_ready()):
+            judged = self._judging.popleft()
+            judged.finish()
+            if not judged.was_finite:
+                raise _not_finite(judged.bucket_sum)
+            try:
+                self._complete(judged)
+            except TransportError as error:
+                self._fail(judged.bucket_sum.id, error)
+
+    def _complete(self, judged: Judging) -> None:
+        bucket_sum, generation = judged.bucket_sum, self._generation
+        if not judged.all_finite:
+            raise TransportError(f"bucket {bucket_sum.id}: another rank's gradient has values that are not finite")
+        checksum = self._with_parameters(judged.checksum)
+        counts = "ones" if judged.is_once else bucket_sum.summed_counts()
+        self._record(
+            trace.Reduced, generation=generation, step=self._step, bucket=bucket_sum.id, version=generation,
+            checksum=checksum, provenance=counts, seconds=round(judged.seconds, 6),
+        )  # fmt: skip
+        if not judged.is_once:
+            self._record(
+                trace.Miscounted, generation=generation, step=self._step, bucket=bucket_sum.id,
+                microbatches=tuple(bucket_sum.wrong_counts()), own_counts=bucket_sum.counts.each(),
+            )  # fmt: skip
+            raise Miscounted(f"step {self._step}, bucket {bucket_sum.id}: {_describe_counts(bucket_sum)}")
+        self._hold(Held(bucket_sum.id, generation, checksum))
+
+    def _with_parameters(self, checksum: int) -> int:
+        return combined((checksum, self._parameters_checksum))
+
+    def _hold(self, held: Held) -> None:
+        if not self._driver.hold(held):
+            raise Revoked("a newer generation was promised while the result was on its way")
+
+    def _fail(self, bucket: BucketId | None, error: TransportError) -> None:
+        """Report the first failure of the plan."""
+        if self._has_failed:
+            return
+        self._transport, self._has_failed = None, True
+        self._record(
+            trace.ReductionFailed, generation=self._generation, step=self._step, reason=trace.reason_of(error), bucket=bucket
+        )
+        if not isinstance(error, Revoked) or error.stalled:
+            self._driver.blocked(self._generation, error)
+
+    # --- names of operations ----------------------------------------------------------------------
+
+    def _tag(self, bucket: BucketId, kind: int) -> int:
+        """Return the tag of a bucket's sum (kind 0) or transfer (kind 1) in this step.
+
+        The tag is unique in a transport's life: a generation may last many steps, with one sum and
+        one transfer per bucket in each.
+        """
+        return (self._step * 2 + kind) * self._num_buckets + bucket
+
+    def _probe(self, bucket: BucketId) -> Probe | None:
+        faults = self._faults
+        if faults is None:
+            return None
+
+        def probe(instant: str) -> None:
+            if instant == "middle":
+                faults.at(self._sum_fault, step=self._step, bucket=bucket)
+
+        return probe
+
+
+def _not_finite(bucket_sum: BucketSum) -> RuntimeError:
+    return RuntimeError(f"the gradient of microbatches {bucket_sum.counts.counted()} has values that are not finite")
+
+
+def _describe_counts(bucket_sum: BucketSum) -> str:
+    return f"counts that are not 1, by microbatch: {bucket_sum.wrong_counts()}"

@@ -1,0 +1,73 @@
+"""Copies between a device and the host for which no thread waits unless it has nothing else to do.
+
+A synchronous copy makes the host wait until the device has done all that is enqueued. Then the
+device has nothing to do until the host has enqueued more. So what the host has to know of a
+device's tensors travels in one copy to pinned memory, behind which an event is asked
+(`HostCopy.has_arrived`). On a CPU there is nothing to copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a host tensor on `device`, without waiting for the device.
+
+    The caller may overwrite `tensor` at once.
+    """
+    if device.type == "cpu":
+        return tensor.clone()
+    return tensor.pin_memory().to(device, non_blocking=True)  # torch keeps the pinned copy until it is read
+
+
+class HostCopy:
+    """Contiguous tensors on their way to the host. Each device makes one copy of all of its own.
+
+    On a CPU the tensors are not copied: read them before they change.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Enqueue the copies, on the current streams."""
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._arriving = [
+            _Arriving([index for index, tensor in enumerate(self._tensors) if tensor.device == device], self._tensors)
+            for device in {tensor.device for tensor in self._tensors if tensor.device.type != "cpu"}
+        ]
+
+    def has_arrived(self) -> bool:
+        """Return whether `tensors` would return at once."""
+        return all(each.event.query() for each in self._arriving)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors in host memory, with their types and shapes; wait for them."""
+        for arriving in self._arriving:
+            arriving.event.synchronize()
+            for index, tensor in arriving.cut(self._tensors):
+                self._tensors[index] = tensor
+        self._arriving = []
+        return self._tensors
+
+
+class _Arriving:
+    """One copy: the tensors of one device, those with the largest elements first."""
+
+    def __init__(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        # In this order each begins at a multiple of its elements' size.
+        self._indices = sorted(indices, key=lambda index: -tensors[index].element_size())
+        together = torch.cat([tensors[index].reshape(-1).view(torch.uint8) for index in self._indices])
+        self._host = torch.empty(together.shape, dtype=torch.uint8, pin_memory=True)
+        self._host.copy_(together, non_blocking=True)
+        self.event = torch.cuda.Event()
+        self.event.record(torch.cuda.current_stream(together.device))
+
+    def cut(self, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        """Return (index, tensor in host memory) for each of the tensors."""
+        sizes = [tensors[index].numel() * tensors[index].element_size() for index in self._indices]
+        return [
+            (index, piece.view(tensors[index].dtype).view(tensors[index].shape))
+            for index, piece in zip(self._indices, self._host.split(sizes), strict=True)
+        ]

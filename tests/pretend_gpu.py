@@ -1,0 +1,187 @@
+"""A GPU that is pretended: tensors that say they are on one, and a count of each wait of the host for it.
+
+The elements are in host memory. What reads them on the host does not get at them but by a copy, so a read that waits for
+the device is seen. Kernels are counted by nobody.
+
+Note [What waits]
+    - `_local_scalar_dense`: `item`, `bool`, `float` of a tensor;
+    - `nonzero`, whose result has a size that the device decides;
+    - a copy between host and device that is not `non_blocking`, or whose memory on the host is not pinned;
+    - `Event.synchronize`, on an event that has not completed. It completes at the next wait, so that nobody finds the
+      results early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from megatron_recover.trainer import checksum
+
+DEVICE = torch.device("cuda", 0)
+_WAITS = ("_local_scalar_dense", "nonzero", "equal")
+
+
+class OnGpu(Tensor):
+    """A tensor on the pretended GPU."""
+
+    gpu: Gpu
+    held: Tensor
+    """The elements, in host memory."""
+
+    @staticmethod
+    def __new__(cls, held: Tensor, gpu: Gpu) -> OnGpu:
+        # torch itself believes in "meta", which is a device that needs no driver.
+        made = Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device="meta"
+        )
+        made.held, made.gpu = held, gpu
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return DEVICE
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def __repr__(self, **_: object) -> str:
+        return f"OnGpu({self.held})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        gpu = next(each.gpu for each in tree_leaves((args, kwargs)) if isinstance(each, OnGpu))
+        return gpu.dispatch(func, args, kwargs or {})
+
+
+class Event:
+    """An event of the pretended GPU. It has completed once the host has waited for the GPU."""
+
+    gpu: Gpu
+
+    def __init__(self, **_: object) -> None:
+        self._at = -1
+
+    def record(self, stream: object = None) -> None:
+        self._at = self.gpu.num_waits
+
+    def query(self) -> bool:
+        return self.gpu.is_quick or self.gpu.num_waits > self._at
+
+    def synchronize(self) -> None:
+        if not self.query():
+            self.gpu.wait("Event.synchronize")
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1.0
+
+
+class Stream:
+    """A stream of the pretended GPU."""
+
+    def record_event(self) -> Event:
+        event = torch.cuda.Event()
+        event.record(self)
+        return event
+
+
+class Gpu(TorchFunctionMode):
+    """Makes tensors "on cuda" pretended ones, in the thread in which it is entered."""
+
+    def __init__(self, *, is_quick: bool = False) -> None:
+        """Make a GPU. `is_quick`: it has done everything before the host asks."""
+        super().__init__()
+        self.is_quick = is_quick
+        self.waits: Counter[str] = Counter()
+        """How often the host has waited, by what for."""
+        self.pinned: set[int] = set()
+        """Addresses of pinned host memory."""
+
+    @property
+    def num_waits(self) -> int:
+        return self.waits.total()
+
+    def wait(self, why: str) -> None:
+        self.waits[why] += 1
+
+    def tensor(self, held: Tensor) -> OnGpu:
+        """Return a tensor on the GPU with the memory of `held`."""
+        return OnGpu(held, self)
+
+    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = func.overloadpacket.__name__
+        to_host = name == "_to_copy" and _is(kwargs.get("device"), "cpu")
+        if name in _WAITS:
+            self.wait(name)
+        elif to_host:
+            self._copy(name, kwargs.get("non_blocking", False), host=None)
+        elif name == "copy_":
+            into, source = args[0], args[1]
+            if isinstance(into, OnGpu) != isinstance(source, OnGpu):
+                non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+                self._copy(name, non_blocking, into if isinstance(source, OnGpu) else source)
+        found = func(*tree_map(_held, args), **tree_map(_held, kwargs))
+        if to_host or (isinstance(args[0], Tensor) and not isinstance(args[0], OnGpu) and name.endswith("_")):
+            return found
+        return tree_map(lambda each: self.tensor(each) if isinstance(each, Tensor) else each, found)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "pin_memory":
+            copy = args[0].clone()
+            self.pinned.add(copy.data_ptr())
+            return copy
+        pins = kwargs.pop("pin_memory", False)
+        if name == "to" and not isinstance(args[0], OnGpu) and any(_is(each, "cuda") for each in (*args[1:], *kwargs.values())):
+            self._copy("to", kwargs.pop("non_blocking", False), args[0])
+            others = {key: _held(each) for key, each in kwargs.items()} | {"copy": True}
+            return self.tensor(args[0].to(*map(_held, args[1:]), **others))
+        on_gpu = _is(kwargs.get("device"), "cuda")
+        if on_gpu:
+            kwargs["device"] = "cpu"
+        found = func(*args, **kwargs)
+        if pins:
+            self.pinned.add(found.data_ptr())
+        if name == "tensor" and on_gpu:
+            self.wait("tensor")
+        return self.tensor(found) if on_gpu and not isinstance(found, OnGpu) else found
+
+    def _copy(self, name: str, non_blocking: bool, host: Tensor | None) -> None:
+        if not non_blocking or host is None or host.data_ptr() not in self.pinned:
+            self.wait(name)
+
+
+def _held(each: Any) -> Any:
+    if isinstance(each, OnGpu):
+        return each.held
+    return torch.device("cpu") if isinstance(each, torch.device) else each
+
+
+def _is(device: Any, kind: str) -> bool:
+    return isinstance(device, torch.device | str) and torch.device(device).type == kind
+
+
+@contextlib.contextmanager
+def pretended(*, is_quick: bool = False) -> Iterator[Gpu]:
+    """Pretend a GPU in this thread."""
+    gpu = Gpu(is_quick=is_quick)
+    with pytest.MonkeyPatch.context() as patch, gpu:
+        stream = Stream()
+        patch.setattr(torch.cuda, "Event", type("Event", (Event,), {"gpu": gpu}))
+        patch.setattr(torch.cuda, "Stream", lambda *_, **__: stream)
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+        yield gpu
+    checksum._weights.cache_clear()
