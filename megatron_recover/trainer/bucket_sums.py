@@ -143,9 +143,8 @@ class GradientSum(BucketSum):
             return
         for part in self._bucket.slices():
             gradient = self._bucket.region.local[part]
-            if gradient.numel():
-                self._bound += exact.magnitude(gradient)
-                exact.fold(self._accumulator[part], gradient, exponent)
+            self._bound += exact.magnitude(gradient)
+            exact.fold(self._accumulator[part], gradient, exponent)
 
     def source(self) -> Tensor:
         """Return the tensor that this rank adds to the sum over replicas.

@@ -46,8 +46,8 @@ def fits(bound: float, exponent: int) -> bool:
 
 
 def magnitude(gradient: Tensor) -> Tensor:
-    """Return the largest magnitude in a gradient with elements, as a scalar on its device."""
-    return torch.linalg.vector_norm(gradient, ord=math.inf)
+    """Return the largest magnitude in the gradient, as a scalar on its device; 0 if it is empty."""
+    return torch.linalg.vector_norm(gradient, ord=math.inf) if gradient.numel() else gradient.new_zeros(())
 
 
 def fold(total: Tensor, gradient: Tensor, exponent: int) -> None:

@@ -184,6 +184,26 @@ def test_a_device_that_runs_behind_has_several_microbatches_in_work() -> None:
     assert on_cpu.begins(3) == (3,) and on_cpu.ended(3) == ()
 
 
+def test_a_microbatch_is_finished_in_the_journal_once_the_device_has_done_it() -> None:
+    marks: list[Passes] = []
+
+    def mark() -> Passes:
+        marks.append(Passes())
+        return marks[-1]
+
+    finished: list[int] = []
+    work = InWork(mark)
+    work.ended(0, lambda: finished.append(0))
+    work.ended(1, lambda: finished.append(1))
+    assert work.look() == (0, 1) and finished == []
+    marks[0].passed = True
+    assert work.begins(2) == (1, 2) and finished == [0]
+    marks[1].passed = True
+    assert work.look() == () and work.look() == () and finished == [0, 1]
+    InWork.on(torch.device("cpu")).ended(2, lambda: finished.append(2))
+    assert finished == [0, 1, 2]
+
+
 def test_compiling_is_a_phase_of_its_own(reader: PageReader, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.callback import callback_handler
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from megatron_recover import trace
@@ -19,6 +20,7 @@ from megatron_recover.faults import FaultPoint
 from megatron_recover.trainer.crossing import Miscounted
 from megatron_recover.trainer.reduction import Reduction
 from megatron_recover.trainer.regions import Region
+from tests.pretend_gpu import Gpu, pretended
 
 M = 2
 EVERYTHING = (0, 1, 2)
@@ -30,11 +32,12 @@ class Buffers:
 
     checks_finite, can_watch = True, False
 
-    def __init__(self, num_chunks: int) -> None:
+    def __init__(self, num_chunks: int, gpu: Gpu | None = None) -> None:
         alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
         self.num_chunks = num_chunks
+        local = torch.zeros(12) if gpu is None else gpu.tensor(torch.zeros(12))
         self.regions = [
-            Region(torch.zeros(12), chunk=chunk, group=alone, scale=1.0, sharded=False, bucket_elements=6)
+            Region(local.clone(), chunk=chunk, group=alone, scale=1.0, sharded=False, bucket_elements=6)
             for chunk in range(num_chunks)
         ]
 
@@ -47,6 +50,8 @@ class Transport:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
+        self.not_finite_at: set[int] = set()
+        """Numbers of the calls in which another rank's gradient is not finite."""
         self.sent: Sequence[float] = [1.0] * M + [0.0, 0.0]
         self.fails_at: dict[int, Exception] = {}
         """By number of the call."""
@@ -55,6 +60,7 @@ class Transport:
 
     def _called(self, what: str, tag: int) -> None:
         self.driver.calls.append(what)
+        self.driver.told.append(what)
         self.driver.tags.append(tag)
         self.driver.promised = self.promises_at.get(len(self.driver.calls) - 1, self.driver.promised)
         if (error := self.fails_at.get(len(self.driver.calls) - 1)) is not None:
@@ -66,6 +72,8 @@ class Transport:
             probe(instant)
         for source, result in zip(sources, results, strict=True):
             result.copy_(source)
+        if len(self.driver.calls) - 1 in self.not_finite_at:
+            results[1][-1:] += 1.0
 
     def copy_into(self, tensors: Sequence[Tensor], *, source: int, tag: int, **_: Any) -> None:
         self._called("copy", tag)
@@ -83,6 +91,8 @@ class Driver:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.tags: list[int] = []
+        self.told: list[str] = []
+        """What was held or blocked, in its order, among the calls of the transport."""
         self.held: list[Held] = []
         self.errors: list[tuple[int, BaseException]] = []
         self.open = Transport(self)
@@ -101,10 +111,12 @@ class Driver:
         if self.promised > self.generation:
             return False
         self.held.append(held)
+        self.told.append(f"held {held.bucket}")
         return True
 
     def blocked(self, generation: int, error: BaseException) -> None:
         self.errors.append((generation, error))
+        self.told.append("blocked")
 
 
 class Points:
@@ -124,12 +136,13 @@ def begun(
     num_chunks: int = 1,
     log: Any = None,
     parameters_checksum: int = 0,
+    gpu: Gpu | None = None,
 ) -> tuple[Reduction, Driver]:
     """A reduction in which each id of `ids` was computed, and added 2**id to every element of the first chunk."""
     driver = Driver()
     config = RecoverConfig(bucket_elements=6, determinism=determinism)
     made = Reduction(
-        Buffers(num_chunks),
+        Buffers(num_chunks, gpu),
         stage=0,
         is_last_stage=True,
         config=config,
@@ -202,7 +215,9 @@ def test_inv_1_a_sum_that_is_not_of_every_microbatch_once_is_not_even_offered(id
     assert "bucket 0: counts that are not 1, by microbatch: {1: " in str(error)
 
 
-@pytest.mark.parametrize("provenance", [[1.0, 0.0, 0.0, 0.0], [1.0, 2.0, 0.0, 0.0]], ids=["missing", "twice"])
+@pytest.mark.parametrize(
+    "provenance", [[1.0, 0.0, 0.0, 0.0], [1.0, 2.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0]], ids=["missing", "twice", "not finite"]
+)
 def test_inv_1_a_transferred_result_is_checked_like_a_sum(provenance: list[float]) -> None:
     reduction, driver = begun()
     driver.open.sent = provenance
@@ -334,8 +349,8 @@ def test_no_two_operations_of_a_generation_share_a_tag() -> None:
     for step in (3, 4, 5):
         reduction.begin(step, M)
         compute(reduction, range(M))
-        reduction.reduce(plan(1))
-        reduction.reduce(plan(1, [Transfer(bucket, 1, 0, (1,)) for bucket in EVERYTHING], []))
+        reduction.reduce(replace(plan(1), step=step))
+        reduction.reduce(replace(plan(1, [Transfer(bucket, 1, 0, (1,)) for bucket in EVERYTHING], []), step=step))
     assert len(set(driver.tags)) == len(driver.tags) == 3 * 2 * len(EVERYTHING)
 
 
@@ -361,3 +376,83 @@ def test_fault_points_say_whether_it_is_the_steps_first_reduction() -> None:
     before = (FaultPoint.BEFORE_REDUCE, None)
     again = [before, (FaultPoint.TRANSFER, 0), (FaultPoint.SECOND_REDUCE, 1)]
     assert points.passed == [before, (FaultPoint.REDUCE, 0), *again, before, (FaultPoint.REDUCE, 2)]
+
+
+# --- Behind a device ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_quick", [False, True])
+def test_the_next_sum_begins_before_the_last_is_judged(is_quick: bool) -> None:
+    with pretended(is_quick=is_quick) as gpu:
+        reduction, driver = begun(gpu=gpu)
+        gpu.waits.clear()
+        reduction.reduce(plan())
+        assert gpu.num_waits == (0 if is_quick else 1)
+    told = ["sum", "held 0", "sum", "held 1", "sum", "held 2"]
+    assert driver.told == (told if is_quick else sorted(told, reverse=True)[:3] + sorted(told)[:3])
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_sums_that_were_complete_before_a_failure_are_held_before_it_is_told(failing: int) -> None:
+    with pretended() as gpu:
+        reduction, driver = begun(gpu=gpu)
+        driver.open.fails_at[failing] = PeerLost(0, "gone")
+        reduction.reduce(plan())
+    assert driver.told == ["sum"] * (failing + 1) + [f"held {bucket}" for bucket in range(failing)] + ["blocked"]
+
+
+def test_inv_1_a_miscount_that_is_seen_late_is_told_once_and_never_held() -> None:
+    with pretended() as gpu:
+        reduction, driver = begun((0, 1, 1), gpu=gpu)
+        reduction.reduce(plan())
+    ((_, error),) = driver.errors
+    assert isinstance(error, Miscounted) and "bucket 0" in str(error) and driver.held == []
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("failing", [None, 1])
+def test_a_gradient_that_is_not_finite_is_never_held_here_or_elsewhere(on_gpu: bool, failing: int | None) -> None:
+    """Whoever has it raises, also where the sum was left out; what the others get says so."""
+    with pretended() if on_gpu else contextlib.nullcontext() as gpu:
+        reduction, driver = begun(gpu=gpu)
+        reduction._gradients.regions[0].local[6:7] *= float("inf")
+        if failing is not None:
+            driver.open.fails_at[0] = PeerLost(0, "gone")
+        with pytest.raises(RuntimeError, match="microbatches .0, 1. .*not finite"):
+            reduction.reduce(plan())
+        assert [held.bucket for held in driver.held] == ([0] if failing is None else [])
+        assert reduction._sums[1].source_provenance(reduction._sums[1].is_finite()).tolist() == [1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_result_with_another_ranks_gradient_that_is_not_finite_is_a_failed_sum(on_gpu: bool) -> None:
+    """No miscount: the step is not void, for the microbatch dies with its rank."""
+    with pretended() if on_gpu else contextlib.nullcontext() as gpu:
+        reduction, driver = begun(gpu=gpu)
+        driver.open.not_finite_at = {1}
+        reduction.reduce(plan())
+    ((_, error),) = driver.errors
+    assert "bucket 1: another rank's gradient" in str(error) and isinstance(error, TransportError) and not error.miscounted
+    assert 1 not in [held.bucket for held in driver.held]
+
+
+def test_a_result_has_memory_on_a_gpu_until_it_is_applied() -> None:
+    with pretended() as gpu:
+        reduction, driver = begun(gpu=gpu)
+        for generation in (1, 2):
+            assert all(each._result is None for each in reduction._gradient_sums)
+            reduction.reduce(plan(generation))
+            kept = [each.result for each in reduction._gradient_sums]
+            reduction.reduce(plan(generation, [Transfer(0, generation, 1, (0,))], []))
+            assert all(one is each.result for one, each in zip(kept, reduction._gradient_sums, strict=True)), (
+                "sent from another"
+            )
+            reduction.apply(EVERYTHING)
+            assert reduction._gradients.regions[0].local.tolist() == [3.0] * 12
+            reduction._gradients.regions[0].local.zero_()
+            reduction.begin(4, M)
+            compute(reduction, range(M))
+    reduction, _ = begun()
+    reduction.reduce(plan())
+    reduction.apply(EVERYTHING)
+    assert all(each._result is not None for each in reduction._gradient_sums), "a CPU would clear it in each step"
