@@ -48,6 +48,8 @@ class BucketSum(abc.ABC):
         """Counts of the microbatches in the local gradient."""
         self.provenance = provenance.empty(0, device)
         """Provenance of the result."""
+        self.bound = 0.0
+        """Bound of the result, once the host has judged it; see `exact`."""
         self.passed_by: Task | None = None
         """Task whose backward has passed the bucket since the last reduction."""
         self._result: Tensor | None = None
@@ -124,8 +126,6 @@ class GradientSum(BucketSum):
         self._bucket, self._accumulator = bucket, accumulator
         self._bound = None if accumulator is None else accumulator.new_zeros(())
         self.num_lanes = region.num_lanes
-        self.bound = 0.0
-        """Bound of the result (`exact`)."""
 
     def clear(self, num_microbatches: int) -> None:
         """Clear the counts and the bound."""
@@ -139,7 +139,7 @@ class GradientSum(BucketSum):
         With `exact` also add the gradient to the accumulator on the grid of 2**`exponent`.
         """
         self.counts.add(microbatch)
-        if self._accumulator is None:
+        if self._accumulator is None or self._bound is None:
             return
         for part in self._bucket.slices():
             gradient = self._bucket.region.local[part]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_recover.trainer.host_copy import HostCopy, to_device
-from tests.megatron.synchronisation import waits_of_a_step
+from tests.megatron.synchronisation import LARGE, SMALL, waits_of_a_step
 from tests.pretend_gpu import DEVICE, pretended
 
 MOST = 4
@@ -15,16 +15,13 @@ MOST = 4
 
 @pytest.mark.parametrize("determinism", ["fast", "exact"])
 def test_waits_do_not_grow_with_buckets_microbatches_or_parameters(determinism: str) -> None:
-    small = waits_of_a_step(num_buckets=1, num_microbatches=1, num_parameters=1, determinism=determinism)
-    large = waits_of_a_step(num_buckets=9, num_microbatches=7, num_parameters=5, determinism=determinism)
-    assert small == large and 0 < sum(large.values()) <= MOST, large
+    small, large = (waits_of_a_step(size, determinism=determinism) for size in (SMALL, LARGE))
+    assert small == large and 0 < large.total() <= MOST, large
 
 
 def test_a_digest_of_all_state_is_one_wait_more() -> None:
-    without, due = (
-        waits_of_a_step(num_buckets=3, num_microbatches=2, num_parameters=3, digests_state=digests) for digests in (False, True)
-    )
-    assert sum(due.values()) == sum(without.values()) + 1 <= MOST
+    without, due = (waits_of_a_step(SMALL, digests_state=digests) for digests in (False, True))
+    assert due.total() == without.total() + 1 <= MOST
 
 
 def test_a_copy_to_the_host_is_asked_for_and_waited_for_once() -> None:

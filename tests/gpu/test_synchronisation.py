@@ -1,0 +1,62 @@
+"""A step waits for a real device no more often than for the pretended one, and asks whether it has finished."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_recover.trainer.host_copy import HostCopy, to_device
+from megatron_recover.trainer.in_work import InWork
+from tests.megatron.synchronisation import LARGE, train
+
+pytestmark = pytest.mark.gpu
+LONG = 2_000_000_000
+"""Cycles: about a second."""
+
+
+@pytest.mark.finding("G11")
+@pytest.mark.parametrize("determinism", ["fast", "exact"])
+def test_a_step_makes_no_copy_or_read_that_waits(determinism: str) -> None:
+    """Its two waits are for events, which torch does not warn of."""
+    found: list[list[str]] = []
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                yield
+            found.append([str(each.message) for each in said if "synchronizing" in str(each.message)])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    train(lambda tensor: tensor.cuda(), LARGE, around, determinism=determinism)
+    assert found[-1] == []
+
+
+@pytest.mark.finding("G11")
+def test_a_copy_to_the_host_comes_behind_the_kernels_and_does_not_wait() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    tensor = torch.zeros(4, device=device)
+    torch.cuda.synchronize()
+    begun = time.monotonic()
+    torch.cuda._sleep(LONG)
+    tensor += to_device(torch.arange(4.0), device)
+    copy = HostCopy([tensor, torch.tensor(True, device=device).view(1)])
+    assert not copy.has_arrived() and time.monotonic() - begun < 0.25, "it has waited for the device"
+    assert [each.tolist() for each in copy.tensors()] == [[0, 1, 2, 3], [True]]
+
+
+@pytest.mark.finding("G18")
+def test_a_microbatch_is_finished_when_the_device_has_finished_it() -> None:
+    work, finished = InWork.on(torch.device("cuda", torch.cuda.current_device())), list[int]()
+    torch.cuda._sleep(LONG)
+    assert work.ended(3, lambda: finished.append(3)) == (3,) and not finished
+    torch.cuda.synchronize()
+    assert work.look() == () and finished == [3]
