@@ -27,11 +27,11 @@ def test_a_digest_of_all_state_is_one_wait_more() -> None:
 def test_a_copy_to_the_host_is_asked_for_and_waited_for_once() -> None:
     """The pretended GPU sees each wait: without one the copy has not arrived, and every read that is not a copy is one."""
     with pretended() as gpu:
-        first, flag = gpu.tensor(torch.arange(6.0).view(2, 3)), gpu.tensor(torch.tensor(True))
-        copy = HostCopy([first, flag, torch.tensor([7])])
+        flag, first = gpu.tensor(torch.tensor(True)), gpu.tensor(torch.arange(6.0).view(2, 3))
+        copy = HostCopy([flag, first, torch.tensor([7])])
         assert not copy.has_arrived() and not gpu.waits
         tensors = copy.tensors()
-        assert [each.tolist() for each in tensors] == [[[0, 1, 2], [3, 4, 5]], True, [7]] and gpu.num_waits == 1
+        assert [each.tolist() for each in tensors] == [True, [[0, 1, 2], [3, 4, 5]], [7]] and gpu.num_waits == 1
         assert copy.has_arrived() and copy.tensors() == tensors and gpu.num_waits == 1
         sent = to_device(torch.arange(3.0), DEVICE)
         assert sent.is_cuda and gpu.num_waits == 1
