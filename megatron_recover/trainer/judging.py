@@ -1,4 +1,4 @@
-"""What the host has to know of a sum before it holds the result, on its way from the device.
+"""Brings from the device what the host has to know of a sum before it holds the result.
 
 Decides nothing. The device works it out behind the sum (a summary of the provenance, the checksum),
 and one copy brings it to the host. The sum of the next bucket begins meanwhile. On a CPU all of it
@@ -19,11 +19,11 @@ class Judging:
     """One bucket whose sum is complete. `finish` sets the attributes."""
 
     was_finite: bool
-    """Whether this rank's gradient is finite, or is not checked."""
+    """True if this rank's gradient is finite, or is not checked."""
     all_finite: bool
-    """Whether that holds on all ranks that took part in the sum."""
+    """True if that holds on all ranks that took part in the sum."""
     is_once: bool
-    """Whether the result counts every microbatch once."""
+    """True if the result counts every microbatch once."""
     checksum: int
     """Checksum of the result."""
 

@@ -33,7 +33,7 @@ def empty(num_microbatches: int, device: torch.device) -> Tensor:
 
 
 class Counts:
-    """How often each microbatch is in one bucket's local gradient on this rank."""
+    """Counts of the microbatches in one bucket's local gradient on this rank."""
 
     def __init__(self, num_microbatches: int) -> None:
         self._tensor = torch.zeros(num_microbatches + _NUM_OTHERS, dtype=torch.float64)
