@@ -54,6 +54,25 @@ def test_survivors_go_on(members: int, size: int, instant: str, number: signal.S
         survive(run, range(members), victim, size, Fault(instant, number))
 
 
+def one_device_each(rank: int) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": str(rank)}
+
+
+@pytest.mark.finding("G16")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU; a peer over NVLink needs two")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+@pytest.mark.parametrize("instant", ["before", "sent", "end"])
+@pytest.mark.parametrize("size", [4 * MIB, 256 * MIB])
+def test_survivors_go_on_without_a_peer_whose_memory_they_read(size: int, instant: str, number: signal.Signals) -> None:
+    """NCCL uses what connects the devices: over NVLink and PCIe a kernel reads the memory of the peer."""
+    members = min(4, torch.cuda.device_count())
+    with ranks("nccl", members, "cuda", one_device_each) as run:
+        run.open(1, range(members))
+        run.sums(range(members), 4096, 1)
+        assert all(outcome.right for outcome in run.outcomes(range(members)).values())
+        survive(run, range(members), members - 1, size, Fault(instant, number))
+
+
 def group_script(endpoint: Endpoint, me: int, addresses: dict[int, str]) -> float:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = FaultTolerantGroup(endpoint, me, name="replicas", device="cuda")
