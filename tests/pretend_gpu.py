@@ -5,7 +5,8 @@ the device is seen. Kernels are counted by nobody.
 
 Note [What waits]
     - `_local_scalar_dense`: `item`, `bool`, `float` of a tensor;
-    - `nonzero`, whose result has a size that the device decides;
+    - `nonzero`, `unique` and the like, whose result has a size that the device decides;
+    - an index that is on the host, or a mask;
     - a copy between host and device that is not `non_blocking`, or whose memory on the host is not pinned;
     - `Event.synchronize`, on an event that has not completed. It completes at the next wait, so that nobody finds the
       results early.
@@ -14,6 +15,7 @@ Note [What waits]
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from megatron_recover.trainer import checksum
 
 DEVICE = torch.device("cuda", 0)
-_WAITS = ("_local_scalar_dense", "nonzero", "equal")
+_WAITS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim", "repeat_interleave")
+_INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
 class OnGpu(Tensor):
@@ -91,6 +94,9 @@ class Event:
 class Stream:
     """A stream of the pretended GPU."""
 
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
     def record_event(self) -> Event:
         event = torch.cuda.Event()
         event.record(self)
@@ -123,7 +129,11 @@ class Gpu(TorchFunctionMode):
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func.overloadpacket.__name__
         to_host = name == "_to_copy" and _is(kwargs.get("device"), "cpu")
-        if name in _WAITS:
+        if (
+            name in _WAITS
+            or name in _INDEXED
+            and any(not isinstance(each, OnGpu) or each.dtype is torch.bool for each in _indices(args[1]))
+        ):
             self.wait(name)
         elif to_host:
             self._copy(name, kwargs.get("non_blocking", False), host=None)
@@ -141,9 +151,7 @@ class Gpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name == "pin_memory":
-            copy = args[0].clone()
-            self.pinned.add(copy.data_ptr())
-            return copy
+            return self._pinned(args[0].clone())
         pins = kwargs.pop("pin_memory", False)
         if name == "to" and not isinstance(args[0], OnGpu) and any(_is(each, "cuda") for each in (*args[1:], *kwargs.values())):
             self._copy("to", kwargs.pop("non_blocking", False), args[0])
@@ -154,14 +162,24 @@ class Gpu(TorchFunctionMode):
             kwargs["device"] = "cpu"
         found = func(*args, **kwargs)
         if pins:
-            self.pinned.add(found.data_ptr())
+            self._pinned(found)
         if name == "tensor" and on_gpu:
             self.wait("tensor")
         return self.tensor(found) if on_gpu and not isinstance(found, OnGpu) else found
 
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        """Note that the memory of `tensor` is pinned for as long as the tensor lives."""
+        self.pinned.add(tensor.data_ptr())
+        weakref.finalize(tensor, self.pinned.discard, tensor.data_ptr())
+        return tensor
+
     def _copy(self, name: str, non_blocking: bool, host: Tensor | None) -> None:
         if not non_blocking or host is None or host.data_ptr() not in self.pinned:
             self.wait(name)
+
+
+def _indices(given: Any) -> list[Tensor]:
+    return [each for each in given if isinstance(each, Tensor)]
 
 
 def _held(each: Any) -> Any:
@@ -182,6 +200,7 @@ def pretended(*, is_quick: bool = False) -> Iterator[Gpu]:
         stream = Stream()
         patch.setattr(torch.cuda, "Event", type("Event", (Event,), {"gpu": gpu}))
         patch.setattr(torch.cuda, "Stream", lambda *_, **__: stream)
+        patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
         patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
         yield gpu
     checksum._weights.cache_clear()

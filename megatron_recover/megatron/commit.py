@@ -305,12 +305,14 @@ class CommitLoop:
         if order.generation < self._generation:
             raise RuntimeError(f"an order of generation {order.generation} comes after one of generation {self._generation}")
         self._generation = order.generation
+        if isinstance(order, Apply) or order.voids:
+            self._in_work.forget()
         return order
 
     def _reduce(self, order: Plan) -> None:
         assert self._reduction is not None
         self._page.enter(Phase.REDUCTION)
-        self._reduction.reduce(order)
+        self._reduction.reduce(order, look=self._in_work.look)
 
     def _run_pass(
         self,
@@ -340,8 +342,7 @@ class CommitLoop:
                     self._tell_pace(stopwatch)
                 self._driver.pass_ended(queue.plan.generation)
                 self._page.enter(Phase.REDUCTION)
-                overlap.finish()
-                microbatches.reduced()
+                overlap.finish(self._in_work.look)
         except InvariantViolation:  # no microbatch caused this, so none is charged with it (INV-9)
             raise
         except Exception as error:

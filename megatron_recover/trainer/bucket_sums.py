@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_recover.core.values import BucketId, MicrobatchId
-from megatron_recover.data_plane.transport import Operand
+from megatron_recover.data_plane.transport import DeviceError, Operand
 from megatron_recover.trainer import exact, provenance
 from megatron_recover.trainer.ledger import NUM_COLUMNS, Ledger
 from megatron_recover.trainer.provenance import Counts
@@ -56,16 +56,19 @@ class BucketSum(abc.ABC):
 
     @property
     def result(self) -> Tensor:
-        """Return the tensor of the result; see Note [Results]. The first use allocates it."""
-        self.allocate()
-        assert self._result is not None
+        """Return the tensor of the result, which must be allocated; see Note [Results]."""
+        assert self._result is not None, f"bucket {self.id} has no result"
         return self._result
 
     def allocate(self) -> None:
-        """Allocate the result, unless it has memory."""
-        if self._result is None:
-            dtype, size = self.operand
+        """Allocate the result, unless it has memory. Raises DeviceError if none is left."""
+        if self._result is not None:
+            return
+        dtype, size = self.operand
+        try:
             self._result = torch.empty(size, dtype=dtype, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(f"no memory is left on the device for the result of bucket {self.id}: {error}") from error
 
     def release(self) -> None:
         """Give the memory of the result back, which nobody needs any more."""
@@ -102,7 +105,7 @@ class BucketSum(abc.ABC):
         """
         return None
 
-    def summed_counts(self) -> tuple[int, ...]:
+    def summed_counts(self) -> tuple[float, ...]:
         """Return the counts of the result, one per microbatch. Waits for the device."""
         return provenance.counts_of(self.provenance)
 

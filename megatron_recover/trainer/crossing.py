@@ -13,9 +13,11 @@ Note [Judging behind]
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Literal
 
 from torch import Tensor
 
@@ -85,11 +87,9 @@ class Crossing:
         `is_finite` tells whether this rank's gradient is finite, as a scalar on its device; None:
         it is not checked. Raises RuntimeError if a gradient of this rank is not finite.
         """
-        if self._transport is None:
-            if is_finite is not None and not is_finite:  # no sum is begun any more, so the host may wait
-                raise _not_finite(bucket_sum)
-            return
-        self._try(bucket_sum.id, lambda transport: self._sum(transport, bucket_sum, source, counts, is_finite))
+        is_summed = self._try(bucket_sum.id, lambda transport: self._sum(transport, bucket_sum, source, counts, is_finite))
+        if not is_summed and is_finite is not None and not is_finite:  # no sum is begun any more, so the host may wait
+            raise _not_finite(bucket_sum)
         self._judge(wait=False)
 
     def finish(self) -> None:
@@ -98,15 +98,17 @@ class Crossing:
 
     # --- operations -------------------------------------------------------------------------------
 
-    def _try(self, bucket: BucketId | None, operation: Callable[[Transport], None]) -> None:
-        """Run an operation unless an earlier one has failed."""
+    def _try(self, bucket: BucketId | None, operation: Callable[[Transport], None]) -> bool:
+        """Run an operation unless an earlier one has failed; return whether it is done."""
         if self._transport is None:
-            return
+            return False
         try:
             operation(self._transport)
         except TransportError as error:
             self._judge(wait=True)  # sums that were complete before the failure
             self._fail(bucket, error)
+            return False
+        return True
 
     def _sum(
         self, transport: Transport, bucket_sum: BucketSum, source: Tensor, counts: Tensor, is_finite: Tensor | None
@@ -133,9 +135,8 @@ class Crossing:
         if not (copied.is_once and copied.all_finite):
             # A source holds only results with right counts, so the copy is wrong. The next
             # generation makes another one.
-            error = TransportError(
-                f"the copy of bucket {bucket_sum.id} from replica {operation.source} is damaged: {_describe_counts(bucket_sum)}"
-            )
+            why = "it has values that are not finite" if copied.is_once else _describe_counts(bucket_sum)
+            error = TransportError(f"the copy of bucket {bucket_sum.id} from replica {operation.source} is damaged: {why}")
             error.peers = (operation.source,)
             raise error
         checksum = self._with_parameters(copied.checksum)
@@ -164,7 +165,9 @@ class Crossing:
         if not judged.all_finite:
             raise TransportError(f"bucket {bucket_sum.id}: another rank's gradient has values that are not finite")
         checksum = self._with_parameters(judged.checksum)
-        counts = "ones" if judged.is_once else bucket_sum.summed_counts()
+        counts: Literal["ones"] | tuple[int, ...] = "ones"
+        if not judged.is_once:
+            counts = tuple(int(count) if math.isfinite(count) else -1 for count in bucket_sum.summed_counts())
         self._record(
             trace.Reduced, generation=generation, step=self._step, bucket=bucket_sum.id, version=generation,
             checksum=checksum, provenance=counts, seconds=round(judged.seconds, 6),

@@ -39,7 +39,7 @@ class InWork:
         """Return the microbatches in work as a forward or backward of `microbatch` begins."""
         return self._unique((*self._behind(), microbatch))
 
-    def ended(self, microbatch: MicrobatchId, then: Callable[[], None] = lambda: None) -> tuple[MicrobatchId, ...]:
+    def ended(self, microbatch: MicrobatchId, then: Callable[[], None] | None = None) -> tuple[MicrobatchId, ...]:
         """Note that the host has issued a forward or backward of `microbatch`.
 
         Return the microbatches that the device still works on: on a GPU usually this one too, on a
@@ -47,14 +47,18 @@ class InWork:
         call of a method.
         """
         if self._mark is None:
-            then()
+            (then or _nothing)()
         else:
-            self._enqueued.append((microbatch, self._mark(), then))
+            self._enqueued.append((microbatch, self._mark(), then or _nothing))
         return self.look()
 
     def look(self) -> tuple[MicrobatchId, ...]:
         """Return the microbatches that the device still works on."""
         return self._unique(self._behind())
+
+    def forget(self) -> None:
+        """Call no `then` that is still to come: the journal begins anew (new step, or void)."""
+        self._enqueued = deque((microbatch, mark, _nothing) for microbatch, mark, _ in self._enqueued)
 
     def _behind(self) -> tuple[MicrobatchId, ...]:
         while self._enqueued and self._enqueued[0][1].query():
@@ -64,3 +68,7 @@ class InWork:
     @staticmethod
     def _unique(microbatches: tuple[MicrobatchId, ...]) -> tuple[MicrobatchId, ...]:
         return microbatches if len(microbatches) < 2 else tuple(dict.fromkeys(microbatches))
+
+
+def _nothing() -> None:
+    """Do nothing."""

@@ -82,10 +82,6 @@ class Microbatches:
         self._reduction.collect_into(None)
         return len(self._of_pass)
 
-    def reduced(self) -> None:
-        """Note that the pass is reduced, so that the device is done with its microbatches."""
-        self._in_work.look()
-
     def suspects(self) -> tuple[int, ...]:
         """Return the microbatches to which an exception is charged.
 
@@ -171,11 +167,7 @@ class Microbatches:
         A backward ends at the first chunk of the first stage, an evaluation at the stage's last.
         """
         self._current = None
-        then = _nothing
+        then = None
         if finishes and self._journal is not None:
             then = functools.partial(self._journal.finished, task.microbatch)
         self._page.enter(Phase.PIPELINE, self._in_work.ended(task.microbatch, then))
-
-
-def _nothing() -> None:
-    """Do nothing."""

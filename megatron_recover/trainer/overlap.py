@@ -45,7 +45,7 @@ class Overlap:
         """
         self._reduction, self._plan = reduction, plan
         self._passed: dict[BucketId, threading.Event] = {}
-        self._stream = reduction.overlap_stream
+        self._stream = reduction.stream
         self._written: dict[BucketId, torch.cuda.Event] = {}
         """On a GPU: for each bucket an event behind the kernels that write its gradient."""
         self._abandoned = False
@@ -79,16 +79,18 @@ class Overlap:
             self._thread.start()
         self._reduction.watch(task, chunk, self._has_passed)
 
-    def finish(self) -> None:
+    def finish(self, look: Callable[[], object] = lambda: None) -> None:
         """Reduce what is left after the pass; return when the plan is carried out.
 
-        Called by the training thread. Raises the error of the reduction.
+        Called by the training thread, which calls `look()` from time to time. Raises the error of
+        the reduction.
         """
         if self._thread is None:
-            self._reduction.reduce(self._plan())
+            self._reduction.reduce(self._plan(), look=look)
             return
         self._release()
         self._thread.join()
+        look()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         if self._error is not None:
@@ -97,7 +99,7 @@ class Overlap:
     def _run(self, plan: Plan) -> None:
         try:
             with torch.cuda.stream(self._stream):  # also sets the device; does nothing without a GPU
-                self._reduction.reduce(plan, wait_for=self._wait_for)
+                self._reduction.reduce_beside(plan, wait_for=self._wait_for)
         except Abandoned:
             pass
         except BaseException as error:  # `finish` raises it in the training thread

@@ -80,6 +80,6 @@ def summary(provenance: Tensor, times: int) -> Tensor:
     return torch.cat([is_once.to(provenance.dtype).view(1), provenance[-_NUM_OTHERS:]])
 
 
-def counts_of(provenance: Tensor) -> tuple[int, ...]:
+def counts_of(provenance: Tensor) -> tuple[float, ...]:
     """Return the counts of a provenance. Waits for its device."""
-    return tuple(int(count) for count in provenance[:-_NUM_OTHERS].cpu().tolist())
+    return tuple(provenance[:-_NUM_OTHERS].cpu().tolist())

@@ -192,14 +192,23 @@ class Reduction:
         return not refusal
 
     def allocate(self, plan: Plan) -> None:
-        """Allocate the results of a plan now: beside a backward that may wait for the device."""
-        for each in self._sums:
-            if each.id in plan.reduces:
-                each.allocate()
+        """Allocate the results that a plan makes on this rank.
+
+        The training thread does it before it begins to reduce: beside a backward it may wait for
+        the device.
+        """
+        made = {*plan.reduces, *(each.bucket for each in plan.transfers if each.source != self._driver.replica)}
+        for bucket_sum in self._sums:
+            if bucket_sum.id in made:
+                bucket_sum.allocate()
 
     @functools.cached_property
-    def overlap_stream(self) -> torch.cuda.Stream | None:
-        """Return the stream of `recover-reduce` for the life of the rank; None without a GPU."""
+    def stream(self) -> torch.cuda.Stream | None:
+        """Return the stream of all reductions for the life of the rank; None without a GPU.
+
+        It is one stream, also where nothing overlaps: torch keeps free memory by stream, so a first
+        reduction beside a backward finds what it needs.
+        """
         return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def watch(self, task: Task, chunk: int, passed: Callable[[BucketId], None]) -> None:
@@ -259,8 +268,31 @@ class Reduction:
 
     # --- reducing ---------------------------------------------------------------------------------
 
-    def reduce(self, plan: Plan, *, wait_for: Callable[[BucketId], None] = lambda bucket: None) -> None:
-        """Carry out a plan's transfers, then its sums, bucket by bucket.
+    def reduce(self, plan: Plan, *, look: Callable[[], object] = lambda: None) -> None:
+        """Carry out a plan in the training thread, as `reduce_beside` does.
+
+        `look()` is called after each sum.
+        """
+        self.allocate(plan)
+        if self.stream is None:
+            self.reduce_beside(plan, look=look)
+            return
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self.stream):
+                self.reduce_beside(plan, look=look)
+        finally:
+            current.wait_stream(self.stream)
+
+    def reduce_beside(
+        self,
+        plan: Plan,
+        *,
+        wait_for: Callable[[BucketId], None] = lambda bucket: None,
+        look: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Carry out a plan's transfers, then its sums, bucket by bucket, on the current stream.
 
         Sums over lanes are always carried out in full, sums over replicas until one fails.
         `wait_for(bucket)` returns when the last backward is done with the bucket. Raises
@@ -284,7 +316,9 @@ class Reduction:
             is_finite = bucket_sum.is_finite() if self._gradients.checks_finite else None
             self._note_passed(bucket_sum)
             crossing.sum(bucket_sum, bucket_sum.source(), bucket_sum.source_provenance(is_finite), is_finite)
+            look()
         crossing.finish()
+        look()
 
     def _note_passed(self, bucket_sum: BucketSum) -> None:
         task, bucket_sum.passed_by = bucket_sum.passed_by, None

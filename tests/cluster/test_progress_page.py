@@ -200,6 +200,11 @@ def test_a_microbatch_is_finished_in_the_journal_once_the_device_has_done_it() -
     assert work.begins(2) == (1, 2) and finished == [0]
     marks[1].passed = True
     assert work.look() == () and work.look() == () and finished == [0, 1]
+    work.ended(2, lambda: finished.append(2))
+    work.forget()
+    assert work.look() == (2,), "the device still works on it"
+    marks[2].passed = True
+    assert work.look() == () and finished == [0, 1], "the journal of the next step has it"
     InWork.on(torch.device("cpu")).ended(2, lambda: finished.append(2))
     assert finished == [0, 1, 2]
 

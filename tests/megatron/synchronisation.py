@@ -94,9 +94,12 @@ def train(
             listener.backward_ended(task, 0)
             queue.prepare()
 
+    def grad_scale(loss: Tensor) -> Tensor:  # as upstream's `MegatronOptimizer.scale_loss`
+        return place(torch.ones(1)) * loss
+
     digest = SimpleNamespace(has_optimizer=True, layout_digest=lambda: 0, digest=lambda: combined(checksums(parameters)))
-    config = SimpleNamespace(calculate_per_token_loss=False, finalize_model_grads_func=None, grad_scale_func=None)
-    chunk = SimpleNamespace(config=config, parameters=lambda: parameters, buffers=[])
+    config = SimpleNamespace(calculate_per_token_loss=False, finalize_model_grads_func=None, grad_scale_func=grad_scale)
+    chunk = SimpleNamespace(config=config, parameters=lambda: parameters, buffers=[SimpleNamespace(grad_data=parameters[0])])
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (
             ("GradientBuffers", lambda *_: buffers), ("run_pass", run_pass), ("TrainingState", lambda *_: digest)
@@ -110,7 +113,7 @@ def train(
         loop = commit.CommitLoop(
             LoopbackDriver(Job(1, 1, [], 0), 0, 0),
             RecoverConfig(
-                bucket_elements=BUCKET, determinism=determinism, state_digest_interval=1 if digests_state else 10**9
+                bucket_elements=BUCKET, determinism=determinism, rebalance="off", state_digest_interval=1 if digests_state else 10**9
             ),
             {"train_step": lambda *_: loop.run(model=[chunk], data_iterator=None, num_microbatches=size.num_microbatches)},
             cursor=MicrobatchCursor(), seed=lambda *_: None, iteration=lambda: iteration[0], alike=dict,

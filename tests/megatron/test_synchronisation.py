@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from megatron_recover.trainer.host_copy import HostCopy, to_device
-from tests.megatron.synchronisation import LARGE, SMALL, waits_of_a_step
-from tests.pretend_gpu import DEVICE, pretended
+from tests.megatron.loopback import LoopbackDriver
+from tests.megatron.synchronisation import LARGE, SMALL, Size, train, waits_of_a_step
+from tests.pretend_gpu import DEVICE, Event, pretended
 
 MOST = 4
 """Waits a step, beside those of upstream."""
@@ -33,10 +37,36 @@ def test_a_copy_to_the_host_is_asked_for_and_waited_for_once() -> None:
         tensors = copy.tensors()
         assert [each.tolist() for each in tensors] == [True, [[0, 1, 2], [3, 4, 5]], [7]] and gpu.num_waits == 1
         assert copy.has_arrived() and copy.tensors() == tensors and gpu.num_waits == 1
+        reads = (
+            lambda: float(sent[0]), lambda: sent.cpu(), lambda: bool((sent == 1).all()), lambda: sent[sent == 1],
+            lambda: sent[[0, 1]], lambda: sent.unique(), lambda: sent.tolist(),
+        )  # fmt: skip
         sent = to_device(torch.arange(3.0), DEVICE)
         assert sent.is_cuda and gpu.num_waits == 1
-        for number, reads in enumerate((lambda: float(sent[0]), lambda: sent.cpu(), lambda: bool((sent == 1).all())), start=2):
-            reads()
+        for number, read in enumerate(reads, start=2):
+            read()
             assert gpu.num_waits == number
         torch.arange(3.0).to(DEVICE)
-        assert gpu.num_waits == 5
+        assert gpu.num_waits == len(reads) + 2
+        pinned = {torch.arange(3.0).pin_memory().data_ptr()}
+        assert not pinned & gpu.pinned, "memory that was given back counts as pinned"
+
+
+def test_a_microbatch_that_the_device_finishes_after_the_step_is_in_no_later_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal begins anew with each step, and ids come again."""
+    is_behind = True
+    steps, finished = iter(range(3)), list[tuple[int, int]]()
+    monkeypatch.setattr(Event, "query", lambda event: not is_behind)
+    monkeypatch.setattr(LoopbackDriver, "finished", lambda driver, microbatch: finished.append((step, microbatch)))
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        nonlocal step, is_behind
+        step = next(steps)
+        is_behind = step == 0
+        yield
+
+    step = 0
+    with pretended() as gpu:
+        train(gpu.tensor, Size(1, 2, 1), around)
+    assert finished == [(1, 0), (1, 1), (2, 0), (2, 1)]

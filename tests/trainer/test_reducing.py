@@ -216,19 +216,23 @@ def test_inv_1_a_sum_that_is_not_of_every_microbatch_once_is_not_even_offered(id
 
 
 @pytest.mark.parametrize(
-    "provenance", [[1.0, 0.0, 0.0, 0.0], [1.0, 2.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0]], ids=["missing", "twice", "not finite"]
+    "provenance",
+    [[1.0, 0.0, 0.0, 0.0], [1.0, 2.0, 0.0, 0.0], [1.0, 1.5, 0.0, 0.0], [1.0, float("nan"), 0.0, 0.0], [1.0, 1.0, 0.0, 1.0]],
+    ids=["missing", "twice", "part", "no number", "not finite"],
 )
 def test_inv_1_a_transferred_result_is_checked_like_a_sum(provenance: list[float]) -> None:
     reduction, driver = begun()
     driver.open.sent = provenance
     reduction.reduce(plan(2, [Transfer(0, 1, 0, (1,))], [1]))
     ((_, error),) = driver.errors
-    assert driver.held == [] and "the copy of bucket 0 from replica 0 is damaged" in str(error)
+    assert driver.held == [] and "the copy of bucket 0 from replica 0 is damaged: " in str(error)
+    assert ("not finite" if provenance[-1] else f"{{1: {provenance[1]}}}") in str(error)
     assert isinstance(error, TransportError) and not error.miscounted and error.peers == (0,), "its source does not hold that"
 
 
 def test_a_target_holds_what_its_source_held_and_a_source_nothing_new() -> None:
     reduction, driver = begun()
+    reduction._sums[1].allocate()  # it was held in generation 3
     transfers = [Transfer(0, 4, 0, (1,)), Transfer(1, 3, 1, (0,))]
     reduction.reduce(plan(5, transfers, [2]))
     assert driver.calls == ["copy", "copy", "sum"]
@@ -410,17 +414,17 @@ def test_inv_1_a_miscount_that_is_seen_late_is_told_once_and_never_held() -> Non
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("failing", [None, 1])
+@pytest.mark.parametrize("failing", [None, 0, 1])
 def test_a_gradient_that_is_not_finite_is_never_held_here_or_elsewhere(on_gpu: bool, failing: int | None) -> None:
     """Whoever has it raises, also where the sum was left out; what the others get says so."""
     with pretended() if on_gpu else contextlib.nullcontext() as gpu:
         reduction, driver = begun(gpu=gpu)
         reduction._gradients.regions[0].local[6:7] *= float("inf")
         if failing is not None:
-            driver.open.fails_at[0] = PeerLost(0, "gone")
+            driver.open.fails_at[failing] = PeerLost(0, "gone")
         with pytest.raises(RuntimeError, match="microbatches .0, 1. .*not finite"):
             reduction.reduce(plan())
-        assert [held.bucket for held in driver.held] == ([0] if failing is None else [])
+        assert [held.bucket for held in driver.held] == ([] if failing == 0 else [0])
         assert reduction._sums[1].source_provenance(reduction._sums[1].is_finite()).tolist() == [1, 1, 0, 1]
 
 
