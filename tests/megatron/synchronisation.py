@@ -113,7 +113,8 @@ def train(
         loop = commit.CommitLoop(
             LoopbackDriver(Job(1, 1, [], 0), 0, 0),
             RecoverConfig(
-                bucket_elements=BUCKET, determinism=determinism, rebalance="off", state_digest_interval=1 if digests_state else 10**9
+                bucket_elements=BUCKET, determinism=determinism, rebalance="off",
+                state_digest_interval=1 if digests_state else 10**9,
             ),
             {"train_step": lambda *_: loop.run(model=[chunk], data_iterator=None, num_microbatches=size.num_microbatches)},
             cursor=MicrobatchCursor(), seed=lambda *_: None, iteration=lambda: iteration[0], alike=dict,
