@@ -166,20 +166,28 @@ def importing_without_driver(*, hide_devices: bool) -> Iterator[None]:
 
 
 _FLIGHT_RECORDS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_FLIGHT_RECORD_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 
 
-def separate_flight_records(path: str | None, replica: int) -> str | None:
+def separate_flight_records(path: str | None, replica: int, run_dir: str) -> str | None:
     """Give each replica files of its own for torch's flight recorder; return the path to use.
 
-    The files end with the rank inside the replica, so those of two replicas would be the same. A
-    folder gets files inside it. `path` is that of `--flight-recorder-dump-path`, if given. The
-    variables of the environment are changed alike, if set.
+    The files, and the pipe that requests them, end with the rank inside the replica, so those of
+    two replicas would be the same. A folder gets files inside it. `path` is that of
+    `--flight-recorder-dump-path`, if given. The variables of the environment are changed alike, if
+    set. Without a place for the files they come into `run_dir`: torch's default is a folder of the
+    user (getWriter in torch's FlightRecorder.cpp).
     """
 
     def separate(prefix: str) -> str:
         return f"{os.path.join(prefix, '') if os.path.isdir(prefix) else prefix}replica-{replica}-rank-"
 
-    os.environ.update({name: separate(os.environ[name]) for name in _FLIGHT_RECORDS if name in os.environ})
+    names = [name for name in (*_FLIGHT_RECORDS, _FLIGHT_RECORD_PIPE) if name in os.environ]
+    os.environ.update({name: separate(os.environ[name]) for name in names})
+    if path is None and not {*names} & {*_FLIGHT_RECORDS}:
+        # For native code only. Megatron sees a variable in `os.environ` as the wish to record with
+        # its own settings, which leave out stacks (megatron/training/initialize.py).
+        os.putenv(_FLIGHT_RECORDS[0], separate(os.path.join(run_dir, "flight-record-")))
     return None if path is None else separate(path)
 
 

@@ -250,7 +250,9 @@ class _Training:
             found += gpu_refusals(config, num_ranks=num_ranks, num_gpus=num_gpus, deterministic=args.deterministic_mode)
             if found:
                 raise ValueError("\n".join(found))
-            args.flight_recorder_dump_path = separate_flight_records(args.flight_recorder_dump_path, self._context.replica)
+            args.flight_recorder_dump_path = separate_flight_records(
+                args.flight_recorder_dump_path, self._context.replica, self._context.run_dir
+            )
             # A shorter timeout of collectives would end a replica that is only slow.
             args.distributed_timeout_minutes = config.deadlines.deadline_s / 60
             return args, config
