@@ -139,6 +139,12 @@ def inherited_descriptor(name: str) -> int | None:
     return msgspec.json.decode(text, type=dict[str, int]).get(name) if text else None
 
 
+def alone_without_gpu() -> dict[str, str]:
+    """Return this environment, changed for a process that is a whole job and sees no GPU."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {name: value for name, value in os.environ.items() if name != CONTEXT_VARIABLE} | alone
+
+
 def add_to_environment(variables: Mapping[str, str]) -> None:
     """Set variables of this process for code that reads the environment later (torch does)."""
     os.environ.update(variables)

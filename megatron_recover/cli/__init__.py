@@ -21,6 +21,7 @@ from megatron_recover.flags import did_you_mean
 
 VERBS: Mapping[str, str] = MappingProxyType({
     "run": "train with replicas that survive the death of any of them",
+    "plan": "compare the layouts of a job: the memory of a rank, and what a death costs",
     "demo": "train on real text, kill real processes, prove that nothing was lost",
     "check": "verify the invariants of a finished run from its trace",
     "report": "make a page that shows what happened in a run, from its trace",

@@ -87,13 +87,13 @@ def pretrain(
                 configure, datasets_provider, model_type, forward_step, extra_args_provider, args_defaults or {}, others
             )
         )
-    args = _parse(extra_args_provider, args_defaults or {}, {})
+    args = parse(extra_args_provider, args_defaults or {}, {})
     from megatron.training import pretrain as upstream
 
     upstream(configure(args), datasets_provider, model_type, forward_step, **others)
 
 
-def _parse(extra_args_provider: Provider | None, args_defaults: dict[str, Any], defaults: dict[str, Any]) -> Namespace:
+def parse(extra_args_provider: Provider | None, args_defaults: dict[str, Any], defaults: dict[str, Any]) -> Namespace:
     """Parse and validate Megatron's arguments and the `--recover-*` flags; return the arguments.
 
     `defaults` replaces some of Megatron's defaults. Bad input ends the process (`bad_input_ends`).
@@ -235,7 +235,7 @@ class _Training:
         self._installation.install({"tensorboard": self._tensorboard.set_writer})
         # Upstream creates a one-logger in the last rank of each world, and each replica is a world.
         # Fully reshardable: a checkpoint must not depend on the number of lanes.
-        args = _parse(
+        args = parse(
             extra_args_provider, args_defaults, {"enable_one_logger": False, "dist_ckpt_optim_fully_reshardable": True}
         )
         with bad_input_ends():

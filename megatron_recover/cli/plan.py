@@ -1,0 +1,238 @@
+"""`megatron-recover plan`: compares layouts by the memory of a rank and by what a death costs.
+
+The sizes of the model come from the user's script and flags, which one process reads
+(`megatron/layout/measure.py`). Nothing is trained, and no GPU is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from megatron_recover.config import BAD_ARGUMENTS, alone_without_gpu
+from megatron_recover.core.values import ExitCode
+from megatron_recover.flags import Parser
+from megatron_recover.megatron.layout.choice import USABLE, Gpus, Judged, judge
+from megatron_recover.megatron.layout.sizes import Elements, Layout, Sizes
+
+_UNITS = {"GB": 10**9, "GiB": 2**30}
+_GB = 10**9
+_ROWS = 12
+"""Layouts that are printed without `--all`."""
+_ROWS_OF_NONE = 3
+"""Layouts that are printed if none fits."""
+_WIDTH = 160
+"""Columns of the table where the output is no terminal."""
+_PARTS = ("weights", "gradient", "result", "optimizer", "activations", "sums", "redirected")
+_NO_SCRIPT = "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."
+
+
+def _bytes(text: str) -> int:
+    """Return the number of bytes that `text` names. Raises ArgumentTypeError with the remedy."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(GB|GiB)", text)
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text} is no memory of a GPU; write one like 80GB or 80GiB")
+    return round(float(found[1]) * _UNITS[found[2]])
+
+
+def _at_least_one(text: str) -> int:
+    """Return the number that `text` names. Raises ArgumentTypeError with the remedy."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of at least 1")
+    return int(text)
+
+
+class _PlanParser(Parser):
+    """The parser of `plan`."""
+
+    elsewhere = "; Megatron's flags go behind the script's name"
+
+
+def _parser() -> Parser:
+    parser = _PlanParser(
+        prog="megatron-recover plan",
+        description="Compare all layouts of a job on some GPUs: the memory that a rank needs, by part, and what a death costs. "
+        "Nothing is trained, and no GPU is needed.",
+        usage="megatron-recover plan [options] -- SCRIPT [Megatron flags]",
+        epilog="Flags of Megatron that give tensor-, pipeline- or expert-parallel sizes are ignored: all sizes are compared. "
+        "--context-parallel-size is kept. docs/how_to/choose_a_layout.md explains every column. "
+        "Exit code 2: bad input, or no layout fits.",
+    )
+    parser.add_argument("--nodes", type=_at_least_one, default=1, metavar="N", help="nodes of the job (default: 1)")
+    parser.add_argument(
+        "--gpus-per-node", type=_at_least_one, default=8, metavar="N",
+        help="GPUs of a node; tensor parallelism stays inside a node (default: 8)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpu-memory", type=_bytes, default="80GB", metavar="N", help="memory of a GPU, in GB (10^9) or GiB (default: 80GB)"
+    )
+    parser.add_argument("--all", action="store_true", help="print every layout, also those that do not fit")
+    parser.add_argument("--json", action="store_true", help="print every layout as JSON")
+    return parser
+
+
+def measured(script: str, flags: Sequence[str]) -> Sizes:
+    """Return the sizes of the model that a script trains. Raises ValueError for bad input."""
+    with tempfile.TemporaryDirectory(prefix="megatron-recover-") as folder:
+        file = Path(folder) / "sizes.json"
+        process = subprocess.run(
+            [sys.executable, "-m", "megatron_recover.megatron.layout.measure", str(file), script, *flags],
+            env=alone_without_gpu(), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if process.returncode == ExitCode.OK and file.exists():
+            return msgspec.json.decode(file.read_bytes(), type=Sizes)
+    lines = process.stderr.splitlines()
+    refused = [line.removeprefix(BAD_ARGUMENTS) for line in lines if line.startswith(BAD_ARGUMENTS)]
+    if refused:
+        raise ValueError("\n".join(refused))
+    if process.returncode == ExitCode.OK:
+        raise ValueError(f"{script} never calls megatron_recover.megatron.pretrain; see docs/how_to/train.md")
+    raise ValueError(f"{script} ended with exit code {process.returncode} before it trained: {lines[-1] if lines else ''}")
+
+
+def _column(layouts: Sequence[Judged], name: str) -> bool:
+    """Return whether any layout has more than one rank in this dimension."""
+    return any(getattr(each.layout, name) > 1 for each in layouts)
+
+
+def table(shown: Sequence[Judged]) -> Table:
+    """Return the table of some layouts; the first that fits is marked as chosen."""
+    found = Table(box=None, pad_edge=False, header_style="")
+    dimensions = [("replicas", "replicas"), ("tp", "TP"), ("pp", "PP")]
+    dimensions += [(name, title) for name, title in (("cp", "CP"), ("ep", "EP")) if _column(shown, name)]
+    dimensions.append(("lanes", "lanes"))
+    found.add_column("")
+    for title in [title for _, title in dimensions]:
+        found.add_column(title, justify="right", no_wrap=True)
+    for title in (*_PARTS, "peak", "recovery", "a death takes", "deaths"):
+        found.add_column(title, justify="right", no_wrap=True)
+    found.add_column("")
+    for number, judged in enumerate(shown):
+        layout, memory = judged.layout, judged.memory
+        found.add_row(
+            "*" if number == 0 and judged.fits else "",
+            *(str(getattr(layout, name)) for name, _ in dimensions),
+            *(_gb(getattr(memory, part)) for part in _PARTS),
+            _gb(memory.undisturbed), _gb(memory.recovery),
+            f"{_gpus(layout.num_ranks)} ({judged.lost_share:.0%})", str(layout.replicas - 1),
+            "fits" if judged.fits else "too large",
+        )  # fmt: skip
+    return found
+
+
+def _gb(number: int) -> str:
+    return f"{number / _GB:.1f}"
+
+
+def _gpus(number: int) -> str:
+    return f"{number} GPU" if number == 1 else f"{number} GPUs"
+
+
+def flags_of(layout: Layout, sizes: Sizes) -> tuple[str, str]:
+    """Return the flags of a layout: those of the launcher, and those of Megatron."""
+    ours = f"--replicas {layout.replicas}" + (f" --lanes {layout.lanes}" if layout.lanes > 1 else "")
+    theirs = f"--tensor-model-parallel-size {layout.tp} --pipeline-model-parallel-size {layout.pp}"
+    if sizes.model.num_experts:
+        theirs += f" --expert-model-parallel-size {layout.ep}"
+    return ours, theirs
+
+
+def _parameters(sizes: Sizes) -> int:
+    """Return the number of parameters of the model, its vocabulary padded."""
+    model = sizes.model
+    held = sum(model.layers, Elements()) + model.first + model.last
+    return held.rows * model.vocabulary + held.split + held.whole + held.expert_split + held.expert_whole
+
+
+def _choice(chosen: Judged, sizes: Sizes, script: str) -> str:
+    """Return the text about the chosen layout, with its command."""
+    layout = chosen.layout
+    ours, theirs = flags_of(layout, sizes)
+    num_deaths = layout.replicas - sizes.flags.min_replicas
+    return (
+        f"* Chosen: {layout.replicas} replicas of {_gpus(layout.num_ranks)}. No layout that fits has smaller replicas. Of "
+        "those with equal\n  ones this has the least communication: the smallest TP, then PP, then EP.\n"
+        f"  A death takes {_gpus(layout.num_ranks)} for the rest of the run, {chosen.lost_share:.0%} of the throughput. "
+        f"The step of the death\n  takes up to {chosen.longer_step:.0%} longer; no step is lost. "
+        f"The run survives {num_deaths} death{'s' if num_deaths > 1 else ''}.\n\n"
+        f"  megatron-recover run {ours} -- {script} {theirs} ..."
+    )
+
+
+def _json(found: Sequence[Judged], sizes: Sizes, gpus: Gpus) -> str:
+    rows: list[dict[str, Any]] = [
+        {
+            **msgspec.to_builtins(each.layout), "fits": each.fits, "chosen": number == 0 and each.fits,
+            "bytes": {part: getattr(each.memory, part) for part in (*_PARTS, "undisturbed", "recovery")},
+            "gpus_lost_by_a_death": each.layout.num_ranks, "longer_step": each.longer_step,
+        }
+        for number, each in enumerate(found)
+    ]  # fmt: skip
+    content = {"parameters": _parameters(sizes), "gpus": msgspec.to_builtins(gpus), "usable": USABLE, "layouts": rows}
+    return msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
+
+
+def main(argv: list[str]) -> int:
+    """Print the layouts of a job and return the exit code."""
+    parser = _parser()
+    if "--" not in argv and not {"-h", "--help"} & {*argv}:
+        parser.error(_NO_SCRIPT)
+    end = argv.index("--") if "--" in argv else len(argv)
+    arguments = parser.parse_args(argv[:end])
+    if not argv[end + 1 :]:
+        parser.error(_NO_SCRIPT)
+    script, *flags = argv[end + 1 :]
+    if not Path(script).is_file():
+        parser.error(f"there is no training script {script}; write its path behind --")
+    gpus = Gpus(num_nodes=arguments.nodes, per_node=arguments.gpus_per_node, bytes=arguments.gpu_memory)
+    try:
+        sizes = measured(script, flags)
+    except ValueError as error:
+        parser.error(str(error))
+    found = judge(sizes, gpus)
+    if not found:
+        parser.error(
+            f"the model allows no layout of two or more replicas on {_gpus(gpus.number)}: TP x PP x CP x lanes has to divide "
+            "them, and --global-batch-size has to have a microbatch for every replica; change --nodes or the batch"
+        )
+    if arguments.json:
+        print(_json(found, sizes, gpus))
+        return ExitCode.OK if found[0].fits else ExitCode.BAD_INPUT
+    _tell(found, sizes, gpus, script, everything=arguments.all)
+    if not found[0].fits:
+        parser.error(
+            f"no layout fits: the smallest needs {_gb(found[0].memory.recovery)} GB a rank; use more GPUs (--nodes), "
+            "lanes that share the optimizer (--use-distributed-optimizer), or fewer activations (--recompute-activations)"
+        )
+    return ExitCode.OK
+
+
+def _tell(found: Sequence[Judged], sizes: Sizes, gpus: Gpus, script: str, *, everything: bool) -> None:
+    """Print the layouts, and the chosen one if any fits."""
+    fitting = [each for each in found if each.fits]
+    shown = found if everything else fitting[:_ROWS] or found[:_ROWS_OF_NONE]
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)
+    print(
+        f"{_parameters(sizes) / _GB:.2f} billion parameters on {_gpus(gpus.number)} of {_gb(gpus.bytes)} GB, of which "
+        f"{_gb(int(USABLE * gpus.bytes))} GB may be used. GB of the rank that needs the most:\n",
+        flush=True,
+    )
+    console.print(table(shown))
+    if len(shown) < len(found):
+        print(f"\n{len(fitting)} of {len(found)} layouts fit; --all prints all of them.")
+    if fitting:
+        print(f"\n{_choice(fitting[0], sizes, script)}")
+    if gpus.num_nodes > 1:
+        print("\nmegatron-recover run starts all ranks on one machine, for now: more than one node can only be planned.")

@@ -1,0 +1,237 @@
+"""Reads the sizes of a model from the user's own training script, without memory for the model.
+
+`python measure.py FILE SCRIPT ARGUMENT...` runs SCRIPT up to its call of `pretrain`, parses the
+arguments with Megatron's parser, builds the whole model on torch's meta device, and writes its
+`Sizes` to FILE as JSON. The flags that give a layout are removed before, since all layouts follow
+from the whole model. Bad arguments end the process with exit code 2, as in the dry run.
+
+The process needs no GPU and must see none: Megatron's local layers, which a CPU has, have the same
+parameters as those of Transformer Engine.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from megatron_recover.core.values import ExitCode
+from megatron_recover.megatron import cpu, training
+from megatron_recover.megatron.launch import dry_run
+from megatron_recover.megatron.launch.arguments import recover_config, refusals
+from megatron_recover.megatron.launch.preflight import FLAGS
+from megatron_recover.megatron.layout import choice
+from megatron_recover.megatron.layout.sizes import Activations, Elements, Flags, Model, Numerics, Sizes, padded
+
+_LAYOUT: Final = (
+    "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size",
+    "--expert-model-parallel-size", "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
+    "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split",
+    "--tensor-parallel-num-weight-shards",
+)  # fmt: skip
+_UNEVEN: Final = (
+    "--pipeline-model-parallel-layout", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
+)  # fmt: skip
+"""Flags that suit one pipeline-parallel size only."""
+_MOST_TENSOR_RANKS: Final = 64
+"""Largest tensor-parallel size for which activations are estimated; no node has more GPUs."""
+
+
+def layout_flags(argv: list[str]) -> tuple[Namespace, list[str]]:
+    """Return the flags of `argv` that concern the layout, and all other words.
+
+    Raises ValueError for a flag that cannot be planned with, with the remedy.
+    """
+    parser = ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    for flag in (*_LAYOUT, *_UNEVEN):
+        parser.add_argument(flag, **FLAGS[flag])
+    parser.add_argument("--expert-tensor-parallel-size", type=int)
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--transformer-impl", default=SUPPRESS)  # the local layers are used in any case
+    found, others = parser.parse_known_args(argv)
+    uneven = [flag for flag in _UNEVEN if getattr(found, flag[2:].replace("-", "_")) is not None]
+    if uneven:
+        raise ValueError(
+            "\n".join(f"{flag} suits one pipeline-parallel size, and all sizes are compared; leave it out" for flag in uneven)
+        )
+    return found, others
+
+
+def elements_of(model: Any, vocabulary: int) -> tuple[Elements, tuple[Elements, ...], Elements]:
+    """Return the elements of the first stage's own parameters, of each layer, and of the last's.
+
+    `model` is the whole model, built for one rank. Its padded vocabulary has `vocabulary` entries.
+    """
+    first, last = Elements(), Elements()
+    layers: dict[int, Elements] = {}
+    for name, parameter in model.named_parameters():
+        layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+        elements = _elements(name, parameter, None if layer else vocabulary)
+        if layer:
+            number = int(layer[1])
+            layers[number] = layers.get(number, Elements()) + elements
+        elif name.startswith("embedding."):
+            first += elements
+        else:
+            last += elements
+    return first, tuple(layers[number] for number in sorted(layers)), last
+
+
+def _elements(name: str, parameter: Any, vocabulary: int | None) -> Elements:
+    number, is_split = parameter.numel(), getattr(parameter, "tensor_model_parallel", False)
+    if ".experts." in name:
+        return Elements(expert_split=number, largest_expert=number) if is_split else Elements(expert_whole=number)
+    if is_split and vocabulary is not None and parameter.shape[0] == vocabulary:
+        return Elements(rows=number // vocabulary)
+    return Elements(split=number, largest_split=number) if is_split else Elements(whole=number, largest_whole=number)
+
+
+def unplannable(args: Namespace) -> list[str]:
+    """Return one line for each argument whose memory is not known: the reason and the remedy."""
+    found = []
+    if args.optimizer not in ("adam", "sgd"):
+        found.append(f"--optimizer {args.optimizer} has state whose memory is not known; plan with adam or sgd")
+    if args.optimizer_cpu_offload:
+        found.append("--optimizer-cpu-offload leaves an unknown part on the GPU; leave it out to plan")
+    if args.multi_latent_attention:
+        found.append("--multi-latent-attention needs layers of Transformer Engine, which need a GPU; leave it out to plan")
+    if args.hybrid_layer_pattern:
+        found.append("--hybrid-layer-pattern makes layers whose activations upstream does not estimate; leave it out to plan")
+    return found
+
+
+def numerics_of(args: Namespace) -> Numerics:
+    """Return the bytes for each element that the parsed arguments lead to."""
+    weight = args.params_dtype.itemsize
+    gradient = 4 if weight == 4 or args.accumulate_allreduce_grads_in_fp32 else weight
+    main = 0 if weight == 4 else 4
+    moments = 8 if args.optimizer == "adam" else 4 if args.sgd_momentum else 0
+    is_aware = bool(args.use_precision_aware_optimizer)
+    if is_aware:
+        # Transformer Engine stores the lower half of an fp32 main parameter; the weight has the
+        # upper half.
+        remains = args.store_param_remainders and args.bf16 and args.main_params_dtype == torch.float32
+        main = 2 if remains else args.main_params_dtype.itemsize
+        moments = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+    config = recover_config(args)
+    return Numerics(
+        weight=weight, gradient=gradient, optimizer=main + moments, step_copy=0 if gradient == 4 or is_aware else 4,
+        is_sharded=bool(args.use_distributed_optimizer), is_exact=config.determinism == "exact",
+        bucket_elements=config.bucket_elements, is_overlapped=bool(args.overlap_grad_reduce),
+    )  # fmt: skip
+
+
+def activations_of(args: Namespace, model: Model, flags: Flags) -> Iterable[Activations]:
+    """Yield upstream's estimate of the activations for each layout of one replica.
+
+    Upstream's estimate knows no context parallelism. It is linear in the length of the sequence, so
+    the caller divides it by the context-parallel size.
+    """
+    from megatron.training.theoretical_memory_usage import compute_activation_memory, compute_activation_memory_without_sp
+
+    counted = len(model.layers) + flags.counts_embedding + flags.counts_loss
+    for tp in choice.tensor_sizes(model, flags, _MOST_TENSOR_RANKS):
+        for pp in choice.divisors(counted):
+            vpp = choice.chunks_of_stage(model, flags, pp)
+            if vpp is None:
+                continue
+            tried = copy.copy(args)
+            tried.tensor_model_parallel_size, tried.pipeline_model_parallel_size = tp, pp
+            tried.virtual_pipeline_model_parallel_size = vpp if vpp > 1 else None
+            tried.padded_vocab_size = padded(model, tp)
+            splits = flags.sequence_parallel and tp > 1 and args.recompute_granularity == "selective"
+            estimate = compute_activation_memory if splits else compute_activation_memory_without_sp
+            yield Activations(tp=tp, pp=pp, bytes=int(estimate(tried, None)))
+
+
+def measured(args: Namespace, asked: Namespace, model: Any) -> Sizes:
+    """Return the sizes of `model`, built on the meta device, with `asked`, the layout's flags."""
+    first, layers, last = elements_of(model, args.padded_vocab_size)
+    described = Model(
+        first=first, layers=layers, last=last,
+        is_tied=bool(getattr(model, "share_embeddings_and_output_weights", False)),
+        vocabulary=args.padded_vocab_size, vocabulary_step=args.make_vocab_size_divisible_by,
+        num_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        num_experts=args.num_experts or 0,
+    )  # fmt: skip
+    flags = Flags(
+        cp=asked.context_parallel_size, expert_tp=asked.expert_tensor_parallel_size,
+        layers_per_chunk=asked.num_layers_per_virtual_pipeline_stage, num_chunks=asked.num_virtual_stages_per_pipeline_rank,
+        counts_embedding=asked.account_for_embedding_in_pipeline_split,
+        counts_loss=asked.account_for_loss_in_pipeline_split, sequence_parallel=asked.sequence_parallel,
+        micro_batch_size=args.micro_batch_size, global_batch_size=args.global_batch_size,
+        min_replicas=recover_config(args).min_replicas,
+    )  # fmt: skip
+    return Sizes(
+        model=described, numerics=numerics_of(args), flags=flags, activations=tuple(activations_of(args, described, flags))
+    )
+
+
+def main() -> None:
+    """Run the script that the command line names, with a `pretrain` that measures."""
+    import megatron_recover.megatron as recover
+
+    cpu.leave_out_the_compiler()
+    # torch collects the functions that obey `torch.device("meta")` at their first use under it.
+    # Later, `cpu.enable_cpu` replaces some, and the model would take real memory.
+    with torch.device("meta"):
+        torch.empty(0)
+    file = sys.argv.pop(1)
+    with training.bad_input_ends():
+        asked, sys.argv[2:] = layout_flags(sys.argv[2:])
+    begin_world = torch.distributed.init_process_group  # a script that calls it is refused
+
+    def measure(
+        configure: Callable[[Namespace], Any],
+        _datasets_provider: object,
+        _model_type: object,
+        _forward_step: object,
+        *,
+        extra_args_provider: training.Provider | None = None,
+        args_defaults: dict[str, Any] | None = None,
+        model_provider: Callable[..., Any] | None = None,
+        **_others: object,
+    ) -> None:
+        args = training.parse(extra_args_provider, args_defaults or {}, {})
+        with training.bad_input_ends():
+            if found := [*refusals(args, lanes=1), *unplannable(args)]:
+                raise ValueError("\n".join(found))
+            begin_world("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+            model = build(configure(args), model_provider)
+            if not all(parameter.is_meta for parameter in model.parameters()):
+                raise ValueError("the model puts parameters on a device of its own choice; leave the device to torch's default")
+            sizes = measured(args, asked, model)
+        with open(file, "wb") as out:
+            out.write(msgspec.json.encode(sizes))
+        sys.exit(ExitCode.OK)
+
+    recover.pretrain = training.pretrain = measure
+    dry_run.main()
+
+
+def build(config: Any, model_provider: Callable[..., Any] | None) -> Any:
+    """Return the whole model on the meta device, built as upstream's `pretrain` builds it."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    with torch.device("meta"):
+        if getattr(config, "model", None) is not None:
+            return config.model.get_builder_cls()(config.model).build_model(groups, pre_process=True, post_process=True)
+        if model_provider is None:
+            raise ValueError("the script gives pretrain neither a model configuration nor a model_provider; give one")
+        return model_provider(pre_process=True, post_process=True, config=None, pg_collection=groups)
+
+
+if __name__ == "__main__":
+    main()

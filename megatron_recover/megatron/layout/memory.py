@@ -1,0 +1,115 @@
+"""The bytes that a rank of a layout needs, by part. Pure arithmetic.
+
+Note [Peaks]
+    Weights, gradient and optimizer are always there. The rest comes and goes:
+
+    - A step without failures has its activations first. The reduction begins when they are gone,
+      and allocates the results, which are free again after `Apply`.
+    - In a recovery, buckets that a member holds complete are decided. Their results have to stay,
+      since the local gradient of a replica alone cannot replace them. Meanwhile the lost
+      microbatches are computed, with all their activations. In the worst case one small bucket is
+      undecided, so nearly all results stay. Gradient of decided buckets is redirected to a dump
+      (`gradient_buffers.Redirection`).
+
+    So the peak of a recovery decides whether a layout fits: a rank that runs out of memory in a
+    recovery would end the second replica after a death, and perhaps all.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from megatron_recover.megatron.layout.sizes import Layout, Numerics, OnRank, Sizes, layers_of_stages, on_stage
+
+_REDIRECTED = 2
+"""Largest parameters that a recovery redirects at a time: the dump, and one that a border of a
+bucket cuts in two (`gradient_buffers.Redirection`)."""
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on the rank of a replica that needs the most, by part."""
+
+    weights: int
+    gradient: int
+    """The gradient buffer; with `exact` the float64 accumulators as well."""
+    result: int
+    """Results of the sums over replicas."""
+    optimizer: int
+    """Main parameters and moments."""
+    activations: int
+    """Activations as upstream estimates them."""
+    sums: int
+    """Buffers of the sum of one bucket over lanes and replicas."""
+    redirected: int
+    """Gradient of decided buckets in a recovery."""
+    step_copy: int = 0
+    """Copy of the gradient in the optimizer's step, if the gradient is not fp32."""
+    is_overlapped: bool = False
+
+    @property
+    def always(self) -> int:
+        """Return the bytes that are never free."""
+        return self.weights + self.gradient + self.optimizer
+
+    @property
+    def undisturbed(self) -> int:
+        """Return the peak of a step without failures. See Note [Peaks]."""
+        reducing = self.result + self.sums
+        if self.is_overlapped:
+            return self.always + max(self.activations + reducing, self.step_copy)
+        return self.always + max(self.activations, reducing, self.step_copy)
+
+    @property
+    def recovery(self) -> int:
+        """Return the peak of a recovery. See Note [Peaks]."""
+        return self.always + self.result + max(self.activations + self.redirected, self.sums, self.step_copy)
+
+    @property
+    def with_kept_results(self) -> int:
+        """Return the peak of a step without failures if results were never freed."""
+        return self.always + self.result + max(self.activations, self.sums, self.step_copy)
+
+
+def memory(sizes: Sizes, layout: Layout) -> Memory:
+    """Return the memory of the pipeline stage whose recovery needs the most.
+
+    Raises ValueError if the layers cannot be split over the stages.
+    """
+    stages = layers_of_stages(len(sizes.model.layers), layout.pp, sizes.flags)
+    if stages is None:
+        raise ValueError(f"{len(sizes.model.layers)} layers cannot be split over {layout.pp} pipeline stages")
+    found = {(each.tp, each.pp): each.bytes for each in sizes.activations}
+    activations = found[layout.tp, layout.pp] // layout.cp
+    on_ranks = (on_stage(sizes.model, layout, stage, stages) for stage in range(layout.pp))
+    return max((of_rank(each, sizes.numerics, layout, activations) for each in on_ranks), key=lambda each: each.recovery)
+
+
+def of_rank(held: OnRank, numerics: Numerics, layout: Layout, activations: int = 0) -> Memory:
+    """Return the memory of a rank that holds these elements."""
+    groups = [(held.dense, layout.num_shards), (held.experts, layout.num_expert_shards)]
+    elements = held.dense + held.experts
+    shares = sum(-(-number // shards) for number, shards in groups)
+    optimized = shares if numerics.is_sharded else elements
+    return Memory(
+        weights=elements * numerics.weight,
+        gradient=elements * (numerics.gradient + (8 if numerics.is_exact else 0)),
+        result=shares * numerics.summed,
+        optimizer=optimized * numerics.optimizer,
+        activations=activations,
+        sums=max(_sum_of_bucket(number, shards, numerics) for number, shards in groups),
+        redirected=0 if numerics.is_exact else _REDIRECTED * held.largest * numerics.gradient,
+        step_copy=optimized * numerics.step_copy,
+        is_overlapped=numerics.is_overlapped,
+    )
+
+
+def _sum_of_bucket(elements: int, num_shards: int, numerics: Numerics) -> int:
+    """Return the bytes that the sum of one bucket takes beside source and result.
+
+    With lanes the bucket is copied, and a lane's part of its sum over the lanes is a tensor of its
+    own (`regions.Bucket.sum_over_lanes`). NCCL sums into scratch (`data_plane/scratch.py`).
+    """
+    bucket = elements // max(1, round(elements / numerics.bucket_elements))
+    part = -(-bucket // num_shards)
+    over_lanes = bucket + part if num_shards > 1 else 0
+    return (over_lanes + part) * numerics.summed

@@ -1,0 +1,128 @@
+"""`megatron-recover plan`: its table, its choice, and its refusals; and once with a real script, from start to end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import msgspec
+import pytest
+
+from megatron_recover import cli
+from megatron_recover.cli import plan
+from megatron_recover.megatron.layout.sizes import Sizes
+from tests.megatron.test_layout import eight_billion
+
+SCRIPT = "scripts/pretrain_gpt.py"
+
+
+def told(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, list[str]]:
+    """Run the verb; return exit code, output and the lines of its complaints."""
+    try:
+        code = cli.main(["plan", *words.split()])
+    except SystemExit as end:
+        code = end.code  # type: ignore[assignment]
+    said = capsys.readouterr()
+    return code, said.out, said.err.splitlines()
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Sizes]:
+    """Have the verb find the sizes of a model of 8 billion parameters; a test may put others in the list."""
+    sizes = [eight_billion()]
+    monkeypatch.setattr(plan, "measured", lambda script, flags: sizes[0])
+    return sizes
+
+
+def test_the_layouts_that_fit_are_listed_and_the_best_is_chosen(
+    measured: list[Sizes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = told(f"-- {SCRIPT} --bf16", capsys)
+    assert (code, err) == (0, [])
+    assert out.startswith("8.03 billion parameters on 8 GPUs of 80.0 GB, of which 72.0 GB may be used.")
+    marked = [line.split() for line in out.splitlines() if line.startswith("* ")]
+    assert marked[0][1:5] == ["2", "1", "2", "2"] and marked[0][-5:] == ["4", "GPUs", "(50%)", "1", "fits"]
+    assert "too large" not in out and "layouts fit; --all prints all of them" in out
+    assert f"megatron-recover run --replicas 2 --lanes 2 -- {SCRIPT} --tensor-model-parallel-size 1 " in out
+    assert "takes up to 100% longer" in out and "survives 1 death." in out
+
+
+def test_all_lists_what_does_not_fit_as_well(measured: list[Sizes], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = told(f"--all -- {SCRIPT}", capsys)
+    assert code == 0 and "too large" in out and "--all" not in out
+
+
+def test_json_has_the_bytes_of_every_layout(measured: list[Sizes], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = told(f"--json --nodes 2 --gpu-memory 80GiB -- {SCRIPT}", capsys)
+    found = json.loads(out)
+    assert code == 0 and found["gpus"] == {"num_nodes": 2, "per_node": 8, "bytes": 80 * 2**30}
+    assert [row["chosen"] for row in found["layouts"]] == [True] + [False] * (len(found["layouts"]) - 1)
+    assert {"weights", "gradient", "result", "optimizer", "recovery"} < found["layouts"][0]["bytes"].keys()
+
+
+def test_where_none_fits_the_smallest_is_shown_with_the_remedy(
+    measured: list[Sizes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = told(f"--gpu-memory 24GB -- {SCRIPT}", capsys)
+    assert code == 2 and out.count("too large") == 3 and "Chosen" not in out
+    assert err[0].startswith("megatron-recover plan: no layout fits: the smallest needs ") and "(--nodes)" in err[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."),
+        ("--", "the training script is missing; write it and its flags behind --, for example: -- scripts/pretrain_gpt.py ..."),
+        ("-- no.py", "there is no training script no.py; write its path behind --"),
+        (f"--gpu-memory 80 -- {SCRIPT}", "--gpu-memory: 80 is no memory of a GPU; write one like 80GB or 80GiB"),
+        (f"--gpu-memory 0GB -- {SCRIPT}", "--gpu-memory: 0GB is no memory of a GPU; write one like 80GB or 80GiB"),
+        (f"--nodes 0 -- {SCRIPT}", "--nodes: 0 is no number of at least 1"),
+        (f"--gpu-per-node 4 -- {SCRIPT}", "--gpu-per-node is unknown; did you mean --gpus-per-node?"),
+        (f"--gpus-per-node 1 -- {SCRIPT}", "the model allows no layout of two or more replicas on 1 GPU: TP x PP x CP x lanes "
+         "has to divide them, and --global-batch-size has to have a microbatch for every replica; change --nodes or the batch"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_with_the_remedy(
+    words: str, expected: str, measured: list[Sizes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told(words, capsys) == (2, "", [f"megatron-recover plan: {expected}"])
+
+
+def test_bytes_have_a_unit() -> None:
+    assert [plan._bytes(text) for text in ("80GB", "80 GiB", "1.5GB")] == [80 * 10**9, 80 * 2**30, 15 * 10**8]
+
+
+def test_a_real_script_is_measured_without_training_it() -> None:
+    flags = (
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
+        "--num-query-groups 8 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+        "--untie-embeddings-and-output-weights --seq-length 8192 --max-position-embeddings 8192 --tokenizer-type NullTokenizer "
+        "--vocab-size 128256 --make-vocab-size-divisible-by 1 --micro-batch-size 1 --global-batch-size 128 --train-iters 1 "
+        "--lr 1e-4 --bf16 --use-distributed-optimizer --sequence-parallel --recompute-activations --mock-data"
+    )  # fmt: skip
+    found = plan.measured(SCRIPT, [*flags.split(), "--tensor-model-parallel-size", "2"])
+    expected = eight_billion(sequence_parallel=True)
+    assert found.model == expected.model
+    assert found.numerics == expected.numerics
+    assert found.flags == expected.flags
+    assert {(each.tp, each.pp) for each in expected.activations} <= {(each.tp, each.pp) for each in found.activations}
+
+
+@pytest.mark.parametrize(
+    ("code", "errors", "expected"),
+    [
+        (0, "", f"{SCRIPT} never calls megatron_recover.megatron.pretrain; see docs/how_to/train.md"),
+        (2, "warning\nbad arguments: --one is wrong\nbad arguments: --two is wrong\n", "--one is wrong\n--two is wrong"),
+        (1, "Traceback ...\nKeyError: 'x'\n", f"{SCRIPT} ended with exit code 1 before it trained: KeyError: 'x'"),
+    ],
+)
+def test_what_a_script_complains_of_is_told(code: int, errors: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], code, "", errors))
+    with pytest.raises(ValueError) as raised:
+        plan.measured(SCRIPT, [])
+    assert str(raised.value) == expected
+
+
+def test_sizes_survive_their_file() -> None:
+    sizes = eight_billion()
+    assert msgspec.json.decode(msgspec.json.encode(sizes), type=Sizes) == sizes

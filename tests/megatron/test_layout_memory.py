@@ -1,0 +1,236 @@
+"""The memory that `plan` computes against what real ranks allocate, and its splits against models that upstream builds."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from argparse import Namespace
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_recover.config import RecoverConfig
+from megatron_recover.megatron.layout import measure, memory, sizes
+from tests.megatron.processes import Layout, ScriptedDriver, Tokens, Training, run
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of each storage, by its address."""
+    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors if each.numel()}
+
+
+def allocated(layout: Layout) -> dict[str, int]:
+    """Train a step without gradient, and return what this rank has allocated, by part."""
+    from megatron.core import parallel_state
+
+    from megatron_recover.megatron.gradient_buffers import GradientBuffers
+    from megatron_recover.trainer.reduction import Reduction
+
+    training = Training(layout)
+    reduction = Reduction(
+        GradientBuffers(training.chunks, 3000), stage=parallel_state.get_pipeline_model_parallel_rank(),
+        is_last_stage=parallel_state.is_pipeline_last_stage(), driver=ScriptedDriver(()),
+        config=RecoverConfig(bucket_elements=3000, determinism=layout.determinism),
+    )  # fmt: skip
+    for chunk in training.chunks:
+        chunk.zero_grad_buffer()
+    training.optimizer.step()
+    buffers = [buffer for chunk in training.chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    weights = storages(parameter for chunk in training.chunks for parameter in chunk.parameters())
+    gradient = storages([buffer.grad_data for buffer in buffers] + list(reduction._accumulators.values()))
+    result = storages(each.result for each in reduction._gradient_sums)
+    optimizers = [each.optimizer for each in getattr(training.optimizer, "chained_optimizers", [training.optimizer])]
+    main = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+    moments = [
+        each for optimizer in optimizers for state in optimizer.state.values() for each in state.values() if each.numel() > 1
+    ]
+    optimizer = {place: number for place, number in storages(main + moments).items() if place not in weights}
+    parts = {"weights": weights, "gradient": gradient, "result": result, "optimizer": optimizer}
+    return {name: sum(found.values()) for name, found in parts.items()}
+
+
+def whole_model(layout: Layout) -> sizes.Model:
+    """Describe the model that a single rank builds for the layout."""
+    training = Training(layout)
+    first, layers, last = measure.elements_of(training.chunks[0].module, Tokens.vocabulary)
+    return sizes.Model(
+        first=first, layers=layers, last=last, is_tied=False, vocabulary=Tokens.vocabulary, num_heads=2, num_query_groups=2,
+        num_experts=layout.num_experts or 0,
+    )  # fmt: skip
+
+
+LAYOUTS = {
+    "fp32": Layout(),
+    "tp2-bf16": Layout(tp=2, bf16=True),
+    "pp2": Layout(pp=2),
+    "lanes2-bf16-exact": Layout(lanes=2, bf16=True, determinism="exact"),
+    "zero1": Layout(lanes=2, distributed_optimizer=True),
+    "zero1-bf16-tp2": Layout(lanes=2, tp=2, distributed_optimizer=True, bf16=True),
+    "experts": Layout(lanes=2, ep=2, num_experts=2, distributed_optimizer=True, bf16=True),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_the_parts_are_those_that_ranks_allocate(layout: Layout) -> None:
+    [[model]] = run(Layout(num_experts=layout.num_experts), (whole_model, ()))
+    [ranks] = run(layout, (allocated, ()))
+    numerics = sizes.Numerics(
+        weight=2 if layout.bf16 else 4, gradient=4, optimizer=12 if layout.bf16 else 8, is_sharded=layout.distributed_optimizer,
+        is_exact=layout.determinism == "exact", bucket_elements=3000,
+    )  # fmt: skip
+    described = sizes.Layout(tp=layout.tp, pp=layout.pp, lanes=layout.lanes, ep=layout.ep, expert_tp=layout.tp)
+    flags = sizes.Flags(micro_batch_size=1, global_batch_size=1)
+    stages = sizes.layers_of_stages(len(model.layers), layout.pp, flags)
+    assert stages is not None
+    for rank, found in enumerate(ranks):
+        held = sizes.on_stage(model, described, rank // (layout.num_ranks // layout.pp), stages)
+        expected = memory.of_rank(held, numerics, described)
+        assert found == {name: pytest.approx(getattr(expected, name), rel=0.05) for name in found}, rank
+
+
+SCRIPT = "scripts/pretrain_gpt.py"
+COMMON = (
+    "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 64 --train-iters 2 --lr 1e-4 "
+    "--tokenizer-type NullTokenizer --vocab-size 1000 --mock-data --bf16 --hidden-size 64 --num-attention-heads 8 "
+)
+MODELS = {
+    "llama": "--num-layers 4 --group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope --ffn-hidden-size 192",
+    "tied": "--num-layers 4 --position-embedding-type learned_absolute",
+    "mixtral": "--num-layers 4 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96 --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --position-embedding-type rope --sequence-parallel",
+}
+
+
+def counted(_: Layout, flags: str) -> tuple[sizes.Sizes, list[tuple[sizes.Layout, int, sizes.OnRank]]]:
+    """Return the sizes that `plan` reads, and what upstream really builds on the stages of several layouts."""
+    import runpy
+
+    from megatron.core import parallel_state
+
+    import megatron_recover.megatron as recover
+    from megatron_recover.megatron import training
+
+    dist.destroy_process_group()
+    parallel_state.destroy_model_parallel()
+    asked, words = measure.layout_flags(flags.split())
+    sys.argv = [SCRIPT, *words]
+    found: list[Any] = []
+
+    def measured(configure: Any, *_: Any, args_defaults: dict[str, Any], **others: Any) -> None:
+        args = training.parse(None, args_defaults, {})
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        read = measure.measured(args, asked, measure.build(configure(args), None))
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        real = [built(configure, args, read, *sizes_of) for sizes_of in itertools.product((1, 2, 4), (1, 2), (1, 2))]
+        found.append((read, [stage for stages in real for stage in stages]))
+
+    recover.pretrain = measured
+    runpy.run_path(SCRIPT, run_name="__main__")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # in which `run` ends
+    return found[0]
+
+
+def built(
+    configure: Any, args: Namespace, read: sizes.Sizes, tp: int, pp: int, ep: int
+) -> list[tuple[sizes.Layout, int, sizes.OnRank]]:
+    """Build every stage of a layout on the meta device, in a world that torch only pretends to have."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if ep > max(1, read.model.num_experts):
+        return []
+    layout = sizes.Layout(tp=tp, pp=pp, ep=ep, expert_tp=tp, lanes=ep)
+    args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size = tp, pp, ep
+    args.expert_tensor_parallel_size = args.tensor_parallel_num_weight_shards = tp
+    args.expert_tensor_parallel_num_weight_shards, args.padded_vocab_size = tp, sizes.padded(read.model, tp)
+    stages = []
+    for stage in range(pp):
+        dist.init_process_group("fake", store=FakeStore(), rank=stage * tp * ep, world_size=layout.num_ranks)
+        parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep, create_gloo_process_groups=False)
+        config = configure(args).model
+        with torch.device("meta"):
+            model = config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+        experts = [each.numel() for name, each in model.named_parameters() if ".experts." in name]
+        everything = [each.numel() for each in model.parameters()]
+        stages.append((layout, stage, sizes.OnRank(sum(everything) - sum(experts), sum(experts), max(everything))))
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    return stages
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_the_splits_are_those_that_upstream_builds(model: str) -> None:
+    [[(read, real)]] = run(Layout(), (counted, (COMMON + model,)))
+    assert len(real) >= 9
+    for layout, stage, found in real:
+        stages = sizes.layers_of_stages(4, layout.pp, read.flags)
+        assert stages is not None
+        assert sizes.on_stage(read.model, layout, stage, stages) == found, (layout, stage)
+
+
+def test_the_flags_of_the_layout_are_taken_out_of_the_command_line() -> None:
+    asked, others = measure.layout_flags(
+        [
+            "--lr",
+            "1",
+            "--tensor-model-parallel-size",
+            "2",
+            "--split",
+            "9,1",
+            "--sequence-parallel",
+            "--context-parallel-size=2",
+            "--bf16",
+        ]
+    )
+    assert (asked.context_parallel_size, asked.sequence_parallel) == (2, True)
+    assert others == ["--lr", "1", "--split", "9,1", "--bf16"]
+    with pytest.raises(ValueError, match="--decoder-first-pipeline-num-layers suits one pipeline-parallel size"):
+        measure.layout_flags(["--decoder-first-pipeline-num-layers", "3"])
+
+
+ARGS = {
+    "multi_latent_attention": False, "hybrid_layer_pattern": None,
+    "optimizer": "adam", "optimizer_cpu_offload": False, "params_dtype": torch.bfloat16, "bf16": True, "sgd_momentum": 0.9,
+    "accumulate_allreduce_grads_in_fp32": True, "use_precision_aware_optimizer": False, "store_param_remainders": True,
+    "main_params_dtype": torch.float32, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float32,
+    "use_distributed_optimizer": True, "overlap_grad_reduce": False,
+    **{f"recover_{name}": getattr(RecoverConfig(), name) for name in RecoverConfig.__struct_fields__},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (2, 4, 12, 0)),
+        ({"params_dtype": torch.float32, "bf16": False}, (4, 4, 8, 0)),
+        ({"accumulate_allreduce_grads_in_fp32": False}, (2, 2, 12, 4)),
+        ({"optimizer": "sgd"}, (2, 4, 8, 0)),
+        ({"optimizer": "sgd", "sgd_momentum": 0.0}, (2, 4, 4, 0)),
+        ({"use_precision_aware_optimizer": True}, (2, 4, 2 + 2 + 4, 0)),
+        ({"use_precision_aware_optimizer": True, "store_param_remainders": False}, (2, 4, 4 + 2 + 4, 0)),
+    ],
+)
+def test_bytes_of_an_element_follow_from_the_arguments(changes: dict[str, Any], expected: tuple[int, ...]) -> None:
+    found = measure.numerics_of(SimpleNamespace(**{**ARGS, **changes}))
+    assert (found.weight, found.gradient, found.optimizer, found.step_copy) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("optimizer", "muon"), ("optimizer_cpu_offload", True), ("multi_latent_attention", True), ("hybrid_layer_pattern", "M*")],
+)
+def test_what_cannot_be_known_is_refused(name: str, value: object) -> None:
+    flag = "--" + name.replace("_", "-")
+    assert measure.unplannable(SimpleNamespace(**ARGS)) == []
+    [line] = measure.unplannable(SimpleNamespace(**{**ARGS, name: value}))
+    assert line.startswith(flag)
