@@ -201,7 +201,7 @@ class Watch:
         in_work = progress.microbatches if progress.phase in _OF_A_MICROBATCH else ()
         # Nobody knows which thread has caused the signal. So both microbatches are charged, and the
         # one that two deaths have in common counts (`trainer/read_ahead.py`).
-        charged = in_work if progress.ahead in (None, *in_work) else (*in_work, progress.ahead)
+        charged = in_work if progress.ahead is None else tuple(dict.fromkeys((*in_work, progress.ahead)))
         if not charged:
             return Loss(end.replica, kind, detail), None
         if in_work:

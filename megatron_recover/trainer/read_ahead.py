@@ -106,8 +106,8 @@ class ReadAhead:
             # `_run` ends every reading, whatever becomes of it, and wakes this thread (INV-8).
             self._changed.wait_for(lambda: batch in self._ready or self._reading is None)
             self._is_held = False
-            if batch in (expected := self._expected.get(batch.source, ())):
-                expected.remove(batch)
+            if batch in self._expected.get(batch.source, ()):
+                self._expected[batch.source].remove(batch)
             self._changed.notify_all()
             if batch in self._ready:
                 return self._ready.pop(batch)
